@@ -79,6 +79,7 @@ class Environment:
         aws_endpoint: ``AWS_EC2_METADATA_SERVICE_ENDPOINT``, as Amazon's own tools read it.
         gcp_host: ``GCE_METADATA_HOST``, as Google's own tools read it.
         slurm_job: the job's id for ``scontrol``, in a SLURM job.
+        restarter_pid: ``LIGHTNING_SPOT_RESTARTER_PID``: of the process that has this one started again on this machine.
     """
 
     token: str | None
@@ -91,6 +92,7 @@ class Environment:
     aws_endpoint: str | None
     gcp_host: str | None
     slurm_job: str | None
+    restarter_pid: int | None
 
 
 def read_environment() -> Environment:
@@ -113,6 +115,7 @@ def read_environment() -> Environment:
         aws_endpoint=os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or None,
         gcp_host=os.environ.get("GCE_METADATA_HOST") or None,
         slurm_job=f"{array_job}_{array_task}" if array_job else os.environ.get("SLURM_JOB_ID"),
+        restarter_pid=_restarter_pid(),
     )
 
 
@@ -140,6 +143,15 @@ def _grace_s() -> float | None:
     if not grace_s > 0:
         raise SettingsError(f"LIGHTNING_SPOT_GRACE_S={text!r} is no number of seconds above 0; fix or unset it")
     return grace_s
+
+
+def _restarter_pid() -> int | None:
+    text = os.environ.get("LIGHTNING_SPOT_RESTARTER_PID")
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < 2:
+        raise SettingsError(f"LIGHTNING_SPOT_RESTARTER_PID={text!r} is no number of a process; fix or unset it")
+    return int(text)
 
 
 def check_number(name: str, value: object, least: float, *, above: bool = False, whole: bool = False) -> None:

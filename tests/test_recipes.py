@@ -113,6 +113,28 @@ def test_torchrun_that_is_told_to_end_says_so(tmp_path: Path) -> None:
         process.wait(60)
 
 
+@pytest.mark.slow
+def test_torchrun_starts_no_ranks_again_on_a_machine_that_is_taken_away(tmp_path: Path) -> None:
+    """The cloud says so to the ranks only: each would stop again at once, until no restart is left."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, pathlib\n"
+        "here = pathlib.Path(__file__).parent\n"
+        "(here / ('ran-' + os.environ['TORCHELASTIC_RESTART_COUNT'])).touch()\n"
+        "from lightning_spot import PreemptionGuard\n"
+        "from tests.models import Net, data, trainer\n"
+        "guard = PreemptionGuard(f'file:{here}/notice', grace_s=120.0)\n"
+        "trainer(guard, max_epochs=10**6, max_steps=-1).fit(Net(), data())\n"
+    )
+    (tmp_path / "notice").touch()
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "RANKS": "1", "MAX_RESTARTS": "2", "PYTHONPATH": str(RECIPES.parents[1])}
+    command = [str(RECIPES / "torchrun.sh"), str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 143, done.stderr
+    assert [path.name for path in tmp_path.glob("ran-*")] == ["ran-0"]
+
+
 def fake(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
     (tmp_path / name).chmod(0o755)

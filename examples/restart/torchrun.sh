@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
 # Several ranks on this host, started again by torchrun when one of them ends. In the script: Trainer(strategy="ddp",
-# devices=…). torchrun restarts all ranks together; they resume from one snapshot. After a SIGTERM it ends with 143.
+# devices=…). torchrun restarts all ranks together; they resume from one snapshot. After a SIGTERM, and when the machine is
+# taken away, it ends with 143.
 #
 #     RANKS=2 examples/restart/torchrun.sh train.py fit --config callbacks/spot.yaml
 set -eu
 
 # torchrun passes a SIGTERM on and kills the ranks 30 s later.
 export LIGHTNING_SPOT_GRACE_S=${LIGHTNING_SPOT_GRACE_S:-30}
+
+# When the cloud says that this machine will be taken away, ranks would be started again on it: they end this script.
+export LIGHTNING_SPOT_RESTARTER_PID=$$
 
 # torchrun itself ends with 1 when it was told to end, as after an error: who starts this again could not tell which.
 child=0

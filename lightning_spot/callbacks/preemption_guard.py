@@ -15,11 +15,12 @@ from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.seams import Seam, Seams
 from lightning_spot.fit.fit import Fit
 from lightning_spot.fit.harmless import Harmless
-from lightning_spot.fit.ranks import Ranks
+from lightning_spot.fit.ranks import Ranks, end_restarts_here
 from lightning_spot.fit.taking_part import takes_part
 from lightning_spot.notices.ballot import Ballot, Place
 from lightning_spot.notices.choose import Notices, open_sources
 from lightning_spot.notices.notice import Notice
+from lightning_spot.notices.signals import SignalSource
 from lightning_spot.notices.watcher import Watcher
 
 if TYPE_CHECKING:
@@ -182,6 +183,8 @@ class PreemptionGuard(Part):
         watcher.accept()
         grace_s = facts.pop("left_s")
         self.notice = Notice(**facts, seen_s=self._stop.called_s, grace_s=grace_s)
+        if watcher.notice is not None and watcher.notice.source != SignalSource.name:
+            end_restarts_here()
         exit_ = Fit.of(trainer).exit
         exit_.stop(self.notice, seam, cut_short=lambda: watcher.repeated > 0, part=self._ranks.part)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
+import os
 import secrets
+import signal
 import subprocess
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -129,3 +132,24 @@ def requeue_slurm_job() -> None:
         logger.warning("lightning_spot: SLURM did not take job %s back (%s); submit it again", job, error)
     else:
         logger.info("lightning_spot: SLURM queues job %s again", job)
+
+
+def end_restarts_here() -> None:
+    """When this process ends, tell whoever would start it again on this machine, which will be taken away.
+
+    torchrun starts ranks again whatever they end with: they would only stop again, until the machine is gone or no
+    restart is left.
+    """
+    restarter = read_environment().restarter_pid
+    if restarter is None:
+        return
+    own = os.getpid()
+
+    def tell() -> None:
+        if os.getpid() == own:  # not in a forked child
+            try:
+                os.kill(restarter, signal.SIGTERM)
+            except OSError as error:
+                logger.debug("process %d was not told that its machine will be taken away: %s", restarter, error)
+
+    atexit.register(tell)
