@@ -46,6 +46,30 @@ def test_no_garbage_is_collected_while_frames_are_listed_where_that_may_hang(
 
 
 @alone
+def test_no_garbage_is_collected_while_a_frame_is_asked_for_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may let the thread run: Python then wrote beyond an object, and the C library aborted (Python 3.11)."""
+    seen: list[bool] = []
+
+    class Frame:
+        f_lasti = 0
+
+        def __init__(self) -> None:
+            self.f_code = sys._getframe().f_code
+
+        @property
+        def f_back(self) -> None:
+            seen.append(gc.isenabled())
+
+    kept = [Frame(), Frame()]  # two places, so that the second one is asked who has called it
+    frames = iter(kept)
+    monkeypatch.setattr(operations, "_frame_of", lambda _thread: next(frames))
+    monkeypatch.setattr(operations, "_IN_MIDST_OF_A_FRAME", True)
+    assert Operation(0).is_over
+    assert seen == [False]
+    assert gc.isenabled()
+
+
+@alone
 def test_garbage_is_collected_again_where_the_frames_could_not_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> dict[int, FrameType]:
         raise MemoryError

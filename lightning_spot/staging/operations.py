@@ -26,7 +26,9 @@ _MAY_STOP_FOR_EVER = (3, 11) <= sys.version_info < (3, 11, 9)
 
 _IN_MIDST_OF_A_FRAME = sys.version_info[:2] == (3, 11)
 """Whether garbage is collected in the middle of making the object of a frame. That may let another thread run, whose
-frame is gone then: its memory is written to, and what is found in it is no frame."""
+frame is gone then: its memory is written to, and what is found in it is no frame. If a longer function was called in
+its place, Python copies that one's frame into an object too small for it, over what lies behind: the C library aborts
+later on (``malloc(): unaligned tcache chunk detected``, ``double free or corruption``)."""
 
 _call: Any = getattr(operator, "call", None)  # Python 3.11 has it
 
