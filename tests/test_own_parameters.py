@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from lightning_spot.exact.own_parameters import OwnParameters
 from tests.test_sharded_fit import log, two_ranks
 
 SAME = "of exp_avg, exp_avg_sq, step, weight there differ: []\n"
@@ -27,3 +31,15 @@ def test_what_is_too_large_is_named_before_training_goes_on(tmp_path: Path, warm
     assert said.count("it was stopped\n") == 2, said[-3000:]
     assert SAME not in said  # what rank 0 trains depends on what the other one has
     assert f"{NAMED}: all ranks go on with its own.weight." in said
+
+
+def test_what_an_optimizer_keeps_on_a_device_comes_back_there() -> None:
+    """A fused one has its counts of steps beside the parameters, and fails with one on the host."""
+    module = torch.nn.Linear(2, 1, bias=False, device="meta")
+    optimizer = torch.optim.Adam(module.parameters())
+    optimizer.state[module.weight] = {"step": torch.zeros((), device="meta"), "on host": torch.zeros(())}
+    trainer: Any = SimpleNamespace(lightning_module=module, optimizers=[optimizer])
+    values = {"step": torch.ones(()), "on host": torch.ones(()), "exp_avg": torch.ones(1, 2), "new": torch.ones(())}
+    OwnParameters().restore(trainer, {"optimizers": [{"weight": values}]})
+    where = {key: value.device.type for key, value in optimizer.state[module.weight].items()}
+    assert where == {"step": "meta", "on host": "cpu", "exp_avg": "meta", "new": "cpu"}

@@ -64,9 +64,8 @@ class OwnParameters:
         for optimizer, states in zip(trainer.optimizers, saved.get(_OPTIMIZERS, ()), strict=False):
             for name, values in states.items():
                 if name in named:
-                    optimizer.state[named[name]].update(
-                        {key: _beside(named[name], value) for key, value in values.items()}
-                    )
+                    state = optimizer.state[named[name]]
+                    state.update({key: _beside(state.get(key), named[name], value) for key, value in values.items()})
 
 
 def what_is_the_first_ranks(saved: State) -> Iterator[str]:
@@ -133,7 +132,13 @@ def _copied(values: State) -> State:
     return {**copies_of(tensors), **inner, **scalars}
 
 
-def _beside(parameter: torch.Tensor, value: Any) -> Any:
-    """A value of an optimizer's state where it keeps it: counts of steps stay on the host."""
-    is_beside = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-    return value.to(parameter.device) if is_beside else value
+def _beside(rank_0s: Any, parameter: torch.Tensor, value: Any) -> Any:
+    """A value of an optimizer's state where it keeps it: as it does that of rank 0, which was loaded.
+
+    Counts of steps stay on the host, unless they are fused: these are on the GPU.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(rank_0s, torch.Tensor):
+        return value.to(rank_0s.device)
+    return value.to(parameter.device) if value.shape == parameter.shape else value
