@@ -26,6 +26,7 @@ from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.spread import Told
 from lightning_spot.memory.work import Job, Kind, Work
+from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Store
 from tests.conftest import until
@@ -174,6 +175,40 @@ def test_a_tier_that_works_again_is_not_said_to_fail_while_others_are_waited_for
     until(lambda: not flusher.failing(url), "it to be known to work")
     until(lambda: not nodes.nodes[0].tiers()[url].error, "it to be said to work")
     assert f"{url} works again" in caplog.text
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_what_the_next_attempt_goes_on_from_stays_although_the_durable_tier_refuses_it_now(
+    carried: Make, monkeypatch: pytest.MonkeyPatch, is_held: bool
+) -> None:
+    """That attempt has claimed the run there, and has nothing newer yet: it would have to go back further."""
+    nodes, fails = carried(durable_every_s=0.0), [True]
+    put = putting.put_portion
+
+    def outage(*given: Any, **more: Any) -> Manifest:
+        if fails:
+            raise TierError("its bucket does not answer")
+        return put(*given, **more)
+
+    monkeypatch.setattr(putting, "put_portion", outage)
+    if is_held:
+        nodes.bring_all(1)
+    else:
+        nodes.take(1)
+    nodes.store.claim(Claim(attempt=2, run_id=RUN_ID, token="t", location=nodes.url, started_unix_s=0.0))
+    if is_held:  # who led it was lost before it could say so
+        nodes.joint.hold(snapshot_name(1, 1), attempt=2)
+        nodes.tell(0, 1, brings=True)
+        nodes.tell(1, 1, brings=True)
+    fails.clear()
+    for node in nodes.nodes:
+        node.flush(None, 0.1)  # tried again soon
+    until(lambda: all(slot.refused for node in nodes.nodes for slot in node.ring.committed()), "it to be refused")
+    for node in nodes.nodes:
+        while node.ring.try_lease("another run", NBYTES) is not None:
+            pass
+    assert nodes.held() == [[1], [1]]
+    assert nodes.whole() == [1]
 
 
 @pytest.mark.usefixtures("left")

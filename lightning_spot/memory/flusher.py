@@ -381,7 +381,8 @@ class Flusher:
             self.health[url].refused = str(error)
             if job.slot is not None and job.kind is Kind.PUT:
                 self._ring.mark_refused(job.slot, job.manifest, url)
-                if job.manifest.portion is not None:  # nothing newer need come to this node
+                # Nothing newer need come to this node. But the later attempt may go on from what is whole.
+                if job.manifest.portion is not None and not job.slot.whole:
                     self._ring.forsake(job.slot, job.manifest)
                 if job.manifest.is_file:
                     self._refused.setdefault(job.run, {})[job.manifest.name] = job.manifest
