@@ -43,7 +43,7 @@ class Own(pl.LightningModule):
         if isinstance(self.trainer.strategy, ModelParallelStrategy) and not hasattr(self.net, "unshard"):
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])  # type: ignore[index] # set by the strategy
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
         rows = torch.arange(len(batch[0])) + batch_idx
         return (self.net(batch[0] + self.own(rows)) - batch[1]).square().mean()
 
@@ -51,9 +51,24 @@ class Own(pl.LightningModule):
         return [torch.optim.AdamW(self.parameters(), 0.01)]
 
 
+class Manual(Own):
+    """Steps by hand: DDP gives ranks the statistics of rank 0 in the first step only; then each has its own."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(rows)
+        self.automatic_optimization, self.norm = False, nn.BatchNorm1d(8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step((self.norm(batch[0]), batch[1]), batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+
+
 def strategy_of(name: str, module: Own, ranks: int) -> Any:
     """A strategy that leaves the embedding to each rank."""
-    if name == "ddp":
+    if name in ("ddp", "manual"):
         return DDPStrategy(process_group_backend="gloo")
     if name == "fsdp2":
         return ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
@@ -61,10 +76,10 @@ def strategy_of(name: str, module: Own, ranks: int) -> Any:
 
 
 def train(root: Path, name: str, rows: int, *callbacks: pl.Callback, seed: int) -> dict[str, torch.Tensor]:
-    """What this rank has of its embedding in the end."""
+    """What this rank has of its embedding in the end, and its buffers."""
     new_process()
     pl.seed_everything(seed, verbose=False)
-    module = Own(rows)
+    module = Manual(rows) if name == "manual" else Own(rows)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
@@ -78,13 +93,13 @@ def train(root: Path, name: str, rows: int, *callbacks: pl.Callback, seed: int) 
     )
     trainer.fit(module, loader())
     states = trainer.optimizers[0].state[module.own.weight]
-    return {"weight": module.own.weight.detach(), **states}
+    return {"weight": module.own.weight.detach(), **states, **dict(module.named_buffers())}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("root", type=Path)
-    parser.add_argument("strategy", choices=("ddp", "fsdp2", "fsdp1"))
+    parser.add_argument("strategy", choices=("ddp", "manual", "fsdp2", "fsdp1"))
     parser.add_argument("--rows", type=int, default=ROWS)
     given = parser.parse_args()
     whole = train(given.root / "whole", given.strategy, given.rows, seed=11)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_spot.capture.tensors import copies_of
-from lightning_spot.exact import logged_values, loggers, private, progress, pruned, shipped, toggled
+from lightning_spot.exact import logged_values, loggers, private, progress, pruned, shared_buffers, shipped, toggled
 from lightning_spot.exact.buffers import Buffers
 from lightning_spot.exact.changed_values import ChangedValues
 from lightning_spot.exact.checkpoint import checkpoint_of, checkpoint_through_save, leave_out_callbacks
@@ -195,6 +195,7 @@ class FitState(PerTrainer):
             "around_loaders": run(private.LOADERS, loaders.capture) if loaders is not None else None,
             "buffers": captured,
             "made_buffers": self._buffers.made(captured),
+            "shared_buffers": run(private.SHARING, lambda: shared_buffers.are_shared(trainer)),
             "own_parameters": self._own.capture(trainer),
             "gradients": self._gradients() if self._has_live_gradients() and not at_end else {},
             "gradient_order": self._order.saved(),

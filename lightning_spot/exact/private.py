@@ -40,6 +40,7 @@ LOGGERS = "loggers"
 SIGNALS = "Lightning's signal handlers"
 ENVIRONMENT = "the ranks' address"
 BUCKETS = "DDP's buckets"
+SHARING = "DDP's sharing of buffers"
 FLAT = "FSDP1's flat parameters"
 AVERAGING = "StochasticWeightAveraging"
 PRUNING = "ModelPruning"
@@ -295,6 +296,7 @@ PRE_HOOKS = Name(TREE, "_state_dict_pre_hooks", lambda t: t.lightning_module, di
 POST_HOOKS = Name(TREE, "_state_dict_hooks", lambda t: t.lightning_module, dict)
 COMM_HOOKS = Name(BUCKETS, "_comm_hooks", _ddp)
 REDUCER = Name(BUCKETS, "reducer", _ddp)
+SHARES_BUFFERS = Name(SHARING, "require_forward_param_sync", _ddp, bool)
 TOGGLED = Name(TOGGLES, "_param_requires_grad_state", lambda t: t.lightning_module, dict)
 
 COMPOSABLE = "__composable_api_state_key_"

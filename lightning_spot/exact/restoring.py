@@ -16,7 +16,17 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn.parameter import is_lazy
 
-from lightning_spot.exact import buffers, logged_values, loggers, private, progress, pruned, shipped, toggled
+from lightning_spot.exact import (
+    buffers,
+    logged_values,
+    loggers,
+    private,
+    progress,
+    pruned,
+    shared_buffers,
+    shipped,
+    toggled,
+)
 from lightning_spot.exact.buffers import Buffers
 from lightning_spot.exact.changed_values import ChangedValues
 from lightning_spot.exact.data_shares import are_these, share_of
@@ -286,6 +296,8 @@ class Restoring(OfTrainer):
         run("skipped batches", lambda: progress.restore(trainer, values["added"]))
         trainer.should_stop = values["should_stop"]
         self._restore_buffers(values)
+        # Earlier versions did not save it.
+        run(private.SHARING, lambda: shared_buffers.restore(trainer, values.get("shared_buffers")))
         if values["hooked"] is not None:
             run(private.HOOKED, lambda: self._hooked.restore_generators(trainer, values["hooked"]))
         parameters = dict(module.named_parameters())
