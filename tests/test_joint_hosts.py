@@ -400,9 +400,9 @@ def test_one_ping_that_is_lost_gives_no_snapshot_up_and_two_in_a_row_do(
     checkpoint = Checkpoint(1)
     upload = team.lead(1, checkpoint)
     team.fill(upload, checkpoint)
-    wait(
-        team.first.uploads.abroad._leads.begun_before(RUN_ID, team.at, ""), LAST_S
-    )  # which asks for itself where it takes long
+    lead = team.first.uploads.abroad._leads.find(upload)
+    assert lead is not None
+    wait(lead.begun.values(), LAST_S)  # which asks for itself where it takes long
     monkeypatch.setattr(NodeClient, "ping", ping)
     monkeypatch.setattr(connection, "_PULSE_S", 0.02)
     sealing = team.pool.submit(team.seal, upload, 1)
@@ -515,6 +515,37 @@ def test_what_waits_for_a_slow_replica_is_not_given_up_for_a_later_one_that_neve
         assert steps_at(pair.memories[slow]) == [1, 2]
         told = pair.memories[slow].uploads.shares.is_over
         until(lambda: told(RUN, snapshot_name(3, 1)), "the slow node to be told", LAST_S)
+
+
+@pytest.mark.parametrize("why", ["the first host has no slot", "the carrier has no room"])
+def test_ranks_of_other_hosts_hear_of_what_never_begins_while_another_one_waits(
+    pair: Team, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Training waited for the slot as long as the slow replica took what was on its way there."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise RingFull(why)
+
+    carrier, slow = pair.at.split()
+    with held_up(pair, "another") as go_on:
+        pair.take(1, Checkpoint(1))
+        manifest = pair.take(2, second := Checkpoint(2))
+        asking = pair.pool.submit(pair.join, 3)
+        if "carrier" in why:
+            with monkeypatch.context() as patch:
+                patch.setattr(pair.first.uploads.abroad.bringing.tier(carrier, RUN_ID), "begin", full)
+                upload = pair.lead(3, Checkpoint(3))
+                with pytest.raises(ShareMissing, match="no room"):
+                    pair.seal(upload, 3)
+        else:
+            pair.first.uploads.abroad.decline(RUN, pair.at, snapshot_name(3, 1), 1, why)
+        with pytest.raises(ShareMissing, match=why if "first" in why else None):
+            asking.result(LAST_S)
+        assert not go_on.is_set()
+        go_on.set()
+        pair.all_free()
+    assert steps_at(pair.memories[slow]) == ([1, 2] if "first" in why else [1])
+    pair.check(manifest, second, carrier)
 
 
 def test_what_counts_goes_on_to_a_slow_replica_after_its_trainer_has_ended(pair: Team) -> None:

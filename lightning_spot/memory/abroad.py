@@ -176,8 +176,7 @@ class Abroad:
     def decline(self, run: str, at: str, name: str, attempt: int, why: str, host: int = 0) -> None:
         """Tell the other hosts, in the background, that there will be no snapshot of a name.
 
-        A place is told once the one before has begun there: it takes it that none before comes any more either. It is
-        told again while it does not answer: ranks may wait for that snapshot.
+        A place is told at once, and again while it does not answer: ranks may wait for that snapshot.
 
         Args:
             run: as in URLs.
@@ -190,7 +189,6 @@ class Abroad:
         key = self._registry.key(run)
 
         def tell(url: str) -> None:
-            futures.wait(self._leads.begun_before(key, url, name), _OPEN_S)
             deadline_s = time.monotonic() + _TELL_S
             while not self._uploads.closing:
                 try:

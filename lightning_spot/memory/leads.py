@@ -200,18 +200,6 @@ class Leads:
             self._changed.notify_all()
             return passing
 
-    def begun_before(self, run: str, url: str, name: str) -> list[Future[Begun]]:
-        """What has begun, or is being begun, at a place before a snapshot; what waits there for its turn is waited for.
-
-        Args:
-            run: key of the run.
-            url: of the place.
-            name: of the snapshot.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: not any(url in lead.waits for lead in self._before(run, name)))
-            return [lead.begun[url] for lead in self._before(run, name) if url in lead.begun]
-
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _has_turn(self, lead: Lead, url: str) -> bool:
@@ -228,11 +216,17 @@ class Leads:
                 raise Passed(f"its slot was needed before {url} had its turn")
             if url not in lead.waits:
                 return True
+            carrier = next(iter(lead.begun.values()))
+            if carrier.done() and carrier.exception() is not None:  # ranks of other hosts wait for it
+                raise Passed(f"it has begun nowhere, and {url} has another one on its way")
             before = self._before(run, name)
             later = list(self._leads.values())[len(before) + 1 :]
             if overtaken := [other for other in later if url in other.left]:
                 raise Passed(f"{overtaken[-1].shared.name} came before {url} had its turn")
-            return not self._is_awaited(lead, url)
+            if self._is_awaited(lead, url):
+                return False
+            lead.waits.discard(url)  # from now on its slot does not make way
+            return True
 
     def _is_awaited(self, lead: Lead, url: str) -> bool:
         return any(url in other.left for other in self._before(lead.upload.run, lead.shared.name))

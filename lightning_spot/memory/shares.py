@@ -28,6 +28,7 @@ HOST_SILENT_S = 60.0
 
 _LOOK_S = 1.0
 _NEVER: tuple[Order, str] = ((0, 0, 0), "")
+_MOST_DECLINED = 256  # of a run, by name
 
 
 class Shares:
@@ -51,6 +52,7 @@ class Shares:
         self._changed = threading.Condition(registry.lock)
         self._open: dict[str, Upload] = {}
         self._over: dict[str, tuple[Order, str]] = {}
+        self._declined: dict[str, dict[str, str]] = {}
         self._layouts = Layouts()
         self._sessions: dict[tuple[str, int], str] = {}
         self._without: dict[tuple[str, int], str] = {}
@@ -95,28 +97,39 @@ class Shares:
         if upload.joint is not None:
             with self._changed:
                 self._open[upload.id] = upload
-                over, why = self._over.get(upload.run, _NEVER)
-                if _order_of(upload.joint.shared.name) <= over:  # who asks for a share of it is told so
+                if why := self._why_over(upload.run, upload.joint.shared.name):  # who asks for a share is told so
                     upload.joint.failed = upload.joint.failed or why
                 for share in range(1, upload.joint.shared.shares):
                     if self._without.get((upload.run, share)) == upload.joint.shared.name:
                         self._fail_without(upload.joint, share)
                 self._wake()
 
-    def decline(self, run: str, attempt: int, name: str, why: str) -> None:
-        """There will be no snapshot of that name: nobody waits for it any more."""
+    def decline(self, run: str, attempt: int, name: str, why: str, *, by_hosts: bool = False) -> None:
+        """There will be no snapshot of that name: nobody waits for it any more.
+
+        Args:
+            run: the run, as in URLs.
+            attempt: that would have written it.
+            name: of the snapshot.
+            why: for people.
+            by_hosts: whether hosts would have filled it. An earlier one may begin yet, which waits for its turn. Ranks
+                of one host begin nothing earlier any more.
+        """
         key = self._admit(run, attempt)
         with self._changed:
             for upload in self._open.values():
                 if upload.run == key and upload.joint is not None and upload.joint.shared.name == name:
                     upload.joint.failed = upload.joint.failed or why
-            self._end(key, name, why)
+            if by_hosts:
+                self._note_declined(key, name, why)
+            else:
+                self._end(key, name, why)
 
     def is_over(self, run: str, name: str) -> bool:
         """Whether nobody can join a snapshot here any more: it is committed, given up, or overtaken."""
-        key, order = self._registry.key(run), _order_of(name)
+        key = self._registry.key(run)
         with self._changed:
-            return order <= self._over.get(key, _NEVER)[0]
+            return bool(self._why_over(key, name))
 
     def is_joined(self, run: str, name: str, share: int) -> bool:
         """Whether a rank has asked for its share of a snapshot here, or nobody can any more.
@@ -213,7 +226,7 @@ class Shares:
             alive = [upload for upload in self._open.values() if upload.run == key and not upload.ended]
             joints = {upload.joint.shared.name: (upload, upload.joint) for upload in alive if upload.joint is not None}
             if name not in joints:  # one that has begun goes on, whatever was said of a later one
-                self._check_awaited(key, name, order)
+                self._check_awaited(key, name)
             if session is not None:
                 self._check_connected(key, name, share, session, is_led_here=is_led_here)
             if name in joints:
@@ -283,6 +296,7 @@ class Shares:
         """Keep nothing of a run."""
         with self._changed:
             self._over.pop(key, None)
+            self._declined.pop(key, None)
             self._layouts.forget(key)
             for known in (self._sessions, self._without):
                 for item in [item for item in known if item[0] == key]:
@@ -295,10 +309,23 @@ class Shares:
         check_fence(known.info.name, attempt, self._registry.highest(known.info.key))
         return known.info.key
 
-    def _check_awaited(self, key: str, name: str, order: Order) -> None:
-        """Raise if a snapshot will never be begun (any more)."""
+    def _why_over(self, key: str, name: str) -> str:
+        """Why a snapshot will never be begun (any more); ``""`` if it may be."""
         over, why = self._over.get(key, _NEVER)
-        if order <= over:
+        if _order_of(name) <= over:
+            return why or "it is over"
+        return self._declined.get(key, {}).get(name, "")
+
+    def _note_declined(self, key: str, name: str, why: str) -> None:
+        declined = self._declined.setdefault(key, {})
+        declined[name] = why or "it was declined"
+        while len(declined) > _MOST_DECLINED:
+            del declined[next(iter(declined))]
+        self._wake()
+
+    def _check_awaited(self, key: str, name: str) -> None:
+        """Raise if a snapshot will never be begun (any more)."""
+        if why := self._why_over(key, name):
             raise ShareMissing(f"there is no share of {name} to write: {why}")
 
     def _check_connected(self, key: str, name: str, share: int, session: str, *, is_led_here: bool) -> None:
