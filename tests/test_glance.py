@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_spot.exact.attributes import OF_MODULES
 from lightning_spot.exact.changed_values import ChangedValues
 from lightning_spot.exact.glance import Glance
+from lightning_spot.exact.tree import Modules
 
 
 def glance_at(module: nn.Module) -> Glance | None:
@@ -85,11 +86,11 @@ def test_what_torch_keeps_at_a_module_that_fsdp2_has_wrapped_is_not_looked_at() 
     changed = ChangedValues()
     changed.begin(trainer)
     parts = list(module.named_modules())
-    assert not changed._glances.closer(parts)
+    assert not changed._glances.closer(Modules(parts))
     module.factor = 3.0
     assert changed.capture(trainer, parts)["attributes"] == {"": {"factor": 3.0}}
     module.factor, module.registry = 2.0, OrderedDict(a=2)
-    assert changed._glances.closer(parts)
+    assert changed._glances.closer(Modules(parts))
     assert changed.capture(trainer, parts)["attributes"].keys() == {""}
 
 
@@ -107,7 +108,7 @@ def test_modules_of_the_user_are_glanced_at_too() -> None:
     trainer: Any = SimpleNamespace(lightning_module=module)
     changed = ChangedValues()
     changed.begin(trainer)
-    assert not changed._glances.closer(list(module.named_modules()))
+    assert not changed._glances.closer(Modules(module.named_modules()))
     module.factor, module.below.training = 3.0, False
     found = changed.capture(trainer, list(module.named_modules()))["attributes"]
     assert found == {"": {"factor": 3.0}, "below": {"training": False}}

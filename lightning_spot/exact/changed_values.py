@@ -16,7 +16,6 @@ from enum import Enum
 from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
 
-from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torchmetrics import Metric
 
@@ -26,13 +25,11 @@ from lightning_spot.exact.further_kinds import is_generator
 from lightning_spot.exact.glance import Glances
 from lightning_spot.exact.objects import Inside
 from lightning_spot.exact.plain_values import SCALARS, put
-from lightning_spot.exact.tree import keys_of
-from lightning_spot.image.rows import Entries, values_in, which_train
+from lightning_spot.exact.tree import Modules, NamedModule, keys_of
+from lightning_spot.image.rows import Entries, are_of_kinds, kinds_of, values_in, which_train
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-NamedModule = tuple[str, nn.Module]
 
 _SETTINGS = (
     "accumulate_grad_batches",
@@ -106,7 +103,7 @@ class ChangedValues:
         self.lost: set[str] = set()
         self._trains: dict[str, bool] = {}
         self._modules: dict[str, Attributes] = {}
-        self._trained = _Trained(())
+        self._trained = _Trained(Modules(()))
         self._glances = _Glanced({})
         self._settings: State = {}
         self._limits: State = {}  # that the program gave
@@ -114,10 +111,10 @@ class ChangedValues:
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Note how everything is, after all ``on_train_start``: a resumed run calls those, too."""
-        modules = list(trainer.lightning_module.named_modules())
+        modules = Modules(trainer.lightning_module.named_modules())
         self._trains = _trains(modules)
         self._trained = _Trained(modules)
-        inside = Inside([part for _, part in modules])
+        inside = Inside(modules.parts)
         self._modules = {name: Attributes(part, inside) for name, part in _parts(modules)}
         self._glances = _Glanced(self._modules)
         self._settings = _settings(trainer)
@@ -130,17 +127,17 @@ class ChangedValues:
             trainer: whose settings may differ.
             modules: all of the trainer's module.
         """
-        before, known = self.before, self._modules
+        before, known, modules = self.before, self._modules, Modules.of(modules)
         attributes = before.attributes
-        parts = _parts(modules) if attributes else self._glances.closer(list(_parts(modules)))
-        changed, inside = {}, Inside([part for _, part in modules])
+        parts = _parts(modules) if attributes else self._glances.closer(_parts(modules))
+        changed, inside = {}, Inside(modules.parts)
         for name, part in parts:
             if name in known:
                 changed[name] = known[name].changed(part, attributes.get(name, ()), inside)
                 self.lost |= known[name].lost
         settings = _settings(trainer)
-        if (kinds := _kinds(modules)) != self._kinds:
-            others = kinds.items() - self._kinds.items()
+        if list(self._kinds) != modules.names or not are_of_kinds(modules.parts, list(self._kinds.values())):
+            others = _kinds(modules).items() - self._kinds.items()
             self.lost |= {name for name, _ in others if not issubclass(self._kinds.get(name, object), LazyModuleMixin)}
         return {
             "trains": self._trains_now(modules),
@@ -150,7 +147,7 @@ class ChangedValues:
             "before": before.saved(),
         }
 
-    def _trains_now(self, modules: Sequence[NamedModule]) -> dict[str, bool]:
+    def _trains_now(self, modules: Modules) -> dict[str, bool]:
         """Which parameters are trained, of those of which it is to be kept."""
         names = self.before.trains
         if not names and self._trained.are_those_of(modules):
@@ -166,7 +163,7 @@ class ChangedValues:
         for name, trains in saved["trains"].items():
             if name in parameters:
                 parameters[name].requires_grad_(trains)
-        parts = dict(_parts(list(module.named_modules())))
+        parts = dict(_parts(Modules(module.named_modules())))
         for name, values in saved["attributes"].items():
             for attribute, value in values.items():
                 if name in parts:
@@ -213,15 +210,15 @@ class _Trained:
         modules: that have them.
     """
 
-    def __init__(self, modules: Sequence[NamedModule]) -> None:
+    def __init__(self, modules: Modules) -> None:
         tables = self._tables(modules)
-        self._names = [name for name, _ in modules]
+        self._names = modules.names
         self._entries, self._form = Entries(tables), self._form_of(tables)
         self._trains = which_train(list(compress(values_in(tables), self._form.is_there)))
 
-    def are_those_of(self, modules: Sequence[NamedModule]) -> bool:
+    def are_those_of(self, modules: Modules) -> bool:
         """Whether the same are, in modules of the same names."""
-        if [name for name, _ in modules] != self._names:
+        if modules.names != self._names:
             return False
         tables = self._tables(modules)
         if not self._entries.are_in(tables):
@@ -231,8 +228,8 @@ class _Trained:
         return which_train(list(compress(values_in(tables), self._form.is_there))) == self._trains
 
     @staticmethod
-    def _tables(modules: Sequence[NamedModule]) -> list[State]:
-        return private.PARAMETERS.of_each([part for _, part in modules])
+    def _tables(modules: Modules) -> list[State]:
+        return private.PARAMETERS.of_each(modules.parts, modules.own)
 
     @staticmethod
     def _form_of(tables: list[State]) -> _Form:
@@ -265,11 +262,9 @@ class _Glanced:
         self._has_one = [each.glance is not None for each in known.values()]
         self._glances = Glances([each.glance for each in known.values() if each.glance is not None])
 
-    def closer(self, parts: Sequence[NamedModule]) -> Sequence[NamedModule]:
+    def closer(self, parts: Modules) -> Sequence[NamedModule]:
         """Those that a closer look is needed at."""
-        if [name for name, _ in parts] != self._names:
-            return parts
-        if not self._glances.are_still_of([part for _, part in compress(parts, self._has_one)]):
+        if parts.names != self._names or not self._glances.are_still_in(list(compress(parts.own, self._has_one))):
             return parts
         return [part for part, has_one in zip(parts, self._has_one, strict=True) if not has_one]
 
@@ -288,10 +283,10 @@ def _trains(modules: Iterable[NamedModule]) -> dict[str, bool]:
     }
 
 
-def _parts(modules: Sequence[NamedModule]) -> Iterable[NamedModule]:
+def _parts(modules: Modules) -> Modules:
     """Modules whose attributes are the user's: metrics have their own way."""
-    kinds = {type(part) for _, part in modules}
-    return _without_metrics(modules) if any(issubclass(kind, Metric) for kind in kinds) else modules
+    has_metrics = any(issubclass(kind, Metric) for kind in kinds_of(modules.parts))
+    return Modules(_without_metrics(modules)) if has_metrics else modules
 
 
 def _without_metrics(modules: Iterable[NamedModule]) -> Iterator[NamedModule]:

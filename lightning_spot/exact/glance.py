@@ -58,10 +58,13 @@ class Glances:
         self._names = [glance.names for glance in glances]
         self._values = [glance.values for glance in glances]
 
-    def are_still_of(self, owners: Sequence[object]) -> bool:
-        """Whether :meth:`Glance.is_still_of` holds for each of them, in their order."""
-        now = list(map(vars, owners))
-        return len(now) == len(self._counts) and hold(now, self._counts, self._names, self._values)
+    def are_still_in(self, own: list[dict[str, Any]]) -> bool:
+        """Whether :meth:`Glance.is_still_of` holds for each of them, in their order.
+
+        Args:
+            own: ``vars()`` of each.
+        """
+        return len(own) == len(self._counts) and hold(own, self._counts, self._names, self._values)
 
 
 def _is_steady(value: Any) -> bool:

@@ -13,12 +13,13 @@ import torch
 from torchmetrics import Metric
 
 from lightning_spot.exact import namespaces, private, undecided
+from lightning_spot.exact.tree import Modules, NamedModule
+from lightning_spot.image.rows import kinds_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 State = dict[str, Any]
-NamedModule = tuple[str, torch.nn.Module]
 
 _FLAGS = ("prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx")
 _LOGGED = {"callback": private.CALLBACK_METRICS, "log": private.LOGGED_METRICS, "progress_bar": private.BAR_METRICS}
@@ -75,8 +76,8 @@ def metrics_of(module: torch.nn.Module) -> State:
 
 def metrics_among(modules: Sequence[NamedModule]) -> State:
     """States of the metrics among modules."""
-    kinds = {kind for kind in {type(item) for _, item in modules} if issubclass(kind, Metric)}
-    return {name: _metric_state(cast(Metric, item)) for name, item in modules if kinds and type(item) in kinds}
+    kinds = {kind for kind in kinds_of(Modules.of(modules).parts) if issubclass(kind, Metric)}
+    return {name: _metric_state(cast(Metric, item)) for name, item in modules if type(item) in kinds} if kinds else {}
 
 
 def restore_metrics_of(module: torch.nn.Module, state: State) -> None:

@@ -7,7 +7,7 @@ name, and seen, in rows, whether it is there still. Nothing is kept alive.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, compress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -19,6 +19,7 @@ from lightning_spot.exact.parameter_names import clean
 from lightning_spot.image.rows import Entries, kinds_of, values_in
 
 State = dict[str, Any]
+NamedModule = tuple[str, Module]
 
 _NEEDED = (
     *(private.MODULES, private.PARAMETERS, private.BUFFERS, private.NON_PERSISTENT),
@@ -29,10 +30,34 @@ _FSDPS = "torch.distributed.fsdp._fully_shard"
 """Whose hooks have a module's own parameters be those in shards, and do nothing else."""
 
 
-def modules_of(root: Module) -> list[tuple[str, Module]]:
+class Modules(list[NamedModule]):
+    """Modules with their names, and in rows what is looked at of each of them. Of one moment: it keeps them alive.
+
+    Args:
+        modules: the modules.
+
+    Attributes:
+        names: theirs.
+        parts: they.
+        own: their ``vars()``.
+    """
+
+    def __init__(self, modules: Iterable[NamedModule]) -> None:
+        super().__init__(modules)
+        self.names = [name for name, _ in self]
+        self.parts = [part for _, part in self]
+        self.own: list[State] = list(map(vars, self.parts))
+
+    @classmethod
+    def of(cls, modules: Sequence[NamedModule]) -> Modules:
+        """The same modules in rows."""
+        return modules if isinstance(modules, cls) else cls(modules)
+
+
+def modules_of(root: Module) -> Modules:
     """What ``named_modules()`` gives."""
     tree, modules = _tree_of(root)
-    return list(compress(zip(tree.names, modules, strict=True), tree.is_first))
+    return Modules(compress(zip(tree.names, modules, strict=True), tree.is_first))
 
 
 def state_of(root: Module) -> State | None:

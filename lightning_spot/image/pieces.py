@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import compress
 from typing import Any, NamedTuple, overload
 
@@ -43,14 +43,21 @@ _piece: Callable[[tuple[Any, ...]], Piece] = partial(tuple.__new__, Piece)
 """Makes one of thousands of pieces: to call the class takes thrice as long."""
 
 
-class Places(NamedTuple):
-    """All of a row of pieces but their storages, see :class:`Piece`; it keeps nothing alive."""
-
+class _Rows(NamedTuple):
     offsets: Sequence[int]
     sizes: Sequence[int]
     crc_at: Sequence[tuple[int, ...]]
     named: Sequence[Named | None]
     starts: Sequence[int]
+
+
+class Places(_Rows):
+    """All of a row of pieces but their storages, see :class:`Piece`; it keeps nothing alive, and never changes."""
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Of all pieces: it is asked for five times in a snapshot, and the places are those of the last one."""
+        return sum(self.sizes)
 
 
 class Pieces(Sequence[Piece]):
@@ -72,7 +79,7 @@ class Pieces(Sequence[Piece]):
     @property
     def nbytes(self) -> int:
         """Of all of them."""
-        return sum(self.places.sizes)
+        return self.places.nbytes
 
     def __len__(self) -> int:
         return len(self.storages)

@@ -37,8 +37,8 @@ class Samples:
             if storage.device.type == "cpu":
                 size = min(nbytes, length)
                 place = start + int(_dice.random() * (length - size + 1))
-                found = ctypes.string_at(address_in(storage, place, size), size)
-                self._noted.append((storage, place, storage.data_ptr(), found))
+                here = address_in(storage, place, size)
+                self._noted.append((storage, place, here - place, ctypes.string_at(here, size)))
 
     def changed(self) -> frozenset[int]:
         """Addresses of the storages whose bytes are others now. They are let go: it is asked once."""

@@ -65,9 +65,10 @@ class Spans(Sequence[SlotSpan]):
         starts: first byte of each in its storage.
         places: its place in the slot.
         sizes: its length.
+        nbytes: of all of them; ``None`` if that is not at hand.
     """
 
-    __slots__ = ("_places", "_starts", "sizes", "storages")
+    __slots__ = ("_nbytes", "_places", "_starts", "sizes", "storages")
 
     def __init__(
         self,
@@ -75,8 +76,15 @@ class Spans(Sequence[SlotSpan]):
         starts: Sequence[int],
         places: Sequence[int],
         sizes: Sequence[int],
+        nbytes: int | None = None,
     ) -> None:
         self.storages, self._starts, self._places, self.sizes = storages, starts, places, sizes
+        self._nbytes = nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of them."""
+        return sum(self.sizes) if self._nbytes is None else self._nbytes
 
     def __len__(self) -> int:
         return len(self.storages)
@@ -139,7 +147,8 @@ _parts_of = itemgetter(0, 5, 1, 2)  # of a piece
 def whole(pieces: Sequence[Piece]) -> Sequence[SlotSpan]:
     """Whole pieces."""
     if isinstance(pieces, Pieces):
-        return Spans(pieces.storages, pieces.places.starts, pieces.places.offsets, pieces.places.sizes)
+        places = pieces.places
+        return Spans(pieces.storages, places.starts, places.offsets, places.sizes, places.nbytes)
     return list(map(_span, map(_parts_of, pieces)))
 
 
@@ -151,6 +160,11 @@ def storages_of(spans: Sequence[SlotSpan]) -> Sequence[torch.UntypedStorage]:
 def sizes_of(spans: Sequence[SlotSpan]) -> Sequence[int]:
     """The length of each."""
     return spans.sizes if isinstance(spans, Spans) else [span.nbytes for span in spans]
+
+
+def nbytes_of(spans: Sequence[SlotSpan]) -> int:
+    """The length of all of them."""
+    return spans.nbytes if isinstance(spans, Spans) else sum(sizes_of(spans))
 
 
 def rows_of(spans: Sequence[SlotSpan]) -> Iterable[tuple[torch.UntypedStorage, int, int, int]]:
