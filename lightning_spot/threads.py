@@ -1,4 +1,4 @@
-"""Work that several threads take pieces of: as many as can be had, the calling one among them."""
+"""Work on other threads: pieces that as many as can be had take, the calling one among them; or what goes on alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -30,6 +31,28 @@ def processors() -> int:
         return min(count, max(1, -(-int(quota) // int(period))))
     except (OSError, ValueError):  # there is none, or it says "max"
         return count
+
+
+def in_background(work: Callable[[], T], name: str) -> Future[T]:
+    """Do something on a thread of its own, which the end of the program does not wait for; its result.
+
+    Args:
+        work: what to do.
+        name: of the thread.
+
+    Raises:
+        RuntimeError: if no more threads can be had.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
 
 
 def work_together(work: Callable[[], None], count: int, name: str) -> None:

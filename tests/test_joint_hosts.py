@@ -575,8 +575,8 @@ def test_what_waits_for_a_slow_replica_ends_with(pair: Team, ends: str) -> None:
         else:
             pair.first.uploads.close()
             pair.second.uploads.abroad.make_way()  # it waits for a word that nobody can give any more
-        name, leads = snapshot_name(2, 1), pair.first.uploads.abroad._leads
-        until(lambda: not any(each.shared.name == name for each in leads), "it to pass", LAST_S)
+        name, leads = snapshot_name(2, 1), pair.first.uploads.abroad._leads._leads
+        until(lambda: not any(each.shared.name == name for each in list(leads.values())), "it to pass", LAST_S)
         go_on.set()
         pair.all_free()
     assert 2 not in steps_at(pair.memories[slow])

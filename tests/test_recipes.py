@@ -73,6 +73,19 @@ def test_shell_loop_passes_a_signal_on(tmp_path: Path) -> None:
     assert (tmp_path / "told").exists()
 
 
+def with_torchrun(**more: str) -> dict[str, str]:
+    """The environment in which the recipe finds torchrun."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, **more}
+
+
+def torchrun(script: Path, timeout_s: float, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [str(RECIPES / "torchrun.sh"), str(script)]
+    return subprocess.run(
+        command, env=with_torchrun(**environment), capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+
+
 @pytest.mark.slow
 def test_torchrun_restarts_all_ranks(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -84,10 +97,7 @@ def test_torchrun_restarts_all_ranks(tmp_path: Path) -> None:
         "assert os.environ['LIGHTNING_SPOT_GRACE_S'] == '30'\n"
         "sys.exit(143 if attempt == '0' else 0)\n"
     )
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "RANKS": "2", "MAX_RESTARTS": "2"}
-    command = [str(RECIPES / "torchrun.sh"), str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = torchrun(script, 120, RANKS="2", MAX_RESTARTS="2")
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.glob("ran-*-1")} == {"ran-0-1", "ran-1-1"}
 
@@ -102,8 +112,7 @@ def test_torchrun_that_is_told_to_end_says_so(tmp_path: Path) -> None:
         "(pathlib.Path(__file__).parent / ('up-' + os.environ['RANK'])).touch()\n"
         "time.sleep(60)\n"
     )
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    process = subprocess.Popen([str(RECIPES / "torchrun.sh"), str(script)], env={**os.environ, "PATH": path})
+    process = subprocess.Popen([str(RECIPES / "torchrun.sh"), str(script)], env=with_torchrun())
     try:
         until(lambda: len(list(tmp_path.glob("up-*"))) == 2, "both ranks to run", 60.0)
         process.send_signal(signal.SIGTERM)
@@ -127,10 +136,7 @@ def test_torchrun_starts_no_ranks_again_on_a_machine_that_is_taken_away(tmp_path
         "trainer(guard, max_epochs=10**6, max_steps=-1).fit(Net(), data())\n"
     )
     (tmp_path / "notice").touch()
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "RANKS": "1", "MAX_RESTARTS": "2", "PYTHONPATH": str(RECIPES.parents[1])}
-    command = [str(RECIPES / "torchrun.sh"), str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = torchrun(script, 200, RANKS="1", MAX_RESTARTS="2", PYTHONPATH=str(RECIPES.parents[1]))
     assert done.returncode == 143, done.stderr
     assert [path.name for path in tmp_path.glob("ran-*")] == ["ran-0"]
 

@@ -14,7 +14,6 @@ what of the snapshot is its own, and whichever finds that all of it is there com
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -37,6 +36,7 @@ from lightning_spot.memory.runs import parse_run
 from lightning_spot.memory.tier import Sent
 from lightning_spot.memory.upload import Upload
 from lightning_spot.memory.visits import Visits
+from lightning_spot.threads import in_background
 from lightning_spot.tiers.store import Store
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ Heard = Callable[[str, Manifest | None, float, Sent | None, Exception | None], N
 """Told of each snapshot that this host has led: URL, manifest of its portion if it was brought, seconds, what was sent,
 the error."""
 
-_Result = TypeVar("_Result")
+T = TypeVar("T")
 
 
 class Abroad:
@@ -256,18 +256,8 @@ class Abroad:
             self._uploads.brought(lead.upload, whole=False)
 
 
-def _background(work: Callable[[], _Result]) -> Future[_Result]:
-    """Do something on a thread of its own."""
-    done: Future[_Result] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="spot-joint", daemon=True).start()
-    return done
+def _background(work: Callable[[], T]) -> Future[T]:
+    return in_background(work, "spot-joint")
 
 
 def _give_up(begun: Future[Begun]) -> None:

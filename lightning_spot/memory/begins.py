@@ -104,9 +104,16 @@ class Begins:
             self._give_up_left(key, manifest)
         if manifest is not None or (shared is not None and shared.by_hosts):
             self._ahead.wait(key)
-        way = self._uploads.abroad.make_way
-        reuse = bool(session)
-        slot = lease(self._ring, key, nbytes, wait_s, cancelled=gone, reuse=reuse, making=making, make_way=way)
+        slot = lease(
+            self._ring,
+            key,
+            nbytes,
+            wait_s,
+            cancelled=gone,
+            reuse=bool(session),
+            making=making,
+            make_way=self._uploads.abroad.make_way,
+        )
         try:
             upload = Upload(upload_id or uuid.uuid4().hex, key, attempt, slot, nbytes, name, session, time.monotonic())
             upload.held, slot.held, slot.checked_s = slot.held, "", float("-inf")

@@ -8,9 +8,10 @@ before passes. So of a row of snapshots that come faster than a node takes them,
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 from lightning_spot.errors import SettingsError, ShareMissing, SpotError
@@ -79,6 +80,11 @@ class Lead:
         return cls(upload, shared, ranges, nbytes, portions.hosts, portion, {url: Future() for url in urls}, set(urls))
 
     @property
+    def carrier(self) -> str:
+        """URL of the run at the place that carries it on."""
+        return next(iter(self.begun))
+
+    @property
     def image(self) -> PortionImage | memoryview:
         """The image, as far as it lies in the slot."""
         memory = self.upload.slot.view(self.upload.nbytes)
@@ -106,10 +112,6 @@ class Leads:
         self._changed = threading.Condition()
         self._leads: dict[str, Lead] = {}
 
-    def __iter__(self) -> Iterator[Lead]:
-        with self._changed:
-            return iter(list(self._leads.values()))
-
     def find(self, upload: Upload) -> Lead | None:
         """The lead of an upload, if it is not over."""
         return self._leads.get(upload.id)
@@ -122,8 +124,7 @@ class Leads:
     def add(self, lead: Lead) -> None:
         """One begins: at other places than the one that carries the run on, after those that are on their way there."""
         with self._changed:
-            busy = {url for other in self._leads.values() for url in other.left}
-            lead.waits = {url for url in list(lead.begun)[1:] if url in busy}
+            lead.waits = (lead.left & self.busy()) - {lead.carrier}
             self._leads[lead.upload.id] = lead
             self._changed.notify_all()
 
@@ -142,7 +143,7 @@ class Leads:
             lead.waits.discard(url)
             lead.brought = lead.brought or sealed
             self._changed.notify_all()
-            return Ended(lead.brought, next(iter(lead.begun)) not in lead.left, is_new and not lead.left)
+            return Ended(lead.brought, lead.carrier not in lead.left, is_new and not lead.left)
 
     def wait(self, run: str | None, wait_s: float) -> list[str]:
         """Wait until nothing is on its way to durable tiers; what is in the end, one line each.
@@ -208,7 +209,6 @@ class Leads:
         Raises:
             Passed: if it is not to begin there any more.
         """
-        run, name = lead.upload.run, lead.shared.name
         with self._changed:
             if url in lead.waits and self._is_awaited(lead, url):
                 self._changed.wait(_LOOK_S)
@@ -216,11 +216,10 @@ class Leads:
                 raise Passed(f"its slot was needed before {url} had its turn")
             if url not in lead.waits:
                 return True
-            carrier = next(iter(lead.begun.values()))
+            carrier = lead.begun[lead.carrier]
             if carrier.done() and carrier.exception() is not None:  # ranks of other hosts wait for it
                 raise Passed(f"it has begun nowhere, and {url} has another one on its way")
-            before = self._before(run, name)
-            later = list(self._leads.values())[len(before) + 1 :]
+            later = list(self._leads.values())[len(self._before(lead)) + 1 :]
             if overtaken := [other for other in later if url in other.left]:
                 raise Passed(f"{overtaken[-1].shared.name} came before {url} had its turn")
             if self._is_awaited(lead, url):
@@ -229,13 +228,8 @@ class Leads:
             return True
 
     def _is_awaited(self, lead: Lead, url: str) -> bool:
-        return any(url in other.left for other in self._before(lead.upload.run, lead.shared.name))
+        return any(url in other.left for other in self._before(lead))
 
-    def _before(self, run: str, name: str) -> list[Lead]:
-        """Those that began before a snapshot; all, if it is none of them. Called under the lock."""
-        before = []
-        for lead in self._leads.values():
-            if (lead.upload.run, lead.shared.name) == (run, name):
-                break
-            before.append(lead)
-        return before
+    def _before(self, lead: Lead) -> list[Lead]:
+        """Those that began before one. Called under the lock."""
+        return list(takewhile(lambda other: other is not lead, self._leads.values()))

@@ -6,11 +6,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
 from lightning_spot.errors import NodeRefused, ProtocolMismatch, SpotError, TierError
+from lightning_spot.threads import in_background
 
 logger = logging.getLogger(__name__)
 
@@ -54,20 +54,12 @@ def unless_silent(action: Callable[[], T], heard: threading.Event, wait_s: float
         TierError: if nothing has come.
         Exception: what ``action`` raises.
     """
-    ended: Future[T] = Future()
-
-    def ask() -> None:
-        try:
-            ended.set_result(action())
-        except BaseException as error:
-            ended.set_exception(error)
-        heard.set()
-
     try:
-        threading.Thread(target=ask, name="spot-ask", daemon=True).start()
+        ended = in_background(action, "spot-ask")
     except RuntimeError as error:  # no more threads can be had now
         logger.debug("%s is asked without a bound: %s", where, error)
         return action()
+    ended.add_done_callback(lambda _: heard.set())
     if not heard.wait(wait_s):
         raise TierError(f"{where} has said nothing for {wait_s:.0f} s", tier=where)
     return ended.result()
