@@ -38,7 +38,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.pieces import Piece
 from lightning_spot.image.portion import MOST_HOSTS, Portion, Portions, cut, is_whole, joined
 from lightning_spot.image.written import Ranges
-from lightning_spot.memory import abroad, visits
+from lightning_spot.memory import abroad, begins, visits
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
@@ -750,9 +750,26 @@ def test_a_later_attempt_gives_up_what_an_earlier_one_was_bringing(team: Team) -
 
 def test_what_a_first_host_has_begun_that_is_gone_keeps_no_slot_from_a_later_attempt(team: Team) -> None:
     team.lead(1, Checkpoint(1))
-    until(lambda: team.memory.ring.status()["slots"], "it to begin there")
+    until(lambda: len(team.memory.uploads), "it to begin there")
     NodeStore(team.at).open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=2, token="other"))
     assert [slot["state"] for slot in team.memory.ring.status()["slots"]] == ["free"]
+
+
+def test_what_is_begun_while_a_later_attempt_begins_keeps_no_slot(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The later attempt gives up what it finds: that one had its slot already, and was not noted yet."""
+    take = begins.lease
+
+    def overtaken(*arguments: Any, **more: Any) -> Any:
+        slot = take(*arguments, **more)
+        info = RunInfo(name="run", id=RUN_ID, location="", attempt=2, token="other")
+        team.memory.open_run(info)
+        return slot
+
+    monkeypatch.setattr(begins, "lease", overtaken)
+    with pytest.raises(Fenced):
+        team.memory.lease(RUN, 1, 1_000)
+    assert not len(team.memory.uploads)
+    assert not team.filling()
 
 
 @pytest.mark.soak

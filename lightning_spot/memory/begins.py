@@ -160,10 +160,14 @@ class Begins:
         self._ahead.make(upload.run, upload.nbytes, 1 + max(1, info.keep if info is not None else KEEP))
 
     def _begin(self, upload: Upload, gone: Callable[[], bool]) -> Upload:
-        """Note an upload whose slot was leased, unless who asked for it has ended, or has asked twice, meanwhile."""
+        """Note an upload whose slot was leased, unless it is wanted no more.
+
+        Meanwhile, who asked for it may have ended or asked twice, or a later attempt begun, which has given up what was
+        noted by then.
+        """
         with self._lock:
-            known = self._uploads.known(upload.id)
-            if known is None and not gone():
+            known, highest = self._uploads.known(upload.id), self._registry.highest(upload.run)
+            if known is None and highest <= upload.attempt and not gone():
                 self._uploads.add(upload)
                 return upload
         upload.ended = True
@@ -171,6 +175,7 @@ class Begins:
         self._ring.abort(upload.slot)
         if known is not None:
             return self._same(known, upload.run, upload.attempt, upload.nbytes, upload.name)
+        check_fence(upload.run, upload.attempt, highest)
         if upload.session and upload.session not in self._registry.sessions:
             raise NodeUnreachable("the connection of who asked for this slot has closed: another one is to be made")
         raise SnapshotNotFound("who asked for this slot has ended")
