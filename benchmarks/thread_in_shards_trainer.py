@@ -1,7 +1,7 @@
 """One training for ``thread-in-shards``: ``python -m benchmarks.thread_in_shards_trainer JSON`` fits in shards (FSDP2).
 
 Every second snapshot is taken without its copies. Rank 0 writes what each has cost its training thread into
-``FOLDER/costs.json``.
+``FOLDER/costs.json``, beside what torch took for the first half of a save: ``get_state_dict``, then a rank's plan.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -124,13 +126,14 @@ class Rounds(pl.Callback):
         self.before = (0.0, 0.0)
         self.number = 0
         self.costs: list[Cost] = []
+        self.torch_cpu_s: list[float] = []
         self._without: AbstractContextManager[None] = nullcontext()
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         # Lightning's word about SIGTERM in each step, for which a rank would wait.
         vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = lambda: None
 
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         if trainer.global_step == 1:
             self.spent.begin(trainer)
         step = trainer.global_step
@@ -146,6 +149,18 @@ class Rounds(pl.Callback):
             if writer := writer_of(self.spot):
                 writer.settle(60.0)
             self._without.__exit__(None, None, None)
+            if self.number > EARLY:
+                self.torch_cpu_s.append(_capture_by_torch(trainer, module))
+
+
+def _capture_by_torch(trainer: pl.Trainer, module: pl.LightningModule) -> float:
+    """CPU seconds in which torch finds the same state and where it goes, before anything is copied."""
+    before_s = time.thread_time()
+    weights, optimizers = get_state_dict(module, trainer.optimizers)
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({"state_dict": weights, "optimizer_0": optimizers}, None, trainer.is_global_zero)
+    planner.create_local_plan()
+    return time.thread_time() - before_s
 
 
 def main() -> int:
@@ -165,7 +180,8 @@ def main() -> int:
     if trainer.is_global_zero:
         states = sum(len(state) for state in trainer.optimizers[0].state.values())
         tensors = states + len(list(model.parameters()))
-        (folder / "costs.json").write_text(json.dumps({"tensors": tensors, "costs": list(map(asdict, rounds.costs))}))
+        found = {"tensors": tensors, "costs": list(map(asdict, rounds.costs)), "torch_cpu_s": rounds.torch_cpu_s}
+        (folder / "costs.json").write_text(json.dumps(found))
     return 0
 
 
