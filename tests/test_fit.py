@@ -498,6 +498,8 @@ def test_two_ranks(tmp_path: Path, warm_python: str) -> None:
         ({"dirpath": "s3:///run"}, "names no bucket, as s3://bucket/run-1 does: is a variable in it empty"),
         ({"dirpath": "$HOME/run"}, r"dirpath='\$HOME/run': \$HOME is not expanded, .*: give '/.*/run'$"),
         ({"dirpath": "s3://bucket/${UNSET_HERE}/run"}, "UNSET_HERE} is not expanded, .*: it is not set here"),
+        ({"dirpath": "az://$web/$UNSET_HERE/run"}, r": \$UNSET_HERE is not expanded"),
+        ({"dirpath": "s3://$web/run"}, r": \$web is not expanded"),
         ({"dirpath": None}, "dirpath=None"),
         ({"dirpath": "x", "memory": "atuo"}, "memory='atuo' .* 'auto' or None"),
         ({"dirpath": "x", "memory": 3}, "memory=3 is no node URL"),

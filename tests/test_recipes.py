@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_spot.fit.ranks import end_restarts_here
 from tests.conftest import until
 
 RECIPES = Path(__file__).parent.parent / "examples" / "restart"
@@ -120,6 +122,26 @@ def test_torchrun_that_is_told_to_end_says_so(tmp_path: Path) -> None:
     finally:
         process.terminate()  # which is passed on
         process.wait(60)
+
+
+def test_a_process_that_has_not_started_the_training_is_not_told_to_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A training outlives its script now and then, or runs in a container: the number may be anybody's."""
+    told: list[object] = []
+    monkeypatch.setattr(atexit, "register", told.append)
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        monkeypatch.setenv("LIGHTNING_SPOT_RESTARTER_PID", str(other.pid))
+        end_restarts_here()
+        assert not told
+        assert f"LIGHTNING_SPOT_RESTARTER_PID={other.pid} names no process that has started this one" in caplog.text
+        monkeypatch.setenv("LIGHTNING_SPOT_RESTARTER_PID", str(os.getppid()))
+        end_restarts_here()
+        assert len(told) == 1
+    finally:
+        other.kill()
+        other.wait(20)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from lightning_spot.fit.agreement import Agreement
 from lightning_spot.notices.ballot import Ballot
 from lightning_spot.notices.exchange import Exchange, ExchangeServer
 from lightning_spot.protocol.listening import allow_descriptors
+from lightning_spot.protocol.process import descendants
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -144,6 +145,13 @@ def end_restarts_here() -> None:
     if restarter is None:
         return
     own = os.getpid()
+    if own not in descendants(restarter):  # its number may be another process' by now, or here, in a container
+        logger.warning(
+            "lightning_spot: LIGHTNING_SPOT_RESTARTER_PID=%d names no process that has started this one: it is not told"
+            " that this machine is taken away; let the script that starts the training set it, as torchrun.sh does",
+            restarter,
+        )
+        return
 
     def tell() -> None:
         if os.getpid() == own:  # not in a forked child

@@ -32,9 +32,11 @@ static void copy_line(char *target, const char *source) {
 }
 
 static void copy(char *target, const char *source, size_t count) {
+    if (count == 0) /* a row of nothing may have no address, for which memcpy is undefined */
+        return;
     size_t head = -(uintptr_t)target & 15; /* streaming stores want 16 aligned bytes */
     if (count >= head + PAGES * PAGE) {
-        memcpy(target, source, head);
+        memcpy(target, source, head); /* of nothing, both have an address all the same */
         target += head, source += head, count -= head;
         for (; count >= PAGES * PAGE; target += PAGES * PAGE, source += PAGES * PAGE, count -= PAGES * PAGE)
             for (size_t line = 0; line < PAGE; line += LINE)
@@ -50,7 +52,10 @@ static void finish(void) { _mm_sfence(); } /* who is told that it is copied sees
 
 #else /* other processors' C libraries do as well by themselves */
 
-static void copy(char *target, const char *source, size_t count) { memcpy(target, source, count); }
+static void copy(char *target, const char *source, size_t count) {
+    if (count > 0)
+        memcpy(target, source, count);
+}
 static void finish(void) {}
 
 #endif
