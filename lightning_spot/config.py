@@ -61,7 +61,7 @@ BUCKET_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "ad
 """Of object stores that have buckets."""
 _SCHEMES = {"s3a": "s3", "gcs": "gs"}
 _VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[^}]*\})")
-_AZURES_OWN = re.compile(r"(?:az|adl|abfss?)://\$(?:web|root|logs)(?=[@/]|$)", re.IGNORECASE)
+_AZURES_OWN = re.compile(r"^(?:az|adl|abfss?)://\$(?:web|root|logs)(?=[@/]|$)", re.IGNORECASE)
 """Containers that Azure has named itself."""
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")
 
@@ -283,9 +283,8 @@ def why_no_place(url: str) -> str:
     scheme, separator, below = url.partition("://")
     if separator and scheme.lower() in BUCKET_SCHEMES and (not below or below.startswith("/")):
         return f"it names no bucket, as {scheme}://bucket/run-1 does: is a variable in it empty?"
-    own = _AZURES_OWN.match(url)
     # The runs of all users and machines would be in one place of that name.
-    if variable := _VARIABLE.search(url, own.end() if own else 0):
+    if variable := _VARIABLE.search(_AZURES_OWN.sub("", url)):
         expanded = os.path.expandvars(url)
         way_on = f"give {expanded!r}" if expanded != url else "it is not set here"
         return f"{variable[0]} is not expanded, as a shell does it: {way_on}"

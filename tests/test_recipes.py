@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,17 +129,22 @@ def test_a_process_that_has_not_started_the_training_is_not_told_to_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A training outlives its script now and then, or runs in a container: the number may be anybody's."""
-    told: list[object] = []
-    monkeypatch.setattr(atexit, "register", told.append)
+    at_exit: list[Callable[[], None]] = []
+    told: list[tuple[int, int]] = []
     other = subprocess.Popen(["sleep", "60"])
     try:
-        monkeypatch.setenv("LIGHTNING_SPOT_RESTARTER_PID", str(other.pid))
-        end_restarts_here()
-        assert not told
-        assert f"LIGHTNING_SPOT_RESTARTER_PID={other.pid} names no process that has started this one" in caplog.text
-        monkeypatch.setenv("LIGHTNING_SPOT_RESTARTER_PID", str(os.getppid()))
-        end_restarts_here()
-        assert len(told) == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(atexit, "register", at_exit.append)
+            patch.setattr(os, "kill", lambda pid, number: told.append((pid, number)))
+            patch.setenv("LIGHTNING_SPOT_RESTARTER_PID", str(other.pid))
+            end_restarts_here()
+            at_exit.pop()()
+            assert not told
+            assert f"LIGHTNING_SPOT_RESTARTER_PID={other.pid} names no process that has started this one" in caplog.text
+            patch.setenv("LIGHTNING_SPOT_RESTARTER_PID", str(os.getppid()))
+            end_restarts_here()
+            at_exit.pop()()
+            assert told == [(os.getppid(), signal.SIGTERM)]
     finally:
         other.kill()
         other.wait(20)

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FILES_OF_A_RANK = 4
+_NOT_THE_RESTARTER = (
+    "lightning_spot: LIGHTNING_SPOT_RESTARTER_PID=%d names no process that has started this one: it is not told that"
+    " this machine is taken away; let the script that starts the training set it, as torchrun.sh does"
+)
 
 
 def main_address(trainer: pl.Trainer) -> str:
@@ -145,19 +149,16 @@ def end_restarts_here() -> None:
     if restarter is None:
         return
     own = os.getpid()
-    if own not in descendants(restarter):  # its number may be another process' by now, or here, in a container
-        logger.warning(
-            "lightning_spot: LIGHTNING_SPOT_RESTARTER_PID=%d names no process that has started this one: it is not told"
-            " that this machine is taken away; let the script that starts the training set it, as torchrun.sh does",
-            restarter,
-        )
-        return
 
     def tell() -> None:
-        if os.getpid() == own:  # not in a forked child
-            try:
+        if os.getpid() != own:  # a forked child
+            return
+        try:
+            if own in descendants(restarter):  # looked at when the state is secured: it takes time, and may fail
                 os.kill(restarter, signal.SIGTERM)
-            except OSError as error:
-                logger.debug("process %d was not told that its machine will be taken away: %s", restarter, error)
+            else:  # its number is another process' by now, or here, in a container
+                logger.warning(_NOT_THE_RESTARTER, restarter)
+        except OSError as error:
+            logger.debug("process %d was not told that its machine will be taken away: %s", restarter, error)
 
     atexit.register(tell)

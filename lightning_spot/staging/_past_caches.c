@@ -32,11 +32,9 @@ static void copy_line(char *target, const char *source) {
 }
 
 static void copy(char *target, const char *source, size_t count) {
-    if (count == 0) /* a row of nothing may have no address, for which memcpy is undefined */
-        return;
     size_t head = -(uintptr_t)target & 15; /* streaming stores want 16 aligned bytes */
     if (count >= head + PAGES * PAGE) {
-        memcpy(target, source, head); /* of nothing, both have an address all the same */
+        memcpy(target, source, head);
         target += head, source += head, count -= head;
         for (; count >= PAGES * PAGE; target += PAGES * PAGE, source += PAGES * PAGE, count -= PAGES * PAGE)
             for (size_t line = 0; line < PAGE; line += LINE)
@@ -52,10 +50,7 @@ static void finish(void) { _mm_sfence(); } /* who is told that it is copied sees
 
 #else /* other processors' C libraries do as well by themselves */
 
-static void copy(char *target, const char *source, size_t count) {
-    if (count > 0)
-        memcpy(target, source, count);
-}
+static void copy(char *target, const char *source, size_t count) { memcpy(target, source, count); }
 static void finish(void) {}
 
 #endif
@@ -97,7 +92,8 @@ static PyObject *move(PyObject *module, PyObject *arguments) {
     for (const char *row = rows; row < rows + length; row += sizeof(Move)) {
         Move one;
         memcpy(&one, row, sizeof one);
-        copy((char *)(uintptr_t)one.target, (const char *)(uintptr_t)one.source, (size_t)one.count);
+        if (one.count > 0) /* a row of nothing may have no address, for which memcpy is undefined */
+            copy((char *)(uintptr_t)one.target, (const char *)(uintptr_t)one.source, (size_t)one.count);
     }
     finish();
     Py_END_ALLOW_THREADS
