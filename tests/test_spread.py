@@ -84,6 +84,11 @@ class Spread(Desk):
                     found.setdefault((number, manifest.portion.host), []).append(manifest.step)
         return found
 
+    def replicated(self, step: int) -> None:
+        """Go on when all replicas of a snapshot are there: it counts when each portion is at one node."""
+        portions = 2 * self.replicas  # of two hosts
+        until(lambda: sum(steps[0] == step for steps in self.held().values()) == portions, "all replicas", LAST_S)
+
     def whole(self) -> list[int]:
         """Steps of the snapshots that a resume finds at nodes, newest first."""
         store = open_store(self.at)
@@ -290,6 +295,7 @@ def test_with_two_replicas_one_node_may_be_gone(make: Make, gone: int) -> None:
     desk = make(3, 2)
     desk.take(1)
     manifest = desk.take(2)
+    desk.replicated(2)
     assert sorted(host for _, host in desk.held()) == [0, 0, 1, 1]
     desk.lose(gone)
     desk.check(manifest)
@@ -317,6 +323,7 @@ def test_a_replica_that_does_not_answer_for_long_delays_nobody(make: Make, monke
 def test_damaged_bytes_of_one_replica_are_read_from_the_other(make: Make) -> None:
     desk = make(3, 2)
     manifest = desk.take(1)
+    desk.replicated(1)
     node = next(node for number, node in desk.nodes.items() if (number, 1) in desk.held())
     slot = next(each for each in node.ring.committed() if each.manifest and each.manifest.portion.host == 1)
     slot.view()[5000] ^= 1
