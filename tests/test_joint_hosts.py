@@ -84,6 +84,8 @@ class Checkpoint:
 class Team:
     """Memory nodes, and two hosts: the first leads."""
 
+    serving: dict[str, contextlib.ExitStack]
+
     def __init__(self, root: Path, memories: list[Node], urls: list[str]) -> None:
         self.root, self.memories = root, dict(zip((f"{url}/{RUN}" for url in urls), memories, strict=True))
         self.memory = memories[0]
@@ -212,8 +214,11 @@ def team(teams: Callable[..., Team]) -> Team:
 def pair(tmp_path: Path) -> Iterator[Team]:
     """Two hosts, and two memory nodes that each have every snapshot."""
     memories = [Node(slots=None, memory_bytes=64 * MIB, open_store=open_store, allow=[str(tmp_path)]) for _ in range(2)]
-    with served(memories[0]) as first, served(memories[1]) as second:
-        team = Team(tmp_path, memories, [f"spot://127.0.0.1:{port}" for port in (first, second)])
+    serving = [contextlib.ExitStack(), contextlib.ExitStack()]
+    ports = [stack.enter_context(served(memory)) for stack, memory in zip(serving, memories, strict=True)]
+    with serving[0], serving[1]:
+        team = Team(tmp_path, memories, [f"spot://127.0.0.1:{port}" for port in ports])
+        team.serving = dict(zip(team.memories, serving, strict=True))
         yield team
         team.close()
 
@@ -441,6 +446,101 @@ def test_with_replicas_each_host_brings_its_portion_to_both_nodes(pair: Team) ->
     for url in pair.memories:  # each knows what the other end has
         pair.check(same, checkpoint, url)
         assert pair.sent(pair.second, url).bytes - theirs < 1_000
+
+
+@contextlib.contextmanager
+def comes_back_empty(pair: Team, allow: Path, url: str) -> Iterator[Node]:
+    """A memory node was lost, with all that it held, and another one is at its address."""
+    pair.serving[url].close()
+    empty = Node(slots=None, memory_bytes=64 * MIB, open_store=open_store, allow=[str(allow)])
+    port = parse_spot_url(url)[0].port
+    chain = pair.first.routes._chains[RUN_ID]
+    pair.first.routes.heard(url, NodeUnreachable("its connection broke"))
+    until(lambda: url in chain.away(), "the loss to be noticed", LAST_S)
+    with served(empty, port):
+        pair.memories[url] = empty
+        until(lambda: len(chain.used) == 2, "both nodes to be open again", LAST_S)
+        yield empty
+
+
+@pytest.mark.parametrize("lost", ["the other", "the carrier"])
+def test_a_node_that_comes_back_is_given_the_newest_that_hosts_have_brought(
+    pair: Team, tmp_path: Path, caplog: pytest.LogCaptureFixture, lost: str
+) -> None:
+    """No host has all of it, and no further one comes: what was at one node only would be lost with that."""
+    carrier, other = pair.at.split()
+    gone = other if lost == "the other" else carrier
+    newest = Checkpoint(2)
+    pair.take(1, Checkpoint(1))
+    manifest = pair.take(2, newest)
+    pair.all_free()
+    caplog.set_level("INFO", "lightning_spot")
+    with comes_back_empty(pair, tmp_path, gone) as empty:
+        until(lambda: steps_at(empty) == [2], "it to have what it had missed", LAST_S)
+        pair.check(manifest, newest, gone)
+        assert f"{gone} has {manifest.name}, too, which it had missed" in caplog.text
+        kept = functools.partial(pair.first.routes.status, RUN_ID)
+        until(lambda: len(kept()["kept_at"]) == 2, "one of them to carry the run on")
+        pair.at = " ".join(kept()["kept_at"])
+        before = pair.sent(pair.second, gone).bytes
+        following = pair.take(3, newest)  # of which it needs only what has changed
+        pair.all_free()
+        pair.check(following, newest, gone)
+        assert pair.sent(pair.second, gone).bytes - before < 1_000
+
+
+def test_what_a_node_has_missed_is_not_copied_while_a_newer_one_is_on_its_way(
+    pair: Team, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carrier, other = pair.at.split()
+    pair.take(1, Checkpoint(1))
+    pair.all_free()
+    reads, given_up = threading.Event(), threading.Event()
+    read, put = NodeStore.read, NodeStore.put_parts
+
+    def read_later(*arguments: Any) -> None:
+        reads.set()
+        assert given_up.wait(LAST_S)
+        read(*arguments)
+
+    def tried(*arguments: Any, **more: Any) -> Manifest:
+        try:
+            return put(*arguments, **more)
+        except ShareMissing as error:
+            ended.append(str(error))
+            raise
+
+    ended: list[str] = []
+    monkeypatch.setattr(NodeStore, "read", read_later)
+    monkeypatch.setattr(NodeStore, "put_parts", tried)
+    with comes_back_empty(pair, tmp_path, other) as empty:
+        assert reads.wait(LAST_S)
+        pair.at = f"{carrier} {other}"
+        with held_up(pair, "another") as go_on:
+            pair.take(2, Checkpoint(2))
+            given_up.set()
+            until(lambda: ended, "the copy to be given up", LAST_S)
+            go_on.set()
+            pair.all_free()
+        assert "a newer one comes" in ended[0]
+        assert steps_at(empty) == [2]
+
+
+def test_what_is_damaged_at_one_node_is_not_given_to_the_other(
+    pair: Team, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    carrier, other = pair.at.split()
+    pair.take(1, Checkpoint(1))
+    pair.all_free()
+    (slot,) = pair.memories[carrier].committed(RUN)
+    assert slot.manifest is not None
+    with slot.view(slot.manifest.nbytes) as view:
+        view[200] ^= 1
+    caplog.set_level("INFO", "lightning_spot")
+    with comes_back_empty(pair, tmp_path, other) as empty:
+        until(lambda: "cannot be given what it has missed" in caplog.text, "it to be tried", LAST_S)
+        pair.all_free()
+        assert steps_at(empty) == []
 
 
 @contextlib.contextmanager

@@ -12,11 +12,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from lightning_spot.errors import NodeUnreachable, SpotError
+from lightning_spot.memory.missed import Missed
 from lightning_spot.memory.next_node import NextNode
 from lightning_spot.memory.portions import fall_back
+from lightning_spot.memory.replica import FIRST_LOOK_S, Replica
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.slots import Tiers
@@ -29,32 +30,12 @@ LAST_AWAY_S = 30.0
 ASK_AGAIN_S = 10.0
 """How often a node is asked how things are: one that does not carry the run on, and one that takes long about it."""
 
-_FIRST_LOOK_S = 0.1
 _LAST_LOOK_S = 2.0
 _MOST_FAILURES = 3
 
 
 class LeftBehind(NodeUnreachable):
     """Another node has a snapshot that several hosts have brought, and this one, which carries the run on, has not."""
-
-
-@dataclass(eq=False, slots=True)
-class _Replica:
-    """One of the nodes that a run is to be kept at.
-
-    Attributes:
-        node: which one it is now; ``None`` while none works.
-        trying: the one that is being asked whether it works; no other replica asks it meanwhile.
-        doubted: whether something is to be asked of it at once.
-        is_behind: whether it is to be let go, see :class:`LeftBehind`.
-        look_s: until it is asked next what is durable.
-    """
-
-    node: NextNode | None = None
-    trying: NextNode | None = None
-    doubted: bool = False
-    is_behind: bool = False
-    look_s: float = _FIRST_LOOK_S
 
 
 class Chain:
@@ -66,6 +47,7 @@ class Chain:
         info: of the run; its ``nodes`` may come next, in order of preference, and ``replicas`` of them do.
         may_write: whether this node may write to the durable tier itself.
         is_urgent: tells whether somebody waits for the run to be safe.
+        is_busy: tells whether a snapshot that several hosts bring is on its way to a URL of the run.
     """
 
     def __init__(
@@ -76,6 +58,7 @@ class Chain:
         *,
         may_write: bool,
         is_urgent: Callable[[], bool] = lambda: False,
+        is_busy: Callable[[str], bool] = lambda _url: False,
     ) -> None:
         self.info = info
         self.why_not = "no node has answered yet"
@@ -84,10 +67,11 @@ class Chain:
         self._is_urgent = is_urgent
         self._nodes = [NextNode(f"{node.rstrip('/')}/{info.text}", info, ring, open_store) for node in info.nodes]
         count = len(self._nodes) if info.spread else min(max(1, info.replicas), len(self._nodes))
-        self._replicas = [_Replica() for _ in range(count)]
+        self._replicas = [Replica() for _ in range(count)]
         self._carrier: NextNode | None = None
         self._asked: NextNode | None = None  # to carry the run on; it has not answered yet
         self._closed = False
+        self._missed = Missed(ring, open_store, info, lambda url: self._closed or is_busy(url))
         self._apply()
         self._threads = [
             threading.Thread(target=self._work, args=(replica,), name=f"spot-chain-{info.text}", daemon=True)
@@ -162,7 +146,7 @@ class Chain:
                     continue
                 if error is None:
                     replica.node.failures = 0
-                    replica.look_s = _FIRST_LOOK_S
+                    replica.look_s = FIRST_LOOK_S
                 else:
                     replica.node.failures += 1
                     replica.node.why = str(error)
@@ -192,7 +176,7 @@ class Chain:
 
     # -- the threads ----------------------------------------------------------------------------------------------
 
-    def _work(self, replica: _Replica) -> None:
+    def _work(self, replica: Replica) -> None:
         while not self._closed:
             try:
                 wait_s = self._find(replica) if replica.node is None else self._follow(replica, replica.node)
@@ -205,7 +189,7 @@ class Chain:
         if replica.node is not None and replica.node is not self._carrier:
             replica.node.tell()
 
-    def _find(self, replica: _Replica) -> float:
+    def _find(self, replica: Replica) -> float:
         """Open the run at the first node that works and is no other replica; how long to wait if none does."""
         replica.doubted, first = False, self._replicas.index(replica)
         for node in (*self._nodes[first:], *self._nodes[:first]):  # no two begin with the same one
@@ -220,9 +204,9 @@ class Chain:
                 replica.trying = None
         with self._ring.changed:
             away = [node.away_until_s for node in self._nodes if not self._is_taken(node)]
-        return max(_FIRST_LOOK_S, min(away, default=time.monotonic() + ASK_AGAIN_S) - time.monotonic())
+        return max(FIRST_LOOK_S, min(away, default=time.monotonic() + ASK_AGAIN_S) - time.monotonic())
 
-    def _open(self, replica: _Replica, node: NextNode) -> bool:
+    def _open(self, replica: Replica, node: NextNode) -> bool:
         """Open the run at a node, or ask once more how things are; whether it works."""
         with self._ring.changed:
             anew, carry = replica.node is not node, self._is_to_carry(replica, node)
@@ -257,9 +241,12 @@ class Chain:
             if anew or self._carrier is not before or (node.why_not and not refused):
                 self._say(node)
             self._ask_others(replica, before)
+            used = [each.node.url for each in self._replicas if each.node is not None and each.node is not node]
+        if not self.info.spread:
+            self._missed.look(node.url, used)  # also the carrier: it may have been away for a moment only
         return True
 
-    def _lost(self, replica: _Replica, node: NextNode, error: Exception) -> None:
+    def _lost(self, replica: Replica, node: NextNode, error: Exception) -> None:
         with self._ring.changed:
             was_used, before = replica.node is node, self._carrier
             node.failures += 1
@@ -278,14 +265,14 @@ class Chain:
                 self._say_lost(node)
             self._ask_others(replica, before)
 
-    def _follow(self, replica: _Replica, node: NextNode) -> float:
+    def _follow(self, replica: Replica, node: NextNode) -> float:
         """Learn from the node what is safe, or tell it; how long to wait before the next look."""
         if replica.doubted:
             if node.failures >= _MOST_FAILURES or replica.is_behind:
                 self._lost(replica, node, NodeUnreachable(node.why, tier=node.url))
                 return 0.0
             # One failed put may be a broken connection: the node is lost only if it does not answer either.
-            return _FIRST_LOOK_S if self._open(replica, node) else 0.0
+            return FIRST_LOOK_S if self._open(replica, node) else 0.0
         # Also where nothing is owed: a node that was stopped breaks no connection, and one that is lost has lost what
         # counted as safe there.
         if time.monotonic() - node.asked_s >= ASK_AGAIN_S:
@@ -324,7 +311,7 @@ class Chain:
     def _is_taken(self, node: NextNode) -> bool:
         return any(node in (replica.node, replica.trying) for replica in self._replicas)
 
-    def _is_to_carry(self, replica: _Replica, node: NextNode) -> bool:
+    def _is_to_carry(self, replica: Replica, node: NextNode) -> bool:
         """Whether a node is to be asked to carry the run on: one only does, so that the bytes leave it once.
 
         Of snapshots that are spread over nodes, each carries what it holds.
@@ -336,7 +323,7 @@ class Chain:
         before = self._replicas[: self._replicas.index(replica)]
         return all(self._is_out(other) for other in before)
 
-    def _is_out(self, replica: _Replica) -> bool:
+    def _is_out(self, replica: Replica) -> bool:
         """Whether a replica is known not to carry the run on: it refuses, or there is no node that it could be at."""
         if replica.node is not None:
             return bool(replica.node.why_not)
@@ -344,7 +331,7 @@ class Chain:
         now_s = time.monotonic()
         return all(node.away_until_s > now_s for node in free)
 
-    def _ask_others(self, replica: _Replica, before: NextNode | None) -> None:
+    def _ask_others(self, replica: Replica, before: NextNode | None) -> None:
         """Have the other nodes told at once that another one carries the run on now, or asked whether they do."""
         for other in self._replicas:
             if other is not replica and other.node is not None:
@@ -378,7 +365,7 @@ class Chain:
         elif node is self._carrier:
             logger.info("run %s goes to %s, which carries it on", self.info.text, node.url)
         elif not node.why_not:
-            logger.info("run %s is kept at %s besides", self.info.text, node.url)
+            logger.info("run %s goes to %s besides", self.info.text, node.url)
         elif self.info.durable_url is not None:
             who = "this host writes there itself" if self._may_write else "nobody does"
             if not all(self._is_out(replica) for replica in self._replicas):

@@ -92,7 +92,9 @@ class Node:
         self.seal, self.commit, self.abort = commits.seal, commits.commit, self.uploads.abort
         self.streaming = self.uploads.streaming
         self._lock = self.registry.lock
-        self.routes = Routes(self.ring, self.flusher, open_store, flush_to=flush_to, allow=allow)
+        self.routes = Routes(
+            self.ring, self.flusher, open_store, self.uploads.abroad.busy, flush_to=flush_to, allow=allow
+        )
         self._remembered = Remembered(self.ring.area, self.registry, self.flusher, self.routes)
         self._remembered.take_over()
 

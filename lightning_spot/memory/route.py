@@ -29,6 +29,7 @@ class Routes:
         ring: is told where the runs go.
         flusher: tells how tiers are doing.
         open_store: makes the store of a tier's URL.
+        busy: URLs of runs to which a snapshot that several hosts bring is on its way.
         flush_to: see :class:`~lightning_spot.memory.node.Node`.
         allow: likewise.
     """
@@ -38,6 +39,7 @@ class Routes:
         ring: Ring,
         flusher: Flusher,
         open_store: Callable[[str], Store],
+        busy: Callable[[], set[str]],
         *,
         flush_to: str | None,
         allow: Sequence[str] | None,
@@ -46,6 +48,7 @@ class Routes:
         self._allow = [check_prefix(prefix) for prefix in allow] if allow is not None else None
         self._ring = ring
         self._flusher = flusher
+        self._busy = busy
         self.open_store = open_store
         self._chains: dict[str, Chain] = {}
         self._refusals: dict[str, str] = {}
@@ -193,6 +196,7 @@ class Routes:
             info,
             may_write=not self._refusals[key],
             is_urgent=lambda: self._flusher.is_urgent(key),
+            is_busy=lambda url: url in self._busy(),
         )
         self._chains[key].start()
 

@@ -217,6 +217,19 @@ class Changes(Protocol):
 
 
 @runtime_checkable
+class HasParts(Protocol):
+    """A tier of which single parts of a snapshot can be read."""
+
+    def read(self, manifest: Manifest, start: int, into: memoryview) -> None:
+        """Read some whole parts in a row, from byte ``start`` on, and check them; from any thread.
+
+        Raises:
+            CorruptSnapshot: if they are not those of the manifest.
+            SnapshotNotFound: if it is not there (any more).
+        """
+
+
+@runtime_checkable
 class HasJoint(Protocol):
     """A tier at which several hosts can put a snapshot together."""
 

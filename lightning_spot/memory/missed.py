@@ -1,0 +1,124 @@
+"""What a memory node has missed: it was away, or takes another one's place, and is given the newest snapshot.
+
+What this host has as a whole, the flusher sends. Of a snapshot that several hosts have brought, each has its portion
+only: it is copied from a node that has all of it, part by part, each checked, through this host, which both nodes know.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from lightning_spot.errors import CorruptSnapshot, ShareMissing, SpotError
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.parts import part_ranges
+from lightning_spot.memory.ring import Ring
+from lightning_spot.memory.runs import RunInfo
+from lightning_spot.memory.tier import HasParts, NodeTier
+from lightning_spot.threads import in_background
+from lightning_spot.tiers.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+class Missed:
+    """Gives the nodes that a run is kept at what they have missed. Methods may be called from any thread.
+
+    Args:
+        ring: of this host: what is in it is not copied from elsewhere.
+        open_store: makes the stores of nodes.
+        info: of the run.
+        stops: whether nothing is to be sent now to a URL of the run, since something newer is on its way there.
+    """
+
+    def __init__(
+        self, ring: Ring, open_store: Callable[[str], Store], info: RunInfo, stops: Callable[[str], bool]
+    ) -> None:
+        self._ring, self._open_store, self._info, self._stops = ring, open_store, info, stops
+        self._lock = threading.Lock()
+        self._looked_at: set[str] = set()
+
+    def look(self, url: str, others: Sequence[str]) -> None:
+        """Have a node given the newest snapshot, in the background, if it has missed that one.
+
+        Args:
+            url: of the run at that node.
+            others: of the run at the other nodes in use, which may have it.
+        """
+        with self._lock:
+            if not others or url in self._looked_at or self._stops(url):
+                return
+            self._looked_at.add(url)
+
+        def look() -> None:
+            try:
+                for other in others:
+                    self._try(url, other)
+            except Exception:
+                logger.exception("to give %s what it has missed failed unexpectedly", url)
+            finally:
+                with self._lock:
+                    self._looked_at.discard(url)
+
+        in_background(look, "spot-missed")
+
+    def _try(self, url: str, other: str) -> None:
+        try:
+            self._copy(url, other)
+        except SpotError as error:  # it is looked at again
+            logger.info("%s cannot be given what it has missed: %s", url, error)
+
+    def _copy(self, url: str, other: str) -> None:
+        source, target = self._open_store(other), self._open_store(url)
+        if not (isinstance(source, NodeTier) and isinstance(source, HasParts) and isinstance(target, NodeTier)):
+            return
+        newest, there = _newest(source), _newest(target)
+        if newest is None or self._is_here(newest) or (there is not None and there.order >= newest.order):
+            return
+        goes_on = functools.partial(self._check, newest, url)
+        sealed = target.put_parts(newest, _parts(source, newest, goes_on), attempt=self._info.attempt)
+        if sealed.checksums != newest.checksums:
+            raise CorruptSnapshot(f"{newest.name} is another one at {url} than at {other}", where=url)
+        logger.info("%s has %s, too, which it had missed", url, newest.name)
+
+    def _is_here(self, newest: Manifest) -> bool:
+        """Whether this host has that snapshot or a newer one, which the flusher sends."""
+        with self._ring.changed:
+            here = [slot.snapshot for slot in self._ring.committed(self._info.key)]
+        return any(manifest is not None and manifest.order >= newest.order for manifest in here)
+
+    def _check(self, manifest: Manifest, url: str) -> None:
+        """Raise if a snapshot is not to be copied any further."""
+        if self._stops(url):
+            raise ShareMissing(f"{manifest.name} is not copied any further: a newer one comes, or the run has ended")
+
+
+def _newest(node: NodeTier) -> Manifest | None:
+    """The newest snapshot that a node has, as a whole and exactly."""
+    held = [item.manifest for item in node.listing()]
+    snapshots = [each for each in held if each.exact and not each.is_file and each.portion is None]
+    return max(snapshots, key=lambda manifest: manifest.order, default=None)
+
+
+def _parts(source: HasParts, manifest: Manifest, goes_on: Callable[[], None]) -> Iterator[memoryview]:
+    """The parts of a snapshot at a node, each read while the one before is sent, and checked."""
+
+    def read(bounds: tuple[int, int]) -> memoryview:
+        start, stop = bounds
+        part = memoryview(bytearray(stop - start))
+        source.read(manifest, start, part)
+        return part
+
+    bounds = list(part_ranges(manifest.nbytes, manifest.part_bytes))
+    with ThreadPoolExecutor(1, thread_name_prefix="spot-missed") as reading:
+        coming = reading.submit(read, bounds[0]) if bounds else None
+        for following in [*bounds[1:], None]:
+            if coming is None:
+                return
+            part = coming.result()
+            coming = reading.submit(read, following) if following is not None else None
+            goes_on()
+            yield part
