@@ -38,7 +38,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.pieces import Piece
 from lightning_spot.image.portion import MOST_HOSTS, Portion, Portions, cut, is_whole, joined
 from lightning_spot.image.written import Ranges
-from lightning_spot.memory import abroad, begins, visits
+from lightning_spot.memory import abroad, begins, missed, visits
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
@@ -541,6 +541,27 @@ def test_what_is_damaged_at_one_node_is_not_given_to_the_other(
         until(lambda: "cannot be given what it has missed" in caplog.text, "it to be tried", LAST_S)
         pair.all_free()
         assert steps_at(empty) == []
+
+
+def test_a_node_is_looked_at_again_if_there_was_no_thread_for_it(
+    pair: Team, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[str] = []
+    original = missed.in_background
+
+    def in_background(work: Callable[[], Any], name: str) -> Any:
+        began.append(name)
+        if len(began) == 1:
+            raise RuntimeError("can't start new thread")
+        return original(work, name)
+
+    pair.take(1, Checkpoint(1))
+    pair.all_free()
+    monkeypatch.setattr(missed, "in_background", in_background)
+    with comes_back_empty(pair, tmp_path, pair.at.split()[1]) as empty:
+        until(lambda: began, "the first look", LAST_S)
+        pair.first.routes.heard(next(url for url, node in pair.memories.items() if node is empty), NodeUnreachable("x"))
+        until(lambda: steps_at(empty) == [1], "the next one", LAST_S)
 
 
 @contextlib.contextmanager

@@ -63,7 +63,12 @@ class Missed:
                 with self._lock:
                     self._looked_at.discard(url)
 
-        in_background(look, "spot-missed")
+        try:
+            in_background(look, "spot-missed")
+        except RuntimeError as error:  # no more threads can be had: it is looked at again
+            logger.info("whether %s has missed anything is not known: %s", url, error)
+            with self._lock:
+                self._looked_at.discard(url)
 
     def _try(self, url: str, other: str) -> None:
         try:
