@@ -71,7 +71,7 @@ class Chain:
         self._carrier: NextNode | None = None
         self._asked: NextNode | None = None  # to carry the run on; it has not answered yet
         self._closed = False
-        self._missed = Missed(ring, open_store, info, lambda url: self._closed or is_busy(url))
+        self._missed = Missed(ring, info, lambda url: self._closed or is_busy(url))
         self._apply()
         self._threads = [
             threading.Thread(target=self._work, args=(replica,), name=f"spot-chain-{info.text}", daemon=True)
@@ -241,9 +241,9 @@ class Chain:
             if anew or self._carrier is not before or (node.why_not and not refused):
                 self._say(node)
             self._ask_others(replica, before)
-            used = [each.node.url for each in self._replicas if each.node is not None and each.node is not node]
+            used = [each.node for each in self._replicas if each.node is not None and each.node is not node]
         if not self.info.spread:
-            self._missed.look(node.url, used)  # also the carrier: it may have been away for a moment only
+            self._missed.look(node, used)  # also the carrier: it may have been away for a moment only
         return True
 
     def _lost(self, replica: Replica, node: NextNode, error: Exception) -> None:

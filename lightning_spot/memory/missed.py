@@ -15,11 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from lightning_spot.errors import CorruptSnapshot, ShareMissing, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import part_ranges
+from lightning_spot.memory.next_node import NextNode
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.tier import HasParts, NodeTier
 from lightning_spot.threads import in_background
-from lightning_spot.tiers.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -29,25 +29,23 @@ class Missed:
 
     Args:
         ring: of this host: what is in it is not copied from elsewhere.
-        open_store: makes the stores of nodes.
         info: of the run.
         stops: whether nothing is to be sent now to a URL of the run, since something newer is on its way there.
     """
 
-    def __init__(
-        self, ring: Ring, open_store: Callable[[str], Store], info: RunInfo, stops: Callable[[str], bool]
-    ) -> None:
-        self._ring, self._open_store, self._info, self._stops = ring, open_store, info, stops
+    def __init__(self, ring: Ring, info: RunInfo, stops: Callable[[str], bool]) -> None:
+        self._ring, self._info, self._stops = ring, info, stops
         self._lock = threading.Lock()
         self._looked_at: set[str] = set()
 
-    def look(self, url: str, others: Sequence[str]) -> None:
+    def look(self, node: NextNode, others: Sequence[NextNode]) -> None:
         """Have a node given the newest snapshot, in the background, if it has missed that one.
 
         Args:
-            url: of the run at that node.
-            others: of the run at the other nodes in use, which may have it.
+            node: which one.
+            others: the other nodes in use, which may have it.
         """
+        url = node.url
         with self._lock:
             if not others or url in self._looked_at or self._stops(url):
                 return
@@ -56,7 +54,7 @@ class Missed:
         def look() -> None:
             try:
                 for other in others:
-                    self._try(url, other)
+                    self._try(node, other)
             except Exception:
                 logger.exception("to give %s what it has missed failed unexpectedly", url)
             finally:
@@ -70,15 +68,15 @@ class Missed:
             with self._lock:
                 self._looked_at.discard(url)
 
-    def _try(self, url: str, other: str) -> None:
+    def _try(self, node: NextNode, other: NextNode) -> None:
         try:
-            self._copy(url, other)
+            self._copy(node, other)
         except SpotError as error:  # it is looked at again
-            logger.info("%s cannot be given what it has missed: %s", url, error)
+            logger.info("%s cannot be given what it has missed: %s", node.url, error)
 
-    def _copy(self, url: str, other: str) -> None:
-        source, target = self._open_store(other), self._open_store(url)
-        if not (isinstance(source, NodeTier) and isinstance(source, HasParts) and isinstance(target, NodeTier)):
+    def _copy(self, node: NextNode, other: NextNode) -> None:
+        url, source, target = node.url, other.tier(), node.tier()
+        if not (isinstance(source, HasParts) and isinstance(target, HasParts)):
             return
         newest, there = _newest(source), _newest(target)
         if newest is None or self._is_here(newest) or (there is not None and there.order >= newest.order):
@@ -86,7 +84,7 @@ class Missed:
         goes_on = functools.partial(self._check, newest, url)
         sealed = target.put_parts(newest, _parts(source, newest, goes_on), attempt=self._info.attempt)
         if sealed.checksums != newest.checksums:
-            raise CorruptSnapshot(f"{newest.name} is another one at {url} than at {other}", where=url)
+            raise CorruptSnapshot(f"{newest.name} is another one at {url} than at {other.url}", where=url)
         logger.info("%s has %s, too, which it had missed", url, newest.name)
 
     def _is_here(self, newest: Manifest) -> bool:
@@ -117,13 +115,11 @@ def _parts(source: HasParts, manifest: Manifest, goes_on: Callable[[], None]) ->
         source.read(manifest, start, part)
         return part
 
-    bounds = list(part_ranges(manifest.nbytes, manifest.part_bytes))
+    bounds = part_ranges(manifest.nbytes, manifest.part_bytes)
     with ThreadPoolExecutor(1, thread_name_prefix="spot-missed") as reading:
-        coming = reading.submit(read, bounds[0]) if bounds else None
-        for following in [*bounds[1:], None]:
-            if coming is None:
-                return
-            part = coming.result()
-            coming = reading.submit(read, following) if following is not None else None
+        reads = (reading.submit(read, each) for each in bounds)
+        following = next(reads, None)
+        while following is not None:
+            part, following = following.result(), next(reads, None)
             goes_on()
             yield part

@@ -57,6 +57,19 @@ class NextNode:
         self._store: NodeTier | None = None
         self._informed_of: set[tuple[str, bool]] = set()  # what it knows to be durable, and whether it had it then
 
+    def tier(self) -> NodeTier:
+        """The node as a tier; it knows what it was told of the run.
+
+        Raises:
+            NodeUnreachable: if it is no node.
+        """
+        if self._store is None:
+            store = self._open_store(self.url)
+            if not isinstance(store, NodeTier):
+                raise NodeUnreachable(f"{self.url} is no node", tier=self.url)
+            self._store = store
+        return self._store
+
     def open(self, *, carry: bool) -> Opened:
         """Open the run there, or ask once more how things are.
 
@@ -64,12 +77,12 @@ class NextNode:
             carry: whether it is to bring the run on to the durable tier.
         """
         self.asked_s = time.monotonic()
-        return self._node().open_run(replace(self._info, nodes=(), replicas=1, session="", carry=carry))
+        return self.tier().open_run(replace(self._info, nodes=(), replicas=1, session="", carry=carry))
 
     def hurry(self) -> None:
         """Have it bring down what it has; nothing happens if it does not answer."""
         try:
-            self._node().flush(_HURRIED_S)
+            self.tier().flush(_HURRIED_S)
         except SpotError as error:
             logger.debug("%s cannot be asked to bring down what it has: %s", self.url, error)
 
@@ -93,7 +106,7 @@ class NextNode:
             ]
         if not held:
             return
-        listed = {(item.manifest.name, item.manifest.checksums) for item in self._node().listing()}
+        listed = {(item.manifest.name, item.manifest.checksums) for item in self.tier().listing()}
         for slot, manifest in held:
             if (manifest.name, manifest.checksums) not in listed:
                 self._ring.mark_lost(slot, manifest, self.url)
@@ -101,7 +114,7 @@ class NextNode:
     def find_surpassing(self) -> None:
         """Have older snapshots count again if the newer one is lost that several hosts had brought here."""
         newer = surpassing(self._ring, self._info.key)
-        if newer is None or any(_same(newer, item.manifest) for item in self._node().listing()):
+        if newer is None or any(_same(newer, item.manifest) for item in self.tier().listing()):
             return
         if self._is_durable(newer) is False:
             logger.warning("%s has lost %s, which several hosts had brought there", self.url, newer.name)
@@ -139,7 +152,7 @@ class NextNode:
             if fact in self._informed_of:
                 continue
             try:
-                self._node().settle(manifest, self._info.attempt)
+                self.tier().settle(manifest, self._info.attempt)
             except SpotError as error:
                 logger.debug("%s could not be told what is durable: %s", self.url, error)
                 return
@@ -147,7 +160,7 @@ class NextNode:
 
     def learn(self, waiting: Waiting, *, urgent: bool) -> None:
         """Ask which of these snapshots it has made durable, see :meth:`waiting`."""
-        node, durable_url = self._node(), self._info.durable_url
+        node, durable_url = self.tier(), self._info.durable_url
         assert durable_url is not None
         if urgent:
             node.flush(_HURRIED_S)  # nobody there puts anything off while this is waited for
@@ -176,14 +189,6 @@ class NextNode:
         except SpotError as error:
             logger.debug("%s does not answer (%s)", self._info.durable_url, error)
             return None
-
-    def _node(self) -> NodeTier:
-        if self._store is None:
-            store = self._open_store(self.url)
-            if not isinstance(store, NodeTier):
-                raise NodeUnreachable(f"{self.url} is no node", tier=self.url)
-            self._store = store
-        return self._store
 
 
 def _same(one: Manifest, other: Manifest) -> bool:

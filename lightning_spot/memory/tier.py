@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -17,6 +17,7 @@ from lightning_spot.memory.bases import FindEarlier, Glance, nothing_earlier
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.protocol.wire import BaseInfo
+from lightning_spot.tiers.store import ReadsRanges
 
 
 @dataclass(slots=True)
@@ -217,16 +218,11 @@ class Changes(Protocol):
 
 
 @runtime_checkable
-class HasParts(Protocol):
-    """A tier of which single parts of a snapshot can be read."""
+class HasParts(ReadsRanges, Protocol):
+    """A tier from which, and to which, a snapshot is copied part by part."""
 
-    def read(self, manifest: Manifest, start: int, into: memoryview) -> None:
-        """Read some whole parts in a row, from byte ``start`` on, and check them; from any thread.
-
-        Raises:
-            CorruptSnapshot: if they are not those of the manifest.
-            SnapshotNotFound: if it is not there (any more).
-        """
+    def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
+        """See :meth:`Store.put_parts`."""
 
 
 @runtime_checkable

@@ -10,24 +10,17 @@ import ctypes
 import mmap
 from collections import OrderedDict, deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Protocol
 
 from lightning_spot.config import PART_BYTES
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.run.reading import OpenSnapshot, SnapshotReader
+from lightning_spot.tiers.store import ReadsRanges
 
 _LANES = 4
 _BUFFERS = 6
 _KEPT_PARTS = 3
 _MOST_TURNS = 16  # torch reads the end of a file and then forwards, which takes 3 or 4
 _SMALL_BYTES = 64 * 1024  # below this Python's lock is not worth letting go
-
-
-class ReadsRanges(Protocol):
-    """A store of which parts can be read one by one."""
-
-    def read(self, manifest: Manifest, start: int, into: memoryview) -> None:
-        """Read one of ``manifest.ranges()`` and check it; from any thread."""
 
 
 class Streamed(OpenSnapshot):

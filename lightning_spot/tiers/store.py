@@ -166,6 +166,13 @@ SETTLED_S = 3600.0
 """A temporary or uncommitted snapshot of a live attempt that was not written to for so long has no writer any more."""
 
 
+class ReadsRanges(Protocol):
+    """A store of which parts can be read one by one."""
+
+    def read(self, manifest: Manifest, start: int, into: memoryview) -> None:
+        """Read one of ``manifest.ranges()`` and check it; from any thread. Errors are those of :meth:`Store.fetch`."""
+
+
 def newest_first(manifests: Sequence[Manifest]) -> list[Manifest]:
     """Sort manifests by attempt, then step, newest first."""
     return sorted(manifests, key=lambda manifest: manifest.order, reverse=True)
