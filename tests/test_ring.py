@@ -310,6 +310,16 @@ def test_earlier_attempts_are_refused(bench: Bench) -> None:
     bench.save(5, attempt=2)
 
 
+def test_what_a_tier_refused_of_one_attempt_is_not_said_of_the_next(bench: Bench) -> None:
+    """Its node may serve a run again that another host had taken over meanwhile."""
+    bench.open(attempt=1)
+    bench.tier().fail(Fenced("a later one", run="run", attempt=1, current=2))
+    bench.save(1)
+    until(lambda: any(tier.refused for tier in bench.node.tiers().values()), "the tier to refuse it")
+    bench.open(attempt=3)
+    assert [tier.refused for tier in bench.node.tiers().values()] == [""]
+
+
 def test_two_attempts_of_one_number_are_told_apart(bench: Bench) -> None:
     bench.open(attempt=4, token="one")
     bench.open(attempt=4, token="one")  # the same once more

@@ -378,7 +378,7 @@ class Flusher:
             job.coming.give_up()
         with self._ring.changed:
             self.work.done(url, job)
-            self.health[url].refused = str(error)
+            self.health[url].refuses(error, job.run, attempt)
             if job.slot is not None and job.kind is Kind.PUT:
                 self._ring.mark_refused(job.slot, job.manifest, url)
                 # Nothing newer need come to this node. But the later attempt may go on from what is whole.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from lightning_spot.errors import Fenced
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.tier import Sent
 
@@ -21,6 +22,7 @@ class TierHealth:
         carried: whether nothing goes there from here at present, because a node behind this one writes there.
         error: what fails there at present, ``""`` while everything works.
         refused: why the tier refused something for good (a later attempt has taken over), ``""`` if it never did.
+        refused_run, refused_attempt: whose that was: a run's key, and the attempt that was taken over.
         dropped: which snapshot was dropped last instead of being brought there, since it was damaged in memory.
         failures: failures in a row.
         failures_total: failures so far, of every kind.
@@ -36,6 +38,8 @@ class TierHealth:
     carried: bool = False
     error: str = ""
     refused: str = ""
+    refused_run: str = ""
+    refused_attempt: int = 0
     dropped: str = ""
     failures: int = 0
     failures_total: int = 0
@@ -58,6 +62,16 @@ class TierHealth:
         """As a node tells it; what a newer one tells besides is left out."""
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in figures.items() if name in known})
+
+    def refuses(self, error: Fenced, run: str, attempt: int) -> None:
+        """Note that the tier takes nothing of an attempt any more.
+
+        Args:
+            error: as which the tier said so.
+            run: key of the attempt's run.
+            attempt: that was taken over.
+        """
+        self.refused, self.refused_run, self.refused_attempt = str(error), run, attempt
 
     def took(self, put: Manifest, seconds: float, sent: Sent | None) -> None:
         """Note that something was brought there.

@@ -306,9 +306,18 @@ class Node:
         wrong = {**self.routes.away(), **self.uploads.abroad.bringing.failing()}
         unused = {url: TierHealth.of(url) for url in wrong}
         return {
-            url: replace(health, carried=url in carried, error=health.error or wrong.get(url, ""))
+            url: replace(
+                health,
+                carried=url in carried,
+                error=health.error or wrong.get(url, ""),
+                refused=health.refused if self._is_newest(health.refused_run, health.refused_attempt) else "",
+            )
             for url, health in {**unused, **self.flusher.health}.items()
         }
+
+    def _is_newest(self, run: str, attempt: int) -> bool:
+        """Whether no later attempt of a run has begun here since."""
+        return self.registry.highest(run) <= attempt
 
     def status(self) -> dict[str, Any]:
         """Everything a person wants to see, as JSON-ready values."""
