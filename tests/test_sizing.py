@@ -150,3 +150,45 @@ def test_nodes_over_which_a_model_in_shards_is_spread_need_a_part_of_the_memory_
     with pytest.raises(SettingsError, match="each of 4 memory nodes needs"):
         size(replace(JOB, nodes=4, node_memory_bytes=10e9), 1)
     assert size(replace(JOB, nodes=1), 1) == one
+
+
+def test_no_more_nodes_are_paid_for_than_there_are_portions(capsys: pytest.CaptureFixture[str]) -> None:
+    """A hundred were billed for eight machines, and so it was said that they cost more than they save."""
+    assert size(replace(JOB, nodes=100), 1) == size(replace(JOB, nodes=8), 1)
+    assert size(replace(JOB, nodes=100), 2).nodes == 16
+    assert main(["simulate", "--gpus", "64", "--state", "1TB", "--memory-nodes", "100"]) == 0
+    said = capsys.readouterr().out
+    assert "rent 8 memory nodes" in said
+    assert "of 100 nodes the others get nothing" in said
+
+
+def test_the_durable_tier_is_not_advised_where_nothing_comes_to_an_end_with_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["simulate", "--gpus", "64", "--state", "1TB", "--memory-nodes", "8"]
+    assert main([*command, "--price", "1", "--memory-node-price", "10"]) == 0
+    said = capsys.readouterr().out
+    assert "rent 8 memory nodes" in said
+    assert "without them it comes to no end" in said
+    assert size(replace(JOB, state_bytes=1e12, lifetime_s=4000.0), 1).lost <= 1.0
+
+
+def test_more_replicas_than_nodes_are_no_choice() -> None:
+    with pytest.raises(SettingsError, match=r"replicas=3.*2 memory nodes"):
+        size(replace(JOB, nodes=2), 3)
+    assert size(replace(JOB, nodes=1, node_lifetime_s=1800.0)).replicas == 1
+
+
+@pytest.mark.parametrize("flag", [["--memory-nodes", "3"], ["--replicas", "2"], ["--gpus-per-host", "4"]])
+def test_what_only_a_rent_has_is_refused_in_a_simulation(flag: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *flag]) == 2
+    assert f"{flag[0]}={flag[1]}: it says what to rent" in capsys.readouterr().err
+
+
+def test_the_size_of_a_snapshot_has_two_names(capsys: pytest.CaptureFixture[str]) -> None:
+    """A simulation did not look at ``--state``."""
+    told = []
+    for flag in ("--state", "--snapshot-size"):
+        assert main(["simulate", flag, "50GB", "--runs", "5", "--policy", "YoungDaly", "--json"]) == 0
+        told.append(json.loads(capsys.readouterr().out))
+    assert told[0] == told[1]

@@ -61,7 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``simulate``."""
     job = parser.add_argument_group("the job")
     job.add_argument("--work", type=seconds, default=86400.0, metavar="TIME", help="training time without losses (24h)")
-    job.add_argument("--snapshot-size", type=_bytes, default=10**9, metavar="SIZE", help="size of a snapshot (1GB)")
+    job.add_argument(
+        *("--snapshot-size", "--state"), type=_bytes, default=10**9, metavar="SIZE", help="one of the whole job (1GB)"
+    )
     job.add_argument(
         "--stall", type=seconds, default=1.0, metavar="TIME", help="how long training waits for a snapshot (1s)"
     )
@@ -136,6 +138,7 @@ def simulate(arguments: argparse.Namespace) -> int:
         raise SettingsError(f"--correlated={arguments.correlated}: of --nodes={arguments.nodes}, 1 to all go at a time")
     if arguments.gpus is not None:
         return sizing.rent(arguments)
+    sizing.check_none(arguments)
     check_number("--runs", arguments.runs, 1, whole=True)
     if arguments.runs > _MOST_RUNS:
         raise SettingsError(f"--runs={arguments.runs}: at most {_MOST_RUNS}, which fit the memory; a thousand will do")

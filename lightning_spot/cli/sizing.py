@@ -17,6 +17,15 @@ if TYPE_CHECKING:
     from lightning_spot.simulation.sizing import Demand, Rent
 
 _HOPELESS = 0.9
+_ONLY_TO_RENT: dict[str, int | None] = {
+    "--gpus-per-host": 8,
+    "--sending-hosts": 0,
+    "--host-speed": 1_250_000_000,
+    "--memory-node-memory": 0,
+    "--memory-nodes": None,
+    "--replicas": None,
+}
+"""Flags that say nothing of a job that is simulated, and what they are where they are not given."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, size: Callable[[str], int]) -> None:
@@ -28,21 +37,34 @@ def add_arguments(parser: argparse.ArgumentParser, size: Callable[[str], int]) -
     """
     rent = parser.add_argument_group("what to rent (nothing is simulated then)")
     rent.add_argument("--gpus", type=int, metavar="N", help="GPUs of the job: say which memory node it needs")
-    rent.add_argument("--state", type=size, metavar="SIZE", help="one snapshot of the whole job (--snapshot-size)")
-    rent.add_argument("--gpus-per-host", type=int, default=8, metavar="N", help="GPUs of a machine (8)")
-    rent.add_argument(
-        "--sending-hosts", type=int, default=0, metavar="N", help="machines that send a share of each snapshot (all)"
-    )
-    rent.add_argument(
-        "--host-speed", type=size, default=1_250_000_000, metavar="SIZE/s", help="what a machine can send (1.25GB/s)"
-    )
-    rent.add_argument(
-        "--memory-node-memory", type=size, default=0, metavar="SIZE", help="of a memory node (as much as it needs)"
-    )
-    rent.add_argument(
-        "--memory-nodes", type=int, default=0, metavar="N", help="spread a model in shards over so many (one a replica)"
-    )
-    rent.add_argument("--replicas", type=int, metavar="N", help="nodes that keep each snapshot (1 or 2, which pays)")
+
+    def add(flag: str, kind: Callable[[str], int], metavar: str, what: str) -> None:
+        rent.add_argument(flag, type=kind, default=_ONLY_TO_RENT[flag], metavar=metavar, help=what)
+
+    add("--gpus-per-host", int, "N", "GPUs of a machine (8)")
+    add("--sending-hosts", int, "N", "machines that send a share of each snapshot (all)")
+    add("--host-speed", size, "SIZE/s", "what a machine can send (1.25GB/s)")
+    add("--memory-node-memory", size, "SIZE", "of a memory node (as much as it needs)")
+    add("--memory-nodes", int, "N", "spread a model in shards over so many (one a replica)")
+    add("--replicas", int, "N", "nodes that keep each snapshot (1 or 2, which pays)")
+
+
+def check_none(arguments: argparse.Namespace) -> None:
+    """Refuse what only :func:`rent` looks at.
+
+    Raises:
+        SettingsError: if it was given.
+    """
+    for flag, default in _ONLY_TO_RENT.items():
+        if (value := _given(arguments, flag)) != default:
+            raise SettingsError(
+                f"{flag}={value}: it says what to rent for a job of so many --gpus, which are not given"
+            )
+
+
+def _given(arguments: argparse.Namespace, flag: str) -> int | None:
+    value: int | None = getattr(arguments, flag[2:].replace("-", "_"))
+    return value
 
 
 def rent(arguments: argparse.Namespace) -> int:
@@ -55,16 +77,16 @@ def rent(arguments: argparse.Namespace) -> int:
     for flag, value in (("--gpus", arguments.gpus), ("--gpus-per-host", arguments.gpus_per_host)):
         check_number(flag, value, 1, whole=True)
     check_number("--sending-hosts", arguments.sending_hosts, 0, whole=True)
-    check_number("--memory-nodes", arguments.memory_nodes, 0, whole=True)
-    if arguments.replicas is not None:
-        check_number("--replicas", arguments.replicas, 1, whole=True)
+    for flag in ("--memory-nodes", "--replicas"):
+        if (count := _given(arguments, flag)) is not None:
+            check_number(flag, count, 1, whole=True)
     node_lifetime_s = arguments.memory_node_lifetime
     demand = Demand(
         gpus=arguments.gpus,
-        state_bytes=arguments.state if arguments.state is not None else arguments.snapshot_size,
+        state_bytes=arguments.snapshot_size,
         gpus_per_host=arguments.gpus_per_host,
         sending_hosts=arguments.sending_hosts,
-        nodes=arguments.memory_nodes,
+        nodes=arguments.memory_nodes or 0,
         host_bytes_per_s=arguments.host_speed,
         node_bytes_per_s=arguments.memory_node_speed or 1.25e9,
         node_memory_bytes=arguments.memory_node_memory,
@@ -108,12 +130,16 @@ def described(demand: Demand, found: Rent) -> dict[str, str]:
 def _advice(demand: Demand, found: Rent, price: float) -> list[str]:
     if min(found.lost, found.alone) >= _HOPELESS:
         return [f"a machine is lost every {format_seconds(demand.mtbf_s)}: no snapshots make up for that"]
-    if not found.pays:
+    if not found.pays and found.alone < _HOPELESS:
         return ["what memory nodes would save is less than they cost: the durable tier alone will do"]
     nodes = f"{found.nodes} memory node{'s' if found.nodes > 1 else ''}"
     speeds = f"{format_bytes(found.in_bytes_per_s)}/s in and {format_bytes(found.out_bytes_per_s)}/s out"
     cost = f", {price * found.nodes:.2f} an hour" if price else ""
     lines = [f"rent {nodes} with {format_bytes(found.memory_bytes)} for snapshots, {speeds}{cost}"]
+    if demand.nodes > found.nodes:
+        lines.append(f"of {demand.nodes} nodes the others get nothing: there is a portion of each machine, no more")
+    if not found.pays:
+        lines.append("they cost more than the job's machines; without them it comes to no end")
     if found.replicas > 1:
         lines.append(f"SpotCheckpoint(replicas={found.replicas})")
     if found.by_hosts:

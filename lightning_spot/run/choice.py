@@ -81,7 +81,7 @@ def open_newest(
     goes_on = ". The newest snapshot of those that answer is taken; what only that one has is not"
     so = goes_on if error is None else ""
     for tier, reason in found.problems.items():
-        logger.warning("lightning_spot: %s%s", patience.unanswered(tier, reason), so)
+        logger.warning("lightning_spot: %s%s", patience.unread(tier, reason), so)
     if error is not None:
         raise error
     reasons: list[str] = []

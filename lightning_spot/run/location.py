@@ -155,9 +155,10 @@ def check_replicas(replicas: int, memory: str | Sequence[str] | None) -> None:
     alone = memory is None or isinstance(memory, str)
     nodes = int(memory not in (None, AUTO)) if alone else len(memory or ())
     if replicas > max(1, nodes):
+        such = [f"spot://10.0.0.{5 + number}:7070" for number in range(min(replicas, 8))]
         raise SettingsError(
             f"replicas={replicas} with memory={memory!r}: each replica is at a memory node of its own, and {nodes} are"
-            f" named. Name {replicas}, such as memory=['spot://10.0.0.5:7070', 'spot://10.0.0.6:7070']"
+            f" named. Name {replicas}, such as memory={such}"
         )
 
 

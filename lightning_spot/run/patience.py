@@ -90,7 +90,7 @@ def patiently(action: Callable[[], T], bounds: Patience, where: str) -> T:
             if has_answered or is_late or number == bounds.tries:
                 raise
             why = str(error) if isinstance(error, SpotError) else f"{type(error).__name__}: {error}"
-            logger.warning("lightning_spot: %s; asking again in %.1f s", unanswered(where, why), pause_s)
+            logger.warning("lightning_spot: %s; asking again in %.1f s", unread(where, why), pause_s)
         time.sleep(pause_s)
         pause_s *= 2
     raise AssertionError("unreachable")
@@ -101,6 +101,6 @@ def of_tier(tier: str, reason: str) -> str:
     return reason if "://" in tier and tier in reason else f"{tier}: {reason}"
 
 
-def unanswered(where: str, reason: str) -> str:
-    """That a tier does not answer: its name is said once."""
-    return reason if where in reason else f"{where} does not answer ({reason})"
+def unread(where: str, reason: str) -> str:
+    """That a tier could not be read: its name is said once."""
+    return reason if where in reason else f"{where} could not be read ({reason})"

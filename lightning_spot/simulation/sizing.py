@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import SettingsError
@@ -43,7 +44,8 @@ class Demand:
         state_bytes: of one snapshot of the whole job, whatever the number of ranks that have it.
         gpus_per_host: of each machine.
         sending_hosts: machines that send a share of each snapshot; 0 for all. One, where one host has the whole file.
-        nodes: memory nodes over which snapshots of a model in shards are spread; 0 for one for each replica.
+        nodes: memory nodes over which snapshots of a model in shards are spread, by portions of machines; 0 for one for
+            each replica.
         host_bytes_per_s: what a machine sends to memory nodes beside training.
         node_bytes_per_s: what a memory node receives.
         node_memory_bytes: what it can have for snapshots; 0 for as much as is needed.
@@ -135,11 +137,12 @@ def size(demand: Demand, replicas: int | None = None) -> Rent:
         replicas: how many; ``None`` for one or two, whichever costs less.
 
     Raises:
-        SettingsError: if a node's memory would not do, or ``replicas`` is less than 1.
+        SettingsError: if a node's memory would not do, or ``replicas`` is less than 1, or more than there are nodes.
     """
-    if replicas is not None and replicas < 1:
-        raise SettingsError(f"replicas={replicas}: at least 1")
-    replicas = min((1, 2), key=lambda count: _cost(demand, count)) if replicas is None else replicas
+    most = demand.nodes or replicas or 2
+    if replicas is not None and not 1 <= replicas <= most:
+        raise SettingsError(f"replicas={replicas}: at least 1, and at most one on each of {most} memory nodes")
+    replicas = min(range(1, min(most, 2) + 1), key=partial(_cost, demand)) if replicas is None else replicas
     memory_bytes, nodes = _memory_bytes(demand, replicas), _nodes(demand, replicas)
     if 0 < demand.node_memory_bytes < memory_bytes:
         each = "a run goes to one memory node, which" if nodes == replicas else f"each of {nodes} memory nodes"
@@ -189,7 +192,7 @@ def _cost(demand: Demand, replicas: int) -> float:
 
 
 def _lost_with(demand: Demand, replicas: int) -> float:
-    return _lost(demand, _safe_s(demand, replicas)) + (both_lost(demand) if replicas == 1 else 0.0)
+    return min(1.0, _lost(demand, _safe_s(demand, replicas)) + (both_lost(demand) if replicas == 1 else 0.0))
 
 
 def _hosts_s(demand: Demand, replicas: int) -> float:
@@ -198,7 +201,7 @@ def _hosts_s(demand: Demand, replicas: int) -> float:
 
 
 def _nodes(demand: Demand, replicas: int) -> int:
-    return max(replicas, demand.nodes)
+    return max(replicas, min(demand.nodes, replicas * demand.hosts))  # there are so many portions
 
 
 def _part(demand: Demand, replicas: int) -> float:
