@@ -18,7 +18,7 @@ from lightning_spot.errors import TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.notes import Note
 from lightning_spot.image.portion import Portions
-from lightning_spot.memory import later, putting, work
+from lightning_spot.memory import chain, later, putting, work
 from lightning_spot.memory.joint import SpreadPlace
 from lightning_spot.memory.joint_folder import JointFolder
 from lightning_spot.memory.node import Node
@@ -85,6 +85,28 @@ def test_what_is_whole_becomes_durable_whoever_was_told_so(carried: Make, told: 
         nodes.tell(node, 1)
     until(lambda: nodes.durable() == [1], "it at the durable tier")
     until(lambda: all(slot.safe for node in nodes.nodes for slot in node.ring.committed()), "all to know it")
+
+
+def test_a_killed_trainer_is_gone_although_the_node_of_its_host_lives(
+    carried: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That went on asking the memory nodes for a quarter of an hour, and they took it for the trainer's word."""
+    monkeypatch.setattr(work, "LEFT_S", 1.0)
+    monkeypatch.setattr(chain, "ASK_AGAIN_S", 0.1)
+    nodes = carried()
+    urls = tuple(url.rpartition("/")[0] for url in nodes.place.urls)
+    host = Node(slots=2, memory_bytes=2**24, open_store=open_store)
+    try:
+        host.begin_session("trainer")
+        host.open_run(replace(nodes.info(), nodes=urls, session="trainer"))
+        nodes.bring_all(1)
+        time.sleep(2.0)
+        assert nodes.durable() == []  # its trainer may say that another one is brought down
+        host.end_session("trainer")
+        until(lambda: nodes.durable() == [1], "it at the durable tier")
+        assert host.routes.status(RUN_ID)["nodes"].keys() == {*nodes.place.urls}  # it looks after them all the same
+    finally:
+        host.close()
 
 
 @pytest.mark.parametrize("complete", [False, True])

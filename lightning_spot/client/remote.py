@@ -46,6 +46,7 @@ _TOLD = (
     "compression",
     "carry",
     "spread",
+    "left",
     "pid",
     "host",
 )

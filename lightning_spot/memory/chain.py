@@ -48,6 +48,7 @@ class Chain:
         may_write: whether this node may write to the durable tier itself.
         is_urgent: tells whether somebody waits for the run to be safe.
         is_busy: tells whether a snapshot that several hosts bring is on its way to a URL of the run.
+        is_left: tells whether the trainer on this host is gone.
     """
 
     def __init__(
@@ -59,12 +60,13 @@ class Chain:
         may_write: bool,
         is_urgent: Callable[[], bool] = lambda: False,
         is_busy: Callable[[str], bool] = lambda _url: False,
+        is_left: Callable[[], bool] = lambda: False,
     ) -> None:
         self.info = info
         self.why_not = "no node has answered yet"
         self._ring = ring
         self._may_write = may_write
-        self._is_urgent = is_urgent
+        self._is_urgent, self._is_left = is_urgent, is_left
         self._nodes = [NextNode(f"{node.rstrip('/')}/{info.text}", info, ring, open_store) for node in info.nodes]
         count = len(self._nodes) if info.spread else min(max(1, info.replicas), len(self._nodes))
         self._replicas = [Replica() for _ in range(count)]
@@ -213,7 +215,8 @@ class Chain:
             if carry:
                 self._asked = node
         try:
-            opened = node.open(carry=carry)
+            # Nodes bring down what they have of a spread snapshot when nobody is left who would say which one.
+            opened = node.open(carry=carry, left=self.info.spread and self._is_left())
             if anew or not opened.carries:
                 node.find_lost(durable_too=anew)
             if carry:

@@ -70,14 +70,15 @@ class NextNode:
             self._store = store
         return self._store
 
-    def open(self, *, carry: bool) -> Opened:
+    def open(self, *, carry: bool, left: bool = False) -> Opened:
         """Open the run there, or ask once more how things are.
 
         Args:
             carry: whether it is to bring the run on to the durable tier.
+            left: whether the trainer is gone.
         """
         self.asked_s = time.monotonic()
-        return self.tier().open_run(replace(self._info, nodes=(), replicas=1, session="", carry=carry))
+        return self.tier().open_run(replace(self._info, nodes=(), replicas=1, session="", carry=carry, left=left))
 
     def hurry(self) -> None:
         """Have it bring down what it has; nothing happens if it does not answer."""

@@ -93,7 +93,13 @@ class Node:
         self.streaming = self.uploads.streaming
         self._lock = self.registry.lock
         self.routes = Routes(
-            self.ring, self.flusher, open_store, self.uploads.abroad.busy, flush_to=flush_to, allow=allow
+            self.ring,
+            self.flusher,
+            open_store,
+            self.uploads.abroad.busy,
+            self.registry.info,
+            flush_to=flush_to,
+            allow=allow,
         )
         self._remembered = Remembered(self.ring.area, self.registry, self.flusher, self.routes)
         self._remembered.take_over()

@@ -55,7 +55,8 @@ class Registry:
                 info = replace(info, **{name: getattr(known.info, name) for name in _OF_TIERS})
         check_fence(info.name, info.attempt, self.highest(info.key))
         run = self.runs[info.key] = Run(replace(info, keep=max(1, info.keep)), opened_s=time.monotonic())
-        self._ring.opened_s[info.key] = run.opened_s
+        if not info.left:
+            self._ring.opened_s[info.key] = run.opened_s
         return run
 
     def find(self, text: str) -> Run:

@@ -30,6 +30,7 @@ class Routes:
         flusher: tells how tiers are doing.
         open_store: makes the store of a tier's URL.
         busy: URLs of runs to which a snapshot that several hosts bring is on its way.
+        run: what is known of a run, by its key; ``None`` if nothing is.
         flush_to: see :class:`~lightning_spot.memory.node.Node`.
         allow: likewise.
     """
@@ -40,6 +41,7 @@ class Routes:
         flusher: Flusher,
         open_store: Callable[[str], Store],
         busy: Callable[[], set[str]],
+        run: Callable[[str], RunInfo | None],
         *,
         flush_to: str | None,
         allow: Sequence[str] | None,
@@ -48,7 +50,7 @@ class Routes:
         self._allow = [check_prefix(prefix) for prefix in allow] if allow is not None else None
         self._ring = ring
         self._flusher = flusher
-        self._busy = busy
+        self._busy, self._run = busy, run
         self.open_store = open_store
         self._chains: dict[str, Chain] = {}
         self._refusals: dict[str, str] = {}
@@ -197,8 +199,13 @@ class Routes:
             may_write=not self._refusals[key],
             is_urgent=lambda: self._flusher.is_urgent(key),
             is_busy=lambda url: url in self._busy(),
+            is_left=lambda: self._is_left(key),
         )
         self._chains[key].start()
+
+    def _is_left(self, key: str) -> bool:
+        info = self._run(key)
+        return info is not None and not info.session
 
     def _without_nodes(self, info: RunInfo, refused: str) -> list[str]:
         if info.durable_url is not None and not refused:

@@ -56,6 +56,7 @@ class RunInfo:
         carry: whether the node is to bring the run to its durable tier; where it is kept at several, one is.
         spread: whether snapshots are spread over all nodes behind this one: each of them is to carry the run on; or,
             at one of these, that it is to have portions of them only.
+        left: whether its trainer is gone: its host only looks after what is there of it.
         session: live connection of the trainer, if it is on this host.
         pid: its process id, for messages.
         host: name of its machine, for messages.
@@ -74,6 +75,7 @@ class RunInfo:
     replicas: int = 1
     carry: bool = True
     spread: bool = False
+    left: bool = False
     session: str = ""
     pid: int = 0
     host: str = ""

@@ -29,7 +29,8 @@ class SlotTable:
         changes: how often that was.
         area: see above.
         begun_s: when the table was made (monotonic); what was left in the area may be asked for soon.
-        opened_s: when each run was opened last, or was asked for by the host of its trainer (monotonic).
+        opened_s: when each run was opened last, or was asked for by the host of its trainer, as long as that lives
+            (monotonic).
     """
 
     def __init__(self, area: SlotArea | None) -> None:

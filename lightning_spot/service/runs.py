@@ -74,6 +74,7 @@ class RunRequests:
             replicas=integer(body, "replicas", 1, 1, MOST_NODES) if near else 1,
             carry=body.get("carry", True) is not False,
             spread=body.get("spread") is True,
+            left=body.get("left") is True,
             session=text(body, "session") if near else "",
             pid=integer(body, "pid", 0, 0, _MOST_PID),
             host=text(body, "host"),
