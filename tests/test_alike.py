@@ -70,17 +70,17 @@ def spot(**settings: Any) -> Callable[[], SpotCheckpoint]:
         (
             spot(interval=EverySteps(10)),
             spot(interval=EverySteps(7)),
-            r"RemoteSnapshot(interval=…) is EverySteps(n=10) on rank 0 and EverySteps(n=7) on rank 2",
+            r"SpotCheckpoint(interval=…) is EverySteps(n=10) on rank 0 and EverySteps(n=7) on rank 2",
         ),
         (
             spot(interval=EverySteps(10)),
             spot(),
-            "RemoteSnapshot(interval=…) is EverySteps(n=10) on rank 0 and ConvergenceAware() on rank 2",
+            "SpotCheckpoint(interval=…) is EverySteps(n=10) on rank 0 and ConvergenceAware() on rank 2",
         ),
         (
             spot(memory="spot://a:1"),
             spot(),
-            "RemoteSnapshot(memory=…) is with memory nodes on rank 0 and without memory nodes on rank 2",
+            "SpotCheckpoint(memory=…) is with memory nodes on rank 0 and without memory nodes on rank 2",
         ),
         (
             spot(),
@@ -218,7 +218,7 @@ def test_what_a_policy_has_learned_in_the_fit_before_is_no_setting() -> None:
     one.interval.learn(Costs(stall_s=0.5, mtbf_s=3600.0))  # rank 0 only measures
     assert checked(lambda: one, lambda: other) == [None, None]
     found = checked(spot(interval=Learning(3)), spot(interval=Learning(4)))
-    assert "RemoteSnapshot(interval=…) is Learning(n=3, stall_s=0.0) on rank 0" in found[0]
+    assert "SpotCheckpoint(interval=…) is Learning(n=3, stall_s=0.0) on rank 0" in found[0]
 
 
 # -- what another host has ---------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from lightning_spot.run import patience, survey
 from lightning_spot.run.patience import Patience
 from lightning_spot.run.survey import Survey
 from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.store import Store
+from lightning_spot.tiers.store import Holdings, Store
 from tests.conftest import RunningNode, lives, new_process, until
 from tests.filled import fill
 from tests.gated import RUN_ID, GatedStore, image_of, manifest_of
@@ -328,6 +328,7 @@ def test_what_a_memory_node_lost_that_was_started_anew_is_named(
     monkeypatch.setattr(Parts, "across", SimpleNamespace(at="spot://127.0.0.1:9/run"))
     writer = SimpleNamespace(
         committed=manifest_of(1, nbytes=5000),
+        fence=None,
         host=None,
         link=SimpleNamespace(
             losses=0, wait=lambda _wait_s: None, close=lambda: None, ask=lambda _question, default: default
@@ -523,6 +524,29 @@ def test_what_a_tier_has_refused_is_not_called_durable(tmp_path: Path) -> None:
     ending = run.ending(None)
     assert ending.bring(30.0) is None
     assert ending.where == "lost"
+    run.writer.close()
+
+
+def test_what_a_later_attempt_overtook_is_not_said_to_be_lost_with_a_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where each host brings its portion to nodes, these refuse it as it is committed: no tier is known to."""
+    run = Damaging(tmp_path, complete=False)
+    run.take(3)
+
+    def refuses(*_: Any, **__: Any) -> bool:
+        raise Fenced("attempt 2 has taken over", run="run", attempt=1, current=2)
+
+    monkeypatch.setattr(run.host, "seal", refuses)
+    run.writer.begin(run.state, manifest_of(4, nbytes=0), wait_s=30.0)
+    run.writer.settle(30.0)
+    monkeypatch.setattr(run.host, "safe_step", lambda: None)
+    monkeypatch.setattr(LocalStore, "survey", lambda _store: Holdings())
+    ending = run.ending(None)
+    assert ending.bring(30.0) is None
+    assert ending.where == "lost"
+    assert "step-000000003-attempt-0001, is not at the durable tier: attempt 2 has taken over" in caplog.text
+    assert "was lost with" not in caplog.text
     run.writer.close()
 
 

@@ -70,7 +70,6 @@ class Attempt:
         info: what the tiers were told of it.
         lineage: of the training state: that of the snapshot it was resumed from, or a new one.
         writer: takes the snapshots.
-        fenced: whether a later attempt has taken the run over.
         where: what was committed last is, for people; known after :meth:`finish`.
         skipped: snapshots that were due and not taken, since no slot was free, or to take them failed.
         failures: of those that nobody has foreseen.
@@ -88,7 +87,6 @@ class Attempt:
     ) -> None:
         self.location = found.location
         self.lineage = new_id()
-        self.fenced = False
         self.where = ""
         self.skipped = 0
         self.failures = Failures()
@@ -134,6 +132,11 @@ class Attempt:
     def number(self) -> int:
         """Number of the attempt, from 1."""
         return self.info.attempt
+
+    @property
+    def fenced(self) -> bool:
+        """Whether a later attempt has taken the run over, as far as was noticed."""
+        return self.writer.fence is not None
 
     @property
     def origin(self) -> dict[str, str]:
@@ -274,7 +277,7 @@ class Attempt:
             step = manifest.step if manifest is not None else 0
             self.writer.say_once(cause, "snapshot of step %d is skipped, and others may be: %s", step, error)
         elif isinstance(error, Fenced):
-            self.fenced = True
+            self.writer.fence = error
             self._complain("fenced", error)
         elif isinstance(error, SnapshotTooLarge) or type(error) is TierError:  # this host has no memory for it
             if checkpoint is None or manifest is None:  # no single process has all of it
@@ -364,7 +367,7 @@ class Attempt:
         try:
             self._past_memory.write(checkpoint, manifest)
         except Fenced as fence:
-            self.fenced = True
+            self.writer.fence = fence
             self._complain("fenced", fence)
         except SpotError as failure:
             self._complain("past-memory-failed", failure)

@@ -16,7 +16,7 @@ from lightning_spot.capture.saying import SayOnce, SayWhyNot, say_failing, say_w
 from lightning_spot.capture.supply import Supply
 from lightning_spot.capture.unforeseen import as_failure
 from lightning_spot.capture.warming import SlotMaker
-from lightning_spot.errors import NodeUnreachable, ShareMissing, SpotError, TornSnapshot
+from lightning_spot.errors import Fenced, NodeUnreachable, ShareMissing, SpotError, TornSnapshot
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host
@@ -38,6 +38,7 @@ class Finishing:
         together: committed snapshots of which other ranks have written a share.
         posted: those for which they have sent what only they know.
         mailbox: where that comes, if any; closed with the writer.
+        fence: the error that says that a later attempt has taken the run over; ``None`` as long as none did.
         say_once: warns once for each key.
         missed: snapshots dropped because another rank's share of them did not come, and why the last one was.
     """
@@ -58,6 +59,7 @@ class Finishing:
         self.mailbox: Mailbox | None = None
         self.committed: Manifest | None = None
         self.past_memory: Manifest | None = None
+        self.fence: Fenced | None = None
         self.torn = 0
         self.together, self.posted, self.missed, self.missed_because = 0, 0, 0, ""
         self._say_why_not = SayWhyNot(self.say_once)
@@ -145,6 +147,8 @@ class Finishing:
             return
         if isinstance(error, ShareMissing):
             self.miss(error)
+        if isinstance(error, Fenced):
+            self.fence = error
         if isinstance(error, TornSnapshot):
             self.say_once("torn", "%s", error)
         elif not self.link.is_loss(error):  # of which it was said

@@ -23,7 +23,7 @@ from lightning_spot.exact import private
 from lightning_spot.exact.parameter_names import names_of
 from lightning_spot.exact.sharded import is_flat
 from lightning_spot.fit.agreement import Agreement
-from lightning_spot.fit.taking_part import parts_of
+from lightning_spot.fit.taking_part import parts_in, parts_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -136,9 +136,10 @@ def _facts(trainer: pl.Trainer) -> dict[str, str]:
     facts["the list of our callbacks"] = ", ".join(type(part).__name__ for part in parts if hasattr(part, "in_common"))
     for name in _OF_TRAINER:
         facts[f"Trainer({name}=…)"] = str(getattr(trainer, name, None))
-    for part in parts:
-        for name, value in getattr(part, "in_common", dict)().items():
-            facts[f"{type(part).__name__}({name}=…)"] = str(value)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined] # Lightning's Trainer has it
+        for part in parts_in(callback):
+            for name, value in getattr(part, "in_common", dict)().items():
+                facts[f"{type(callback).__name__}({name}=…)"] = str(value)
     return facts
 
 

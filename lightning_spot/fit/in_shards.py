@@ -186,7 +186,7 @@ class InShards(OfTrainer):
         how = how or self._how_last(attempt, wait_s)
         checkpoint = self._checkpoint(attempt, dump, how, interval) if how else None
         if checkpoint is None:
-            if complete and attempt is not None and not attempt.fenced:
+            if complete and attempt is not None:
                 attempt.miss_end()  # else the run would end as if there were a snapshot of its end
             return
         name = (self._trainer.global_step, complete)

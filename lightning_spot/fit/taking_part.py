@@ -43,4 +43,10 @@ def takes_part(trainer: pl.Trainer, stage: str) -> bool:
 def parts_of(trainer: pl.Trainer) -> Iterator[Any]:
     """The callbacks of a trainer, each also by the parts that it is composed of."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined] # Lightning's Trainer has it
-        yield from getattr(callback, "parts", (callback,))
+        yield from parts_in(callback)
+
+
+def parts_in(callback: Any) -> tuple[Any, ...]:
+    """The parts that a callback is composed of; itself, if it is not."""
+    parts: tuple[Any, ...] = getattr(callback, "parts", (callback,))
+    return parts
