@@ -29,7 +29,7 @@ from lightning_spot.errors import (
 )
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import area as area_module
-from lightning_spot.memory import portions, putting, room
+from lightning_spot.memory import portions, putting, room, work
 from lightning_spot.memory.area import SlotArea
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
@@ -312,12 +312,17 @@ def test_earlier_attempts_are_refused(bench: Bench) -> None:
 
 def test_what_a_tier_refused_of_one_attempt_is_not_said_of_the_next(bench: Bench) -> None:
     """Its node may serve a run again that another host had taken over meanwhile."""
-    bench.open(attempt=1)
+    bench.node.begin_session("trainer")
+    bench.open(attempt=1, session="trainer")
     bench.tier().fail(Fenced("a later one", run="run", attempt=1, current=2))
     bench.save(1)
     until(lambda: any(tier.refused for tier in bench.node.tiers().values()), "the tier to refuse it")
+    bench.node.end_session("trainer")
     bench.open(attempt=3)
     assert [tier.refused for tier in bench.node.tiers().values()] == [""]
+    bench.tier().fail(None)
+    assert bench.flush() == []
+    assert [manifest.step for manifest in bench.tier().survey().manifests] == [1]  # which that one may go on from
 
 
 def test_two_attempts_of_one_number_are_told_apart(bench: Bench) -> None:
@@ -356,12 +361,28 @@ def test_a_file_of_the_attempt_before_is_brought_on_behalf_of_this_one(bench: Be
 
 
 def test_a_fence_set_elsewhere_stops_the_flusher(bench: Bench) -> None:
-    bench.open()
+    bench.node.begin_session("trainer")
+    bench.open(session="trainer")
     LocalStore(bench.tier().url).claim(claim_of(7))
     bench.save(5)
     assert bench.flush() == []
     assert bench.tier().survey().manifests == []
     assert len(bench.tier().tries) == 1
+
+
+def test_what_a_trainer_has_left_is_brought_down_although_another_one_has_come_and_gone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It claimed the run, was killed before it opened it here, and had no snapshot: this one was let go, and lost."""
+    monkeypatch.setattr(work, "LEFT_S", 2.0)
+    bench.open()
+    LocalStore(bench.tier().url).claim(claim_of(7))
+    bench.save(5)
+    until(lambda: bench.tier().tries, "it to be tried")
+    assert bench.node.flush(RUN, 0.2) != []
+    assert bench.tier().survey().manifests == []
+    assert bench.flush() == []
+    assert [manifest.step for manifest in bench.tier().survey().manifests] == [5]
 
 
 def test_a_live_trainer_keeps_its_run(bench: Bench) -> None:

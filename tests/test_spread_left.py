@@ -30,6 +30,7 @@ from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Store
 from tests.conftest import until
+from tests.gated import image_of, manifest_of
 from tests.served import served
 from tests.small_trainer import RUN_ID, info_of
 from tests.test_spread_room import HOSTS, NBYTES, Two
@@ -85,6 +86,45 @@ def test_what_is_whole_becomes_durable_whoever_was_told_so(carried: Make, told: 
         nodes.tell(node, 1)
     until(lambda: nodes.durable() == [1], "it at the durable tier")
     until(lambda: all(slot.safe for node in nodes.nodes for slot in node.ring.committed()), "all to know it")
+
+
+def claim(nodes: Carried, attempt: int) -> None:
+    """Another attempt claims the run at the durable tier, and its machines are lost before a node hears of it."""
+    nodes.store.claim(Claim(attempt=attempt, run_id=RUN_ID, token="t", location=nodes.url, started_unix_s=0.0))
+
+
+@pytest.mark.parametrize("told", [(), (0,), HOSTS])
+def test_what_an_attempt_has_left_becomes_durable_although_another_one_has_come_and_gone(
+    carried: Make, monkeypatch: pytest.MonkeyPatch, told: tuple[int, ...]
+) -> None:
+    """The nodes were refused, let go what they had, and ended as if all were safe."""
+    monkeypatch.setattr(work, "LEFT_S", 2.0)
+    nodes = carried(durable_every_s=0.0)
+    claim(nodes, 2)
+    nodes.bring_all(1)
+    for node in told:
+        nodes.tell(node, 1, brings=True)
+    time.sleep(0.5)
+    assert nodes.durable() == []  # its trainer may live
+    assert nodes.whole() == [1]
+    until(lambda: nodes.durable() == [1], "it at the durable tier")
+    until(lambda: all(slot.safe for node in nodes.nodes for slot in node.ring.committed()), "all to know it")
+
+
+@pytest.mark.usefixtures("left")
+def test_what_an_attempt_has_left_is_brought_nowhere_that_has_newer_of_the_next_one(carried: Make) -> None:
+    nodes = carried(durable_every_s=0.0)
+    claim(nodes, 2)
+    image = memoryview(image_of(1, NBYTES))
+    nodes.store.put(manifest_of(1, 2).sealed(image), image, attempt=2)
+    nodes.bring_all(9)
+    for node in HOSTS:
+        nodes.tell(node, 9, brings=True)
+    until(lambda: all(slot.refused for node in nodes.nodes for slot in node.ring.committed()), "it to be refused")
+    assert [(each.attempt, each.step) for each in nodes.store.survey().manifests] == [(2, 1)]
+    nodes.next_attempt()
+    nodes.next_attempt()  # the third, which may go on from it, as from all that nodes have
+    until(lambda: nodes.durable() == [1, 9], "it at the durable tier")
 
 
 def test_a_killed_trainer_is_gone_although_the_node_of_its_host_lives(
@@ -225,7 +265,7 @@ def test_what_the_next_attempt_goes_on_from_stays_although_the_durable_tier_refu
     fails.clear()
     for node in nodes.nodes:
         node.flush(None, 0.1)  # tried again soon
-    until(lambda: all(slot.refused for node in nodes.nodes for slot in node.ring.committed()), "it to be refused")
+    until(lambda: all(node.flusher.work.is_put_off(nodes.url) for node in nodes.nodes), "it to be refused")
     for node in nodes.nodes:
         while node.ring.try_lease("another run", NBYTES) is not None:
             pass

@@ -15,7 +15,7 @@ from lightning_spot.config import KEEP
 from lightning_spot.errors import Fenced, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.health import TierHealth
-from lightning_spot.memory.portion_put import NotWhole
+from lightning_spot.memory.later import PutOff
 from lightning_spot.memory.putting import Putting
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo, key_of
@@ -245,8 +245,8 @@ class Flusher:
             self._do(store, url, job, attempt)
         except Fenced as error:
             self._fenced(url, job, attempt, error)
-        except NotWhole as error:
-            self._not_whole(url, job, error)
+        except PutOff as error:
+            self._put_off(url, job, error)
         except Exception as error:  # whatever it is, it is tried again
             if not isinstance(error, SpotError):
                 logger.exception("flushing to %s failed unexpectedly", url)
@@ -354,8 +354,8 @@ class Flusher:
             self._ring.notify()
         self._heard(url, error)
 
-    def _not_whole(self, url: str, job: Job, error: NotWhole) -> None:
-        """A portion is at a tier, and those of other hosts are not yet. In the end it gives way to others: it is there.
+    def _put_off(self, url: str, job: Job, error: PutOff) -> None:
+        """A put waits, as that of a portion that is there, for those of other hosts. In the end it gives way to others.
 
         Until then, and as long as there is room, it stays: a resume may find the others' at nodes that reach no tier.
         """

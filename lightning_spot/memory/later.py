@@ -1,14 +1,29 @@
-"""Puts that wait for what other nodes put there: when each is looked at again, and since when nothing has come."""
+"""Puts that wait for what others do: when each is looked at again, and since when nothing has come."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
+from lightning_spot.errors import SpotError
+
 FORSAKEN_S = 3600.0
 """What a node has of a snapshot gives way to others when no more of it has come to the durable tier for so long."""
 
 _FIRST_S, _LAST_S = 1.0, 30.0
+
+
+class PutOff(SpotError):
+    """A put waits for what others do; its tier works.
+
+    Attributes:
+        there: files of the snapshot that are there, of all nodes.
+        is_final: whether it is waited for in vain.
+    """
+
+    def __init__(self, why: str, there: int = 0, *, is_final: bool = False) -> None:
+        super().__init__(why)
+        self.there, self.is_final = there, is_final
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +50,10 @@ class Later:
     def __contains__(self, at: tuple[str, Hashable]) -> bool:
         """Whether a put waits."""
         return at in self._waits
+
+    def are_at(self, url: str) -> bool:
+        """Whether one of a tier waits."""
+        return any(of == url for of, _ in self._waits)
 
     def due_s(self, at: tuple[str, Hashable]) -> float:
         """When a put is looked at again (monotonic), 0 for at once."""

@@ -124,7 +124,10 @@ class Node:
         if info.attempt < 1:
             raise SettingsError(f"attempt {info.attempt} of run {info.name!r}: attempts are counted from 1")
         with self._lock:
+            before = self.registry.highest(info.key)
             run = self.registry.take(info)
+            if info.attempt > before:
+                self.ring.forget_refusals(info.key)
             self._not_needed = False
             self.uploads.fence(info.key, info.attempt)
             self.uploads.abroad.bringing.calm(info.key)

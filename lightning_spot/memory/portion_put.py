@@ -8,25 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from lightning_spot.errors import CorruptSnapshot, SpotError
+from lightning_spot.errors import CorruptSnapshot
 from lightning_spot.image.files import FileSpan, is_note, note_name
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
 from lightning_spot.image.notes import Note
 from lightning_spot.memory.joint_folder import JointFolder
+from lightning_spot.memory.later import PutOff
 from lightning_spot.tiers.store import Store
 
 
-class NotWhole(SpotError):
-    """A portion is at a durable tier, and those of other hosts are not yet.
-
-    Attributes:
-        there: files of all hosts that are there.
-        is_final: whether there will never be such a snapshot.
-    """
-
-    def __init__(self, why: str, there: int, *, is_final: bool = False) -> None:
-        super().__init__(why)
-        self.there, self.is_final = there, is_final
+class NotWhole(PutOff):
+    """A portion is at a durable tier, and those of other hosts are not yet, or will never be."""
 
 
 def put_portion(store: Store, portion: Manifest, image: memoryview, *, attempt: int) -> Manifest:

@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError
+from lightning_spot.errors import CorruptSnapshot, Fenced, SnapshotNotFound, SpotError
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.bases import glance
+from lightning_spot.memory.later import PutOff
 from lightning_spot.memory.portion_put import put_portion
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo
@@ -48,7 +49,42 @@ class Putting:
         self._swept_s: dict[tuple[str, str], float] = {}
 
     def put(self, store: Store, url: str, job: Job, attempt: int) -> Manifest | None:
-        """Put a snapshot; what is at the tier now, ``None`` if there was nothing to put."""
+        """Put a snapshot; what is at the tier now, ``None`` if there was nothing to put.
+
+        Raises:
+            PutOff: if it waits for others.
+            Fenced: if a later attempt has claimed the run there, and this is not what a trainer has left that is gone.
+        """
+        try:
+            return self._put(store, url, job, attempt)
+        except Fenced as error:
+            if not self._is_left_over(store, job, error):
+                raise
+            logger.info(
+                "%s goes to %s all the same: its trainer is gone, and nothing is newer there", job.manifest.name, url
+            )
+            return self._put(store, url, job, error.current)
+
+    def _is_left_over(self, store: Store, job: Job, fence: Fenced) -> bool:
+        """Whether what a later attempt fences off is the newest of its run all the same, and its trainer is gone.
+
+        That attempt may have ended before it had a snapshot, and before this node heard of it.
+
+        Raises:
+            PutOff: if that is not known yet.
+        """
+        info = self._run(job.run)
+        is_snapshot = job.slot is not None and job.coming is None and not job.manifest.is_file
+        if not is_snapshot or isinstance(store, NodeTier) or (info is not None and info.session):
+            return False
+        with self._ring.changed:
+            is_left = self._work.is_left(job.run, time.monotonic())
+        if not is_left:
+            raise PutOff(f"{fence}, and its trainer may live")
+        order = job.manifest.order
+        return not any(m.run_id == job.manifest.run_id and m.order > order for m in store.survey().manifests)
+
+    def _put(self, store: Store, url: str, job: Job, attempt: int) -> Manifest | None:
         slot, info = job.slot, self._run(job.run)
         assert slot is not None
         if isinstance(store, NodeTier) and info is not None and slot.places is None:

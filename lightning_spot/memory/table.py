@@ -78,6 +78,14 @@ class SlotTable:
         """Stop trying to bring a snapshot to a tier that refuses it for good (a fence)."""
         self._note(slot, manifest, slot.refused, url)
 
+    def forget_refusals(self, run: str) -> None:
+        """A later attempt writes from here now: what tiers refused of earlier ones is owed to them again."""
+        with self.changed:
+            for slot in self.committed(run):
+                if slot.refused and slot.snapshot is not None:
+                    slot.refused = []
+                    self._written(slot)
+
     def mark_lost(self, slot: Slot, manifest: Manifest, url: str) -> None:
         """A tier has lost a snapshot that was safe there: it is owed again if it is the newest."""
         with self.changed:

@@ -227,6 +227,10 @@ class Work:
         since_s = self._later.wait((url, job.key), now_s, there)
         return now_s - max(since_s, self._left_s(job.run)) >= later.FORSAKEN_S
 
+    def is_put_off(self, url: str) -> bool:
+        """Whether a put waits for what others do, see :meth:`later`."""
+        return self._later.are_at(url)
+
     def dropped(self, url: str, job: Job) -> None:
         """A put came to nothing, because there was nothing to put after all: it does not count as taken."""
         self._begun.pop((url, job.run), None)
@@ -351,6 +355,10 @@ class Work:
         if job.manifest.complete:
             return 0.0
         return self._free_s(url, job.run, followed=job.slot.followed)
+
+    def is_left(self, run: str, now_s: float) -> bool:
+        """Whether a run counts as left by its trainer, see :data:`LEFT_S`."""
+        return now_s >= self._left_s(run)
 
     def _left_s(self, run: str) -> float:
         """When a run counts as left by its trainer: then each node brings down what it has of the newest snapshots.
