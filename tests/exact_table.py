@@ -483,6 +483,12 @@ LOOPS: dict[str, Case] = {
     "lbfgs": Case(model=lambda: m.Optimized(partial(torch.optim.LBFGS, lr=0.01, max_iter=2)), soak=True),
     "adagrad": Case(model=lambda: m.Optimized(partial(torch.optim.Adagrad, lr=0.01)), soak=True),
     "fused-adam": Case(model=lambda: m.Optimized(partial(torch.optim.AdamW, lr=0.01, fused=True)), soak=True),
+    "precise-state": Case(  # a product in float32, beside parameters in bfloat16
+        model=lambda: m.Optimized(partial(torch.optim.NAdam, lr=0.01)), settings={"precision": "bf16-true"}
+    ),
+    "precise-averages": Case(
+        model=lambda: m.Optimized(partial(torch.optim.ASGD, lr=0.01)), settings={"precision": "bf16-true"}, soak=True
+    ),
     "step-schedule": Case(
         model=lambda: m.Scheduled(partial(_Step, step_size=1), interval="step", frequency=3), soak=True
     ),

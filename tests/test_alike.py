@@ -15,7 +15,7 @@ import torch
 
 from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.client import starting
-from lightning_spot.errors import SettingsError, TierError
+from lightning_spot.errors import NodeUnreachable, SettingsError, TierError
 from lightning_spot.fit import alike, left_elsewhere
 from lightning_spot.fit.alike import check_alike, check_one_model, check_one_optimizer
 from lightning_spot.fit.left_elsewhere import bring_from_other_hosts
@@ -258,12 +258,16 @@ def test_what_the_host_of_a_former_rank_0_has_is_brought_before_it_is_looked_wha
         asked.append(rank := rank_of_this_thread())
         if rank == 4:
             raise TierError("there is none", tier="here")
+        if rank == 6:
+            raise NodeUnreachable("it stands still", tier="there")
         return node if rank == 2 else None
 
     monkeypatch.setattr(left_elsewhere, "attach", attach)
     monkeypatch.setattr(left_elsewhere, "place_of", lambda _: f"host {rank_of_this_thread() // 2}")
-    on_ranks(6, lambda trainer: bring_from_other_hosts(trainer, location))  # type: ignore[arg-type]
-    assert sorted(asked) == [2, 4]  # the first rank of each other host
+    on_ranks(8, lambda trainer: bring_from_other_hosts(trainer, location))  # type: ignore[arg-type]
+    assert sorted(asked) == [2, 4, 6]  # the first rank of each other host
+    (line,) = [record.getMessage() for record in caplog.records if "on the host of rank 6" in record.getMessage()]
+    assert "may have left there: it stands still. This attempt goes on from what is there" in line
     assert node.disconnected
     newest, _ = survey(location).candidates[0]
     assert newest.step == (3 if fails else 9)

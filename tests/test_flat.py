@@ -122,7 +122,7 @@ def test_any_number_of_ranks_goes_on_from_any(way: Way, other: Way) -> None:
     def restored() -> tuple[Flat, torch.optim.Optimizer]:
         flat, optimizer = sharded(other, 2, trains=False)
         load({"model": flat.to_load()}, reader, whole=("model",))
-        _put_back_optimizer(flat, optimizer, reader, "optimizer_0")
+        _put_back_optimizer(flat, optimizer, reader, "optimizer_0", "model")
         return flat, optimizer
 
     image, manifest = saved(other, restored)

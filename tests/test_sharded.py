@@ -442,13 +442,18 @@ def test_names_of_parameters_are_those_of_now(kind: type[torch.nn.Linear]) -> No
         assert shown == {id(one) for name, one in named if name in state[holder.key] and not one.requires_grad}
 
 
-def resumed(tweak: Callable[[torch.optim.Optimizer], Any], **settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def resumed(
+    tweak: Callable[[torch.optim.Optimizer], Any],
+    kind: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The state of an optimizer that has stepped, and of one that goes on from the snapshot of it."""
     optimizers = []
     for _ in range(2):
-        module = torch.nn.Linear(3, 2)
-        optimizers.append((Dtensors(module), torch.optim.AdamW(module.parameters(), **settings)))
-        module(torch.ones(1, 3)).sum().backward()
+        module = torch.nn.Linear(3, 2, dtype=dtype)
+        optimizers.append((Dtensors(module), kind(module.parameters(), **settings)))
+        module(torch.ones(1, 3, dtype=dtype)).sum().backward()
     (holder, optimizer), (other, resuming) = optimizers
     optimizer.step()
     tweak(optimizer)
@@ -456,7 +461,7 @@ def resumed(tweak: Callable[[torch.optim.Optimizer], Any], **settings: Any) -> t
     image = ShardedLayouter(0, 1).lay_out(state, state_archive({}, 4096), [4096], {})
     data = filled(image.layout)
     manifest = Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=len(data), files=image.files)
-    _put_back_optimizer(other, resuming, ImageReader(memoryview(data), manifest), "optimizer_0")
+    _put_back_optimizer(other, resuming, ImageReader(memoryview(data), manifest), "optimizer_0", "state_dict")
     resuming.step()
     return optimizer.state_dict(), resuming.state_dict()
 
@@ -468,6 +473,24 @@ def test_groups_of_an_optimizer_hold_what_they_held() -> None:
     assert torch.equal(after["param_groups"][0]["lr"], torch.tensor(0.25))
     groups = [flatten_state_dict(state["param_groups"][0])[0] for state in (before, after)]
     assert same(*[dict(sorted(group.items())) for group in groups])
+
+
+def test_what_an_optimizer_keeps_in_more_digits_than_its_parameters_is_not_rounded() -> None:
+    """Torch casts it to their dtype: averages of a product, and master weights, came back as bfloat16."""
+
+    def tweak(optimizer: torch.optim.Optimizer) -> None:
+        for number, values in enumerate(optimizer.state.values()):
+            values["master"] = {"weight": torch.tensor([number + 1 / 3])}
+
+    before, after = resumed(tweak, torch.optim.NAdam, torch.bfloat16)
+    for number in before["state"]:
+        old, new = before["state"][number], after["state"][number]
+        assert {key: value.dtype for key, value in old.items() if key != "master"} == {
+            key: value.dtype for key, value in new.items() if key != "master"
+        }
+        assert torch.equal(old["master"]["weight"], new["master"]["weight"])
+        product = new["mu_product"] / old["mu_product"]  # one step more
+        assert torch.isclose(product, torch.tensor(0.9 * (1 - 0.5 * 0.96 ** (2 * 4e-3))), rtol=1e-6)
 
 
 def test_empty_dicts_of_an_optimizer_come_back() -> None:

@@ -33,8 +33,10 @@ from lightning_spot.exact.data_shares import are_these, share_of
 from lightning_spot.exact.dump import KEY, VERSION
 from lightning_spot.exact.flat import live_state
 from lightning_spot.exact.loaders import Loaders
+from lightning_spot.exact.optimizer_states import keep_dtypes, precise_of
 from lightning_spot.exact.other_ranks import OtherRanks
 from lightning_spot.exact.own_parameters import OwnParameters
+from lightning_spot.exact.parameter_names import clean, names_of
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.position import PositionedLoader, batches_done, other_batches
 from lightning_spot.exact.randomness import State, restore_random
@@ -84,6 +86,8 @@ class Restoring(OfTrainer):
         self._random: State | None = None
         self._val_total: dict[str, int] | None = None
         self._precise: dict[str, torch.Tensor] = {}
+        self._precise_states: list[State] = []  # of the optimizers
+        self._dtypes: dict[str, torch.dtype] = {}  # that the weights had then
         self._others: OtherRanks | None = None  # where those that took the snapshot had other shares of the data
         self._with_other_batches: OtherRanks | None = None  # where they are the same, and may have had other batches
         self._dealt_anew: OtherRanks | None = None
@@ -135,6 +139,7 @@ class Restoring(OfTrainer):
         self.unsaved, self.lost = shared["unsaved"], shared.get("lost", [])
         self._of_loaders(values, Loaders.resume)
         self._precise = _more_precise(trainer.lightning_module, checkpoint)
+        self._precise_states, self._dtypes = precise_of(checkpoint), _dtypes_of(checkpoint)
         self._switches.run("SpikeDetection", lambda: shipped.before_loading(trainer, checkpoint))
 
     def _of_this_rank(self, shared: State) -> State:
@@ -161,6 +166,7 @@ class Restoring(OfTrainer):
         self._switches.run(private.PROGRESS, lambda: progress.forget_validations(trainer))
         self._of_loaders(values, Loaders.restore)
         buffers.put(trainer.lightning_module, self._precise)
+        self._unround_optimizers()
         self._own.restore(trainer, self.own_parameters)
         for key, part in shipped.PARTS.items():
             if key in values["shipped"]:
@@ -173,6 +179,12 @@ class Restoring(OfTrainer):
             self._go_on_from(others, values)
         if self._val_total is not None and not self._validates(should_stop=values["should_stop"]):
             self._count_validations()
+
+    def _unround_optimizers(self) -> None:
+        names, states = names_of(self._trainer.lightning_module), self._precise_states
+        self._precise_states = []  # they are not kept longer than they are needed
+        for optimizer, state in zip(self._trainer.optimizers, states, strict=False):
+            keep_dtypes(optimizer, state, lambda parameter: self._dtypes.get(names.get(id(parameter), "")))
 
     def _restore_hooked(self, values: State) -> None:
         if values["hooked"] is not None:
@@ -336,6 +348,12 @@ class Restoring(OfTrainer):
         loaders, saved = self.loaders, values["around_loaders"]
         if loaders is not None and saved is not None:
             self._switches.run(private.LOADERS, lambda: stage(loaders, saved))
+
+
+def _dtypes_of(checkpoint: dict[str, Any]) -> dict[str, torch.dtype]:
+    """The dtypes of a checkpoint's weights, by name."""
+    weights = checkpoint.get("state_dict", {})
+    return {clean(name): value.dtype for name, value in weights.items() if isinstance(value, torch.Tensor)}
 
 
 def _more_precise(module: pl.LightningModule, checkpoint: dict[str, Any]) -> dict[str, torch.Tensor]:

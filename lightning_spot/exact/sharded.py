@@ -24,6 +24,7 @@ from lightning_spot.errors import ModelChanged, SettingsError
 from lightning_spot.exact import namespaces, private
 from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.flat import INSTEAD, Flat, Kinds
+from lightning_spot.exact.optimizer_states import keep_dtypes
 from lightning_spot.exact.parameter_names import clean, names_of
 from lightning_spot.exact.tree import state_of
 from lightning_spot.image.manifest import Manifest
@@ -257,7 +258,7 @@ def put_back(trainer: pl.Trainer, image: Image, manifest: Manifest, extra: State
     load({key: {name: value for name, value in model.items() if name not in own}}, reader, whole=(key,))
     _set_extra(trainer.strategy.model, extra)
     for number, optimizer in enumerate(trainer.strategy.optimizers):
-        _put_back_optimizer(holder, optimizer, reader, _key(number))
+        _put_back_optimizer(holder, optimizer, reader, _key(number), key)
 
 
 def _set_extra(module: Module | None, extra: State) -> None:
@@ -269,7 +270,9 @@ def _set_extra(module: Module | None, extra: State) -> None:
             part.set_extra_state(extra[key])
 
 
-def _put_back_optimizer(holder: Holder, optimizer: torch.optim.Optimizer, reader: ImageReader, key: str) -> None:
+def _put_back_optimizer(
+    holder: Holder, optimizer: torch.optim.Optimizer, reader: ImageReader, key: str, model_key: str
+) -> None:
     groups = _groups_of(reader, key)
     saved = [sorted(group[_NAMES]) for group in groups]
     present = [[name for one in group[_NAMES] for name in holder.names(one)] for group in optimizer.param_groups]
@@ -286,7 +289,10 @@ def _put_back_optimizer(holder: Holder, optimizer: torch.optim.Optimizer, reader
     numbers = count()
     for group, own in zip(groups, optimizer.param_groups, strict=True):
         group[_NAMES] = list(islice(numbers, len(own[_NAMES])))  # FSDP1 may have several in one
-    optimizer.load_state_dict({_STATE: values, _GROUPS: groups})
+    state = {_STATE: values, _GROUPS: groups}
+    optimizer.load_state_dict(state)
+    dtypes = {str(tensor.path[1]): dtype_of(tensor) for tensor in reader.shards.tensors if tensor.path[0] == model_key}
+    keep_dtypes(optimizer, state, lambda parameter: dtypes.get(holder.names(parameter)[0]))
 
 
 def _empty_like(parameter: torch.Tensor, saved: ShardedTensor) -> torch.Tensor:

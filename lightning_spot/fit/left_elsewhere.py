@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from lightning_spot.client.starting import attach
-from lightning_spot.errors import SpotError
+from lightning_spot.errors import NodeUnreachable, SpotError
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.hosts import place_of
 from lightning_spot.run import patience
@@ -41,9 +41,9 @@ def bring_from_other_hosts(trainer: pl.Trainer, location: Location) -> None:
     for rank, late in enumerate(everyones if ranks.rank == 0 else ()):
         for line in late:
             logger.warning(
-                "lightning_spot: the node on the host of rank %d has what an earlier attempt left, and not brought all"
-                " of it below: %s. This attempt goes on from what is there. To go on from that host's snapshot, start"
-                " the run with rank 0 on it",
+                "lightning_spot: the node on the host of rank %d has not brought below all that an earlier attempt may"
+                " have left there: %s. This attempt goes on from what is there. To go on from that host's snapshot,"
+                " start the run with rank 0 on it",
                 rank,
                 line,
             )
@@ -53,6 +53,8 @@ def _late(location: Location) -> list[str]:
     """What the node of this host has not brought below in time, one line each."""
     try:
         host = attach(location.url, location.name)
+    except NodeUnreachable as error:  # there is one, or slots of one
+        return [str(error)]
     except (SpotError, OSError) as error:
         logger.debug("no node can be had here: %s", error)
         return []

@@ -1,0 +1,75 @@
+"""States of optimizers that are more precise than their parameters: torch would give them back rounded to these.
+
+``Optimizer.load_state_dict`` casts all floating-point numbers, but for counts of steps, to the dtype of the parameter:
+what an optimizer keeps in float32 beside parameters in bfloat16 (a product, master weights) comes back as bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+State = dict[str, Any]
+DtypeOf = Callable[[torch.Tensor], "torch.dtype | None"]
+"""The dtype that a parameter had when its optimizer's state was saved; ``None`` if that is not known."""
+
+
+def precise_of(checkpoint: Mapping[str, Any]) -> list[State]:
+    """The optimizers' states of a checkpoint, if numbers of more than one dtype are in it; else none of them."""
+    states: list[State] = checkpoint.get("optimizer_states", [])
+    tensors = [*_tensors(state["state"] for state in states), *_tensors([checkpoint.get("state_dict", {})])]
+    return states if len({tensor.dtype for tensor in tensors if tensor.is_floating_point()}) > 1 else []
+
+
+def keep_dtypes(optimizer: torch.optim.Optimizer, saved: State, dtype_of: DtypeOf) -> None:
+    """Give an optimizer back what torch has rounded when it loaded a state.
+
+    Where the program has changed the dtype of a parameter since, torch's cast is what is wanted; and an optimizer that
+    loads its state in a way of its own knows what it does.
+
+    Args:
+        optimizer: that has loaded the state.
+        saved: that state, as it was saved.
+        dtype_of: the dtype that a parameter had then.
+    """
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        return
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=False):
+        before, now = saved["state"].get(number), optimizer.state.get(parameter)
+        if isinstance(before, dict) and isinstance(now, dict) and dtype_of(parameter) in (None, parameter.dtype):
+            now.update({key: _unrounded(value, now[key]) for key, value in before.items() if key in now})
+
+
+def _unrounded(saved: Any, loaded: Any) -> Any:
+    """What was saved, on the device on which it is now, if what was loaded is nothing but that, rounded."""
+    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        if not saved.is_floating_point() or saved.dtype == loaded.dtype or saved.shape != loaded.shape:
+            return loaded
+        mine, rounded = _local(saved), _local(loaded)
+        is_that = torch.equal(mine.to(rounded.device, rounded.dtype), rounded)
+        return saved.to(loaded.device, copy=True) if is_that else loaded
+    if isinstance(saved, dict) and isinstance(loaded, dict):
+        return {key: _unrounded(saved[key], value) if key in saved else value for key, value in loaded.items()}
+    if isinstance(saved, list | tuple) and type(saved) is type(loaded) and len(saved) == len(loaded):
+        return type(saved)(map(_unrounded, saved, loaded))
+    return loaded
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, dict):
+            yield from _tensors(each for key, each in value.items() if key != "step")  # which torch never casts
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
