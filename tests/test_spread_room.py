@@ -99,6 +99,13 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Two]:
         yield Two(tmp_path, ends)
 
 
+def test_a_spread_snapshot_is_as_large_as_its_files(two: Two) -> None:
+    """Each portion begins at a part: one of 2 MB was said to have 17."""
+    two.take(1)
+    (manifest, *_) = open_store(two.place.at).survey().manifests
+    assert manifest.stored_bytes == 2 * NBYTES < manifest.nbytes
+
+
 def test_a_portion_that_comes_when_its_snapshot_was_given_up_takes_no_room(two: Two) -> None:
     two.take(1)
     gathering = two.begin(2)

@@ -83,7 +83,7 @@ class Safety:
         newest = writer.committed
         if newest is None:
             return "no snapshot of this attempt is committed; the run resumes from what an earlier one left"
-        what = f"step {newest.step} ({format_bytes(newest.nbytes)})"
+        what = f"step {newest.step} ({format_bytes(newest.stored_bytes)})"
         if not plan.take:
             what = f"a new snapshot would take {plan.expected_s or 0:.0f} s to be safe, too long; the newest is {what}"
         if lost := self._lost(newest, deadline):

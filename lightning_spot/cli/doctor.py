@@ -156,7 +156,7 @@ def _newest_bytes(url: str) -> int:
         manifests = open_store(url).survey().manifests
     except SpotError:  # it is measured next, and named there
         manifests = []
-    return manifests[0].nbytes if manifests else _USUAL_BYTES
+    return manifests[0].stored_bytes if manifests else _USUAL_BYTES
 
 
 def copy_speed(nbytes: int) -> float:

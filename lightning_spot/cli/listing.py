@@ -26,7 +26,7 @@ def ls(arguments: argparse.Namespace) -> int:
         epoch, age = str(manifest.epoch), _age(manifest.created_unix_s)
         if manifest.portion is not None:  # only the first host's knows when, and in which epoch
             epoch, age = "-", age if manifest.created_unix_s else "-"
-        numbers = (str(manifest.step), epoch, str(manifest.attempt), format_bytes(manifest.nbytes))
+        numbers = (str(manifest.step), epoch, str(manifest.attempt), format_bytes(manifest.stored_bytes))
         table.add_row(manifest.name, *numbers, age, entry.source.tier, entry.state)
     if found.entries:
         console.print(table)
@@ -61,7 +61,7 @@ def show(arguments: argparse.Namespace) -> int:
         "complete": "yes, the run had ended" if manifest.complete else "no",
         "taken": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created_unix_s))
         + f" ({_age(manifest.created_unix_s)} ago)",
-        what: f"{manifest.data_path}, {manifest.nbytes} bytes ({format_bytes(manifest.nbytes)})",
+        what: f"{manifest.data_path}, {manifest.stored_bytes} bytes ({format_bytes(manifest.stored_bytes)})",
         **({"files": f"{len(manifest.files)}, {manifest.files[0].name} first"} if manifest.files else {}),
         "parts": f"{len(manifest.checksums)} of {most}{format_bytes(part_bytes)}, xxh3-128 each",
         "world size": manifest.world_size,

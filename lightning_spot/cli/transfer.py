@@ -53,7 +53,7 @@ def pull(arguments: argparse.Namespace) -> int:
             _copy(snapshot, target)
     finally:
         snapshot.close()
-    nbytes = target.stat().st_size if one_file else wanted.nbytes
+    nbytes = target.stat().st_size if one_file else wanted.stored_bytes
     print(f"{target}: {format_bytes(nbytes)}, step {wanted.step}, from {snapshot.tier}, every checksum holds")
     if not one_file:
         print("That is a directory, of a model in shards. --consolidate makes one plain file of it")
@@ -87,7 +87,7 @@ def verify(arguments: argparse.Namespace) -> int:
             print(f"BAD  {label}: {error}")
         else:
             parts = len(entry.manifest.checksums)
-            print(f"good {label}: {format_bytes(entry.manifest.nbytes)}, {parts} part{'s' if parts > 1 else ''}")
+            print(f"good {label}: {format_bytes(entry.manifest.stored_bytes)}, {parts} part{'s' if parts > 1 else ''}")
     for problem in found.problems:
         print(f"not asked: {problem}")
     return 1 if bad else 0

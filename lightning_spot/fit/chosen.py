@@ -110,8 +110,9 @@ def choose(
         return None
     if ranks.size > 1:
         on = "one host" if hosts.count == 1 else f"{hosts.count} hosts"
+        size = format_bytes(opened[0].manifest.stored_bytes)
         rank_zero_info(
-            f"lightning_spot: {ranks.size} ranks on {on} have found and read {format_bytes(opened[0].manifest.nbytes)}"
+            f"lightning_spot: {ranks.size} ranks on {on} have found and read {size}"
             f" in {time.monotonic() - begun_s:.1f} s, once on each host"
         )
     return chosen, opened[1]

@@ -139,6 +139,11 @@ class Manifest:
     format: int = MANIFEST_VERSION
 
     @property
+    def stored_bytes(self) -> int:
+        """What it is at rest: files of an image are cut out of that, without the gaps in between."""
+        return sum(file.nbytes for file in self.files) if self.files else self.nbytes
+
+    @property
     def order(self) -> Order:
         """Sort key: a later attempt beats an earlier one, within an attempt a later step, the end beats all.
 
