@@ -22,7 +22,7 @@ from lightning_spot.memory.prefixes import refusal
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.tier import NodeTier
 from lightning_spot.run.claims import begin_attempt
-from lightning_spot.run.identity import JUMP, Identity, NodeRun, identify, next_attempt
+from lightning_spot.run.identity import JUMP, Identity, NodeRun, identify, new_id, next_attempt
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.tiers.claims import Claim
@@ -225,14 +225,19 @@ def test_without_claims_no_restart_goes_back(tmp_path: Path, loss: str) -> None:
 def test_attempts_that_begin_at_once_get_numbers_of_their_own(tmp_path: Path) -> None:
     found = survey(Location.of(str(tmp_path / "run-1"), None, None))
 
-    def begin() -> int:
+    def begin() -> RunInfo:
+        own = replace(found, identity=replace(found.identity, run_id=new_id()))  # each has looked by itself
         host = InProcessHost(slots=2, memory_bytes=2**24, open_store=open_store)
         try:
-            return begin_attempt(found, host, keep=2, durable_every_s=0.0, compression=None, replicas=1)[0].attempt
+            info, _ = begin_attempt(own, host, keep=2, durable_every_s=0.0, compression=None, replicas=1)
+            assert [run["id"] for run in host._node.listed()] == [info.id]
+            return info
         finally:
             host.leave(complete=True)
 
-    assert [begin() for _ in range(3)] == [1, 2, 3]  # all have seen the same
+    begun = [begin() for _ in range(3)]
+    assert [info.attempt for info in begun] == [1, 2, 3]  # all have seen the same
+    assert len({info.id for info in begun}) == 1  # else memory nodes would take them for three runs, and fence none
     store = LocalStore(tmp_path / "run-1")
     assert store.claimed() == 3
     newest = store.newest_claim()

@@ -133,7 +133,7 @@ class Node:
             self.uploads.abroad.bringing.calm(info.key)
             self.routes.open(run.info)
             self._remembered.note(run)
-            for key in self.registry.stale():
+            for key in (*self.registry.under_other_names(info), *self.registry.stale()):
                 self._forget(key)
         opened = self.routes.opened(run.info)
         if self.draining and info.spread:

@@ -59,6 +59,21 @@ class Registry:
             self._ring.opened_s[info.key] = run.opened_s
         return run
 
+    def under_other_names(self, info: RunInfo) -> list[str]:
+        """Keys of runs that the same attempt has opened before; they are forgotten. Call it under the lock.
+
+        It had made an identity of its own, and then found that another trainer had begun the run just before.
+        """
+        keys = [
+            key
+            for key, other in self.runs.items()
+            if key != info.key and info.token and other.info.token == info.token and not self._ring.committed(key)
+        ]
+        for key in keys:
+            del self.runs[key]
+            self._ring.opened_s.pop(key, None)
+        return keys
+
     def find(self, text: str) -> Run:
         """The run that ``NAME@ID`` or, if only one has it, ``NAME`` names.
 

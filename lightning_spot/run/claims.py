@@ -13,7 +13,7 @@ import time
 from dataclasses import replace
 
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import Fenced, TierError
+from lightning_spot.errors import CorruptManifest, Fenced, TierError
 from lightning_spot.image.packing import Compression
 from lightning_spot.memory.host import Host
 from lightning_spot.memory.placement import placed
@@ -86,7 +86,7 @@ def begin_attempt(
             if last:
                 raise
             logger.info("lightning_spot: %s; taking a later number", error)
-            info = replace(info, attempt=max(info.attempt, error.current) + 1)
+            info = replace(_of_the_run_there(found, info), attempt=max(info.attempt, error.current) + 1)
     if found.identity.copied_from:
         logger.warning(
             "lightning_spot: %s was copied from %s: from here on it is a run of its own",
@@ -94,6 +94,23 @@ def begin_attempt(
             found.identity.copied_from,
         )
     return info, None if claimed else LateClaim(location.url, claim_of(info))
+
+
+def _of_the_run_there(found: Survey, info: RunInfo) -> RunInfo:
+    """The same attempt, of the run that another trainer has begun there since: none was, and this one made an identity.
+
+    Two runs of one directory would not fence each other at memory nodes.
+    """
+    if found.durable is None or found.claim is not None or found.runs:
+        return info
+    try:
+        claim = open_store(info.durable_url or "").newest_claim()
+    except (TierError, CorruptManifest) as error:
+        logger.debug("lightning_spot: it cannot be read which run was begun meanwhile: %s", error)
+        return info
+    if claim is None or claim.location != info.location:
+        return info
+    return replace(info, id=claim.run_id, nodes=placed(elsewhere(found.location.nodes, info.replicas), claim.run_id))
 
 
 def claim_of(info: RunInfo) -> Claim:
