@@ -876,6 +876,24 @@ def test_what_a_first_host_has_begun_that_is_gone_keeps_no_slot_from_a_later_att
     assert [slot["state"] for slot in team.memory.ring.status()["slots"]] == ["free"]
 
 
+def test_what_lost_hosts_have_begun_keeps_no_node_that_is_to_end(team: Team) -> None:
+    """It waited until --drain-timeout for them, and owed nothing to anybody."""
+    team.lead(1, Checkpoint(1))
+    until(lambda: len(team.memory.uploads), "it to begin there")
+    uploads = team.memory.uploads
+    (upload,) = uploads._uploads.values()
+    team.memory.ring.opened_s[upload.run] = time.monotonic()
+    upload.touched_s -= 20.0
+    uploads.expire(15.0)
+    assert len(uploads) == 1  # its hosts still ask how this node is
+    team.memory.ring.opened_s[upload.run] -= 20.0
+    uploads.expire()
+    assert len(uploads) == 1
+    uploads.expire(15.0)
+    assert len(uploads) == 0
+    assert [slot["state"] for slot in team.memory.ring.status()["slots"]] == ["free"]
+
+
 def test_what_is_begun_while_a_later_attempt_begins_keeps_no_slot(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
     """The later attempt gives up what it finds: that one had its slot already, and was not noted yet."""
     take = begins.lease

@@ -236,18 +236,22 @@ class Uploads:
         if upload.given_up and not upload.in_use:
             self._ring.abort(upload.slot)
 
-    def expire(self, unconnected_s: float = UPLOAD_IDLE_S) -> None:
+    def expire(self, unconnected_s: float | None = None) -> None:
         """Free slots of network uploads whose sender fell silent.
 
         Args:
             unconnected_s: for how long, where nobody is connected to send parts of it: so it is of a sender that has
-                been killed.
+                been killed; ``None`` for as long as with a connection.
         """
         now = time.monotonic()
         for upload in list(self._uploads.values()):
-            idle_s = UPLOAD_IDLE_S if upload.in_use else unconnected_s
+            heard_s, idle_s = upload.touched_s, UPLOAD_IDLE_S
             if upload.joint is not None:
                 idle_s = SHARES_WAIT_S  # ranks take their time to fill it
-            if not upload.session and now - upload.touched_s > idle_s:
+            if unconnected_s is not None and not upload.in_use and (upload.joint is None or upload.is_gathered):
+                idle_s = unconnected_s
+                if upload.is_gathered:  # hosts that live ask how this node is, also before they send anything
+                    heard_s = max(heard_s, self._ring.opened_s.get(upload.run, 0.0))
+            if not upload.session and now - heard_s > idle_s:
                 logger.warning("an upload for run %s received nothing for %.0f s; given up", upload.run, idle_s)
                 self.abort(upload.id)
