@@ -2,6 +2,7 @@
 
 Every second snapshot is taken without its copies. Rank 0 writes what each has cost its training thread into
 ``FOLDER/costs.json``, beside what torch took for the first half of a save: ``get_state_dict``, then a rank's plan.
+What our hooks take at each step, also without a snapshot, is told apart: it is seen at a step between two of them.
 """
 
 from __future__ import annotations
@@ -33,24 +34,27 @@ from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.staging.batch import Batch
 
 RANKS = 2
-EVERY = 3
+EVERY = 4
+_STEPS = 3  # in which there is something to do for a snapshot: it is said in the first, and copied until the last
 EARLY = 6  # the first ones make slots, and meet tensors for the first time
 _HOOKS = ("on_train_batch_end", "on_before_optimizer_step")
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one snapshot has cost the training thread, until the optimizer step after it.
+    """What one snapshot has cost the training thread: it is told of a step before, and copied until the step after.
 
     Attributes:
         copies: whether anything was copied for it.
-        cpu_s: time of the thread.
-        wall_s: by the clock.
+        cpu_s: time of the thread, without what our hooks take at these three steps all the same.
+        wall_s: likewise by the clock.
+        hooks_s: of the thread, what they take at a step without a snapshot.
     """
 
     copies: bool
     cpu_s: float
     wall_s: float
+    hooks_s: float
 
 
 class Model(pl.LightningModule):
@@ -123,7 +127,7 @@ class Rounds(pl.Callback):
 
     def __init__(self, spot: SpotCheckpoint) -> None:
         self.spot, self.spent = spot, Spent(spot)
-        self.before = (0.0, 0.0)
+        self.before = self.at_rest = (0.0, 0.0)
         self.number = 0
         self.costs: list[Cost] = []
         self.torch_cpu_s: list[float] = []
@@ -136,21 +140,26 @@ class Rounds(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         if trainer.global_step == 1:
             self.spent.begin(trainer)
-        step = trainer.global_step
-        if step % EVERY == EVERY - 1:
-            self.before = (self.spent.cpu_s, self.spent.wall_s)
+        step, spent = trainer.global_step, (self.spent.cpu_s, self.spent.wall_s)
+        if step % EVERY == 2:
+            self.at_rest, self.before = _less(spent, self.before), spent
             self._without = no_copies() if self.number % 2 else nullcontext()
             self._without.__enter__()
         if step % EVERY == 1 and self.spot.snapshots.begun_step == step - 1:
             if self.number >= EARLY:
-                spent = self.spent.cpu_s - self.before[0], self.spent.wall_s - self.before[1]
-                self.costs.append(Cost(not self.number % 2, *spent))
+                cpu_s, wall_s = _less(_less(spent, self.before), self.at_rest, times=_STEPS)
+                self.costs.append(Cost(not self.number % 2, cpu_s, wall_s, self.at_rest[0]))
             self.number += 1
             if writer := writer_of(self.spot):
                 writer.settle(60.0)
             self._without.__exit__(None, None, None)
             if self.number > EARLY:
                 self.torch_cpu_s.append(_capture_by_torch(trainer, module))
+            self.before = spent
+
+
+def _less(spent: tuple[float, float], before: tuple[float, float], times: int = 1) -> tuple[float, float]:
+    return spent[0] - times * before[0], spent[1] - times * before[1]
 
 
 def _capture_by_torch(trainer: pl.Trainer, module: pl.LightningModule) -> float:
