@@ -820,6 +820,18 @@ def test_a_host_that_brings_nothing_gives_the_snapshot_up_and_the_former_one_sta
         team.check(team.take(3, second), second)
 
 
+def test_a_host_that_is_silent_is_waited_for_once(team: Team) -> None:
+    """Whoever sealed it counted as heard, and all waited for as long once more."""
+    upload, checkpoint = team.lead(1, Checkpoint(1)), Checkpoint(1)
+    team.fill(upload, checkpoint)
+    team.memory.uploads.shares.silent_s = 4.0
+    began_s = time.monotonic()
+    with pytest.raises(ShareMissing, match="nothing came for 4 s"):
+        team.seal(upload, 1)
+    assert 4.0 <= time.monotonic() - began_s < 7.5
+    team.all_free()
+
+
 def test_the_first_host_ends_and_nobody_waits(team: Team) -> None:
     upload, checkpoint = team.lead(1, Checkpoint(1)), Checkpoint(1)
     team.fill(upload, checkpoint)

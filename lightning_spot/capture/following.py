@@ -19,6 +19,7 @@ from typing import Generic
 from lightning_spot.capture.background import Background
 from lightning_spot.capture.contents import Known, Plan, Unchanged
 from lightning_spot.capture.declined import Declined
+from lightning_spot.capture.entrusted import Entrusted
 from lightning_spot.capture.host_link import leave, within
 from lightning_spot.capture.leases import give_back, have_made
 from lightning_spot.capture.on_gpus import OnGpus
@@ -68,7 +69,7 @@ class Follower(ABC, Generic[What]):
         self._views = SlotViews(self._copier)
         self._unsteady: frozenset[int] = frozenset()
         self._pending: list[Task[What]] = []
-        self._declined = Declined()
+        self._declined, self._entrusted = Declined(), Entrusted()
         self._is_closed = False
         self._say_once = SayOnce()
         try:
@@ -139,6 +140,7 @@ class Follower(ABC, Generic[What]):
         Args:
             complete: whether nobody needs the node of this host any more.
         """
+        self._entrusted.forget()
         self.copied()
         self._tasks.put(self._say_last)
         if not self._tasks.close(_CLOSE_S):
@@ -178,11 +180,19 @@ class Follower(ABC, Generic[What]):
 
     def _look_s(self) -> float | None:
         """After how long :meth:`_look` is called while nothing else is to be done; ``None`` for never."""
-        return _AGAIN_S if self._declined else None
+        return _AGAIN_S if self._declined or self._entrusted else None
 
     def _look(self) -> None:
         """Look after what was written, or was not."""
         self._say_owed()
+        if not self._entrusted:
+            return
+        try:
+            (self._host or self._reconnect()).check()
+        except (SpotError, OSError) as error:
+            logger.debug("the node on this host: %s", error)
+            if isinstance(error, NodeUnreachable):
+                self._leave()
 
     def _owe(self, name: str, why: str, at: str, host: int = 0, share: int = 1) -> None:
         """Have the node hear that this rank writes nothing of a snapshot, see :meth:`Host.decline`: others wait for it.
@@ -202,9 +212,6 @@ class Follower(ABC, Generic[What]):
         if self._host is not None:
             self._say_owed()
         self._declined.forget()
-
-    def _connected(self, host: Host) -> None:  # there need not be anything to say
-        """Another connection was made, since the last one was lost."""
 
     def _check_begun(self, task: Task[What], what: What) -> None:  # there need not be anything to check
         """Raise if it is known already that this rank has nothing to write."""
@@ -288,6 +295,7 @@ class Follower(ABC, Generic[What]):
                     self._say(self._host, lease, "" if problem is None else f"{task.who}: {_text(problem)}")
             finally:  # whatever fails, nobody waits for it after
                 if problem is None:
+                    self._entrusted.note(task)
                     task.done.set_result(None)
                 else:  # without its frames, which hold the tensors
                     task.done.set_exception(problem.with_traceback(None) if isinstance(problem, SpotError) else problem)
@@ -332,7 +340,7 @@ class Follower(ABC, Generic[What]):
             host.disconnect()
             raise NodeUnreachable("nothing more is written by this rank")
         self._host = host
-        self._connected(host)
+        self._entrusted.lost(host)
         return host
 
     def _ask(self, host: Host, task: Task[What]) -> Lease:

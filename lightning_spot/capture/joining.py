@@ -21,7 +21,7 @@ from lightning_spot.capture.task import Task
 from lightning_spot.capture.tensors import copies_of
 from lightning_spot.capture.turns import CHECK_EVERY
 from lightning_spot.capture.unforeseen import failure_of
-from lightning_spot.errors import Fenced, LayoutUnsupported, NodeUnreachable, ShareMissing, SpotError
+from lightning_spot.errors import Fenced, LayoutUnsupported, ShareMissing, SpotError
 from lightning_spot.image.layout import Layout, Layouter
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.memory.host import Host, Lease
@@ -34,7 +34,6 @@ from lightning_spot.staging.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 5.0  # how often a rank looks whether the node is there that brings what it has written
 _BEYOND = 2**46  # no image is so long: its end is what rank 0 adds, and no place of another rank's depends on it
 
 
@@ -94,7 +93,6 @@ class Joining(Follower[_Part | SpotError]):
         world_size: int,
         token: str = "",
     ) -> None:
-        self._brought: tuple[str, str, Number] | None = None  # name, where, and which share of it
         self._attempt, self._hosts, self._rank, self._world_size = host.attempt, hosts, rank, world_size
         self._token = token
         self._laying_out = threading.Lock()
@@ -211,39 +209,11 @@ class Joining(Follower[_Part | SpotError]):
             super()._write(task)
         finally:
             frozen.set()  # training waits for it, also where there is no slot
-        if is_by_itself(task.at) and task.done.exception() is None:
-            self._brought = (task.name, task.at, task.number)
 
     def _lost(self, task: Task[_Part | SpotError], error: BaseException) -> None:
         if isinstance(task.what, _Part):
             task.what.frozen.set()
         super()._lost(task, error)
-
-    def _look_s(self) -> float | None:
-        return _LOOK_S if self._brought is not None else super()._look_s()
-
-    def _look(self) -> None:
-        """Whether the node is still there: else the other hosts would wait for what it was to bring."""
-        super()._look()
-        if self._brought is None:
-            return
-        try:
-            (self._host or self._reconnect()).check()
-        except (SpotError, OSError) as error:
-            logger.debug("the node on this host: %s", error)
-            if isinstance(error, NodeUnreachable):
-                self._leave()
-
-    def _connected(self, host: Host) -> None:
-        brought, self._brought = self._brought, None
-        if brought is None:
-            return
-        name, at, number = brought
-        try:
-            why = f"rank {self._rank}: the node of its host was lost"
-            host.decline(name, why, at, number.host, number.here)
-        except SpotError as error:
-            logger.debug("nobody could be told that the node on this host was lost: %s", error)
 
     def flush(self, wait_s: float) -> None:
         """Wait until the node of this host has brought what its ranks have written: it may end with their processes."""
@@ -254,11 +224,6 @@ class Joining(Follower[_Part | SpotError]):
         else:
             for line in late:
                 logger.warning("lightning_spot: %s. The node on this host goes on with it", line)
-
-    def close(self, *, complete: bool = False) -> None:
-        """See :meth:`Follower.close`. Nobody looks after what was written any more."""
-        self._brought = None
-        super().close(complete=complete)
 
     def _check_begun(self, task: Task[_Part | SpotError], what: _Part | SpotError) -> None:
         if isinstance(what, SpotError) and is_by_itself(task.at):  # the node is told at once, see below

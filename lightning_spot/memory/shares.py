@@ -165,17 +165,22 @@ class Shares:
                     self._look(upload.run, joint)
                 left_s = deadline_s - time.monotonic()
                 late = ", ".join(map(str, joint.missing))
-                if not joint.failed and self.is_silent(upload):
-                    joint.failed = f"host {late} has brought no portion, and nothing came for {self.silent_s:.0f} s"
+                self.fail_if_silent(upload)
                 if not joint.failed and left_s <= 0:
                     joint.failed = f"the bytes of rank {late} did not come within {self.wait_s:.0f} s"
                 if joint.failed:
                     raise ShareMissing(joint.failed)
                 self._changed.wait(min(left_s, _LOOK_S))
 
-    def is_silent(self, upload: Upload) -> bool:
-        """Whether hosts fill it, and nothing was heard of them for long."""
-        return upload.is_gathered and time.monotonic() - upload.touched_s >= self.silent_s
+    def fail_if_silent(self, upload: Upload) -> None:
+        """Where hosts fill it, and nothing was heard of them for long, it cannot become a snapshot any more."""
+        joint = upload.joint
+        if joint is None or not joint.shared.by_hosts or time.monotonic() - upload.touched_s < self.silent_s:
+            return
+        with self._changed:
+            if joint.missing and not joint.failed:
+                late = ", ".join(map(str, joint.missing))
+                joint.failed = f"host {late} has brought no portion, and nothing came for {self.silent_s:.0f} s"
 
     def fail(self, upload: Upload, why: str) -> None:
         """An upload cannot become a snapshot any more: nobody waits for its shares."""

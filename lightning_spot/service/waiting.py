@@ -178,8 +178,7 @@ class Waiting:
         self._count += 1
         try:
             while joint is not None and joint.missing and not (joint.failed or upload.ended):
-                if shares.is_silent(upload):
-                    return
+                shares.fail_if_silent(upload)  # here: who seals it has been heard
                 await asyncio.wait([self._changed], timeout=_LOOK_S)
         finally:
             self._count -= 1
