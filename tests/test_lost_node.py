@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from lightning_spot import SpotCheckpoint
+from lightning_spot.capture import ending as ending_module
 from lightning_spot.capture.ending import Ending, LastState
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.leases import Leases
@@ -524,6 +525,21 @@ def test_what_a_tier_has_refused_is_not_called_durable(tmp_path: Path) -> None:
     ending = run.ending(None)
     assert ending.bring(30.0) is None
     assert ending.where == "lost"
+    run.writer.close()
+
+
+def test_it_is_said_how_long_the_end_waits_for_what_is_not_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a full disk one warning came, then nothing for minutes."""
+    monkeypatch.setattr(ending_module, "SAY_S", 0.2)
+    run = Damaging(tmp_path, complete=False)
+    run.store.fail(TierError("No space left on device"))
+    run.take(3)
+    run.ending(None).bring(2.0)
+    (line,) = [each.getMessage() for each in caplog.records if "fit waits for" in each.getMessage()]
+    assert "up to 2 s more (flush_timeout_s) until all is durable" in line
+    assert "No space left on device" in line
     run.writer.close()
 
 

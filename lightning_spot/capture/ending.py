@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning_spot.capture.host_link import leave, within
 from lightning_spot.capture.past_memory import PastMemory
+from lightning_spot.capture.saying import SAY_S
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint
 from lightning_spot.capture.tensors import Glances, tensors_in
 from lightning_spot.capture.writer import SnapshotWriter
@@ -190,11 +191,20 @@ class Ending:
             if host is None:
                 return []
             try:
-                return host.flush(within(deadline_s))
+                left = host.flush(min(SAY_S, within(deadline_s)))
+                if left and within(deadline_s) > 0:
+                    self._say_waits(left, within(deadline_s))
+                    left = host.flush(within(deadline_s))
+                return left
             except NodeUnreachable as error:
                 self._writer.link.lose(host, error)
                 if self._writer.host is host:  # there is no way to another
                     raise
+
+    def _say_waits(self, left: list[str], wait_s: float) -> None:
+        for line in left:
+            why = "fit waits for up to %.0f s more (flush_timeout_s) until all is durable: %s"
+            self._writer.say_once(f"waits at the end: {line}", why, wait_s, line)
 
     def _see(self, name: str, deadline_s: float) -> bool | None:
         """Whether the durable tier lists a snapshot now; ``None`` if it does not answer."""

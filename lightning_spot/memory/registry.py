@@ -87,7 +87,7 @@ class Registry:
                 return exact
             found = [] if identity else [run for run in self.runs.values() if run.info.name == name]
         if len(found) > 1:
-            listed = ", ".join(run.info.text for run in found)
+            listed = ", ".join(f"{run.info.text} ({run.info.location or 'unknown'})" for run in found)
             raise SettingsError(f"several runs are named {name!r} at this node; say which one: {listed}")
         if not found:
             raise SnapshotNotFound(
