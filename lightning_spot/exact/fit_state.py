@@ -102,6 +102,7 @@ class FitState(PerTrainer):
         while self._undo:
             self._undo.pop()()
         self._order.end()
+        self._restoring.end()
         self._renew()
 
     def _begin_after_hooks(self) -> None:

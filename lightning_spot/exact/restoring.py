@@ -9,7 +9,7 @@ or before the validation that the run was stopped in front of. A complete run ha
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,8 +86,6 @@ class Restoring(OfTrainer):
         self._random: State | None = None
         self._val_total: dict[str, int] | None = None
         self._precise: dict[str, torch.Tensor] = {}
-        self._precise_states: list[State] = []  # of the optimizers
-        self._dtypes: dict[str, torch.dtype] = {}  # that the weights had then
         self._others: OtherRanks | None = None  # where those that took the snapshot had other shares of the data
         self._with_other_batches: OtherRanks | None = None  # where they are the same, and may have had other batches
         self._dealt_anew: OtherRanks | None = None
@@ -139,7 +137,8 @@ class Restoring(OfTrainer):
         self.unsaved, self.lost = shared["unsaved"], shared.get("lost", [])
         self._of_loaders(values, Loaders.resume)
         self._precise = _more_precise(trainer.lightning_module, checkpoint)
-        self._precise_states, self._dtypes = precise_of(checkpoint), _dtypes_of(checkpoint)
+        if states := precise_of(checkpoint):
+            self._keep_dtypes(states, _dtypes_of(checkpoint))
         self._switches.run("SpikeDetection", lambda: shipped.before_loading(trainer, checkpoint))
 
     def _of_this_rank(self, shared: State) -> State:
@@ -166,7 +165,6 @@ class Restoring(OfTrainer):
         self._switches.run(private.PROGRESS, lambda: progress.forget_validations(trainer))
         self._of_loaders(values, Loaders.restore)
         buffers.put(trainer.lightning_module, self._precise)
-        self._unround_optimizers()
         self._own.restore(trainer, self.own_parameters)
         for key, part in shipped.PARTS.items():
             if key in values["shipped"]:
@@ -180,11 +178,28 @@ class Restoring(OfTrainer):
         if self._val_total is not None and not self._validates(should_stop=values["should_stop"]):
             self._count_validations()
 
-    def _unround_optimizers(self) -> None:
-        names, states = names_of(self._trainer.lightning_module), self._precise_states
-        self._precise_states = []  # they are not kept longer than they are needed
-        for optimizer, state in zip(self._trainer.optimizers, states, strict=False):
-            keep_dtypes(optimizer, state, lambda parameter: self._dtypes.get(names.get(id(parameter), "")))
+    def _keep_dtypes(self, states: list[State], dtypes: dict[str, torch.dtype]) -> None:
+        """Give optimizers back what torch rounds, as soon as Lightning has had them load it: hooks look at them next.
+
+        Args:
+            states: of the optimizers, as they were saved.
+            dtypes: that the weights had then, by name.
+        """
+        trainer, strategy = self._trainer, self._trainer.strategy
+        load = strategy.load_optimizer_state_dict
+
+        def load_optimizer_state_dict(checkpoint: Mapping[str, Any]) -> None:
+            self.end()
+            load(checkpoint)
+            names = names_of(trainer.lightning_module)
+            for optimizer, state in zip(trainer.optimizers, states, strict=False):
+                keep_dtypes(optimizer, state, lambda parameter: dtypes.get(names.get(id(parameter), "")))
+
+        strategy.load_optimizer_state_dict = load_optimizer_state_dict  # type: ignore[method-assign] # until it is called
+
+    def end(self) -> None:
+        """Let the strategy go."""
+        vars(self._trainer.strategy).pop("load_optimizer_state_dict", None)
 
     def _restore_hooked(self, values: State) -> None:
         if values["hooked"] is not None:
