@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_spot.capture import joining
+from lightning_spot.capture import following
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.errors import NodeUnreachable, ShareMissing
@@ -170,7 +170,7 @@ def test_a_host_whose_node_is_lost_has_nobody_wait_for_its_files(
     desk: Apart, monkeypatch: pytest.MonkeyPatch, written: int, notices: str
 ) -> None:
     """One of its ranks has written; the other one comes to the next node, where nobody has the first one's bytes."""
-    monkeypatch.setattr(joining, "_LOOK_S", 0.05 if notices == "first" else LAST_S)
+    monkeypatch.setattr(following, "_AGAIN_S", 0.05 if notices == "first" else LAST_S)
     early, other = (desk.others[rank - 1] for rank in (written, 4 - written))
     early._connect = other._connect = desk.connect
     done = desk.begin(written, 1)
@@ -178,13 +178,13 @@ def test_a_host_whose_node_is_lost_has_nobody_wait_for_its_files(
     done.result(LAST_S)
     os.kill(desk.hosts[1]._call("GET", "/v1/status")["pid"], signal.SIGKILL)  # it waits for the other rank there
     if notices == "first":
-        until(lambda: early._brought is None, "the rank to notice", LAST_S)
+        until(lambda: not early._entrusted, "the rank to notice", LAST_S)
     late = desk.begin(4 - written, 1)
     leading = [desk.begin(rank, 1) for rank in (0, 2)]
     desk.copied()
     if notices == "last":
         late.result(LAST_S)  # so the next node answers where the lost one did
-        monkeypatch.setattr(joining, "_LOOK_S", 0.05)
+        monkeypatch.setattr(following, "_AGAIN_S", 0.05)
         early._tasks.put(lambda: None)
     with pytest.raises(ShareMissing, match=f"rank {written}: the node of its host was lost"):
         leading[0].result(LAST_S)
@@ -195,14 +195,14 @@ def test_a_host_whose_node_is_lost_has_nobody_wait_for_its_files(
 def test_a_rank_that_has_lost_its_connection_only_drops_nothing(
     desk: Apart, monkeypatch: pytest.MonkeyPatch, written: int
 ) -> None:
-    monkeypatch.setattr(joining, "_LOOK_S", 0.05)
+    monkeypatch.setattr(following, "_AGAIN_S", 0.05)
     rank = desk.others[written - 1]
     rank._connect = desk.connect
     begun = [desk.begin(written, 1)]
     rank.copied()
     begun[0].result(LAST_S)
     desk.hosts[written].session.close()
-    until(lambda: rank._brought is None, "the rank to notice", LAST_S)
+    until(lambda: not rank._entrusted, "the rank to notice", LAST_S)
     begun += [desk.begin(each, 1) for each in (0, 2, 4 - written)]
     desk.copied()
     futures.wait(begun, LAST_S)

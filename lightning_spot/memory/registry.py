@@ -64,10 +64,14 @@ class Registry:
 
         It had made an identity of its own, and then found that another trainer had begun the run just before.
         """
+        mine = (info.location, info.token)
         keys = [
             key
             for key, other in self.runs.items()
-            if key != info.key and info.token and other.info.token == info.token and not self._ring.committed(key)
+            if key != info.key
+            and all(mine)
+            and (other.info.location, other.info.token) == mine
+            and not self._ring.committed(key)
         ]
         for key in keys:
             del self.runs[key]
