@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import subprocess
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,15 +20,26 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot, SpotCheckpoint
+from lightning_spot.capture.finishing import Finishing
+from lightning_spot.capture.pending import Pending
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.cli import main
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import CorruptSnapshot, ModelChanged, NotSerialisable, RunBusy, SettingsError, TierError
+from lightning_spot.errors import (
+    CorruptSnapshot,
+    Fenced,
+    ModelChanged,
+    NotSerialisable,
+    RunBusy,
+    SettingsError,
+    TierError,
+)
 from lightning_spot.fit.pacing import Pacing
 from lightning_spot.goodput.records import read_records
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.host import Host
 from lightning_spot.run import patience
 from lightning_spot.run.patience import Patience
 from lightning_spot.staging.copier import Copier
@@ -741,6 +753,30 @@ def test_a_zombie_is_fenced_and_trains_on(tmp_path: Path, caplog: pytest.LogCapt
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "attempt 2 has taken over. Stop this trainer" in said[0]
     assert any("the last snapshot could not be written" in line for line in said), "it would end as if it were there"
+
+
+def test_who_is_overtaken_where_snapshots_are_committed_hears_of_it_at_the_end_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As several hosts are, by a memory node: the run ended without a word, and its node took it for complete."""
+    commit = Finishing._commit
+
+    def refused(writer: Finishing, host: Host, pending: Pending) -> bool:
+        if pending.manifest.step > 10:
+            raise Fenced("attempt 2 has taken over", run="run-1", attempt=1, current=2)
+        return commit(writer, host, pending)
+
+    monkeypatch.setattr(Finishing, "_commit", refused)
+    run = trainer(spot(tmp_path, flush_timeout_s=5.0))
+    with caplog.at_level("INFO"), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        run.fit(Net(), data())
+    assert run.global_step == 20
+    said = caplog.text + "".join(str(each.message) for each in warned)
+    assert "attempt 2 has taken over" in said
+    assert "has ended at step 20, but its last snapshot was not seen" in said
+    assert "there was no slot yet" not in said
+    assert "is complete" not in said
 
 
 def test_the_embedded_node_is_killed_in_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -820,6 +820,25 @@ def test_a_host_that_brings_nothing_gives_the_snapshot_up_and_the_former_one_sta
         team.check(team.take(3, second), second)
 
 
+def test_a_host_whose_node_is_lost_when_it_has_brought_its_portion_costs_no_snapshot(team: Team) -> None:
+    checkpoint = Checkpoint(1)
+    upload = team.lead(1, checkpoint)
+    team.follow(1, checkpoint)
+    uploads, tell = team.memory.uploads, NodeStore(team.at).joint.decline
+    until(lambda: [each.joint.placed for each in uploads.of_run(RUN_ID) if each.joint] == [{1}], "it to be there")
+    tell(snapshot_name(1, 1), attempt=1, why="its node was lost", host=1)
+    team.fill(upload, checkpoint)
+    team.check(team.seal(upload, 1), checkpoint)
+    upload = team.lead(2, checkpoint)
+    team.fill(upload, checkpoint)
+    sealing = team.pool.submit(team.seal, upload, 2)
+    until(lambda: uploads.of_run(RUN_ID), "the next one to begin there")
+    tell(snapshot_name(2, 1), attempt=1, why="host 1: its node was lost", host=1)
+    with pytest.raises(ShareMissing, match="host 1: its node was lost"):
+        sealing.result(LAST_S)
+    team.all_free()
+
+
 def test_a_host_that_is_silent_is_waited_for_once(team: Team) -> None:
     """Whoever sealed it counted as heard, and all waited for as long once more."""
     upload, checkpoint = team.lead(1, Checkpoint(1)), Checkpoint(1)

@@ -385,6 +385,53 @@ def test_what_a_trainer_has_left_is_brought_down_although_another_one_has_come_a
     assert [manifest.step for manifest in bench.tier().survey().manifests] == [5]
 
 
+def test_what_was_refused_while_its_trainer_lived_is_looked_at_again_when_that_is_killed(bench: Bench) -> None:
+    """Its node ended as if all were safe, with the newest snapshot that there was."""
+    bench.node.begin_session("trainer")
+    bench.open(session="trainer")
+    LocalStore(bench.tier().url).claim(claim_of(7))
+    bench.save(5)
+    assert bench.flush() == []
+    assert bench.tier().survey().manifests == []
+    bench.node.ring.opened_s = dict.fromkeys(bench.node.ring.opened_s, 0.0)  # long ago
+    bench.node.end_session("trainer")
+    until(lambda: bench.tier().survey().manifests, "it to be brought")
+    assert not bench.node.committed(RUN)[0].refused
+
+
+def test_an_attempt_that_claims_while_another_ones_snapshot_is_brought_changes_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "LEFT_S", 0.1)
+    bench.open()
+    store, claims = LocalStore(bench.tier().url), [9, 8]
+    survey = bench.tier().survey
+    store.claim(claim_of(7))
+
+    def claimed_meanwhile() -> Any:
+        if claims:
+            store.claim(claim_of(claims.pop()))
+        return survey()
+
+    monkeypatch.setattr(bench.tier(), "survey", claimed_meanwhile)
+    bench.save(5)
+    assert bench.flush() == []
+    assert not claims
+    assert [manifest.step for manifest in survey().manifests] == [5]
+
+
+def test_an_identity_that_was_given_up_and_comes_late_takes_nothing_from_the_run(bench: Bench) -> None:
+    """A slow link had held the request up, and the node let the right one go, and its fence."""
+    told = {"location": "file:///run", "token": "one"}
+    bench.open(attempt=2, **told)
+    bench.open(attempt=1, run_id=OTHER_ID, **told)
+    assert bench.node.registry.highest(RUN_ID) == 2
+    with pytest.raises(Fenced):
+        bench.open(attempt=1, location="file:///run", token="theirs")
+    bench.open(attempt=3, run_id=OTHER_ID, **told)  # in the right order, the other one is forgotten
+    assert bench.node.registry.highest(RUN_ID) == 0
+
+
 def test_a_live_trainer_keeps_its_run(bench: Bench) -> None:
     bench.node.begin_session("first")
     bench.open(session="first", pid=4711)

@@ -26,6 +26,7 @@ from torch.distributed.tensor import Replicate, Shard
 from lightning_spot.cli.command import main
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported, ModelChanged, NotSerialisable
+from lightning_spot.exact.optimizer_states import keep_dtypes, precise_of
 from lightning_spot.exact.sharded import Dtensors, _put_back_optimizer
 from lightning_spot.image.files import check_files
 from lightning_spot.image.layout import filled
@@ -491,6 +492,14 @@ def test_what_an_optimizer_keeps_in_more_digits_than_its_parameters_is_not_round
         assert torch.equal(old["master"]["weight"], new["master"]["weight"])
         product = new["mu_product"] / old["mu_product"]  # one step more
         assert torch.isclose(product, torch.tensor(0.9 * (1 - 0.5 * 0.96 ** (2 * 4e-3))), rtol=1e-6)
+
+
+def test_optimizers_with_states_in_a_form_of_their_own_are_left_alone() -> None:
+    """One around another optimizer ended the resume with a ``KeyError``."""
+    other = {"lookahead_state": {"slow": torch.ones(2, dtype=torch.float64)}, "base_optimizer": None}
+    assert precise_of({"optimizer_states": [other], "state_dict": {"weight": torch.ones(2)}}) == [other]
+    keep_dtypes(torch.optim.SGD([torch.ones(2)], 0.1), other, lambda _parameter: None)
+    assert precise_of({"state_dict": {"weight": torch.ones(2)}}) == []
 
 
 def test_empty_dicts_of_an_optimizer_come_back() -> None:

@@ -149,6 +149,31 @@ def test_a_killed_trainer_is_gone_although_the_node_of_its_host_lives(
         host.close()
 
 
+def test_a_killed_trainer_is_gone_for_a_node_that_has_whole_snapshots_of_it_too(
+    carried: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a fence refuses there would be put off for as long as the node of the trainer's host asks."""
+    monkeypatch.setattr(chain, "ASK_AGAIN_S", 0.1)
+    nodes = carried()
+    memory, host = nodes.nodes[0], Node(slots=2, memory_bytes=2**24, open_store=open_store)
+    try:
+        host.begin_session("trainer")
+        url = nodes.place.urls[0].rpartition("/")[0]
+        host.open_run(replace(nodes.info(), spread=False, nodes=(url,), session="trainer"))
+        until(
+            lambda: memory.registry.runs[RUN_ID].info.token and not memory.registry.runs[RUN_ID].info.spread, "a word"
+        )
+        assert not memory.registry.runs[RUN_ID].info.left
+        host.end_session("trainer")
+        until(lambda: memory.registry.runs[RUN_ID].info.left, "it to be said")
+        asked_s = memory.ring.opened_s[RUN_ID]
+        opened_s = memory.registry.runs[RUN_ID].opened_s
+        until(lambda: memory.registry.runs[RUN_ID].opened_s > opened_s, "it to be asked again")
+        assert memory.ring.opened_s[RUN_ID] == asked_s
+    finally:
+        host.close()
+
+
 @pytest.mark.parametrize("complete", [False, True])
 def test_while_its_trainer_lives_nobody_brings_down_what_may_not_be_whole(carried: Make, complete: bool) -> None:
     """Of the end of a run, too: if that is taken once more, nobody would remove what is there of the first try."""
@@ -265,7 +290,7 @@ def test_what_the_next_attempt_goes_on_from_stays_although_the_durable_tier_refu
     fails.clear()
     for node in nodes.nodes:
         node.flush(None, 0.1)  # tried again soon
-    until(lambda: all(node.flusher.work.is_put_off(nodes.url) for node in nodes.nodes), "it to be refused")
+    until(lambda: all(node.flusher.work._later._waits for node in nodes.nodes), "it to be refused")
     for node in nodes.nodes:
         while node.ring.try_lease("another run", NBYTES) is not None:
             pass

@@ -139,7 +139,7 @@ def _advice(demand: Demand, found: Rent, price: float) -> list[str]:
     if demand.nodes > found.nodes:
         lines.append(f"of {demand.nodes} nodes the others get nothing: there is a portion of each machine, no more")
     if not found.pays:
-        lines.append("they cost more than the job's machines; without them it comes to no end")
+        lines.append(f"without them {100 * found.alone:.0f} % of the time is lost; yet they cost more than they save")
     if found.replicas > 1:
         lines.append(f"SpotCheckpoint(replicas={found.replicas})")
     if found.by_hosts:

@@ -216,7 +216,7 @@ class JointUploads:
 
     def decline(self, name: str, *, attempt: int, why: str, host: int = 0) -> None:
         """See :meth:`JointTier.decline`."""
-        body = {"attempt": attempt, "name": name, "why": why[:2000]}
+        body = {"attempt": attempt, "name": name, "why": why[:2000], "host": host}
         self._ask(f"/v1/runs/{quoted(self._run)}/joint/decline", body, _ASK_S)
 
     def _ask(

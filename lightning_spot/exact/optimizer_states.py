@@ -16,11 +16,14 @@ State = dict[str, Any]
 DtypeOf = Callable[[torch.Tensor], "torch.dtype | None"]
 """The dtype that a parameter had when its optimizer's state was saved; ``None`` if that is not known."""
 
+_KEYS = {"state", "param_groups"}
+"""Of what torch's own ``state_dict`` gives; an optimizer around another one may give anything."""
+
 
 def precise_of(checkpoint: Mapping[str, Any]) -> list[State]:
     """The optimizers' states of a checkpoint, if numbers of more than one dtype are in it; else none of them."""
     states: list[State] = checkpoint.get("optimizer_states", [])
-    tensors = [*_tensors(state["state"] for state in states), *_tensors([checkpoint.get("state_dict", {})])]
+    tensors = [*_tensors(states), *_tensors([checkpoint.get("state_dict", {})])]
     return states if len({tensor.dtype for tensor in tensors if tensor.is_floating_point()}) > 1 else []
 
 
@@ -35,7 +38,7 @@ def keep_dtypes(optimizer: torch.optim.Optimizer, saved: State, dtype_of: DtypeO
         saved: that state, as it was saved.
         dtype_of: the dtype that a parameter had then.
     """
-    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict or not saved.keys() >= _KEYS:
         return
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -51,7 +54,7 @@ def _unrounded(saved: Any, loaded: Any) -> Any:
         if not saved.is_floating_point() or saved.dtype == loaded.dtype or saved.shape != loaded.shape:
             return loaded
         mine, rounded = _local(saved), _local(loaded)
-        is_that = torch.equal(mine.to(rounded.device, rounded.dtype), rounded)
+        is_that = torch.allclose(mine.to(rounded.device, rounded.dtype), rounded, rtol=0.0, atol=0.0, equal_nan=True)
         return saved.to(loaded.device, copy=True) if is_that else loaded
     if isinstance(saved, dict) and isinstance(loaded, dict):
         return {key: _unrounded(saved[key], value) if key in saved else value for key, value in loaded.items()}

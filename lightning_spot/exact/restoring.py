@@ -86,6 +86,7 @@ class Restoring(OfTrainer):
         self._random: State | None = None
         self._val_total: dict[str, int] | None = None
         self._precise: dict[str, torch.Tensor] = {}
+        self._loads: Callable[[Mapping[str, Any]], None] | None = None
         self._others: OtherRanks | None = None  # where those that took the snapshot had other shares of the data
         self._with_other_batches: OtherRanks | None = None  # where they are the same, and may have had other batches
         self._dealt_anew: OtherRanks | None = None
@@ -195,11 +196,14 @@ class Restoring(OfTrainer):
             for optimizer, state in zip(trainer.optimizers, states, strict=False):
                 keep_dtypes(optimizer, state, lambda parameter: dtypes.get(names.get(id(parameter), "")))
 
+        self._loads = load_optimizer_state_dict
         strategy.load_optimizer_state_dict = load_optimizer_state_dict  # type: ignore[method-assign] # until it is called
 
     def end(self) -> None:
         """Let the strategy go."""
-        vars(self._trainer.strategy).pop("load_optimizer_state_dict", None)
+        own = vars(self._trainer.strategy)
+        if self._loads is not None and own.get("load_optimizer_state_dict") is self._loads:
+            del own["load_optimizer_state_dict"]
 
     def _restore_hooked(self, values: State) -> None:
         if values["hooked"] is not None:

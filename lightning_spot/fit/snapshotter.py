@@ -223,7 +223,8 @@ class Snapshotter(OfTrainer):
     def _take(self, *, before_validation: bool = False, complete: bool = False, how: str = ALONE) -> None:
         """Begin a snapshot on every rank."""
         trainer, writing = self._trainer, self.writing
-        self.pacing.taken(trainer.global_step)
+        if writing.attempt is None or not writing.attempt.fenced:  # else none is, and it is not for want of a slot
+            self.pacing.taken(trainer.global_step)
         with self.pacing.stalling():
             dump = self.at_hand.state(before_validation=before_validation, at_end=complete)
             wait_s = WAIT_FOR_SLOT_S if self.settings.on_full == "wait" or complete else 0.0

@@ -226,7 +226,9 @@ class Writing(OfTrainer):
     ) -> None:
         """Begin a snapshot on rank 0; on the others nothing happens. See :meth:`Attempt.write`."""
         trainer = self._trainer
-        if self.attempt is not None and not self.attempt.fenced:
+        if self.attempt is not None and self.attempt.fenced and complete:
+            self.attempt.miss_end()
+        elif self.attempt is not None and not self.attempt.fenced:
             owned: Owners = {}
             kept: Owners = {}
             try:

@@ -215,8 +215,7 @@ class Chain:
             if carry:
                 self._asked = node
         try:
-            # Nodes bring down what they have of a spread snapshot when nobody is left who would say which one.
-            opened = node.open(carry=carry, left=self.info.spread and self._is_left())
+            opened = node.open(carry=carry, left=self._is_left())
             if anew or not opened.carries:
                 node.find_lost(durable_too=anew)
             if carry:

@@ -51,10 +51,6 @@ class Later:
         """Whether a put waits."""
         return at in self._waits
 
-    def are_at(self, url: str) -> bool:
-        """Whether one of a tier waits."""
-        return any(of == url for of, _ in self._waits)
-
     def due_s(self, at: tuple[str, Hashable]) -> float:
         """When a put is looked at again (monotonic), 0 for at once."""
         return wait.due_s if (wait := self._waits.get(at)) is not None else 0.0

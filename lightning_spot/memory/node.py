@@ -210,6 +210,8 @@ class Node:
             the runs that it had not left, as one does that was killed.
         """
         left = self.registry.end_session(session)
+        for info in left:  # what a tier refused for a later attempt may be the newest that there is all the same
+            self.ring.forget_refusals(info.key)
         self.uploads.end_session(session)
         self._wake()
         return left

@@ -47,6 +47,7 @@ class Putting:
         self._dropped = dropped
         self._earlier = functools.partial(glance, ring)
         self._swept_s: dict[tuple[str, str], float] = {}
+        self._put_off: set[tuple[str, str]] = set()  # of what it was said last
 
     def put(self, store: Store, url: str, job: Job, attempt: int) -> Manifest | None:
         """Put a snapshot; what is at the tier now, ``None`` if there was nothing to put.
@@ -55,15 +56,15 @@ class Putting:
             PutOff: if it waits for others.
             Fenced: if a later attempt has claimed the run there, and this is not what a trainer has left that is gone.
         """
-        try:
-            return self._put(store, url, job, attempt)
-        except Fenced as error:
-            if not self._is_left_over(store, job, error):
-                raise
-            logger.info(
-                "%s goes to %s all the same: its trainer is gone, and nothing is newer there", job.manifest.name, url
-            )
-            return self._put(store, url, job, error.current)
+        name = job.manifest.name
+        while True:  # one more attempt may claim the run meanwhile
+            try:
+                return self._put(store, url, job, attempt)
+            except Fenced as error:
+                if error.current <= attempt or not self._is_left_over(store, job, error):
+                    raise
+                attempt = error.current
+                logger.info("%s goes to %s all the same: its trainer is gone, and nothing is newer there", name, url)
 
     def _is_left_over(self, store: Store, job: Job, fence: Fenced) -> bool:
         """Whether what a later attempt fences off is the newest of its run all the same, and its trainer is gone.
@@ -80,6 +81,9 @@ class Putting:
         with self._ring.changed:
             is_left = self._work.is_left(job.run, time.monotonic())
         if not is_left:
+            if (job.run, job.manifest.name) not in self._put_off:
+                self._put_off = {(job.run, job.manifest.name)}
+                logger.warning("%s. What is here of it is tried again when that trainer is gone", fence)
             raise PutOff(f"{fence}, and its trainer may live")
         order = job.manifest.order
         return not any(m.run_id == job.manifest.run_id and m.order > order for m in store.survey().manifests)

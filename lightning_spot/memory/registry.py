@@ -71,6 +71,7 @@ class Registry:
             if key != info.key
             and all(mine)
             and (other.info.location, other.info.token) == mine
+            and other.info.attempt < info.attempt  # else what was asked for before comes late
             and not self._ring.committed(key)
         ]
         for key in keys:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from lightning_spot.memory.area import SlotArea
 from lightning_spot.memory.flusher import Flusher
@@ -53,7 +54,7 @@ class Remembered:
     def take_over(self) -> None:
         """Go on with what a killed node left."""
         for left in self._area.runs() if self._area is not None else ():
-            run = Run(left.info, left.complete, time.monotonic())
+            run = Run(replace(left.info, session=""), left.complete, time.monotonic())  # no trainer is connected yet
             self._registry.runs[left.info.key] = run
             self._routes.open(left.info)
             for url, manifest in left.deletions:

@@ -204,8 +204,9 @@ class Routes:
         self._chains[key].start()
 
     def _is_left(self, key: str) -> bool:
+        """Whether the trainer is gone: only its own host is told of nodes; others know what they were told."""
         info = self._run(key)
-        return info is not None and not info.session
+        return info is not None and (info.left or (bool(info.nodes) and not info.session))
 
     def _without_nodes(self, info: RunInfo, refused: str) -> list[str]:
         if info.durable_url is not None and not refused:
@@ -215,5 +216,5 @@ class Routes:
 
 def _same(known: RunInfo, info: RunInfo) -> bool:
     """Whether a run is opened once more by the same attempt, with the same tiers."""
-    one, other = (replace(each, session="", pid=0, host="", spread=False) for each in (known, info))
+    one, other = (replace(each, session="", pid=0, host="", spread=False, left=False) for each in (known, info))
     return one == other

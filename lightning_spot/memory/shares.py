@@ -104,22 +104,25 @@ class Shares:
                         self._fail_without(upload.joint, share)
                 self._wake()
 
-    def decline(self, run: str, attempt: int, name: str, why: str, *, by_hosts: bool = False) -> None:
+    def decline(self, run: str, attempt: int, name: str, why: str, *, by_hosts: bool = False, host: int = 0) -> None:
         """There will be no snapshot of that name: nobody waits for it any more.
 
         Args:
-            run: the run, as in URLs.
+            run: as in URLs.
             attempt: that would have written it.
             name: of the snapshot.
             why: for people.
             by_hosts: whether hosts would have filled it. An earlier one may begin yet, which waits for its turn. Ranks
                 of one host begin nothing earlier any more.
+            host: that says so of itself, from 1; what it has brought already counts. 0 for who leads.
         """
         key = self._admit(run, attempt)
         with self._changed:
-            for upload in self._open.values():
-                if upload.run == key and upload.joint is not None and upload.joint.shared.name == name:
-                    upload.joint.failed = upload.joint.failed or why
+            joints = [each.joint for each in self._open.values() if each.run == key and each.joint is not None]
+            for joint in (each for each in joints if each.shared.name == name):
+                if host in joint.placed:
+                    return
+                joint.failed = joint.failed or why
             if by_hosts:
                 self._note_declined(key, name, why)
             else:
@@ -152,8 +155,7 @@ class Shares:
             ShareMissing: if they will never be, or not in time.
             SnapshotNotFound: if the upload is given up meanwhile.
         """
-        joint = upload.joint
-        if joint is None:
+        if (joint := upload.joint) is None:
             return
         begun_s = time.monotonic()
         deadline_s = begun_s + self.wait_s if not upload.is_gathered else float("inf")  # as long as something comes
@@ -175,7 +177,7 @@ class Shares:
     def fail_if_silent(self, upload: Upload) -> None:
         """Where hosts fill it, and nothing was heard of them for long, it cannot become a snapshot any more."""
         joint = upload.joint
-        if joint is None or not joint.shared.by_hosts or time.monotonic() - upload.touched_s < self.silent_s:
+        if joint is None or not upload.is_gathered or time.monotonic() - upload.touched_s < self.silent_s:
             return
         with self._changed:
             if joint.missing and not joint.failed:

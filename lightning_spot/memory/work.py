@@ -227,10 +227,6 @@ class Work:
         since_s = self._later.wait((url, job.key), now_s, there)
         return now_s - max(since_s, self._left_s(job.run)) >= later.FORSAKEN_S
 
-    def is_put_off(self, url: str) -> bool:
-        """Whether a put waits for what others do, see :meth:`later`."""
-        return self._later.are_at(url)
-
     def dropped(self, url: str, job: Job) -> None:
         """A put came to nothing, because there was nothing to put after all: it does not count as taken."""
         self._begun.pop((url, job.run), None)

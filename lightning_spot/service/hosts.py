@@ -141,7 +141,8 @@ class HostRequests:
         body = await json_body(request)
         attempt = integer(body, "attempt", None, 0, MOST_ATTEMPTS)
         run, name, why = request.match_info["run"], text(body, "name"), text(body, "why")
-        await asyncio.to_thread(self._shares.decline, run, attempt, name, why, by_hosts=True)
+        host = integer(body, "host", 0, 0, MOST_HOSTS)
+        await asyncio.to_thread(self._shares.decline, run, attempt, name, why, by_hosts=True, host=host)
         return web.json_response({})
 
     def _gathered(self, request: web.Request) -> Upload:
