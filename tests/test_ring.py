@@ -360,13 +360,18 @@ def test_a_file_of_the_attempt_before_is_brought_on_behalf_of_this_one(bench: Be
     assert bench.node.tiers()[bench.tier().url].failures_total == 0  # nobody is told to stop this trainer
 
 
-def test_a_fence_set_elsewhere_stops_the_flusher(bench: Bench) -> None:
+def refused_of_a_live_trainer(bench: Bench) -> None:
+    """A snapshot that its tier refuses, since another attempt has claimed the run there."""
     bench.node.begin_session("trainer")
     bench.open(session="trainer")
     LocalStore(bench.tier().url).claim(claim_of(7))
     bench.save(5)
     assert bench.flush() == []
     assert bench.tier().survey().manifests == []
+
+
+def test_a_fence_set_elsewhere_stops_the_flusher(bench: Bench) -> None:
+    refused_of_a_live_trainer(bench)
     assert len(bench.tier().tries) == 1
 
 
@@ -387,12 +392,7 @@ def test_what_a_trainer_has_left_is_brought_down_although_another_one_has_come_a
 
 def test_what_was_refused_while_its_trainer_lived_is_looked_at_again_when_that_is_killed(bench: Bench) -> None:
     """Its node ended as if all were safe, with the newest snapshot that there was."""
-    bench.node.begin_session("trainer")
-    bench.open(session="trainer")
-    LocalStore(bench.tier().url).claim(claim_of(7))
-    bench.save(5)
-    assert bench.flush() == []
-    assert bench.tier().survey().manifests == []
+    refused_of_a_live_trainer(bench)
     bench.node.ring.opened_s = dict.fromkeys(bench.node.ring.opened_s, 0.0)  # long ago
     bench.node.end_session("trainer")
     until(lambda: bench.tier().survey().manifests, "it to be brought")

@@ -129,10 +129,10 @@ def simulate(arguments: argparse.Namespace) -> int:
     from lightning_spot.simulation.compare import POLICIES, compare
 
     for flag in ("--price", "--memory-node-price", "--loss-rate", "--seed"):
-        check_number(flag, _given(arguments, flag), 0)
+        check_number(flag, sizing.given(arguments, flag), 0)
     for flag in ("--work", "--lifetime", "--crash-every", "--memory-node-lifetime"):
-        if _given(arguments, flag) is not None:
-            check_number(flag, _given(arguments, flag), 0, above=True)
+        if sizing.given(arguments, flag) is not None:
+            check_number(flag, sizing.given(arguments, flag), 0, above=True)
     check_number("--nodes", arguments.nodes, 1, whole=True)
     if not 1 <= arguments.correlated <= arguments.nodes:
         raise SettingsError(f"--correlated={arguments.correlated}: of --nodes={arguments.nodes}, 1 to all go at a time")
@@ -168,10 +168,6 @@ def simulate(arguments: argparse.Namespace) -> int:
     if verdict:
         console.print(verdict)
     return 0
-
-
-def _given(arguments: argparse.Namespace, flag: str) -> object:
-    return getattr(arguments, flag[2:].replace("-", "_"))
 
 
 def _failures(arguments: argparse.Namespace) -> Failures:

@@ -56,14 +56,15 @@ def check_none(arguments: argparse.Namespace) -> None:
         SettingsError: if it was given.
     """
     for flag, default in _ONLY_TO_RENT.items():
-        if (value := _given(arguments, flag)) != default:
+        if (value := given(arguments, flag)) != default:
             raise SettingsError(
                 f"{flag}={value}: it says what to rent for a job of so many --gpus, which are not given"
             )
 
 
-def _given(arguments: argparse.Namespace, flag: str) -> int | None:
-    value: int | None = getattr(arguments, flag[2:].replace("-", "_"))
+def given(arguments: argparse.Namespace, flag: str) -> object:
+    """What a flag was given, or is where it was not."""
+    value: object = getattr(arguments, flag[2:].replace("-", "_"))
     return value
 
 
@@ -78,7 +79,7 @@ def rent(arguments: argparse.Namespace) -> int:
         check_number(flag, value, 1, whole=True)
     check_number("--sending-hosts", arguments.sending_hosts, 0, whole=True)
     for flag in ("--memory-nodes", "--replicas"):
-        if (count := _given(arguments, flag)) is not None:
+        if (count := given(arguments, flag)) is not None:
             check_number(flag, count, 1, whole=True)
     node_lifetime_s = arguments.memory_node_lifetime
     demand = Demand(

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from lightning_spot.capture.tensors import local_of
 
 State = dict[str, Any]
 DtypeOf = Callable[[torch.Tensor], "torch.dtype | None"]
@@ -53,7 +54,7 @@ def _unrounded(saved: Any, loaded: Any) -> Any:
     if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
         if not saved.is_floating_point() or saved.dtype == loaded.dtype or saved.shape != loaded.shape:
             return loaded
-        mine, rounded = _local(saved), _local(loaded)
+        mine, rounded = local_of(saved), local_of(loaded)
         is_that = torch.allclose(mine.to(rounded.device, rounded.dtype), rounded, rtol=0.0, atol=0.0, equal_nan=True)
         return saved.to(loaded.device, copy=True) if is_that else loaded
     if isinstance(saved, dict) and isinstance(loaded, dict):
@@ -61,11 +62,6 @@ def _unrounded(saved: Any, loaded: Any) -> Any:
     if isinstance(saved, list | tuple) and type(saved) is type(loaded) and len(saved) == len(loaded):
         return type(saved)(map(_unrounded, saved, loaded))
     return loaded
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -225,25 +225,28 @@ class Writing(OfTrainer):
         followed: bool = False,
     ) -> None:
         """Begin a snapshot on rank 0; on the others nothing happens. See :meth:`Attempt.write`."""
-        trainer = self._trainer
-        if self.attempt is not None and self.attempt.fenced and complete:
-            self.attempt.miss_end()
-        elif self.attempt is not None and not self.attempt.fenced:
-            owned: Owners = {}
-            kept: Owners = {}
-            try:
-                owned, kept = optimizer_owned(trainer.optimizers), by_storage(trainer.lightning_module.parameters())
-            except Exception as error:
-                checkpoint = failure_of(error)
-            self.attempt.write(
-                checkpoint,
-                owned=owned,
-                kept=kept,
-                step=trainer.global_step,
-                epoch=trainer.current_epoch,
-                world_size=trainer.world_size,
-                complete=complete,
-                wait_s=wait_s,
-                ranks=ranks,
-                followed=followed,
-            )
+        trainer, attempt = self._trainer, self.attempt
+        if attempt is None:
+            return
+        if attempt.fenced:
+            if complete:
+                attempt.miss_end()
+            return
+        owned: Owners = {}
+        kept: Owners = {}
+        try:
+            owned, kept = optimizer_owned(trainer.optimizers), by_storage(trainer.lightning_module.parameters())
+        except Exception as error:
+            checkpoint = failure_of(error)
+        attempt.write(
+            checkpoint,
+            owned=owned,
+            kept=kept,
+            step=trainer.global_step,
+            epoch=trainer.current_epoch,
+            world_size=trainer.world_size,
+            complete=complete,
+            wait_s=wait_s,
+            ranks=ranks,
+            followed=followed,
+        )

@@ -321,14 +321,16 @@ class Node:
                 health,
                 carried=url in carried,
                 error=health.error or wrong.get(url, ""),
-                refused=health.refused if self._is_newest(health.refused_run, health.refused_attempt) else "",
+                refused=self._refused(health),
             )
             for url, health in {**unused, **self.flusher.health}.items()
         }
 
-    def _is_newest(self, run: str, attempt: int) -> bool:
-        """Whether no later attempt of a run has begun here since."""
-        return self.registry.highest(run) <= attempt
+    def _refused(self, health: TierHealth) -> str:
+        """What a tier has refused for good, unless a later attempt of that run has begun here since."""
+        if health.refused and self.registry.highest(health.refused_run) > health.refused_attempt:
+            return ""
+        return health.refused
 
     def status(self) -> dict[str, Any]:
         """Everything a person wants to see, as JSON-ready values."""

@@ -74,10 +74,7 @@ class Registry:
             and other.info.attempt < info.attempt  # else what was asked for before comes late
             and not self._ring.committed(key)
         ]
-        for key in keys:
-            del self.runs[key]
-            self._ring.opened_s.pop(key, None)
-        return keys
+        return self._let_go(keys)
 
     def find(self, text: str) -> Run:
         """The run that ``NAME@ID`` or, if only one has it, ``NAME`` names.
@@ -147,10 +144,7 @@ class Registry:
                 for key, run in self.runs.items()
                 if not run.info.session and now - run.opened_s > _FORGOTTEN_S and not self._ring.committed(key)
             ]
-            for key in keys:
-                del self.runs[key]
-                self._ring.opened_s.pop(key, None)
-        return keys
+            return self._let_go(keys)
 
     def listed(self, carries: Callable[[str], bool]) -> list[dict[str, Any]]:
         """Every run known here, also those of which only snapshots are left, as JSON-ready values.
@@ -191,6 +185,12 @@ class Registry:
         if not current.session or current.session == session or owner is None:
             return False
         return not owner or owner != self.sessions.get(session)
+
+    def _let_go(self, keys: list[str]) -> list[str]:
+        for key in keys:
+            del self.runs[key]
+            self._ring.opened_s.pop(key, None)
+        return keys
 
     def _check_not_live(self, current: RunInfo, info: RunInfo) -> None:
         another = self.held_by_another(current, info.session)

@@ -79,7 +79,7 @@ class SlotTable:
         self._note(slot, manifest, slot.refused, url)
 
     def forget_refusals(self, run: str) -> None:
-        """A later attempt writes from here now: what tiers refused of earlier ones is owed to them again."""
+        """A later attempt writes from here now, or the trainer is gone: what tiers refused is owed to them again."""
         with self.changed:
             for slot in self.committed(run):
                 if slot.refused and slot.snapshot is not None:
