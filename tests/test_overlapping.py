@@ -44,10 +44,13 @@ class Pipeline:
         if gpu:
             device.own(self.weights)
         self.writer = SnapshotWriter(self.host, copier=Copier(buffer_bytes=2**16, device=device))
+        supply = self.writer._supply
         self.skipped: list[int] = []
         self.waited: list[int] = []
         self._lag, self._now, self._changed = lag, 0, threading.Condition()
         self._begun: dict[int, Future[Manifest]] = {}
+        self._done = self._looked_ahead = 0
+        self._look_ahead, supply.look_ahead = supply.look_ahead, self._have_looked  # type: ignore[method-assign]
         self._seal, self.host.seal = self.host.seal, self._sealed_late  # type: ignore[method-assign]
         self.writer.warm(sum(weight.nbytes for weight in self.weights), gpu=0 if gpu else None, beyond=beyond)
         self.idle()
@@ -56,6 +59,12 @@ class Pipeline:
         with self._changed:
             assert self._changed.wait_for(lambda: self._now >= manifest.step + self._lag, 30)
         return self._seal(lease, manifest, *more, **how)
+
+    def _have_looked(self, *arguments: Any, **how: Any) -> None:
+        try:
+            self._look_ahead(*arguments, **how)
+        finally:
+            self._looked_ahead += 1
 
     def idle(self) -> None:
         until(lambda: self.writer.ready and self.writer._maker._thread is None, "nothing is being made")
@@ -67,6 +76,9 @@ class Pipeline:
             self._changed.notify_all()
         for begun in [begun for begun in self._begun if begun <= step - self._lag]:
             self._begun.pop(begun).result(30)
+            self._done += 1
+        until(lambda: self._looked_ahead >= self._done, "the slot of the next one to be looked for")
+        self.idle()
 
     def take(self, step: int, wait_s: float = 0.0) -> None:
         checkpoint = {"weights": self.weights}

@@ -32,7 +32,7 @@ from lightning_spot.interval.deadline import plan_urgent
 from lightning_spot.notices.exchange import ExchangeServer
 from lightning_spot.notices.notice import Notice
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import until
+from tests.conftest import lives, until
 from tests.exact_cases import CASES, Model, loader, train
 from tests.models import Net, data, trainer
 
@@ -64,14 +64,20 @@ class Program:
         until(reached, f"{phase} of step {step}", 150)
 
     def signal(self, rank: int, number: int = signal.SIGTERM) -> None:
-        pid = next(int(line.split()[1]) for line in self.lines(rank) if line.startswith("pid "))
-        os.kill(pid, number)
+        os.kill(self.pids(rank)[0], number)
+
+    def pids(self, rank: int) -> list[int]:
+        return [int(line.split()[1]) for line in self.lines(rank) if line.startswith("pid ")]
 
     def end(self) -> int:
+        """Wait for all ranks: the first one leaves before the others, and is the one whose code launchers see."""
         try:
-            return self.process.wait(120)
+            code = self.process.wait(120)
         finally:
             self.process.kill()
+        pids = [pid for rank in range(1, self.ranks) for pid in self.pids(rank)]
+        until(lambda: not any(lives(pid) for pid in pids), f"the other ranks {pids} to end", 60)
+        return code
 
     def stopped_at(self, rank: int) -> int:
         found = [re.fullmatch(r"stopped-by-Preempted (\d+)", line) for line in self.lines(rank)]

@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from lightning_spot.memory.area import SlotArea
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.slots import Slot
+from lightning_spot.protocol.process import ProcessId
 from lightning_spot.staging import slot as slot_module
 from lightning_spot.staging.slot import SlotMemory, host_memory_bytes
 from lightning_spot.tiers.local import LocalStore
@@ -441,6 +443,23 @@ def test_a_live_trainer_keeps_its_run(bench: Bench) -> None:
     bench.open(session="second")  # its own trainer, which connected again
     bench.node.end_session("second")
     assert bench.open(attempt=2, session="first").attempt == 2
+
+
+def test_a_killed_trainer_keeps_nothing_though_its_connection_is_not_seen_to_end_yet(bench: Bench) -> None:
+    """Who started it again in the moment after the kill was told that it lives, and ended."""
+    with subprocess.Popen(["sleep", "60"]) as killed:
+        process = ProcessId.of(killed.pid)
+        assert process is not None
+        bench.node.begin_session("first", process.to_json())
+        bench.open(session="first", pid=killed.pid)
+        bench.node.begin_session("second", ProcessId.of(os.getpid()).to_json())  # type: ignore[union-attr]
+        with pytest.raises(RunBusy, match=str(killed.pid)):
+            bench.open(attempt=2, session="second")
+        killed.kill()
+    assert bench.open(attempt=2, session="second").attempt == 2
+    assert bench.node.end_session("first") == []
+    with pytest.raises(RunBusy):
+        bench.open(attempt=3)
 
 
 def test_of_two_trainers_that_begin_a_run_at_the_same_moment_one_is_refused(bench: Bench) -> None:

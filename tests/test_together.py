@@ -28,11 +28,16 @@ def train(warm_python: str) -> Train:
 
 
 def run_trainer(python: str, module: str, root: Path, *arguments: object) -> int:
-    """Run a module that trains below ``root``, to its end; the exit code."""
+    """Run a module that trains below ``root`` until all of its ranks have ended; the exit code of the first one."""
     root.mkdir(exist_ok=True)
+    command = [python, "-m", module, str(root), *map(str, arguments)]
+    # The other ranks, which the first one starts and does not wait for, hold the pipe open.
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False
+    )
     with open(root / "log", "a") as log:
-        command = [python, "-m", module, str(root), *map(str, arguments)]
-        return subprocess.run(command, stdout=log, stderr=log, timeout=600, check=False).returncode
+        log.write(done.stdout)
+    return done.returncode
 
 
 def manifests(root: Path) -> list[Manifest]:

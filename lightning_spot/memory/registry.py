@@ -11,6 +11,7 @@ from typing import Any
 from lightning_spot.errors import Fenced, RunBusy, SettingsError, SnapshotNotFound
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import Run, RunInfo, parse_run
+from lightning_spot.protocol.process import ProcessId
 from lightning_spot.tiers.claims import check_fence
 
 _FORGOTTEN_S = 24 * 3600.0
@@ -184,7 +185,11 @@ class Registry:
         owner = self.sessions.get(current.session)
         if not current.session or current.session == session or owner is None:
             return False
-        return not owner or owner != self.sessions.get(session)
+        if owner and owner == self.sessions.get(session):
+            return False
+        # Who starts a run again in the moment after it was killed comes before the end of its connection.
+        process = ProcessId.from_json(owner)
+        return process is None or process.alive
 
     def _let_go(self, keys: list[str]) -> list[str]:
         for key in keys:
