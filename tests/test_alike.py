@@ -80,7 +80,17 @@ def spot(**settings: Any) -> Callable[[], SpotCheckpoint]:
         (
             spot(memory="spot://a:1"),
             spot(),
-            "SpotCheckpoint(memory=…) is with memory nodes on rank 0 and without memory nodes on rank 2",
+            "SpotCheckpoint(memory=…) is spot://a:1 on rank 0 and auto on rank 2",
+        ),
+        (
+            spot(memory=["spot://a:1", "spot://b:1"]),
+            spot(memory="spot://a:1"),
+            "SpotCheckpoint(memory=…) is spot://a:1, spot://b:1 on rank 0 and spot://a:1 on rank 2",
+        ),
+        (
+            spot(),
+            spot(memory=None),
+            "SpotCheckpoint(memory=…) is auto on rank 0 and None on rank 2",
         ),
         (
             spot(),
@@ -127,8 +137,8 @@ def test_ranks_with_other_versions_are_told(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_only_one_rank_decides_by_and_what_is_a_host_s_own_may_differ() -> None:
     learned = EverySteps(3)
     learned.taken(6, 0.0)
-    one = spot(interval=EverySteps(3), memory_limit="1GiB", memory="spot://a:1")
-    other = spot(interval=learned, memory_limit="2GiB", memory="spot://b:1", log_goodput=True)
+    one = spot(interval=EverySteps(3), memory_limit="1GiB", run="at-12-00-00")
+    other = spot(interval=learned, memory_limit="2GiB", run="at-12-00-01", log_goodput=True)
     assert checked(one, other) == [None, None]
     assert checked(spot(interval=EverySeconds(3)), spot(interval=EverySeconds(4))) == [None, None]
     assert checked(lambda: AutoResume("/tmp/one"), lambda: AutoResume("/tmp/other")) == [None, None]

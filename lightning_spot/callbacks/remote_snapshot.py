@@ -28,7 +28,7 @@ from lightning_spot.fit.taking_part import takes_part
 from lightning_spot.image.packing import Compression, check_compression
 from lightning_spot.interval.convergence import ConvergenceAware
 from lightning_spot.interval.policy import EverySeconds, IntervalPolicy
-from lightning_spot.run.location import Location, check_replicas, memory_limit_bytes
+from lightning_spot.run.location import AUTO, Location, check_replicas, memory_limit_bytes
 from lightning_spot.staging.modes import Partitions, check_partitions
 
 if TYPE_CHECKING:
@@ -172,11 +172,15 @@ class RemoteSnapshot(Part):
         return {"snapshotter": None}
 
     def in_common(self) -> dict[str, Any]:
-        """See :class:`~lightning_spot.callbacks.part.Part`. How much memory there is, and the paths, are a host's."""
-        ring = self._settings.ring
+        """See :class:`~lightning_spot.callbacks.part.Part`. How much memory there is, and the paths, are a host's.
+
+        The nodes that rank 0 names are those that all use. So is its name of the run, but that is for people: where it
+        is drawn at each start, such as from the time, ranks may differ in it.
+        """
+        ring, told = self._settings.ring, self._named
         return {
             "interval": self._interval,
-            "memory": "with memory nodes" if self.location.nodes else "without memory nodes",
+            "memory": ", ".join(told.nodes) or (AUTO if told.embedded else None),
             "replicas": ring.replicas,
             "keep": ring.keep,
             "on_full": self._settings.on_full,
