@@ -925,6 +925,20 @@ def test_what_lost_hosts_have_begun_keeps_no_node_that_is_to_end(team: Team) -> 
     assert [slot["state"] for slot in team.memory.ring.status()["slots"]] == ["free"]
 
 
+def test_what_comes_late_does_not_end_what_was_begun_after_it(team: Team) -> None:
+    """Over a connection that was cut, say: the newer one, which hosts were bringing, was given up for the older."""
+    checkpoint = Checkpoint(2)
+    upload = team.lead(2, checkpoint)
+    until(lambda: len(team.memory.uploads), "it to begin there")
+    late = Shared(name=snapshot_name(1, 1), shares=2, layout=checkpoint.told(), by_hosts=True)
+    with pytest.raises(ShareMissing, match=r"step-000000001-attempt-0001 was overtaken by step-000000002"):
+        team.memory.lease(RUN, 1, upload.nbytes, name=late.name, shared=late)
+    team.fill(upload, checkpoint)
+    sealing = team.pool.submit(team.seal, upload, 2)
+    team.follow(2, checkpoint)
+    team.check(sealing.result(LAST_S), checkpoint)
+
+
 def test_what_is_begun_while_a_later_attempt_begins_keeps_no_slot(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
     """The later attempt gives up what it finds: that one had its slot already, and was not noted yet."""
     take = begins.lease

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_spot.config import KEEP
-from lightning_spot.errors import NodeUnreachable, SettingsError, SnapshotNotFound, SpotError, TierError
+from lightning_spot.errors import NodeUnreachable, SettingsError, ShareMissing, SnapshotNotFound, SpotError, TierError
 from lightning_spot.image.coming import Coming
-from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.memory.ahead import SlotsAhead
 from lightning_spot.memory.bases import Base
 from lightning_spot.memory.joint import Shared
@@ -86,6 +86,7 @@ class Begins:
 
         Raises:
             Fenced: if ``attempt`` no longer holds the run.
+            ShareMissing: if several hosts are to bring it, and bring a later one already.
             SnapshotNotFound: if this node does not know the run.
         """
 
@@ -99,7 +100,7 @@ class Begins:
             raise SettingsError(f"{manifest.name} is not what is asked for a slot: {name} of {nbytes} bytes of {key!r}")
         joint = self._uploads.shares.joint(key, shared, layout_id) if shared is not None else None
         if shared is not None and shared.by_hosts:
-            self._overtake(key)
+            self._overtake(key, name)
         if manifest is not None:
             self._give_up_left(key, manifest)
         if manifest is not None or (shared is not None and shared.by_hosts):
@@ -187,13 +188,20 @@ class Begins:
         known.touched_s = time.monotonic()
         return known
 
-    def _overtake(self, key: str) -> None:
-        """Hosts bring one snapshot of a run at a time: one that was not given up was led by somebody who has gone."""
+    def _overtake(self, key: str, name: str) -> None:
+        """Hosts bring one snapshot of a run at a time: an older one that was not given up was led by who has gone.
+
+        One that is older than what they bring comes late, such as over a connection that was cut: it is refused.
+        """
+        order = snapshot_order(name) or ()
         with self._lock:
-            for upload in self._uploads.of_run(key):
-                if upload.is_gathered and not upload.sealing:
-                    self._uploads.shares.fail(upload, "another one was begun")
-                    self._uploads.abort(upload.id)
+            open_ones = [each for each in self._uploads.of_run(key) if each.is_gathered and not each.sealing]
+            for upload in open_ones:
+                if (snapshot_order(upload.name) or ()) > order:
+                    raise ShareMissing(f"{name} was overtaken by {upload.name}")
+            for upload in open_ones:
+                self._uploads.shares.fail(upload, "another one was begun")
+                self._uploads.abort(upload.id)
 
     def _give_up_left(self, key: str, newer: Manifest) -> None:
         """A host sends one snapshot of a run at a time: one that nobody is connected for was left by a killed node.
