@@ -316,7 +316,7 @@ def test_a_rank_of_another_host_whose_own_state_has_no_room_drops_that_snapshot_
 ) -> None:
     desk.check(desk.take(1))
     long = "x" * 400_000
-    with pytest.raises(ShareMissing, match=r"did not come together at spot://.*rank 3: its own state needs \d+ bytes"):
+    with pytest.raises(ShareMissing, match=r"did not come together at spot://.*rank 3: its own state has \d+ bytes"):
         desk.take(2, long)
     desk.check(desk.take(3, long))
 

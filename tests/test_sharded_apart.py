@@ -93,7 +93,7 @@ def test_a_host_that_cannot_bring_its_files_drops_the_snapshot_and_the_next_one_
     desk.most_own_bytes = 70_000  # and all have the same room again, also rank 0, which has not begun
     desk.check(desk.take(3))
     long = "x" * 400_000
-    with pytest.raises(ShareMissing, match=r"rank 3: its own state needs \d+ bytes"):
+    with pytest.raises(ShareMissing, match=r"rank 3: its own state has \d+ bytes"):
         desk.take(4, long)
     until(lambda: is_free(desk.hosts[1]), "the other rank's part to keep no slot", LAST_S)
     desk.most_own_bytes = 401_000  # all ranks are asked after a snapshot was missed

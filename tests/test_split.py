@@ -19,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 from lightning_spot.capture import following
+from lightning_spot.capture.outgrown import outgrown
 from lightning_spot.capture.share import ShareWriter
 from lightning_spot.capture.split import ALIKE, BY_ONE_RANK, Divider, Number, Ranks, Split, held_by, sample
 from lightning_spot.capture.tensors import by_storage
@@ -541,7 +542,7 @@ class Fit:
 @pytest.mark.parametrize("strict", [False, True])
 def test_ranks_go_on_together_after_what_passes(strict: bool) -> None:
     fit = Fit(strict=strict)
-    for reason in ("its own state has 9 bytes, there is room for 8", "1 tensors changed", "rank 1 was late"):
+    for reason in (outgrown(9, 8), "1 tensors changed", "rank 1 was late"):
         assert fit.how() == TOGETHER
         assert fit.how(missed=reason) == ALONE
         assert fit.how() == TOGETHER
@@ -563,7 +564,7 @@ def test_ranks_whose_own_states_grow_go_on_together_and_drop_few_snapshots() -> 
         if how != ALONE and len(state) <= fit.deciding.rooms.known[1].numel():
             came = {"taken": 1}
         elif how != ALONE:
-            came, missed = {"missed": f"rank 1: its own state has {len(state)} bytes, no room"}, missed + 1
+            came, missed = {"missed": f"rank 1: {outgrown(len(state), 0)}"}, missed + 1
     assert fit.how(**came) == TOGETHER
     assert missed <= 7
 
@@ -576,7 +577,7 @@ def test_rooms_are_made_for_what_ranks_have_shown_and_for_what_has_come_since() 
     own.make_rooms({"seen": torch.zeros(10_010)})
     assert {rank: room.numel() for rank, room in rooms.known.items()} == {1: 94208, 2: 86016, 3: 86016}
     own.make_rooms({"seen": torch.zeros(1_000_000)})  # they are there
-    own.learn("rank 3: its own state has 100000 bytes, there is room for 86016")
+    own.learn(f"rank 3: {outgrown(100_000, 86_016)}")
     own.learn("rank 2 was late")
     assert {rank: room.numel() for rank, room in rooms.known.items()} == {1: 94208, 2: 86016, 3: 405504}
 
@@ -589,7 +590,7 @@ def test_where_one_state_has_outgrown_its_room_the_others_that_grow_with_it_have
         rooms.put(rank, packed({"seen": torch.zeros(1000)}))
     now = {"seen": torch.zeros(5000)}
     needs = len(packed(now))
-    own.learn(f"rank 1: its own state has {needs} bytes, there is room for {rooms.known[1].numel()}")
+    own.learn(f"rank 1: {outgrown(needs, rooms.known[1].numel())}")
     own.make_rooms(now)
     assert all(room.numel() > needs for room in rooms.known.values())
     before = {rank: room.numel() for rank, room in rooms.known.items()}

@@ -13,6 +13,7 @@ import torch
 
 from lightning_spot.capture.contents import PAST_COUNTS, Known
 from lightning_spot.capture.following import Follower
+from lightning_spot.capture.outgrown import outgrown
 from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.portioned import Portioned, fitting, own_of, portions_of
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, room_for
@@ -185,7 +186,7 @@ class Joining(Follower[_Part | SpotError]):
             own = bytes(state_archive(checkpoint.own))
             if is_agreed:
                 self.needs = len(own)
-                raise ShareMissing(f"its own state needs {len(own)} bytes") from None
+                raise ShareMissing(outgrown(len(own), room)) from None
         image = self._lay_out(checkpoint.state, own, [room] * self._world_size)
         by_address = {piece.storage.data_ptr(): piece.storage for piece in image.layout.pieces}
         watched = [address for address in by_address if address in owned and address not in self._unsteady]
@@ -303,7 +304,7 @@ class Joining(Follower[_Part | SpotError]):
         try:
             archive = state_archive(own, room)
         except LayoutUnsupported:
-            raise ShareMissing(f"its own state needs {len(state_archive(own))} bytes") from None
+            raise ShareMissing(outgrown(len(state_archive(own)), room)) from None
         return self._lay_out(part.state, archive, state_bytes)
 
     def _lay_out(self, state: State, own: bytes | bytearray, state_bytes: Sequence[int]) -> ShardedImage:

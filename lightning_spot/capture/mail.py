@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from lightning_spot.capture.background import Background
+from lightning_spot.capture.outgrown import outgrown
 from lightning_spot.capture.share import SizedBytes
 from lightning_spot.capture.unforeseen import as_failure
 from lightning_spot.errors import ShareMissing, SpotError
@@ -89,7 +90,7 @@ class Mailbox:
             for rank, nbytes in sizes.items():
                 state = self._take(name, rank, began_s)
                 if len(state) > nbytes:
-                    raise ShareMissing(f"rank {rank}: its own state has {len(state)} bytes, there is room for {nbytes}")
+                    raise ShareMissing(f"rank {rank}: {outgrown(len(state), nbytes)}")
                 yield rank, state
         finally:
             self.over(name)

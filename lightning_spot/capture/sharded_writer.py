@@ -9,13 +9,13 @@ is whose.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from lightning_spot.capture.outgrown import outgrown, read_outgrown
 from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.pending import Opened, Pending
 from lightning_spot.capture.portioned import Portioned, own_of, portions_of
@@ -32,7 +32,6 @@ from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
 
 _HEADROOM_BYTES = 64 * 1024
-_NEEDS = re.compile(r"own state needs (\d+) bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +155,7 @@ class ShardedWriter(SnapshotWriter):
         except LayoutUnsupported:
             nbytes = len(state_archive(checkpoint.own))
             if self._is_by_itself:  # only what all ranks were told is the same for all of them
-                raise ShareMissing(f"rank 0: its own state needs {nbytes} bytes") from None
+                raise ShareMissing(f"rank 0: {outgrown(nbytes, self._own_bytes)}") from None
             self._own_bytes = room_for(nbytes)
             own = state_archive(checkpoint.own, self._own_bytes)
         state_bytes = [self._own_bytes] * self._world_size
@@ -173,15 +172,9 @@ class ShardedWriter(SnapshotWriter):
         try:  # what was written is not told: this rank knows of its own part only
             return host.seal(pending.lease, pending.manifest, pending.destinations)
         except ShareMissing as error:
-            if not self._is_by_itself and (nbytes := needs_of(str(error))):
-                self._own_bytes = room_for(nbytes)
+            if not self._is_by_itself and (said := read_outgrown(str(error))):
+                self._own_bytes = room_for(said.nbytes)
             raise
-
-
-def needs_of(missed_because: str) -> int:
-    """Bytes of a rank's own state that had no room, if that is why a snapshot was missed; else 0."""
-    needs = _NEEDS.search(missed_because)
-    return int(needs[1]) if needs else 0
 
 
 def room_for(nbytes: int) -> int:

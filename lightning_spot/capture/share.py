@@ -10,6 +10,7 @@ import torch
 
 from lightning_spot.capture.contents import Known
 from lightning_spot.capture.following import Follower
+from lightning_spot.capture.outgrown import outgrown
 from lightning_spot.capture.owners import Owners, owners_of
 from lightning_spot.capture.split import ALIKE, Held, Number, Split, held_by, sample
 from lightning_spot.capture.task import Task
@@ -145,7 +146,7 @@ class ShareWriter(Follower[_Share | SpotError]):
         split, portion = self._check(lease, task.number, what)
         room = split.states.get(task.number.share)
         if room is not None and len(what.state) > room[1]:
-            raise ShareMissing(f"its own state has {len(what.state)} bytes, there is room for {room[1]}")
+            raise ShareMissing(outgrown(len(what.state), room[1]))
         view = self._views.of(host, lease)
         pieces, watches = self._pieces(split, portion, task.number, what)
         known = self._views.content(view).take(lease.held)

@@ -18,9 +18,10 @@ import torch
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import within
 from lightning_spot.capture.joining import Joining
+from lightning_spot.capture.outgrown import read_outgrown
 from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.ring_settings import RingSettings
-from lightning_spot.capture.sharded_writer import ShardedCheckpoint, needs_of
+from lightning_spot.capture.sharded_writer import ShardedCheckpoint
 from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.tensors import Owned, by_storage, expected_nbytes, optimizer_tensors
 from lightning_spot.capture.unforeseen import failure_of
@@ -304,8 +305,8 @@ class InShards(OfTrainer):
         is_agreed = self._hosts.can_bring and (not self._location.nodes or self._hosts.spread > 0)
         if is_agreed or is_flat(self._trainer):
             needs = self._joining.needs if self._joining is not None else 0
-            needs = needs_of(attempt.writer.missed_because) if attempt is not None else needs
-            self._files.show(needs, self._keeps)
+            said = read_outgrown(attempt.writer.missed_because) if attempt is not None else None
+            self._files.show(said.nbytes if said is not None else needs, self._keeps)
 
     def newest_differs(self, attempt: Attempt | None) -> bool:
         """Whether what this rank has left out of the newest snapshot is not as it is now. An urgent one replaces it.

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from lightning_spot.capture.outgrown import read_outgrown
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint
 from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.errors import SpotError
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 _NUMBER_BYTES = 20
 _KINDS_BYTES = 8 * 1024  # packed, those of a thousand parameters
-_OUTGROWN = re.compile(r"rank (\d+): its own state has (\d+) bytes")
 
 
 class OwnStates(OfTrainer):
@@ -79,8 +78,8 @@ class OwnStates(OfTrainer):
 
     def learn(self, because: str) -> None:
         """On rank 0: have room for a state that had none, if that is why a snapshot was missed."""
-        if outgrown := _OUTGROWN.search(because):
-            self._rooms.make(int(outgrown[1]), 2 * int(outgrown[2]))  # it is one that grows
+        if (said := read_outgrown(because)) and said.rank is not None:
+            self._rooms.make(said.rank, 2 * said.nbytes)  # it is one that grows
             self._has_outgrown = True
 
 
