@@ -39,6 +39,7 @@ from lightning_spot.image.pieces import Piece
 from lightning_spot.image.portion import MOST_HOSTS, Portion, Portions, cut, is_whole, joined
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory import abroad, begins, missed, visits
+from lightning_spot.memory import uploads as uploads_module
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
@@ -923,6 +924,27 @@ def test_what_lost_hosts_have_begun_keeps_no_node_that_is_to_end(team: Team) -> 
     uploads.expire(15.0)
     assert len(uploads) == 0
     assert [slot["state"] for slot in team.memory.ring.status()["slots"]] == ["free"]
+
+
+def test_what_lost_hosts_have_begun_keeps_its_slot_from_other_runs_for_a_minute_only(team: Team) -> None:
+    """It was ten minutes, as for ranks that take their time, on a node that other runs use too."""
+    team.lead(1, Checkpoint(1))
+    until(lambda: len(team.memory.uploads), "it to begin there")
+    ring, uploads = team.memory.ring, team.memory.uploads
+    (upload,) = uploads._uploads.values()
+    upload.touched_s -= 100.0
+    uploads.expire()
+    assert len(uploads) == 1  # its hosts still ask how this node is
+    upload.touched_s -= 600.0
+    ring.opened_s[upload.run] = time.monotonic() - 50.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uploads_module, "SHARES_WAIT_S", 1_000.0)
+        uploads.expire()
+        assert len(uploads) == 1
+        ring.opened_s[upload.run] -= 20.0
+        uploads.expire()
+    assert len(uploads) == 0
+    assert [slot["state"] for slot in ring.status()["slots"]] == ["free"]
 
 
 def test_what_comes_late_does_not_end_what_was_begun_after_it(team: Team) -> None:

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 UPLOAD_IDLE_S = 120.0
 """An upload over the network that receives nothing for so long is given up and its slot freed."""
+HOSTS_GONE_S = 60.0
+"""Likewise what several hosts bring, if none of them sends, nor asks how this node is, which they do every 10 s."""
 
 
 class Uploads:
@@ -243,15 +245,18 @@ class Uploads:
             unconnected_s: for how long, where nobody is connected to send parts of it: so it is of a sender that has
                 been killed; ``None`` for as long as with a connection.
         """
-        now = time.monotonic()
+        now_s = time.monotonic()
         for upload in list(self._uploads.values()):
-            heard_s, idle_s = upload.touched_s, UPLOAD_IDLE_S
-            if upload.joint is not None:
-                idle_s = SHARES_WAIT_S  # ranks take their time to fill it
-            if unconnected_s is not None and not upload.in_use and (upload.joint is None or upload.is_gathered):
-                idle_s = unconnected_s
-                if upload.is_gathered:  # hosts that live ask how this node is, also before they send anything
-                    heard_s = max(heard_s, self._ring.opened_s.get(upload.run, 0.0))
-            if not upload.session and now - heard_s > idle_s:
-                logger.warning("an upload for run %s received nothing for %.0f s; given up", upload.run, idle_s)
+            if not upload.session and self._is_silent(upload, now_s, unconnected_s):
+                silent_s = now_s - upload.touched_s
+                logger.warning("an upload for run %s received nothing for %.0f s; given up", upload.run, silent_s)
                 self.abort(upload.id)
+
+    def _is_silent(self, upload: Upload, now_s: float, unconnected_s: float | None) -> bool:
+        silent_s = now_s - upload.touched_s
+        most_s = UPLOAD_IDLE_S if upload.joint is None else SHARES_WAIT_S  # ranks take their time to fill it
+        if upload.in_use or silent_s > most_s or (upload.joint is not None and not upload.is_gathered):
+            return silent_s > most_s
+        if upload.is_gathered:  # hosts that live ask how this node is, also before they send anything
+            silent_s, most_s = min(silent_s, now_s - self._ring.opened_s.get(upload.run, 0.0)), HOSTS_GONE_S
+        return silent_s > (most_s if unconnected_s is None else unconnected_s)
