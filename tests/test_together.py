@@ -15,6 +15,7 @@ import torch
 from lightning_spot.exact.compare import differences
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.tiers.local import LocalStore
+from tests.conftest import until
 from tests.test_every_step import digest
 
 Train = Callable[..., int]
@@ -28,16 +29,11 @@ def train(warm_python: str) -> Train:
 
 
 def run_trainer(python: str, module: str, root: Path, *arguments: object) -> int:
-    """Run a module that trains below ``root`` until all of its ranks have ended; the exit code of the first one."""
+    """Run a module that trains below ``root``, to the end of its first rank; the exit code of that."""
     root.mkdir(exist_ok=True)
-    command = [python, "-m", module, str(root), *map(str, arguments)]
-    # The other ranks, which the first one starts and does not wait for, hold the pipe open.
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False
-    )
     with open(root / "log", "a") as log:
-        log.write(done.stdout)
-    return done.returncode
+        command = [python, "-m", module, str(root), *map(str, arguments)]
+        return subprocess.run(command, stdout=log, stderr=log, timeout=600, check=False).returncode
 
 
 def manifests(root: Path) -> list[Manifest]:
@@ -49,7 +45,10 @@ def load(root: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def accounts(root: Path, ranks: int) -> list[dict[str, Any]]:
-    return [json.loads((root / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+    """What the ranks have left; the first one does not wait for the others."""
+    files = [root / f"rank-{rank}.json" for rank in range(ranks)]
+    until(lambda: all(file.exists() and file.read_text().endswith("}") for file in files), f"{files}")
+    return [json.loads(file.read_text()) for file in files]
 
 
 def check_states(root: Path) -> None:
