@@ -50,6 +50,9 @@ DRILL_VARIABLE = "LIGHTNING_SPOT_DRILL"
 NOTICE_FILE_VARIABLE = "LIGHTNING_SPOT_NOTICE_FILE"
 """Names a file whose appearance is a notice."""
 
+MOST_NODES = 64
+"""Memory nodes that one run may have."""
+
 LARGEST = 10**9
 """Most that a user may set as a number, such as seconds (30 years): Python waits for no longer than ten times that."""
 

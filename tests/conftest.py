@@ -178,6 +178,22 @@ def lives(pid: int) -> bool:
     return False
 
 
+@pytest.fixture
+def lacking(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+    """Has so many threads of a name not start."""
+    start, left = threading.Thread.start, {"": 0}
+
+    def limited(thread: threading.Thread) -> None:
+        for name, count in left.items():
+            if count > 0 and thread.name.startswith(name):
+                left[name] -= 1
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    return left.__setitem__
+
+
 def named_run(name: str, durable: Path | str | None = None, **more: Any) -> RunInfo:
     """A run without an identity, by its name, and where it is durable."""
     url = str(durable) if durable is not None else None

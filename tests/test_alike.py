@@ -137,6 +137,8 @@ def test_ranks_with_other_versions_are_told(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_only_one_rank_decides_by_and_what_is_a_host_s_own_may_differ() -> None:
     learned = EverySteps(3)
     learned.taken(6, 0.0)
+    nodes = ["spot://a:1", "spot://b:1"]
+    assert checked(spot(memory=nodes), spot(memory=nodes[::-1])) == [None, None]  # all use them in one order
     one = spot(interval=EverySteps(3), memory_limit="1GiB", run="at-12-00-00")
     other = spot(interval=learned, memory_limit="2GiB", run="at-12-00-01", log_goodput=True)
     assert checked(one, other) == [None, None]

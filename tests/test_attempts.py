@@ -18,15 +18,15 @@ from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.joining import Joining
 from lightning_spot.capture.ring_settings import RingSettings
 from lightning_spot.capture.share import ShareWriter
-from lightning_spot.capture.split import Number
+from lightning_spot.capture.split import Number, Ranks
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import NodeUnreachable
-from lightning_spot.image.manifest import Manifest
+from lightning_spot.errors import Fenced, NodeUnreachable
+from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.staging.alone import LoneThread
-from tests.conftest import named_run
+from tests.conftest import named_run, until
 
 RING = RingSettings(slots=2, memory_bytes=2**20, idle_timeout_s=9.0, keep=1, strict=False)
 
@@ -104,6 +104,27 @@ def test_only_what_comes_of_a_loss_that_was_said_is_not_said_again(
     said = [record.getMessage() for record in caplog.records if "no snapshot now" in record.getMessage()]
     assert len(said) == 1
     assert "nobody answers at 10.0.0.5" in said[0]
+
+
+def test_ranks_hear_that_there_will_be_none_of_what_rank_0_was_fenced_from_since_it_told_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hears of that beside training. They waited for their slot, in their optimizer's step."""
+    host, told = Listed(), list[Any]()
+    attempt = Attempt(survey(Location.of(str(tmp_path / "run"), None, None)), host, RING)
+    monkeypatch.setattr(host, "decline", lambda *what: told.append(what))
+    over: list[str] = []
+    attempt.writer.mailbox = cast(Any, SimpleNamespace(over=over.append, close=lambda: None))
+    attempt.writer.fence = Fenced("attempt 2 has taken over", run="run", attempt=1, current=2)
+    how: dict[str, Any] = {"owned": {}, "kept": {}, "epoch": 0, "world_size": 2, "wait_s": 0.0}
+    try:
+        attempt.write({}, step=4, ranks=Ranks(2, {}), **how)
+        until(lambda: told, "the others to be told")
+        attempt.write({}, step=5, **how)  # of what it writes alone, nobody waits for anything
+    finally:
+        attempt.finish(0.0, complete=False)
+    assert [(name, why) for name, why, *_ in told] == [(snapshot_name(4, attempt.number), "attempt 2 has taken over")]
+    assert over == [snapshot_name(step, attempt.number) for step in (4, 5)]
 
 
 def test_a_node_that_outlives_who_has_started_it_is_no_leak_to_python(tmp_path: Path) -> None:

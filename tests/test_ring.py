@@ -401,6 +401,40 @@ def test_what_was_refused_while_its_trainer_lived_is_looked_at_again_when_that_i
     assert not bench.node.committed(RUN)[0].refused
 
 
+def test_what_was_refused_while_its_trainer_lived_is_brought_by_the_next_node_if_both_are_killed(
+    make: Callable[..., Bench], runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = make(area=runtime_dir / "area")
+    refused_of_a_live_trainer(killed)
+    killed.die()
+    monkeypatch.setattr(work, "LEFT_S", 0.1)
+    heir = make(area=runtime_dir / "area")
+    assert [slot.manifest and slot.manifest.step for slot in heir.node.committed(RUN)] == [5]
+    until(lambda: heir.tier().survey().manifests, "it to be brought")
+
+
+def test_what_waits_for_a_trainer_to_be_gone_is_said_once_of_each_run_and_no_more_when_it_was_brought(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of two that took turns it was said at each look; and the tier counted as refusing what it had by then."""
+    monkeypatch.setattr(work, "LEFT_S", 100.0)
+    for identity in (RUN_ID, OTHER_ID):
+        bench.open(run_id=identity)
+        tier = bench.tier(identity)
+        LocalStore(tier.url).claim(replace(claim_of(7), run_id=identity))
+        bench.save(5, run_id=identity)
+        for _ in range(2):
+            before = len(tier.tries)
+            until(lambda tries=tier.tries, before=before: len(tries) > before, "it to be tried once more", 60.0)
+    assert caplog.text.count("is tried again when that trainer is gone") == 2
+    health = bench.node.flusher.health[tier.url]
+    health.refuses(Fenced("x", run="run", attempt=1, current=7), OTHER_ID, 1)
+    monkeypatch.setattr(work, "LEFT_S", 0.0)
+    assert bench.flush(60.0) == []
+    assert [manifest.step for manifest in tier.survey().manifests] == [5]
+    assert bench.node.tiers()[tier.url].refused == ""
+
+
 def test_an_attempt_that_claims_while_another_ones_snapshot_is_brought_changes_nothing(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -186,22 +186,6 @@ def test_a_slot_that_cannot_be_made_beside_training_is_made_when_it_is_needed(on
     desk.host.leave(complete=True)
 
 
-@pytest.fixture
-def lacking(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
-    """Has so many threads of a name not start."""
-    start, left = threading.Thread.start, {"": 0}
-
-    def limited(thread: threading.Thread) -> None:
-        for name, count in left.items():
-            if count > 0 and thread.name.startswith(name):
-                left[name] -= 1
-                raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", limited)
-    return left.__setitem__
-
-
 def test_a_tier_that_had_no_thread_gets_one_later(tmp_path: Path, lacking: Callable[[str, int], None]) -> None:
     """It never got one, and nothing of the run was durable in the end."""
     with contextlib.closing(Node(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as node:

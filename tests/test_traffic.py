@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_spot import EverySteps
+from lightning_spot.config import MOST_NODES
 from lightning_spot.fit.pacing import Pacing
 from lightning_spot.fit.word import Shown, Word
+from lightning_spot.memory.joint import SpreadPlace
 from tests.gpus import NEEDS_GPU
 
 EVERY, STEPS = 4, 50
@@ -110,7 +112,17 @@ def group(request: pytest.FixtureRequest) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("said", ["", "alone", ["together, at spot://host:7070/run", 40], "é" * 100])
+def place_of(count: int, seed: int = 0) -> str:
+    """So many nodes with addresses that have nothing in common, where the snapshots of a run are spread."""
+    dice = random.Random(seed)
+    hosts = (":".join(f"{dice.randrange(2**16):x}" for _ in range(4)) for _ in range(count))
+    run = "llama-3-8b-pretraining@0123456789ab"
+    return SpreadPlace(2, tuple(f"spot://[2001:db8:85a3:1:{host}]:7070/{run}" for host in hosts)).at
+
+
+@pytest.mark.parametrize(
+    "said", ["", "alone", ["together, at spot://host:7070/run", 40], "é" * 100, ["at " + place_of(MOST_NODES), 40]]
+)
 def test_a_word_comes_as_it_was_said(group: Any, said: Any) -> None:
     word = Word(group)
     word.say(said)
@@ -139,8 +151,9 @@ def test_what_is_shown_is_seen_once_unless_it_is_too_long_or_forgotten(group: An
 
 def test_for_a_word_that_is_too_long_all_ranks_wait(group: Any) -> None:
     word = Word(group)
-    word.say("x" * 2000)
-    assert word.hear() == "x" * 2000
+    said = place_of(40 * MOST_NODES)
+    word.say(said)
+    assert word.hear() == said
     assert group.waited == 1
 
 

@@ -174,13 +174,13 @@ class RemoteSnapshot(Part):
     def in_common(self) -> dict[str, Any]:
         """See :class:`~lightning_spot.callbacks.part.Part`. How much memory there is, and the paths, are a host's.
 
-        The nodes that rank 0 names are those that all use. So is its name of the run, but that is for people: where it
-        is drawn at each start, such as from the time, ranks may differ in it.
+        The nodes that rank 0 names are those that all use, in whatever order. So is its name of the run, but that is
+        for people: where it is drawn at each start, such as from the time, ranks may differ in it.
         """
         ring, told = self._settings.ring, self._named
         return {
             "interval": self._interval,
-            "memory": ", ".join(told.nodes) or (AUTO if told.embedded else None),
+            "memory": ", ".join(sorted(told.nodes)) or (AUTO if told.embedded else None),
             "replicas": ring.replicas,
             "keep": ring.keep,
             "on_full": self._settings.on_full,

@@ -184,6 +184,8 @@ class Attempt:
         try:
             self._ended |= complete
             manifest = self._manifest(step, epoch, world_size, complete=complete, again=again)
+            if self.writer.fence is not None:  # heard of beside training, perhaps after the other ranks were told
+                raise self.writer.fence
             if isinstance(checkpoint, SpotError):
                 raise checkpoint
             if complete:

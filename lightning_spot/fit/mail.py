@@ -44,7 +44,7 @@ class Mail:
         if attempt is None:
             try:
                 self.sender = Sender(main_address(trainer), port, secret, trainer.global_rank)
-            except OSError as error:
+            except (OSError, RuntimeError) as error:  # also where no thread can be had
                 problem = f"rank {trainer.global_rank} does not reach rank 0: {error}"
         problems = [each for each in agreement.gather(problem) if each]
         self.works = not problems

@@ -75,8 +75,15 @@ class Hosts:
         self.rank_0: tuple[str, int] | None = None
         if not self._leads:
             self.close()
-        elif self._giver is not None and ranks.rank == 0 and self.count > 1:
-            self.rank_0 = address(), self._giver.give_elsewhere()
+        if self.count > 1:
+            try:
+                self.rank_0 = ranks.on_rank_zero(lambda: self._give_elsewhere(address))
+            except BaseException:
+                self.close()
+                raise
+
+    def _give_elsewhere(self, address: Callable[[], str]) -> tuple[str, int] | None:
+        return (address(), self._giver.give_elsewhere()) if self._giver is not None else None
 
     def close(self) -> None:
         """Give nothing to others any more."""

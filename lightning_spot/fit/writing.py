@@ -228,10 +228,6 @@ class Writing(OfTrainer):
         trainer, attempt = self._trainer, self.attempt
         if attempt is None:
             return
-        if attempt.fenced:
-            if complete:
-                attempt.miss_end()
-            return
         owned: Owners = {}
         kept: Owners = {}
         try:

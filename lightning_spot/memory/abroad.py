@@ -19,9 +19,18 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from lightning_spot.errors import Fenced, NodeUnreachable, SettingsError, ShareMissing, SnapshotNotFound, SpotError
+from lightning_spot.errors import (
+    Fenced,
+    NodeUnreachable,
+    SettingsError,
+    ShareMissing,
+    SnapshotFailed,
+    SnapshotNotFound,
+    SpotError,
+)
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.written import Ranges
@@ -113,7 +122,7 @@ class Abroad:
         lead = Lead.of(upload)
         self._leads.add(lead)
         for url in lead.begun:
-            _background(lambda url=url: self._begin(lead, url))  # type: ignore[misc]
+            _background(partial(self._begin, lead, url), partial(self._not_begun, lead, url))
 
     def make_way(self) -> bool:
         """Let slots go from which nothing is sent until further nodes have their turn; whether there were any."""
@@ -142,7 +151,10 @@ class Abroad:
         if lead is None:
             raise SnapshotNotFound(f"upload {upload.id!r} does not exist (any more)")
         self._uploads.bring(upload)
-        sending = {_background(lambda url=url: self._send(lead, url, manifest)): url for url in lead.begun}  # type: ignore[misc]
+        sending = {
+            _background(partial(self._send, lead, url, manifest), partial(self._not_sent, lead, url)): url
+            for url in lead.begun
+        }
         first = next(iter(sending))
         waiting = set(sending)
         while waiting:
@@ -171,7 +183,7 @@ class Abroad:
         lead = self._leads.end(upload)
         if lead is not None and upload.given_up:
             for begun in lead.begun.values():
-                _background(lambda begun=begun: _give_up(begun))  # type: ignore[misc]
+                _background(partial(_give_up, begun))
 
     def decline(self, run: str, at: str, name: str, attempt: int, why: str, host: int = 0) -> None:
         """Tell the other hosts, in the background, that there will be no snapshot of a name.
@@ -201,7 +213,7 @@ class Abroad:
                 time.sleep(_AGAIN_S)
 
         for url in urls_of(at):
-            _background(lambda url=url: tell(url))  # type: ignore[misc]
+            _background(partial(tell, url))
 
     # -- at each place --------------------------------------------------------------------------------------------
 
@@ -212,12 +224,16 @@ class Abroad:
             tier = self.bringing.tier(url, upload.run)
             begun.set_result((tier, tier.begin(shared, lead.nbytes, attempt=upload.attempt, hosts=lead.hosts)))
         except Exception as error:
-            if not isinstance(error, Passed):
-                self._heard(url, None, 0.0, None, error)  # before anybody asks where the next one goes
-            begun.set_exception(error)
-            if all(each.done() and each.exception() is not None for each in lead.begun.values()):
-                self._uploads.shares.fail(upload, f"{url}: {error}")
-            self.decline(upload.run, url, shared.name, upload.attempt, str(error))
+            self._not_begun(lead, url, error)
+
+    def _not_begun(self, lead: Lead, url: str, error: Exception) -> None:
+        upload, begun = lead.upload, lead.begun[url]
+        if not isinstance(error, Passed):
+            self._heard(url, None, 0.0, None, error)  # before anybody asks where the next one goes
+        begun.set_exception(error)
+        if all(each.done() and each.exception() is not None for each in lead.begun.values()):
+            self._uploads.shares.fail(upload, f"{url}: {error}")
+        self.decline(upload.run, url, lead.shared.name, upload.attempt, str(error))
 
     def _send(self, lead: Lead, url: str, manifest: Manifest) -> Manifest:
         """Bring the portion to one place, and have the snapshot committed there."""
@@ -233,7 +249,7 @@ class Abroad:
             sealed = tier.seal(gathering, _named(manifest, url), lambda: self.bringing.check(upload))
         except Exception as error:
             self._ended(lead, url, None)
-            _background(lambda: _give_up(begun))
+            _background(partial(_give_up, begun))
             if not (begun.done() and begun.exception() is error):
                 self._heard(url, None, 0.0, None, error)
             raise
@@ -244,6 +260,12 @@ class Abroad:
         at, took_s = (nodes_of(url) or [url])[0], time.monotonic() - began_s
         self._heard(at, own, took_s, None if is_durable(url) else sent, None)
         return sealed
+
+    def _not_sent(self, lead: Lead, url: str, _: Exception) -> None:
+        begun = lead.begun[url]
+        self._ended(lead, url, None)
+        if begun.done():
+            _background(partial(_give_up, begun))
 
     def _ended(self, lead: Lead, url: str, sealed: Manifest | None) -> None:
         """It is over at a place, as ``sealed`` if it was committed there. After the last one, the slot is free."""
@@ -256,8 +278,18 @@ class Abroad:
             self._uploads.brought(lead.upload, whole=False)
 
 
-def _background(work: Callable[[], T]) -> Future[T]:
-    return in_background(work, "spot-joint")
+def _background(work: Callable[[], T], failed: Callable[[SpotError], object] | None = None) -> Future[T]:
+    """Do something beside; where no more threads can be had, it has failed, and that is called with why."""
+    try:
+        return in_background(work, "spot-joint")
+    except RuntimeError as error:
+        problem = SnapshotFailed(f"it needs a thread of its own: {error}")
+        logger.info("what belongs to a snapshot of several hosts is not done: %s", problem)
+        if failed is not None:
+            failed(problem)
+        none: Future[T] = Future()
+        none.set_exception(problem)
+        return none
 
 
 def _give_up(begun: Future[Begun]) -> None:

@@ -74,16 +74,25 @@ class Chain:
         self._asked: NextNode | None = None  # to carry the run on; it has not answered yet
         self._closed = False
         self._missed = Missed(ring, info, lambda url: self._closed or is_busy(url))
-        self._apply()
         self._threads = [
             threading.Thread(target=self._work, args=(replica,), name=f"spot-chain-{info.text}", daemon=True)
             for replica in self._replicas
         ]
 
     def start(self) -> None:
-        """Begin to look for nodes."""
-        for thread in self._threads:
-            thread.start()
+        """Begin to look for nodes, in the place of another chain of the run, if there is one.
+
+        Raises:
+            RuntimeError: if no thread can be had now: nothing is looked for, and the run goes where it went.
+        """
+        with self._ring.changed:
+            try:
+                for thread in self._threads:
+                    thread.start()
+            except RuntimeError:
+                self._closed = True
+                raise
+            self._apply()
 
     @property
     def carries(self) -> bool:

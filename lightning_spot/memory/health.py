@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_spot.errors import Fenced
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.runs import key_of
 from lightning_spot.memory.tier import Sent
 
 _SMOOTHING = 0.3
@@ -81,6 +82,8 @@ class TierHealth:
             seconds: that took.
             sent: how its parts, and those of everything before it, went to a node.
         """
+        if self.refused_run == key_of(put):  # what was refused while its trainer lived is brought when that is gone
+            self.refused = ""
         if put.exact:  # from these it is told how long an urgent snapshot will take
             self.flushed += 1
             self.flushed_bytes += put.nbytes

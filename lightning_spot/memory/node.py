@@ -101,7 +101,7 @@ class Node:
             flush_to=flush_to,
             allow=allow,
         )
-        self._remembered = Remembered(self.ring.area, self.registry, self.flusher, self.routes)
+        self._remembered = Remembered(self.ring, self.registry, self.flusher, self.routes)
         self._remembered.take_over()
 
     # -- runs -----------------------------------------------------------------------------------------------------

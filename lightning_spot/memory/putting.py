@@ -47,7 +47,7 @@ class Putting:
         self._dropped = dropped
         self._earlier = functools.partial(glance, ring)
         self._swept_s: dict[tuple[str, str], float] = {}
-        self._put_off: set[tuple[str, str]] = set()  # of what it was said last
+        self._put_off: dict[tuple[str, str, int], str] = {}  # by tier, run and host: of which snapshot it was said last
 
     def put(self, store: Store, url: str, job: Job, attempt: int) -> Manifest | None:
         """Put a snapshot; what is at the tier now, ``None`` if there was nothing to put.
@@ -81,8 +81,10 @@ class Putting:
         with self._ring.changed:
             is_left = self._work.is_left(job.run, time.monotonic())
         if not is_left:
-            if (job.run, job.manifest.name) not in self._put_off:
-                self._put_off = {(job.run, job.manifest.name)}
+            portion = job.manifest.portion
+            of_what = (store.url, job.run, portion.host if portion is not None else 0)
+            if self._put_off.get(of_what) != job.manifest.name:
+                self._put_off[of_what] = job.manifest.name
                 logger.warning("%s. What is here of it is tried again when that trainer is gone", fence)
             raise PutOff(f"{fence}, and its trainer may live")
         order = job.manifest.order

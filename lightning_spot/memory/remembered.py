@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from lightning_spot.memory.area import SlotArea
 from lightning_spot.memory.flusher import Flusher
 from lightning_spot.memory.registry import Registry
+from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.route import Routes
 from lightning_spot.memory.runs import Run
 
@@ -18,14 +18,15 @@ class Remembered:
     Called with the registry's lock, as soon as the node is made.
 
     Args:
-        area: of the slots; ``None`` where nothing outlives the node, and nothing is noted.
+        ring: of the node. Where its slots do not outlive the node, nothing is noted.
         registry: the runs.
         flusher: that deletes.
         routes: of the runs.
     """
 
-    def __init__(self, area: SlotArea | None, registry: Registry, flusher: Flusher, routes: Routes) -> None:
-        self._area, self._registry, self._flusher, self._routes = area, registry, flusher, routes
+    def __init__(self, ring: Ring, registry: Registry, flusher: Flusher, routes: Routes) -> None:
+        self._ring, self._registry, self._flusher, self._routes = ring, registry, flusher, routes
+        self._area = ring.area
         self._deleting: set[str] = set()  # runs of which deletions are noted
 
     def note(self, run: Run) -> None:
@@ -57,5 +58,6 @@ class Remembered:
             run = Run(replace(left.info, session=""), left.complete, time.monotonic())  # no trainer is connected yet
             self._registry.runs[left.info.key] = run
             self._routes.open(left.info)
+            self._ring.forget_refusals(left.info.key)
             for url, manifest in left.deletions:
                 self._flusher.delete(url, manifest)

@@ -188,11 +188,13 @@ class Routes:
             chain.join(_JOIN_S)
 
     def _begin(self, info: RunInfo) -> None:
-        """Look for the nodes behind this one anew."""
-        key = info.key
-        if (known := self._chains.get(key)) is not None:
-            known.close()
-        self._chains[key] = Chain(
+        """Look for the nodes behind this one anew.
+
+        Raises:
+            RuntimeError: see :meth:`Chain.start`; who opens the run asks once more.
+        """
+        key, known = info.key, self._chains.get(info.key)
+        chain = Chain(
             self._ring,
             self.open_store,
             info,
@@ -201,7 +203,11 @@ class Routes:
             is_busy=lambda url: url in self._busy(),
             is_left=lambda: self._is_left(key),
         )
-        self._chains[key].start()
+        with self._ring.changed:
+            chain.start()
+            self._chains[key] = chain
+            if known is not None:
+                known.close()
 
     def _is_left(self, key: str) -> bool:
         """Whether the trainer is gone: only its own host is told of nodes; others know what they were told."""

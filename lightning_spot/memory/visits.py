@@ -122,7 +122,10 @@ class Visits:
                 return
             visit = self._visits[run, name] = _Visit(run, key, attempt, name, host, told, urls[0], set(urls))
         for url in urls:
-            threading.Thread(target=self._visit, args=(visit, url), name="spot-joint", daemon=True).start()
+            try:
+                threading.Thread(target=self._visit, args=(visit, url), name="spot-joint", daemon=True).start()
+            except RuntimeError as error:  # no more can be had: ranks hear that there will be no share, and say so
+                self._ended(visit, url, error)
 
     def make_way(self) -> bool:
         """Let slots go from which nothing is sent until other nodes have their turn; whether there were any."""

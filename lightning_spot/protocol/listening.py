@@ -13,7 +13,8 @@ import os
 import resource
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,6 +23,7 @@ Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any
 logger = logging.getLogger(__name__)
 
 _PROBES = 3
+_AGAIN_S = 0.1
 
 
 def port_of_all_interfaces() -> socket.socket:
@@ -30,6 +32,29 @@ def port_of_all_interfaces() -> socket.socket:
         if socket.has_dualstack_ipv6():
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))
+
+
+def accepted(listener: socket.socket, is_closed: Callable[[], bool]) -> Iterator[socket.socket]:
+    """Yield each connection to a listener until that is closed. Who connects while no descriptor can be had, waits.
+
+    Args:
+        listener: that listens.
+        is_closed: whether it was closed, or is just being.
+    """
+    is_said = False
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError as error:
+            if is_closed():
+                return
+            if not is_said:
+                logger.warning("no connection can be accepted now: %s", error)
+            is_said = True
+            time.sleep(_AGAIN_S)
+        else:
+            is_said = False
+            yield connection
 
 
 def allow_descriptors(more: int) -> None:

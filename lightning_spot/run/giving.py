@@ -12,7 +12,7 @@ import socket
 import threading
 
 from lightning_spot.errors import SpotError
-from lightning_spot.protocol.listening import port_of_all_interfaces
+from lightning_spot.protocol.listening import accepted, port_of_all_interfaces
 from lightning_spot.protocol.wire import error_body
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.sharing import CONNECT_S, SILENCE_S, Card, Lines, address_of, this_host, user_of
@@ -84,24 +84,36 @@ class Giver:
             self._fd = None
 
     def _listen(self, listener: socket.socket, *, with_descriptor: bool) -> None:
-        listener.listen(256)
+        accept = threading.Thread(target=self._accept, args=(listener, with_descriptor), name="spot-giver", daemon=True)
+        try:
+            listener.listen(256)
+            accept.start()
+        except RuntimeError as error:  # no more threads can be had
+            listener.close()
+            raise OSError(f"nobody can be given a snapshot: {error}") from error
         self._sockets.append(listener)
-        threading.Thread(target=self._accept, args=(listener, with_descriptor), name="spot-giver", daemon=True).start()
 
     def _accept(self, listener: socket.socket, with_descriptor: bool) -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return  # closed
+        for connection in accepted(listener, lambda: self._closed):
             with self._ready:
                 if self._closed:
                     connection.close()
                     return
                 self._sockets.append(connection)
-            threading.Thread(
+            serve = threading.Thread(
                 target=self._serve, args=(connection, with_descriptor), name="spot-give", daemon=True
-            ).start()
+            )
+            try:
+                serve.start()
+            except RuntimeError as error:  # no more threads can be had now: this one reads for itself
+                logger.warning("somebody who asked for a snapshot was refused: %s", error)
+                self._let_go(connection)
+
+    def _let_go(self, connection: socket.socket) -> None:
+        with self._ready:
+            if connection in self._sockets:
+                self._sockets.remove(connection)
+        connection.close()
 
     def _serve(self, connection: socket.socket, with_descriptor: bool) -> None:
         lines = Lines(connection)
@@ -116,10 +128,7 @@ class Giver:
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.debug("somebody who asked for a snapshot has gone: %s", error)
         finally:
-            with self._ready:
-                if connection in self._sockets:
-                    self._sockets.remove(connection)
-            connection.close()
+            self._let_go(connection)
 
     def _answer(self, connection: socket.socket, lines: Lines, turn: int, with_descriptor: bool) -> None:
         given, fd = self._await(connection, turn)

@@ -10,7 +10,15 @@ from urllib.parse import urlsplit
 
 from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import check_number, check_run_name, parse_bytes, plain_url, read_environment, why_no_place
+from lightning_spot.config import (
+    MOST_NODES,
+    check_number,
+    check_run_name,
+    parse_bytes,
+    plain_url,
+    read_environment,
+    why_no_place,
+)
 from lightning_spot.errors import NodeUnreachable, SettingsError, TierError
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.protocol.wire import parse_spot_url
@@ -84,6 +92,8 @@ class Location:
                     f"memory={memory!r}: name memory nodes only; the one on this host, 'auto', is there in any case"
                 )
             nodes = tuple(map(_node_url, memory if several else [memory]))
+            if len(nodes) > MOST_NODES:
+                raise SettingsError(f"memory= names {len(nodes)} memory nodes: a run has {MOST_NODES} at most")
             if len(set(nodes)) < len(nodes):
                 raise SettingsError(f"memory={memory!r} names a node twice; one that is gone takes both with it")
         # A memory:// file system lives in one process only, so its flusher must run in the trainer's.

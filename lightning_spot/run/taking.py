@@ -107,13 +107,13 @@ def _first_answer(lines: Lines) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _greeted(connect: Callable[[], socket.socket], secret: str, turn: int) -> Iterator[socket.socket]:
-    try:
-        connection = connect()
-    except OSError as error:
-        raise NotShared(f"the rank that opens the snapshot cannot be reached ({error})") from error
-    with connection:
-        connection.settimeout(SILENCE_S)
-        connection.sendall(json.dumps({"secret": secret, "turn": turn}).encode() + b"\n")
+    with contextlib.ExitStack() as opened:
+        try:
+            connection = opened.enter_context(connect())
+            connection.settimeout(SILENCE_S)
+            connection.sendall(json.dumps({"secret": secret, "turn": turn}).encode() + b"\n")
+        except OSError as error:
+            raise NotShared(f"the rank that opens the snapshot cannot be reached ({error})") from error
         yield connection
 
 

@@ -26,6 +26,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.given import give
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.slots import Slot
+from lightning_spot.protocol.listening import accepted
 from lightning_spot.protocol.process import ProcessId, open_pidfd, wait_readable
 from lightning_spot.service.killed import note_killed
 
@@ -53,6 +54,7 @@ class DescriptorChannel:
         self._token = token
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
+        self._closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(str(path))
         self._socket.listen(64)
@@ -61,7 +63,7 @@ class DescriptorChannel:
     def close(self) -> None:
         """Stop accepting, and end every session."""
         with self._lock:
-            open_now = list(self._open)
+            self._closed, open_now = True, list(self._open)
         for connection in (self._socket, *open_now):
             try:
                 connection.shutdown(socket.SHUT_RDWR)
@@ -70,11 +72,7 @@ class DescriptorChannel:
         self._socket.close()
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return  # closed
+        for connection in accepted(self._socket, lambda: self._closed):
             with self._lock:
                 full = len(self._open) >= _MOST_SESSIONS
                 if not full:

@@ -12,6 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
+from lightning_spot.config import MOST_NODES
 from lightning_spot.errors import NodeRefused, SettingsError
 from lightning_spot.image.packing import Compression
 from lightning_spot.image.parts import checksum
@@ -28,11 +29,11 @@ LAYOUT_BODY_BYTES = 32 * 1024 * 1024
 """Longest JSON body of a request that may carry a layout."""
 
 MOST_BYTES = 2**46
-MOST_NODES = 64
 MOST_ATTEMPTS = 10**9
 LONGEST_WAIT_S = 3600.0
 _BODY_TIMEOUT_S = 30.0
 _LONGEST_TEXT = 4096
+_LONGEST_URL = 512  # of a run at a node: names of hosts have 255 characters at most, those of runs 128
 
 
 async def json_body(request: web.Request, most_bytes: int = SMALL_BODY_BYTES) -> dict[str, Any]:
@@ -110,16 +111,25 @@ def seconds(fields: Mapping[str, Any], name: str, default: float, high: float) -
     return float(min(value, high))
 
 
-def text(fields: Mapping[str, Any], name: str, default: str | None = "") -> str:
+def text(fields: Mapping[str, Any], name: str, default: str | None = "", *, most: int = _LONGEST_TEXT) -> str:
     """A text of bounded length; ``default=None`` says that it must be there.
 
     Raises:
         SettingsError: otherwise.
     """
     value = fields.get(name, default)
-    if not isinstance(value, str) or len(value) > _LONGEST_TEXT or "\0" in value:
-        raise SettingsError(f"malformed request: {name} is no text of at most {_LONGEST_TEXT} characters")
+    if not isinstance(value, str) or len(value) > most or "\0" in value:
+        raise SettingsError(f"malformed request: {name} is no text of at most {most} characters")
     return value
+
+
+def place(fields: Mapping[str, Any]) -> str:
+    """Where several hosts bring a snapshot to, see :attr:`Shared.at`: URLs of a run, at as many nodes as it may have.
+
+    Raises:
+        SettingsError: if it is something else.
+    """
+    return text(fields, "at", most=MOST_NODES * _LONGEST_URL)
 
 
 def long_text(fields: Mapping[str, Any], name: str) -> str:

@@ -16,9 +16,10 @@ import asyncio
 
 from aiohttp import web
 
+from lightning_spot.config import MOST_NODES
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.spread import Told
-from lightning_spot.service.fields import MOST_ATTEMPTS, MOST_NODES, integer, json_body, only_same_host, text, texts
+from lightning_spot.service.fields import MOST_ATTEMPTS, integer, json_body, only_same_host, text, texts
 
 
 class PortionRequests:

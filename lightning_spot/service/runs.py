@@ -10,11 +10,11 @@ from typing import Any
 
 from aiohttp import web
 
+from lightning_spot.config import MOST_NODES
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.service.fields import (
     MOST_ATTEMPTS,
-    MOST_NODES,
     compression,
     integer,
     json_body,

@@ -25,6 +25,7 @@ from lightning_spot.service.fields import (
     json_body,
     long_text,
     only_same_host,
+    place,
     seconds,
     text,
 )
@@ -49,7 +50,7 @@ class ShareRequests:
         body = await shared_body(request)
         run, name = request.match_info["run"], text(body, "name")
         attempt = integer(body, "attempt", None, 0, MOST_ATTEMPTS)
-        if at := text(body, "at"):
+        if at := place(body):
             host, told = integer(body, "host", None, 1, MOST_SHARES), None
             if is_by_itself(at):
                 layout = long_text(body, "layout")
@@ -94,7 +95,7 @@ class ShareRequests:
         only_same_host(request)
         body = await json_body(request)
         attempt = integer(body, "attempt", None, 0, MOST_ATTEMPTS)
-        run, name, why, at = request.match_info["run"], text(body, "name"), text(body, "why"), text(body, "at")
+        run, name, why, at = request.match_info["run"], text(body, "name"), text(body, "why"), place(body)
         host, abroad = integer(body, "host", 0, 0, MOST_SHARES), self._node.uploads.abroad
         share = integer(body, "share", 1, 1, MOST_SHARES)
         if host and await asyncio.to_thread(self._shares.is_joined, run, name, share):
@@ -119,7 +120,7 @@ def shared_of(body: dict[str, Any]) -> Shared | None:
         shares=integer(body, "shares", None, 1, MOST_SHARES),
         digest=text(body, "digest"),
         layout=long_text(body, "layout"),
-        at=text(body, "at"),
+        at=place(body),
         image_nbytes=integer(body, "image_nbytes", 0, 0, MOST_BYTES),
     )
 

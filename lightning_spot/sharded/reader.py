@@ -10,7 +10,7 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -23,10 +23,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from lightning_spot.config import format_names
-from lightning_spot.errors import CorruptSnapshot, ModelChanged, SpotError
+from lightning_spot.errors import CorruptSnapshot, ModelChanged, NotSerialisable, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Image
 from lightning_spot.image.shards import Path, Shard, ShardedTensor, Shards, archived
@@ -34,6 +35,7 @@ from lightning_spot.sharded.flat import FlatShard
 from lightning_spot.sharded.items import is_extra
 from lightning_spot.sharded.metadata import dtype_of, metadata_of, name_of
 from lightning_spot.sharded.plan import State, is_tensor
+from lightning_spot.sharded.private import box_of, is_strided
 
 _SCALARS = [  # of numpy: schedules compute with them
     getattr(numpy, "_core" if hasattr(numpy, "_core") else "core").multiarray.scalar,
@@ -111,14 +113,18 @@ class ImageReader(StorageReader):
         """The tensor of that path; ``None`` if it is no tensor, or not there."""
         return self._tensors.get(path)
 
-    def fill(self, path: Path, flat: FlatShard) -> None:
-        """Give what this rank has of a tensor its values. The tensor is in the snapshot, and of the same shape."""
+    def fill(self, path: Path, parts: Iterable[tuple[tuple[int, ...], torch.Tensor]]) -> None:
+        """Give what this rank has of a tensor its values. The tensor is in the snapshot, and of the same shape.
+
+        Args:
+            path: of the tensor.
+            parts: boxes of it, each with the place of its first element in the tensor.
+        """
         saved = self._tensors[path]
         dtype = dtype_of(saved)
-        for offsets, sizes in flat.boxes():
-            target = flat.part(offsets, sizes)
+        for offsets, target in parts:
             for shard in saved.shards:
-                if (found := _overlap(offsets, sizes, shard)) is None:
+                if (found := _overlap(offsets, target.shape, shard)) is None:
                     continue
                 source = self._elements(shard, dtype)
                 there = target
@@ -174,15 +180,34 @@ def load(state: State, reader: ImageReader, whole: Path | None = None) -> None:
     flat, paths = flatten_state_dict(state)
     _check(flat, reader, whole)
     rest: State = {}
+    for_torch: list[str] = []
     for name, value in flat.items():
         if isinstance(value, FlatShard):
-            reader.fill(paths[name], value)
+            reader.fill(paths[name], ((offsets, value.part(offsets, sizes)) for offsets, sizes in value.boxes()))
+        elif isinstance(value, DTensor) and any(map(is_strided, value.placements)):
+            reader.fill(paths[name], _part_of(name, value))
         else:
             set_element(rest, paths[name], value)
+            for_torch.append(name)
     _load_rest(rest, reader)
-    for name, asked in flat.items():
-        if not isinstance(asked, FlatShard) and not is_tensor(value := get_element(rest, paths[name])):
+    for name in for_torch:
+        if not is_tensor(value := get_element(rest, paths[name])):
             set_element(state, paths[name], value)
+
+
+def _part_of(name: str, tensor: DTensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """What this rank has of a tensor, and where that lies in it; nothing if it is none of those that have some."""
+    places = torch.nonzero(tensor.device_mesh.mesh == torch.distributed.get_rank()).tolist()
+    if not places:
+        return
+    local = tensor.to_local().detach()
+    sizes, offsets = box_of(tensor, places[0])
+    if tuple(local.shape) != sizes:
+        raise NotSerialisable(
+            f"{name} is sharded in a way that is not known here ({tensor.placements}): this rank has"
+            f" {tuple(local.shape)} of it, and not {sizes}"
+        )
+    yield offsets, local
 
 
 def _load_rest(state: State, reader: ImageReader) -> None:

@@ -1,0 +1,237 @@
+"""Several ranks, hosts and nodes, where no further thread or descriptor can be had for a moment: they go on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_spot.client.session import Session
+from lightning_spot.client.stores import open_store
+from lightning_spot.errors import NodeUnreachable, ShareMissing, SpotError, TierError
+from lightning_spot.fit import mail
+from lightning_spot.fit.agreement import Agreement
+from lightning_spot.fit.restore import Hosts
+from lightning_spot.memory import abroad
+from lightning_spot.memory.node import Node
+from lightning_spot.run import giving
+from lightning_spot.run.giving import Giver
+from lightning_spot.run.location import Location
+from lightning_spot.run.taking import NotShared, take
+from lightning_spot.service.channel import DescriptorChannel
+from lightning_spot.tiers.local import LocalStore
+from tests.chained import FIRST, SECOND, Chained
+from tests.conftest import until
+from tests.gated import MIB
+from tests.served import served
+from tests.test_joint_hosts import Checkpoint, Team
+from tests.test_restore import Group, Rank, put
+
+Lacking = Callable[[str, int], None]
+
+
+@pytest.fixture
+def team(tmp_path: Path) -> Iterator[Team]:
+    memory = Node(slots=None, memory_bytes=64 * MIB, open_store=open_store, allow=[str(tmp_path)])
+    with served(memory) as port, contextlib.closing(Team(tmp_path, [memory], [f"spot://127.0.0.1:{port}"])) as team:
+        yield team
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_run_for_whose_nodes_nobody_could_look_is_looked_after_when_it_is_opened_once_more(
+    tmp_path: Path, lacking: Lacking, replicas: int
+) -> None:
+    """Clients ask twice: the second time it counted as open, and nothing of it went anywhere."""
+    with contextlib.closing(Chained(tmp_path, [str(tmp_path)])) as bench:
+        lacking("spot-chain", 1)
+        with pytest.raises(RuntimeError, match="new thread"):
+            bench.open(nodes=(FIRST, SECOND), replicas=replicas)
+        assert bench.open(nodes=(FIRST, SECOND), replicas=replicas).carries
+        bench.save(1)
+        assert bench.flush() == []
+        assert [manifest.step for manifest in LocalStore(bench.tier().url).survey().manifests] == [1]
+
+
+def test_hosts_whose_first_one_has_no_thread_to_begin_a_snapshot_bring_the_next_one(
+    team: Team, lacking: Lacking
+) -> None:
+    lacking("spot-joint", 1)
+    upload = team.lead(1, Checkpoint(1))
+    team.fill(upload, Checkpoint(1))
+    with pytest.raises(ShareMissing, match="needs a thread of its own"):
+        team.seal(upload, 1)
+    team.all_free()
+    team.check(team.take(2, Checkpoint(2)), Checkpoint(2))
+
+
+def test_what_cannot_be_sent_for_want_of_a_thread_keeps_no_slot(team: Team, lacking: Lacking) -> None:
+    """It stayed in use for the life of the node."""
+    upload = team.lead(1, Checkpoint(1))
+    team.fill(upload, Checkpoint(1))
+    team.follow(1, Checkpoint(1))
+    lacking("spot-joint", 1)
+    with pytest.raises(ShareMissing, match="needs a thread of its own"):
+        team.seal(upload, 1)
+    team.all_free()
+    team.check(team.take(2, Checkpoint(2)), Checkpoint(2))
+
+
+def test_what_is_given_up_without_a_thread_to_say_so_keeps_no_slot(
+    team: Team, lacking: Lacking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(abroad, "_give_up", told.append)
+    upload = team.lead(1, Checkpoint(1))
+    until(lambda: len(team.memory.uploads), "it to begin there")
+    lacking("spot-joint", 1)
+    team.first.abort(upload.id)
+    assert not told
+    assert not len(team.first.uploads)
+    assert [slot["state"] for slot in team.first.ring.status()["slots"]] == ["free"]
+    team.check(team.take(2, Checkpoint(2)), Checkpoint(2))  # at the memory node it makes way for the next one
+
+
+def test_a_host_without_a_thread_to_take_part_says_so_and_takes_part_in_the_next(team: Team, lacking: Lacking) -> None:
+    """It noted that it does, and each flush waited for that."""
+    lacking("spot-joint", 1)
+    with pytest.raises(ShareMissing, match="new thread"):
+        team.join(1)
+    assert team.second.uploads.abroad.visits.wait(None, 0.0) == []
+    team.check(team.take(2, Checkpoint(2)), Checkpoint(2))
+
+
+# -- descriptors ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_descriptor(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """While it is set, no connection can be accepted."""
+    accept, lacks = socket.socket.accept, threading.Event()
+
+    def limited(listener: socket.socket) -> Any:
+        found = accept(listener)
+        if lacks.is_set():
+            found[0].close()
+            lacks.clear()
+            raise OSError(errno.EMFILE, "Too many open files")
+        return found
+
+    monkeypatch.setattr(socket.socket, "accept", limited)
+    return lacks
+
+
+def test_a_node_without_a_descriptor_for_one_trainer_serves_the_next(
+    tmp_path: Path, no_descriptor: threading.Event
+) -> None:
+    with contextlib.closing(Node(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as node:
+        channel = DescriptorChannel(node, tmp_path / "fds", None)
+        no_descriptor.set()
+        with pytest.raises(NodeUnreachable):
+            Session(tmp_path / "fds", None, 5.0)
+        Session(tmp_path / "fds", None, 5.0).close()
+        channel.close()
+
+
+@pytest.mark.parametrize("lacks", ["descriptor", "thread"])
+def test_who_gives_a_snapshot_to_ranks_gives_it_to_those_that_come_later(
+    tmp_path: Path, no_descriptor: threading.Event, lacking: Lacking, lacks: str
+) -> None:
+    """The others waited for a minute, and read it themselves."""
+    manifest = put(LocalStore(str(tmp_path / "run")), 3)
+    with contextlib.closing(Giver()) as giver:
+        giver.give(1, TierError("x"))
+        if lacks == "thread":
+            lacking("spot-give", 1)
+        else:
+            no_descriptor.set()
+        with pytest.raises(NotShared):
+            take(giver.card, 1, manifest)
+        with pytest.raises(TierError, match="x"):
+            take(giver.card, 1, manifest)
+
+
+# -- an error of one rank is one of all -------------------------------------------------------------------------------
+
+
+def on_two_ranks(action: Callable[[Any], Any]) -> list[Any]:
+    """What it gives on each of two ranks, or the error that it raises."""
+    group = Group(2)
+
+    def on(rank: int) -> Any:
+        try:
+            return action(Rank(group, rank))
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(on, range(2)))
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_where_rank_0_cannot_give_to_other_hosts_all_ranks_hear_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listens: bool
+) -> None:
+    """They waited for it until the process group gave up."""
+
+    def no_port() -> socket.socket:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    hosts = iter(("a", "b"))
+    monkeypatch.setattr(giving, "this_host", lambda: next(hosts))
+    if not listens:
+        monkeypatch.setattr(giving, "port_of_all_interfaces", no_port)
+    location = Location.of(tmp_path / "run", None, None)
+
+    def begin(trainer: Any) -> Any:
+        with contextlib.closing(Hosts(Agreement(trainer), location, lambda: "127.0.0.1")) as hosts:
+            return hosts.count, hosts.rank_0 is not None
+
+    found = on_two_ranks(begin)
+    if listens:
+        assert found == [(2, True), (2, False)]
+    else:
+        assert isinstance(found[0], OSError)
+        assert isinstance(found[1], SpotError)
+        assert "rank 0: OSError: [Errno 24] Too many open files" in str(found[1])
+
+
+def test_without_a_thread_to_give_each_rank_reads_for_itself(tmp_path: Path, lacking: Lacking) -> None:
+    """Rank 0 ended with an error, and the others waited for it."""
+    lacking("spot-giver", 1)
+    location = Location.of(tmp_path / "run", None, None)
+
+    def begin(trainer: Any) -> int:
+        with contextlib.closing(Hosts(Agreement(trainer), location, lambda: "127.0.0.1")) as hosts:
+            return hosts.count
+
+    assert on_two_ranks(begin) == [2, 2]
+
+
+def test_without_a_thread_to_send_by_mail_what_a_rank_knows_is_gathered(
+    monkeypatch: pytest.MonkeyPatch, lacking: Lacking
+) -> None:
+    monkeypatch.setattr(mail, "main_address", lambda _: "127.0.0.1")
+    monkeypatch.setattr(mail, "allow_ranks", lambda _: None)
+
+    def no_sender(*_: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(mail, "Sender", no_sender)
+
+    def begin(trainer: Any) -> bool:
+        attempt: Any = SimpleNamespace(writer=SimpleNamespace()) if trainer.global_rank == 0 else None
+        letters = mail.Mail(trainer, attempt)
+        if attempt is not None:
+            attempt.writer.mailbox.close()
+        return letters.works
+
+    with pytest.warns(UserWarning, match="rank 1 does not reach rank 0: can't start new thread"):
+        assert on_two_ranks(begin) == [False, False]
