@@ -218,6 +218,22 @@ def test_a_node_that_did_not_hear_what_is_to_be_brought_down_hears_it_from_who_l
     assert [slot.brings for node in desk.nodes.values() for slot in node.ring.committed()] == [True, True]
 
 
+def test_who_leads_next_lets_nothing_go_of_which_a_silent_node_may_know_that_it_is_whole(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who led was lost when it had told one node, which let go the one before it; the other let go that one itself."""
+    desk = make()
+    desk.take(1)
+    with monkeypatch.context() as deaf:
+        deaf.setattr(desk.nodes[1].spread, "whole", fail)
+        desk.take(2)
+    heir = open_store(desk.at).joint  # of the next node of the first host
+    with monkeypatch.context() as silent:
+        silent.setattr(desk.nodes[0].spread, "look", fail)
+        heir.begin(Shared(name=snapshot_name(3, 1), shares=4), MIB, attempt=1, hosts=2)
+    assert desk.whole()[0] == 2
+
+
 def test_a_lost_node_costs_no_snapshot_and_has_its_part_again_when_it_is_back(make: Make) -> None:
     desk = make()
     desk.take(1)

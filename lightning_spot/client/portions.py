@@ -108,7 +108,8 @@ class JointPortions(ByItself):
         for name in left:
             self._tear(name, f"attempt {attempt} has the run since", attempt, over=True)
         for name in never_whole(seen.held, shared.name, over):
-            if self._known.decide(name, whole=False):
+            # Of what this node has not given up itself, a silent one may have the rest, and know that it is whole.
+            if (name in over or not seen.problems) and self._known.decide(name, whole=False):
                 self._tear(name, f"{shared.name} has begun since", attempt, over=True)
         return begun
 
