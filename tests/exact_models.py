@@ -99,6 +99,28 @@ class Optimized(Lean):
         return self.make(self.parameters())
 
 
+class CountingSGD(torch.optim.Optimizer):
+    """Keeps a count of its own and a mask beside each parameter, which are no floating-point numbers."""
+
+    def __init__(self, parameters: Any, lr: float = 0.05) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state, gradient = self.state[parameter], parameter.grad
+                if not state:  # a count that float32 cannot hold
+                    state["hits"] = torch.full_like(parameter, 2**24, dtype=torch.int64)
+                    state["up"] = torch.zeros_like(parameter, dtype=torch.bool)
+                state["hits"] += gradient > 0
+                state["up"] ^= gradient > 0
+                parameter -= group["lr"] * gradient * (1 + 0.1 * (state["hits"] - 2**24) + state["up"])
+        return loss
+
+
 class Evaluating(Lean):
     """Freezes its BatchNorm, lowers its dropout and its loss' weight, all when an epoch starts."""
 

@@ -486,6 +486,7 @@ LOOPS: dict[str, Case] = {
     "precise-state": Case(  # a product in float32, beside parameters in bfloat16
         model=lambda: m.Optimized(partial(torch.optim.NAdam, lr=0.01)), settings={"precision": "bf16-true"}
     ),
+    "counts-and-masks": Case(model=lambda: m.Optimized(m.CountingSGD)),
     "precise-averages": Case(
         model=lambda: m.Optimized(partial(torch.optim.ASGD, lr=0.01)), settings={"precision": "bf16-true"}, soak=True
     ),

@@ -528,6 +528,25 @@ def test_what_an_optimizer_keeps_in_more_digits_than_its_parameters_is_not_round
         assert torch.isclose(product, torch.tensor(0.9 * (1 - 0.5 * 0.96 ** (2 * 4e-3))), rtol=1e-6)
 
 
+def test_what_an_optimizer_keeps_that_is_no_floating_point_number_is_not_made_one() -> None:
+    """Torch casts it to the dtype of the parameters, too: counts were rounded, and masks were numbers."""
+
+    def tweak(optimizer: torch.optim.Optimizer) -> None:
+        for number, values in enumerate(optimizer.state.values()):
+            values["hits"] = torch.tensor([2**24 + 1 + 2 * number])
+            values["masks"] = [torch.tensor([True, False])]
+            values["wave"] = torch.tensor([1.0 + 2.0j])
+
+    before, after = resumed(tweak)
+    for number, old in before["state"].items():
+        new = after["state"][number]
+        assert same(*({key: state[key] for key in ("hits", "masks", "wave")} for state in (old, new)))
+    plain = {"optimizer_states": [{"state": {0: {"mean": torch.ones(2)}}}], "state_dict": {"weight": torch.ones(2)}}
+    assert precise_of(plain) == []
+    plain["optimizer_states"][0]["state"][0]["hits"] = torch.tensor([1])  # type: ignore[index]
+    assert precise_of(plain) != []
+
+
 def test_optimizers_with_states_in_a_form_of_their_own_are_left_alone() -> None:
     """One around another optimizer ended the resume with a ``KeyError``."""
     other = {"lookahead_state": {"slow": torch.ones(2, dtype=torch.float64)}, "base_optimizer": None}

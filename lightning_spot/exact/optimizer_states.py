@@ -1,7 +1,8 @@
-"""States of optimizers that are more precise than their parameters: torch would give them back rounded to these.
+"""States of optimizers that are of another dtype than their parameters: torch would give them back cast to that.
 
-``Optimizer.load_state_dict`` casts all floating-point numbers, but for counts of steps, to the dtype of the parameter:
-what an optimizer keeps in float32 beside parameters in bfloat16 (a product, master weights) comes back as bfloat16.
+``Optimizer.load_state_dict`` casts all tensors, but for counts of steps, to the dtype of the parameter, if that is a
+floating-point one: what an optimizer keeps in float32 beside parameters in bfloat16 (a product, master weights) comes
+back as bfloat16, and a mask, or a count of its own, as floating-point numbers.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ _KEYS = {"state", "param_groups"}
 
 
 def precise_of(checkpoint: Mapping[str, Any]) -> list[State]:
-    """The optimizers' states of a checkpoint, if numbers of more than one dtype are in it; else none of them."""
+    """The optimizers' states of a checkpoint, if torch may cast some of it; else none of them."""
     states: list[State] = checkpoint.get("optimizer_states", [])
-    tensors = [*_tensors(states), *_tensors([checkpoint.get("state_dict", {})])]
-    return states if len({tensor.dtype for tensor in tensors if tensor.is_floating_point()}) > 1 else []
+    dtypes = {tensor.dtype for tensor in _tensors(states)}
+    of_parameters = {tensor.dtype for tensor in _tensors([checkpoint.get("state_dict", {})])}
+    floating = {dtype for dtype in dtypes | of_parameters if dtype.is_floating_point}
+    return states if len(floating) > 1 or not dtypes <= floating else []
 
 
 def keep_dtypes(optimizer: torch.optim.Optimizer, saved: State, dtype_of: DtypeOf) -> None:
-    """Give an optimizer back what torch has rounded when it loaded a state.
+    """Give an optimizer back what torch has cast when it loaded a state.
 
     Where the program has changed the dtype of a parameter since, torch's cast is what is wanted; and an optimizer that
     loads its state in a way of its own knows what it does.
@@ -46,21 +49,22 @@ def keep_dtypes(optimizer: torch.optim.Optimizer, saved: State, dtype_of: DtypeO
     for number, parameter in zip(numbers, parameters, strict=False):
         before, now = saved["state"].get(number), optimizer.state.get(parameter)
         if isinstance(before, dict) and isinstance(now, dict) and dtype_of(parameter) in (None, parameter.dtype):
-            now.update({key: _unrounded(value, now[key]) for key, value in before.items() if key in now})
+            now.update({key: _as_saved(value, now[key]) for key, value in before.items() if key in now})
 
 
-def _unrounded(saved: Any, loaded: Any) -> Any:
-    """What was saved, on the device on which it is now, if what was loaded is nothing but that, rounded."""
+def _as_saved(saved: Any, loaded: Any) -> Any:
+    """What was saved, on the device on which it is now, if what was loaded is nothing but that, cast."""
     if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
-        if not saved.is_floating_point() or saved.dtype == loaded.dtype or saved.shape != loaded.shape:
+        if saved.dtype == loaded.dtype or saved.shape != loaded.shape:
             return loaded
-        mine, rounded = local_of(saved), local_of(loaded)
-        is_that = torch.allclose(mine.to(rounded.device, rounded.dtype), rounded, rtol=0.0, atol=0.0, equal_nan=True)
+        mine, cast = local_of(saved), local_of(loaded)
+        mine = mine.real if mine.is_complex() and not cast.is_complex() else mine
+        is_that = torch.allclose(mine.to(cast.device, cast.dtype), cast, rtol=0.0, atol=0.0, equal_nan=True)
         return saved.to(loaded.device, copy=True) if is_that else loaded
     if isinstance(saved, dict) and isinstance(loaded, dict):
-        return {key: _unrounded(saved[key], value) if key in saved else value for key, value in loaded.items()}
+        return {key: _as_saved(saved[key], value) if key in saved else value for key, value in loaded.items()}
     if isinstance(saved, list | tuple) and type(saved) is type(loaded) and len(saved) == len(loaded):
-        return type(saved)(map(_unrounded, saved, loaded))
+        return type(saved)(map(_as_saved, saved, loaded))
     return loaded
 
 
