@@ -60,7 +60,9 @@ class Sharded(Model):
         first = torch.optim.AdamW(self.net[0].parameters(), 0.01)
         second = torch.optim.SGD(self.net[4].parameters(), 0.01, momentum=0.9)
         never = torch.optim.Adam(self.idle.parameters(), 0.01)
-        schedulers = [torch.optim.lr_scheduler.StepLR(first, 3), torch.optim.lr_scheduler.StepLR(second, 2)]
+        steps = int(self.trainer.estimated_stepping_batches)  # asks for the data, before a checkpoint is loaded
+        sizes = {first: max(1, steps // 4), second: 2}
+        schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, size) for optimizer, size in sizes.items()]
         return [first, second, never], schedulers
 
 

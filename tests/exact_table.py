@@ -324,6 +324,24 @@ SETTINGS: dict[str, Case] = {
 }
 
 LOADERS: dict[str, Case] = {
+    "estimated-in-setup": Case(model=lambda: m.EstimatedEarly("setup"), loaders=rows),
+    "estimated-in-configure-model": Case(
+        model=lambda: m.EstimatedEarly("configure_model"), data=m.Data, loaders=None, val=None
+    ),
+    "estimated-in-setup-workers": Case(
+        model=lambda: m.EstimatedEarly("setup"),
+        loaders=lambda: rows(num_workers=2, persistent_workers=True),
+        soak=True,
+    ),
+    "estimated-in-setup-combined": Case(
+        model=lambda: m.EstimatedEarly("setup"), loaders=lambda: CombinedLoader(rows(), "min_size"), soak=True
+    ),
+    "estimated-in-setup-reloaded": Case(
+        model=lambda: m.EstimatedEarly("setup"),
+        loaders=lambda: rows(generator=torch.Generator().manual_seed(5)),
+        settings={"reload_dataloaders_every_n_epochs": 1},
+        soak=True,
+    ),
     "workers": Case(
         model=Model,
         loaders=lambda: rows(num_workers=2, prefetch_factor=3),

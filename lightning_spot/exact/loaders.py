@@ -180,6 +180,20 @@ class Loaders:
         ahead = len(getattr(private.DATA_FETCHER.of(self._trainer.fit_loop), "batches", ()))
         return [position_of(loader, ahead, epoch_done=self._epoch_done, at_end=at_end) for loader in self.training]
 
+    def ask_again(self) -> None:
+        """Have Lightning ask for training loaders when training begins, also if it did before the checkpoint came.
+
+        It does for ``estimated_stepping_batches``, which may be read in ``setup`` or, where a strategy loads after it,
+        in ``configure_optimizers``. What it was given has begun at the start of an epoch.
+        """
+        fit_loop = self._trainer.fit_loop
+        if (combined := private.COMBINED_LOADER.of(fit_loop)) is None:
+            return
+        if (fetcher := private.DATA_FETCHER.of(fit_loop)) is not None:
+            fetcher.teardown()  # workers end
+        combined.flattened = [loader_itself(loader) for loader in combined.flattened]  # it may be the user's
+        private.COMBINED_LOADER.set(fit_loop, None)
+
     def resume(self, saved: State) -> None:
         """Before loaders are asked for: ask as it was done when :meth:`capture` was called."""
         self._requests, self._due = dict(saved["requests"]), dict(saved["requests"])

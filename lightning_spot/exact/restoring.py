@@ -136,6 +136,8 @@ class Restoring(OfTrainer):
         )
         self._steps_are_over = bool(stops) or reached
         self.unsaved, self.lost = shared["unsaved"], shared.get("lost", [])
+        if (loaders := self.loaders) is not None:
+            self._switches.run(private.LOADERS, loaders.ask_again)
         self._of_loaders(values, Loaders.resume)
         self._precise = _more_precise(trainer.lightning_module, checkpoint)
         if states := precise_of(checkpoint):
