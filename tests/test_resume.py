@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import gc
 import json
 import os
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +27,7 @@ import torch
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.callbacks.auto_resume import AutoResume
 from lightning_spot.client.connection import BoundedSocket
+from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.starting import attach
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import CorruptSnapshot, NodeUnreachable, SpotError, TierError
@@ -402,6 +405,20 @@ def test_a_memory_node_is_asked_as_patiently_as_the_durable_tier(
         found = survey(place, Patience(tries=3, first_pause_s=0.05))
         thread.join()
     assert found.problems == {}
+    assert "asking again" in caplog.text
+
+
+def test_a_memory_node_that_stands_still_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing was said for a minute, and then it had been asked once."""
+    monkeypatch.setattr(NodeClient, "ping", functools.partialmethod(NodeClient.ping, 0.2))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = Location.of(tmp_path / "run-1", f"spot://127.0.0.1:{silent.getsockname()[1]}", None)
+        began_s = time.monotonic()
+        found = survey(place, Patience(tries=2, first_pause_s=0.05))
+        assert time.monotonic() - began_s < 45.0
+    assert "no memory node answers" in found.problems[place.nodes[0]]
     assert "asking again" in caplog.text
 
 

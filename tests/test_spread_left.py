@@ -127,6 +127,25 @@ def test_what_an_attempt_has_left_is_brought_nowhere_that_has_newer_of_the_next_
     until(lambda: nodes.durable() == [1, 9], "it at the durable tier")
 
 
+@pytest.mark.usefixtures("left")
+def test_the_rest_of_what_is_older_than_what_is_durable_is_not_waited_for_long(
+    carried: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next attempt had one node, which brought its portion; the other let its own go. That one waited for an hour,
+    and a node that was told to end for as long as it may: it ended with an error, and all was durable."""
+    monkeypatch.setattr(later, "SURPASSED_S", 2.0)
+    nodes = carried(durable_every_s=0.0)
+    nodes.begin(3)
+    nodes.bring(3, 0)
+    nodes.tell(0, 3, brings=True)  # the next attempt goes on from it
+    nodes.next_attempt()
+    assert nodes.nodes[0].flush("run", 3.0) != []  # its rest may come yet
+    image = memoryview(image_of(4, NBYTES))
+    nodes.store.put(manifest_of(4, 2).sealed(image), image, attempt=2)
+    assert nodes.nodes[0].flush("run", 60.0) == []
+    assert nodes.nodes[0].settled
+
+
 def test_a_killed_trainer_is_gone_although_the_node_of_its_host_lives(
     carried: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -360,7 +360,8 @@ class Flusher:
         Until then, and as long as there is room, it stays: a resume may find the others' at nodes that reach no tier.
         """
         with self._ring.changed:
-            if error.is_final or self.work.later(url, job, time.monotonic(), error.there):
+            now_s, is_surpassed = time.monotonic(), error.is_surpassed
+            if error.is_final or self.work.later(url, job, now_s, error.there, is_surpassed=is_surpassed):
                 logger.warning("%s, and nobody brings the rest: it gives way to others", error)
                 self.work.done(url, job)
                 if job.slot is not None:

@@ -10,6 +10,9 @@ from lightning_spot.errors import SpotError
 FORSAKEN_S = 3600.0
 """What a node has of a snapshot gives way to others when no more of it has come to the durable tier for so long."""
 
+SURPASSED_S = 30.0
+"""The same, where the tier has something newer of that run: who has the rest of it brings that at the same time."""
+
 _FIRST_S, _LAST_S = 1.0, 30.0
 
 
@@ -19,11 +22,12 @@ class PutOff(SpotError):
     Attributes:
         there: files of the snapshot that are there, of all nodes.
         is_final: whether it is waited for in vain.
+        is_surpassed: whether the tier has something newer.
     """
 
     def __init__(self, why: str, there: int = 0, *, is_final: bool = False) -> None:
         super().__init__(why)
-        self.there, self.is_final = there, is_final
+        self.there, self.is_final, self.is_surpassed = there, is_final, False
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.bases import glance
 from lightning_spot.memory.later import PutOff
-from lightning_spot.memory.portion_put import put_portion
+from lightning_spot.memory.portion_put import NotWhole, put_portion
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.slots import Slot
@@ -87,8 +87,10 @@ class Putting:
                 self._put_off[of_what] = job.manifest.name
                 logger.warning("%s. What is here of it is tried again when that trainer is gone", fence)
             raise PutOff(f"{fence}, and its trainer may live")
-        order = job.manifest.order
-        return not any(m.run_id == job.manifest.run_id and m.order > order for m in store.survey().manifests)
+        return not self._has_newer(store, job.manifest)
+
+    def _has_newer(self, store: Store, than: Manifest) -> bool:
+        return any(m.run_id == than.run_id and m.order > than.order for m in store.survey().manifests)
 
     def _put(self, store: Store, url: str, job: Job, attempt: int) -> Manifest | None:
         slot, info = job.slot, self._run(job.run)
@@ -132,6 +134,9 @@ class Putting:
                 return None
             try:
                 whole = put_portion(store, manifest, image, attempt=attempt)
+            except NotWhole as error:
+                error.is_surpassed = self._has_newer(store, manifest)
+                raise
             except CorruptSnapshot:
                 if not self._is_intact(url, image, job, slot):
                     return None

@@ -213,7 +213,7 @@ class Work:
         self._errors.setdefault(url, {})[job.key] = text
         self._later.failed((url, job.key), now_s)
 
-    def later(self, url: str, job: Job, now_s: float, there: int) -> bool:
+    def later(self, url: str, job: Job, now_s: float, there: int, *, is_surpassed: bool = False) -> bool:
         """A put waits for what other nodes put there; whether it has for so long that nobody will. The tier works.
 
         Args:
@@ -221,11 +221,13 @@ class Work:
             job: the put.
             now_s: the time (monotonic).
             there: files that are there now, of all nodes.
+            is_surpassed: whether something newer is.
         """
         self.backoff(url).succeeded(job.key)
         self._errors.get(url, {}).pop(job.key, None)
         since_s = self._later.wait((url, job.key), now_s, there)
-        return now_s - max(since_s, self._left_s(job.run)) >= later.FORSAKEN_S
+        most_s = later.SURPASSED_S if is_surpassed else later.FORSAKEN_S
+        return now_s - max(since_s, self._left_s(job.run)) >= most_s
 
     def dropped(self, url: str, job: Job) -> None:
         """A put came to nothing, because there was nothing to put after all: it does not count as taken."""

@@ -273,7 +273,7 @@ def _listed(client: NodeClient) -> list[NodeRun]:
             attempt=int(item["attempt"]),
             host=str(item["host"]),
         )
-        for item in client.call("GET", "/v1/runs")["runs"]
+        for item in client.call("GET", "/v1/runs", pulse=client.ping)["runs"]
     ]
 
 
