@@ -66,11 +66,54 @@ class Manual(Own):
         optimizer.step()
 
 
+class OnShards(torch.optim.Optimizer):
+    """Works on this rank's part, as those with kernels of their own do: what it keeps is no DTensor."""
+
+    def __init__(self, parameters: Any, lr: float = 0.05) -> None:
+        super().__init__(parameters, {"lr": lr, "seen": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                weight, gradient = parameter.to_local(), parameter.grad.to_local()
+                state = self.state[parameter]
+                if not state:
+                    state.update(momentum=torch.zeros_like(weight), norm=0.0, more={"mean": torch.zeros(())})
+                state["momentum"].mul_(0.9).add_(gradient)
+                state["norm"] = 0.9 * state["norm"] + float(gradient.norm())
+                state["more"]["mean"] += gradient.mean()
+                group["seen"] += state["norm"]
+                scale = 1 + state["norm"] + float(state["more"]["mean"]) + 0.01 * group["seen"]
+                weight.sub_(group["lr"] * state["momentum"] / scale)
+        return loss
+
+
+class Kernels(Own):
+    """All of it is in shards, and its optimizer keeps what only this rank has."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(rows)
+        self.net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+        del self.own
+
+    def setup(self, stage: str) -> None:
+        """It has no embedding."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+        return (self.net(batch[0]).mean(1, keepdim=True) - batch[1]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return [OnShards(self.parameters())]
+
+
 def strategy_of(name: str, module: Own, ranks: int) -> Any:
     """A strategy that leaves the embedding to each rank."""
     if name in ("ddp", "manual"):
         return DDPStrategy(process_group_backend="gloo")
-    if name == "fsdp2":
+    if name in ("fsdp2", "kernels"):
         return ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
     return OnCpus(ignored_modules=[module.own])
 
@@ -79,7 +122,7 @@ def train(root: Path, name: str, rows: int, *callbacks: pl.Callback, seed: int) 
     """What this rank has of its embedding in the end, and its buffers."""
     new_process()
     pl.seed_everything(seed, verbose=False)
-    module = Manual(rows) if name == "manual" else Own(rows)
+    module = {"manual": Manual, "kernels": Kernels}.get(name, Own)(rows)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
@@ -92,6 +135,13 @@ def train(root: Path, name: str, rows: int, *callbacks: pl.Callback, seed: int) 
         callbacks=[*callbacks, SpotCheckpoint(str(root), interval=EverySteps(2), on_full="wait", run="run")],
     )
     trainer.fit(module, loader())
+    if name == "kernels":
+        (optimizer,) = trainer.optimizers
+        kept = [value for state in optimizer.state.values() for value in (state["momentum"].flatten(), state["norm"])]
+        weights = [parameter.to_local().flatten() for parameter in module.parameters()]
+        seen = torch.tensor([each for each in kept if isinstance(each, float)] + [optimizer.param_groups[0]["seen"]])
+        moments = torch.cat([each for each in kept if isinstance(each, torch.Tensor)])
+        return {"weight": torch.cat(weights).detach(), "moments": moments, "seen": seen}
     states = trainer.optimizers[0].state[module.own.weight]
     return {"weight": module.own.weight.detach(), **states, **dict(module.named_buffers())}
 
@@ -99,7 +149,7 @@ def train(root: Path, name: str, rows: int, *callbacks: pl.Callback, seed: int) 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("root", type=Path)
-    parser.add_argument("strategy", choices=("ddp", "manual", "fsdp2", "fsdp1"))
+    parser.add_argument("strategy", choices=("ddp", "manual", "fsdp2", "fsdp1", "kernels"))
     parser.add_argument("--rows", type=int, default=ROWS)
     given = parser.parse_args()
     whole = train(given.root / "whole", given.strategy, given.rows, seed=11)

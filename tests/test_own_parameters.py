@@ -8,21 +8,54 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lightning_spot.exact.own_parameters import OwnParameters
+from lightning_spot.exact import own_parameters
+from lightning_spot.exact.own_parameters import (
+    OwnParameters,
+    OwnValues,
+    what_is_the_first_ranks,
+    what_other_ranks_kept,
+)
+from tests.exact_own import OnShards
 from tests.test_sharded_fit import log, two_ranks
 
 SAME = "weight there differ: []\n"
 NAMED = "each rank trains parameters of its own, and those above 16 MiB are in snapshots as rank 0 has them"
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "manual", "fsdp2", "fsdp1"])
+@pytest.mark.parametrize("strategy", ["ddp", "manual", "fsdp2", "fsdp1", "kernels"])
 def test_each_rank_goes_on_with_its_own(strategy: str, tmp_path: Path, warm_python: str) -> None:
     two_ranks([warm_python, "-m", "tests.exact_own", str(tmp_path), strategy], tmp_path)
     said = log(tmp_path)
     assert said.count("it was stopped\n") == said.count(SAME) == 2, said[-3000:]
     assert NAMED not in said
     assert said.count("norm.running_mean, norm.running_var") == 2 * (strategy == "manual")
+
+
+def test_what_only_one_rank_has_of_an_optimizers_state_is_named_where_it_is_too_large_or_the_ranks_are_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = torch.nn.Linear(2, 1)
+    optimizer = OnShards(module.parameters())
+    for parameter in module.parameters():
+        optimizer.state[parameter] = {"momentum": torch.ones_like(parameter), "step": 3, "norm": 1.0}
+    trainer: Any = SimpleNamespace(
+        lightning_module=module, optimizers=[optimizer], world_size=2, strategy=object.__new__(ModelParallelStrategy)
+    )
+    own = OwnValues()
+    saved = own.capture(trainer)
+    assert saved["optimizers"][0]["bias"] == {"momentum": torch.ones(1), "norm": 1.0}
+    assert saved["groups"] == [[{"lr": 0.05, "seen": 0.0}]]
+    (said,) = what_other_ranks_kept(saved)
+    assert "(weight, bias) goes on as rank 0 had it" in said
+    monkeypatch.setattr(own_parameters, "MOST_BYTES", 2**20)
+    optimizer.state[module.weight]["more"] = torch.zeros(2**19)
+    saved = own.capture(trainer)
+    assert "optimizers" not in saved
+    assert next(what_is_the_first_ranks({}, saved)).count("weight (momentum, norm, more)") == 1
+    trainer.optimizers = [torch.optim.AdamW(module.parameters())]  # torch's keep the same on all ranks
+    assert OwnValues().capture(trainer) == {}
 
 
 def test_what_is_too_large_is_named_before_training_goes_on(tmp_path: Path, warm_python: str) -> None:

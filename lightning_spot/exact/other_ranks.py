@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from lightning_spot.exact import merging, order
+from lightning_spot.exact.own_parameters import what_other_ranks_kept
 from lightning_spot.exact.position import loader_itself
 from lightning_spot.exact.randomness import State, capture_generator
 from lightning_spot.exact.sharded import is_sharded
@@ -60,6 +61,8 @@ class OtherRanks:
             values["buffers"] = self._ranks[0]["buffers"]
             values["made_buffers"] = self._ranks[0].get("made_buffers", ())
             values["own_parameters"] = self._ranks[0].get("own_parameters", {})
+        if "own_values" in values:
+            self.reasons += what_other_ranks_kept(values.pop("own_values"))
         values["metrics"], lost = merging.metrics(
             trainer.lightning_module, [state["metrics"] for state in self._ranks], self._rank
         )

@@ -1,23 +1,26 @@
 """Parameters that each rank has for itself: those that DDP was told to leave alone, and trained ones in no shards.
 
 A checkpoint has them, and what optimizers keep of them, as the first rank does: nothing makes the others' alike. So the
-others keep theirs in their own state, as long as that is not large.
+others keep theirs in their own state, as long as that is not large. So it is with what optimizers keep of parameters in
+shards that is in no shards itself: plain tensors of this rank's part, or numbers that come of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from lightning_spot.capture.tensors import copies_of
 from lightning_spot.exact import private
 from lightning_spot.exact.data_shares import share_of
 from lightning_spot.exact.parameter_names import names_of
 from lightning_spot.exact.plain_values import MOST_BYTES
-from lightning_spot.exact.sharded import holder_of, is_sharded
+from lightning_spot.exact.sharded import holder_of, is_flat, is_sharded
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -25,10 +28,56 @@ if TYPE_CHECKING:
 State = dict[str, Any]
 
 _SCALARS = (bool, int, float, str, type(None))
-_PARAMETERS, _OPTIMIZERS = "parameters", "optimizers"
+_PARAMETERS, _OPTIMIZERS, _GROUPS = "parameters", "optimizers", "groups"
 LEFT_OUT = "left_out"
 """Key, in the own state of a rank, of the names of those that are too large to be kept there."""
 _MOST_NAMED = 8
+
+
+class OwnValues:
+    """What the optimizers of one rank keep of parameters in shards for this rank alone, as far as can be told.
+
+    Those of torch keep the same on all ranks, but for DTensors. Of another one, what it keeps is looked at when there
+    is more of it than there was.
+    """
+
+    def __init__(self) -> None:
+        self._looked: dict[int, tuple[int, list[tuple[torch.Tensor, list[str]]]]] = {}
+
+    def capture(self, trainer: pl.Trainer) -> State:
+        """Copies of it, on every rank."""
+        if trainer.world_size == 1 or not is_sharded(trainer) or is_flat(trainer):
+            return {}
+        own = [(optimizer, self._of(optimizer)) for optimizer in trainer.optimizers]
+        if not any(found or _is_others(optimizer) for optimizer, found in own):
+            return {}
+        names = {id(parameter): name for parameter, name in _named(trainer)}
+        states = [
+            {names[id(each)]: {key: optimizer.state[each].get(key) for key in keys} for each, keys in found}
+            for optimizer, found in own
+        ]
+        if sum(map(_nbytes, states)) > MOST_BYTES:
+            kept = {f"{name} ({', '.join(values)})" for state in states for name, values in state.items()}
+            return {LEFT_OUT: sorted(kept)}
+        groups = [
+            [_copied(group) for group in optimizer.param_groups] if _is_others(optimizer) else []
+            for optimizer, _ in own
+        ]
+        return {_OPTIMIZERS: [_copied(state) for state in states], _GROUPS: groups}
+
+    def _of(self, optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, list[str]]]:
+        if not _is_others(optimizer):
+            return []
+        known, found = self._looked.get(id(optimizer), (0, []))
+        count = sum(map(len, optimizer.state.values()))
+        if count != known:
+            found = [
+                (parameter, keys)
+                for parameter, values in optimizer.state.items()
+                if isinstance(values, dict) and (keys := [key for key, each in values.items() if _is_own(key, each)])
+            ]
+            self._looked[id(optimizer)] = count, found
+        return found
 
 
 class OwnParameters:
@@ -61,22 +110,67 @@ class OwnParameters:
             if name in named and named[name].shape == value.shape:
                 with torch.no_grad():
                     named[name].copy_(value)
-        for optimizer, states in zip(trainer.optimizers, saved.get(_OPTIMIZERS, ()), strict=False):
-            for name, values in states.items():
-                if name in named:
-                    state = optimizer.state[named[name]]
-                    state.update({key: _beside(state.get(key), named[name], value) for key, value in values.items()})
+        _give_back(trainer, saved.get(_OPTIMIZERS, ()))
 
 
-def what_is_the_first_ranks(saved: State) -> Iterator[str]:
-    """One sentence on those that were too large to be kept, if there are any."""
-    if names := saved.get(LEFT_OUT, ()):
-        more = len(names) - _MOST_NAMED
-        listed = ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+def restore_values(trainer: pl.Trainer, saved: State) -> None:
+    """Give optimizers what :meth:`OwnValues.capture` found on this rank, once the checkpoint is loaded."""
+    _give_back(trainer, saved.get(_OPTIMIZERS, ()))
+    for optimizer, groups in zip(trainer.optimizers, saved.get(_GROUPS, ()), strict=False):
+        for group, values in zip(optimizer.param_groups, groups, strict=False):
+            group.update({key: _at(group.get(key), value) for key, value in values.items()})
+
+
+def _give_back(trainer: pl.Trainer, optimizers: Sequence[State]) -> None:
+    named = {name: parameter for parameter, name in _named(trainer)} if optimizers else {}
+    for optimizer, states in zip(trainer.optimizers, optimizers, strict=False):
+        for name, values in states.items():
+            if name in named:
+                state = optimizer.state[named[name]]
+                state.update({key: _beside(state.get(key), named[name], value) for key, value in values.items()})
+
+
+def what_is_the_first_ranks(parameters: State, values: State) -> Iterator[str]:
+    """A sentence on those parameters, and one on those values, that were too large to be kept, if there are any."""
+    if names := parameters.get(LEFT_OUT, ()):
         yield (
             f"each rank trains parameters of its own, and those above {MOST_BYTES >> 20} MiB are in snapshots as rank 0"
-            f" has them: all ranks go on with its {listed}. Shard them as DTensors, which say which rank has what"
+            f" has them: all ranks go on with its {_listed(names)}. Shard them as DTensors, which say which rank has"
+            " what"
         )
+    if names := values.get(LEFT_OUT, ()):
+        yield (
+            f"optimizers keep something for each rank by itself beside parameters in shards, and above"
+            f" {MOST_BYTES >> 20} MiB that is in snapshots as rank 0 has it: all ranks go on with its {_listed(names)}."
+            " Keep it as DTensors, such as zeros_like(parameter) gives"
+        )
+
+
+def what_other_ranks_kept(values: State) -> Iterator[str]:
+    """One sentence on what such values are for ranks of another number, if there are any."""
+    names = [*values.get(LEFT_OUT, ()), *chain.from_iterable(values.get(_OPTIMIZERS, ()))]
+    if names:
+        yield (
+            f"what optimizers keep for each rank by itself beside parameters in shards ({_listed(names)}) goes on as"
+            " rank 0 had it: keep it as DTensors, which are resharded"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _is_others(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is none of torch's."""
+    return not type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _is_own(key: Any, value: Any) -> bool:
+    """Whether each rank may have another value; the number of steps is the same."""
+    if isinstance(value, dict):
+        return any(_is_own(name, each) for name, each in value.items())
+    return key != "step" and isinstance(value, (torch.Tensor, int, float)) and not isinstance(value, DTensor)
 
 
 def _each_ranks_own(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
@@ -126,6 +220,7 @@ def _nbytes(values: Any) -> int:
 
 def _copied(values: State) -> State:
     """Copies of tensors, also of those in dicts; numbers and the like as they are, and nothing else."""
+    values = {key: value for key, value in values.items() if not isinstance(value, DTensor)}
     tensors = {key: value.detach() for key, value in values.items() if isinstance(value, torch.Tensor)}
     inner = {key: _copied(value) for key, value in values.items() if isinstance(value, dict)}
     scalars = {key: value for key, value in values.items() if isinstance(value, _SCALARS)}
@@ -137,8 +232,12 @@ def _beside(rank_0s: Any, parameter: torch.Tensor, value: Any) -> Any:
 
     Counts of steps stay on the host, unless they are fused: these are on the GPU.
     """
-    if not isinstance(value, torch.Tensor):
-        return value
-    if isinstance(rank_0s, torch.Tensor):
-        return value.to(rank_0s.device)
-    return value.to(parameter.device) if value.shape == parameter.shape else value
+    if isinstance(value, torch.Tensor) and not isinstance(rank_0s, torch.Tensor):
+        return value.to(parameter.device) if value.shape == parameter.shape else value
+    return _at(rank_0s, value)
+
+
+def _at(there: Any, value: Any) -> Any:
+    """A value, on the device of what is in its place."""
+    is_both = isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor)
+    return value.to(there.device) if is_both else value

@@ -35,7 +35,7 @@ from lightning_spot.exact.flat import live_state
 from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.optimizer_states import keep_dtypes, precise_of
 from lightning_spot.exact.other_ranks import OtherRanks
-from lightning_spot.exact.own_parameters import OwnParameters
+from lightning_spot.exact.own_parameters import OwnParameters, restore_values
 from lightning_spot.exact.parameter_names import clean, names_of
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.position import PositionedLoader, batches_done, other_batches
@@ -107,6 +107,12 @@ class Restoring(OfTrainer):
         found: State = (self._values or {}).get("own_parameters", {})  # earlier versions did not save them
         return found
 
+    @property
+    def own_values(self) -> State:
+        """Likewise what optimizers keep for this rank alone."""
+        found: State = (self._values or {}).get("own_values", {})
+        return found
+
     def load(self, checkpoint: dict[str, Any], *, of_another_run: bool = False) -> None:
         """Take the exact state of a checkpoint, if it has one that fits; see :meth:`FitState.load`."""
         shared, trainer = checkpoint.get(KEY), self._trainer
@@ -169,6 +175,7 @@ class Restoring(OfTrainer):
         self._of_loaders(values, Loaders.restore)
         buffers.put(trainer.lightning_module, self._precise)
         self._own.restore(trainer, self.own_parameters)
+        restore_values(trainer, self.own_values)
         for key, part in shipped.PARTS.items():
             if key in values["shipped"]:
                 self._switches.run(part.what, lambda part=part, key=key: part.restore(trainer, values["shipped"][key]))  # type: ignore[misc]
@@ -353,6 +360,7 @@ class Restoring(OfTrainer):
             return
         if not self._has_begun:
             self._own.restore(self._trainer, self.own_parameters)
+            restore_values(self._trainer, self.own_values)
             self._restore_hooked(values)
         self._restore_buffers(values)
         restore_random(values["random"], self._trainer.strategy.root_device)
