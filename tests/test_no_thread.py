@@ -25,6 +25,7 @@ from lightning_spot.memory.node import Node
 from lightning_spot.run import giving
 from lightning_spot.run.giving import Giver
 from lightning_spot.run.location import Location
+from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.taking import NotShared, take
 from lightning_spot.service.channel import DescriptorChannel
 from lightning_spot.tiers.local import LocalStore
@@ -155,6 +156,22 @@ def test_who_gives_a_snapshot_to_ranks_gives_it_to_those_that_come_later(
         with pytest.raises(NotShared):
             take(giver.card, 1, manifest)
         with pytest.raises(TierError, match="x"):
+            take(giver.card, 1, manifest)
+
+
+def test_without_a_descriptor_to_give_ranks_read_for_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = put(store := LocalStore(str(tmp_path / "run")), 3)
+
+    def no_descriptor(_: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with contextlib.closing(Giver()) as giver, open(Path(store.root) / manifest.data_path, "rb") as file:
+        with monkeypatch.context() as patch:
+            patch.setattr(giving.os, "dup", no_descriptor)
+            giver.give(1, OpenSnapshot(manifest, "durable", "x", file.fileno()))
+        with pytest.raises(NotShared, match="given it up"):
             take(giver.card, 1, manifest)
 
 

@@ -209,6 +209,7 @@ class Follower(ABC, Generic[What]):
 
     def _say_last(self) -> None:
         """The same for the last time: no other node is looked for, or even started, to be told of it."""
+        self._entrusted.forget()  # also what was noted since the end began
         if self._host is not None:
             self._say_owed()
         self._declined.forget()

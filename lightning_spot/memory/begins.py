@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_spot.config import KEEP
-from lightning_spot.errors import NodeUnreachable, SettingsError, ShareMissing, SnapshotNotFound, SpotError, TierError
+from lightning_spot.errors import NodeUnreachable, SettingsError, ShareMissing, SnapshotNotFound, TierError
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.memory.ahead import SlotsAhead
@@ -134,7 +134,7 @@ class Begins:
         if begun is upload and shared is not None and shared.at:
             try:
                 self._uploads.abroad.begin(upload)
-            except SpotError:
+            except BaseException:
                 self._uploads.abort(upload.id)
                 raise
         return begun

@@ -60,7 +60,10 @@ class Giver:
         with self._ready:
             self._drop()
             self._turn, self._given = turn, what
-            self._fd = os.dup(what.fd) if isinstance(what, OpenSnapshot) else None
+            try:
+                self._fd = os.dup(what.fd) if isinstance(what, OpenSnapshot) else None
+            except OSError as error:  # who asks hears that there is nothing to be had, and reads for itself
+                logger.warning("a snapshot cannot be given to other ranks: %s", error)
             self._ready.notify_all()
 
     def close(self) -> None:
