@@ -81,12 +81,19 @@ class OnShards(torch.optim.Optimizer):
                 weight, gradient = parameter.to_local(), parameter.grad.to_local()
                 state = self.state[parameter]
                 if not state:
-                    state.update(momentum=torch.zeros_like(weight), norm=0.0, more={"mean": torch.zeros(())})
+                    state.update(momentum=torch.zeros_like(weight), norm=None, more={}, ring=[0.0, torch.zeros(())])
                 state["momentum"].mul_(0.9).add_(gradient)
-                state["norm"] = 0.9 * state["norm"] + float(gradient.norm())
-                state["more"]["mean"] += gradient.mean()
+                state["norm"] = 0.9 * (state["norm"] or 0.0) + float(gradient.norm())
+                state["more"]["mean"] = state["more"].get("mean", 0.0) + gradient.mean()
+                state["ring"] = [state["norm"], state["ring"][1] + gradient.max()]
                 group["seen"] += state["norm"]
-                scale = 1 + state["norm"] + float(state["more"]["mean"]) + 0.01 * group["seen"]
+                scale = (
+                    1
+                    + state["norm"]
+                    + float(state["more"]["mean"])
+                    + 0.01 * group["seen"]
+                    + 0.1 * float(state["ring"][1])
+                )
                 weight.sub_(group["lr"] * state["momentum"] / scale)
         return loss
 

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_spot.exact import own_parameters
 from lightning_spot.exact.own_parameters import (
     OwnParameters,
-    OwnValues,
+    capture_values,
     what_is_the_first_ranks,
     what_other_ranks_kept,
 )
@@ -43,19 +43,28 @@ def test_what_only_one_rank_has_of_an_optimizers_state_is_named_where_it_is_too_
     trainer: Any = SimpleNamespace(
         lightning_module=module, optimizers=[optimizer], world_size=2, strategy=object.__new__(ModelParallelStrategy)
     )
-    own = OwnValues()
-    saved = own.capture(trainer)
+    saved = capture_values(trainer)
     assert saved["optimizers"][0]["bias"] == {"momentum": torch.ones(1), "norm": 1.0}
+    optimizer.state[module.bias].update(late=None, ring=[2.0, torch.ones(1)], more={"none": None})
+    grown = capture_values(trainer)["optimizers"][0]["bias"]  # what is there by now, of whatever kind
+    assert grown == {
+        "momentum": torch.ones(1),
+        "norm": 1.0,
+        "late": None,
+        "ring": [2.0, torch.ones(1)],
+        "more": {"none": None},
+    }
     assert saved["groups"] == [[{"lr": 0.05, "seen": 0.0}]]
-    (said,) = what_other_ranks_kept(saved)
-    assert "(weight, bias) goes on as rank 0 had it" in said
+    (said,) = what_other_ranks_kept([saved, {**saved, "groups": [[{"lr": 0.05, "seen": 1.0}]]}])
+    assert "(weight, bias, seen) goes on as rank 0 had it" in said
+    assert not list(what_other_ranks_kept([{"groups": saved["groups"]}] * 2))
     monkeypatch.setattr(own_parameters, "MOST_BYTES", 2**20)
     optimizer.state[module.weight]["more"] = torch.zeros(2**19)
-    saved = own.capture(trainer)
+    saved = capture_values(trainer)
     assert "optimizers" not in saved
     assert next(what_is_the_first_ranks({}, saved)).count("weight (momentum, norm, more)") == 1
     trainer.optimizers = [torch.optim.AdamW(module.parameters())]  # torch's keep the same on all ranks
-    assert OwnValues().capture(trainer) == {}
+    assert capture_values(trainer) == {}
 
 
 def test_what_is_too_large_is_named_before_training_goes_on(tmp_path: Path, warm_python: str) -> None:

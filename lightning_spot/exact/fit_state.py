@@ -24,7 +24,12 @@ from lightning_spot.exact.gradient_order import GradientOrder
 from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.named import follow_named
 from lightning_spot.exact.once import Once
-from lightning_spot.exact.own_parameters import OwnParameters, OwnValues, what_hooks_begin_anew, what_is_the_first_ranks
+from lightning_spot.exact.own_parameters import (
+    OwnParameters,
+    capture_values,
+    what_hooks_begin_anew,
+    what_is_the_first_ranks,
+)
 from lightning_spot.exact.per_trainer import PerTrainer
 from lightning_spot.exact.position import why_not_exact, why_workers_are_not_exact
 from lightning_spot.exact.randomness import Generators, State
@@ -65,7 +70,7 @@ class FitState(PerTrainer):
         self.once = Once(self._trainer, self._switches, self._hooked, self._buffers)
         self._order = GradientOrder()
         self._unsaved = Unsaved()
-        self._own, self._own_values = OwnParameters(), OwnValues()
+        self._own = OwnParameters()
         self._restoring = Restoring(self._trainer, self._switches, self._hooked, self._buffers, self._own)
         self._begun = False
         self._left_out = self._waits_for_gradients = False
@@ -199,7 +204,7 @@ class FitState(PerTrainer):
             "made_buffers": self._buffers.made(captured),
             "shared_buffers": run(private.SHARING, lambda: shared_buffers.are_shared(trainer)),
             "own_parameters": self._own.capture(trainer),
-            "own_values": self._own_values.capture(trainer),
+            "own_values": capture_values(trainer),
             "gradients": self._gradients() if self._has_live_gradients() and not at_end else {},
             "gradient_order": self._order.saved(),
             "should_stop": trainer.should_stop,

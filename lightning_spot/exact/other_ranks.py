@@ -61,8 +61,8 @@ class OtherRanks:
             values["buffers"] = self._ranks[0]["buffers"]
             values["made_buffers"] = self._ranks[0].get("made_buffers", ())
             values["own_parameters"] = self._ranks[0].get("own_parameters", {})
-        if "own_values" in values:
-            self.reasons += what_other_ranks_kept(values.pop("own_values"))
+        values.pop("own_values", None)
+        self.reasons += what_other_ranks_kept([state.get("own_values", {}) for state in self._ranks])
         values["metrics"], lost = merging.metrics(
             trainer.lightning_module, [state["metrics"] for state in self._ranks], self._rank
         )

@@ -7,7 +7,7 @@ shards that is in no shards itself: plain tensors of this rank's part, or number
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -34,50 +34,34 @@ LEFT_OUT = "left_out"
 _MOST_NAMED = 8
 
 
-class OwnValues:
-    """What the optimizers of one rank keep of parameters in shards for this rank alone, as far as can be told.
+def capture_values(trainer: pl.Trainer) -> State:
+    """Copies of what optimizers keep of parameters in shards for this rank alone, as far as can be told.
 
-    Those of torch keep the same on all ranks, but for DTensors. Of another one, what it keeps is looked at when there
-    is more of it than there was.
+    Those of torch keep the same on all ranks, but for DTensors. Of another one, all that is in no shards may be it.
     """
-
-    def __init__(self) -> None:
-        self._looked: dict[int, tuple[int, list[tuple[torch.Tensor, list[str]]]]] = {}
-
-    def capture(self, trainer: pl.Trainer) -> State:
-        """Copies of it, on every rank."""
-        if trainer.world_size == 1 or not is_sharded(trainer) or is_flat(trainer):
-            return {}
-        own = [(optimizer, self._of(optimizer)) for optimizer in trainer.optimizers]
-        if not any(found or _is_others(optimizer) for optimizer, found in own):
-            return {}
-        names = {id(parameter): name for parameter, name in _named(trainer)}
-        states = [
-            {names[id(each)]: {key: optimizer.state[each].get(key) for key in keys} for each, keys in found}
-            for optimizer, found in own
-        ]
-        if sum(map(_nbytes, states)) > MOST_BYTES:
-            kept = {f"{name} ({', '.join(values)})" for state in states for name, values in state.items()}
-            return {LEFT_OUT: sorted(kept)}
-        groups = [
-            [_copied(group) for group in optimizer.param_groups] if _is_others(optimizer) else []
-            for optimizer, _ in own
-        ]
-        return {_OPTIMIZERS: [_copied(state) for state in states], _GROUPS: groups}
-
-    def _of(self, optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, list[str]]]:
-        if not _is_others(optimizer):
-            return []
-        known, found = self._looked.get(id(optimizer), (0, []))
-        count = sum(map(len, optimizer.state.values()))
-        if count != known:
-            found = [
-                (parameter, keys)
-                for parameter, values in optimizer.state.items()
-                if isinstance(values, dict) and (keys := [key for key, each in values.items() if _is_own(key, each)])
-            ]
-            self._looked[id(optimizer)] = count, found
-        return found
+    others = [_is_others(optimizer) for optimizer in trainer.optimizers]
+    if not any(others) or trainer.world_size == 1 or not is_sharded(trainer) or is_flat(trainer):
+        return {}
+    names = {id(parameter): name for parameter, name in _named(trainer)}
+    states = [
+        {
+            names[id(parameter)]: {key: each for key, each in values.items() if _is_own(key, each)}
+            for parameter, values in (optimizer.state.items() if is_others else ())
+            if isinstance(values, dict) and id(parameter) in names
+        }
+        for optimizer, is_others in zip(trainer.optimizers, others, strict=True)
+    ]
+    states = [{name: values for name, values in state.items() if values} for state in states]
+    if sum(map(_nbytes, states)) > MOST_BYTES:
+        kept = {f"{name} ({', '.join(values)})" for state in states for name, values in state.items()}
+        return {LEFT_OUT: sorted(kept)}
+    groups = [
+        [_copied({key: each for key, each in group.items() if key != "params"}) for group in optimizer.param_groups]
+        if is_others
+        else []
+        for optimizer, is_others in zip(trainer.optimizers, others, strict=True)
+    ]
+    return {_OPTIMIZERS: [_copied(state) for state in states], _GROUPS: groups}
 
 
 class OwnParameters:
@@ -114,7 +98,7 @@ class OwnParameters:
 
 
 def restore_values(trainer: pl.Trainer, saved: State) -> None:
-    """Give optimizers what :meth:`OwnValues.capture` found on this rank, once the checkpoint is loaded."""
+    """Give optimizers what :func:`capture_values` found on this rank, as soon as they have loaded what all share."""
     _give_back(trainer, saved.get(_OPTIMIZERS, ()))
     for optimizer, groups in zip(trainer.optimizers, saved.get(_GROUPS, ()), strict=False):
         for group, values in zip(optimizer.param_groups, groups, strict=False):
@@ -146,14 +130,33 @@ def what_is_the_first_ranks(parameters: State, values: State) -> Iterator[str]:
         )
 
 
-def what_other_ranks_kept(values: State) -> Iterator[str]:
-    """One sentence on what such values are for ranks of another number, if there are any."""
-    names = [*values.get(LEFT_OUT, ()), *chain.from_iterable(values.get(_OPTIMIZERS, ()))]
+def what_other_ranks_kept(everyones: Sequence[State]) -> Iterator[str]:
+    """One sentence on what such values of all ranks are for ranks of another number, if there are any."""
+    first = everyones[0] if everyones else {}
+    differ = {
+        key
+        for values in everyones[1:]
+        for one, other in zip(_groups(first), _groups(values), strict=False)
+        for key in one
+        if not _equal(one[key], other.get(key))
+    }
+    kept = [*first.get(LEFT_OUT, ()), *chain.from_iterable(first.get(_OPTIMIZERS, ()))]
+    names = [*dict.fromkeys(kept), *sorted(differ)]
     if names:
         yield (
             f"what optimizers keep for each rank by itself beside parameters in shards ({_listed(names)}) goes on as"
             " rank 0 had it: keep it as DTensors, which are resharded"
         )
+
+
+def _groups(values: State) -> list[State]:
+    return list(chain.from_iterable(values.get(_GROUPS, ())))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and (not isinstance(one, (bool, int, float, str)) or one == other)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -170,7 +173,9 @@ def _is_own(key: Any, value: Any) -> bool:
     """Whether each rank may have another value; the number of steps is the same."""
     if isinstance(value, dict):
         return any(_is_own(name, each) for name, each in value.items())
-    return key != "step" and isinstance(value, (torch.Tensor, int, float)) and not isinstance(value, DTensor)
+    if isinstance(value, (list, tuple)):
+        return any(_is_own(None, each) for each in value)
+    return key != "step" and isinstance(value, (torch.Tensor, *_SCALARS)) and not isinstance(value, DTensor)
 
 
 def _each_ranks_own(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
@@ -215,16 +220,27 @@ def _named(trainer: pl.Trainer) -> Iterator[tuple[torch.Tensor, str]]:
 def _nbytes(values: Any) -> int:
     if isinstance(values, torch.Tensor):
         return values.numel() * values.element_size()
-    return sum(map(_nbytes, values.values())) if isinstance(values, dict) else 0
+    values = values.values() if isinstance(values, dict) else values
+    return sum(map(_nbytes, values)) if not isinstance(values, _SCALARS) and isinstance(values, Iterable) else 0
 
 
 def _copied(values: State) -> State:
-    """Copies of tensors, also of those in dicts; numbers and the like as they are, and nothing else."""
+    """Copies of tensors, also of those in dicts and lists; numbers and the like as they are, and nothing else."""
     values = {key: value for key, value in values.items() if not isinstance(value, DTensor)}
     tensors = {key: value.detach() for key, value in values.items() if isinstance(value, torch.Tensor)}
     inner = {key: _copied(value) for key, value in values.items() if isinstance(value, dict)}
     scalars = {key: value for key, value in values.items() if isinstance(value, _SCALARS)}
-    return {**copies_of(tensors), **inner, **scalars}
+    lists = {key: _copied_list(value) for key, value in values.items() if type(value) in (list, tuple)}
+    known = {key: value for key, value in lists.items() if value is not None}
+    return {**copies_of(tensors), **inner, **scalars, **known}
+
+
+def _copied_list(values: Sequence[Any]) -> Sequence[Any] | None:
+    """The same of a list or a tuple; ``None`` where there is something else in it."""
+    found = _copied({str(index): each for index, each in enumerate(values)})
+    if len(found) < len(values):
+        return None
+    return type(values)(found[str(index)] for index in range(len(values)))  # type: ignore[call-arg] # one of the two
 
 
 def _beside(rank_0s: Any, parameter: torch.Tensor, value: Any) -> Any:
@@ -238,6 +254,11 @@ def _beside(rank_0s: Any, parameter: torch.Tensor, value: Any) -> Any:
 
 
 def _at(there: Any, value: Any) -> Any:
-    """A value, on the device of what is in its place."""
-    is_both = isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor)
-    return value.to(there.device) if is_both else value
+    """A value, on the device of what is in its place; of a dict, with what else is in it."""
+    if isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor):
+        return value.to(there.device)
+    if isinstance(value, dict) and isinstance(there, dict):
+        return {**there, **{key: _at(there.get(key), each) for key, each in value.items()}}
+    if isinstance(value, (list, tuple)) and type(value) is type(there) and len(value) == len(there):
+        return type(value)(map(_at, there, value))
+    return value

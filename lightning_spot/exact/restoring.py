@@ -145,6 +145,9 @@ class Restoring(OfTrainer):
         if (loaders := self.loaders) is not None:
             self._switches.run(private.LOADERS, loaders.ask_again)
         self._of_loaders(values, Loaders.resume)
+        restore_values(
+            trainer, self.own_values
+        )  # strategies with shards have loaded optimizers by now; hooks come next
         self._precise = _more_precise(trainer.lightning_module, checkpoint)
         if states := precise_of(checkpoint):
             self._keep_dtypes(states, _dtypes_of(checkpoint))
@@ -175,7 +178,6 @@ class Restoring(OfTrainer):
         self._of_loaders(values, Loaders.restore)
         buffers.put(trainer.lightning_module, self._precise)
         self._own.restore(trainer, self.own_parameters)
-        restore_values(trainer, self.own_values)
         for key, part in shipped.PARTS.items():
             if key in values["shipped"]:
                 self._switches.run(part.what, lambda part=part, key=key: part.restore(trainer, values["shipped"][key]))  # type: ignore[misc]
@@ -360,7 +362,6 @@ class Restoring(OfTrainer):
             return
         if not self._has_begun:
             self._own.restore(self._trainer, self.own_parameters)
-            restore_values(self._trainer, self.own_values)
             self._restore_hooked(values)
         self._restore_buffers(values)
         restore_random(values["random"], self._trainer.strategy.root_device)
