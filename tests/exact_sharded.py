@@ -91,6 +91,7 @@ def train_with(
     seed: int,
     ranks: int,
     accelerator: str = "cpu",
+    ckpt_path: Path | None = None,
     **settings: Any,
 ) -> pl.Trainer:
     """The same with any sharded strategy; the model is made after seeding. Each snapshot becomes durable."""
@@ -109,10 +110,11 @@ def train_with(
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[*callbacks, EachDurable(root / "run", 2), spot],
+        # Where another run's snapshot is gone on from, that of its step is not in this one.
+        callbacks=[*callbacks, *([EachDurable(root / "run", 2)] if ckpt_path is None else []), spot],
         **settings,
     )
-    trainer.fit(model(), loader(), loader())
+    trainer.fit(model(), loader(), loader(), ckpt_path=ckpt_path)
     return trainer
 
 

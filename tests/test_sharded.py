@@ -583,6 +583,12 @@ def test_states_of_optimizers_with_keys_that_are_no_text_are_refused_by_name() -
         resumed(lambda optimizer: next(iter(optimizer.state.values())).update({0: torch.ones(2)}))
 
 
+def test_a_state_that_an_optimizer_keeps_of_no_parameter_is_refused_by_name() -> None:
+    """It was a ``KeyError`` with an address."""
+    with pytest.raises(NotSerialisable, match=r"AdamW keeps a state of 'meta': .* Keep it in param_groups"):
+        resumed(lambda optimizer: optimizer.state.update(meta={"seen": 3}))  # type: ignore[call-overload]
+
+
 def test_a_tensor_that_looks_at_an_image_keeps_it_in_place(tmp_path: Path) -> None:
     """Torch keeps nothing of memory that it is told the address of."""
     image, manifest = snapshot({"state_dict": {"weight": torch.arange(4.0)}}, (1,))

@@ -27,9 +27,9 @@ from lightning_spot.sharded.consolidate import consolidated, read_folder, write_
 from lightning_spot.sharded.layout import load_state
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import kept_port
+from tests.conftest import kept_port, new_process
 from tests.exact_cases import loader
-from tests.exact_sharded import Sharded, train, undisturbed_and_stopped
+from tests.exact_sharded import Sharded, train, train_with, undisturbed_and_stopped
 from tests.test_every_step import digest
 
 
@@ -158,6 +158,26 @@ def test_others_read_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     image, manifest = read_folder(tmp_path / "whole" / "run" / newest.name)
     with pytest.raises(SettingsError, match=r"is sharded, and SingleDeviceStrategy is not: make one plain file"):
         load_shards(small("auto"), image, manifest, trusts=False)
+
+
+def test_a_directory_that_the_user_names_is_gone_on_from_exactly(tmp_path: Path) -> None:
+    """Each rank's own state is beside what Lightning loads; it ended with an ``IndexError``."""
+
+    def stepped(root: Path, seed: int, **more: Any) -> None:
+        train_with(tmp_path / root, Stepped, ModelParallelStrategy(1, 1), seed=seed, ranks=1, **more)
+
+    stepped(Path("whole"), 11)
+    middle = snapshots(tmp_path / "whole")[2]
+    assert not middle.complete
+    named = tmp_path / "whole" / "run" / middle.name
+    new_process()
+    stepped(Path("named"), 99, ckpt_path=named)
+    found = {name: final(tmp_path / name) for name in ("whole", "named")}
+    assert list(differences(found["whole"]["state_dict"], found["named"]["state_dict"])) == []
+    assert found["whole"]["global_step"] == found["named"]["global_step"]
+    (named / "rank-0000.pt").unlink()
+    with pytest.raises(SettingsError, match="is not the whole directory of a snapshot"):
+        stepped(Path("torn"), 99, ckpt_path=named)
 
 
 class Stepped(Sharded):

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
 from lightning_spot.errors import LayoutUnsupported
+from lightning_spot.exact.data_shares import are_these
 from lightning_spot.image.layout import Layout, filled, lay_out
+from lightning_spot.sharded.layout import load_state
+from lightning_spot.sharded.places import state_file
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 State = dict[str, Any]
 
@@ -112,3 +118,16 @@ def _content(room: torch.Tensor) -> bytes:
     data = room.numpy().tobytes()
     nbytes = int.from_bytes(data[:_LENGTH_BYTES], "little")
     return data[_LENGTH_BYTES : _LENGTH_BYTES + nbytes]
+
+
+def states_in_files(trainer: pl.Trainer, shared: State, read: Callable[[str], memoryview]) -> list[State]:
+    """The states of the ranks of a model in shards, each in a file: those that this rank needs, others empty.
+
+    Args:
+        trainer: that goes on.
+        shared: what the snapshot has for all ranks.
+        read: a file, by its name.
+    """
+    size = shared["world_size"]
+    wanted = (0, trainer.global_rank) if are_these(shared, trainer) else range(size)
+    return [load_state(read(state_file(rank))) if rank in wanted else {} for rank in range(size)]

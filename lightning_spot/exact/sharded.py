@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from lightning_spot.errors import ModelChanged, SettingsError
+from lightning_spot.errors import ModelChanged, NotSerialisable, SettingsError
 from lightning_spot.exact import namespaces, private
 from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.flat import INSTEAD, Flat, Kinds
@@ -140,10 +140,16 @@ class Dtensors:
         groups = [
             {**group, _NAMES: [names[id(parameter)] for parameter in group[_NAMES]]} for group in optimizer.param_groups
         ]
-        return {
-            _STATE: {names[id(parameter)]: values for parameter, values in optimizer.state.items() if values},
-            _GROUPS: groups,
-        }
+        try:
+            state = {names[id(parameter)]: values for parameter, values in optimizer.state.items() if values}
+        except KeyError:
+            other = next(each for each, values in optimizer.state.items() if values and id(each) not in names)
+            what = "a tensor that is none of the model's parameters" if isinstance(other, torch.Tensor) else repr(other)
+            raise NotSerialisable(
+                f"{type(optimizer).__name__} keeps a state of {what}: snapshots of a model in shards have what is kept"
+                " of its parameters. Keep it in param_groups"
+            ) from None
+        return {_STATE: state, _GROUPS: groups}
 
     def kinds(self, state: State) -> Kinds:
         """None: every rank has some of each, if it is nothing but its form."""

@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_spot.errors import SettingsError
-from lightning_spot.exact.data_shares import are_these
 from lightning_spot.exact.dump import KEY
+from lightning_spot.exact.rank_states import states_in_files
 from lightning_spot.exact.resumable import check_resumable
 from lightning_spot.exact.sharded import is_sharded, put_back
 from lightning_spot.exact.unpickling import read_checkpoint
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Image
 from lightning_spot.sharded.items import EXTRA
-from lightning_spot.sharded.layout import load_state
 from lightning_spot.sharded.metadata import REST_FILE
-from lightning_spot.sharded.places import state_file
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -54,11 +52,7 @@ def load_shards(trainer: pl.Trainer, image: Image, manifest: Manifest, *, trusts
     check_resumable(trainer, {KEY: {EXTRA: extra}})  # the rest, once hooks have their own objects
     put_back(trainer, image, manifest, extra)
     if shared is not None:
-        wanted = (0, trainer.global_rank) if are_these(shared, trainer) else range(shared["world_size"])
-        shared["ranks"] = [
-            load_state(_file(image, manifest, state_file(rank))) if rank in wanted else {}
-            for rank in range(shared["world_size"])
-        ]
+        shared["ranks"] = states_in_files(trainer, shared, lambda name: _file(image, manifest, name))
     return rest
 
 
