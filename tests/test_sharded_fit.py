@@ -160,6 +160,7 @@ def test_others_read_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         load_shards(small("auto"), image, manifest, trusts=False)
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_a_directory_that_the_user_names_is_gone_on_from_exactly(tmp_path: Path) -> None:
     """Each rank's own state is beside what Lightning loads; it ended with an ``IndexError``."""
 

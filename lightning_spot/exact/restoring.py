@@ -110,8 +110,7 @@ class Restoring(OfTrainer):
     @property
     def own_values(self) -> State:
         """Likewise what optimizers keep for this rank alone."""
-        found: State = (self._values or {}).get("own_values", {})
-        return found
+        return (self._values or {}).get("own_values", {})  # type: ignore[no-any-return]
 
     def load(self, checkpoint: dict[str, Any], *, of_another_run: bool = False) -> None:
         """Take the exact state of a checkpoint, if it has one that fits; see :meth:`FitState.load`."""
