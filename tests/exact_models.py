@@ -122,11 +122,8 @@ class EstimatedEarly(Lean):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-class CountingSGD(torch.optim.Optimizer):
-    """Keeps a count of its own and a mask beside each parameter, which are no floating-point numbers."""
-
-    def __init__(self, parameters: Any, lr: float = 0.05) -> None:
-        super().__init__(parameters, {"lr": lr})
+class ByParameter(torch.optim.Optimizer):
+    """Steps one parameter after the other."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
@@ -134,14 +131,28 @@ class CountingSGD(torch.optim.Optimizer):
             loss = closure() if closure is not None else None
         for group in self.param_groups:
             for parameter in group["params"]:
-                state, gradient = self.state[parameter], parameter.grad
-                if not state:  # a count that float32 cannot hold
-                    state["hits"] = torch.full_like(parameter, 2**24, dtype=torch.int64)
-                    state["up"] = torch.zeros_like(parameter, dtype=torch.bool)
-                state["hits"] += gradient > 0
-                state["up"] ^= gradient > 0
-                parameter -= group["lr"] * gradient * (1 + 0.1 * (state["hits"] - 2**24) + state["up"])
+                self.update(group, parameter, self.state[parameter])
         return loss
+
+    def update(self, group: dict[str, Any], parameter: Any, state: dict[str, Any]) -> None:
+        """Step one of them."""
+        raise NotImplementedError
+
+
+class CountingSGD(ByParameter):
+    """Keeps a count of its own and a mask beside each parameter, which are no floating-point numbers."""
+
+    def __init__(self, parameters: Any, lr: float = 0.05) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def update(self, group: dict[str, Any], parameter: Any, state: dict[str, Any]) -> None:
+        gradient = parameter.grad
+        if not state:  # a count that float32 cannot hold
+            state["hits"] = torch.full_like(parameter, 2**24, dtype=torch.int64)
+            state["up"] = torch.zeros_like(parameter, dtype=torch.bool)
+        state["hits"] += gradient > 0
+        state["up"] ^= gradient > 0
+        parameter -= group["lr"] * gradient * (1 + 0.1 * (state["hits"] - 2**24) + state["up"])
 
 
 class Evaluating(Lean):

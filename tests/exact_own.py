@@ -19,6 +19,7 @@ from lightning_spot import EverySteps, SpotCheckpoint
 from tests.conftest import new_process
 from tests.exact_cases import loader
 from tests.exact_flat import OnCpus
+from tests.exact_models import ByParameter
 from tests.exact_sharded import Stop, StopAt
 
 ROWS = 64
@@ -66,36 +67,23 @@ class Manual(Own):
         optimizer.step()
 
 
-class OnShards(torch.optim.Optimizer):
+class OnShards(ByParameter):
     """Works on this rank's part, as those with kernels of their own do: what it keeps is no DTensor."""
 
     def __init__(self, parameters: Any, lr: float = 0.05) -> None:
         super().__init__(parameters, {"lr": lr, "seen": 0.0})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        with torch.enable_grad():
-            loss = closure() if closure is not None else None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                weight, gradient = parameter.to_local(), parameter.grad.to_local()
-                state = self.state[parameter]
-                if not state:
-                    state.update(momentum=torch.zeros_like(weight), norm=None, more={}, ring=[0.0, torch.zeros(())])
-                state["momentum"].mul_(0.9).add_(gradient)
-                state["norm"] = 0.9 * (state["norm"] or 0.0) + float(gradient.norm())
-                state["more"]["mean"] = state["more"].get("mean", 0.0) + gradient.mean()
-                state["ring"] = [state["norm"], state["ring"][1] + gradient.max()]
-                group["seen"] += state["norm"]
-                scale = (
-                    1
-                    + state["norm"]
-                    + float(state["more"]["mean"])
-                    + 0.01 * group["seen"]
-                    + 0.1 * float(state["ring"][1])
-                )
-                weight.sub_(group["lr"] * state["momentum"] / scale)
-        return loss
+    def update(self, group: dict[str, Any], parameter: Any, state: dict[str, Any]) -> None:
+        weight, gradient = parameter.to_local(), parameter.grad.to_local()
+        if not state:
+            state.update(momentum=torch.zeros_like(weight), norm=None, more={}, ring=[0.0, torch.zeros(())])
+        state["momentum"].mul_(0.9).add_(gradient)
+        state["norm"] = 0.9 * (state["norm"] or 0.0) + float(gradient.norm())
+        state["more"]["mean"] = state["more"].get("mean", 0.0) + gradient.mean()
+        state["ring"] = [state["norm"], state["ring"][1] + gradient.max()]
+        group["seen"] += state["norm"]
+        scale = 1 + state["norm"] + float(state["more"]["mean"]) + 0.01 * group["seen"] + 0.1 * float(state["ring"][1])
+        weight.sub_(group["lr"] * state["momentum"] / scale)
 
 
 class Kernels(Own):

@@ -7,7 +7,7 @@ shards that is in no shards itself: plain tensors of this rank's part, or number
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -39,29 +39,33 @@ def capture_values(trainer: pl.Trainer) -> State:
 
     Those of torch keep the same on all ranks, but for DTensors. Of another one, all that is in no shards may be it.
     """
-    others = [_is_others(optimizer) for optimizer in trainer.optimizers]
-    if not any(others) or trainer.world_size == 1 or not is_sharded(trainer) or is_flat(trainer):
+    is_asked = any(map(_is_others, trainer.optimizers)) and trainer.world_size > 1
+    if not is_asked or not is_sharded(trainer) or is_flat(trainer):
         return {}
     names = {id(parameter): name for parameter, name in _named(trainer)}
-    states = [
-        {
-            names[id(parameter)]: {key: each for key, each in values.items() if _is_own(key, each)}
-            for parameter, values in (optimizer.state.items() if is_others else ())
-            if isinstance(values, dict) and id(parameter) in names
-        }
-        for optimizer, is_others in zip(trainer.optimizers, others, strict=True)
-    ]
-    states = [{name: values for name, values in state.items() if values} for state in states]
+    states = [_values_of(optimizer, names) for optimizer in trainer.optimizers]
     if sum(map(_nbytes, states)) > MOST_BYTES:
         kept = {f"{name} ({', '.join(values)})" for state in states for name, values in state.items()}
         return {LEFT_OUT: sorted(kept)}
     groups = [
-        [_copied({key: each for key, each in group.items() if key != "params"}) for group in optimizer.param_groups]
-        if is_others
-        else []
-        for optimizer, is_others in zip(trainer.optimizers, others, strict=True)
+        [_copied({key: each for key, each in group.items() if key != "params"}) for group in _groups_of(optimizer)]
+        for optimizer in trainer.optimizers
     ]
     return {_OPTIMIZERS: [_copied(state) for state in states], _GROUPS: groups}
+
+
+def _values_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> State:
+    """What each rank may have otherwise of an optimizer's state, by the names of parameters."""
+    found = {
+        names[id(parameter)]: {key: each for key, each in values.items() if _is_own(key, each)}
+        for parameter, values in (optimizer.state.items() if _is_others(optimizer) else ())
+        if isinstance(values, dict) and id(parameter) in names
+    }
+    return {name: values for name, values in found.items() if values}
+
+
+def _groups_of(optimizer: torch.optim.Optimizer) -> list[State]:
+    return optimizer.param_groups if _is_others(optimizer) else []
 
 
 class OwnParameters:

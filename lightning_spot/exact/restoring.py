@@ -144,9 +144,8 @@ class Restoring(OfTrainer):
         if (loaders := self.loaders) is not None:
             self._switches.run(private.LOADERS, loaders.ask_again)
         self._of_loaders(values, Loaders.resume)
-        restore_values(
-            trainer, self.own_values
-        )  # strategies with shards have loaded optimizers by now; hooks come next
+        # Strategies with shards have had optimizers loaded by now; hooks look at them next.
+        restore_values(trainer, self.own_values)
         self._precise = _more_precise(trainer.lightning_module, checkpoint)
         if states := precise_of(checkpoint):
             self._keep_dtypes(states, _dtypes_of(checkpoint))
