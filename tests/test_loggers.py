@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import io
 import shutil
+import uuid
 import warnings
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -259,6 +262,27 @@ def test_a_log_that_is_not_there_is_not_said_to_be_gone_on_with(
     fit(tmp_path / "b", CSVLogger(str(tmp_path), "logs"), seed=1)
     assert "begins at the snapshot: nothing is there" in caplog.text
     assert rows(tmp_path / "logs" / "version_0")[0]["step"] == "10"
+
+
+@pytest.mark.parametrize("version", [None, "mine"])
+def test_a_csv_log_at_a_url_keeps_the_rows_of_earlier_attempts(
+    tmp_path: Path, version: str | None, recwarn: pytest.WarningsRecorder
+) -> None:
+    """They were deleted: the URL was opened as a local path, where there is no file, and Lightning began anew."""
+    url = f"memory://{tmp_path.name}-{uuid.uuid4().hex}"
+    with pytest.raises(Stop):
+        fit(tmp_path, CSVLogger(url, "logs", version), StopAt(13), seed=1)
+    files = fsspec.filesystem("memory")
+    before = {path: files.cat_file(path) for path in files.find(url)}
+    assert any(path.endswith("metrics.csv") for path in before)
+    resumed = fit(tmp_path, CSVLogger(url, "logs", version), seed=1)
+    after = {path: files.cat_file(path) for path in files.find(url)}
+    if version is None:  # with a fixed version, Lightning alone deletes the former file
+        assert {path: after[path] for path in before} == before
+    assert len(after) > len(before) or version is not None
+    first = next(csv.DictReader(io.StringIO(files.cat_file(f"{resumed.logger.log_dir}/metrics.csv").decode())))
+    assert first["step"] == "10"
+    assert any("a CSV log at a URL begins at the snapshot" in str(each.message) for each in recwarn)
 
 
 def test_others_are_told_what_to_do(tmp_path: Path) -> None:

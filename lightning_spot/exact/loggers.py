@@ -60,7 +60,12 @@ def continue_in(trainer: pl.Trainer, places: list[dict[str, Any]], *, of_another
     for logger, place in zip(trainer.loggers, places, strict=False):
         if type(logger).__name__ != place["kind"] or logger.name != place["name"]:
             continue  # the user has chosen another one
-        if _is(logger, "CSVLogger", "TensorBoardLogger"):
+        if _is(logger, "CSVLogger") and (_at_url(logger) or "rows" not in place):
+            rank_zero_warn(
+                f"lightning_spot: the rows of {place.get('dir')} are not carried on in {logger.log_dir}: a CSV log at a"
+                " URL begins at the snapshot. For one log, give CSVLogger a directory"
+            )
+        elif _is(logger, "CSVLogger", "TensorBoardLogger"):
             if of_another_run and (former := _of_another_run(logger, place)) is not None:
                 _begin_with(logger, place, former)
                 continue
@@ -110,8 +115,8 @@ def _place(logger: Any, step: int, at_end: bool) -> dict[str, Any]:
         "step": step,
     }
     if _is(logger, "CSVLogger", "TensorBoardLogger"):
-        place["dir"] = os.path.abspath(logger.log_dir)
-    if _is(logger, "CSVLogger"):
+        place["dir"] = _directory(logger)
+    if _is(logger, "CSVLogger") and not _at_url(logger):
         logger.save()
         file = Path(logger.log_dir) / "metrics.csv"
         place["rows"] = len(_rows(file)[1])
@@ -122,6 +127,15 @@ def _place(logger: Any, step: int, at_end: bool) -> dict[str, Any]:
 
 def _is(logger: Any, *names: str) -> bool:
     return isinstance(logger, namespaces.classes("loggers", *names))
+
+
+def _at_url(logger: Any) -> bool:
+    """Whether it logs through fsspec: nothing there can be renamed or linked in one step, so we rewrite nothing."""
+    return "://" in str(logger.log_dir)
+
+
+def _directory(logger: Any) -> str:
+    return str(logger.log_dir) if _at_url(logger) else os.path.abspath(logger.log_dir)
 
 
 def _keep(file: Path, at_end: bool) -> None:
@@ -164,9 +178,9 @@ def _of_another_run(logger: Any, place: dict[str, Any]) -> Path | None:
     if not (isinstance(own, int) and isinstance(version, int)) or own == version:
         return None
     private.VERSION.set(logger, version)
-    former = str(logger.log_dir)
+    former, directory = Path(logger.log_dir), _directory(logger)
     private.VERSION.set(logger, own)
-    return Path(former) if os.path.abspath(former) == place.get("dir") else None
+    return former if directory == place.get("dir") else None
 
 
 def _begin_with(logger: Any, place: dict[str, Any], former: Path) -> None:
