@@ -66,6 +66,14 @@ _SCHEMES = {"s3a": "s3", "gcs": "gs"}
 _VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[^}]*\})")
 _AZURES_OWN = re.compile(r"^(?:az|adl|abfss?)://\$(?:web|root|logs)(?=[@/]|$)", re.IGNORECASE)
 """Containers that Azure has named itself."""
+_PASSWORD = re.compile(r"(?<=://)[^/@]*:[^/@]*(?=@)")
+_ONE_CONNECTION = "it uses one connection for all threads, so uploads and look-ups beside each other fail"
+_READ_ONLY = "it cannot be written to"
+_NO_STORES = {
+    **dict.fromkeys(("ftp", "sftp", "ssh"), _ONE_CONNECTION),
+    **dict.fromkeys(("data", "git", "gist", "github", "http", "https", "libarchive", "tar", "zip"), _READ_ONLY),
+}
+"""File systems of fsspec that cannot keep snapshots, and why."""
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")
 
 
@@ -284,6 +292,12 @@ def why_no_place(url: str) -> str:
     if lost := re.match(r"([a-z][a-z0-9+.-]+):/(?!/)", url):  # it would be a directory on a disk that dies
         return f"a URL has two slashes, {lost[1]}://{url[lost.end() :]}; for a directory write ./{url}"
     scheme, separator, below = url.partition("://")
+    if separator and _PASSWORD.search(url):
+        return "a URL with a password ends in logs: configure it for fsspec, or in the environment, and leave it out"
+    if separator and (why := _NO_STORES.get(scheme.lower())):
+        return f"{scheme}:// cannot keep snapshots: {why}. Mount it and give the directory, or give a bucket"
+    if separator and scheme.lower() in BUCKET_SCHEMES and "\\" in below:  # some make a slash of it, some do not
+        return "a backslash in the name of an object is stored elsewhere by some libraries: leave it out"
     if separator and scheme.lower() in BUCKET_SCHEMES and (not below or below.startswith("/")):
         return f"it names no bucket, as {scheme}://bucket/run-1 does: is a variable in it empty?"
     # The runs of all users and machines would be in one place of that name.
@@ -292,6 +306,11 @@ def why_no_place(url: str) -> str:
         way_on = f"give {expanded!r}" if expanded != url else "it is not set here"
         return f"{variable[0]} is not expanded, as a shell does it: {way_on}"
     return ""
+
+
+def without_password(url: str) -> str:
+    """A URL as it may be shown."""
+    return _PASSWORD.sub("…", url)
 
 
 def plain_url(url: str) -> str:

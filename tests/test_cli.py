@@ -279,6 +279,7 @@ WRONG = [
     ([""], "'': it is empty; give a directory or URL"),
     (["s3a:/x"], "'s3a:/x': a URL has two slashes, s3a://x; for a directory write ./s3a:/x"),
     (["s3://"], "'s3://': it names no bucket, as s3://bucket/run-1 does"),
+    (["smb://me:secret@host/run"], "'smb://…@host/run': a URL with a password ends in logs"),
     (["10.0.0.5:7070/run"], "'10.0.0.5:7070/run': for a memory node write spot://10.0.0.5:7070/run"),
     (["x", "--memory", "10.0.0.5:1"], "--memory '10.0.0.5:1' is no node URL"),
     (["x", "--memory", "spot://h:99999"], "--memory 'spot://h:99999' is no node URL"),
@@ -310,7 +311,7 @@ WRONG = [
         (["pull", "s3://b/run/step-000000030-attempt-0001/model.ckpt"], "give its run, s3://b/run, and"),
         (["show", "spot://127.0.0.1:9/run/step-000000030-attempt-0001"], "give its run, spot://127.0.0.1:9/run, and"),
         (["verify", "NOWHERE"], "no run is, or ever was, at"),
-        (["ls", "ftp://127.0.0.1:9/run"], "ftp://127.0.0.1:9/run: ConnectionRefusedError"),
+        (["ls", "ftp://127.0.0.1:9/run"], "ftp:// cannot keep snapshots: it uses one connection"),
         (["node", "--slots", "0"], "--slots 0"),
         (["node", "--memory", "1.5"], "--memory='1.5' is no size"),
         (["node", "--run-memory", "x"], "--run-memory='x' is no size"),
@@ -447,3 +448,17 @@ def test_snapshots_that_are_superseded_while_a_command_looks_are_not_bad(
     else:
         assert re.search(r"^gone step-0+\d+-attempt-0001 at memory: ", said.out, re.MULTILINE)
         assert "BAD" not in said.out
+
+
+@pytest.mark.parametrize("command", [["simulate", "--work", "2h", "--snapshot-size", "1GB"], ["--help"]])
+def test_a_terminal_without_utf8_ends_no_command(tmp_path: Path, command: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_spot", *command],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        cwd=tmp_path,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.isascii()

@@ -7,7 +7,9 @@ a tier that failed.
 from __future__ import annotations
 
 import argparse
+import io
 import logging
+import sys
 
 from rich.console import Console
 
@@ -26,6 +28,9 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         the exit code.
     """
+    for stream in (sys.stdout, sys.stderr):  # a symbol must not end the command where the terminal is ASCII
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     arguments = command_parser().parse_args(argv)
     try:

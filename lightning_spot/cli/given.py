@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_spot.config import check_number, check_run_name, why_no_place
+from lightning_spot.config import check_number, check_run_name, why_no_place, without_password
 from lightning_spot.errors import SettingsError
 from lightning_spot.run.location import AUTO, Location, node_url
 
@@ -16,7 +16,7 @@ def check_given(url: str, nodes: Sequence[str], run: str | None) -> None:
         SettingsError: naming the flag.
     """
     if why := why_no_place(url):
-        raise SettingsError(f"{url!r}: {why}")
+        raise SettingsError(f"{without_password(url)!r}: {why}")
     for node in nodes:
         try:
             node_url(node)

@@ -18,6 +18,7 @@ from lightning_spot.config import (
     plain_url,
     read_environment,
     why_no_place,
+    without_password,
 )
 from lightning_spot.errors import NodeUnreachable, SettingsError, TierError
 from lightning_spot.memory.host import Host, InProcessHost
@@ -61,7 +62,7 @@ class Location:
         if not url.strip():
             raise SettingsError("dirpath is empty; give the run's directory or URL, such as checkpoints/run-1")
         if why := why_no_place(url):
-            raise SettingsError(f"dirpath={url!r}: {why}")
+            raise SettingsError(f"dirpath={without_password(url)!r}: {why}")
         scheme = urlsplit(url).scheme if "://" in url else ""
         if scheme == "spot":
             node = f"spot://{urlsplit(url).netloc}"
@@ -111,6 +112,12 @@ class Location:
         Raises:
             SettingsError: if it cannot.
         """
+        if self.url.startswith("memory:"):
+            logger.warning(
+                "lightning_spot: dirpath=%r is memory of this process: no snapshot outlives it. Give a directory or a"
+                " bucket",
+                self.url,
+            )
         if "://" in self.url:
             open_store(self.url)  # raises when the file system is not installed
             return

@@ -17,6 +17,7 @@ from lightning_spot.config import (
     parse_flag_bytes,
     read_environment,
     why_no_place,
+    without_password,
 )
 from lightning_spot.errors import SettingsError
 from lightning_spot.memory.prefixes import check_prefix
@@ -128,7 +129,7 @@ def settings_from(arguments: argparse.Namespace) -> NodeSettings:
 
 def _absolute(flag: str, url: str) -> str:
     if why := why_no_place(url):  # it would be below the directory that the node happens to be started in
-        raise SettingsError(f"{flag} {url!r}: {why}")
+        raise SettingsError(f"{flag} {without_password(url)!r}: {why}")
     return url if "://" in url else os.path.abspath(os.path.expanduser(url))
 
 

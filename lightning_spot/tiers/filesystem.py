@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import fsspec
 import fsspec.config
 
-from lightning_spot.config import BUCKET_SCHEMES
+from lightning_spot.config import BUCKET_SCHEMES, why_no_place, without_password
 from lightning_spot.errors import MissingCredentials, SettingsError, SnapshotNotFound, SpotError, TierError
 from lightning_spot.tiers.lanes import MOST
 
@@ -50,6 +50,8 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         SettingsError: if the URL is malformed or its file system is not installed.
         TierError: if its file system connects at once, and that fails.
     """
+    if why := why_no_place(url):
+        raise SettingsError(f"{without_password(url)!r} cannot be used as a tier: {why}")
     with tier_errors(url):
         try:
             files, path = fsspec.core.url_to_fs(url.rstrip("/"), use_listings_cache=False, **_options(url))
