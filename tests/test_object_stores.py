@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import s3fs
 from botocore import retryhandler
+from botocore.exceptions import ClientError
 from botocore.retries import standard
 
 from lightning_spot.client.stores import open_store
@@ -25,6 +26,7 @@ from lightning_spot.run.location import Location
 from lightning_spot.run.patience import Patience
 from lightning_spot.run.survey import survey
 from lightning_spot.tiers import lanes, objects, sweeping
+from lightning_spot.tiers.filesystem import tier_errors
 from lightning_spot.tiers.multipart import _Block
 from lightning_spot.tiers.objects import ObjectStore
 from lightning_spot.tiers.requests import list_folder, remove_objects
@@ -459,3 +461,26 @@ def test_a_file_that_somebody_else_has_saved_a_moment_before_leaves_no_manifest_
     assert (there is None) is fails
     if there is not None:
         assert fetched(ours, there) == sealed(2, 1200)[1]
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "said"),
+    [
+        (
+            "NotImplemented",
+            "A header is not implemented",
+            r"implemented \(NotImplemented\)\. .* set AWS_REQUEST_CHECKSUM",
+        ),
+        ("InvalidRequest", "None", r"OSError: InvalidRequest\. If this store is not AWS, set AWS_REQUEST_CHECKSUM"),
+        ("AccessDenied", "None", r"OSError: AccessDenied$"),
+        ("SlowDown", "Reduce your rate", r"OSError: Reduce your rate \(SlowDown\)$"),
+    ],
+)
+def test_an_error_of_a_store_carries_its_code_and_what_helps(
+    code: str, message: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """s3fs leaves the code out; a store that is not AWS may send no message at all."""
+    monkeypatch.delenv("AWS_REQUEST_CHECKSUM_CALCULATION", raising=False)
+    cause = ClientError({"Error": {"Code": code}}, "PutObject")
+    with pytest.raises(TierError, match=said), tier_errors("s3://bucket/run"):
+        raise OSError(message) from cause

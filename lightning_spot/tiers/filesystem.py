@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import os
 import random
 import sys
 import threading
@@ -210,7 +211,28 @@ def tier_errors(url: str, *, reading: bool = False) -> Iterator[None]:
                 " may use the bucket",
                 tier=url,
             ) from error
-        why = str(error)
+        why = str(error).removesuffix("None")  # as s3fs says where a store sends no message
         if isinstance(error, NotImplementedError):  # fsspec says no more
             why = why or "the file system of this URL cannot be written to, or not in this way"
-        raise TierError(f"{url}: {type(error).__name__}: {why}", tier=url) from error
+        if code := _code_of(error):
+            why = f"{why} ({code})" if why else code
+        raise TierError(f"{url}: {type(error).__name__}: {why}{_way_on(url, code)}", tier=url) from error
+
+
+_MAYBE_CHECKSUMS = frozenset(
+    {"400", "501", "InvalidArgument", "InvalidRequest", "MissingContentLength", "NotImplemented", "NotSupported"}
+)
+"""What stores answer that do not know the checksums which AWS's libraries add to each PUT since botocore 1.36."""
+
+
+def _code_of(error: BaseException) -> str:
+    """The code that an S3 store answered with, which s3fs leaves out of its own error; ``""`` if there is none."""
+    response = getattr(error.__cause__, "response", None) or getattr(error, "response", None)
+    return str(response.get("Error", {}).get("Code") or "") if isinstance(response, dict) else ""
+
+
+def _way_on(url: str, code: str) -> str:
+    """What may help against an error with that code."""
+    if url.startswith("s3") and code in _MAYBE_CHECKSUMS and "AWS_REQUEST_CHECKSUM_CALCULATION" not in os.environ:
+        return ". If this store is not AWS, set AWS_REQUEST_CHECKSUM_CALCULATION=when_required"
+    return ""
