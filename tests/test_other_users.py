@@ -5,11 +5,14 @@ nothing: another name is taken, or one error says what is there.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
 import socket
 import stat
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +24,7 @@ import pytest
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.node_client import NodeClient
-from lightning_spot.errors import NodeRefused, SettingsError
+from lightning_spot.errors import NodeRefused, NodeUnreachable, SettingsError
 from lightning_spot.goodput.ledger import AttemptRecord
 from lightning_spot.goodput.reached import Reached, read_reached
 from lightning_spot.memory.area import SlotArea
@@ -248,10 +251,12 @@ RECORDS.remove(is_a_file)
 
 
 @as_root
-@pytest.mark.parametrize("name", ["alive", "lock", "log"])
-@pytest.mark.parametrize("squat", RECORDS)
+@pytest.mark.parametrize(
+    ("name", "squat"),
+    [*itertools.product(("alive", "lock", "log"), RECORDS), ("http", is_others), ("fds", is_others)],
+)
 def test_what_is_in_the_place_of_a_record_is_named_at_once(
-    squat: Callable[[Path, Path], None], name: str, runtime: Path, mine: Path, tmp_path: Path
+    name: str, squat: Callable[[Path, Path], None], runtime: Path, mine: Path, tmp_path: Path
 ) -> None:
     """It was there before the directory became this user's alone, say."""
     place: Path = getattr(find_record(str(tmp_path)), name)
@@ -290,6 +295,28 @@ def test_a_record_without_an_end_is_not_read(runtime_dir: Path, tmp_path: Path) 
     assert record.settings() == {}
     assert read_reached(str(tmp_path), 1) is None
     record.remove()
+
+
+@as_root
+@pytest.mark.parametrize("squat", [is_others_link, is_a_link, is_a_pipe, is_a_device, is_others_file, has_two_names])
+def test_what_is_in_the_place_of_a_socket_is_removed(
+    squat: Callable[[Path, Path], None], runtime: Path, mine: Path, tmp_path: Path
+) -> None:
+    record = find_record(str(tmp_path))
+    squat(record.http, mine)
+    squat(record.fds, mine)
+    starting.start(str(tmp_path), "run", **SETTINGS).disconnect()
+
+
+def test_the_end_of_a_huge_log_is_shown(runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(find_record(str(tmp_path)).log, "wb") as log:
+        log.truncate(2**40)
+        log.seek(2**40)
+        log.write(b"the end\n")
+    monkeypatch.setattr(starting, "subprocess", subprocess)  # started cold, as everywhere but in the tests
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(NodeUnreachable, match="the end"):
+        starting.start(str(tmp_path), "run", **SETTINGS)
 
 
 @as_root

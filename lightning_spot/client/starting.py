@@ -19,7 +19,7 @@ from typing import Any
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.config import MAX_STALL_S
 from lightning_spot.errors import NodeUnreachable, ProtocolMismatch
-from lightning_spot.protocol.ownership import open_file
+from lightning_spot.protocol.ownership import open_file, remove_file, tail_of
 from lightning_spot.protocol.record import NodeRecord, find_record
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 30.0
 _CHECKED_BYTES_PER_S = 200e6  # of what it takes over before it answers; measured in GB/s, but a host may be busy
 _KILL_TIMEOUT_S = 5.0
+_SHOWN_BYTES = 2000
 
 
 def attach(dirpath: str, run: str, max_stall_s: float = MAX_STALL_S, *, revive: bool = True) -> EmbeddedHost | None:
@@ -147,7 +148,7 @@ def _spawn(
     package_home = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package_home, *_python_path()])}
     for leftover in (opened.http, opened.fds):
-        leftover.unlink(missing_ok=True)  # a killed node's: nothing may be taken for the new one's sockets
+        remove_file(leftover)  # a killed node's: nothing may be taken for the new one's sockets
     with open(open_file(opened.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as log:
         process = subprocess.Popen(
             command,
@@ -160,7 +161,7 @@ def _spawn(
         )
     while not opened.fds.exists() or not opened.running():
         if process.poll() is not None or time.monotonic() > deadline:
-            tail = opened.log.read_text(encoding="utf-8", errors="replace")[-2000:]
+            tail = tail_of(opened.log, _SHOWN_BYTES)
             raise NodeUnreachable(f"the embedded memory node did not start (exit {process.poll()}). Its log:\n{tail}")
         time.sleep(0.02)
     with warnings.catch_warnings():  # it outlives whoever has started it: that is no leak

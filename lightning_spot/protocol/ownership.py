@@ -135,6 +135,25 @@ def read_file(path: Path, most_bytes: int, *, linked: bool = False) -> bytes:
     return data
 
 
+def tail_of(path: Path, most_bytes: int) -> str:
+    """The end of a file of this user's, as text."""
+    with open(open_file(path), "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
+        return file.read(most_bytes).decode(errors="replace")
+
+
+def remove_file(path: Path) -> None:
+    """Remove what is at ``path``, if anything: a link itself, never what is behind it.
+
+    Raises:
+        SettingsError: if it is a directory.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError as error:
+        raise _refusal(path, _what_is_at(path)) from error
+
+
 def own_socket(path: Path) -> socket.socket:
     """A stream socket bound to ``path``; this user alone may connect from the start, whatever the umask."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

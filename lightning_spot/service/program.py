@@ -28,7 +28,7 @@ from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.memory.area import remove_abandoned
 from lightning_spot.memory.node import Node
 from lightning_spot.protocol.listening import allow_descriptors
-from lightning_spot.protocol.ownership import own_directories, own_socket
+from lightning_spot.protocol.ownership import own_directories, own_socket, remove_file
 from lightning_spot.protocol.record import NodeRecord, hold, sweep
 from lightning_spot.service.channel import DescriptorChannel
 from lightning_spot.service.connections import DESCRIPTORS
@@ -87,7 +87,7 @@ def _run_embedded(settings: NodeSettings, record: NodeRecord) -> int:
         )
         _sweep(read_environment().shm_dir, record.folder)
         for leftover in (record.http, record.fds):
-            leftover.unlink(missing_ok=True)  # a killed node's
+            remove_file(leftover)  # a killed node's
         with own_socket(record.http) as listener:
             return asyncio.run(_serve(settings, listener))
     finally:
