@@ -40,13 +40,14 @@ from lightning_spot.errors import (
     SnapshotTooLarge,
 )
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.protocol.wire import NO_DIGEST, Frame, PartKind, parse_spot_url
+from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, Frame, PartKind, parse_spot_url
 from lightning_spot.service.program import main
 from lightning_spot.service.settings import add_arguments, settings_from
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode, named_run, until
 
 StartNode = Callable[..., RunningNode]
+OURS = {PROTOCOL_HEADER: str(PROTOCOL_VERSION)}
 
 
 def checkpoint_bytes(step: int, nbytes: int = 20_000) -> bytes:
@@ -134,14 +135,16 @@ def test_curl_can_read_a_snapshot(start_node: StartNode) -> None:
     node = start_node()
     data = checkpoint_bytes(3)
     put(node, 3, data=data)
-    address = node.url.replace("spot://", "http://")
-    with urllib.request.urlopen(f"{address}/v1/files/run/last.ckpt") as answer:
-        assert answer.read() == data
-    request = urllib.request.Request(f"{address}/v1/files/run/last.ckpt", headers={"Range": "bytes=-10"})
-    with urllib.request.urlopen(request) as answer:
-        assert (answer.status, answer.read()) == (206, data[-10:])
-    with urllib.request.urlopen(f"{address}/v1/files/run/{snapshot_name(3, 1)}/manifest.json") as answer:
-        assert json.load(answer)["step"] == 3
+    address = f"{node.url.replace('spot://', 'http://')}/v1/files/run"
+
+    def read(path: str, **headers: str) -> tuple[int, bytes]:
+        request = urllib.request.Request(f"{address}/{path}", headers={**OURS, **headers})
+        with urllib.request.urlopen(request) as answer:
+            return answer.status, answer.read()
+
+    assert read("last.ckpt") == (200, data)
+    assert read("last.ckpt", Range="bytes=-10") == (206, data[-10:])
+    assert json.loads(read(f"{snapshot_name(3, 1)}/manifest.json")[1])["step"] == 3
 
 
 @pytest.mark.parametrize(
@@ -161,7 +164,8 @@ def test_curl_can_read_a_snapshot(start_node: StartNode) -> None:
 )
 def test_bad_requests(start_node: StartNode, method: str, path: str, body: bytes | None, status: int) -> None:
     node = start_node()
-    request = urllib.request.Request(node.url.replace("spot://", "http://") + path, data=body, method=method)
+    url = node.url.replace("spot://", "http://") + path
+    request = urllib.request.Request(url, data=body, headers=OURS, method=method)
     client_of(node).call("POST", "/v1/runs/run/open", {"attempt": 1})
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(request)

@@ -33,6 +33,7 @@ from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.portion import Image
 from lightning_spot.memory.node import Node
+from lightning_spot.protocol import ownership
 from lightning_spot.run import giving, receiving, taking
 from lightning_spot.run.giving import Giver
 from lightning_spot.run.location import Location
@@ -523,11 +524,11 @@ def test_strangers_get_nothing(run: LocalStore, giver: Giver, monkeypatch: pytes
     with pytest.raises(NotShared, match="hung up"):
         take(Card(giver.card.host, giver.card.name, "guessed"), 1, manifest_of(run))
     with monkeypatch.context() as patch:
-        patch.setattr(taking, "user_of", lambda _connection: 12345)
+        patch.setattr(ownership, "is_own_user", lambda _connection: False)
         with pytest.raises(NotShared, match="another user"):
             take(giver.card, 1, manifest_of(run))
-    monkeypatch.setattr(giving, "user_of", lambda _connection: 12345)
-    with pytest.raises(NotShared, match="hung up"):
+    monkeypatch.setattr(giving, "is_own_user", lambda _connection: False)
+    with pytest.raises(NotShared):
         take(giver.card, 1, manifest_of(run))
 
 

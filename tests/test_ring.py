@@ -861,18 +861,20 @@ def test_what_is_to_be_deleted_survives_the_node(make: Callable[..., Bench], run
     assert heir.tier().survey().manifests == [first]
 
 
-def test_slots_that_somebody_removed_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_records_that_cannot_be_written_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It was said of every snapshot, twice, that there is no room for its record."""
     area = SlotArea(tmp_path / "area")
-    shutil.rmtree(area.path)
+    info = RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="")
+    record = area.path / f"run-{info.key}.json"
+    record.mkdir()
     for _ in range(3):
-        area.keep_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token=""), False, [])
+        area.keep_run(info, False, [])
     assert caplog.text.count("no record can be written in") == 1
-    area.path.mkdir()
-    area.keep_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token=""), False, [])
+    record.rmdir()
+    area.keep_run(info, False, [])
     assert [left.info.name for left in area.runs()] == ["run"]
     shutil.rmtree(area.path)
-    area.keep_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token=""), False, [])
+    area.keep_run(info, False, [])
     assert caplog.text.count("no record can be written in") == 2
     area.close()
 

@@ -30,7 +30,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.protocol.wire import NO_DIGEST, Address, Frame, PartKind, parse_spot_url
+from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, Address, Frame, PartKind, parse_spot_url
 from lightning_spot.service import fields, files, part_receiver, saving, uploads
 from lightning_spot.service.connections import Connections
 from lightning_spot.tiers.local import LocalStore
@@ -41,6 +41,7 @@ from tests.small_trainer import image_of as archive_of
 
 StartNode = Callable[..., RunningNode]
 MANY = 300
+OURS = f"Host: localhost\r\n{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\n"
 
 
 def address_of(node: RunningNode) -> tuple[str, int]:
@@ -65,7 +66,7 @@ def connected(node: RunningNode, count: int, say: bytes) -> Iterator[list[socket
 
 def request(method: str, path: str, body: bytes = b"", headers: str = "", nbytes: int | None = None) -> bytes:
     length = len(body) if nbytes is None else nbytes
-    return f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n{headers}\r\n".encode() + body
+    return f"{method} {path} HTTP/1.1\r\n{OURS}Content-Length: {length}\r\n{headers}\r\n".encode() + body
 
 
 def answer(node: RunningNode, sent: bytes, timeout_s: float = 10.0) -> tuple[int, bytes]:
@@ -348,6 +349,57 @@ def test_a_number_out_of_bounds_is_refused(lasting_node: RunningNode, method: st
     assert isinstance(caught.value, SettingsError | NodeRefused), caught.value
 
 
+_SPOKEN = f"{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/v1/runs", f"Host: localhost\r\n{_SPOKEN}", 200),
+        ("/v1/runs", f"Host: LOCALHOST:7070\r\n{_SPOKEN}", 200),
+        ("/v1/runs", f"Host: 127.8.9.1:7070\r\n{_SPOKEN}", 200),
+        ("/v1/runs", f"Host: [::1]:7070\r\n{_SPOKEN}", 200),
+        ("/v1/runs", "Host: localhost\r\n", 403),
+        ("/readyz", "Host: localhost\r\n", 403),
+        ("/v1/runs", f"Host: evil.example:7070\r\n{_SPOKEN}", 403),
+        ("/v1/runs", f"Host: localhost.evil.example\r\n{_SPOKEN}", 403),
+        ("/v1/runs", f"Host: 127.0.0.1.nip.io\r\n{_SPOKEN}", 403),
+        ("/v1/runs", f"Host: 10.0.0.5\r\n{_SPOKEN}", 403),
+        ("/v1/runs", f"Host: \r\n{_SPOKEN}", 403),
+        ("/v1/runs", f"Host: localhost\r\n{_SPOKEN}Origin: http://evil.example\r\n", 403),
+        ("/v1/runs", f"Host: localhost\r\n{_SPOKEN}Origin: null\r\n", 403),
+        ("/healthz", "Host: evil.example\r\n", 200),
+    ],
+)
+def test_no_page_in_a_browser_of_this_host_is_served(
+    lasting_node: RunningNode, path: str, headers: str, status: int
+) -> None:
+    """Any page could open runs at a node without a token, and read them by a name that it has lead to 127.0.0.1."""
+    got, body = answer(lasting_node, f"GET {path} HTTP/1.1\r\n{headers}\r\n".encode())
+    assert got == status
+    if status == 403 and PROTOCOL_HEADER not in headers:
+        assert body.startswith(b"this node"), "a person would read JSON"
+
+
+def test_a_token_is_all_that_is_asked_for_where_there_is_one(start_node: StartNode) -> None:
+    node = start_node(environment={"LIGHTNING_SPOT_TOKEN": "0123456789abcdef"})
+    head = "Host: node.example\r\nAuthorization: Bearer 0123456789abcdef\r\n"
+    assert answer(node, f"GET /v1/runs HTTP/1.1\r\n{head}\r\n".encode())[0] == 200
+    assert answer(node, b"GET /readyz HTTP/1.1\r\nHost: node.example\r\n\r\n")[0] in (200, 503)
+    assert answer(node, f"GET /v1/runs HTTP/1.1\r\n{head}Origin: http://a.example\r\n\r\n".encode())[0] == 403
+
+
+def test_a_page_cannot_open_a_run(lasting_node: RunningNode) -> None:
+    simple = (
+        "POST /v1/runs/of-a-page/open HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: text/plain\r\nContent-Length: 14"
+    )
+    assert answer(lasting_node, f'{simple}\r\n\r\n{{"attempt": 1}}'.encode())[0] == 403
+    asking = "Origin: http://evil.example\r\nAccess-Control-Request-Method: POST\r\n"
+    status, _ = answer(lasting_node, f"OPTIONS {OPEN} HTTP/1.1\r\nHost: 127.0.0.1\r\n{asking}\r\n".encode())
+    assert status == 403
+    assert "of-a-page" not in str(client_of(lasting_node).call("GET", "/v1/runs"))
+
+
 @pytest.mark.parametrize(
     ("sent", "status"),
     [
@@ -357,7 +409,7 @@ def test_a_number_out_of_bounds_is_refused(lasting_node: RunningNode, method: st
         (request("POST", OPEN, b"\xff\xfe"), 400),
         (request("PUT", "/v1/files/run/x", nbytes=2**62), 400),
         (request("PUT", "/v1/files/run/x", nbytes=2**45), 413),
-        (b"PUT /v1/files/run/x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
+        (f"PUT /v1/files/run/x HTTP/1.1\r\n{OURS}Transfer-Encoding: chunked\r\n\r\n".encode(), 400),
         (request("GET", "/v1/status", headers="X-Long: " + "x" * 100_000 + "\r\n"), 400),
         (request("GET", "/v1/files/run/x", headers="Range: bytes=0-" + "9" * 5000 + "\r\n"), 404),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
@@ -558,7 +610,7 @@ def test_a_reader_that_goes_in_the_middle_of_a_file_is_no_error_of_the_node(
         for _ in range(5):
             with socket.create_connection(("127.0.0.1", port)) as reader:
                 path = f"/v1/files/run@{RUN_ID}/{manifest_of(1).data_path}"
-                reader.sendall(f"GET {path} HTTP/1.1\r\nHost: node\r\n\r\n".encode())
+                reader.sendall(f"GET {path} HTTP/1.1\r\n{OURS}\r\n".encode())
                 assert b" 200 " in reader.recv(1000)
                 if breaks:  # its kernel answers what still comes with a reset
                     reader.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -13,12 +13,31 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from lightning_spot.errors import NodeRefused
+from lightning_spot.protocol.ownership import connect
 from lightning_spot.protocol.wire import Address
 
 CONNECT_TIMEOUT_S = 5.0
 _PULSE_S = 1.0
 _KEEP_S = 15.0  # less than a node keeps an idle connection
 _MOST_IDLE = 8
+
+
+def connect_to_own(path: str, timeout_s: float) -> socket.socket:
+    """Connect to the Unix socket of a node of this user's.
+
+    Raises:
+        NodeRefused: if another user's process is at it: waiting would not help.
+        OSError: if nothing can be reached there.
+    """
+    try:
+        return connect(path, timeout_s)
+    except PermissionError as error:
+        raise NodeRefused(
+            f"{path} is not used ({error.strerror or error}). Remove it, or set LIGHTNING_SPOT_RUNTIME_DIR to a private"
+            " directory",
+            status=403,
+        ) from error
 
 
 class BoundedSocket(socket.socket):
@@ -67,16 +86,15 @@ class Connection(http.client.HTTPConnection):
         self.idle_since_s = 0.0
 
     def open(self, deadline_s: float) -> None:
-        """Open the socket by a deadline (monotonic)."""
+        """Open the socket by a deadline (monotonic).
+
+        Raises:
+            NodeRefused: if another user's process is at a Unix socket.
+            OSError: if nothing can be reached.
+        """
         self.timeout = max(0.001, min(CONNECT_TIMEOUT_S, deadline_s - time.monotonic()))
         if self._address.socket_path:
-            plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                plain.settimeout(self.timeout)
-                plain.connect(self._address.socket_path)
-            except BaseException:
-                plain.close()
-                raise
+            plain = connect_to_own(self._address.socket_path, self.timeout)
         else:
             plain = socket.create_connection((self.host, self.port), self.timeout)
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -12,6 +12,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from lightning_spot.client.connection import connect_to_own
 from lightning_spot.errors import NodeRefused, NodeUnreachable, SnapshotNotFound, TierError
 from lightning_spot.protocol.process import wait_readable
 from lightning_spot.staging.slot import map_shared
@@ -31,7 +32,7 @@ class Session:
 
     Raises:
         NodeUnreachable: if the node does not answer in time (then its ``__cause__`` is a ``TimeoutError``), or at all.
-        NodeRefused: if it has another secret: to wait for it would not help.
+        NodeRefused: if it has another secret, or is another user's: to wait for it would not help.
 
     Attributes:
         id: names this session in HTTP requests.
@@ -40,18 +41,14 @@ class Session:
     def __init__(self, path: Path, token: str | None, max_stall_s: float) -> None:
         self._max_stall_s = max_stall_s
         self._lock = threading.Lock()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._socket.settimeout(max_stall_s)
-            self._socket.connect(str(path))
+            self._socket = connect_to_own(str(path), max_stall_s)
             answer, _ = self._ask({"token": token, "pid": os.getpid()})
         except BlockingIOError as error:  # nobody accepts connections any more
-            self._socket.close()
             raise NodeUnreachable(f"the node on this host does not answer at {path}") from TimeoutError(str(error))
+        except NodeUnreachable:
+            raise
         except OSError as error:
-            self._socket.close()
-            if isinstance(error, NodeUnreachable):
-                raise
             raise NodeUnreachable(f"the node on this host does not answer at {path}: {error}") from error
         if "session" not in answer:
             self._socket.close()

@@ -19,6 +19,7 @@ from typing import Any
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.config import MAX_STALL_S
 from lightning_spot.errors import NodeUnreachable, ProtocolMismatch
+from lightning_spot.protocol.ownership import open_file, remove_file, tail_of
 from lightning_spot.protocol.record import NodeRecord, find_record
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 30.0
 _CHECKED_BYTES_PER_S = 200e6  # of what it takes over before it answers; measured in GB/s, but a host may be busy
 _KILL_TIMEOUT_S = 5.0
+_SHOWN_BYTES = 2000
 
 
 def attach(dirpath: str, run: str, max_stall_s: float = MAX_STALL_S, *, revive: bool = True) -> EmbeddedHost | None:
@@ -93,7 +95,7 @@ def _connect(
         return None
     limit_s = START_TIMEOUT_S + record.left_bytes() / _CHECKED_BYTES_PER_S
     deadline = time.monotonic() + limit_s
-    with record.starting(limit_s):
+    with record.opened() as opened, opened.starting(limit_s):
         while True:
             if record.running():
                 try:
@@ -109,7 +111,7 @@ def _connect(
                         tier=str(record.http),
                     ) from error
             elif wanted := settings():
-                _spawn(record, deadline, **wanted)
+                _spawn(record, opened, deadline, **wanted)
             else:
                 return None
 
@@ -132,14 +134,22 @@ def _wait_or_end(record: NodeRecord, error: NodeUnreachable, deadline: float) ->
         raise NodeUnreachable(f"the embedded node (pid {process.pid}) does not answer and cannot be ended") from error
 
 
-def _spawn(record: NodeRecord, deadline: float, *, slots: int, memory_bytes: int, idle_timeout_s: float) -> None:
+def _spawn(
+    record: NodeRecord,
+    opened: NodeRecord,
+    deadline: float,
+    *,
+    slots: int,
+    memory_bytes: int,
+    idle_timeout_s: float,
+) -> None:
     command = [sys.executable, "-m", "lightning_spot.service.program", "--embedded", str(record.folder), record.key]
     command += ["--slots", str(slots), "--memory", str(memory_bytes), "--idle-timeout", str(idle_timeout_s)]
     package_home = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package_home, *_python_path()])}
-    for leftover in (record.http, record.fds):
-        leftover.unlink(missing_ok=True)  # a killed node's: nothing may be taken for the new one's sockets
-    with open(record.log, "ab") as log:
+    for leftover in (opened.http, opened.fds):
+        remove_file(leftover)  # a killed node's: nothing may be taken for the new one's sockets
+    with open(open_file(opened.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as log:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -149,9 +159,9 @@ def _spawn(record: NodeRecord, deadline: float, *, slots: int, memory_bytes: int
             env=environment,
             cwd="/",
         )
-    while not record.fds.exists() or not record.running():
+    while not opened.fds.exists() or not opened.running():
         if process.poll() is not None or time.monotonic() > deadline:
-            tail = record.log.read_text(encoding="utf-8", errors="replace")[-2000:]
+            tail = tail_of(opened.log, _SHOWN_BYTES)
             raise NodeUnreachable(f"the embedded memory node did not start (exit {process.poll()}). Its log:\n{tail}")
         time.sleep(0.02)
     with warnings.catch_warnings():  # it outlives whoever has started it: that is no leak

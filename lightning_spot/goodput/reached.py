@@ -22,8 +22,9 @@ from pathlib import Path
 
 from lightning_spot.errors import SettingsError
 from lightning_spot.goodput.ledger import MOST_SNAPSHOTS, Account, AttemptRecord
+from lightning_spot.protocol.ownership import open_file, read_file
 from lightning_spot.protocol.process import ProcessId
-from lightning_spot.protocol.record import find_record
+from lightning_spot.protocol.record import NodeRecord, find_record
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ _STEP = struct.Struct("<qdd")  # step, time, stall
 _STEP_AT, _STEP_BYTES = 16, 64
 _REST_AT = _STEP_AT + 2 * _STEP_BYTES
 _LEAST_REST_BYTES = 64 * 1024
+_LONGEST_FILE_BYTES = 64 * 2**20
 _MOST_S, _MOST_TIMES = 60.0, 3.0  # steps take longer than before by so much; a record is written every ten seconds
 _DAMAGE = (OSError, SettingsError, struct.error, OverflowError, ValueError, KeyError, TypeError, AttributeError)
 
@@ -48,7 +50,7 @@ class Reached:
     """
 
     def __init__(self, run_url: str, record: AttemptRecord) -> None:
-        self._path = _path(run_url, record.attempt)
+        self._run_url, self._attempt = run_url, record.attempt
         process = ProcessId.of(os.getpid())
         self._process = json.dumps(process.to_json() if process is not None else None)
         self._counts = {_STEP_AT: 0, _REST_AT: 0}
@@ -56,17 +58,20 @@ class Reached:
         rest = self._rest(record)
         self._rest_bytes = max(_LEAST_REST_BYTES, 4 * len(rest))
         size = _REST_AT + 2 * self._rest_bytes
+        place = find_record(run_url)
         try:
-            self._path.unlink(missing_ok=True)  # of another run that was here: who reads it goes on reading that one
-            with open(self._path, "xb+") as file:
-                try:
-                    os.posix_fallocate(file.fileno(), 0, size)  # what is full shows here, not as a SIGBUS in a step
-                    self._map = mmap.mmap(file.fileno(), size)
-                except OSError:
-                    self._path.unlink(missing_ok=True)
-                    raise
+            with place.opened() as opened:
+                path = _path(opened, record.attempt)
+                path.unlink(missing_ok=True)  # of another run that was here: who reads it goes on reading that one
+                with open(open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), "rb+") as file:
+                    try:
+                        os.posix_fallocate(file.fileno(), 0, size)  # what is full shows here, not as a SIGBUS in a step
+                        self._map = mmap.mmap(file.fileno(), size)
+                    except OSError:
+                        path.unlink(missing_ok=True)
+                        raise
         except OSError as error:
-            raise SettingsError(f"{self._path} cannot be written ({error.strerror})") from error
+            raise SettingsError(f"{_path(place, record.attempt)} cannot be written ({error.strerror})") from error
         self._map[:8] = self._rest_bytes.to_bytes(8, "little")
         self.keep(record)
 
@@ -87,7 +92,7 @@ class Reached:
 
     def remove(self) -> None:
         """The record is at the durable tier."""
-        self._path.unlink(missing_ok=True)
+        forget_reached(self._run_url, self._attempt)
 
     def _rest(self, record: AttemptRecord) -> bytes:
         """The record as JSON; the text of snapshots, of which there may be hundreds, is kept."""
@@ -119,7 +124,7 @@ def read_reached(run_url: str, attempt: int) -> AttemptRecord | None:
     Its ``end`` is ``"killed"`` where it runs no more and did not say how it ended.
     """
     try:
-        data = _path(run_url, attempt).read_bytes()
+        data = read_file(_path(find_record(run_url), attempt), _LONGEST_FILE_BYTES)
         size = int.from_bytes(data[:8], "little")
         rest, step = _newest(data, _REST_AT, size), _newest(data, _STEP_AT, _STEP_BYTES)
         if rest is None or step is None:
@@ -139,7 +144,8 @@ def read_reached(run_url: str, attempt: int) -> AttemptRecord | None:
 def forget_reached(run_url: str, attempt: int) -> None:
     """Remove what is left of an attempt on this host: the durable tier has it."""
     with contextlib.suppress(SettingsError):
-        _path(run_url, attempt).unlink(missing_ok=True)
+        with find_record(run_url).opened() as opened:
+            _path(opened, attempt).unlink(missing_ok=True)
 
 
 def completed(run_url: str, record: AttemptRecord, snapshots: Iterable[tuple[int, float]]) -> AttemptRecord:
@@ -193,8 +199,7 @@ def _step_s(record: AttemptRecord) -> float:
     return (record.unix_s - record.trained_unix_s) / steps if record.trained_unix_s is not None and steps > 0 else 0.0
 
 
-def _path(run_url: str, attempt: int) -> Path:
-    record = find_record(run_url)
+def _path(record: NodeRecord, attempt: int) -> Path:
     return record.folder / f"{record.key}.attempt-{attempt:04d}.reached"
 
 

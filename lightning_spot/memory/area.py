@@ -6,6 +6,9 @@
     slot-3.img       the bytes of a slot
     slot-3.json      its commit record, renamed into place: without it the bytes are nothing
     run-RUN.json     what a restarted node must know of a run: who may write it, where it goes, what is to be deleted
+
+Others of this host may write to the tmpfs, too. A directory counts by its owner, and is reached by its descriptor only:
+see :mod:`~lightning_spot.protocol.ownership`. Where another user has taken its name, another one is made up.
 """
 
 from __future__ import annotations
@@ -16,24 +19,28 @@ import itertools
 import json
 import logging
 import os
-import shutil
+import re
+import secrets
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported, TierError
+from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported, SettingsError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing, sealing_threads
 from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.slots import Slot, SlotState, file_order
+from lightning_spot.protocol.ownership import OwnDirectory, make_directory, open_file, own_directories, read_file
 from lightning_spot.staging.slot import SlotMemory
 
 logger = logging.getLogger(__name__)
 
 _LOCK = "lock"
-_MOST_AREAS = 100
+_OURS = re.compile(r"lock|slot-\d+\.(img|json(\.tmp)?)|run-.*\.json(\.tmp)?")
+_MOST_NAMES = 100
+_LONGEST_RECORD_BYTES = 64 * 2**20
 _AGAIN_S = (0.2, 1.0, 4.0)  # what passes, such as want of memory, is tried again after so long each time
 
 
@@ -53,28 +60,28 @@ class Left:
 
 
 class SlotArea:
-    """A locked directory for slots. Where a living node holds it, another one beside it is taken.
+    """A locked directory for slots. Where a living node holds it, or another user has its name, another one is taken.
 
     Args:
-        path: directory on tmpfs; made if need be.
+        path: directory on tmpfs; made if need be. Others of its kind are called ``path-…``.
 
     Raises:
-        TierError: if it cannot be used.
+        TierError: if none can be made.
     """
 
     def __init__(self, path: Path) -> None:
         self._is_failing = False
-        self._places = [path, *(path.with_name(f"{path.name}-{number}") for number in range(1, _MOST_AREAS))]
-        for candidate in self._places:
-            if (lock := _lock(candidate)) is not None:
-                self.path = candidate
-                self._lock_file: BinaryIO = lock
-                return
-        raise TierError(f"{path} and {_MOST_AREAS} directories beside it are held by other nodes")
+        self._name = path
+        self._directory, self._lock_file = _first_free(path) or _made(path)
+        self.path = self._directory.path
+
+    @property
+    def _here(self) -> Path:
+        return self._directory.here
 
     def image(self, slot: Slot) -> Path:
         """Where a slot's bytes go."""
-        return self.path / f"slot-{slot.index}.img"
+        return self._here / f"slot-{slot.index}.img"
 
     def record(self, slot: Slot) -> bool:
         """Write the commit record of a slot whose bytes are here; whether that could be done."""
@@ -98,7 +105,7 @@ class SlotArea:
 
     def forget(self, slot: Slot) -> None:
         """Remove the commit record of a slot."""
-        (self.path / f"slot-{slot.index}.json").unlink(missing_ok=True)
+        (self._here / f"slot-{slot.index}.json").unlink(missing_ok=True)
 
     def keep_run(self, info: RunInfo, complete: bool, deletions: Iterable[tuple[str, Manifest]]) -> None:
         """Note what a restarted node must know of a run, see :class:`Left`."""
@@ -111,21 +118,21 @@ class SlotArea:
 
     def forget_run(self, key: str) -> None:
         """Remove what was noted of a run."""
-        (self.path / f"run-{key}.json").unlink(missing_ok=True)
+        (self._here / f"run-{key}.json").unlink(missing_ok=True)
 
     def runs(self) -> Iterator[Left]:
         """What an earlier node noted of its runs."""
-        return self._runs_in(self.path)
+        return self._runs_in(self._directory)
 
-    def _runs_in(self, folder: Path) -> Iterator[Left]:
-        for path in sorted(folder.glob("run-*.json")):
+    def _runs_in(self, directory: OwnDirectory) -> Iterator[Left]:
+        for path in sorted(directory.here.glob("run-*.json")):
             try:
-                record = json.loads(path.read_bytes())
+                record = json.loads(read_file(path, _LONGEST_RECORD_BYTES))
                 info = RunInfo(**{**record["info"], "nodes": tuple(record["info"]["nodes"])})
                 deletions = tuple((str(url), Manifest.from_dict(fields)) for url, fields in record["deletions"])
                 yield Left(info, bool(record["complete"]), deletions)
             except (OSError, ValueError, KeyError, TypeError, CorruptSnapshot) as error:
-                logger.warning("%s is left out: %s", path, error)
+                logger.warning("%s is left out: %s", directory.path / path.name, error)
 
     def adopt(self) -> list[Slot]:
         """Slots that earlier nodes committed, checked byte by byte (or sealed); whatever else is here is removed.
@@ -135,38 +142,40 @@ class SlotArea:
         Raises:
             TierError: if one cannot be read now, for want of memory or of descriptors: all stay for the next node.
         """
-        for other in self._places:
-            if other == self.path or not other.is_dir():
-                continue
-            try:
-                lock = _lock(other)
-            except (OSError, TierError) as error:  # somebody else's
-                logger.warning("%s is left as it is: %s", other, error)
-                continue
-            if lock is not None:
-                with lock:
-                    self._take_in(other)
+        for other in own_directories(self._name):
+            with other:
+                if other.here.samefile(self._here):
+                    continue
+                try:
+                    lock = _lock(other)
+                except (OSError, SettingsError) as error:
+                    logger.warning("%s is left as it is: %s", other.path, error)
+                    continue
+                if lock is not None:
+                    with lock:
+                        self._take_in(other)
         try:
-            slots = [slot for path in self.path.glob("slot-*.json") if (slot := self._reopen(path)) is not None]
+            slots = [slot for path in self._here.glob("slot-*.json") if (slot := self._reopen(path)) is not None]
         except TierError:
             self._lock_file.close()
             raise
         kept = {f"slot-{slot.index}" for slot in slots}
-        for leftover in [*self.path.glob("slot-*"), *self.path.glob("*.tmp")]:
-            if leftover.stem not in kept or leftover.suffix == ".tmp":
+        for leftover in self._here.iterdir():
+            is_kept = leftover.stem in kept or leftover.name == _LOCK or leftover.name.startswith("run-")
+            if _OURS.fullmatch(leftover.name) and (leftover.suffix == ".tmp" or not is_kept):
                 leftover.unlink(missing_ok=True)
         return sorted(self._once(slots), key=lambda slot: slot.index)
 
-    def _take_in(self, other: Path) -> None:
+    def _take_in(self, other: OwnDirectory) -> None:
         """Bring what lies in another directory here. Killed in between, it lies in both: never in none."""
-        taken = {path.stem for path in self.path.glob("slot-*")}
+        taken = {path.stem for path in self._here.glob("slot-*")}
         free = (name for number in itertools.count() if (name := f"slot-{number}") not in taken)
         try:
-            for record in sorted(other.glob("slot-*.json")):
+            for record in sorted(other.here.glob("slot-*.json")):
                 name = next(free)
                 for suffix in (".img", ".json"):  # the record last: it makes the bytes count
                     if record.with_suffix(suffix).exists():
-                        os.link(record.with_suffix(suffix), self.path / f"{name}{suffix}")
+                        os.link(record.with_suffix(suffix), self._here / f"{name}{suffix}")
             known = {left.info.key: left for left in self.runs()}
             for left in self._runs_in(other):
                 mine = known.get(left.info.key, left)
@@ -174,9 +183,11 @@ class SlotArea:
                 newer = max(mine, left, key=lambda each: each.info.attempt)
                 self.keep_run(newer.info, newer.complete, deletions.values())
         except OSError as error:
-            logger.warning("%s could not be brought to %s; it stays for the next node: %s", other, self.path, error)
+            logger.warning(
+                "%s could not be brought to %s; it stays for the next node: %s", other.path, self.path, error
+            )
             return
-        shutil.rmtree(other, ignore_errors=True)
+        _remove(other)
 
     def _once(self, slots: list[Slot]) -> list[Slot]:
         """Of slots that hold a file of one name, or the same snapshot, the newest; the others are removed."""
@@ -192,25 +203,24 @@ class SlotArea:
 
     def close(self) -> None:
         """Let the directory go, and remove it if no slot is left in it, and nothing is still to be deleted."""
-        if not any(self.path.glob("slot-*")) and not any(left.deletions for left in self.runs()):
-            for path in self.path.glob("run-*.json"):
-                path.unlink(missing_ok=True)
-            (self.path / _LOCK).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # something of somebody else's lies in it
-                self.path.rmdir()
+        if self._lock_file.closed:
+            return
+        if not any(self._here.glob("slot-*")) and not any(left.deletions for left in self.runs()):
+            _remove(self._directory)
         self._lock_file.close()
+        self._directory.close()
 
     def _reopen(self, record_path: Path) -> Slot | None:
         """The slot of a record, ``None`` if that or its bytes are damaged. What cannot be read now is not damaged."""
-        pauses_s = iter(_AGAIN_S)
+        pauses_s, where = iter(_AGAIN_S), self.path / record_path.name
         while True:
             try:
                 return self._reopen_now(record_path)
             except (OSError, MemoryError) as error:
                 why = str(error) or type(error).__name__
                 if (pause_s := next(pauses_s, None)) is None:
-                    raise TierError(f"what an earlier node left in {record_path} cannot be read now: {why}") from error
-                logger.warning("%s cannot be taken over now (%s); it is tried again", record_path, why)
+                    raise TierError(f"what an earlier node left in {where} cannot be read now: {why}") from error
+                logger.warning("%s cannot be taken over now (%s); it is tried again", where, why)
                 time.sleep(pause_s)
 
     def _reopen_now(self, record_path: Path) -> Slot | None:
@@ -218,15 +228,16 @@ class SlotArea:
         if not index.isdigit():
             return None
         slot = Slot(int(index))
+        where = str(self.path / self.image(slot).name)
         try:
-            record: dict[str, Any] = json.loads(record_path.read_bytes())
+            record: dict[str, Any] = json.loads(read_file(record_path, _LONGEST_RECORD_BYTES, linked=True))
             manifest = Manifest.from_dict(record["manifest"])
             slot.memory = SlotMemory.reopen(self.image(slot))
             if manifest.nbytes > slot.capacity:
-                raise CorruptSnapshot(f"{self.image(slot)} is shorter than its manifest says")
+                raise CorruptSnapshot(f"{where} is shorter than its manifest says")
             with slot.view(manifest.nbytes) as view:
                 if manifest.is_sealed:
-                    manifest.verify(view, str(self.image(slot)))
+                    manifest.verify(view, where)
                 sealed = manifest if manifest.is_sealed else Sealing(manifest, view).run(sealing_threads())
             slot.places = tuple(record["places"]) if record["places"] is not None else None
             slot.safe, slot.refused = list(record["safe"]), list(record["refused"])
@@ -251,10 +262,12 @@ class SlotArea:
         return slot
 
     def _write(self, name: str, record: dict[str, Any]) -> bool:
-        temporary = self.path / f"{name}.tmp"
+        temporary = self._here / f"{name}.tmp"
         try:
-            temporary.write_text(json.dumps(record), encoding="utf-8")
-            os.replace(temporary, self.path / name)
+            temporary.unlink(missing_ok=True)
+            with open(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+                file.write(json.dumps(record).encode())
+            os.replace(temporary, self._here / name)
         except OSError as error:
             # Committed all the same, as with memory files; an older record only knows less of what is safe.
             if not self._is_failing:  # once, and not for every snapshot
@@ -268,32 +281,74 @@ class SlotArea:
         return True
 
 
-def remove_abandoned(path: Path) -> bool:
+def remove_abandoned(directory: OwnDirectory) -> bool:
     """Remove a slot area that no living node holds; whether it was removed."""
-    lock = _lock(path)
+    lock = _lock(directory)
     if lock is None:
         return False
     with lock:
-        shutil.rmtree(path, ignore_errors=True)
+        _remove(directory)
     return True
 
 
-def _lock(path: Path) -> BinaryIO | None:
-    """Make a directory if need be, and lock it; ``None`` if a living node holds it."""
-    while True:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if path.stat().st_uid != os.getuid():
-            raise TierError(f"{path} belongs to another user; set LIGHTNING_SPOT_SHM_DIR to another tmpfs")
+def _first_free(path: Path) -> tuple[OwnDirectory, BinaryIO] | None:
+    """The first of the directories that are there which no living node holds, locked."""
+    for directory in own_directories(path):
         try:
-            lock = open(path / _LOCK, "ab")  # noqa: SIM115 - held until the area is closed
+            lock = _lock(directory)
+        except SettingsError as error:  # it is none of a node's
+            logger.warning("%s is left as it is: %s", directory.path, error)
+            lock = None
+        if lock is not None:
+            return directory, lock
+        directory.close()
+    return None
+
+
+def _made(path: Path) -> tuple[OwnDirectory, BinaryIO]:
+    """A new one, locked: at ``path``, or by a name that nobody can foresee where something is there."""
+    make_directory(path.parent)
+    beside = (path.with_name(f"{path.name}-{secrets.token_hex(8)}") for _ in range(_MOST_NAMES))
+    for name in itertools.chain([path], beside):
+        with contextlib.suppress(FileExistsError, FileNotFoundError, SettingsError):  # others make and remove some, too
+            os.mkdir(name, 0o700)
+            directory = OwnDirectory(name)
+            if (lock := _lock(directory)) is not None:
+                return directory, lock
+            directory.close()
+    raise TierError(
+        f"no directory for slots can be made at {path}: others hold it, or exchange what is made there. Set"
+        " LIGHTNING_SPOT_SHM_DIR to another tmpfs"
+    )
+
+
+def _lock(directory: OwnDirectory) -> BinaryIO | None:
+    """Lock a directory for slots; ``None`` if a living node holds it, or it was removed.
+
+    Raises:
+        SettingsError: if its lock is none.
+    """
+    path = directory.here / _LOCK
+    while True:
+        try:
+            lock = open(open_file(path, os.O_RDWR | os.O_CREAT), "r+b")  # noqa: SIM115 - held until the area is closed
         except FileNotFoundError:
-            continue  # its holder has just removed it
+            return None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             lock.close()
             return None
-        with contextlib.suppress(FileNotFoundError):
-            if os.fstat(lock.fileno()).st_ino == (path / _LOCK).stat().st_ino:
+        with contextlib.suppress(FileNotFoundError):  # its holder has just removed it
+            if os.path.samestat(os.fstat(lock.fileno()), path.lstat()):
                 return lock
         lock.close()
+
+
+def _remove(directory: OwnDirectory) -> None:
+    """Remove what nodes put into a directory, and the directory, unless something else lies in it."""
+    with contextlib.suppress(OSError):
+        for path in directory.here.iterdir():
+            if _OURS.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+        directory.path.rmdir()

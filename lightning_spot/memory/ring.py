@@ -285,7 +285,9 @@ class Ring(SlotTable):
             for slot in self.slots:
                 if slot in unsafe and slot.memory is not None and slot.memory.path is not None:
                     assert slot.manifest is not None
-                    logger.info("%s stays in %s for the next node here", slot.manifest.name, slot.memory.path)
+                    assert self.area is not None
+                    logger.info("%s stays in %s for the next node here", slot.manifest.name, self.area.path)
+                    slot.memory.path = None
                     continue
                 self._forget(slot)
                 released.append(self._take_memory(slot))

@@ -2,7 +2,7 @@
 
 ``KEY.lock`` is held while one is being started, ``KEY.alive`` by the node as long as it lives (it names its process),
 ``KEY.http`` and ``KEY.fds`` are its sockets, ``KEY.log`` is what it writes. ``KEY.attempt-0001.reached`` is how far an
-attempt got, written by its trainer.
+attempt got, written by its trainer. All of it is this user's alone, see :mod:`.ownership`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lightning_spot.config import read_environment, run_key
 from lightning_spot.errors import NodeUnreachable, SettingsError
+from lightning_spot.protocol.ownership import OwnDirectory, make_directory, open_file, own_directories, read_file
 from lightning_spot.protocol.process import ProcessId
 
 _LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107
+_LONGEST_NOTE_BYTES = 64 * 1024
 _POLL_S = 0.02
 _ABANDONED_S = 24 * 3600.0
 _FORGOTTEN_S = 30 * 24 * 3600.0
@@ -65,10 +67,24 @@ class NodeRecord:
         """Locked by a trainer while it starts or replaces the node."""
         return self.folder / f"{self.key}.lock"
 
+    @contextmanager
+    def opened(self) -> Iterator[NodeRecord]:
+        """The same record by its directory, open: for whoever makes or removes something in it.
+
+        Raises:
+            SettingsError: if the directory is not this user's alone.
+        """
+        with OwnDirectory(self.folder) as directory:
+            yield replace(self, folder=directory.here)
+
     def running(self) -> bool:
-        """Whether the node lives."""
+        """Whether the node lives.
+
+        Raises:
+            SettingsError: if what is in the place of its file is none of this user's; of the methods below likewise.
+        """
         try:
-            with open(self.alive, "rb") as file:
+            with open(open_file(self.alive), "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except FileNotFoundError:
             return False
@@ -79,7 +95,7 @@ class NodeRecord:
     def process(self) -> ProcessId | None:
         """The node's process, as it noted it; ``None`` if it has not yet."""
         try:
-            return ProcessId.from_json(self.alive.read_bytes())
+            return ProcessId.from_json(read_file(self.alive, _LONGEST_NOTE_BYTES))
         except OSError:
             return None
 
@@ -93,7 +109,7 @@ class NodeRecord:
     def settings(self) -> dict[str, Any]:
         """How the last node was run, as :meth:`note` wrote it; empty if nothing of it is left."""
         try:
-            noted = json.loads(self.alive.read_bytes())
+            noted = json.loads(read_file(self.alive, _LONGEST_NOTE_BYTES))
             return {
                 "slots": int(noted["slots"]),
                 "memory_bytes": int(noted["memory_bytes"]),
@@ -103,23 +119,26 @@ class NodeRecord:
             return {}
 
     def area(self, shm_dir: Path) -> Path:
-        """Its slots in tmpfs."""
+        """Its slots in tmpfs; also in directories beside it, see :func:`.own_directories`."""
         return shm_dir / f"lightning-spot-{self.key}"
 
     def left_slots(self) -> bool:
         """Whether slots are in tmpfs: with no node running, a killed one's, which the next one takes over."""
-        shm_dir = read_environment().shm_dir
-        return shm_dir is not None and any(shm_dir.glob(f"lightning-spot-{self.key}*/slot-*.json"))
+        return bool(self._in_areas("slot-*.json"))
 
     def left_bytes(self) -> int:
         """Size of the slots in tmpfs, which a node checks before it answers."""
-        shm_dir = read_environment().shm_dir
-        found = list(shm_dir.glob(f"lightning-spot-{self.key}*/slot-*.img")) if shm_dir is not None else []
-        nbytes = 0
-        for path in found:
-            with contextlib.suppress(FileNotFoundError):  # a living node's, which lets them go as it likes
-                nbytes += path.stat().st_size
-        return nbytes
+        return sum(self._in_areas("slot-*.img"))
+
+    def _in_areas(self, pattern: str) -> list[int]:
+        """Sizes of the files of such names that are in its directories in tmpfs."""
+        shm_dir, sizes = read_environment().shm_dir, []
+        for area in own_directories(self.area(shm_dir)) if shm_dir is not None else ():
+            with area:
+                for path in area.here.glob(pattern):
+                    with contextlib.suppress(FileNotFoundError):  # a living node's, which lets them go as it likes
+                        sizes.append(path.lstat().st_size)
+        return sizes
 
     @contextmanager
     def starting(self, within_s: float) -> Iterator[None]:
@@ -151,11 +170,11 @@ def hold(path: Path, within_s: float) -> int | None:
     """
     deadline = time.monotonic() + within_s
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = open_file(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(fd), os.stat(path)):
+                if os.path.samestat(os.fstat(fd), os.lstat(path)):
                     return fd
         except OSError:
             if time.monotonic() > deadline:
@@ -173,14 +192,11 @@ def find_record(dirpath: str) -> NodeRecord:
     """
     folder = read_environment().runtime_dir
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-        if status.st_uid != os.getuid() or status.st_mode & 0o022:
-            raise PermissionError("others can write to it")
-    except OSError as error:
+        make_directory(folder)
+        OwnDirectory(folder).close()
+    except (OSError, SettingsError) as error:
         raise SettingsError(
-            f"the runtime directory {folder} cannot be used ({error}); set LIGHTNING_SPOT_RUNTIME_DIR to a private,"
-            " writable one"
+            f"the runtime directory cannot be used: {error}. Set LIGHTNING_SPOT_RUNTIME_DIR to a private, writable one"
         ) from error
     place = os.path.realpath(dirpath) if dirpath.startswith("/") else dirpath  # one node, whatever links lead there
     record = NodeRecord(folder, run_key(place))
@@ -199,12 +215,12 @@ def sweep(folder: Path) -> None:
     now_s = time.time()
     for path in folder.glob("*.reached"):
         with contextlib.suppress(OSError):
-            if now_s - path.stat().st_mtime > _FORGOTTEN_S:
+            if now_s - path.lstat().st_mtime > _FORGOTTEN_S:
                 path.unlink()
     for path in folder.glob("*.alive"):
         record = NodeRecord(folder, path.name.removesuffix(".alive"))
-        with contextlib.suppress(OSError):  # another node may be sweeping it too
-            fd = hold(path, 0.0) if now_s - path.stat().st_mtime > _ABANDONED_S else None
+        with contextlib.suppress(OSError, SettingsError):  # another node may be sweeping it too
+            fd = hold(path, 0.0) if now_s - path.lstat().st_mtime > _ABANDONED_S else None
             if fd is not None:
                 record.remove()
                 os.close(fd)

@@ -13,9 +13,10 @@ import threading
 
 from lightning_spot.errors import SpotError
 from lightning_spot.protocol.listening import accepted, port_of_all_interfaces
+from lightning_spot.protocol.ownership import is_own_user
 from lightning_spot.protocol.wire import error_body
 from lightning_spot.run.reading import OpenSnapshot
-from lightning_spot.run.sharing import CONNECT_S, SILENCE_S, Card, Lines, address_of, this_host, user_of
+from lightning_spot.run.sharing import CONNECT_S, SILENCE_S, Card, Lines, address_of, this_host
 
 logger = logging.getLogger(__name__)
 
@@ -121,11 +122,11 @@ class Giver:
     def _serve(self, connection: socket.socket, with_descriptor: bool) -> None:
         lines = Lines(connection)
         try:
+            if with_descriptor and not is_own_user(connection):
+                return
             connection.settimeout(CONNECT_S)
             greeting = json.loads(lines.next())
             if not hmac.compare_digest(str(greeting["secret"]).encode(), self.card.secret.encode()):
-                return
-            if with_descriptor and user_of(connection) != os.geteuid():
                 return
             self._answer(connection, lines, int(greeting["turn"]), with_descriptor)
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +23,6 @@ SILENCE_S = 60.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
 _LONGEST_LINE = 65536
-_PEER = struct.Struct("3i")  # pid, user and group, see unix(7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +86,3 @@ class Lines:
             self._data += piece
         line, _, self._data = self._data.partition(b"\n")
         return line
-
-
-def user_of(connection: socket.socket) -> int:
-    """User of the process at the other end of a socket of this host; -1 where it cannot be seen."""
-    try:
-        return int(_PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1])
-    except (AttributeError, OSError):
-        return -1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +11,10 @@ from typing import Any
 
 from lightning_spot.errors import CorruptSnapshot, SpotError, TierError
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.protocol.ownership import connect
 from lightning_spot.protocol.wire import error_from_body
 from lightning_spot.run.reading import OpenSnapshot
-from lightning_spot.run.sharing import CONNECT_S, SILENCE_S, Card, Lines, user_of
+from lightning_spot.run.sharing import CONNECT_S, SILENCE_S, Card, Lines
 from lightning_spot.tiers.store import Progress
 
 _CONNECTIONS = 4
@@ -31,9 +31,7 @@ def take(card: Card, turn: int, manifest: Manifest) -> OpenSnapshot:
         NotShared: if there is no way to that process, or it has ended.
         SpotError: why it could not open the snapshot.
     """
-    with _greeted(lambda: _connected(card.address), card.secret, turn) as connection:
-        if user_of(connection) != os.geteuid():
-            raise NotShared("another user's process is at the socket of this host's first rank")
+    with _greeted(lambda: connect(card.address, CONNECT_S), card.secret, turn) as connection:
         lines = Lines(connection, descriptors=1)
         facts = _first_answer(lines)
     if len(lines.fds) != 1:
@@ -115,14 +113,3 @@ def _greeted(connect: Callable[[], socket.socket], secret: str, turn: int) -> It
         except OSError as error:
             raise NotShared(f"the rank that opens the snapshot cannot be reached ({error})") from error
         yield connection
-
-
-def _connected(address: str) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connection.settimeout(CONNECT_S)
-        connection.connect(address)
-    except BaseException:
-        connection.close()
-        raise
-    return connection

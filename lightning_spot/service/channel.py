@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import socket
-import struct
 import threading
 import uuid
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from lightning_spot.memory.given import give
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.slots import Slot
 from lightning_spot.protocol.listening import accepted
+from lightning_spot.protocol.ownership import is_own_user, own_socket, peer_of
 from lightning_spot.protocol.process import ProcessId, open_pidfd, wait_readable
 from lightning_spot.service.killed import note_killed
 
@@ -37,7 +37,6 @@ _GREETING_TIMEOUT_S = 5.0
 _SEND_TIMEOUT_S = 30.0
 _EXIT_TIMEOUT_S = 30.0
 _MOST_SESSIONS = 256
-_CREDENTIALS = struct.Struct("3i")  # pid, user and group, see unix(7)
 
 
 class DescriptorChannel:
@@ -55,8 +54,7 @@ class DescriptorChannel:
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closed = False
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(str(path))
+        self._socket = own_socket(path)
         self._socket.listen(64)
         threading.Thread(target=self._accept, name="spot-channel", daemon=True).start()
 
@@ -73,6 +71,9 @@ class DescriptorChannel:
 
     def _accept(self) -> None:
         for connection in accepted(self._socket, lambda: self._closed):
+            if not is_own_user(connection):
+                connection.close()
+                continue
             with self._lock:
                 full = len(self._open) >= _MOST_SESSIONS
                 if not full:
@@ -91,7 +92,7 @@ class DescriptorChannel:
     def _serve(self, connection: socket.socket) -> None:
         session = uuid.uuid4().hex
         begun = False
-        pid = _peer(connection)
+        pid, _user = peer_of(connection) or (0, 0)
         pidfd = open_pidfd(pid)
         process = ProcessId.of(pid) if pidfd is not None else None
         with ExitStack() as pins:
@@ -195,14 +196,6 @@ class _Lines:
             self._data += piece
         line, _, self._data = self._data.partition(b"\n")
         return line
-
-
-def _peer(connection: socket.socket) -> int:
-    """Process that connected, 0 where it cannot be seen from here."""
-    try:
-        return int(_CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
-    except (AttributeError, OSError):
-        return 0
 
 
 def _send(connection: socket.socket, message: dict[str, Any], fd: int | None) -> None:

@@ -6,8 +6,11 @@ Knows nothing of requests beyond whether one is being handled.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Any
+
+from lightning_spot.protocol.ownership import is_own_user
 
 HEAD_TIMEOUT_S = 10.0
 """A request's line and headers must be there within this time of its first byte, and of the connection's start."""
@@ -112,6 +115,9 @@ class Accepted(asyncio.Protocol):
         self._start_timer(self._connections.head_timeout_s)
         self._handler.connection_made(transport)
         self._connections.opened(transport, self)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family == socket.AF_UNIX and not is_own_user(sock):
+            self.drop()
 
     def data_received(self, data: bytes) -> None:
         """See :class:`asyncio.Protocol`."""

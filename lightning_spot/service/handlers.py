@@ -42,6 +42,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
 
@@ -63,6 +64,7 @@ from lightning_spot.service.connections import Connections
 from lightning_spot.service.fields import (
     LONGEST_WAIT_S,
     json_body,
+    same_host,
     seconds,
     text,
     texts,
@@ -72,6 +74,7 @@ from lightning_spot.service.hosts import HostRequests
 from lightning_spot.service.portions import PortionRequests
 from lightning_spot.service.readiness import not_ready
 from lightning_spot.service.runs import RunRequests
+from lightning_spot.service.settings import is_loopback
 from lightning_spot.service.shares import ShareRequests
 from lightning_spot.service.uploads import UploadRequests
 from lightning_spot.service.waiting import Waiting
@@ -88,7 +91,8 @@ class Service:
 
     Args:
         node: what is served.
-        token: secret every request must carry as ``Authorization: Bearer …``; ``None`` asks for none.
+        token: secret every request must carry as ``Authorization: Bearer …``; ``None`` asks for none, but for our
+            header of every request that comes by TCP.
 
     Attributes:
         last_request_s: when the last request came (monotonic).
@@ -152,6 +156,8 @@ class Service:
         if accepted is not None:
             accepted.begin_request()
         try:
+            if request.path != "/healthz":
+                self._check_not_of_a_page(request)
             if request.path not in _OPEN_TO_ALL:
                 self.last_request_s = time.monotonic()
                 self._check_token(request)
@@ -194,6 +200,34 @@ class Service:
                 " with",
                 status=401,
             )
+
+    def _check_not_of_a_page(self, request: web.Request) -> None:
+        """Refuse what a web page may have a browser of this host send, by its address or by a name of the page's own.
+
+        A page cannot have our header sent without asking first, which is never answered. A token proves as much.
+
+        Raises:
+            NodeRefused: to one that sends the header.
+            web.HTTPForbidden: the same as text, for people.
+        """
+        by_header = PROTOCOL_HEADER in request.headers
+        if hdrs.ORIGIN in request.headers:
+            why = "this node refuses requests of web pages. Nothing was done. Use a client that is no browser"
+        elif self._token is not None or same_host(request):
+            return
+        elif not is_loopback(urlsplit(f"//{request.headers.get(hdrs.HOST, '')}").hostname or ""):
+            why = (
+                "this node has no token, and the request names another host than this one. Nothing was done. Use"
+                " 127.0.0.1 or localhost, or set LIGHTNING_SPOT_TOKEN on both sides"
+            )
+        elif not by_header:
+            why = (
+                f"this node has no token: each request needs the header {PROTOCOL_HEADER}. Nothing was done. Add"
+                f" -H '{PROTOCOL_HEADER}: {PROTOCOL_VERSION}' to curl, or set LIGHTNING_SPOT_TOKEN on both sides"
+            )
+        else:
+            return
+        raise NodeRefused(why, status=403) if by_header else web.HTTPForbidden(text=f"{why}.\n")
 
     # -- the node -------------------------------------------------------------------------------------------------
 

@@ -11,11 +11,13 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from aiohttp import web
@@ -26,6 +28,7 @@ from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.memory.area import remove_abandoned
 from lightning_spot.memory.node import Node
 from lightning_spot.protocol.listening import allow_descriptors
+from lightning_spot.protocol.ownership import own_directories, own_socket, remove_file
 from lightning_spot.protocol.record import NodeRecord, hold, sweep
 from lightning_spot.service.channel import DescriptorChannel
 from lightning_spot.service.connections import DESCRIPTORS
@@ -65,6 +68,12 @@ def run_node(settings: NodeSettings) -> int:
             open_store(url)  # to say so now, not when a trainer comes
         with _bind(settings.host, settings.port) as listener:
             return asyncio.run(_serve(settings, listener))
+    with record.opened() as opened:
+        return _run_embedded(replace(settings, record=opened), opened)
+
+
+def _run_embedded(settings: NodeSettings, record: NodeRecord) -> int:
+    """Serve this host's trainers by what is in the open runtime directory."""
     alive = hold(record.alive, _HOLD_S)
     if alive is None:
         logger.info("another node already serves %s", record.key)
@@ -78,9 +87,8 @@ def run_node(settings: NodeSettings) -> int:
         )
         _sweep(read_environment().shm_dir, record.folder)
         for leftover in (record.http, record.fds):
-            leftover.unlink(missing_ok=True)  # a killed node's
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind(str(record.http))
+            remove_file(leftover)  # a killed node's
+        with own_socket(record.http) as listener:
             return asyncio.run(_serve(settings, listener))
     finally:
         os.close(alive)
@@ -285,14 +293,14 @@ def _area(settings: NodeSettings, shm_dir: Path | None) -> Path | None:
 
 def _sweep(shm_dir: Path | None, records: Path) -> None:
     """Remove what embedded nodes left when they were killed and whose runs nobody carried on for a day."""
-    for area in shm_dir.glob("lightning-spot-" + "[0-9a-f]" * 16 + "*") if shm_dir is not None else ():
-        key = area.name.removeprefix("lightning-spot-")[:16]
-        with contextlib.suppress(OSError):  # another node may be sweeping it too
-            latest_s = max([area.stat().st_mtime, *(path.stat().st_mtime for path in area.iterdir())])
-            owned = area.stat().st_uid == os.getuid()
-            old = owned and time.time() - latest_s > _ABANDONED_S and not NodeRecord(records, key).running()
-            if old and remove_abandoned(area):
-                logger.info("removed %s, abandoned for a day", area)
+    for area in own_directories(shm_dir / "lightning-spot") if shm_dir is not None else ():
+        with area, contextlib.suppress(OSError, SettingsError):  # another node may be sweeping it too
+            embedded = re.match(r"lightning-spot-([0-9a-f]{16})(-|$)", area.path.name)
+            latest_s = max([area.here.stat().st_mtime, *(path.lstat().st_mtime for path in area.here.iterdir())])
+            if embedded is None or time.time() - latest_s < _ABANDONED_S or NodeRecord(records, embedded[1]).running():
+                continue
+            if remove_abandoned(area):
+                logger.info("removed %s, abandoned for a day", area.path)
     sweep(records)
 
 

@@ -117,7 +117,7 @@ def settings_from(arguments: argparse.Namespace) -> NodeSettings:
     if not host or not port.isdigit() or int(port) > 65535:
         raise SettingsError(f"--listen {arguments.listen!r}: write it like 127.0.0.1:{DEFAULT_PORT}")
     host = host.strip("[]")
-    if not _is_loopback(host) and read_environment().token is None:
+    if not is_loopback(host) and read_environment().token is None:
         raise SettingsError(
             f"--listen {arguments.listen}: a node listens beyond this host only with a token. Set LIGHTNING_SPOT_TOKEN"
             " (or LIGHTNING_SPOT_TOKEN_FILE) here and on the trainers, or listen on 127.0.0.1"
@@ -133,7 +133,8 @@ def _absolute(flag: str, url: str) -> str:
     return url if "://" in url else os.path.abspath(os.path.expanduser(url))
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a name or address means this host, whatever a name server says."""
     if host == "localhost":
         return True
     try:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import TierError
+from lightning_spot.protocol.ownership import open_file
 from lightning_spot.threads import processors, work_together
 
 logger = logging.getLogger(__name__)
@@ -181,7 +182,8 @@ class SlotMemory:
         if path is not None:
             fd = -1
             try:
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+                path.unlink(missing_ok=True)
+                fd = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
                 _check_room(fd, capacity)
                 shared = make_shared(fd, capacity)
             except OSError as error:
@@ -194,7 +196,7 @@ class SlotMemory:
                     "%s has no room for a slot of %s (some of it is left to others, such as a DataLoader's workers);"
                     " using a memory file instead (same speed, but it ends with the node). Give the container a larger"
                     " /dev/shm (docker: --shm-size) to change that.",
-                    path.parent,
+                    os.path.realpath(path.parent),
                     format_bytes(capacity),
                 )
             else:
@@ -214,7 +216,7 @@ class SlotMemory:
     @classmethod
     def reopen(cls, path: Path) -> SlotMemory:
         """Open a slot that an earlier node left in tmpfs."""
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = open_file(path, os.O_RDWR, linked=True)  # that node may have been killed while it took it over, too
         try:
             return cls(fd, map_shared(fd, os.fstat(fd).st_size), "tmpfs", path)
         except BaseException:
