@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import datetime
 import decimal
+import math
 import pathlib
 import re
 import threading
@@ -260,9 +261,9 @@ def _date(state: bytes) -> datetime.date:
 
 
 def _datetime(state: bytes) -> datetime.datetime:
-    month, day, hour, minute, second, *microsecond = state[2:]
-    year, micro = (int.from_bytes(part, "big") for part in (state[:2], bytes(microsecond)))
-    return datetime.datetime(year, month & 127, day, hour, minute, second, micro, fold=month >> 7)
+    year, microsecond = (int.from_bytes(part, "big") for part in (state[:2], state[7:10]))
+    month, day, hour, minute, second = state[2:7]
+    return datetime.datetime(year, month, day, hour, minute, second, microsecond)
 
 
 def _deque(items: Any = (), maxlen: int | None = None) -> collections.deque[Any]:
@@ -280,6 +281,9 @@ def _defaultdict(factory: Any = None) -> collections.defaultdict[Any, Any]:
 _CODE = re.compile(r"b1|[iu][1248]|f(2|4|8|12|16)|c(8|16|24|32)|[mM]8|[SU]\d{1,9}")
 _UNITS = frozenset(["Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as", "generic"])
 _NO_FIELDS = (None, None, None)
+_MOST_EMPTY = 2**20
+"""Most rows of an array without a number: a list of them is made of nothing."""
+
 _AS_IT_IS = (3, "=", *_NO_FIELDS, -1, -1, 0)
 
 
@@ -309,8 +313,8 @@ def _array(kind: Any, _shape: Any, _code: Any, state: tuple[Any, ...]) -> np.nda
         raise ValueError("truth values other than 0 and 1, of which numpy miscounts")
     if dtype.kind == "U" and raw and np.frombuffer(raw, f"{dtype.byteorder}u4").max() > 0x10FFFF:
         raise ValueError("no text")
-    if min(shape, default=0) < 0:
-        raise ValueError("no shape")
+    if min(shape, default=0) < 0 or (not raw and math.prod(size or 1 for size in shape) > _MOST_EMPTY):
+        raise ValueError("a shape that nothing has")
     flat = np.frombuffer(raw, dtype) if raw else np.empty(0, dtype)
     return flat.reshape(shape, order="F" if is_fortran else "C").copy(order="K")
 
