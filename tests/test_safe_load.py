@@ -44,9 +44,12 @@ from tests.pickles import (
     text,
 )
 
+_WRITES = [value.__reduce__()[0] for value in (np.float64(1), np.ones(1))]  # numpy's own, by any name
+NUMPYS = [np.dtype, np.ndarray, type(np.dtype("f8")), type(np.dtype("O")), *_WRITES]  # as torch's errors advise
 POINTERS = raw(b"\x41\x41\x41\x41\0\0\0\0" * 4)
 FIELD = (NONE, items(text("a")), entries((text("a"), items(dtype("O8"), number(0)))))
 FAR = (NONE, items(text("a")), entries((text("a"), items(dtype("f8"), number(1 << 28)))))
+DOUBLE = call("numpy.dtypes.Float64DType")
 INERT = {
     "a scalar of objects without the flag": scalar(dtype("O8"), raw(b"\x41" * 8)),
     "the same, as text": scalar(dtype("O8"), b"U\x08AAAA\0\0\0\0"),
@@ -62,6 +65,10 @@ INERT = {
     "rows of nothing": array(dtype("f8"), [1 << 40, 0], raw(b"")),
     "truth values that numpy miscounts": array(dtype("b1"), [32], POINTERS),
     "no text": array(dtype("U1", "<"), [8], raw(b"\xff" * 32)),
+    "an array of objects by its class": call("numpy.ndarray", items(number(4)), text("O8")),
+    "a dtype's own class": array(
+        DOUBLE + items(number(3), text("|"), *FIELD, *map(number, (8, 8, 63))) + b"b", [4], POINTERS
+    ),
     "bytes of a size": call("builtins.bytes", number(1 << 32)),
     "a list of a range": call("builtins.list", call("builtins.range", number(0), number(1 << 25), number(1))),
     "a date that is none": call("datetime.date", raw(b"\x07\xe4\x01\xff")),
@@ -91,11 +98,9 @@ def held(value: bytes) -> io.BytesIO:
     return file(entries((text("x"), value)))
 
 
-@pytest.mark.parametrize(
-    "users", [[], [np.dtype, np.ndarray, np._core.multiarray.scalar, np._core.multiarray._reconstruct]]
-)
+@pytest.mark.parametrize("users", [[], NUMPYS], ids=["none", "numpy"])
 def test_what_is_hostile_stays_inert_or_is_refused(users: list[Any]) -> None:
-    with torch.serialization.safe_globals(users):  # as torch's own errors advise
+    with torch.serialization.safe_globals(users):
         for cases, end in ((INERT, "read"), (REFUSED, "refused")):
             ends = read_apart([lambda value=value: held(value) for value in cases.values()])  # type: ignore[misc]
             assert dict(zip(cases, ends, strict=False)) == dict.fromkeys(cases, end)

@@ -80,11 +80,11 @@ class _StandIns:
     def of(self, file: IO[bytes] | str) -> Iterator[None]:
         """Have torch make stand-ins. Another thread that loads meanwhile may get some, too: they run nothing.
 
-        A plain kind is read by us even where the user's list has its class: numpy's own constructors take bytes for
-        pointers to objects, and torch would call them for any file.
+        A plain kind is read by us even where the user's list has its class, as torch's errors advise for numpy: its own
+        constructors take bytes for pointers to objects, and torch would call them for any file.
         """
         with _LOCK:
-            users = [item for item in torch.serialization.get_safe_globals() if _name(item) in _VALUES]
+            users = [item for item in torch.serialization.get_safe_globals() if _is_ours(_name(item))]
             _take_off(users)
             try:
                 # Asked first: a load that is refused in its middle would have read half of the tensors for nothing.
@@ -112,6 +112,10 @@ def _take_off(items: list[Any]) -> None:
     """Take entries off torch's list of safe names, which has no other way to do it."""
     with torch.serialization.safe_globals(items):
         pass
+
+
+def _is_ours(name: str) -> bool:
+    return name in _VALUES or name.startswith(("numpy.ndarray", "numpy.dtype"))
 
 
 def _name(item: Any) -> str:
