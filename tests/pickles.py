@@ -82,13 +82,13 @@ def scalar(of: bytes, data: bytes) -> bytes:
     return call("numpy._core.multiarray.scalar", of, data)
 
 
-def tensor(numel: int, size: int, stride: int = 1) -> bytes:
+def tensor(numel: int, size: int, stride: int = 1, *, kind: str = "Float", rows: int = 0) -> bytes:
     """A tensor on the storage of :func:`file`, which has 16 bytes."""
-    storage = items(text("storage"), name("torch.FloatStorage"), text("0"), text("cpu"), number(numel)) + b"Q"
+    storage = items(text("storage"), name(f"torch.{kind}Storage"), text("0"), text("cpu"), number(numel)) + b"Q"
+    first = [number(rows)] if rows else []
+    sizes, strides = items(*first, number(size)), items(*first, number(stride))
     hooks = call("collections.OrderedDict")
-    return call(
-        "torch._utils._rebuild_tensor_v2", storage, number(0), items(number(size)), items(number(stride)), FALSE, hooks
-    )
+    return call("torch._utils._rebuild_tensor_v2", storage, number(0), sizes, strides, FALSE, hooks)
 
 
 def file(value: bytes, method: int = zipfile.ZIP_STORED, nbytes: int = 16) -> io.BytesIO:

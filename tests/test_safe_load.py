@@ -85,6 +85,10 @@ REFUSED = {
     "a tensor of a size": call("torch.Tensor", number(1 << 31)),
     "a storage larger than its record": tensor(1 << 20, 4),
     "a tensor larger than its storage": tensor(4, 1 << 33),
+    "a sparse tensor with indices beyond its end": call(
+        *("torch._utils._rebuild_sparse_tensor", call("torch.serialization._get_layout", text("torch.sparse_coo"))),
+        items(tensor(2, 2, kind="Long", rows=1), tensor(2, 2, kind="Long"), items(number(0))),
+    ),
     "a key of tuples within tuples": b"})" + b"\x85" * 200_000 + b"Ns",
     "a key that holds one tuple without end": b"})" + b"q\0h\0\x86" * 60 + b"Ns",
     "lists within lists": b"]" * 5_000 + b"a" * 4_999,

@@ -22,8 +22,11 @@ from lightning_spot.errors import NotSerialisable
 
 _DEEPEST = 500
 _MOST_AGAIN = 16
-"""How often, in the mean, a byte of the pickle may be met in a walk through one tuple."""
+"""How often, in the mean, a byte of a long pickle may be met in a walk through one tuple."""
+_MOST_MET = 1_000_000
+"""How many objects may be met in a walk through one tuple of a short pickle."""
 
+# Torch maps no other name of Python 2 to one of these.
 _SIZED = re.compile(r"(builtins|__builtin__)\.bytearray|torch(\.\w+)*\.\w*(Tensor|Storage)")
 """What torch itself deems safe to call, and makes something of any size from a number."""
 
@@ -121,7 +124,7 @@ def _tuple(items: Iterable[_Made], nbytes: int) -> _Made:
         kinds.append(item.kind)
         depth = max(depth, item.depth)
         met += item.met
-    if depth >= _DEEPEST or met > _MOST_AGAIN * nbytes:
+    if depth >= _DEEPEST or met > max(_MOST_MET, _MOST_AGAIN * nbytes):
         raise _refused(f"nests tuples {depth + 1} deep, with {met} items")
     return _Made("tuple", tuple(kinds), depth + 1, met)
 

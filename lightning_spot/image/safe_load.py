@@ -50,7 +50,8 @@ def safe_load(file: IO[bytes] | str, map_location: str = "cpu") -> Any:
     stand_ins = _StandIns()
     try:
         check_bounds(file)
-        with stand_ins.of(file):
+        checked = torch.sparse.check_sparse_tensor_invariants()  # type: ignore[no-untyped-call] # torch's
+        with stand_ins.of(file), checked:  # otherwise indices of sparse tensors may point anywhere
             loaded = torch.load(file, map_location=map_location, weights_only=True, mmap=isinstance(file, str))
         loaded = _Settling(stand_ins).settled(loaded)
         if stand_ins.kinds:
