@@ -291,5 +291,6 @@ def test_pickles_made_up_at_random(seed: int) -> None:
 
 
 @pytest.mark.soak
-def test_many_pickles_made_up_at_random(seed: int) -> None:
-    hunt(seed, 100_000)
+@pytest.mark.parametrize("part", range(20))
+def test_many_pickles_made_up_at_random(part: int, seed: int) -> None:
+    hunt(seed + part, 5_000)
