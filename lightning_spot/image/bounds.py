@@ -115,7 +115,10 @@ def _follow(pickled: bytes) -> None:
             arguments, called = stack.pop(), stack.pop()
             stack.append(_call(called, arguments))
         elif name not in ("PROTO", "STOP"):
-            raise _refused(f"has the opcode {name}, which torch.save does not write")
+            raise NotSerialisable(
+                f"the file has the opcode {name}, of another protocol than torch.save's own. It is not loaded. Save it"
+                " without pickle_protocol"
+            )
 
 
 def _tuple(items: Iterable[_Made], nbytes: int) -> _Made:

@@ -79,7 +79,7 @@ class _StandIns:
 
     @contextmanager
     def of(self, file: IO[bytes] | str) -> Iterator[None]:
-        """Have torch make stand-ins. Another thread that loads meanwhile may get some, too: they run nothing.
+        """Have torch make stand-ins. Another thread that loads meanwhile may get some, too; they run nothing.
 
         A plain kind is read by us even where the user's list has its class, as torch's errors advise for numpy: its own
         constructors take bytes for pointers to objects, and torch would call them for any file.
@@ -131,7 +131,7 @@ class _StandIn(Placeholder):
     _name = ""
     _all: _StandIns
 
-    def __new__(cls, *arguments: Any, **_: Any) -> Any:
+    def __new__(cls, *arguments: Any) -> Any:
         if cls._name == "builtins.getattr" and _is_stand_in(arguments[0]):  # a class within a class
             return cls._all.add(f"{arguments[0]._name}.{arguments[1]}")
         made = object.__new__(cls)
