@@ -39,7 +39,8 @@ NAMES, PARTS = sorted({name.name for name in USED}), sorted({name.part for name 
 
 def test_no_private_name_of_others_elsewhere() -> None:
     # What pickling cannot do, plain torch.save does: test_layout. Without its private names, rows.py takes longer.
-    may = ("private.py", "pickling.py", "forms.py", "rows.py")
+    # By another reader of zip files than torch's, bounds.py could check another pickle than torch then reads.
+    may = ("private.py", "pickling.py", "forms.py", "rows.py", "bounds.py")
     assert {path.name: found for path in USERS if path.name not in may and (found := _private_names(path))} == {}
 
 

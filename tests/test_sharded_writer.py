@@ -416,7 +416,7 @@ def test_the_rest_of_a_snapshot_is_tried_and_its_tensors_have_their_places_in_th
 
 
 def test_what_no_resume_will_read_is_said_at_the_first_snapshot(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
-    desk.groups = [{"mean": np.ones(2)}]
+    desk.groups = [{"mean": np.random.default_rng(1)}]
     with caplog.at_level("WARNING", logger="lightning_spot"):
         desk.take(1)
     assert "NO RESUME from them will be possible: groups.0.mean holds an object" in caplog.text

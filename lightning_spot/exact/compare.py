@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from lightning_spot.capture.tensors import shape_of
-from lightning_spot.exact.placeholder import Placeholder, kind_of, parts_of
 from lightning_spot.exact.unpickling import read_checkpoint, with_ranks
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.placeholder import SHORT, Placeholder, kind_of, parts_of
 from lightning_spot.sharded.consolidate import read_folder
 from lightning_spot.sharded.metadata import REST_FILE
 from lightning_spot.sharded.places import state_file
@@ -225,7 +225,7 @@ def _last_part(value: Any) -> Any:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = SHORT.repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

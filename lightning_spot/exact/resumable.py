@@ -10,18 +10,15 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
-from torchmetrics import Metric
 
 from lightning_spot.errors import NotSerialisable
-from lightning_spot.exact import private
-from lightning_spot.exact.attributes import OF_MODULES
 from lightning_spot.exact.compare import compare
 from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.hyperparameters import OF_DATA, OF_MODEL, as_saved
-from lightning_spot.exact.placeholder import ADVICE, Placeholder, kind_of, parts_of, placeholders_in
 from lightning_spot.exact.unpickling import read_checkpoint
 from lightning_spot.image.layout import Layout
+from lightning_spot.image.placeholder import ADVICE, Placeholder, kind_of, placeholders_in
+from lightning_spot.image.safe_load import safe_load
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -65,8 +62,7 @@ def put_in_own_objects(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
 
     Models save objects in ``on_save_checkpoint`` (a loss, an encoder) and take them back in ``on_load_checkpoint``.
     What the model would save now has the same kinds of objects at the same places. They are compared with what the
-    file has of them, and a warning tells where they differ. A submodule gets its state from the ``state_dict``: of it,
-    the settings are compared.
+    file has of them, and a warning tells where they differ; not the model's submodules, which ``state_dict`` restores.
 
     Args:
         trainer: that is to go on from the checkpoint.
@@ -83,14 +79,12 @@ def put_in_own_objects(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
     except Exception as error:  # it may want more of a checkpoint than this
         logger.debug("lightning_spot: what the model would save is not known: %s", error)
         return
-    names = {id(part): name for name, part in module.named_modules()}
-    restored = _restored_attributes(checkpoint)
+    submodules = set(map(id, module.modules()))
     for where, saved, live in _put_in(checkpoint, own, ""):
+        if id(live) in submodules:
+            continue
         try:
-            if id(live) in names:
-                different = list(_settings_differ(saved, live, names, restored))
-            else:
-                different = _differences(saved, live)
+            different = _differences(saved, live)
         except Exception as error:  # of the object's own pickling
             different = [f"it cannot be compared ({type(error).__name__}: {error})"]
         if different:
@@ -122,38 +116,12 @@ def _name(kind: Any) -> str:
     return f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', '')}"
 
 
-def _differences(saved: Any, live: Any, path: str = "") -> list[str]:
+def _differences(saved: Any, live: Any) -> list[str]:
     file = io.BytesIO()
     torch.save(live, file)
     file.seek(0)
-    found = compare(saved, read_checkpoint(file), path, folders=True)
+    found = compare(saved, safe_load(file), folders=True)
     return [str(difference) for difference in found]  # what looks like a time, or is a path, may be a setting
-
-
-def _settings_differ(
-    saved: Placeholder, live: nn.Module, names: dict[int, str], restored: dict[str, Any], path: str = ""
-) -> Iterator[str]:
-    """Where plain attributes of a module, and of those within, differ from the file's; not what a resume restores."""
-    content = next((part for part in reversed(parts_of(saved)) if isinstance(part, dict)), None)  # its __dict__
-    if content is None:
-        yield from _differences(saved, live, path)
-        return
-    present = vars(live)
-    apart = {*OF_MODULES, "training", *restored.get(names.get(id(live), ""), ())}
-    if isinstance(live, Metric):  # its state is restored, too
-        apart |= {*private.DEFAULTS.of(live), *(name for name in content if str(name).startswith("_"))}
-    both = [name for name in content if name in present and name not in apart]
-    yield from _differences({name: content[name] for name in both}, {name: present[name] for name in both}, path)
-    for name, part in live.named_children():
-        old = content.get("_modules", {}).get(name)
-        if isinstance(old, Placeholder):
-            yield from _settings_differ(old, part, names, restored, f"{path}.{name}" if path else name)
-
-
-def _restored_attributes(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """What a resume puts back of modules' attributes, by the module's name."""
-    ranks = checkpoint.get(KEY, {}).get("ranks") or [{}]
-    return (ranks[0].get("hooked") or {}).get("attributes") or {}
 
 
 def _needed(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import sys
 import uuid
 from collections.abc import Mapping
@@ -19,6 +18,8 @@ import torch
 
 from lightning_spot.errors import CorruptSnapshot, NotSerialisable, SnapshotNotFound, SpotError
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
+from lightning_spot.image.placeholder import kind_of, placeholders_in
+from lightning_spot.image.safe_load import safe_load
 from lightning_spot.sharded.items import EXTRA, is_extra
 from lightning_spot.sharded.metadata import REST_FILE
 from lightning_spot.sharded.plan import State
@@ -77,13 +78,12 @@ def consolidated(image: memoryview, manifest: Manifest) -> dict[str, Any]:
 def rest_of(image: memoryview, manifest: Manifest) -> dict[str, Any]:
     """What of the checkpoint is neither the model's state nor an optimizer's."""
     span = manifest.span_of(REST_FILE)
-    try:
-        rest: dict[str, Any] = torch.load(io.BytesIO(image[span.offset : span.stop]), "cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+    rest: dict[str, Any] = safe_load(io.BytesIO(image[span.offset : span.stop]))
+    for where, placeholder in placeholders_in(rest):
         raise NotSerialisable(
-            f"{REST_FILE} of {manifest.name} holds objects that torch does not load safely ({error}); keep them out of"
-            " hyperparameters and of on_save_checkpoint, or load the directory as it is, by your own code"
-        ) from error
+            f"{where} in {REST_FILE} of {manifest.name} is a {kind_of(placeholder)}, which is not loaded; keep it out"
+            " of hyperparameters and of on_save_checkpoint, or load the directory as it is, by your own code"
+        )
     return rest
 
 

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-
 from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported, NotSerialisable
 from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, FileSpan
 from lightning_spot.image.layout import Entry, Layout, Layouter, filled, lay_out_plain
 from lightning_spot.image.parts import checksum
 from lightning_spot.image.rows import kinds_of
+from lightning_spot.image.safe_load import safe_load
 from lightning_spot.image.shards import SHARDS_FILE, Archived, Path, Shards, StoredValue
 from lightning_spot.sharded import metadata
 from lightning_spot.sharded.items import is_extra
@@ -289,7 +288,7 @@ def serialised(value: Any, what: str) -> bytes | bytearray:
 
 def load_state(data: memoryview) -> Any:
     """Read what :func:`state_archive` made; nothing in it runs code."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    return safe_load(io.BytesIO(data))
 
 
 def _cannot(what: str, error: Exception) -> NotSerialisable:

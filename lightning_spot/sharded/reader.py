@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import io
 import os
-import pickle
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -29,19 +28,15 @@ from torch.futures import Future
 from lightning_spot.config import format_names
 from lightning_spot.errors import CorruptSnapshot, ModelChanged, NotSerialisable, SpotError
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.placeholder import kind_of, placeholders_in
 from lightning_spot.image.portion import Image
+from lightning_spot.image.safe_load import safe_load
 from lightning_spot.image.shards import Path, Shard, ShardedTensor, Shards, archived
 from lightning_spot.sharded.flat import FlatShard
 from lightning_spot.sharded.items import is_extra
 from lightning_spot.sharded.metadata import dtype_of, metadata_of, name_of
 from lightning_spot.sharded.plan import State, is_tensor
 from lightning_spot.sharded.private import box_of, is_strided
-
-_SCALARS = [  # of numpy: schedules compute with them
-    getattr(numpy, "_core" if hasattr(numpy, "_core") else "core").multiarray.scalar,
-    numpy.dtype,
-    *{type(numpy.dtype(code)) for code in "?bhilqBHILQefd"},
-]
 
 
 class ImageReader(StorageReader):
@@ -305,14 +300,16 @@ def load_value(data: io.BytesIO, name: str) -> Any:
     """Read the archive of a value; nothing in it runs code.
 
     Raises:
-        CorruptSnapshot: if it holds something else than plain values, tensors and scalars of numpy.
+        CorruptSnapshot: if it holds something else than plain values and tensors.
     """
     try:
-        with torch.serialization.safe_globals(_SCALARS):
-            return torch.load(data, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+        value = safe_load(data)
+    except NotSerialisable as error:
+        raise CorruptSnapshot(f"{name}: {error}", where=name) from error
+    for _, placeholder in placeholders_in(value):
         raise CorruptSnapshot(
-            f"{name} holds an object that torch does not load safely ({error}); to load the snapshot's directory with"
-            " torch.distributed.checkpoint trusts it",
+            f"{name} holds an object that is not loaded, a {kind_of(placeholder)}; to load the snapshot's directory"
+            " with torch.distributed.checkpoint trusts it",
             where=name,
-        ) from error
+        )
+    return value

@@ -16,6 +16,10 @@ ADVICE = (
     " you trust what wrote the snapshots; better keep plain values there"
 )
 
+SHORT = reprlib.Repr()
+"""Describes what a file holds: the full ``repr`` of what holds one thing many times may have no end."""
+SHORT.maxother = SHORT.maxstring = 120
+
 
 class Placeholder:
     """Stands for an object of a class that is not loaded. To use it raises :class:`NotSerialisable`.
@@ -34,7 +38,7 @@ class Placeholder:
 
     @reprlib.recursive_repr()
     def __repr__(self) -> str:
-        return f"<{self._kind}{''.join(f' {part!r}' for part in self._parts)}, not loaded>"
+        return f"<{self._kind}{''.join(f' {SHORT.repr(part)}' for part in self._parts)}, not loaded>"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

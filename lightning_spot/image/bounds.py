@@ -1,0 +1,154 @@
+"""Refuses a file that would have torch's unpickler allocate, or recurse, out of all proportion to the file's size.
+
+A pickle is a program. ``torch.load(weights_only=True)`` calls nothing but what is safe to call, yet a few hundred bytes
+may ask for ``bytearray(2**33)``, or use as a key a tuple nested so deeply that Python's hash of it ends the process.
+The program is followed here before it is run: of each object that it would make no more is known than what it is made
+of, how deep, and how many objects a walk through it meets.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickletools
+import re
+import zipfile
+from collections.abc import Iterable
+from typing import IO, Any, NamedTuple
+
+import torch
+
+from lightning_spot.errors import NotSerialisable
+
+_DEEPEST = 500
+_MOST_AGAIN = 16
+"""How often, in the mean, a byte of a long pickle may be met in a walk through one tuple."""
+_MOST_MET = 1_000_000
+"""How many objects may be met in a walk through one tuple of a short pickle."""
+
+# Torch maps no other name of Python 2 to one of these.
+_SIZED = re.compile(r"(builtins|__builtin__)\.bytearray|torch(\.\w+)*\.\w*(Tensor|Storage)")
+"""What torch itself deems safe to call, and makes something of any size from a number."""
+
+_REBUILDS = re.compile(r"torch\._utils\._rebuild_\w+")
+_VALUES = frozenset(["BINFLOAT", "NONE", "NEWTRUE", "NEWFALSE", "SHORT_BINSTRING"])
+_NUMBERS = frozenset(["BININT", "BININT1", "BININT2", "LONG1"])
+_EMPTY = frozenset(["EMPTY_DICT", "EMPTY_LIST", "EMPTY_SET"])
+_TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_POPS = {"APPEND": 1, "BUILD": 1, "SETITEM": 2}
+
+
+class _Made(NamedTuple):
+    """An object that a pickle would make.
+
+    Attributes:
+        kind: ``"text"``, ``"latin1"`` (that text), ``"bytes"``, ``"tuple"``, a full name, or ``""`` for anything else.
+        items: kinds of the items of a tuple.
+        depth: of tuples in it.
+        met: how many objects a walk through it meets.
+    """
+
+    kind: str
+    items: tuple[str, ...] = ()
+    depth: int = 0
+    met: int = 1
+
+
+_ANY = _Made("")
+
+
+def check_bounds(file: IO[bytes] | str) -> None:
+    """Refuse a file of ``torch.save`` that asks for more than it is; its place in the end is its beginning.
+
+    Raises:
+        NotSerialisable: saying what it asks for.
+    """
+    with zipfile.ZipFile(file) as archive:
+        inside = sum(record.file_size for record in archive.infolist())
+    if isinstance(file, str):
+        nbytes = os.path.getsize(file)
+    else:
+        file.seek(0, io.SEEK_END)
+        nbytes = file.tell()
+        file.seek(0)
+    if inside > nbytes:
+        raise _refused(f"claims to hold {inside} bytes and has {nbytes}")
+    pickled = torch._C.PyTorchFileReader(file).get_record("data.pkl")  # the very bytes that torch will read
+    if not isinstance(file, str):
+        file.seek(0)
+    _follow(pickled)
+
+
+def _follow(pickled: bytes) -> None:
+    stack: list[_Made] = []
+    marked: list[list[_Made]] = []
+    memo: dict[int, _Made] = {}
+    argument: Any
+    for opcode, argument, _ in pickletools.genops(pickled):
+        name = opcode.name
+        if name in ("BINPUT", "LONG_BINPUT"):
+            memo[argument] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        elif name == "BINUNICODE":
+            stack.append(_Made("latin1" if argument == "latin1" else "text"))
+        elif name in _VALUES or name in _NUMBERS or name in _EMPTY:
+            stack.append(_ANY)
+        elif name == "MARK":
+            marked.append(stack)
+            stack = []
+        elif name == "TUPLE":
+            items, stack = stack, marked.pop()
+            stack.append(_tuple(items, len(pickled)))
+        elif name in _TUPLES:
+            first = len(stack) - _TUPLES[name]
+            stack[first:] = [_tuple(stack[first:], len(pickled))]
+        elif name in ("APPENDS", "SETITEMS"):
+            stack = marked.pop()
+        elif name in _POPS:
+            del stack[-_POPS[name] :]
+        elif name == "BINPERSID":
+            stack[-1] = _ANY
+        elif name == "GLOBAL":
+            stack.append(_Made(argument.replace(" ", ".")))
+        elif name in ("REDUCE", "NEWOBJ"):
+            arguments, called = stack.pop(), stack.pop()
+            stack.append(_call(called, arguments))
+        elif name not in ("PROTO", "STOP"):
+            raise NotSerialisable(
+                f"the file has the opcode {name}, of another protocol than torch.save's own. It is not loaded. Save it"
+                " without pickle_protocol"
+            )
+
+
+def _tuple(items: Iterable[_Made], nbytes: int) -> _Made:
+    kinds, depth, met = [], 0, 1
+    for item in items:
+        kinds.append(item.kind)
+        depth = max(depth, item.depth)
+        met += item.met
+    if depth >= _DEEPEST or met > max(_MOST_MET, _MOST_AGAIN * nbytes):
+        raise _refused(f"nests tuples {depth + 1} deep, with {met} items")
+    return _Made("tuple", tuple(kinds), depth + 1, met)
+
+
+def _call(called: _Made, arguments: _Made) -> _Made:
+    """What a call makes.
+
+    Raises:
+        NotSerialisable: if it could be of any size.
+    """
+    kinds = arguments.items
+    is_encoding = called.kind == "_codecs.encode"
+    is_wrong = arguments.kind != "tuple"
+    is_wrong |= bool(_SIZED.fullmatch(called.kind)) and not {"text", "latin1", "bytes"}.issuperset(kinds)
+    is_wrong |= is_encoding and (kinds[:1] not in (("text",), ("latin1",)) or kinds[1:] != ("latin1",))
+    if called.kind == "torch._tensor._rebuild_from_type_v2":  # calls its first argument
+        is_wrong |= not kinds or not _REBUILDS.fullmatch(kinds[0])
+    if is_wrong:
+        raise _refused(f"calls {called.kind or 'an object'} in a way that torch.save does not write")
+    return _Made("bytes") if is_encoding else _Made("", (), arguments.depth, arguments.met)
+
+
+def _refused(why: str) -> NotSerialisable:
+    return NotSerialisable(f"the file {why}. It is damaged or forged, and is not loaded. Take another one")

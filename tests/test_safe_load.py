@@ -1,0 +1,296 @@
+"""Files that would have the reader follow a pointer, allocate, recurse: refused, or inert. What is plain comes back."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import io
+import threading
+import zipfile
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import PosixPath, PurePosixPath
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_spot.errors import NotSerialisable
+from lightning_spot.exact.dump import KEY
+from lightning_spot.exact.rank_states import packed
+from lightning_spot.exact.unpickling import read_checkpoint
+from lightning_spot.image.placeholder import Placeholder
+from lightning_spot.image.safe_load import safe_load
+from lightning_spot.sharded.layout import load_state
+from lightning_spot.sharded.reader import load_value
+from tests.pickles import (
+    NONE,
+    array,
+    call,
+    dtype,
+    entries,
+    file,
+    hunt,
+    items,
+    name,
+    number,
+    raw,
+    read_apart,
+    scalar,
+    tensor,
+    text,
+)
+
+_WRITES = [value.__reduce__()[0] for value in (np.float64(1), np.ones(1))]  # numpy's own, by any name
+NUMPYS = [np.dtype, np.ndarray, type(np.dtype("f8")), type(np.dtype("O")), *_WRITES]  # as torch's errors advise
+POINTERS = raw(b"\x41\x41\x41\x41\0\0\0\0" * 4)
+FIELD = (NONE, items(text("a")), entries((text("a"), items(dtype("O8"), number(0)))))
+FAR = (NONE, items(text("a")), entries((text("a"), items(dtype("f8"), number(1 << 28)))))
+DOUBLE = call("numpy.dtypes.Float64DType")
+INERT = {
+    "a scalar of objects without the flag": scalar(dtype("O8"), raw(b"\x41" * 8)),
+    "the same, as text": scalar(dtype("O8"), b"U\x08AAAA\0\0\0\0"),
+    "an array of objects without the flag": array(dtype("O8"), [4], POINTERS),
+    "a field beyond its item": array(dtype("V8", form=FAR, size=8, flags=16), [4], POINTERS),
+    "a field of objects": array(dtype("V8", form=FIELD, size=8), [4], POINTERS),
+    "a scalar with a field of objects": scalar(dtype("V8", form=FIELD, size=8), raw(b"\x41" * 8)),
+    "numbers with a field of objects": array(dtype("i8", form=FIELD), [4], POINTERS),
+    "a subarray": array(dtype("i8", form=(items(dtype("O8"), items(number(4))), NONE, NONE)), [4], POINTERS),
+    "an item of negative size": array(dtype("V8", size=-8), [4], POINTERS),
+    "an item larger than the bytes": scalar(dtype("S8", size=1 << 30), POINTERS),
+    "more items than bytes": array(dtype("f8"), [1 << 40], POINTERS),
+    "rows of nothing": array(dtype("f8"), [1 << 40, 0], raw(b"")),
+    "truth values that numpy miscounts": array(dtype("b1"), [32], POINTERS),
+    "no text": array(dtype("U1", "<"), [8], raw(b"\xff" * 32)),
+    "an array of objects by its class": call("numpy.ndarray", items(number(4)), text("O8")),
+    "a dtype's own class": array(
+        DOUBLE + items(number(3), text("|"), *FIELD, *map(number, (8, 8, 63))) + b"b", [4], POINTERS
+    ),
+    "bytes of a size": call("builtins.bytes", number(1 << 32)),
+    "a list of a range": call("builtins.list", call("builtins.range", number(0), number(1 << 25), number(1))),
+    "a date that is none": call("datetime.date", raw(b"\x07\xe4\x01\xff")),
+    "a function": call("builtins.eval", text("1")),
+}
+REFUSED = {
+    "a set of a range": call("builtins.set", call("builtins.range", number(0), number(1 << 25), number(1))),
+    "a bytearray of a size": call("builtins.bytearray", number(1 << 30)),
+    "the same in other words": call(
+        *("torch._tensor._rebuild_from_type_v2", name("builtins.bytearray"), name("builtins.bytearray")),
+        *(items(number(1 << 30)), b"}"),
+    ),
+    "bytes that double": call("_codecs.encode", call("_codecs.encode", text("ab"), text("latin1")), text("hex")),
+    "a tensor of a size": call("torch.Tensor", number(1 << 31)),
+    "a storage larger than its record": tensor(1 << 20, 4),
+    "a tensor larger than its storage": tensor(4, 1 << 33),
+    "a sparse tensor with indices beyond its end": call(
+        *("torch._utils._rebuild_sparse_tensor", call("torch.serialization._get_layout", text("torch.sparse_coo"))),
+        items(tensor(2, 2, kind="Long", rows=1), tensor(2, 2, kind="Long"), items(number(0))),
+    ),
+    "a key of tuples within tuples": b"})" + b"\x85" * 200_000 + b"Ns",
+    "a key that holds one tuple without end": b"})" + b"q\0h\0\x86" * 60 + b"Ns",
+    "lists within lists": b"]" * 5_000 + b"a" * 4_999,
+    "stand-ins within stand-ins": name("a.B") * 5_000 + b")\x81" + b"\x85R" * 4_999,
+    "a function of os": call("os.system", text("true")),
+    "no end": b"N(",
+}
+
+
+def held(value: bytes) -> io.BytesIO:
+    return file(entries((text("x"), value)))
+
+
+@pytest.mark.parametrize("users", [[], NUMPYS], ids=["none", "numpy"])
+def test_what_is_hostile_stays_inert_or_is_refused(users: list[Any]) -> None:
+    with torch.serialization.safe_globals(users):
+        for cases, end in ((INERT, "read"), (REFUSED, "refused")):
+            ends = read_apart([lambda value=value: held(value) for value in cases.values()])  # type: ignore[misc]
+            assert dict(zip(cases, ends, strict=False)) == dict.fromkeys(cases, end)
+    for value in INERT.values():
+        assert isinstance(safe_load(held(value))["x"], Placeholder)
+
+
+def test_a_file_that_claims_to_hold_more_than_it_is_is_refused() -> None:
+    packed = file(tensor(1 << 22, 1 << 22), zipfile.ZIP_DEFLATED, 1 << 24)
+    with pytest.raises(NotSerialisable, match="claims to hold 1677"):
+        safe_load(packed)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"not a file of torch", torch.save])
+def test_any_other_file_is_one_clear_error(content: Any) -> None:
+    old = io.BytesIO()
+    if callable(content):
+        content([1], old, _use_new_zipfile_serialization=False)
+    with pytest.raises(NotSerialisable, match="is damaged or forged"):
+        safe_load(old if old.getvalue() else io.BytesIO(content))
+
+
+def test_nested_files_are_read_in_the_same_way() -> None:
+    value = INERT["an array of objects without the flag"]
+    with pytest.raises(Exception, match="holds an object that is not loaded"):
+        load_value(held(value), "optimizer.lr")
+    assert isinstance(load_state(memoryview(held(value).getvalue()))["x"], Placeholder)
+    room = bytearray(packed({})[:8])
+    inner = held(value).getvalue()
+    room[:8] = len(inner).to_bytes(8, "little")
+    outer = io.BytesIO()
+    torch.save({KEY: {"ranks": [torch.frombuffer(room + bytearray(inner), dtype=torch.uint8)]}}, outer)
+    assert isinstance(read_checkpoint(outer)[KEY]["ranks"][0]["x"], Placeholder)
+
+
+# -- what is plain ----------------------------------------------------------------------------------------------------
+
+PLAIN: list[Any] = [
+    *(np.dtype(code) for code in ("f4", ">i4", "S3", "U2", "M8[3D]", "m8")),
+    *(np.array([1, 0, 1]).astype(code) for code in "?bhilqBHILQefdFD"),
+    *(np.array([1, 2], code) for code in (">i4", ">f8", "M8[D]", "m8[3s]", "S3", ">U2")),
+    np.array(["a", "", "bc\N{SNOWMAN}"]),
+    np.array([b"x\0", b""]),
+    np.array([], "U"),
+    np.zeros((0, 3)),
+    np.array(3.0),
+    np.asfortranarray(np.arange(6).reshape(2, 3)),
+    np.arange(12).reshape(3, 4)[::2, ::3],
+    *(np.float32(1.5), np.float64("nan"), np.int64(3), np.bool_(True), np.complex64(1j), np.longdouble(2) / 3),
+    *(np.str_("ab"), np.str_(""), np.bytes_(b"x"), np.bytes_(b""), np.datetime64("2020-01-01"), np.timedelta64(3, "s")),
+    np.datetime64("NaT"),
+    *(PosixPath("/a/b"), PurePosixPath("c"), PosixPath()),
+    *(datetime.date(1, 1, 1), datetime.date(9999, 12, 31), datetime.timedelta(-1, 5, 7)),
+    *(datetime.datetime(2026, 1, 2, 3, 4, 5, 678901), datetime.datetime.max, datetime.datetime.min),
+    *(Decimal("1.50"), Decimal("NaN").copy_sign(Decimal(-1)), Decimal("1E+999999")),
+    *(range(3), range(5, -5, -2), slice(None, 2), frozenset([1, (2, "x")]), frozenset()),
+    *(collections.deque([1, 2], maxlen=3), collections.deque([[1]]), collections.deque()),
+    *(collections.defaultdict(list, a=[1]), collections.defaultdict(None, {1: 2}), collections.Counter("aab")),
+    collections.OrderedDict(a=np.int64(1)),
+    *(float, list, np.ndarray, Decimal, b"", b"\xff", bytearray(b"x"), 2**999, {1, 2}, 1j, None, True),
+    {np.int64(3): (np.ones(2), [PosixPath("a")]), (PosixPath("b"), 1): {frozenset([np.float32(1)])}},
+]
+
+
+@pytest.mark.parametrize("core", [b"numpy.core.multiarray", b"numpy._core.multiarray"])
+def test_what_python_and_numpy_write_comes_back_equal(core: bytes) -> None:
+    for value in PLAIN:
+        written = io.BytesIO()
+        torch.save({"x": value, "again": value}, written)
+        pickled = zipfile.ZipFile(written).read("archive/data.pkl")
+        for known in (b"numpy.core.multiarray", b"numpy._core.multiarray"):  # as numpy 1 and 2 call it
+            pickled = pickled.replace(b"c" + known + b"\n", b"c" + core + b"\n")
+        found = safe_load(file(pickled[2:-1]))
+        assert same(found["x"], value), (value, found)
+        assert found["again"] is found["x"] or isinstance(value, (int, float, complex, str, bytes, np.generic))
+
+
+def same(found: Any, value: Any) -> bool:
+    """Whether two are equal, of one class, down to the items."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        kinds = type(found) is type(value) and found.dtype == value.dtype
+        forms = kinds and found.shape == value.shape and getattr(found, "flags", None) is not None
+        return bool(forms and np.array_equal(found, value, equal_nan=value.dtype.kind in "fcmM"))
+    if type(found) is not type(value):
+        return False
+    if isinstance(value, dict):
+        more = getattr(found, "default_factory", None) is getattr(value, "default_factory", None)
+        return more and same(list(found.items()), list(value.items()))
+    if isinstance(value, collections.deque):
+        return found.maxlen == value.maxlen and same(list(found), list(value))
+    if isinstance(value, (list, tuple)):
+        return len(found) == len(value) and all(map(same, found, value))
+    return bool(repr(found) == repr(value)) if isinstance(value, Decimal) else bool(found == value)
+
+
+@pytest.mark.parametrize("value", [np.array([1, None]), np.ones(2, "i4,f8"), np.void(b"ab"), np.matrix([[1]])])
+def test_other_arrays_of_numpy_are_inert(value: Any) -> None:
+    written = io.BytesIO()
+    torch.save(value, written)
+    assert isinstance(safe_load(written), Placeholder)
+
+
+def test_other_protocols_are_one_clear_error() -> None:
+    written = io.BytesIO()
+    torch.save({"x": np.ones(2)}, written, pickle_protocol=5)
+    with pytest.raises(NotSerialisable, match="opcode"):
+        safe_load(written)
+
+
+def test_a_container_may_hold_itself() -> None:
+    value: Any = collections.deque()
+    value.append({"me": value, "again": [np.float32(1), value]})
+    written = io.BytesIO()
+    torch.save(value, written)
+    found = safe_load(written)
+    assert found[0]["me"] is found is found[0]["again"][1]
+    assert found[0]["again"][0] == np.float32(1)
+
+
+# -- torch's list of safe names ---------------------------------------------------------------------------------------
+
+
+def test_what_the_user_allows_stays_as_it_was() -> None:
+    users: list[Any] = [np.dtype, (threading.Event, "a.B"), np.ndarray]
+    with torch.serialization.safe_globals(users):
+        before = set(torch.serialization.get_safe_globals())
+        for value in (array(dtype("f8"), [4], POINTERS), name("a.C"), b"(", call("os.system", text("true"))):
+            for read in (safe_load, lambda made: torch.load(made, weights_only=True)):
+                read_quietly(read, held(value))
+                assert set(torch.serialization.get_safe_globals()) == before
+    with pytest.raises(Exception, match="Unsupported global"):  # nothing of ours is left for a plain load
+        torch.load(held(array(dtype("f8"), [4], POINTERS)), weights_only=True)
+
+
+def read_quietly(read: Callable[[io.BytesIO], Any], made: io.BytesIO) -> Any:
+    try:
+        return read(made)
+    except Exception as error:
+        return error
+
+
+def test_files_may_be_read_on_several_threads() -> None:
+    found: list[Any] = []
+
+    def read() -> None:
+        made = [held(array(dtype("f8"), [4], POINTERS)) for _ in range(30)]
+        found.extend(safe_load(one)["x"] for one in made)
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 120
+    assert {type(value) for value in found} == {np.ndarray}
+
+
+# -- made up ----------------------------------------------------------------------------------------------------------
+
+
+NUMBERS = st.sampled_from([0, 1, 2, 8, -1, 1 << 31, 1 << 40]) | st.integers()
+CODES = st.sampled_from(["f8", "i4", "b1", "U1", "S3", "M8", "O8", "V8", "O", "i4,O", "(2,)f8"]) | st.text(
+    "OVSUif148,()", max_size=5
+)
+FORMS = st.tuples(*[st.none() | st.sampled_from([*FIELD, *FAR])] * 3).map(
+    lambda form: tuple(part or NONE for part in form)
+)
+DTYPES = st.builds(dtype, CODES, st.sampled_from("|<>="), FORMS, NUMBERS, NUMBERS)
+DATA = st.binary(max_size=64).map(raw) | st.just(POINTERS)
+ARRAYS = st.builds(array, DTYPES, st.lists(NUMBERS, max_size=3), DATA) | st.builds(scalar, DTYPES, DATA)
+
+
+@settings(max_examples=10)
+@given(st.lists(ARRAYS | DTYPES, min_size=1, max_size=30))
+def test_whatever_a_pickle_says_of_numpy_nothing_hostile_comes_out(values: list[bytes]) -> None:
+    ends = read_apart([lambda value=value: held(value) for value in values])  # type: ignore[misc]
+    assert set(ends) <= {"read", "refused"}
+    assert len(ends) == len(values)
+
+
+def test_pickles_made_up_at_random(seed: int) -> None:
+    ends = hunt(seed, 1_000)
+    assert min(ends["read"], ends["refused"]) > 200  # it is neither all noise nor all plain
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("part", range(20))
+def test_many_pickles_made_up_at_random(part: int, seed: int) -> None:
+    hunt(seed + part, 5_000)
