@@ -10,7 +10,7 @@ import os
 import re
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from numbers import Integral, Real
 from pathlib import Path
@@ -56,6 +56,12 @@ MOST_NODES = 64
 LARGEST = 10**9
 """Most that a user may set as a number, such as seconds (30 years): Python waits for no longer than ten times that."""
 
+LONGEST_TOKEN = 512
+"""Characters of a token: a node bounds the headers of those who may not have it."""
+
+SHORTEST_TOKEN = 16
+"""One with fewer characters works, with a warning."""
+
 _MOST_BYTES = 2**63
 _LEAST_WITHOUT_A_UNIT = 2**20
 _MOST_NAMED = 5
@@ -87,7 +93,7 @@ class Environment:
         restarter_pid: ``LIGHTNING_SPOT_RESTARTER_PID``: of the process that has this one started again on this machine.
     """
 
-    token: str | None
+    token: str | None = field(repr=False)
     runtime_dir: Path
     shm_dir: Path | None
     drill_dir: str | None
@@ -125,16 +131,48 @@ def read_environment() -> Environment:
 
 
 def _token() -> str | None:
-    token = os.environ.get("LIGHTNING_SPOT_TOKEN") or None
+    if text := os.environ.get("LIGHTNING_SPOT_TOKEN"):
+        return check_token("LIGHTNING_SPOT_TOKEN", text)
     token_file = os.environ.get("LIGHTNING_SPOT_TOKEN_FILE")
-    if token is None and token_file:
-        try:
-            token = Path(token_file).read_text(encoding="utf-8").strip() or None
-        except OSError as error:
-            raise SettingsError(
-                f"LIGHTNING_SPOT_TOKEN_FILE={token_file!r} cannot be read ({error.strerror}); fix or unset it"
-            ) from error
+    if not token_file:
+        return None
+    try:
+        with open(token_file, encoding="ascii", errors="replace") as file:
+            text = file.read(2 * LONGEST_TOKEN)
+    except OSError as error:
+        raise SettingsError(
+            f"LIGHTNING_SPOT_TOKEN_FILE={token_file!r} cannot be read ({error.strerror}); fix or unset it"
+        ) from error
+    return check_token(f"LIGHTNING_SPOT_TOKEN_FILE={token_file!r}", text)
+
+
+def check_token(name: str, text: str) -> str:
+    """Return a token without the blanks and line ends around it, as a Kubernetes secret has one.
+
+    Args:
+        name: where it was given.
+        text: what was given; no error ever quotes it.
+
+    Raises:
+        SettingsError: if no header of HTTP can hold it.
+    """
+    token = text.strip()
+    if not (0 < len(token) <= LONGEST_TOKEN and token.isascii() and token.isprintable() and " " not in token):
+        raise SettingsError(
+            f"{name} holds no token. A token has 1 to {LONGEST_TOKEN} printable ASCII characters, no blanks. Make one"
+            " with: openssl rand -hex 16"
+        )
     return token
+
+
+def why_weak(token: str | None) -> str:
+    """Why strangers might guess a token; ``""`` if they cannot, or if there is none."""
+    if token is None or len(token) >= SHORTEST_TOKEN:
+        return ""
+    return (
+        f"the token for memory nodes has fewer than {SHORTEST_TOKEN} characters. Strangers may guess it. Make another"
+        " with: openssl rand -hex 16"
+    )
 
 
 def _grace_s() -> float | None:

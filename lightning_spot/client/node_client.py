@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from lightning_spot.client.connection import Connection, Pool
 from lightning_spot.client.part_sender import PartStream
-from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES, read_environment
+from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES, check_token, read_environment
 from lightning_spot.errors import NodeFailed, NodeUnreachable, ProtocolMismatch, SpotError
 from lightning_spot.image.parts import checksum
 from lightning_spot.protocol.wire import (
@@ -76,7 +76,7 @@ class NodeClient:
 
     def __init__(self, address: Address, token: str | None = None) -> None:
         self.address = address
-        self._token = token if token is not None else read_environment().token
+        self._token = check_token("token=", token) if token is not None else read_environment().token
         self._pool = Pool(address)
 
     def call(

@@ -12,7 +12,7 @@ import logging
 import secrets
 import socket
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Card:
 
     host: str
     name: str
-    secret: str
+    secret: str = field(repr=False)
 
     @property
     def address(self) -> str:
