@@ -38,7 +38,10 @@ class CountedLog:
             line = "further events"
         self._counts[line] += 1
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._every_s, self.write)
+            try:
+                self._timer = asyncio.get_running_loop().call_later(self._every_s, self.write)
+            except RuntimeError:  # the loop has ended: what is left of it comes now
+                self.write()
 
     def add_error(self, kind: str, error: BaseException | None) -> None:
         """Count an error: by its class and the place where it was raised. Its text may hold what a stranger sent."""

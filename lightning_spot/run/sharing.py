@@ -17,6 +17,9 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
+CONNECTIONS = 4
+"""At which one host fetches a snapshot from another: clouds bound what one connection carries."""
+
 CONNECT_S = 10.0
 SILENCE_S = 60.0
 """A giver that lives says so every second."""
