@@ -230,10 +230,11 @@ class NodeClient:
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if used and request.again and not isinstance(error, TimeoutError):
                     continue
+                # The text of errors of HTTP quotes headers: ours, with the token, or what a stranger has answered.
+                why = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else type(error).__name__
                 raise NodeUnreachable(
-                    f"no memory node answers at {self.address} ({type(error).__name__}: {error})",
-                    tier=str(self.address),
-                ) from error
+                    f"no memory node answers at {self.address} ({why})", tier=str(self.address)
+                ) from (error if isinstance(error, OSError) else None)
 
     def _ask(self, connection: Connection, request: _Request, deadline_s: float, read: _Read) -> Any:
         socket, whole = connection.sock, False  # the connection forgets it when the node says that it will close it

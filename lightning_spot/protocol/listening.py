@@ -209,7 +209,7 @@ class Listening:
         self._loop = asyncio.new_event_loop()
         self._counted = CountedLog(logger)
         self._tasks: set[asyncio.Task[None]] = set()  # nothing else keeps them: the loop does not
-        self._connections: dict[asyncio.Task[None], socket.socket] = {}
+        self._let_in: set[asyncio.Task[None]] = set()
         self._strangers: dict[asyncio.Task[None], None] = {}  # in the order in which they came
         self._listeners: list[socket.socket] = []
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -256,6 +256,7 @@ class Listening:
                 task.cancel()
             if tasks:
                 self._loop.run_until_complete(asyncio.wait(tasks))
+                self._loop.run_until_complete(asyncio.sleep(0))  # their connections are closed
             for listener in self._listeners:
                 listener.close()
             self._counted.write()
@@ -274,21 +275,24 @@ class Listening:
 
     def _begin(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        if len(self._connections) >= self._most:
+        if len(self._strangers) + len(self._let_in) >= self._most:
             if not self._strangers:
                 connection.close()
                 return
             longest = next(iter(self._strangers))
+            del self._strangers[longest]
             longest.cancel()
-            self._end(longest)
         task = self._loop.create_task(self._serve(connection))
-        self._connections[task], self._strangers[task] = connection, None
-        task.add_done_callback(self._end)
+        self._tasks.add(task)
+        self._strangers[task] = None
+        task.add_done_callback(lambda _: self._end(task, connection))
 
-    def _end(self, task: asyncio.Task[None]) -> None:
+    def _end(self, task: asyncio.Task[None], connection: socket.socket) -> None:
+        """Forget a connection: when its task has ended, for until then the loop may wait for its descriptor."""
         self._strangers.pop(task, None)
-        if (connection := self._connections.pop(task, None)) is not None:
-            connection.close()
+        self._let_in.discard(task)
+        self._tasks.discard(task)
+        connection.close()
 
     async def _serve(self, connection: socket.socket) -> None:
         try:
@@ -296,8 +300,10 @@ class Listening:
         except (OSError, EOFError, ValueError, RecursionError, asyncio.TimeoutError):
             return
         task = asyncio.current_task()
-        assert task is not None
+        if task is None or task not in self._strangers:  # it had to give way, just as it greeted
+            return
         del self._strangers[task]
+        self._let_in.add(task)
         try:
             await self._loop.sock_sendall(connection, _WELCOME)
             await self._talk(connection, greeting)
