@@ -238,6 +238,24 @@ def test_when_there_are_too_many_the_longest_idle_one_goes() -> None:
     asyncio.run(run())
 
 
+def test_each_of_many_that_come_at_once_displaces_another() -> None:
+    """Those that came in one turn of the loop displaced the same one, and the others stayed: beyond all limits."""
+
+    async def run() -> None:
+        connections = Connections(Silent, most=5)
+        server, port = await _serving(connections)
+        ends = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
+        while len(connections._open) < 5:
+            await asyncio.sleep(0.01)
+        ends += await asyncio.gather(*(asyncio.open_connection("127.0.0.1", port) for _ in range(20)))
+        for reader, _ in ends[:20]:
+            await _hung_up(reader)
+        assert len(connections._open) == 5
+        server.close()
+
+    asyncio.run(run())
+
+
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Node, NodeClient]]:
     """A node in this process that gives nobody more than half a second."""

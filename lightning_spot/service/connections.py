@@ -69,11 +69,10 @@ class Connections:
         """A connection was made; if there are too many now, the one that has been idle longest goes."""
         self._open[transport] = accepted
         if len(self._open) > self._most:
-            idle = [item for item in self._open.values() if not item.busy]
-            if idle:
-                min(idle, key=lambda item: item.idle_since_s).drop()
-            else:
-                accepted.drop()
+            idle = [item for item in self._open.items() if not item[1].busy]
+            oldest, dropped = min(idle, key=lambda item: item[1].idle_since_s) if idle else (transport, accepted)
+            self.closed(oldest)  # at once: the next one that comes is to displace another
+            dropped.drop()
 
     def closed(self, transport: asyncio.BaseTransport) -> None:
         """A connection has ended."""

@@ -42,6 +42,7 @@ _EMBEDDED_SLOTS = 4
 _HOLD_S = 1.0
 _ABANDONED_S = 24 * 3600.0
 _BACKLOG = 512
+_AT_ONCE = 4  # asyncio accepts its backlog in one turn: before those beyond the most are dropped, all descriptors
 _QUIET_S = 3.0  # a memory node's trainers have left, or moved on, when none asked for a slot for so long
 _UNCONNECTED_S = 15.0  # a draining node waits so long for who has begun to send a snapshot and is not connected now
 _SHUTDOWN_S = 5.0
@@ -124,12 +125,14 @@ async def _serve(settings: NodeSettings, listener: socket.socket) -> int:
     loop.set_exception_handler(service.counted.on_loop_error)
     channel = None
     if settings.record is None:
-        server = await loop.create_server(connections, sock=listener, backlog=_BACKLOG)
+        server = await loop.create_server(connections, sock=listener, backlog=_AT_ONCE)
+        listener.listen(_BACKLOG)
         await asyncio.to_thread(_check_writable, settings.flush_to)
         await asyncio.to_thread(node.routes.check_flush_to, node.id)  # which may ask this node in turn
         _announce(settings, listener)
     else:
-        server = await loop.create_unix_server(connections, sock=listener, backlog=_BACKLOG)
+        server = await loop.create_unix_server(connections, sock=listener, backlog=_AT_ONCE)
+        listener.listen(_BACKLOG)
         channel = DescriptorChannel(node, settings.record.fds, environment.token)
     signals = _Signals()
     if settings.record is not None:
