@@ -6,7 +6,8 @@ WORKERS ?= 6
 # What is compiled is kept, also for the processes that tests start: they would compile it all anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-# The oldest Lightning that is supported with what else it takes, and what is tested with it.
+# The oldest Lightning that is supported with what else it takes, and what is tested with it. aiohttp and torch are not
+# here: their floors are those of advisories, and constraints.txt is above them.
 OLDEST := lightning==2.5.0 pytorch-lightning==2.5.0 torchmetrics==1.4.0 fsspec==2025.12.0 s3fs==2025.12.0 \
 	aiobotocore==2.26.0 boto3==1.41.5
 OLDEST_TESTS := tests/test_exact.py tests/test_exact_guards.py tests/test_exact_table.py tests/test_fit.py \
@@ -15,7 +16,7 @@ OLDEST_TESTS := tests/test_exact.py tests/test_exact_guards.py tests/test_exact_
 # Compiled when the package is installed, where there is a compiler.
 COMPILED := lightning_spot/staging/_past_caches.c lightning_spot/image/_whereabouts.c lightning_spot/image/_rows.c
 
-.PHONY: demo test tests test-oldest lint soak bench bench-peers clean
+.PHONY: demo test tests test-oldest lint audit soak bench bench-peers clean
 
 demo: $(VENV)/.ready-examples
 	$(BIN)/python examples/demo.py
@@ -35,6 +36,12 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Advisories on what is installed. AUDIT_IGNORED names those that do not concern us, each with its reason above.
+AUDIT_IGNORED :=
+audit: $(VENV)/.ready-dev
+	-$(MAKE) --no-print-directory $(VENV)/.ready-audit
+	$(BIN)/python scripts/audit $(AUDIT_IGNORED)
 
 soak: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m soak

@@ -10,7 +10,7 @@ import os
 import re
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from numbers import Integral, Real
 from pathlib import Path
@@ -56,6 +56,12 @@ MOST_NODES = 64
 LARGEST = 10**9
 """Most that a user may set as a number, such as seconds (30 years): Python waits for no longer than ten times that."""
 
+LONGEST_TOKEN = 512
+"""Characters of a token: a node bounds the headers of those who may not have it."""
+
+SHORTEST_TOKEN = 16
+"""One with fewer characters works, with a warning."""
+
 _MOST_BYTES = 2**63
 _LEAST_WITHOUT_A_UNIT = 2**20
 _MOST_NAMED = 5
@@ -90,12 +96,13 @@ class Environment:
         grace_s: ``LIGHTNING_SPOT_GRACE_S``: seconds between SIGTERM and the end.
         cloud: ``LIGHTNING_SPOT_CLOUD``: the cloud this machine is on, or ``none``; unchecked.
         aws_endpoint: ``AWS_EC2_METADATA_SERVICE_ENDPOINT``, as Amazon's own tools read it.
+        aws_checksums: ``AWS_REQUEST_CHECKSUM_CALCULATION``, as Amazon's own libraries read it.
         gcp_host: ``GCE_METADATA_HOST``, as Google's own tools read it.
         slurm_job: the job's id for ``scontrol``, in a SLURM job.
         restarter_pid: ``LIGHTNING_SPOT_RESTARTER_PID``: of the process that has this one started again on this machine.
     """
 
-    token: str | None
+    token: str | None = field(repr=False)
     runtime_dir: Path
     shm_dir: Path | None
     drill_dir: str | None
@@ -103,6 +110,7 @@ class Environment:
     grace_s: float | None
     cloud: str | None
     aws_endpoint: str | None
+    aws_checksums: str | None
     gcp_host: str | None
     slurm_job: str | None
     restarter_pid: int | None
@@ -126,6 +134,7 @@ def read_environment() -> Environment:
         grace_s=_grace_s(),
         cloud=os.environ.get("LIGHTNING_SPOT_CLOUD") or None,
         aws_endpoint=os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or None,
+        aws_checksums=os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION") or None,
         gcp_host=os.environ.get("GCE_METADATA_HOST") or None,
         slurm_job=f"{array_job}_{array_task}" if array_job else os.environ.get("SLURM_JOB_ID"),
         restarter_pid=_restarter_pid(),
@@ -133,16 +142,48 @@ def read_environment() -> Environment:
 
 
 def _token() -> str | None:
-    token = os.environ.get("LIGHTNING_SPOT_TOKEN") or None
+    if text := os.environ.get("LIGHTNING_SPOT_TOKEN"):
+        return check_token("LIGHTNING_SPOT_TOKEN", text)
     token_file = os.environ.get("LIGHTNING_SPOT_TOKEN_FILE")
-    if token is None and token_file:
-        try:
-            token = Path(token_file).read_text(encoding="utf-8").strip() or None
-        except OSError as error:
-            raise SettingsError(
-                f"LIGHTNING_SPOT_TOKEN_FILE={token_file!r} cannot be read ({error.strerror}); fix or unset it"
-            ) from error
+    if not token_file:
+        return None
+    try:
+        with open(token_file, encoding="ascii", errors="replace") as file:
+            text = file.read(2 * LONGEST_TOKEN)
+    except OSError as error:
+        raise SettingsError(
+            f"LIGHTNING_SPOT_TOKEN_FILE={token_file!r} cannot be read ({error.strerror}); fix or unset it"
+        ) from error
+    return check_token(f"LIGHTNING_SPOT_TOKEN_FILE={token_file!r}", text)
+
+
+def check_token(name: str, text: str) -> str:
+    """Return a token without the blanks and line ends around it, as a Kubernetes secret has one.
+
+    Args:
+        name: where it was given.
+        text: what was given; no error ever quotes it.
+
+    Raises:
+        SettingsError: if no header of HTTP can hold it.
+    """
+    token = text.strip()
+    if not (0 < len(token) <= LONGEST_TOKEN and token.isascii() and token.isprintable() and " " not in token):
+        raise SettingsError(
+            f"{name} holds no token. A token has 1 to {LONGEST_TOKEN} printable ASCII characters, no blanks. Make one"
+            " with: openssl rand -hex 16"
+        )
     return token
+
+
+def why_weak(token: str | None) -> str:
+    """Why strangers might guess a token; ``""`` if they cannot, or if there is none."""
+    if token is None or len(token) >= SHORTEST_TOKEN:
+        return ""
+    return (
+        f"the token for memory nodes has fewer than {SHORTEST_TOKEN} characters. Strangers may guess it. Make another"
+        " with: openssl rand -hex 16"
+    )
 
 
 def _grace_s() -> float | None:

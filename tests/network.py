@@ -20,7 +20,7 @@ from benchmarks.chain import NotPermitted
 from tests.conftest import until
 from tests.link import Link
 
-TOKEN = "several-hosts"
+TOKEN = "secret-of-several-hosts"
 
 T = TypeVar("T")
 

@@ -7,8 +7,6 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from aiohttp import web
-
 from lightning_spot.memory.node import Node
 from lightning_spot.service.handlers import Service
 
@@ -25,7 +23,7 @@ def served(node: Node, port: int = 0) -> Iterator[int]:
 
     async def begin() -> int:
         service = Service(node, None)
-        runner = web.AppRunner(service.application(), shutdown_timeout=0.0)
+        runner = service.runner(shutdown_timeout_s=0.0)
         await runner.setup()
         ends.push_async_callback(runner.cleanup)
         assert runner.server is not None

@@ -1,14 +1,19 @@
-"""Connections between ranks: of both versions of IP, over links that fail in silence, to ports that cannot be had."""
+"""Connections between ranks: strangers at their ports, links that fail in silence, ports that cannot be had."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import gc
+import itertools
+import json
 import resource
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +21,16 @@ import pytest
 
 from lightning_spot.capture import mail
 from lightning_spot.capture.mail import Mailbox, Sender
-from lightning_spot.errors import ShareMissing, SpotError
+from lightning_spot.errors import ShareMissing, SpotError, TierError
 from lightning_spot.fit.agreement import Failed
-from lightning_spot.fit.ranks import Ranks
-from lightning_spot.image.manifest import snapshot_name
+from lightning_spot.fit.ranks import Meeting, Ranks
+from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.notices import exchange
 from lightning_spot.notices.exchange import Exchange, ExchangeServer
-from lightning_spot.protocol.listening import Listening
+from lightning_spot.protocol.listening import LOOPBACK, Listening, facing, greeted, most_connections, tcp_listener
+from lightning_spot.run.giving import Giver
+from lightning_spot.run.sharing import CONNECTIONS
+from lightning_spot.run.taking import FromRank, take
 from tests.conftest import until
 from tests.network import Network, network_or_skip
 
@@ -30,34 +38,275 @@ SECRET, NAME, AGAIN = "s" * 64, snapshot_name(1, 1), snapshot_name(2, 1)
 SILENT_S, LAST_S = 3.0, 30.0
 
 
-async def say_hello(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    writer.write(b"hello")
-    writer.close()
+# -- strangers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "localhost"])
-def test_it_is_reached_by_either_version_of_ip(address: str) -> None:
-    listening = Listening(say_hello, "spot-test", SILENT_S)
+async def say_hello(connection: socket.socket, greeting: dict[str, Any]) -> None:
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(connection, f"hello {greeting['rank']}".encode())
+    assert not await loop.sock_recv(connection, 1)
+
+
+@pytest.fixture
+def listening() -> Iterator[Callable[..., tuple[str, int]]]:
+    """Has two ranks listened to; where."""
+    made = []
+
+    def listen(talk: Any = say_hello, host: str = LOOPBACK, most: int = most_connections(2)) -> tuple[str, int]:
+        listener = tcp_listener(host, SILENT_S)
+        made.append(Listening(listener, talk, "spot-test", SECRET, most))
+        return host, listener.getsockname()[1]
+
+    yield listen
+    for each in made:
+        each.close()
+
+
+def greet(where: tuple[str, int], secret: str = SECRET, rank: int = 1) -> socket.socket:
+    return greeted(lambda: socket.create_connection(where, LAST_S), secret, rank=rank)
+
+
+def is_open(connection: socket.socket) -> bool:
+    connection.setblocking(False)
     try:
-        with socket.create_connection((address, listening.port), LAST_S) as connection:
-            assert connection.recv(5, socket.MSG_WAITALL) == b"hello"
+        return connection.recv(1) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_it_listens_at_one_address_of_either_version_of_ip(
+    host: str, listening: Callable[..., tuple[str, int]]
+) -> None:
+    where = listening(host=host)
+    with greet(where) as connection:
+        assert connection.recv(7, socket.MSG_WAITALL) == b"hello 1"
+    other = {"127.0.0.1": "127.0.0.2", "::1": "127.0.0.1"}[host]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((other, where[1]), LAST_S)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"5\n",
+        b"null\n",
+        b"[]\n",
+        b'"' + SECRET.encode() + b'"\n',
+        b"{}\n",
+        b'{"secret": null}\n',
+        b'{"secret": "guess"}\n',
+        b'{"secret": "\\ud800"}\n',
+        b'{"secret": ["' + SECRET.encode() + b'"]}\n',
+        b"[" * 900 + b"\n",
+        b"\xff\xfe\n",
+        b"x" * 100_000,
+        json.dumps({"secret": SECRET}).encode() + b"\nand more\n",
+    ],
+)
+def test_who_does_not_greet_is_hung_up_on_without_a_word(
+    said: bytes,
+    listening: Callable[..., tuple[str, int]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("lightning_spot.protocol.listening.GREETING_S", LAST_S if said else 0.1)
+    where = listening(lambda *_: pytest.fail("a stranger was let in"))
+    with socket.create_connection(where, LAST_S) as stranger:
+        with contextlib.suppress(ConnectionError):  # it may be hung up on before all is sent
+            stranger.sendall(said)
+            assert not stranger.recv(1)
+    assert not caplog.records
+
+
+def test_a_greeting_has_its_time_however_it_is_cut(
+    listening: Callable[..., tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_spot.protocol.listening.GREETING_S", 0.3)
+    with socket.create_connection(listening(), LAST_S) as slow:
+        began_s = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            while is_open(slow):  # a byte now and then gains no time
+                slow.sendall(b"x")
+                time.sleep(0.02)
+        assert 0.2 < time.monotonic() - began_s < LAST_S
+
+
+def kinds_of_server() -> dict[str, Callable[[], tuple[Any, int, Callable[[], Any]]]]:
+    """Each server of a trainer: it, its port, and what a rank does there."""
+
+    def mail_() -> tuple[Any, int, Callable[[], Any]]:
+        box = Mailbox(SECRET)
+        return box, box.port, lambda: Sender(LOOPBACK, box.port, SECRET, 1).close()
+
+    def exchange_() -> tuple[Any, int, Callable[[], Any]]:
+        server = ExchangeServer(SECRET)
+
+        def ask() -> None:
+            with contextlib.closing(Exchange(LOOPBACK, server.port, SECRET)) as rank:
+                rank.set("k", 1)
+                assert rank.get("k", LAST_S) == 1
+
+        return server, server.port, ask
+
+    def giver_() -> tuple[Any, int, Callable[[], Any]]:
+        giver = Giver()
+        port = giver.give_elsewhere()
+        giver.give(1, TierError("there is none"))
+
+        def ask() -> None:
+            manifest = Manifest(run="run", name=NAME, step=1, attempt=1, nbytes=8)
+            with pytest.raises(TierError, match="there is none"):
+                FromRank((LOOPBACK, port), giver.card.secret, 1).fetch(manifest, memoryview(bytearray(8)))
+            with pytest.raises(TierError, match="there is none"):
+                take(giver.card, 1, manifest)
+
+        return giver, port, ask
+
+    return {"mail": mail_, "exchange": exchange_, "giver": giver_}
+
+
+@pytest.mark.parametrize("kind", ["mail", "exchange", "giver"])
+@pytest.mark.parametrize("said", [b"", b'{"secret":'], ids=["silent", "half a greeting"])
+def test_strangers_leave_the_trainer_its_descriptors_threads_and_ranks(kind: str, said: bytes) -> None:
+    """1,100 silent connections, and the trainer had no descriptor left; the giver had a thread for each."""
+    server, port, ask = kinds_of_server()[kind]()
+    strangers: list[socket.socket] = []
+    threads = threading.active_count()
+    try:
+        for _ in range(5 * most_connections(2)):
+            strangers.append(socket.create_connection((LOOPBACK, port), LAST_S))
+            strangers[-1].sendall(said)
+        ask()  # which comes last
+        most = most_connections(2, CONNECTIONS if kind == "giver" else 2)
+        until(lambda: sum(map(is_open, strangers)) <= most, "those before to give way", LAST_S)
+        assert threading.active_count() <= threads + 1  # the rank's own
     finally:
-        listening.close()
+        for each in strangers:
+            each.close()
+        server.close()
 
 
-def test_without_ipv6_it_listens_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
-    test_it_is_reached_by_either_version_of_ip("127.0.0.1")
+def test_strangers_never_displace_ranks(listening: Callable[..., tuple[str, int]]) -> None:
+    where = listening(most=8)
+    ranks = [greet(where, rank=rank) for rank in range(8)]
+    strangers = [socket.create_connection(where, LAST_S) for _ in range(30)]
+    try:
+        for rank, connection in enumerate(ranks):
+            assert connection.recv(7, socket.MSG_WAITALL) == f"hello {rank}".encode()
+        until(lambda: not any(map(is_open, strangers)), "strangers to be hung up on", LAST_S)
+        assert all(map(is_open, ranks))
+        ranks.pop().close()
+        until(lambda: is_open(greet(where)), "the next rank to be let in", LAST_S)
+    finally:
+        for each in (*ranks, *strangers):
+            each.close()
 
 
-def test_a_server_that_does_not_start_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(*_: Any, **__: Any) -> None:
-        raise OSError("no descriptors are left")
+@pytest.mark.parametrize("kind", ["mail", "exchange"])
+def test_a_rank_that_says_nothing_is_kept_when_garbage_is_collected(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An event loop keeps no task: one that waits for a silent rank is held by nothing else."""
+    server, port, _ = kinds_of_server()[kind]()
+    connection = greet((LOOPBACK, port))
+    try:
+        if kind == "mail":
+            assert connection.recv(1) == b"\1"
+        else:
+            until(lambda: server._writers, "it to be known there", LAST_S)
+        for _ in range(3):
+            gc.collect()
+            time.sleep(0.02)
+        assert is_open(connection)
+    finally:
+        connection.close()
+        server.close()
+    assert not caplog.records
 
-    monkeypatch.setattr(asyncio, "start_server", fail)
-    with pytest.raises(OSError, match="spot-mail cannot listen: no descriptors are left"):
-        Mailbox(SECRET)
-    until(lambda: not [each for each in threading.enumerate() if each.name == "spot-mail"], "its thread to end", LAST_S)
+
+def test_a_rank_is_let_in_while_strangers_flood(listening: Callable[..., tuple[str, int]]) -> None:
+    where, over = listening(), threading.Event()
+
+    def flood() -> None:
+        while not over.is_set():
+            with contextlib.ExitStack() as stack:
+                for _ in range(100):
+                    stack.enter_context(socket.create_connection(where, LAST_S))
+
+    flooding = threading.Thread(target=flood)
+    flooding.start()
+    try:
+        for rank in range(20):
+            with greet(where, rank=rank) as connection:
+                assert connection.recv(6, socket.MSG_WAITALL) == b"hello "
+    finally:
+        over.set()
+        flooding.join()
+
+
+def test_without_a_descriptor_those_who_connect_wait_and_one_line_says_so(
+    listening: Callable[..., tuple[str, int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lightning_spot.protocol.listening._AGAIN_S", 0.001)
+    accept, lacks = socket.socket.accept, itertools.count()
+
+    def limited(listener: socket.socket) -> Any:
+        if next(lacks) < 100:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", limited)
+    listener = tcp_listener(LOOPBACK, SILENT_S)
+    server = Listening(listener, say_hello, "spot-test", SECRET, 9)
+    with greet(listener.getsockname()) as connection:
+        assert connection.recv(6, socket.MSG_WAITALL) == b"hello "
+    server.close()
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["100 connections had to wait (Too many open files) in the last minute"]
+
+
+# -- where -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hosts", "seen", "listens", "connects"),
+    [
+        ("aaa", ["10.9.9.9"] * 3, LOOPBACK, [LOOPBACK] * 3),
+        ("aab", ["127.0.1.1", "127.0.1.1", "127.0.0.5"], "127.0.0.5", ["127.0.0.5", "127.0.0.5", "main"]),
+        ("aba", ["127.0.1.1", "", "127.0.1.1"], "127.0.0.7", ["127.0.0.7", "main", "127.0.0.7"]),
+    ],
+    ids=["one host", "its own name is loopback", "others cannot resolve it"],
+)
+def test_rank_0_listens_where_the_others_see_it(
+    hosts: str, seen: list[str], listens: str, connects: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lookup = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *a, **k: lookup("127.0.0.7" if host == "main" else host, *a, **k)
+    )
+    meetings = [Meeting("main", list(hosts), seen, rank) for rank in range(3)]
+    assert meetings[0].listen() == listens
+    assert [each.connect(listens) for each in meetings] == connects
+
+
+@pytest.mark.parametrize("version", ["10.79.7.", "fd79::"])
+def test_of_several_addresses_of_a_host_the_one_that_faces_the_other_is_taken(version: str) -> None:
+    with network_or_skip("facing", ("first", "second"), prefix=version) as network:
+        there = network.address["second"]
+        assert network.there("first", lambda: facing(there)) == network.address["first"]
+        assert network.there("first", lambda: facing(network.address["first"])) == network.address["first"]
+        box = network.there("first", lambda: Mailbox(SECRET, facing(there)))
+        try:
+            network.there("second", lambda: Sender(network.address["first"], box.port, SECRET, 1)).close()
+            with pytest.raises(ConnectionRefusedError):
+                network.there("first", lambda: socket.create_connection((LOOPBACK, box.port), LAST_S))
+        finally:
+            box.close()
 
 
 class Strategy(SimpleNamespace):
@@ -74,6 +323,10 @@ class OneOfTwo(SimpleNamespace):
     """A trainer, as far as it is asked for its rank."""
 
 
+def on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Meeting, "of", lambda trainer: Meeting("main", "aa", ["", ""], trainer.global_rank))
+
+
 def rank(number: int, *others: Any) -> Any:
     strategy = Strategy(rank=number, said=[], others=list(others))
     return OneOfTwo(global_rank=number, world_size=2, strategy=strategy)
@@ -83,7 +336,7 @@ def test_rank_0_has_the_connections_of_more_ranks_than_a_process_may_have_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With 1,500 ranks, and 1,024 files, rank 0 could open nothing any more, and printed thousands of errors."""
-    monkeypatch.setattr("lightning_spot.fit.ranks.main_address", lambda _: "127.0.0.1")
+    on_one_host(monkeypatch)
     before, connections = resource.getrlimit(resource.RLIMIT_NOFILE), list[Exchange]()
     first = rank(0)
     first.world_size = 300
@@ -107,6 +360,7 @@ def test_where_rank_0_cannot_listen_all_ranks_end_with_that_error(monkeypatch: p
         raise OSError("spot-exchange cannot listen: no thread can be had")
 
     monkeypatch.setattr("lightning_spot.fit.ranks.ExchangeServer", fail)
+    on_one_host(monkeypatch)
     first = rank(0)
     with pytest.raises(OSError, match="no thread can be had"):
         Ranks(first)
@@ -116,8 +370,8 @@ def test_where_rank_0_cannot_listen_all_ranks_end_with_that_error(monkeypatch: p
 
 
 def test_a_rank_that_does_not_reach_rank_0_is_an_error_of_all(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
-    monkeypatch.setattr("lightning_spot.fit.ranks.main_address", lambda _: "127.0.0.1")
-    second = rank(1, None, (port, "secret"))
+    on_one_host(monkeypatch)
+    second = rank(1, None, (LOOPBACK, port, "secret"))
     with pytest.raises(SpotError, match=rf"rank 0 is not reached at 127.0.0.1:{port} .*do without notices") as raised:
         Ranks(second).ballot(lambda: None)
     assert second.strategy.said[-1] == Failed.of(raised.value, 1)
@@ -153,7 +407,7 @@ def check_is_told_that_rank_0_goes(exchange: Exchange, server: ExchangeServer) -
 
 def own_name(exchange: Exchange) -> Any:
     assert exchange._socket is not None
-    return ("::ffff:127.0.0.1", exchange._socket.getsockname()[1], 0, 0)
+    return ("127.0.0.1", exchange._socket.getsockname()[1])
 
 
 # -- a link that fails without a word ----------------------------------------------------------------------------------
@@ -172,7 +426,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
 
 
 def test_nobody_waits_for_a_rank_whose_link_has_failed_and_it_comes_back(network: Network) -> None:
-    box = network.there("first", lambda: Mailbox(SECRET))
+    box = network.there("first", lambda: Mailbox(SECRET, network.address["first"]))
     sender = network.there("second", lambda: Sender(network.address["first"], box.port, SECRET, 1))
     try:
         network.cut("second")
@@ -190,7 +444,7 @@ def test_nobody_waits_for_a_rank_whose_link_has_failed_and_it_comes_back(network
 
 def test_ranks_hear_of_each_other_when_a_link_works_again(network: Network) -> None:
     """What was published meanwhile, on either side, too; a server that has gone by then is told from it."""
-    server = network.there("first", lambda: ExchangeServer("secret"))
+    server = network.there("first", lambda: ExchangeServer("secret", network.address["first"]))
     address = (network.address["first"], server.port, "secret")
     first, second = (network.there(host, lambda: Exchange(*address)) for host in ("first", "second"))
     try:

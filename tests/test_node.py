@@ -184,7 +184,7 @@ def test_from_another_host_nobody_fills_a_slot_with_others_nor_seals_one(start_n
 
 def test_every_request_needs_the_token(start_node: StartNode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     secret = tmp_path / "token"
-    secret.write_text("correct horse\n")
+    secret.write_text("correct-horse-battery\n")
     node = start_node(environment={"LIGHTNING_SPOT_TOKEN_FILE": str(secret)})
     for path in ("/v1/status", "/v1/runs/run/snapshots", "/v1/files/run/last.ckpt"):
         for token, what in ((None, "asks for a token"), ("wrong", "has another token")):
@@ -193,7 +193,7 @@ def test_every_request_needs_the_token(start_node: StartNode, monkeypatch: pytes
             assert caught.value.status == 401
             with pytest.raises(NodeRefused, match=what):  # an answer to HEAD has no body that could say so
                 client_of(node, token).head("/v1/files/run/last.ckpt")
-    monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "correct horse")
+    monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "correct-horse-battery")
     put(node, 1)
     assert [manifest.step for manifest in NodeStore(f"{node.url}/run").survey().manifests] == [1]
 

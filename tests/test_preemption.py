@@ -27,7 +27,7 @@ from lightning_spot import EverySteps, Preempted, PreemptionGuard, RemoteSnapsho
 from lightning_spot.capture.ending import Ending
 from lightning_spot.errors import SettingsError, TierError
 from lightning_spot.exact.compare import differences
-from lightning_spot.fit.ranks import Ranks
+from lightning_spot.fit.ranks import Meeting, Ranks
 from lightning_spot.interval.deadline import plan_urgent
 from lightning_spot.notices.exchange import ExchangeServer
 from lightning_spot.notices.notice import Notice
@@ -280,9 +280,11 @@ class OneOfTwo(SimpleNamespace):
 
 def test_a_rank_that_comes_late_does_not_wait_for_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one has nothing to bring to safety, and its process has ended by then: nobody listens any more."""
-    monkeypatch.setattr("lightning_spot.fit.ranks.main_address", lambda _: "127.0.0.1")
+    monkeypatch.setattr(Meeting, "of", lambda _: Meeting("127.0.0.1", "aa", ["", ""], 1))
     server = ExchangeServer("secret")
-    strategy = SimpleNamespace(broadcast=lambda _, src=None: (server.port, "secret") if src is None else None)
+    strategy = SimpleNamespace(
+        broadcast=lambda _, src=None: ("127.0.0.1", server.port, "secret") if src is None else None
+    )
     second: Any = OneOfTwo(global_rank=1, world_size=2, strategy=strategy)
     ranks = Ranks(second)
     server.close()

@@ -510,12 +510,12 @@ def test_nobody_waits_for_a_giver_that_has_ended_or_hangs(
         giver.close()
         with pytest.raises(NotShared):
             waiting.result(10)
-    monkeypatch.setattr(taking, "SILENCE_S", 0.05)
+    monkeypatch.setattr(taking, "CONNECT_S", 0.05)
     card = replace(giver.card, name=secrets.token_hex(16))  # the other name is free when the giver's thread has ended
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(f"\0lightning-spot-{card.name}")
         silent.listen()
-        with pytest.raises(NotShared, match="does not answer"):
+        with pytest.raises(NotShared, match="cannot be reached"):
             take(card, 1, manifest_of(run))
 
 

@@ -239,6 +239,24 @@ def test_when_there_are_too_many_the_longest_idle_one_goes() -> None:
     asyncio.run(run())
 
 
+def test_each_of_many_that_come_at_once_displaces_another() -> None:
+    """Those that came in one turn of the loop displaced the same one, and the others stayed: beyond all limits."""
+
+    async def run() -> None:
+        connections = Connections(Silent, most=5)
+        server, port = await _serving(connections)
+        ends = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
+        while len(connections._open) < 5:
+            await asyncio.sleep(0.01)
+        ends += await asyncio.gather(*(asyncio.open_connection("127.0.0.1", port) for _ in range(20)))
+        for reader, _ in ends[:20]:
+            await _hung_up(reader)
+        assert len(connections._open) == 5
+        server.close()
+
+    asyncio.run(run())
+
+
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Node, NodeClient]]:
     """A node in this process that gives nobody more than half a second."""
@@ -410,8 +428,10 @@ def test_a_page_cannot_open_a_run(lasting_node: RunningNode) -> None:
         (request("PUT", "/v1/files/run/x", nbytes=2**62), 400),
         (request("PUT", "/v1/files/run/x", nbytes=2**45), 413),
         (f"PUT /v1/files/run/x HTTP/1.1\r\n{OURS}Transfer-Encoding: chunked\r\n\r\n".encode(), 400),
-        (request("GET", "/v1/status", headers="X-Long: " + "x" * 100_000 + "\r\n"), 400),
-        (request("GET", "/v1/files/run/x", headers="Range: bytes=0-" + "9" * 5000 + "\r\n"), 404),
+        (request("GET", "/v1/status", headers="X-Long: " + "x" * 5_000 + "\r\n"), 400),
+        (request("GET", "/v1/files/run/x", headers="Range: bytes=0-" + "9" * 500 + "\r\n"), 404),
+        (request("GET", "/v1/status", headers="X: y\r\n" * 50), 400),
+        (request("GET", "/v1/status", headers="X: y\r\n" * 2_000), 431),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
     ],
 )
@@ -518,8 +538,10 @@ def test_nothing_is_removed_through_an_alias(lasting_node: RunningNode) -> None:
 
 def test_health_and_readiness_tell_strangers_no_secret(start_node: StartNode, tmp_path: Path) -> None:
     durable = tmp_path / "durable"
-    node = start_node("--slots", "2", "--flush-to", str(durable), environment={"LIGHTNING_SPOT_TOKEN": "open sesame"})
-    trainer = client_of(node, "open sesame")
+    node = start_node(
+        "--slots", "2", "--flush-to", str(durable), environment={"LIGHTNING_SPOT_TOKEN": "open-sesame-to-me"}
+    )
+    trainer = client_of(node, "open-sesame-to-me")
 
     def ready() -> tuple[int, list[str]]:
         status, body = answer(node, request("GET", "/readyz"))

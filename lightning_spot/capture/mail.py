@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import socket
 import struct
@@ -17,7 +16,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_spot.capture.background import Background
 from lightning_spot.capture.outgrown import outgrown
@@ -25,12 +24,11 @@ from lightning_spot.capture.share import SizedBytes
 from lightning_spot.capture.unforeseen import as_failure
 from lightning_spot.errors import ShareMissing, SpotError
 from lightning_spot.memory.shares import HOST_SILENT_S, RECONNECT_S
-from lightning_spot.protocol.listening import Listening, keep_alive
+from lightning_spot.protocol.listening import LOOPBACK, Listening, greeted, keep_alive, most_connections, tcp_listener
 from lightning_spot.staging.copier import Copier, Marks
 
 logger = logging.getLogger(__name__)
 
-_HELLO = struct.Struct("!64sI")  # the secret, the rank
 _HEAD = struct.Struct("!?HQ")  # whether it is torn, length of the name, length of what follows
 _THERE = b"\1"
 _CONNECT_S, _ANSWER_S, _CLOSE_S = 5.0, 10.0, 10.0
@@ -55,25 +53,27 @@ class Mailbox:
     """Takes the letters of the other ranks, on rank 0, on a thread of its own.
 
     Args:
-        secret: of 64 bytes, that every connection must begin with.
+        secret: that every connection must begin with.
+        host: address of this host that it listens at.
+        world_size: how many ranks there are.
 
     Attributes:
-        port: it listens at, on all interfaces.
+        port: it listens at.
 
     Raises:
         OSError: if it cannot listen.
     """
 
-    def __init__(self, secret: str) -> None:
-        self._secret = secret.encode()
+    def __init__(self, secret: str, host: str = LOOPBACK, world_size: int = 2) -> None:
         self._changed = threading.Condition()
         self._letters: dict[str, dict[int, Letter]] = {}
         self._over: deque[str] = deque(maxlen=_OVER)
         self._connected: Counter[int] = Counter()
         self._left_s: dict[int, float] = {}
         self._closed = False
-        self._listening = Listening(self._talk, "spot-mail", _SILENT_S)
-        self.port = self._listening.port
+        listener = tcp_listener(host, _SILENT_S)
+        self.port: int = listener.getsockname()[1]
+        self._listening = Listening(listener, self._talk, "spot-mail", secret, most_connections(world_size))
 
     def all_of(self, name: str, sizes: Mapping[int, int]) -> Iterator[tuple[int, bytes]]:
         """What ranks know of a snapshot, as it comes; afterwards nothing of that name is kept.
@@ -136,28 +136,21 @@ class Mailbox:
 
     # -- on its thread --------------------------------------------------------------------------------------------
 
-    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        rank: int | None = None
+    async def _talk(self, connection: socket.socket, greeting: dict[str, Any]) -> None:
+        rank = int(greeting["rank"])
+        reader, writer = await asyncio.open_connection(sock=connection)
+        self._came(rank)
         try:
-            secret, number = _HELLO.unpack(await reader.readexactly(_HELLO.size))
-            if not hmac.compare_digest(secret, self._secret):
-                return
-            self._came(rank := number)
-            writer.write(_THERE)
+            writer.write(_THERE)  # who waits for this rank knows that it has come
             while True:
                 torn, length, nbytes = _HEAD.unpack(await reader.readexactly(_HEAD.size))
                 name = (await reader.readexactly(length)).decode()
                 self._put(name, rank, Letter(torn, await reader.readexactly(nbytes)))
                 writer.write(_THERE)
                 await writer.drain()
-        except (OSError, EOFError, UnicodeDecodeError):
-            return  # whoever it was has gone, or does not speak our language
-        except asyncio.CancelledError:
-            return  # the mailbox closes; asyncio would print a connection's cancelled task as an error
         finally:
-            if rank is not None:
-                self._went(rank)
-            writer.close()
+            self._went(rank)
+            writer.transport.abort()
 
     def _came(self, rank: int) -> None:
         with self._changed:
@@ -191,7 +184,7 @@ class Sender:
     """
 
     def __init__(self, host: str, port: int, secret: str, rank: int) -> None:
-        self._address, self._hello = (host, port), _HELLO.pack(secret.encode(), rank)
+        self._address, self._secret, self._rank = (host, port), secret, rank
         self._closed = threading.Event()
         self._socket: socket.socket | None = self._connected()
         self._copier = Copier(threads=0)
@@ -244,11 +237,12 @@ class Sender:
                 return
 
     def _connected(self) -> socket.socket:
-        connection = socket.create_connection(self._address, timeout=_CONNECT_S)
+        connection = greeted(
+            lambda: socket.create_connection(self._address, timeout=_CONNECT_S), self._secret, rank=self._rank
+        )
         try:
             keep_alive(connection, _SILENT_S)
             connection.settimeout(_ANSWER_S)
-            connection.sendall(self._hello)
             _wait_answer(connection)
         except BaseException:
             connection.close()

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from lightning_spot.client.connection import Connection, Pool
 from lightning_spot.client.part_sender import PartStream
-from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES, read_environment
+from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES, check_token, read_environment
 from lightning_spot.errors import NodeFailed, NodeUnreachable, ProtocolMismatch, SpotError
 from lightning_spot.image.parts import checksum
 from lightning_spot.protocol.wire import (
@@ -76,7 +76,7 @@ class NodeClient:
 
     def __init__(self, address: Address, token: str | None = None) -> None:
         self.address = address
-        self._token = token if token is not None else read_environment().token
+        self._token = check_token("token=", token) if token is not None else read_environment().token
         self._pool = Pool(address)
 
     def call(
@@ -230,10 +230,11 @@ class NodeClient:
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if used and request.again and not isinstance(error, TimeoutError):
                     continue
+                # The text of errors of HTTP quotes headers: ours, with the token, or what a stranger has answered.
+                why = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else type(error).__name__
                 raise NodeUnreachable(
-                    f"no memory node answers at {self.address} ({type(error).__name__}: {error})",
-                    tier=str(self.address),
-                ) from error
+                    f"no memory node answers at {self.address} ({why})", tier=str(self.address)
+                ) from (error if isinstance(error, OSError) else None)
 
     def _ask(self, connection: Connection, request: _Request, deadline_s: float, read: _Read) -> Any:
         socket, whole = connection.sock, False  # the connection forgets it when the node says that it will close it

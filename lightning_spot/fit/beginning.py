@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import leave
 from lightning_spot.capture.ring_settings import RingSettings, open_host
+from lightning_spot.config import read_environment, why_weak
 from lightning_spot.errors import NodeUnreachable
 from lightning_spot.fit.in_shards import InShards
 from lightning_spot.fit.resume import Resume
@@ -52,6 +53,8 @@ class Beginning:
     def look(self) -> Survey:
         """Open the ring, and ask all tiers what they hold."""
         self._location.check()
+        if why := why_weak(read_environment().token):
+            logger.warning("lightning_spot: %s", why)
         if self._in_shards is not None:
             self._in_shards.check()
         # First: it takes over what a killed node left in memory.

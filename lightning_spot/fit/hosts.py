@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import leave
@@ -47,7 +47,7 @@ class Hosts:
     is_guest: bool = False
     connect: Callable[[], EmbeddedHost] = lambda: _nobody()
     count: int = 1
-    token: str = ""
+    token: str = field(default="", repr=False)
     why_not: str = ""
     spread: int = 0
 

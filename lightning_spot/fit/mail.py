@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.mail import Mailbox, Sender
 from lightning_spot.fit.agreement import Agreement
-from lightning_spot.fit.ranks import allow_ranks, main_address
+from lightning_spot.fit.ranks import Meeting, allow_ranks
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -34,16 +34,18 @@ class Mail:
     def __init__(self, trainer: pl.Trainer, attempt: Attempt | None) -> None:
         agreement, secret, box, problem = Agreement(trainer), secrets.token_hex(32), None, ""
         self.sender: Sender | None = None
+        meeting = Meeting.of(trainer)
         if attempt is not None:
             allow_ranks(agreement)
             try:
-                box = attempt.writer.mailbox = Mailbox(secret)
+                box = attempt.writer.mailbox = Mailbox(secret, meeting.listen(), agreement.size)
             except OSError as error:
                 logger.debug("no mailbox can be had: %s", error)
-        port, secret = agreement.tell((box.port if box is not None else 0, secret))
+        mine = (meeting.listen(), box.port, secret) if box is not None else ("", 0, secret)
+        listen, port, secret = agreement.tell(mine)
         if attempt is None:
             try:
-                self.sender = Sender(main_address(trainer), port, secret, trainer.global_rank)
+                self.sender = Sender(meeting.connect(listen), port, secret, trainer.global_rank)
             except (OSError, RuntimeError) as error:  # also where no thread can be had
                 problem = f"rank {trainer.global_rank} does not reach rank 0: {error}"
         problems = [each for each in agreement.gather(problem) if each]

@@ -9,7 +9,8 @@ import os
 import secrets
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.config import read_environment
@@ -19,8 +20,9 @@ from lightning_spot.exact.fit_state import FitState
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.notices.ballot import Ballot
 from lightning_spot.notices.exchange import Exchange, ExchangeServer
-from lightning_spot.protocol.listening import allow_descriptors
+from lightning_spot.protocol.listening import LOOPBACK, allow_descriptors, facing, resolved
 from lightning_spot.protocol.process import descendants
+from lightning_spot.run.sharing import this_host
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -37,6 +39,47 @@ _NOT_THE_RESTARTER = (
 def main_address(trainer: pl.Trainer) -> str:
     """Address of rank 0, as all ranks know it."""
     return str(private.CLUSTER_ENVIRONMENT.of(private.ACCELERATOR_CONNECTOR.of(trainer)).main_address)
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the ranks of a run meet beside the process group.
+
+    Attributes:
+        main: name or address of rank 0's host, as all ranks know it.
+        hosts: of each rank.
+        seen: the address that ``main`` has for each rank, ``""`` if none.
+        rank: this one.
+    """
+
+    main: str
+    hosts: Sequence[str]
+    seen: Sequence[str]
+    rank: int
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> Meeting:
+        """Find out who is where. Every rank calls it."""
+        agreement, main = Agreement(trainer), main_address(trainer)
+        hosts, seen = zip(*agreement.gather((this_host(), resolved(main))), strict=True)
+        return cls(main, hosts, seen, agreement.rank)
+
+    def listen(self) -> str:
+        """On rank 0: the one address at which it listens. Where all ranks are on one host, that is loopback.
+
+        Its own name may be loopback to itself, as Debian writes it into /etc/hosts. So the others' view of it counts.
+
+        Raises:
+            OSError: if there is no way to the others.
+        """
+        if len(set(self.hosts)) == 1:
+            return LOOPBACK
+        others = (seen for host, seen in zip(self.hosts, self.seen, strict=True) if host != self.hosts[0] and seen)
+        return facing(next(others, self.main))
+
+    def connect(self, listen: str) -> str:
+        """The address at which this rank reaches rank 0, which listens at ``listen``."""
+        return listen if self.hosts[self.rank] == self.hosts[0] else self.main
 
 
 def allow_ranks(agreement: Agreement) -> None:
@@ -61,10 +104,11 @@ class Ranks:
         self._server: ExchangeServer | None = None
         if agreement.size > 1:
             allow_ranks(agreement)
-            secret = secrets.token_hex(16)
-            self._server = agreement.on_rank_zero(lambda: ExchangeServer(secret))
-            port, secret = agreement.tell((self._server.port if self._server is not None else 0, secret))
-            self._address = (main_address(trainer), port, secret)
+            secret, meeting = secrets.token_hex(16), Meeting.of(trainer)
+            self._server = agreement.on_rank_zero(lambda: ExchangeServer(secret, meeting.listen(), agreement.size))
+            mine = (meeting.listen(), self._server.port, secret) if self._server is not None else None
+            listen, port, secret = agreement.tell(mine)
+            self._address = (meeting.connect(listen), port, secret)
 
     def ballot(self, called: Callable[[], dict[str, Any] | None]) -> Ballot:
         """A ballot on where to stop; see :class:`~lightning_spot.notices.ballot.Ballot`. Every rank makes it.

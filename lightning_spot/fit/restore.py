@@ -15,7 +15,9 @@ from typing import Any, Generic, TypeVar
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import SpotError, TierError
 from lightning_spot.fit.agreement import Agreement
+from lightning_spot.fit.ranks import Meeting
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.protocol.listening import resolved
 from lightning_spot.run.giving import Giver
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
@@ -54,7 +56,7 @@ class Hosts:
     Args:
         ranks: all of them; every rank makes this at the same time.
         location: of the run.
-        address: of rank 0, asked for where there are other hosts.
+        address: of rank 0, asked for where there are other hosts, on every rank.
 
     Attributes:
         count: how many hosts there are.
@@ -64,7 +66,7 @@ class Hosts:
     def __init__(self, ranks: Agreement, location: Location, address: Callable[[], str]) -> None:
         self._ranks = ranks
         self._location = location
-        self._giver: Giver | None = Giver() if ranks.size > 1 else None
+        self._giver: Giver | None = Giver(ranks.size) if ranks.size > 1 else None
         cards: list[Card | None] = ranks.gather(self._giver.card if self._giver is not None else None)
         hosts = [card.host if card is not None else "" for card in cards]
         self.count = len(set(hosts))
@@ -77,13 +79,15 @@ class Hosts:
             self.close()
         if self.count > 1:
             try:
-                self.rank_0 = ranks.on_rank_zero(lambda: self._give_elsewhere(address))
+                main = address()
+                meeting = Meeting(main, hosts, ranks.gather(resolved(main)), ranks.rank)
+                self.rank_0 = ranks.on_rank_zero(lambda: self._give_elsewhere(meeting))
             except BaseException:
                 self.close()
                 raise
 
-    def _give_elsewhere(self, address: Callable[[], str]) -> tuple[str, int] | None:
-        return (address(), self._giver.give_elsewhere()) if self._giver is not None else None
+    def _give_elsewhere(self, meeting: Meeting) -> tuple[str, int] | None:
+        return (meeting.main, self._giver.give_elsewhere(meeting.listen())) if self._giver is not None else None
 
     def close(self) -> None:
         """Give nothing to others any more."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_spot.config import KEEP, check_run_name
 from lightning_spot.errors import SettingsError
@@ -66,7 +66,7 @@ class RunInfo:
     id: str
     location: str
     attempt: int
-    token: str
+    token: str = field(repr=False)
     keep: int = KEEP
     durable_url: str | None = None
     durable_every_s: float | None = None

@@ -1,8 +1,8 @@
 """The exchange: a few named values that all ranks of a run can publish and wait for, beside their collectives.
 
 Rank 0 serves it. JSON lines over TCP: ``{"set": key, "value": …}`` publishes and is not answered; ``{"get": key}`` is
-answered with ``{"key": key, "value": …}`` as soon as somebody has published it. The first line of a connection is a
-secret that the ranks share. Where training has come to its end, rank 0 says ``{"over": true}`` before it hangs up.
+answered with ``{"key": key, "value": …}`` as soon as somebody has published it. Where training has come to its end,
+rank 0 says ``{"over": true}`` before it hangs up. Connections begin as :mod:`~lightning_spot.protocol.listening` says.
 (torch's ``TCPStore`` would do, but aborts the process when its server goes first.)
 """
 
@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hmac
 import json
 import logging
 import socket
 import time
 from typing import Any
 
-from lightning_spot.protocol.listening import Listening, keep_alive
+from lightning_spot.protocol.listening import LOOPBACK, Listening, greeted, keep_alive, most_connections, tcp_listener
 
 logger = logging.getLogger(__name__)
 
@@ -38,18 +37,23 @@ class ExchangeServer:
 
     Args:
         secret: that every connection must begin with.
+        host: address of this host that it listens at.
+        world_size: how many ranks there are.
 
     Attributes:
-        port: it listens at, on all interfaces.
+        port: it listens at.
+
+    Raises:
+        OSError: if it cannot listen.
     """
 
-    def __init__(self, secret: str) -> None:
-        self._secret = secret
+    def __init__(self, secret: str, host: str = LOOPBACK, world_size: int = 2) -> None:
         self._values: dict[str, Any] = {}
         self._writers: set[asyncio.StreamWriter] = set()
         self._changed = asyncio.Condition()
-        self._listening = Listening(self._talk, "spot-exchange", SILENT_S)
-        self.port = self._listening.port
+        listener = tcp_listener(host, SILENT_S)
+        self.port: int = listener.getsockname()[1]
+        self._listening = Listening(listener, self._talk, "spot-exchange", secret, most_connections(world_size))
 
     def close(self, *, over: bool = False) -> None:
         """Stop serving; connections are closed.
@@ -63,27 +67,22 @@ class ExchangeServer:
         for writer in self._writers:
             writer.write(b'{"over": true}\n')  # so short a line goes out at once
 
-    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _talk(self, connection: socket.socket, _greeting: dict[str, Any]) -> None:
+        reader, writer = await asyncio.open_connection(sock=connection)
         answers: set[asyncio.Task[None]] = set()
+        self._writers.add(writer)
         try:
-            if not hmac.compare_digest((await reader.readline()).strip(), self._secret.encode()):
-                return
-            self._writers.add(writer)
             while line := await reader.readline():
                 request = json.loads(line)
                 if "set" in request:
                     await self._publish(request["set"], request["value"])
                 else:
                     answers.add(asyncio.create_task(self._answer(writer, request["get"])))
-        except (OSError, ValueError):
-            return  # whoever it was has gone, or does not speak our language
-        except asyncio.CancelledError:
-            return  # the server closes; asyncio would print a connection's cancelled task as an error
         finally:
             for task in answers:
                 task.cancel()
             self._writers.discard(writer)
-            writer.close()
+            writer.transport.abort()
 
     async def _publish(self, key: str, value: Any) -> None:
         async with self._changed:
@@ -144,13 +143,13 @@ class Exchange:
 
     def _connected(self, within_s: float) -> socket.socket:
         """A connection on which all is said that was said, and asked that is not known."""
-        connection = socket.create_connection(self._address, timeout=within_s)
+        connection = greeted(lambda: socket.create_connection(self._address, timeout=within_s), self._secret)
         try:
             keep_alive(connection, SILENT_S)
             connection.settimeout(CONNECT_S)
             lines = [_line(set=key, value=value) for key, value in self._said.items()]
             lines += [_line(get=key) for key in self._asked - self._values.keys()]
-            connection.sendall(self._secret.encode() + b"\n" + b"".join(lines))
+            connection.sendall(b"".join(lines))
         except BaseException:
             connection.close()
             raise

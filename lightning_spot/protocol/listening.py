@@ -1,4 +1,8 @@
-"""A server of a few connections within a trainer: on a thread of its own, for who knows its port.
+"""A server of the other ranks within a trainer: on a thread of its own, for those who know its secret.
+
+All ports that a trainer opens are here. A connection begins with a greeting, one line of JSON that holds the secret,
+and is answered by one byte. Until then it is a stranger's: it has ten seconds and a kilobyte, and gives way to others
+where there are too many.
 
 Ranks may be silent for hours, and what is between two hosts (address translation, a firewall) forgets connections that
 are, without a word to either. So the kernel asks now and then whether the other end is there: :func:`keep_alive`.
@@ -8,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
+import json
 import logging
 import os
 import resource
@@ -15,23 +21,119 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
 from typing import Any
 
-Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
+from lightning_spot.protocol.counted_log import CountedLog
+
+Talk = Callable[[socket.socket, dict[str, Any]], Coroutine[Any, Any, None]]
 
 logger = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"
+
+GREETING_S = 10.0
+"""A connection must have greeted within this time."""
+
 _PROBES = 3
 _AGAIN_S = 0.1
+_SAID_AGAIN_S = 60.0
+_STRANGERS = 16  # that may be there besides two connections of each rank
+_BACKLOG = 256
+_LONGEST_GREETING = 1024
+_WELCOME = b"\n"
+_TRIES = 3
 
 
-def port_of_all_interfaces() -> socket.socket:
-    """A port that listens at all addresses of this host, of either version of IP."""
-    with contextlib.suppress(OSError):  # a kernel without IPv6
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
+def most_connections(world_size: int, of_each: int = 2) -> int:
+    """Connections that rank 0 has at a time: one of each rank, another while that is made anew, and strangers'."""
+    return of_each * world_size + _STRANGERS
+
+
+def resolved(host: str) -> str:
+    """The address that a name has for this host; ``""`` if none."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        logger.debug("%s has no address here: %s", host, error)
+        return ""
+
+
+def facing(host: str) -> str:
+    """The address of this host from which packets to another one leave; of this host's own address, that itself.
+
+    Raises:
+        OSError: if there is no way there.
+    """
+    error: OSError | None = None
+    for family, _, _, _, address in socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                try:
+                    probe.bind((address[0], 0, *address[2:]))
+                except OSError:  # it is another host's
+                    probe.connect(address)  # nothing is sent
+                return str(probe.getsockname()[0])
+        except OSError as raised:  # of the other version of IP, there may be a way
+            error = raised
+    raise error or OSError(f"{host} has no address")
+
+
+def tcp_listener(host: str, silent_s: float) -> socket.socket:
+    """A port at one address of this host, whose connections fail where nothing is heard: see :func:`keep_alive`."""
+    listener = socket.create_server(
+        (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=_BACKLOG
+    )
+    keep_alive(listener, silent_s)
+    return listener
+
+
+def greeted(connect: Callable[[], socket.socket], secret: str, **more: Any) -> socket.socket:
+    """Connect to one who is :class:`Listening`, and be let in.
+
+    Args:
+        connect: makes a connection, with its timeout.
+        secret: to greet with.
+        more: what else the greeting says.
+
+    Raises:
+        OSError: if nobody is there, or the secret is another one.
+    """
+    tries = _TRIES
+    while True:
+        connection = connect()
+        try:
+            connection.sendall(json.dumps({"secret": secret, **more}).encode() + b"\n")
+            if connection.recv(len(_WELCOME)) == _WELCOME:
+                return connection
+            raise ConnectionResetError("the rank that listens has hung up")
+        except ConnectionError:
+            connection.close()
+            tries -= 1
+            if not tries:  # in a flood of strangers, one that has not greeted yet may have had to give way
+                raise
+        except BaseException:
+            connection.close()
+            raise
+
+
+async def next_line(connection: socket.socket, longest: int = _LONGEST_GREETING) -> bytes:
+    """The next line from a connection that does not block. Nothing may follow it: the other end awaits an answer.
+
+    Raises:
+        EOFError: if the other end hangs up.
+        ValueError: if it is no such line.
+    """
+    data = b""
+    while not data.endswith(b"\n"):
+        if len(data) >= longest:
+            raise ValueError("a line is too long")
+        piece = await asyncio.get_running_loop().sock_recv(connection, longest)
+        if not piece:
+            raise EOFError("the other end has hung up")
+        data += piece
+    if data.count(b"\n") > 1:
+        raise ValueError("more than one line came")
+    return data[:-1]
 
 
 def accepted(listener: socket.socket, is_closed: Callable[[], bool]) -> Iterator[socket.socket]:
@@ -41,19 +143,18 @@ def accepted(listener: socket.socket, is_closed: Callable[[], bool]) -> Iterator
         listener: that listens.
         is_closed: whether it was closed, or is just being.
     """
-    is_said = False
+    said_s = -_SAID_AGAIN_S
     while True:
         try:
             connection, _ = listener.accept()
         except OSError as error:
             if is_closed():
                 return
-            if not is_said:
+            if time.monotonic() - said_s >= _SAID_AGAIN_S:
                 logger.warning("no connection can be accepted now: %s", error)
-            is_said = True
+                said_s = time.monotonic()
             time.sleep(_AGAIN_S)
         else:
-            is_said = False
             yield connection
 
 
@@ -87,39 +188,48 @@ def keep_alive(connection: socket.socket, silent_s: float) -> None:
 
 
 class Listening:
-    """Listens on all interfaces until it is closed.
+    """Listens, and talks to those who know the secret, until it is closed.
 
     Args:
-        talk: with whoever connects, on that thread. When this is closed it is cancelled, and must not raise that.
+        listener: whose connections it takes; it is closed with this.
+        talk: with one who has greeted, on the thread of this: given the connection, which does not block, and the
+            greeting. The connection is closed when it returns; when this is closed, it is cancelled.
         name: of the thread.
-        silent_s: connections of whom nothing was heard for so many seconds are closed, see :func:`keep_alive`.
-
-    Attributes:
-        port: it listens at.
+        secret: that a greeting must hold.
+        most: connections at a time. Beyond, the stranger who has waited longest gives way; where all have greeted,
+            the new one.
 
     Raises:
         OSError: if it cannot listen.
     """
 
-    def __init__(self, talk: Talk, name: str, silent_s: float) -> None:
-        self._talk = talk
+    def __init__(self, listener: socket.socket, talk: Talk, name: str, secret: str, most: int) -> None:
+        self._talk, self._secret, self._most = talk, secret.encode(), most
         self._closing = threading.Lock()
         self._loop = asyncio.new_event_loop()
-        begun: Future[None] = Future()
+        self._counted = CountedLog(logger)
+        self._tasks: set[asyncio.Task[None]] = set()  # nothing else keeps them: the loop does not
+        self._let_in: set[asyncio.Task[None]] = set()
+        self._strangers: dict[asyncio.Task[None], None] = {}  # in the order in which they came
+        self._listeners: list[socket.socket] = []
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.listen(listener)
         try:
-            listener = port_of_all_interfaces()
-            keep_alive(listener, silent_s)
-            self.port: int = listener.getsockname()[1]
-            self._thread = threading.Thread(target=self._serve, args=(listener, begun), name=name, daemon=True)
             self._thread.start()
         except RuntimeError as error:  # no more threads can be had
             listener.close()
             self._loop.close()
             raise OSError(f"{name} cannot listen: {error}") from error
-        except OSError:
-            self._loop.close()
-            raise
-        begun.result()
+
+    def listen(self, listener: socket.socket) -> None:
+        """Take the connections of a listener, too."""
+        listener.setblocking(False)
+        self._listeners.append(listener)
+        self.call(lambda: self._tasks.add(self._loop.create_task(self._accept(listener))))
+
+    def call(self, action: Callable[[], Any]) -> None:
+        """Do something on the thread of this."""
+        self._loop.call_soon_threadsafe(action)
 
     def close(self, last: Callable[[], None] = lambda: None) -> None:
         """Close all connections. A second call does nothing.
@@ -129,25 +239,81 @@ class Listening:
         """
         with self._closing:
             if self._thread.is_alive():
-                self._loop.call_soon_threadsafe(last)
-                self._loop.call_soon_threadsafe(self._loop.stop)
+                self.call(last)
+                self.call(self._loop.stop)
                 self._thread.join()
 
-    def _serve(self, listener: socket.socket, begun: Future[None]) -> None:
+    # -- on its thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        try:
-            server = self._loop.run_until_complete(asyncio.start_server(self._talk, sock=listener))
-        except Exception as error:
-            listener.close()
-            self._loop.close()
-            begun.set_exception(OSError(f"{self._thread.name} cannot listen: {error}"))
-            return
-        begun.set_result(None)
+        self._loop.set_exception_handler(self._counted.on_loop_error)
         try:
             self._loop.run_forever()
         finally:
-            server.close()
-            for task in asyncio.all_tasks(self._loop):
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
                 task.cancel()
-            self._loop.run_until_complete(asyncio.sleep(0))
+            if tasks:
+                self._loop.run_until_complete(asyncio.wait(tasks))
+                self._loop.run_until_complete(asyncio.sleep(0))  # their connections are closed
+            for listener in self._listeners:
+                listener.close()
+            self._counted.write()
             self._loop.close()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = await self._loop.sock_accept(listener)
+            except OSError as error:  # no descriptor can be had: those who connect wait
+                self._counted.add_error("connections had to wait", error)
+                await asyncio.sleep(_AGAIN_S)
+            else:
+                self._begin(connection)
+                await asyncio.sleep(0)  # however many come at once, each is read before many others are taken
+
+    def _begin(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        if len(self._strangers) + len(self._let_in) >= self._most:
+            if not self._strangers:
+                connection.close()
+                return
+            longest = next(iter(self._strangers))
+            del self._strangers[longest]
+            longest.cancel()
+        task = self._loop.create_task(self._serve(connection))
+        self._tasks.add(task)
+        self._strangers[task] = None
+        task.add_done_callback(lambda _: self._end(task, connection))
+
+    def _end(self, task: asyncio.Task[None], connection: socket.socket) -> None:
+        """Forget a connection: when its task has ended, for until then the loop may wait for its descriptor."""
+        self._strangers.pop(task, None)
+        self._let_in.discard(task)
+        self._tasks.discard(task)
+        connection.close()
+
+    async def _serve(self, connection: socket.socket) -> None:
+        try:
+            greeting = await asyncio.wait_for(self._greeting(connection), GREETING_S)
+        except (OSError, EOFError, ValueError, RecursionError, asyncio.TimeoutError):
+            return
+        task = asyncio.current_task()
+        if task is None or task not in self._strangers:  # it had to give way, just as it greeted
+            return
+        del self._strangers[task]
+        self._let_in.add(task)
+        try:
+            await self._loop.sock_sendall(connection, _WELCOME)
+            await self._talk(connection, greeting)
+        except (OSError, EOFError, ValueError, KeyError, TypeError, asyncio.TimeoutError) as error:
+            logger.debug("a rank has gone, or speaks another language: %s", error)
+
+    async def _greeting(self, connection: socket.socket) -> dict[str, Any]:
+        greeting = json.loads(await next_line(connection))
+        if not isinstance(greeting, dict) or not hmac.compare_digest(
+            str(greeting.get("secret")).encode(), self._secret
+        ):
+            raise ValueError("a stranger")
+        return greeting

@@ -212,8 +212,8 @@ def error_from_body(status: int, body: bytes, tier: str) -> SpotError:
         kind = getattr(errors, fields["error"])
         message, facts = str(fields["message"]), dict(fields.get("facts") or {})
     except (ValueError, KeyError, TypeError, AttributeError):
-        text = body[:200].decode("utf-8", "replace").strip() or "nothing more"
-        why = f"{tier} answered {status}: {text} (no answer of a memory node of this version: is it the right address?)"
+        # Its text is not quoted: one that answers a bad request may quote the token that came with it.
+        why = f"{tier} answered {status}, and nothing that a memory node of this version says: is it the right address?"
         return errors.NodeRefused(why, tier=tier, status=status)
     if not (isinstance(kind, type) and issubclass(kind, SpotError)):
         return errors.NodeRefused(f"{tier} answered {status}: {message}", tier=tier, status=status)

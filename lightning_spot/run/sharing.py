@@ -11,10 +11,13 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
+
+CONNECTIONS = 4
+"""At which one host fetches a snapshot from another: clouds bound what one connection carries."""
 
 CONNECT_S = 10.0
 SILENCE_S = 60.0
@@ -37,7 +40,7 @@ class Card:
 
     host: str
     name: str
-    secret: str
+    secret: str = field(repr=False)
 
     @property
     def address(self) -> str:

@@ -11,13 +11,12 @@ from typing import Any
 
 from lightning_spot.errors import CorruptSnapshot, SpotError, TierError
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.protocol.listening import greeted
 from lightning_spot.protocol.ownership import connect
 from lightning_spot.protocol.wire import error_from_body
 from lightning_spot.run.reading import OpenSnapshot
-from lightning_spot.run.sharing import CONNECT_S, SILENCE_S, Card, Lines
+from lightning_spot.run.sharing import CONNECT_S, CONNECTIONS, SILENCE_S, Card, Lines
 from lightning_spot.tiers.store import Progress
-
-_CONNECTIONS = 4
 
 
 class NotShared(TierError):
@@ -61,15 +60,15 @@ class FromRank:
         def read(first: int) -> None:
             with _greeted(self._connect, self._secret, self._turn) as connection:
                 _first_answer(Lines(connection))
-                for start, stop in ranges[first::_CONNECTIONS]:
+                for start, stop in ranges[first::CONNECTIONS]:
                     self._read(connection, start, into[start:stop])
                     manifest.verify_range(start, into[start:stop], self.url)
                     if progress is not None:
                         progress(stop - start)
 
         try:
-            with ThreadPoolExecutor(_CONNECTIONS) as pool:
-                list(pool.map(read, range(min(_CONNECTIONS, len(ranges)))))
+            with ThreadPoolExecutor(CONNECTIONS) as pool:
+                list(pool.map(read, range(min(CONNECTIONS, len(ranges)))))
         except OSError as error:
             if isinstance(error, SpotError):
                 raise
@@ -107,9 +106,8 @@ def _first_answer(lines: Lines) -> dict[str, Any]:
 def _greeted(connect: Callable[[], socket.socket], secret: str, turn: int) -> Iterator[socket.socket]:
     with contextlib.ExitStack() as opened:
         try:
-            connection = opened.enter_context(connect())
+            connection = opened.enter_context(greeted(connect, secret, turn=turn))
             connection.settimeout(SILENCE_S)
-            connection.sendall(json.dumps({"secret": secret, "turn": turn}).encode() + b"\n")
         except OSError as error:
             raise NotShared(f"the rank that opens the snapshot cannot be reached ({error})") from error
         yield connection

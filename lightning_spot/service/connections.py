@@ -15,11 +15,22 @@ from lightning_spot.protocol.ownership import is_own_user
 HEAD_TIMEOUT_S = 10.0
 """A request's line and headers must be there within this time of its first byte, and of the connection's start."""
 
+LONGEST_HEAD_BYTES = 8192
+"""A request's line and headers have no more bytes than this; those of our clients have fewer than 2,048."""
+
+LONGEST_FIELD_BYTES = 1024
+"""Nor has one header, or the line, more than this; a token has 512 at most."""
+
+MOST_HEADERS = 32
+"""Headers of one request; our clients send about ten, proxies add theirs."""
+
 IDLE_TIMEOUT_S = 60.0
 """A kept-alive connection without a request is closed after this time."""
 
 MOST_CONNECTIONS = 4096
 """When there are so many, a new one takes the place of the one that has been idle longest."""
+
+_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 DESCRIPTORS = 8192
 """Open files that a node should be allowed: each connection is one, and each stream of parts one more."""
@@ -61,11 +72,10 @@ class Connections:
         """A connection was made; if there are too many now, the one that has been idle longest goes."""
         self._open[transport] = accepted
         if len(self._open) > self._most:
-            idle = [item for item in self._open.values() if not item.busy]
-            if idle:
-                min(idle, key=lambda item: item.idle_since_s).drop()
-            else:
-                accepted.drop()
+            idle = [item for item in self._open.items() if not item[1].busy]
+            oldest, dropped = min(idle, key=lambda item: item[1].idle_since_s) if idle else (transport, accepted)
+            self.closed(oldest)  # at once: the next one that comes is to displace another
+            dropped.drop()
 
     def closed(self, transport: asyncio.BaseTransport) -> None:
         """A connection has ended."""
@@ -87,14 +97,17 @@ class Accepted(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._head_begun = False
+        self._head_begun = self._head_is_whole = False
+        self._head_bytes, self._last_bytes = 0, b""
         self.busy = False
         self.idle_since_s = self._loop.time()
         self.gone: asyncio.Future[None] = self._loop.create_future()
 
     def begin_request(self) -> None:
         """The headers of a request are there: its handler keeps the time now."""
-        self.busy, self._head_begun = True, False
+        self.busy = True
+        self._head_begun = self._head_is_whole = False
+        self._head_bytes, self._last_bytes = 0, b""
         self._stop_timer()
 
     def end_request(self) -> None:
@@ -124,7 +137,22 @@ class Accepted(asyncio.Protocol):
         if not self.busy and not self._head_begun:
             self._head_begun = True
             self._start_timer(self._connections.head_timeout_s)
-        self._handler.data_received(data)
+        if self.busy or self._head_is_whole or self._head_fits(data):
+            self._handler.data_received(data)
+        elif self._transport is not None:
+            self._transport.write(_TOO_LARGE)
+            self._transport.close()
+
+    def _head_fits(self, data: bytes) -> bool:
+        """Whether a head, of which more has come, is within its bound. The parser's own would be 128 times 8 KiB."""
+        if not self._head_bytes:
+            data = data.lstrip(b"\r\n")  # which the parser passes over
+        seen = self._last_bytes + data[: LONGEST_HEAD_BYTES + 1]
+        end = seen.find(b"\r\n\r\n")
+        self._head_is_whole = end >= 0
+        self._head_bytes += len(data) if end < 0 else end - len(self._last_bytes)
+        self._last_bytes = seen[-3:]
+        return self._head_bytes <= LONGEST_HEAD_BYTES
 
     def eof_received(self) -> bool | None:
         """See :class:`asyncio.Protocol`."""

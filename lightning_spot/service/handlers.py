@@ -39,6 +39,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import resource
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -51,6 +52,7 @@ from lightning_spot.errors import NodeFailed, NodeRefused, ProtocolMismatch, Set
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.upload import Upload
+from lightning_spot.protocol.counted_log import CountedLog
 from lightning_spot.protocol.wire import (
     DIGEST_HEADER,
     ERROR_HEADER,
@@ -60,7 +62,15 @@ from lightning_spot.protocol.wire import (
     error_status,
     target_of,
 )
-from lightning_spot.service.connections import Connections
+from lightning_spot.service.bad_requests import THIS_HOST, request_logger
+from lightning_spot.service.connections import (
+    HEAD_TIMEOUT_S,
+    IDLE_TIMEOUT_S,
+    LONGEST_FIELD_BYTES,
+    MOST_CONNECTIONS,
+    MOST_HEADERS,
+    Connections,
+)
 from lightning_spot.service.fields import (
     LONGEST_WAIT_S,
     json_body,
@@ -84,6 +94,7 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _OPEN_TO_ALL = ("/healthz", "/readyz")
+_READ_BUFFER_BYTES = 256 * 1024
 
 
 class Service:
@@ -96,11 +107,13 @@ class Service:
 
     Attributes:
         last_request_s: when the last request came (monotonic).
+        counted: what strangers do.
     """
 
     def __init__(self, node: Node, token: str | None) -> None:
         self.node = node
         self.last_request_s = time.monotonic()
+        self.counted = CountedLog(logger)
         self._token = token
         self._waiting: Waiting | None = None
         self._uploads = UploadRequests(node, self._wait_for_slot)
@@ -138,12 +151,31 @@ class Service:
 
     def connections(self, make_handler: Callable[[], asyncio.Protocol]) -> Connections:
         """What makes the protocol of each connection, with its limits."""
-        self._connections = Connections(make_handler)
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = MOST_CONNECTIONS if files == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, files // 2)
+        self._connections = Connections(make_handler, most=most)
         return self._connections
+
+    def runner(self, shutdown_timeout_s: float = 60.0) -> web.AppRunner:
+        """What runs the application, with bounds on what a connection may cost before its token is looked at."""
+        return web.AppRunner(
+            self.application(),
+            access_log=None,
+            logger=request_logger(self.counted),
+            shutdown_timeout=shutdown_timeout_s,
+            read_bufsize=_READ_BUFFER_BYTES,
+            auto_decompress=False,
+            max_line_size=LONGEST_FIELD_BYTES,
+            max_field_size=LONGEST_FIELD_BYTES,
+            max_headers=MOST_HEADERS,
+            lingering_time=HEAD_TIMEOUT_S,
+            keepalive_timeout=IDLE_TIMEOUT_S,
+        )
 
     def close(self) -> None:
         """Stop receiving parts. Call it once the uploads were given up."""
         self._uploads.close()
+        self.counted.write()
 
     @property
     def last_upload_s(self) -> float:
@@ -165,6 +197,8 @@ class Service:
                 _check_target(request)
             response = await handler(request)
         except SpotError as error:
+            if isinstance(error, NodeRefused) and error.is_for_the_token:
+                self.counted.add("requests without this node's token", request.remote or THIS_HOST)
             status = error.status if isinstance(error, NodeRefused) and error.status else error_status(error)
             response = web.json_response(error_body(error), status=status)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
@@ -177,7 +211,10 @@ class Service:
         except web.HTTPException:
             raise  # an answer of aiohttp's, as of a path that is none
         except Exception as error:  # such as want of memory: who asks may ask again, or do without
-            logger.exception("%s %s failed unexpectedly", request.method, request.path)
+            if request.path in _OPEN_TO_ALL:  # whoever asks, as often as he likes
+                self.counted.add_error(f"failures of {request.path}", error)
+            else:
+                logger.exception("%s %s failed unexpectedly", request.method, request.path)
             failure = NodeFailed(f"the memory node failed ({type(error).__name__}: {error})")
             response = web.json_response(error_body(failure), status=error_status(failure))
         finally:

@@ -23,7 +23,7 @@ from pathlib import Path
 from aiohttp import web
 
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import format_bytes, read_environment
+from lightning_spot.config import format_bytes, read_environment, why_weak
 from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.memory.area import remove_abandoned
 from lightning_spot.memory.node import Node
@@ -44,8 +44,8 @@ _THREADS = 64
 _EMBEDDED_SLOTS = 4
 _HOLD_S = 1.0
 _ABANDONED_S = 24 * 3600.0
-_READ_BUFFER_BYTES = 256 * 1024
 _BACKLOG = 512
+_AT_ONCE = 4  # asyncio accepts its backlog in one turn: before those beyond the most are dropped, all descriptors
 _QUIET_S = 3.0  # a memory node's trainers have left, or moved on, when none asked for a slot for so long
 _UNCONNECTED_S = 15.0  # a draining node waits so long for who has begun to send a snapshot and is not connected now
 _SHUTDOWN_S = 5.0
@@ -62,6 +62,8 @@ def run_node(settings: NodeSettings) -> int:
         SettingsError: if it is to write to what no file system that is installed can.
     """
     allow_descriptors(DESCRIPTORS)
+    if why := why_weak(read_environment().token):
+        logger.warning("%s", why)
     record = settings.record
     if record is None:
         for url in settings.allow:
@@ -123,21 +125,22 @@ async def _serve(settings: NodeSettings, listener: socket.socket) -> int:
         allow=None if settings.record is not None else settings.allow,
     )
     service = Service(node, environment.token)
-    runner = web.AppRunner(
-        service.application(), access_log=None, read_bufsize=_READ_BUFFER_BYTES, auto_decompress=False
-    )
+    runner = service.runner()
     await runner.setup()
     assert runner.server is not None
     connections = service.connections(runner.server)
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(service.counted.on_loop_error)
     channel = None
     if settings.record is None:
-        server = await loop.create_server(connections, sock=listener, backlog=_BACKLOG)
+        server = await loop.create_server(connections, sock=listener, backlog=_AT_ONCE)
+        listener.listen(_BACKLOG)
         await asyncio.to_thread(_check_writable, settings.flush_to)
         await asyncio.to_thread(node.routes.check_flush_to, node.id)  # which may ask this node in turn
         _announce(settings, listener)
     else:
-        server = await loop.create_unix_server(connections, sock=listener, backlog=_BACKLOG)
+        server = await loop.create_unix_server(connections, sock=listener, backlog=_AT_ONCE)
+        listener.listen(_BACKLOG)
         channel = DescriptorChannel(node, settings.record.fds, environment.token)
     signals = _Signals()
     if settings.record is not None:

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
 from lightning_spot.config import KEEP
@@ -44,7 +44,7 @@ class Claim:
 
     attempt: int
     run_id: str
-    token: str
+    token: str = field(repr=False)
     location: str
     started_unix_s: float
     inode: int = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import os
 import random
 import sys
 import threading
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 import fsspec
 import fsspec.config
 
-from lightning_spot.config import BUCKET_SCHEMES, why_no_place, without_password
+from lightning_spot.config import BUCKET_SCHEMES, read_environment, why_no_place, without_password
 from lightning_spot.errors import MissingCredentials, SettingsError, SnapshotNotFound, SpotError, TierError
 from lightning_spot.tiers.lanes import MOST
 
@@ -233,6 +232,6 @@ def _code_of(error: BaseException) -> str:
 
 def _way_on(url: str, code: str) -> str:
     """What may help against an error with that code."""
-    if url.startswith("s3") and code in _MAYBE_CHECKSUMS and "AWS_REQUEST_CHECKSUM_CALCULATION" not in os.environ:
+    if url.startswith("s3") and code in _MAYBE_CHECKSUMS and read_environment().aws_checksums is None:
         return ". If this store is not AWS, set AWS_REQUEST_CHECKSUM_CALCULATION=when_required"
     return ""
