@@ -16,6 +16,9 @@ _MOST_BEYOND = 2
 _MUCH_LARGER = 4
 _SMALL_BYTES = 64 * 2**20
 
+MOST_SLOTS = 16384
+"""However much memory there is: an answer that lists what is in them is to be read."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -25,11 +28,17 @@ class Limits:
         slots: most slots; ``None`` for no bound but memory.
         memory_bytes: most bytes of all slots together.
         run_memory_bytes: most bytes of the slots of one run; ``None`` for no such bound.
+        files: slots for which this process may have files open.
     """
 
     slots: int | None
     memory_bytes: int
     run_memory_bytes: int | None
+    files: int = MOST_SLOTS
+
+    def allow_one_more(self, slots: list[Slot]) -> bool:
+        """Whether one more slot may be made, as far as their number goes."""
+        return (self.slots is None or len(slots) < self.slots) and len(slots) < self.files
 
 
 @dataclass(slots=True)
@@ -164,6 +173,8 @@ def why_full(slots: list[Slot], run: str, nbytes: int, limits: Limits, *, is_kno
     if not is_known and not reasons["being made"]:
         room = find_room(slots, run, max(1, nbytes), capacity_for(nbytes, limits), limits)
         reasons += Counter({"still to be made": int(room is not None)})
+    if len(slots) >= limits.files:
+        share += f"; open files allow for {limits.files} slots: start the node with a higher ulimit -n"
     listed = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common()) or "there is no memory for more"
     return f"none of {len(slots)} slots can be had now ({listed}){share}"
 
@@ -211,7 +222,7 @@ def _free_first(
     fitting = sorted((slot for slot in free if slot.takes(nbytes)), key=lambda slot: (slot.capacity, _kept(slot)))
     wasted = [slot for slot in fitting if _is_much_larger(slot, nbytes)]
     superseded = [slot for slot in superseded if not _is_much_larger(slot, nbytes)]
-    new: list[Slot | None] = [None] if limits.slots is None or len(slots) < limits.slots else []
+    new: list[Slot | None] = [None] if limits.allow_one_more(slots) else []
     without = [slot for slot in free if not slot.capacity]
     unfit = [slot for slot in free if slot.capacity and not slot.takes(nbytes)]
     base = max((slot for slot in fitting if slot.portion is not None), key=_kept, default=None)

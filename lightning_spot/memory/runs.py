@@ -116,8 +116,10 @@ class Run:
         info: as it was opened last; its ``session`` is ``""`` once the trainer's connection has closed.
         complete: whether its trainer said that the run has ended.
         opened_s: when it was opened last (monotonic).
+        client: who opened it last, ``""`` if that is not known, as of what a killed node has left.
     """
 
     info: RunInfo
     complete: bool = False
     opened_s: float = 0.0
+    client: str = ""

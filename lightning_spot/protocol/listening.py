@@ -23,6 +23,7 @@ Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any
 logger = logging.getLogger(__name__)
 
 _PROBES = 3
+_UNLIMITED = 2**30
 _AGAIN_S = 0.1
 
 
@@ -69,6 +70,12 @@ def allow_descriptors(more: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         except (OSError, ValueError) as error:
             logger.debug("the limit of open files stays at %d: %s", soft, error)
+
+
+def open_files() -> int:
+    """How many files this process may have open at once."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _UNLIMITED if soft == resource.RLIM_INFINITY else soft
 
 
 def keep_alive(connection: socket.socket, silent_s: float) -> None:

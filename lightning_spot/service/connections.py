@@ -18,8 +18,8 @@ IDLE_TIMEOUT_S = 60.0
 MOST_CONNECTIONS = 4096
 """When there are so many, a new one takes the place of the one that has been idle longest."""
 
-DESCRIPTORS = 8192
-"""Open files that a node should be allowed: each connection is one, and each stream of parts one more."""
+DESCRIPTORS = 2**20
+"""Open files that a node should be allowed, as far as it may: each connection, stream of parts and slot is one."""
 
 
 class Connections:

@@ -12,8 +12,9 @@ from typing import Any
 
 from aiohttp import web
 
-from lightning_spot.config import MOST_NODES
+from lightning_spot.config import MOST_NODES, MOST_PART_BYTES
 from lightning_spot.errors import NodeRefused, SettingsError
+from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.packing import Compression
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.slots import Making
@@ -32,6 +33,14 @@ MOST_BYTES = 2**46
 MOST_ATTEMPTS = 10**9
 LONGEST_WAIT_S = 3600.0
 _BODY_TIMEOUT_S = 30.0
+_MOST_SMALL_PARTS = 4096
+_LEAST_PART_BYTES = 2**20
+LONGEST_NAME = 255
+"""Of hosts, tokens and sessions."""
+
+LONGEST_PLACE = 1024
+"""Of directories and URLs that are listed for everybody."""
+
 _LONGEST_TEXT = 4096
 _LONGEST_URL = 512  # of a run at a node: names of hosts have 255 characters at most, those of runs 128
 
@@ -166,6 +175,23 @@ def texts(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or len(value) > MOST_NODES:
         raise SettingsError(f"malformed request: {name} is no list of at most {MOST_NODES}")
     return tuple(text({name: item}, name, None) for item in value)
+
+
+def manifest(fields: Mapping[str, Any]) -> Manifest:
+    """The manifest of a snapshot that comes over the network.
+
+    Raises:
+        CorruptManifest: if it is none.
+        SettingsError: if its parts are too large to be made up in memory, or so small that nobody could read of them.
+    """
+    read = Manifest.from_dict(fields.get("manifest"))
+    parts = -(-read.nbytes // read.part_bytes)
+    if read.part_bytes > MOST_PART_BYTES or (parts > _MOST_SMALL_PARTS and read.part_bytes < _LEAST_PART_BYTES):
+        raise SettingsError(
+            f"{read.name} has {parts} parts of {read.part_bytes} bytes: they have from {_LEAST_PART_BYTES} to"
+            f" {MOST_PART_BYTES}, and fewer only if they are no more than {_MOST_SMALL_PARTS}"
+        )
+    return read
 
 
 def making(fields: Mapping[str, Any]) -> Making:
