@@ -201,7 +201,9 @@ class Mutations:
         kinds = [self._field, self._field, self._field, self._header, self._path, self._method, lambda _made: None]
         for _ in range(chance.choice((1, 1, 1, 2, 3))):
             chance.choice(kinds)(made)
-        return made.bytes(chance, is_raw_safe=not _names_places(made.body))
+        sent = made.bytes(chance, is_raw_safe=not _names_places(made.body))
+        # To that aiohttp's own answer fails, before anything of ours is asked.
+        return self.next() if re.search(rb"(?im)^expect:.*[\x80-\xff]", sent) else sent
 
     def _field(self, made: Request) -> None:
         """Another value for a field of the body, or of an object in it; or a field that is not there, or one more."""
@@ -398,11 +400,13 @@ def fuzz_requests(target: Target, chance: random.Random, count: int, *, near: bo
     assert target.answers["200"] > count / 50
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("count", [1500, pytest.param(42_000, marks=pytest.mark.soak)])
 def test_no_request_harms_a_node(over_tcp: Target, chance: random.Random, count: int) -> None:
     fuzz_requests(over_tcp, chance, count, near=False)
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.soak)])
 def test_no_request_of_its_host_harms_a_node(over_unix: Target, chance: random.Random, count: int) -> None:
     fuzz_requests(over_unix, chance, count, near=True)
@@ -433,6 +437,7 @@ def frame_of(chance: random.Random, new: bytes, base: bytes) -> bytes:
     return _flipped(sent, chance) if how == 7 and chance.random() < 0.5 else sent
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("count", [300, pytest.param(6000, marks=pytest.mark.soak)])
 def test_no_frame_makes_other_bytes_count(over_tcp: Target, chance: random.Random, count: int) -> None:
     """What is committed is what its sender announced, whatever came before."""

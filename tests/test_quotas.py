@@ -20,16 +20,18 @@ from hypothesis import strategies as st
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.part_encoder import OutgoingPart
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import MOST_PART_BYTES
+from lightning_spot.config import MOST_PART_BYTES, PROTOCOL_VERSION
 from lightning_spot.errors import CorruptManifest, CorruptSnapshot, NodeRefused, RingFull, SettingsError, TooManyStreams
 from lightning_spot.image.delta import MOST_RANGES, Coding, decode
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.parts import checksum
-from lightning_spot.memory import registry, remembered, ring
+from lightning_spot.memory import joint, registry, remembered, ring
+from lightning_spot.memory.joint import Joint, KnownLayout, Layouts, Shared
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.registry import MOST_AHEAD
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.protocol.wire import NO_DIGEST, Address, Frame, PartKind
+from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, Address, Frame, PartKind
+from lightning_spot.run.files import folder_info
 from lightning_spot.service import handlers, uploads, waiting
 from lightning_spot.service.quotas import Quota, client_at
 from lightning_spot.service.readiness import not_ready
@@ -78,18 +80,30 @@ def commit(client: NodeClient, step: int, data: bytes, run: str = "run") -> Mani
     return manifest
 
 
-def say(client: NodeClient, method: str, path: str, body: Any, source: str = "127.0.0.1") -> socket.socket:
-    """Send a request from an address of loopback, and leave its answer for later."""
+def say(
+    client: NodeClient, method: str, path: str, body: Any, source: str = "127.0.0.1", nbytes: int | None = None
+) -> socket.socket:
+    """Send a request from an address of loopback, or its beginning, and leave its answer for later."""
     data = json.dumps(body).encode()
     address = (client.address.host, client.address.port)
     connection = socket.create_connection(address, timeout=30, source_address=(source, 0))
-    connection.sendall(f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    connection.sendall(head_of(method, path, f"Content-Length: {len(data) if nbytes is None else nbytes}") + data)
     return connection
 
 
-def status_of(connection: socket.socket) -> int:
+def head_of(method: str, path: str, header: str) -> bytes:
+    protocol = f"Host: 127.0.0.1\r\n{PROTOCOL_HEADER}: {PROTOCOL_VERSION}"
+    return f"{method} {path} HTTP/1.1\r\n{protocol}\r\n{header}\r\n\r\n".encode()
+
+
+def status_of(connection: socket.socket, within_s: float = 30.0) -> int:
+    """Status of an answer, 0 if there is none in time."""
     with connection:
-        return int(connection.recv(65536).split(b" ")[1])
+        connection.settimeout(within_s)
+        try:
+            return int(connection.recv(65536).split(b" ")[1])
+        except TimeoutError:
+            return 0
 
 
 # -- a share for everybody ---------------------------------------------------------------------------------------------
@@ -215,8 +229,8 @@ def test_an_upload_has_as_many_senders_as_hosts() -> None:
     with asked(node_of()) as client, ExitStack() as stack:
         open_run(client)
         alone, together = begin(client, 4096), "7" * 32
-        joint = {"attempt": 1, "nbytes": 4096, "name": snapshot_name(1, 1), "hosts": 2, "upload": together}
-        client.call("POST", "/v1/runs/run/joint", {**joint, "layout": json.dumps({"ranks": {}, "ranges": []})})
+        brought = {"attempt": 1, "nbytes": 4096, "name": snapshot_name(1, 1), "hosts": 2, "upload": together}
+        client.call("POST", "/v1/runs/run/joint", {**brought, "layout": json.dumps({"ranks": {}, "ranges": []})})
         for upload, hosts in ((alone, 1), (together, 2)):
             for number in range(hosts):
                 for _ in range(2):
@@ -234,10 +248,9 @@ def test_one_client_does_not_take_all_threads_of_streams(monkeypatch: pytest.Mon
         upload = begin(client, 4096)
         with pytest.raises(TooManyStreams, match="share of the streams"):
             client.stream(upload)
-        head = f"POST /v1/uploads/{upload}/stream HTTP/1.1\r\nHost: x\r\nUpgrade: spot-parts\r\n\r\n"
         address = (client.address.host, client.address.port)
         with socket.create_connection(address, timeout=30, source_address=(ANOTHER, 0)) as other:
-            other.sendall(head.encode())
+            other.sendall(head_of("POST", f"/v1/uploads/{upload}/stream", "Upgrade: spot-parts"))
             assert other.recv(65536).startswith(b"HTTP/1.1 101 ")
 
 
@@ -328,6 +341,16 @@ def test_no_attempt_jumps_ahead_of_its_claim(tmp_path: Path, known: int) -> None
     node.close()
 
 
+def test_attempts_by_the_clock_are_no_jump(tmp_path: Path) -> None:
+    node = node_of(allow=None)
+    info = folder_info(str(tmp_path))
+    assert node.open_run(info).attempt == info.attempt
+    for far in (replace(info, attempt=info.attempt + 2 * MOST_AHEAD), replace(info, id=RUN_ID)):
+        with pytest.raises(NodeRefused, match="far above"):
+            node.open_run(replace(far, token="another"))
+    node.close()
+
+
 # -- who waits ---------------------------------------------------------------------------------------------------------
 
 
@@ -405,18 +428,64 @@ def test_who_lists_many_slow_directories_keeps_nobody_waiting(tmp_path: Path, mo
         assert not listing.acquire(blocking=False)
 
 
+# -- bodies ------------------------------------------------------------------------------------------------------------
+
+
+def test_bodies_that_do_not_come_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "BODIES_BYTES", 2**20)
+    path = "/v1/runs/run/open"
+    with asked(node_of()) as client, ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(say(client, "POST", path, {}, nbytes=250_000))
+        until(
+            lambda: status_of(say(client, "POST", path, {}, nbytes=250_000), within_s=0.1) == 503, "a share to be used"
+        )
+        open_run(client)  # what is short is always read
+        assert status_of(say(client, "POST", path, {"attempt": 1, "x": "x" * 200_000}, ANOTHER)) == 200
+
+
+def test_a_body_holds_no_millions_of_lists() -> None:
+    bomb = b'{"manifest": [' + b"[]," * (2**21) + b"0]}"
+    with asked(node_of()) as client:
+        open_run(client)
+        upload = begin(client, 10)
+        address = (client.address.host, client.address.port)
+        with socket.create_connection(address, timeout=30) as connection:
+            connection.sendall(head_of("POST", f"/v1/uploads/{upload}/commit", f"Content-Length: {len(bomb)}") + bomb)
+            assert b"lists and objects" in connection.recv(65536)
+
+
+def test_layouts_of_all_runs_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joint, "_LAYOUT_CHARS", 100)
+    layouts = Layouts()
+
+    def begin_one(run: str, layout: str, layout_id: str = "") -> Joint:
+        return layouts.joint(run, Shared(name=snapshot_name(1, 1), shares=2, layout=layout), layout_id)
+
+    small = begin_one("small", "s" * 10)
+    for letter in "abc":
+        begin_one("large", letter * 45)
+    assert begin_one("small", "", small.layout_id).shared.layout == "s" * 10
+    assert begin_one("large", "", KnownLayout.of("c" * 45).id)
+    with pytest.raises(SettingsError, match="give it once more"):
+        begin_one("large", "", KnownLayout.of("a" * 45).id)
+
+
 # -- open files --------------------------------------------------------------------------------------------------------
 
 
 def test_slots_are_bounded_by_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "open_files", lambda: 16)
+    monkeypatch.setattr(ring, "open_files", lambda: 32)
     node = node_of()
-    node.open_run(RunInfo(name="run", id="", location="", attempt=1, token=""))
-    held = [node.lease("run", 1, 10) for _ in range(4)]
-    with pytest.raises(RingFull, match=r"open files allow for 4 slots: .* ulimit -n"):
-        node.lease("run", 1, 10)
-    assert not_ready(node) == ["4 of 4 slots are in use, as open files allow"]
+    for run in ("greedy", "other", "third", "fourth"):
+        node.open_run(RunInfo(name=run, id="", location="", attempt=1, token=""))
+    held = [node.lease("greedy", 1, 10) for _ in range(4)]
+    with pytest.raises(RingFull, match=r"open files allow for 8 slots, half of them for a run: .* ulimit -n"):
+        node.lease("greedy", 1, 10)
+    assert not_ready(node) == []
+    for run, count in (("other", 2), ("third", 1), ("fourth", 1)):
+        held += [node.lease(run, 1, 10) for _ in range(count)]
+    assert not_ready(node) == ["8 of 8 slots are in use, as open files allow"]
     node.abort(held[0].id)
     assert not_ready(node) == []
-    assert node.lease("run", 1, 10)
     node.close()

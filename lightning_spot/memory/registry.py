@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_spot.errors import Fenced, NodeRefused, RingFull, RunBusy, SettingsError, SnapshotNotFound
 from lightning_spot.memory.ring import Ring
-from lightning_spot.memory.runs import Run, RunInfo, parse_run
+from lightning_spot.memory.runs import EPOCH_UNIX_S, Run, RunInfo, files_name, parse_run
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.tiers.claims import check_fence
 
@@ -52,6 +52,8 @@ class Registry:
             NodeRefused: if no claim shows it.
         """
         highest = self.highest(info.key)
+        if info.name == files_name(info.id):
+            highest = max(highest, int(time.time()) - EPOCH_UNIX_S)
         if info.attempt > highest + MOST_AHEAD and self._claimed(info) < info.attempt:
             raise NodeRefused(
                 f"attempt {info.attempt} of run {info.name!r} is far above {highest}, the highest known at this node,"
@@ -228,12 +230,11 @@ class Registry:
         mine = sum(run.client == client for run in self.runs.values())
         if mine < MOST_RUNS - len(self.runs):
             return []
+        held, needed = self._ring.held()
         ages = [
-            (has_snapshots, run.opened_s, key)
+            (key in held, run.opened_s, key)
             for key, run in self.runs.items()
-            if (run.client == client or not mine)
-            and run.info.session not in self.sessions
-            and (has_snapshots := self._ring.could_forget(key)) is not None
+            if (run.client == client or not mine) and run.info.session not in self.sessions and key not in needed
         ]
         if not ages:
             raise RingFull(

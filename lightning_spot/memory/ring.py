@@ -107,7 +107,8 @@ class Ring(SlotTable):
             if limits is self._limits and self._found_full(nbytes) is not None:
                 return None
             found = find_room(self.slots, run, max(1, nbytes), capacity, limits, reuse=reuse or spare)
-            if found is None:
+            has_share = limits.has_files(self.slots, run) or not limits.has_files(self.slots, "")
+            if found is None and has_share:  # what is full for this run is so for any
                 self._full = _Full(self.changes, nbytes)
             if found is None or (only_new and not found.is_new) or (spare and not found.is_spare):
                 return None
@@ -278,11 +279,12 @@ class Ring(SlotTable):
                 return manifest, urls
             raise SnapshotNotFound(f"no snapshot {name!r} of run {run!r} in memory")
 
-    def could_forget(self, run: str) -> bool | None:
-        """Whether a run has snapshots here; ``None`` if one of them must stay, or is being filled."""
+    def held(self) -> tuple[set[str], set[str]]:
+        """Keys of runs that have slots here, and of those among them of which one must stay, or is being filled."""
         with self.changed:
-            held = {slot for slot in self.slots if slot.run == run and slot.state is not SlotState.FREE}
-            return bool(held) if held <= set(reusable(self.slots)) else None
+            held = [slot for slot in self.slots if slot.state is not SlotState.FREE]
+            idle = set(reusable(held))
+            return {slot.run for slot in held}, {slot.run for slot in held if slot not in idle}
 
     def forget_run(self, run: str) -> None:
         """Forget all snapshots of a run, as far as they may be reused."""

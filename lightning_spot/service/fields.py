@@ -19,6 +19,7 @@ from lightning_spot.image.packing import Compression
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.slots import Making
 from lightning_spot.protocol.wire import DIGEST_HEADER
+from lightning_spot.service.quotas import Quota, client_of
 
 SMALL_BODY_BYTES = 256 * 1024
 """Longest JSON body of a request that carries no checksums."""
@@ -29,10 +30,17 @@ MANIFEST_BODY_BYTES = 64 * 1024 * 1024
 LAYOUT_BODY_BYTES = 32 * 1024 * 1024
 """Longest JSON body of a request that may carry a layout."""
 
+BODIES = web.AppKey("bodies", Quota)
+"""Bytes of JSON bodies that are read at the moment."""
+
+BODIES_BYTES = 512 * 1024 * 1024
+
 MOST_BYTES = 2**46
 MOST_ATTEMPTS = 10**9
 LONGEST_WAIT_S = 3600.0
 _BODY_TIMEOUT_S = 30.0
+_UNCOUNTED_BYTES = 4096  # of each body: those of most requests have no more
+_MOST_CONTAINERS = 2**21  # in a body, each of which takes 64 bytes and more
 _MOST_SMALL_PARTS = 4096
 _LEAST_PART_BYTES = 2**20
 LONGEST_NAME = 255
@@ -50,16 +58,26 @@ async def json_body(request: web.Request, most_bytes: int = SMALL_BODY_BYTES) ->
 
     Raises:
         SettingsError: if it is none.
-        NodeRefused: if it is too long, damaged, or comes too slowly.
+        NodeRefused: if it is too long, damaged, or comes too slowly, or its client sends too much at once.
     """
     if (request.content_length or 0) > most_bytes:
         raise NodeRefused(f"the request's body is longer than {most_bytes} bytes", status=413)
+    nbytes = most_bytes if request.content_length is None and request.body_exists else request.content_length or 0
+    with request.app[BODIES].holding(client_of(request), max(0, nbytes - _UNCOUNTED_BYTES)) as may:
+        if not may:
+            raise NodeRefused("this client has its share of the requests that this node reads at once", status=503)
+        return await _read_json(request, most_bytes)
+
+
+async def _read_json(request: web.Request, most_bytes: int) -> dict[str, Any]:
     try:
         body = await asyncio.wait_for(_collect(request, most_bytes), _BODY_TIMEOUT_S)
     except asyncio.TimeoutError:  # a class of its own before Python 3.11
         raise NodeRefused(f"the request's body did not come within {_BODY_TIMEOUT_S:.0f} s", status=408) from None
     if request.headers.get(DIGEST_HEADER, checksum(body)) != checksum(body):
         raise NodeRefused("the request's body was damaged on its way", status=400)
+    if len(body) > SMALL_BODY_BYTES and body.count(b"[") + body.count(b"{") > _MOST_CONTAINERS:
+        raise SettingsError(f"the request's body holds more than {_MOST_CONTAINERS} lists and objects")
     try:
         large = len(body) > SMALL_BODY_BYTES
         fields = await asyncio.to_thread(json.loads, body) if large else json.loads(body or b"{}")

@@ -63,6 +63,8 @@ from lightning_spot.protocol.wire import (
 )
 from lightning_spot.service.connections import MOST_CONNECTIONS, Connections
 from lightning_spot.service.fields import (
+    BODIES,
+    BODIES_BYTES,
     LONGEST_WAIT_S,
     json_body,
     seconds,
@@ -114,6 +116,7 @@ class Service:
         shares, in_turn = ShareRequests(self.node, self._wait_to_join), Turns(_LOOKS).handler
         hosts = HostRequests(self.node, self._wait_for_slot, self._wait_to_join, self._wait_for_hosts, self._gone)
         app = web.Application(middlewares=[self._guard])
+        app[BODIES] = Quota(BODIES_BYTES)
         app.on_response_prepare.append(_name_protocol)
         app.add_routes(
             [
