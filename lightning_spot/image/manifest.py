@@ -32,8 +32,6 @@ _PART_BYTES = (1, 2**30)
 _MOST_PARTS = 2**20
 _MOST_ATTEMPTS = 10**9
 _MOST_STEPS = 10**18
-_LONGEST_TEXT = 1024
-_LONGEST_VERSIONS = 16384  # of a few packages, as JSON
 
 
 def snapshot_name(step: int, attempt: int, *, complete: bool = False, exact: bool = True, again: bool = False) -> str:
@@ -297,8 +295,6 @@ class Manifest:
         for name in ("run", "name", "file", "run_id", "lineage", "fingerprint"):
             _require(isinstance(getattr(self, name), str), f"{name} is no string")
         _require(self.name not in ("", ".", "..") and self.file not in (".", ".."), "a name is empty or a dot")
-        for text in (self.run, self.name, self.file, self.run_id, self.lineage, self.fingerprint):
-            _require(len(text) <= _LONGEST_TEXT, f"a text of {len(text)} characters is too long")
         for text in (self.run, self.name, self.file, self.run_id, self.lineage):
             _require("/" not in text and "\0" not in text, f"{text!r} holds a path separator")
         for name, low, high in (
@@ -315,7 +311,6 @@ class Manifest:
         _require(self.exact or not (self.complete or self.is_file), "the end of a run, or a file, is not exact")
         _require(isinstance(self.created_unix_s, (int, float)), "created_unix_s is no time")
         _require(isinstance(self.versions, Mapping), "versions is no object")
-        _require(len(json.dumps(self.versions)) <= _LONGEST_VERSIONS, "versions is too long")
         _require(
             all(isinstance(item, str) and len(item) == 32 for item in self.checksums), "checksums are no xxh3-128 each"
         )
