@@ -26,6 +26,9 @@ MANIFEST_VERSION = 3
 PART_BYTES = 8 * 1024 * 1024
 """Bytes of one part: the unit that is checksummed and transferred."""
 
+MOST_PART_BYTES = 64 * 1024 * 1024
+"""Of another size, parts that go to a node have no more bytes: some of them are made up in its memory."""
+
 SEND_BYTES = 1024 * 1024
 """Most bytes handed to one socket send; larger ones were measured a third slower on loopback."""
 

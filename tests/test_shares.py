@@ -69,7 +69,7 @@ class Ranks:
         async def ask() -> Upload:
             gone = self.loop.create_future()
             name = snapshot_name(step, 1)
-            return await self.waiting.join(gone, RUN, 1, name, rank, f"rank-{rank}", digest, wait_s=wait_s)
+            return await self.waiting.join("a client", gone, RUN, 1, name, rank, f"rank-{rank}", digest, wait_s=wait_s)
 
         return self.on_loop(ask())
 

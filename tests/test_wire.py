@@ -165,9 +165,9 @@ def test_the_setting_goes_from_node_to_node(pair: Pair, monkeypatch: pytest.Monk
     told: list[RunInfo] = []
     opened = Node.open_run
 
-    def noting(self: Node, info: RunInfo) -> Any:
+    def noting(self: Node, info: RunInfo, client: str = "") -> Any:
         told.append(info)
-        return opened(self, info)
+        return opened(self, info, client)
 
     monkeypatch.setattr(Node, "open_run", noting)
     pair.open(compression=None)

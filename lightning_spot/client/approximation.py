@@ -197,13 +197,13 @@ class ApproximateEncoder(PartEncoder):
 
     def encode(self, part: Part) -> OutgoingPart:
         """A part in the way in which it is sent."""
-        from lightning_spot.image.delta import encode_picked
+        from lightning_spot.image.delta import MOST_RANGES, encode_picked
 
         sent = super().encode(part)
         start, stop, digest = part
         change = self._changes[start]
         as_it_is = len(change.picks) + sum(last - first for first, last in change.ranges)
-        if sent.kind is PartKind.SAME or as_it_is > WORTH * (stop - start):
+        if sent.kind is PartKind.SAME or as_it_is > WORTH * (stop - start) or len(change.ranges) > MOST_RANGES:
             return sent
         content = encode_picked(self._image[start:stop], change.ranges, change.picks)
         return OutgoingPart(start, stop - start, digest, PartKind.DELTA, content, as_it_is)

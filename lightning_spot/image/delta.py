@@ -37,7 +37,10 @@ Buffer = memoryview | bytes | bytearray
 LINE_BYTES = 64
 """What differs is found in lines of so many bytes: torch aligns tensors in a file to these."""
 
-_MOST_RANGES = 1024
+MOST_RANGES = 2**16
+"""No delta has more ranges."""
+
+_MOST_FOUND = 1024
 _DENSE = 0.5  # share of sampled words that differ from which on the whole part counts as changed
 _SAMPLE_STRIDE = 521  # words; odd, so that the samples do not fall on the same place of every row
 _BLOCK = 256 * 1024  # a block and its planes fit the second-level cache
@@ -62,7 +65,12 @@ class Coding(enum.IntEnum):
 def part_of(image: Image, start: int, stop: int) -> memoryview:
     """The part of an earlier file at the place of a part of a new one; beyond its end it is zeros."""
     end = min(stop, len(image))
-    return image[start:stop] if end == stop else memoryview(bytes(image[start:end]) + bytes(stop - end))
+    if end == stop:
+        return image[start:stop]
+    part = memoryview(bytearray(stop - start))
+    if start < end:
+        part[: end - start] = image[start:end]
+    return part.toreadonly()
 
 
 def changed_ranges(new: Buffer, base: Buffer) -> list[Range]:
@@ -86,7 +94,7 @@ def changed_ranges(new: Buffer, base: Buffer) -> list[Range]:
     changed = np.flatnonzero(np.diff(differs.view(np.uint64) != 0, prepend=False, append=False))
     starts, stops = changed[::2], changed[1::2]
     gaps = starts[1:] - stops[:-1]
-    shortest = 2 if len(gaps) < _MOST_RANGES else max(2, int(np.partition(gaps, -_MOST_RANGES)[-_MOST_RANGES]) + 1)
+    shortest = 2 if len(gaps) < _MOST_FOUND else max(2, int(np.partition(gaps, -_MOST_FOUND)[-_MOST_FOUND]) + 1)
     kept = gaps >= shortest  # to name a range takes as much as a short gap
     first, last = starts[np.append(True, kept)[: len(starts)]], stops[np.append(kept, True)[: len(stops)]]
     return [
@@ -148,7 +156,7 @@ def decode(delta: Buffer, base: Buffer, into: memoryview) -> None:
 def _decode(delta: memoryview, base: Buffer, into: memoryview) -> None:
     number, count = _HEAD.unpack_from(delta)
     coding = Coding(number)
-    if count > (len(into) // LINE_BYTES + 1 if coding is not Coding.PICKED else len(delta) // _RANGE.size):
+    if count > MOST_RANGES:
         raise ValueError(f"{count} ranges in {len(into)} bytes")
     place = _HEAD.size + count * _RANGE.size
     ranges = list(_RANGE.iter_unpack(delta[_HEAD.size : place]))

@@ -63,7 +63,7 @@ def put(picks: memoryview, into: memoryview) -> None:
     Raises:
         ValueError: if they are no such numbers of a part of this length.
     """
-    place = 0
+    place, last = 0, -1
     while place < len(picks):
         try:
             start, width, count = _HEAD.unpack_from(picks, place)
@@ -71,14 +71,14 @@ def put(picks: memoryview, into: memoryview) -> None:
             raise ValueError("the numbers are cut short") from error
         place += _HEAD.size
         end = place + count * (2 + width)
-        if width not in WIDTHS.values() or start > len(into) or end > len(picks):
-            raise ValueError("the numbers are none, or cut short")
+        if width not in WIDTHS.values() or not count or not last < start <= len(into) or end > len(picks):
+            raise ValueError("the numbers are none, out of order or cut short")
         places = np.frombuffer(picks, "<u2", count, place)
         target = np.frombuffer(into, f"<u{width}", min(_BLOCK, (len(into) - start) // width), start)
-        if count and places.max() >= len(target):
+        if places.max() >= len(target):
             raise ValueError("a number lies beyond the part")
         target[places] = np.frombuffer(picks, f"<u{width}", count, place + 2 * count)
-        place = end
+        place, last = end, start
 
 
 def _most_different(wanted: _Raw, there: _Raw, dtype: str, count: int) -> npt.NDArray[np.intp]:

@@ -10,6 +10,7 @@ from lightning_spot.image.parts import checksum
 
 MOST_SHARES = 1024
 _SPREAD, _BESIDES = "spread:", "+"
+_LAYOUT_CHARS = 256 * 2**20  # of all runs together
 _LAYOUTS = 3  # of a run, the newest: a rank may be a snapshot behind the others
 
 
@@ -154,11 +155,19 @@ class Layouts:
         known[layout_id] = shared.layout
         if len(known) > _LAYOUTS:
             del known[next(iter(known))]
+        self._bound()
         return Joint(shared, layout_id)
 
     def forget(self, key: str) -> None:
         """Keep nothing of a run."""
         self._known.pop(key, None)
+
+    def _bound(self) -> None:
+        """Where all are too long together, the oldest of the run with the longest ones goes: it may be given again."""
+        lengths = {key: sum(map(len, known.values())) for key, known in self._known.items()}
+        while sum(lengths.values()) > _LAYOUT_CHARS:
+            key = max(lengths, key=lengths.__getitem__)
+            lengths[key] -= len(self._known[key].pop(next(iter(self._known[key]))))
 
 
 @dataclass(slots=True)

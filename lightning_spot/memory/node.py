@@ -74,7 +74,7 @@ class Node:
         run_memory_bytes: int | None = None,
     ) -> None:
         self.ring = Ring(slots=slots, memory_bytes=memory_bytes, area=area, run_memory_bytes=run_memory_bytes)
-        self.registry = Registry(self.ring)
+        self.registry = Registry(self.ring, lambda info: self.routes.claimed(info))
         self.spread = Spread(self.ring, self.registry, lambda key: self.flusher.rests_s(key))
         self.id = uuid.uuid4().hex
         self._not_needed = False  # a trainer has come and gone whose attempt could not begin
@@ -106,13 +106,14 @@ class Node:
 
     # -- runs -----------------------------------------------------------------------------------------------------
 
-    def open_run(self, info: RunInfo) -> Opened:
+    def open_run(self, info: RunInfo, client: str = "") -> Opened:
         """Let an attempt write a run; from now on earlier attempts' writes are refused.
 
         Opened once more by the same attempt, nothing changes.
 
         Args:
             info: what is said of the run.
+            client: who says it.
 
         Raises:
             RunBusy: if a live trainer on this host holds the run.
@@ -123,9 +124,10 @@ class Node:
             raise TierError("this node is shutting down and takes no new runs")
         if info.attempt < 1:
             raise SettingsError(f"attempt {info.attempt} of run {info.name!r}: attempts are counted from 1")
+        self.registry.check_ahead(info)
         with self._lock:
             before = self.registry.highest(info.key)
-            run = self.registry.take(info)
+            run, forgotten = self.registry.take(info, client)
             if info.attempt > before:
                 self.ring.forget_refusals(info.key)
             self._not_needed = False
@@ -133,7 +135,7 @@ class Node:
             self.uploads.abroad.bringing.calm(info.key)
             self.routes.open(run.info)
             self._remembered.note(run)
-            for key in (*self.registry.under_other_names(info), *self.registry.stale()):
+            for key in (*forgotten, *self.registry.under_other_names(info), *self.registry.stale()):
                 self._forget(key)
         opened = self.routes.opened(run.info)
         if self.draining and info.spread:

@@ -8,14 +8,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from lightning_spot.errors import Fenced, RunBusy, SettingsError, SnapshotNotFound
+from lightning_spot.errors import Fenced, NodeRefused, RingFull, RunBusy, SettingsError, SnapshotNotFound
 from lightning_spot.memory.ring import Ring
-from lightning_spot.memory.runs import Run, RunInfo, parse_run
+from lightning_spot.memory.runs import EPOCH_UNIX_S, Run, RunInfo, files_name, parse_run
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.tiers.claims import check_fence
 
 _FORGOTTEN_S = 24 * 3600.0
 """A run of which nothing is held, and which nobody opened for so long, is forgotten."""
+
+MOST_RUNS = 256
+"""Runs that a node knows: whoever begins one reads the list of them."""
+
+MOST_AHEAD = 10_000
+"""Attempts above the highest known that one may claim without the durable tier to show it: see ``identity.JUMP``."""
 
 _OF_TIERS = ("location", "keep", "durable_url", "durable_every_s", "nodes", "replicas", "carry")
 
@@ -25,6 +31,7 @@ class Registry:
 
     Args:
         ring: holds their snapshots.
+        claimed: tells the highest attempt that has claimed a run, where its durable tier can be asked; else 0.
 
     Attributes:
         lock: taken by whoever looks at several things at once; before the ring's, never after it.
@@ -32,16 +39,37 @@ class Registry:
         sessions: ids of the live connections of trainers on this host, and the process of each (``""`` if unknown).
     """
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, ring: Ring, claimed: Callable[[RunInfo], int]) -> None:
         self.lock = threading.RLock()
         self.runs: dict[str, Run] = {}
         self.sessions: dict[str, str] = {}
-        self._ring = ring
+        self._ring, self._claimed = ring, claimed
 
-    def take(self, info: RunInfo) -> Run:
-        """Note that an attempt writes a run. Call it under the lock.
+    def check_ahead(self, info: RunInfo) -> None:
+        """Refuse an attempt far above all that is known: it would fence the run for ever. May ask the durable tier.
 
         Raises:
+            NodeRefused: if no claim shows it.
+        """
+        highest = self.highest(info.key)
+        if info.name == files_name(info.id):
+            highest = max(highest, int(time.time()) - EPOCH_UNIX_S)
+        if info.attempt > highest + MOST_AHEAD and self._claimed(info) < info.attempt:
+            raise NodeRefused(
+                f"attempt {info.attempt} of run {info.name!r} is far above {highest}, the highest known at this node,"
+                " and no claim at its durable tier shows it. Nothing was changed",
+                status=409,
+            )
+
+    def take(self, info: RunInfo, client: str = "") -> tuple[Run, list[str]]:
+        """Note that an attempt writes a run; it, and the keys of runs that had to be forgotten. Call it under the lock.
+
+        Args:
+            info: what is said of the run.
+            client: who says it.
+
+        Raises:
+            RingFull: if there are too many runs, and none can be forgotten.
             RunBusy: if a live trainer on this host holds the run.
             Fenced: if a later attempt holds it, or another one of the same number.
         """
@@ -55,10 +83,12 @@ class Registry:
             if info.durable_url is None and not info.token:  # a file is written, no trainer: nothing is said of tiers
                 info = replace(info, **{name: getattr(known.info, name) for name in _OF_TIERS})
         check_fence(info.name, info.attempt, self.highest(info.key))
-        run = self.runs[info.key] = Run(replace(info, keep=max(1, info.keep)), opened_s=time.monotonic())
+        forgotten = self._make_room(client) if known is None else []
+        run = Run(replace(info, keep=max(1, info.keep)), opened_s=time.monotonic(), client=client)
+        self.runs[info.key] = run
         if not info.left:
             self._ring.opened_s[info.key] = run.opened_s
-        return run
+        return run, forgotten
 
     def under_other_names(self, info: RunInfo) -> list[str]:
         """Keys of runs that the same attempt has opened before; they are forgotten. Call it under the lock.
@@ -190,6 +220,30 @@ class Registry:
         # Who starts a run again in the moment after it was killed comes before the end of its connection.
         process = ProcessId.from_json(owner)
         return process is None or process.alive
+
+    def _make_room(self, client: str) -> list[str]:
+        """Forget a run for one more of a client, if need be.
+
+        A client may have as many as are left for others. Beyond that one of its own makes room; for its first one,
+        anybody's: one without snapshots before one of which everything is safe elsewhere, and the oldest.
+        """
+        mine = sum(run.client == client for run in self.runs.values())
+        if mine < MOST_RUNS - len(self.runs):
+            return []
+        held, needed = self._ring.held()
+        ages = [
+            (key in held, run.opened_s, key)
+            for key, run in self.runs.items()
+            if (run.client == client or not mine) and run.info.session not in self.sessions and key not in needed
+        ]
+        if not ages:
+            raise RingFull(
+                f"this node knows {len(self.runs)} runs, {mine} of them this client's, and all have snapshots that are"
+                " safe nowhere else. Nothing was changed; delete what is not needed, or take another node"
+            )
+        forgotten = min(ages)[2]
+        self._ring.forget_run(forgotten)
+        return self._let_go([forgotten])
 
     def _let_go(self, keys: list[str]) -> list[str]:
         for key in keys:

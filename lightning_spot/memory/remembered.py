@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from lightning_spot.memory.area import Left
 from lightning_spot.memory.flusher import Flusher
-from lightning_spot.memory.registry import Registry
+from lightning_spot.memory.registry import MOST_RUNS, Registry
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.route import Routes
 from lightning_spot.memory.runs import Run
@@ -53,11 +54,18 @@ class Remembered:
             self._area.forget_run(key)
 
     def take_over(self) -> None:
-        """Go on with what a killed node left."""
-        for left in self._area.runs() if self._area is not None else ():
+        """Go on with what a killed node left; of runs of which it left nothing else, with no more than there may be."""
+        runs = list(self._area.runs()) if self._area is not None else []
+        for left in sorted(runs, key=self._is_empty):
+            if self._is_empty(left) and len(self._registry.runs) >= MOST_RUNS:
+                self.forget(left.info.key)
+                continue
             run = Run(replace(left.info, session=""), left.complete, time.monotonic())  # no trainer is connected yet
             self._registry.runs[left.info.key] = run
             self._routes.open(left.info)
             self._ring.forget_refusals(left.info.key)
             for url, manifest in left.deletions:
                 self._flusher.delete(url, manifest)
+
+    def _is_empty(self, left: Left) -> bool:
+        return not left.deletions and not self._ring.committed(left.info.key)

@@ -22,7 +22,7 @@ from typing import Any
 from lightning_spot.errors import Fenced, SnapshotNotFound
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.area import SlotArea
-from lightning_spot.memory.room import Limits, bound, capacity_for, find_room, why_full
+from lightning_spot.memory.room import MOST_SLOTS, Limits, bound, capacity_for, find_room, why_full
 from lightning_spot.memory.slots import (
     Making,
     Slot,
@@ -34,6 +34,7 @@ from lightning_spot.memory.slots import (
     reusable,
 )
 from lightning_spot.memory.table import SlotTable
+from lightning_spot.protocol.listening import open_files
 from lightning_spot.staging.slot import SlotMemory
 from lightning_spot.tiers.retention import worth_keeping
 from lightning_spot.tiers.store import newest_first
@@ -81,7 +82,8 @@ class Ring(SlotTable):
     ) -> None:
         super().__init__(SlotArea(area) if area is not None else None)
         self.memory_bytes = memory_bytes
-        self._limits = Limits(slots, memory_bytes, run_memory_bytes)
+        # Two files for each, one of them in its mapping: half is left for connections and tiers.
+        self._limits = Limits(slots, memory_bytes, run_memory_bytes, min(MOST_SLOTS, open_files() // 4))
         self._full: _Full | None = None
         self._sequence = max((slot.sequence for slot in self.slots), default=0)
 
@@ -105,7 +107,8 @@ class Ring(SlotTable):
             if limits is self._limits and self._found_full(nbytes) is not None:
                 return None
             found = find_room(self.slots, run, max(1, nbytes), capacity, limits, reuse=reuse or spare)
-            if found is None:
+            has_share = limits.has_files(self.slots, run) or not limits.has_files(self.slots, "")
+            if found is None and has_share:  # what is full for this run is so for any
                 self._full = _Full(self.changes, nbytes)
             if found is None or (only_new and not found.is_new) or (spare and not found.is_spare):
                 return None
@@ -154,6 +157,12 @@ class Ring(SlotTable):
             # One that a larger node has left here may fit no bound of this one.
             nbytes = min(nbytes, self._limits.memory_bytes, self._limits.run_memory_bytes or nbytes)
             return find_room(self.slots, "", max(1, nbytes), capacity_for(nbytes, self._limits), self._limits) is None
+
+    @property
+    def files(self) -> tuple[int, int]:
+        """How many slots there are, and how many there may be, since each has open files."""
+        with self.changed:
+            return len(self.slots), self._limits.files
 
     @property
     def is_stuck(self) -> bool:
@@ -269,6 +278,21 @@ class Ring(SlotTable):
                 self.notify()
                 return manifest, urls
             raise SnapshotNotFound(f"no snapshot {name!r} of run {run!r} in memory")
+
+    def held(self) -> tuple[set[str], set[str]]:
+        """Keys of runs that have slots here, and of those among them of which one must stay, or is being filled."""
+        with self.changed:
+            held = [slot for slot in self.slots if slot.state is not SlotState.FREE]
+            idle = set(reusable(held))
+            return {slot.run for slot in held}, {slot.run for slot in held if slot not in idle}
+
+    def forget_run(self, run: str) -> None:
+        """Forget all snapshots of a run, as far as they may be reused."""
+        with self.changed:
+            for slot in reusable(self.slots):
+                if slot.run == run:
+                    self._forget(slot)
+            self.notify()
 
     # -- the whole ------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,9 @@ _MOST_BEYOND = 2
 _MUCH_LARGER = 4
 _SMALL_BYTES = 64 * 2**20
 
+MOST_SLOTS = 16384
+"""However much memory there is: an answer that lists what is in them is to be read."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -25,11 +28,24 @@ class Limits:
         slots: most slots; ``None`` for no bound but memory.
         memory_bytes: most bytes of all slots together.
         run_memory_bytes: most bytes of the slots of one run; ``None`` for no such bound.
+        files: slots for which this process may have files open.
     """
 
     slots: int | None
     memory_bytes: int
     run_memory_bytes: int | None
+    files: int = MOST_SLOTS
+
+    def allow_one_more(self, slots: list[Slot], run: str) -> bool:
+        """Whether one more slot may be made for a run, as far as their number goes."""
+        return (self.slots is None or len(slots) < self.slots) and self.has_files(slots, run)
+
+    def has_files(self, slots: list[Slot], run: str) -> bool:
+        """Whether files are left for one more slot of a run: it has no more than are left for others."""
+        if len(slots) < self.files // 2:
+            return True
+        used = [slot.run for slot in slots if slot.state is not SlotState.FREE]
+        return len(slots) < self.files and used.count(run) < self.files - len(used)
 
 
 @dataclass(slots=True)
@@ -114,7 +130,7 @@ def find_room(
     """
     free = [slot for slot in slots if slot.state is SlotState.FREE and not slot.readers]
     if not reuse and limits.run_memory_bytes is None:
-        room = _without_loss(slots, free, [], nbytes, capacity, limits)
+        room = _without_loss(slots, run, free, [], nbytes, capacity, limits)
         if room is not None:  # mostly there is: then nobody asks what each of hundreds of slots is worth
             return room
     idle = reusable(slots)
@@ -125,7 +141,7 @@ def find_room(
     idle = [slot for slot in idle if slot not in forget]
     superseded = _superseded(slots, idle) if reuse and not forget else []
     fitting = [slot for slot in superseded if slot.takes(nbytes)]
-    if (room := _without_loss(slots, free, fitting, nbytes, capacity, limits)) is not None:
+    if (room := _without_loss(slots, run, free, fitting, nbytes, capacity, limits)) is not None:
         return Room(room.slot, forget, room.release)
     for candidate in idle:
         if (room := _try(slots, candidate, free, idle, nbytes, capacity, limits)) is not None:
@@ -164,6 +180,8 @@ def why_full(slots: list[Slot], run: str, nbytes: int, limits: Limits, *, is_kno
     if not is_known and not reasons["being made"]:
         room = find_room(slots, run, max(1, nbytes), capacity_for(nbytes, limits), limits)
         reasons += Counter({"still to be made": int(room is not None)})
+    if not limits.has_files(slots, run):
+        share += f"; open files allow for {limits.files} slots, half of them for a run: raise the node's ulimit -n"
     listed = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common()) or "there is no memory for more"
     return f"none of {len(slots)} slots can be had now ({listed}){share}"
 
@@ -192,17 +210,17 @@ def _superseded(slots: list[Slot], idle: list[Slot]) -> list[Slot]:
 
 
 def _without_loss(
-    slots: list[Slot], free: list[Slot], superseded: list[Slot], nbytes: int, capacity: int, limits: Limits
+    slots: list[Slot], run: str, free: list[Slot], superseded: list[Slot], nbytes: int, capacity: int, limits: Limits
 ) -> Room | None:
     """Room that costs no snapshot which anybody would miss."""
-    for candidate in _free_first(slots, free, nbytes, limits, superseded):
+    for candidate in _free_first(slots, run, free, nbytes, limits, superseded):
         if (room := _try(slots, candidate, free, [], nbytes, capacity, limits)) is not None:
             return room
     return None
 
 
 def _free_first(
-    slots: list[Slot], free: list[Slot], nbytes: int, limits: Limits, superseded: list[Slot]
+    slots: list[Slot], run: str, free: list[Slot], nbytes: int, limits: Limits, superseded: list[Slot]
 ) -> list[Slot | None]:
     """Free slots that fit, a new one, then those that must be made anew; a small file leaves large slots alone.
 
@@ -211,7 +229,7 @@ def _free_first(
     fitting = sorted((slot for slot in free if slot.takes(nbytes)), key=lambda slot: (slot.capacity, _kept(slot)))
     wasted = [slot for slot in fitting if _is_much_larger(slot, nbytes)]
     superseded = [slot for slot in superseded if not _is_much_larger(slot, nbytes)]
-    new: list[Slot | None] = [None] if limits.slots is None or len(slots) < limits.slots else []
+    new: list[Slot | None] = [None] if limits.allow_one_more(slots, run) else []
     without = [slot for slot in free if not slot.capacity]
     unfit = [slot for slot in free if slot.capacity and not slot.takes(nbytes)]
     base = max((slot for slot in fitting if slot.portion is not None), key=_kept, default=None)

@@ -138,6 +138,12 @@ class Routes:
             return ""
         return refusal(url, [*self._allow, *([self.flush_to] if self.flush_to else [])])
 
+    def claimed(self, info: RunInfo) -> int:
+        """Highest attempt that has claimed a run, as far as this node may look; 0 if that cannot be seen from here."""
+        url = info.durable_url if info.durable_url is not None and not self.allowed(info.durable_url) else None
+        url = url if url is not None else self.below(info.text, info.key)
+        return self.open_store(url).claimed() if url is not None else 0
+
     def below(self, text: str, key: str) -> str | None:
         """URL of a run where what left this node's memory is: at the node behind, or in the durable directory."""
         tiers = self._ring.tiers(key)

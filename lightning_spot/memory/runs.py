@@ -10,6 +10,9 @@ from lightning_spot.errors import SettingsError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.packing import Compression
 
+EPOCH_UNIX_S = 1_577_836_800
+"""2020-01-01: who saves files in a folder is an attempt by the clock, a number of seconds since then below 10**9."""
+
 _RUN_ID = re.compile(r"[0-9a-f]{12}")
 
 
@@ -28,6 +31,11 @@ def parse_run(text: str) -> tuple[str, str]:
     if at and not _RUN_ID.fullmatch(identity):
         raise SettingsError(f"{text!r} names no run: what follows '@' are the 12 hexadecimal digits of its identity")
     return check_run_name(name), identity
+
+
+def files_name(identity: str) -> str:
+    """Name of the run that a folder of users' files is, see :mod:`lightning_spot.run.files`."""
+    return f"files-{identity}"
 
 
 def run_text(name: str, identity: str) -> str:
@@ -116,8 +124,10 @@ class Run:
         info: as it was opened last; its ``session`` is ``""`` once the trainer's connection has closed.
         complete: whether its trainer said that the run has ended.
         opened_s: when it was opened last (monotonic).
+        client: who opened it last, ``""`` if that is not known, as of what a killed node has left.
     """
 
     info: RunInfo
     complete: bool = False
     opened_s: float = 0.0
+    client: str = ""

@@ -110,8 +110,10 @@ class Unsealed:
             try:
                 sealed = Sealing(replace(manifest, checksums=()), slot.view(manifest.nbytes)).run(sealing_threads())
             except Exception as error:  # whatever it is: nothing unsealed may be read, nor waited for for ever
-                if pause_s is None or isinstance(error, (CorruptSnapshot, LayoutUnsupported)):
-                    logger.exception("snapshot %s cannot be sealed. It is dropped", manifest.name)
+                is_damaged = isinstance(error, (CorruptSnapshot, LayoutUnsupported))
+                if pause_s is None or is_damaged:
+                    told = "snapshot %s cannot be sealed. It is dropped: %s"
+                    logger.error(told, manifest.name, error, exc_info=not is_damaged)
                     self._drop(slot)
                     return
                 why = str(error) or type(error).__name__

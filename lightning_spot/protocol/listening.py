@@ -35,6 +35,7 @@ GREETING_S = 10.0
 """A connection must have greeted within this time."""
 
 _PROBES = 3
+_UNLIMITED = 2**30
 _AGAIN_S = 0.1
 _SAID_AGAIN_S = 60.0
 _STRANGERS = 16  # that may be there besides two connections of each rank
@@ -170,6 +171,12 @@ def allow_descriptors(more: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         except (OSError, ValueError) as error:
             logger.debug("the limit of open files stays at %d: %s", soft, error)
+
+
+def open_files() -> int:
+    """How many files this process may have open at once."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _UNLIMITED if soft == resource.RLIM_INFINITY else soft
 
 
 def keep_alive(connection: socket.socket, silent_s: float) -> None:

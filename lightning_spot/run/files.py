@@ -13,12 +13,11 @@ from typing import Any
 
 from lightning_spot.errors import CorruptManifest, TierError
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest
-from lightning_spot.memory.runs import RunInfo
+from lightning_spot.memory.runs import EPOCH_UNIX_S, RunInfo, files_name
 from lightning_spot.tiers.filesystem import open_filesystem, tier_errors, time_of
 
 logger = logging.getLogger(__name__)
 
-_EPOCH_UNIX_S = 1_577_836_800  # 2020-01-01: attempts are numbers below 10**9
 _MOST_READ = 2000
 _READERS = 32
 
@@ -40,9 +39,9 @@ def folder_info(folder: str, now_unix_s: float | None = None) -> RunInfo:
     now = int(time.time() if now_unix_s is None else now_unix_s)
     highest = _highest_attempt(folder)
     with _attempts_lock:
-        _attempts[key] = attempt = 1 + max(now - _EPOCH_UNIX_S - 1, highest, _attempts.get(key, 0))
+        _attempts[key] = attempt = 1 + max(now - EPOCH_UNIX_S - 1, highest, _attempts.get(key, 0))
     return RunInfo(
-        name=f"files-{key}",
+        name=files_name(key),
         id=key,
         location=folder if "://" in folder else f"file://{folder}",
         attempt=attempt,

@@ -12,12 +12,14 @@ from typing import Any
 
 from aiohttp import web
 
-from lightning_spot.config import MOST_NODES
+from lightning_spot.config import MOST_NODES, MOST_PART_BYTES
 from lightning_spot.errors import NodeRefused, SettingsError
+from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.packing import Compression
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.slots import Making
 from lightning_spot.protocol.wire import DIGEST_HEADER
+from lightning_spot.service.quotas import Quota, client_of
 
 SMALL_BODY_BYTES = 256 * 1024
 """Longest JSON body of a request that carries no checksums."""
@@ -28,10 +30,25 @@ MANIFEST_BODY_BYTES = 64 * 1024 * 1024
 LAYOUT_BODY_BYTES = 32 * 1024 * 1024
 """Longest JSON body of a request that may carry a layout."""
 
+BODIES = web.AppKey("bodies", Quota)
+"""Bytes of JSON bodies that are read at the moment."""
+
+BODIES_BYTES = 512 * 1024 * 1024
+
 MOST_BYTES = 2**46
 MOST_ATTEMPTS = 10**9
 LONGEST_WAIT_S = 3600.0
 _BODY_TIMEOUT_S = 30.0
+_UNCOUNTED_BYTES = 4096  # of each body: those of most requests have no more
+_MOST_CONTAINERS = 2**21  # in a body, each of which takes 64 bytes and more
+_MOST_SMALL_PARTS = 4096
+_LEAST_PART_BYTES = 2**20
+LONGEST_NAME = 255
+"""Of hosts, tokens and sessions."""
+
+LONGEST_PLACE = 1024
+"""Of directories and URLs that are listed for everybody."""
+
 _LONGEST_TEXT = 4096
 _LONGEST_URL = 512  # of a run at a node: names of hosts have 255 characters at most, those of runs 128
 
@@ -41,16 +58,26 @@ async def json_body(request: web.Request, most_bytes: int = SMALL_BODY_BYTES) ->
 
     Raises:
         SettingsError: if it is none.
-        NodeRefused: if it is too long, damaged, or comes too slowly.
+        NodeRefused: if it is too long, damaged, or comes too slowly, or its client sends too much at once.
     """
     if (request.content_length or 0) > most_bytes:
         raise NodeRefused(f"the request's body is longer than {most_bytes} bytes", status=413)
+    nbytes = most_bytes if request.content_length is None and request.body_exists else request.content_length or 0
+    with request.app[BODIES].holding(client_of(request), max(0, nbytes - _UNCOUNTED_BYTES)) as may:
+        if not may:
+            raise NodeRefused("this client has its share of the requests that this node reads at once", status=503)
+        return await _read_json(request, most_bytes)
+
+
+async def _read_json(request: web.Request, most_bytes: int) -> dict[str, Any]:
     try:
         body = await asyncio.wait_for(_collect(request, most_bytes), _BODY_TIMEOUT_S)
     except asyncio.TimeoutError:  # a class of its own before Python 3.11
         raise NodeRefused(f"the request's body did not come within {_BODY_TIMEOUT_S:.0f} s", status=408) from None
     if request.headers.get(DIGEST_HEADER, checksum(body)) != checksum(body):
         raise NodeRefused("the request's body was damaged on its way", status=400)
+    if len(body) > SMALL_BODY_BYTES and body.count(b"[") + body.count(b"{") > _MOST_CONTAINERS:
+        raise SettingsError(f"the request's body holds more than {_MOST_CONTAINERS} lists and objects")
     try:
         large = len(body) > SMALL_BODY_BYTES
         fields = await asyncio.to_thread(json.loads, body) if large else json.loads(body or b"{}")
@@ -166,6 +193,23 @@ def texts(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or len(value) > MOST_NODES:
         raise SettingsError(f"malformed request: {name} is no list of at most {MOST_NODES}")
     return tuple(text({name: item}, name, None) for item in value)
+
+
+def manifest(fields: Mapping[str, Any]) -> Manifest:
+    """The manifest of a snapshot that comes over the network.
+
+    Raises:
+        CorruptManifest: if it is none.
+        SettingsError: if its parts are too large to be made up in memory, or so small that nobody could read of them.
+    """
+    read = Manifest.from_dict(fields.get("manifest"))
+    parts = -(-read.nbytes // read.part_bytes)
+    if read.part_bytes > MOST_PART_BYTES or (parts > _MOST_SMALL_PARTS and read.part_bytes < _LEAST_PART_BYTES):
+        raise SettingsError(
+            f"{read.name} has {parts} parts of {read.part_bytes} bytes: they have from {_LEAST_PART_BYTES} to"
+            f" {MOST_PART_BYTES}, and fewer only if they are no more than {_MOST_SMALL_PARTS}"
+        )
+    return read
 
 
 def making(fields: Mapping[str, Any]) -> Making:

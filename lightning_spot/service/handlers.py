@@ -39,9 +39,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import resource
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -53,6 +53,7 @@ from lightning_spot.image.parts import checksum
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.upload import Upload
 from lightning_spot.protocol.counted_log import CountedLog
+from lightning_spot.protocol.listening import open_files
 from lightning_spot.protocol.wire import (
     DIGEST_HEADER,
     ERROR_HEADER,
@@ -72,6 +73,8 @@ from lightning_spot.service.connections import (
     Connections,
 )
 from lightning_spot.service.fields import (
+    BODIES,
+    BODIES_BYTES,
     LONGEST_WAIT_S,
     json_body,
     same_host,
@@ -82,6 +85,7 @@ from lightning_spot.service.fields import (
 from lightning_spot.service.files import Files
 from lightning_spot.service.hosts import HostRequests
 from lightning_spot.service.portions import PortionRequests
+from lightning_spot.service.quotas import Quota, Turns, client_of
 from lightning_spot.service.readiness import not_ready
 from lightning_spot.service.runs import RunRequests
 from lightning_spot.service.settings import is_loopback
@@ -95,6 +99,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _OPEN_TO_ALL = ("/healthz", "/readyz")
 _READ_BUFFER_BYTES = 256 * 1024
+_FLUSHES = 64  # that are waited for, on threads of their own: each may take an hour
+_LOOKS = 16  # of a client's requests that ask a tier at once: threads are left for what others ask
 
 
 class Service:
@@ -118,13 +124,15 @@ class Service:
         self._waiting: Waiting | None = None
         self._uploads = UploadRequests(node, self._wait_for_slot)
         self._connections: Connections | None = None
+        self._flushing, self._flush_threads = Quota(_FLUSHES), ThreadPoolExecutor(_FLUSHES, "spot-flush")
 
     def application(self) -> web.Application:
         """The aiohttp application."""
         files = Files(self.node, self._wait_for_slot)
-        shares = ShareRequests(self.node, self._wait_to_join)
+        shares, in_turn = ShareRequests(self.node, self._wait_to_join), Turns(_LOOKS).handler
         hosts = HostRequests(self.node, self._wait_for_slot, self._wait_to_join, self._wait_for_hosts, self._gone)
         app = web.Application(middlewares=[self._guard])
+        app[BODIES] = Quota(BODIES_BYTES)
         app.on_response_prepare.append(_name_protocol)
         app.add_routes(
             [
@@ -133,27 +141,25 @@ class Service:
                 web.get("/v1/status", self._status),
                 *RunRequests(self.node).routes(),
                 *self._uploads.routes(),
-                web.get("/v1/runs/{run}/files", files.listing),
+                web.get("/v1/runs/{run}/files", in_turn(files.listing)),
                 web.post("/v1/runs/{run}/shares", shares.join),
                 web.post("/v1/runs/{run}/decline", shares.decline),
                 web.post("/v1/uploads/{upload}/share", shares.say),
                 web.post("/v1/uploads/{upload}/placed", shares.placed),
                 *hosts.routes(),
                 *PortionRequests(self.node).routes(),
-                web.post("/v1/check", self._check),
+                web.post("/v1/check", in_turn(self._check)),
                 web.post("/v1/flush", self._flush),
                 web.get("/v1/files/{run}/{path:.+}", files.read),
                 web.put("/v1/files/{run}/{path:.+}", files.write),
-                web.delete("/v1/files/{run}/{path:.+}", files.remove),
+                web.delete("/v1/files/{run}/{path:.+}", in_turn(files.remove)),
             ]
         )
         return app
 
     def connections(self, make_handler: Callable[[], asyncio.Protocol]) -> Connections:
         """What makes the protocol of each connection, with its limits."""
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = MOST_CONNECTIONS if files == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, files // 2)
-        self._connections = Connections(make_handler, most=most)
+        self._connections = Connections(make_handler, most=min(MOST_CONNECTIONS, open_files() // 4))
         return self._connections
 
     def runner(self, shutdown_timeout_s: float = 60.0) -> web.AppRunner:
@@ -176,6 +182,7 @@ class Service:
         """Stop receiving parts. Call it once the uploads were given up."""
         self._uploads.close()
         self.counted.write()
+        self._flush_threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def last_upload_s(self) -> float:
@@ -286,7 +293,12 @@ class Service:
     async def _flush(self, request: web.Request) -> web.Response:
         body = await json_body(request)
         run = text(body, "run") if body.get("run") is not None else None
-        left = await asyncio.to_thread(self.node.flush, run, seconds(body, "wait_s", 60.0, LONGEST_WAIT_S))
+        wait_s = seconds(body, "wait_s", 60.0, LONGEST_WAIT_S)
+        with self._flushing.holding(client_of(request)) as may:
+            if not may:
+                raise NodeRefused("this client has its share of the flushes that this node waits for", status=503)
+            loop = asyncio.get_running_loop()
+            left = await loop.run_in_executor(self._flush_threads, self.node.flush, run, wait_s)
         return web.json_response({"unreached": left})
 
     # -- who waits ------------------------------------------------------------------------------------------------
@@ -294,10 +306,12 @@ class Service:
     async def _wait_for_slot(
         self, request: web.Request, run: str, attempt: int, nbytes: int, wait_s: float, **more: Any
     ) -> Upload:
-        return await self._queue().lease(self._gone(request), run, attempt, nbytes, wait_s, **more)
+        client = f"{client_of(request)} {run}"
+        return await self._queue().lease(client, self._gone(request), run, attempt, nbytes, wait_s, **more)
 
-    async def _wait_to_join(self, request: web.Request, *what: Any, **more: Any) -> Upload | None:
-        return await self._queue().join(self._gone(request), *what, **more)
+    async def _wait_to_join(self, request: web.Request, run: str, *what: Any, **more: Any) -> Upload | None:
+        client = f"{client_of(request)} {run}"
+        return await self._queue().join(client, self._gone(request), run, *what, **more)
 
     async def _wait_for_hosts(self, upload: Upload) -> None:
         await self._queue().all_there(upload)

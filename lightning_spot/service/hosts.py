@@ -21,7 +21,6 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from lightning_spot.errors import NodeRefused
-from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import Node
@@ -36,6 +35,7 @@ from lightning_spot.service.fields import (
     integer,
     json_body,
     long_text,
+    manifest,
     seconds,
     text,
 )
@@ -131,9 +131,9 @@ class HostRequests:
     async def seal(self, request: web.Request) -> web.Response:
         """Commit one, once all hosts have brought what they bring."""
         body = await json_body(request, MANIFEST_BODY_BYTES)
-        manifest = await asyncio.to_thread(Manifest.from_dict, body.get("manifest"))
+        whole = await asyncio.to_thread(manifest, body)
         upload_id = request.match_info["upload"]
-        sealed = await self._seals.seal(self._gone(request), upload_id, lambda: self._gathered(request), manifest)
+        sealed = await self._seals.seal(self._gone(request), upload_id, lambda: self._gathered(request), whole)
         return web.json_response({"checksums": list(sealed)})
 
     async def decline(self, request: web.Request) -> web.Response:

@@ -8,12 +8,13 @@ import time
 
 import xxhash
 
-from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES
+from lightning_spot.config import MOST_PART_BYTES, PROTOCOL_VERSION, SEND_BYTES
 from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.upload import Upload
 from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, UPGRADE, Frame, PartKind, fill
+from lightning_spot.service.quotas import Quota, client_at
 
 logger = logging.getLogger(__name__)
 
@@ -21,13 +22,22 @@ FRAME_WAIT_S = 60.0
 """A sender that begins no frame for so long, or sends one more slowly than the rate below, is hung up on."""
 
 SLOWEST_BYTES_PER_S = 64 * 1024
-_LARGEST_FRAME_BYTES = 2**30
+SCRATCH_BYTES = 512 * 1024 * 1024
+"""Memory beside the slots for what parts are made of, of all streams. Where a client has its share, it sends whole."""
+
 _LARGEST_DELTA_BYTES = 16 * 1024 * 1024  # a delta is kept beside the slot until all of it is here
+_DECODING_BYTES = 8 * 1024 * 1024  # its ranges, as Python holds them
 _MOST_PARTS = 2**20
 
 
-def receive_parts(connection: socket.socket, node: Node, upload: Upload) -> None:
+def receive_parts(connection: socket.socket, node: Node, upload: Upload, scratch: Quota) -> None:
     """Take frames until the client closes. Blocks; runs on a thread of its own.
+
+    Args:
+        connection: to the client.
+        node: whose upload it is.
+        upload: that is filled.
+        scratch: bytes that all streams may take beside the slots.
 
     Raises:
         SnapshotNotFound: if the upload is given up meanwhile.
@@ -37,12 +47,16 @@ def receive_parts(connection: socket.socket, node: Node, upload: Upload) -> None
     connection.settimeout(FRAME_WAIT_S)
     head = f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {UPGRADE}\r\n"
     connection.sendall(f"{head}{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\n\r\n".encode())
-    header = bytearray(Frame.SIZE)
+    header, client = bytearray(Frame.SIZE), client_at(connection)
     while fill(connection, memoryview(header), FRAME_WAIT_S, at_boundary=True):
         frame = Frame.unpack(header)
         _check_frame(frame, upload)
         node.uploads.arriving(upload, frame.start, frame.start + frame.nbytes)
-        digest = (_receive if frame.kind is PartKind.WHOLE else _make)(connection, node, upload, frame)
+        if frame.kind is PartKind.WHOLE:
+            digest = _receive(connection, node, upload, frame)
+        else:
+            with scratch.holding(client, _scratch_bytes(frame, upload)) as has_room:
+                digest = _make(connection, node, upload, frame, has_room=has_room)
         if digest == frame.digest:
             node.uploads.arrived(upload, frame.start, frame.start + frame.nbytes, digest)
         connection.settimeout(FRAME_WAIT_S)
@@ -63,19 +77,32 @@ def _receive(connection: socket.socket, node: Node, upload: Upload, frame: Frame
     return digest.hexdigest()
 
 
-def _make(connection: socket.socket, node: Node, upload: Upload, frame: Frame) -> str:
+def _scratch_bytes(frame: Frame, upload: Upload) -> int:
+    """What is needed beside the slot to make a part: the delta, and a copy of the base where that is not as it was."""
+    delta_bytes = frame.content_bytes + _DECODING_BYTES if frame.kind is PartKind.DELTA else 0
+    if upload.base is None or frame.start >= upload.base.manifest.nbytes:
+        return 0
+    is_beyond = frame.start + frame.nbytes > upload.base.manifest.nbytes
+    return delta_bytes + (is_beyond + upload.is_gathered) * frame.nbytes
+
+
+def _make(connection: socket.socket, node: Node, upload: Upload, frame: Frame, *, has_room: bool) -> str:
     """Make a part of what the base holds at its place, and of a delta to it; its checksum, or ``NO_DIGEST``."""
     from lightning_spot.image.delta import decode, part_of  # numpy is not needed before
 
+    can_make = has_room and upload.base is not None and frame.start < upload.base.manifest.nbytes
     content, chunk = bytearray(), memoryview(bytearray(min(SEND_BYTES, frame.content_bytes)))
-    deadline = _deadline(frame)
-    while (left := frame.content_bytes - len(content)) > 0:  # memory is taken for what has come, not for what is said
+    deadline, left = _deadline(frame), frame.content_bytes
+    while left > 0:  # memory is taken for what has come, not for what is said
         _check_goes_on(node, upload)
-        fill(connection, chunk[:left], deadline - time.monotonic())
-        content += chunk[:left]
-    stop = frame.start + frame.nbytes
-    if upload.base is None or frame.start >= upload.base.manifest.nbytes:
+        with chunk[:left] as piece:
+            fill(connection, piece, deadline - time.monotonic())
+            left -= len(piece)
+            if can_make:
+                content += piece
+    if not can_make or upload.base is None:
         return NO_DIGEST
+    stop = frame.start + frame.nbytes
     _check_goes_on(node, upload)
     with upload.slot.view(upload.nbytes) as view, view[frame.start : stop] as part:
         earlier = part_of(upload.base.image, frame.start, stop)
@@ -108,8 +135,8 @@ def _check_frame(frame: Frame, upload: Upload) -> None:
         raise CorruptSnapshot(
             f"bytes {frame.start}–{frame.start + frame.nbytes} lie outside a snapshot of {upload.nbytes}"
         )
-    if not 0 < frame.nbytes <= _LARGEST_FRAME_BYTES:
-        raise CorruptSnapshot(f"a part of {frame.nbytes} bytes is none")
+    if not 0 < frame.nbytes <= MOST_PART_BYTES:
+        raise CorruptSnapshot(f"a part of {frame.nbytes} bytes is none: it has at most {MOST_PART_BYTES}")
     most = {PartKind.WHOLE: frame.nbytes, PartKind.SAME: 0, PartKind.DELTA: min(frame.nbytes, _LARGEST_DELTA_BYTES)}
     least = frame.nbytes if frame.kind is PartKind.WHOLE else 0
     if not least <= frame.content_bytes <= most[frame.kind]:

@@ -14,6 +14,8 @@ from lightning_spot.config import MOST_NODES
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.service.fields import (
+    LONGEST_NAME,
+    LONGEST_PLACE,
     MOST_ATTEMPTS,
     compression,
     integer,
@@ -23,6 +25,7 @@ from lightning_spot.service.fields import (
     text,
     texts,
 )
+from lightning_spot.service.quotas import client_of
 from lightning_spot.service.sealed import have_sealed
 
 logger = logging.getLogger(__name__)
@@ -63,11 +66,11 @@ class RunRequests:
         info = RunInfo(
             name=name,
             id=identity,
-            location=text(body, "location"),
+            location=text(body, "location", most=LONGEST_PLACE),
             attempt=integer(body, "attempt", 0, 0, MOST_ATTEMPTS),
-            token=text(body, "token"),
+            token=text(body, "token", most=LONGEST_NAME),
             keep=integer(body, "keep", 2, 0, _MOST_KEPT),
-            durable_url=text(body, "durable_url") if body.get("durable_url") is not None else None,
+            durable_url=_durable_url(body),
             durable_every_s=_pace(body),
             compression=compression(body),
             nodes=texts(body, "nodes") if near else (),
@@ -75,11 +78,11 @@ class RunRequests:
             carry=body.get("carry", True) is not False,
             spread=body.get("spread") is True,
             left=body.get("left") is True,
-            session=text(body, "session") if near else "",
+            session=text(body, "session", most=LONGEST_NAME) if near else "",
             pid=integer(body, "pid", 0, 0, _MOST_PID),
-            host=text(body, "host"),
+            host=text(body, "host", most=LONGEST_NAME),
         )
-        opened = await asyncio.to_thread(self._node.open_run, info)
+        opened = await asyncio.to_thread(self._node.open_run, info, client_of(request))
         where = repr(info.durable_url) if info.durable_url is not None else "its trainer's host brings it on"
         logger.info("attempt %d of run %s is served: %s", info.attempt, info.key, where)
         return web.json_response(asdict(opened))
@@ -115,6 +118,10 @@ class RunRequests:
         refused = [manifest.to_dict() for manifest in self._node.flusher.refused(key)]
         claimed = await asyncio.to_thread(self._node.claimed, run)
         return web.json_response({"attempt": claimed, "snapshots": listed, "refused": refused})
+
+
+def _durable_url(body: Mapping[str, Any]) -> str | None:
+    return text(body, "durable_url", most=LONGEST_PLACE) if body.get("durable_url") is not None else None
 
 
 def _pace(body: Mapping[str, Any]) -> float | None:

@@ -19,6 +19,7 @@ from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.memory.upload import Upload
 from lightning_spot.protocol.wire import DIGEST_HEADER
 from lightning_spot.service.fields import MOST_BYTES
+from lightning_spot.service.quotas import client_of
 
 Lease = Callable[[web.Request, str, int, int, float], Awaitable[Upload]]
 
@@ -46,7 +47,7 @@ class Saving:
         nbytes = request.content_length
         if nbytes is None or nbytes > MOST_BYTES:
             raise SettingsError(f"a file needs a Content-Length of at most {MOST_BYTES}")
-        info = await self._writer(text)
+        info = await self._writer(text, client_of(request))
         exclusive = (info.key, name) if request.headers.get(hdrs.IF_NONE_MATCH) == "*" else None
         if exclusive is not None:
             if exclusive in self._writing:
@@ -69,7 +70,7 @@ class Saving:
         if manifest.name == name:
             raise NodeRefused(f"{name} exists already", status=412)
 
-    async def _writer(self, text: str) -> RunInfo:
+    async def _writer(self, text: str, client: str) -> RunInfo:
         """The run that a file is written to, made if this node does not know it."""
         try:
             return self._node.registry.find(text).info
@@ -77,7 +78,7 @@ class Saving:
             name, identity = parse_run(text)
             attempt = max(1, await asyncio.to_thread(self._claimed, text))
             info = RunInfo(name=name, id=identity, location="", attempt=attempt, token="")
-            await asyncio.to_thread(self._node.open_run, info)
+            await asyncio.to_thread(self._node.open_run, info, client)
             return info
 
     def _claimed(self, text: str) -> int:

@@ -17,8 +17,8 @@ from lightning_spot.image.written import read_ranges
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import key_of
 from lightning_spot.memory.slots import Making
+from lightning_spot.memory.upload import Upload
 from lightning_spot.protocol.wire import SENDER_HEADER, UPGRADE
-from lightning_spot.service.connections import MOST_CONNECTIONS
 from lightning_spot.service.fields import (
     LONGEST_WAIT_S,
     MANIFEST_BODY_BYTES,
@@ -28,6 +28,7 @@ from lightning_spot.service.fields import (
     integer,
     json_body,
     making,
+    manifest,
     only_same_host,
     same_host,
     seconds,
@@ -35,13 +36,17 @@ from lightning_spot.service.fields import (
     texts,
 )
 from lightning_spot.service.hosts import Lease
-from lightning_spot.service.part_receiver import receive_parts
+from lightning_spot.service.part_receiver import SCRATCH_BYTES, receive_parts
+from lightning_spot.service.quotas import Quota, client_of
 from lightning_spot.service.shares import base_info, leased, shared_body, shared_of
 
 logger = logging.getLogger(__name__)
 
 MOST_STREAMS = 256
-"""Streams of parts at once, shared by who sends: each host has one in any case for each upload."""
+"""Streams of parts at once, shared by who sends: each host has one for each upload, as long as there are threads."""
+
+MOST_STREAM_THREADS = 1024
+"""Of which each stream takes one: all hosts of one snapshot have theirs, see :data:`~.portion.MOST_HOSTS`."""
 
 _MOST_STREAMS_OF_A_SENDER = 16
 
@@ -61,7 +66,8 @@ class UploadRequests:
         self.committed_s = 0.0
         self._node, self._wait_for_slot = node, lease
         self._streams: Counter[tuple[str, str]] = Counter()  # of each upload and sender
-        self._stream_threads = ThreadPoolExecutor(MOST_CONNECTIONS, thread_name_prefix="spot-stream")
+        self._stream_threads = ThreadPoolExecutor(MOST_STREAM_THREADS, thread_name_prefix="spot-stream")
+        self._threads, self._scratch = Quota(MOST_STREAM_THREADS), Quota(SCRATCH_BYTES)
 
     def routes(self) -> list[web.RouteDef]:
         """Where they are asked."""
@@ -89,7 +95,7 @@ class UploadRequests:
             seconds(body, "wait_s", 0.0, LONGEST_WAIT_S),
             session=text(body, "session") if near else "",
             name=text(body, "name"),
-            manifest=Manifest.from_dict(body["manifest"]) if body.get("manifest") is not None else None,
+            manifest=manifest(body) if body.get("manifest") is not None else None,
             upload_id=identifier(body, "upload"),
             shared=shared_of(body) if near else None,
             layout_id=identifier(body, "layout_id"),
@@ -105,24 +111,33 @@ class UploadRequests:
         if request.headers.get(hdrs.UPGRADE) != UPGRADE or transport is None or sock is None:
             raise NodeRefused(f"a stream needs 'Upgrade: {UPGRADE}'", status=426)
         sender = upload.id, request.headers.get(SENDER_HEADER, "")
-        self._check_streams(sender)
+        self._check_streams(upload, sender)
+        client = client_of(request)
+        if not self._threads.take(client):
+            raise TooManyStreams("this client has its share of the streams that this node serves at once")
         assert isinstance(transport, asyncio.Transport)
         transport.pause_reading()
         loop = asyncio.get_running_loop()
         self._streams[sender] += 1
         try:
             with sock.dup() as connection, self._node.streaming(upload, connection):
-                await loop.run_in_executor(self._stream_threads, receive_parts, connection, self._node, upload)
+                await loop.run_in_executor(
+                    self._stream_threads, receive_parts, connection, self._node, upload, self._scratch
+                )
         except (OSError, SpotError) as error:
             logger.debug("a stream of parts ended: %s", error)
         finally:
             self._streams -= Counter([sender])  # which forgets who has none
+            self._threads.give_back(client)
             transport.close()  # the connection no longer speaks HTTP
         return web.Response()
 
-    def _check_streams(self, sender: tuple[str, str]) -> None:
-        """Refuse a stream beyond a sender's part of them; the first one never."""
+    def _check_streams(self, upload: Upload, sender: tuple[str, str]) -> None:
+        """Refuse a stream beyond a sender's part of them, and more senders than hosts that send the upload."""
         mine = self._streams[sender]
+        hosts = upload.joint.shared.shares if upload.joint is not None and upload.is_gathered else 1
+        if not mine and sum(upload_id == upload.id for upload_id, _ in self._streams) >= hosts:
+            raise TooManyStreams(f"this upload is sent by {hosts} already, as many as it has hosts")
         senders = len(self._streams) + (not mine)
         most = min(_MOST_STREAMS_OF_A_SENDER, MOST_STREAMS // senders)
         if mine and (mine >= most or self._streams.total() >= MOST_STREAMS):
@@ -133,21 +148,21 @@ class UploadRequests:
         self.committed_s = time.monotonic()
         body = await json_body(request, MANIFEST_BODY_BYTES)
         upload = request.match_info["upload"]
-        done = await asyncio.to_thread(lambda: self._node.commit(upload, Manifest.from_dict(body.get("manifest"))))
+        done = await asyncio.to_thread(lambda: self._node.commit(upload, manifest(body)))
         return web.json_response({"checksums": list(done.checksums)})
 
     async def seal(self, request: web.Request) -> web.Response:
         """Make a slot a snapshot that was filled through shared memory (this host only)."""
         only_same_host(request)
         body = await json_body(request, MANIFEST_BODY_BYTES)
-        manifest = Manifest.from_dict(body.get("manifest"))
-        floats = read_floats(body.get("floats", []), manifest.nbytes)
+        whole = Manifest.from_dict(body.get("manifest"))
+        floats = read_floats(body.get("floats", []), whole.nbytes)
         destinations = list(texts(body, "destinations")) if body.get("destinations") is not None else None
-        written = read_ranges(body.get("written"), manifest.nbytes)
+        written = read_ranges(body.get("written"), whole.nbytes)
         upload = self._node.find_upload(request.match_info["upload"])
         followed = body.get("followed") is True
         done = await asyncio.to_thread(
-            self._node.seal, upload.id, manifest, destinations, floats, written, followed=followed
+            self._node.seal, upload.id, whole, destinations, floats, written, followed=followed
         )
         is_portion = upload.joint is not None and upload.joint.shared.image_nbytes > 0
         short = self._node.ring.is_short(key_of(done), upload.nbytes if is_portion else done.nbytes)

@@ -14,8 +14,11 @@ from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.slots import Making
 from lightning_spot.memory.upload import Upload
+from lightning_spot.service.quotas import Quota
 
-_MOST_WAITING = 2 * MOST_HOSTS  # all hosts of one snapshot wait until it begins; those of others are served, too
+MOST_WAITING = 2 * MOST_HOSTS
+"""All hosts of one snapshot wait until it begins, even at one address; those of others are served, too."""
+
 _LEASE_THREADS = 32  # of their own: memory is made on them, for seconds, and what else is asked is answered meanwhile
 ASKED_AGAIN_S = 10.0
 """So long after its connection broke, the first of several hosts counts as gone unless it was heard of again."""
@@ -38,7 +41,7 @@ class Waiting:
         self.asked_s = 0.0
         self._node = node
         self._loop = asyncio.get_running_loop()
-        self._count = 0
+        self._count, self._places = 0, Quota(MOST_WAITING)
         self._woken = False
         self._changed: asyncio.Future[None] = self._loop.create_future()
         self._threads = ThreadPoolExecutor(_LEASE_THREADS, thread_name_prefix="spot-lease")
@@ -46,6 +49,7 @@ class Waiting:
 
     async def lease(
         self,
+        client: str,
         gone: asyncio.Future[None],
         run: str,
         attempt: int,
@@ -63,6 +67,7 @@ class Waiting:
         """Take a slot, see :meth:`Begins.lease`.
 
         Args:
+            client: who asks, see :func:`client_of`, and for which run.
             gone: done once whoever asks has hung up: then nothing is taken.
             run: the run.
             attempt: who writes.
@@ -81,8 +86,6 @@ class Waiting:
             ConnectionResetError: if nobody waits for the answer any more.
         """
         self.asked_s = time.monotonic()
-        if self._count >= _MOST_WAITING:
-            raise RingFull(f"{self._count} requests wait for a slot already")
         deadline_s = time.monotonic() + wait_s
         ask = functools.partial(
             self._node.lease,
@@ -97,7 +100,7 @@ class Waiting:
             layout_id=layout_id,
             making=making,
         )
-        self._count += 1
+        self._take_place(client)
         try:
             while True:
                 changed = self._changed
@@ -112,6 +115,7 @@ class Waiting:
                 await asyncio.sleep(_LOOK_AGAIN_S)
         finally:
             self._count -= 1
+            self._places.give_back(client)
         if gone.done():
             if upload.is_gathered:  # only its answer may be lost, and other hosts may be at it already
                 self._loop.call_later(ASKED_AGAIN_S, self._give_up, upload, upload.touched_s)
@@ -120,6 +124,11 @@ class Waiting:
             raise ConnectionResetError("the trainer has gone")
         return upload
 
+    def _take_place(self, client: str) -> None:
+        if not self._places.take(client):
+            raise RingFull(f"{self._count} requests wait for a slot already, and this client has its share of them")
+        self._count += 1
+
     def _give_up(self, upload: Upload, touched_s: float) -> None:
         """Free the slot of an upload of which nothing was heard since."""
         if upload.touched_s == touched_s:
@@ -127,6 +136,7 @@ class Waiting:
 
     async def join(
         self,
+        client: str,
         gone: asyncio.Future[None],
         run: str,
         attempt: int,
@@ -145,12 +155,10 @@ class Waiting:
             ShareMissing: if there will be none, or not in time.
             ConnectionResetError: if nobody waits for the answer any more; then no share is taken.
         """
-        if self._count >= _MOST_WAITING:
-            raise RingFull(f"{self._count} requests wait for a slot already")
         deadline_s = time.monotonic() + wait_s
         shares = self._node.uploads.shares
         ask = functools.partial(shares.join, run, attempt, name, share, session, digest, is_led_here=is_led_here)
-        self._count += 1
+        self._take_place(client)
         try:
             while True:
                 changed = self._changed
@@ -167,6 +175,7 @@ class Waiting:
                 await asyncio.wait([gone, changed], timeout=min(left_s, _LOOK_S), return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._count -= 1
+            self._places.give_back(client)
 
     async def all_there(self, upload: Upload) -> None:
         """Return when all hosts have brought their portions, or it shows that one will not.

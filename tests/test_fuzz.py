@@ -1,0 +1,486 @@
+"""Requests and streams that are wrong in every way: a node lives, answers others, and keeps what it has.
+
+Mutations of every request that a node knows, over TCP and over a Unix socket, and of the frames of part streams.
+Each test prints its seed; ``SPOT_SEED`` runs it again.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import re
+import socket
+import struct
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.part_encoder import OutgoingPart
+from lightning_spot.errors import SpotError
+from lightning_spot.image.delta import Coding, changed_ranges, encode
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.packing import can_pack
+from lightning_spot.image.parts import checksum
+from lightning_spot.protocol.record import NodeRecord
+from lightning_spot.protocol.wire import Address, Frame, PartKind, parse_spot_url
+from tests.conftest import RunningNode, until
+
+TOKEN = "of this test, and long enough"
+KEPT, FUZZED = "kept@0123456789ab", "fuzzed@ba9876543210"
+MIB = 2**20
+
+PLACES = ("durable_url", "location", "at", "destinations", "nodes", "via")
+"""Fields that name places: nothing is made up for them, since a node writes where a trainer of its host says."""
+
+ODD = [None, True, 0, 1, -1, 0.5, 2**31, 2**63, 10**30, 1e308, float("nan"), float("inf"), "", "x", "\0", "é" * 300]
+ODD += [
+    "x" * 5000,
+    "../../x",
+    "\ud83d",
+    [],
+    {},
+    [[]],
+    [1] * 70,
+    {"a": {"b": []}},
+    "0" * 32,
+    "step-000000001-attempt-0001",
+]
+
+HEADERS = [
+    ("Range", ["bytes=0-", "bytes=5-2", "bytes=-0", "bytes=0-1,3-4", "bytes=" + "9" * 30 + "-", "lines=1-2", ""]),
+    ("Content-Length", ["-1", "x", "1e3", "9" * 30, "0x10"]),
+    ("Transfer-Encoding", ["chunked", "gzip", "chunked, chunked", "identity"]),
+    ("Content-Encoding", ["gzip", "br", "zstd", "deflate"]),
+    ("Expect", ["100-continue", "200-ok"]),
+    ("Upgrade", ["spot-parts", "websocket", "h2c"]),
+    ("Connection", ["Upgrade", "close", "keep-alive", "\x7f"]),
+    ("Spot-Digest", ["0" * 32, "x", ""]),
+    ("Spot-Target", ["0" * 32, "é"]),
+    ("Spot-Protocol", ["0", "999", "x" * 999]),
+    ("Spot-Sender", ["a", "b" * 999]),
+    ("Want-Spot-Digest", ["1", ""]),
+    ("If-None-Match", ["*", '"x"']),
+    ("If-Match", ['"x"', "*"]),
+    ("Authorization", ["Bearer wrong", "Basic eDp4", "é"]),
+    ("Host", ["", "a" * 999, "[::1"]),
+    ("X-Long", ["a" * 9000, "é"]),
+]
+
+
+@pytest.fixture
+def chance(request: pytest.FixtureRequest) -> random.Random:
+    """Randomness of a test, from ``SPOT_SEED`` or ``--seed``; printed, so that a failure can be run again."""
+    given = os.environ.get("SPOT_SEED")
+    seed = int(given) if given else int(request.getfixturevalue("seed"))
+    print(f"SPOT_SEED={seed}")
+    return random.Random(seed)
+
+
+# -- what is mutated ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Request:
+    """One that a node knows, or what a mutation made of it."""
+
+    method: str
+    path: str
+    body: Any
+    headers: list[tuple[str, str]]
+
+    def bytes(self, chance: random.Random, *, is_raw_safe: bool) -> bytes:
+        """As it is sent; now and then with bytes that are none of it, cut short, or with more of them."""
+        data = self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
+        if is_raw_safe and chance.random() < 0.15:
+            data = _flipped(data, chance)
+        head = [f"{self.method} {self.path} HTTP/1.1", *(f"{name}: {value}" for name, value in self.headers)]
+        if not any(name == "Content-Length" for name, _ in self.headers):
+            head.append(f"Content-Length: {len(data)}")
+        sent = "\r\n".join(head).encode("utf-8", "surrogatepass") + b"\r\n\r\n"
+        return (_flipped(sent, chance) if chance.random() < 0.05 else sent) + data
+
+
+def _flipped(data: bytes, chance: random.Random) -> bytes:
+    changed = bytearray(data or b"{")
+    for _ in range(chance.choice((1, 1, 2, 8))):
+        place = chance.randrange(len(changed) + 1)
+        how = chance.randrange(3)
+        if how == 0 and place < len(changed):
+            changed[place] ^= 1 << chance.randrange(8)
+        elif how == 1:
+            del changed[place : place + chance.randrange(1, 9)]
+        else:
+            changed[place:place] = chance.randbytes(chance.randrange(1, 9))
+    return bytes(changed)
+
+
+def requests(uploads: list[str], chance: random.Random, *, near: bool, session: str) -> list[Request]:
+    """Every request that a node knows, as it is meant."""
+    name = snapshot_name(chance.randrange(1, 5), 1)
+    manifest = Manifest(run="fuzzed", run_id="ba9876543210", name=name, step=1, attempt=1, nbytes=100).to_dict()
+    upload = chance.choice(uploads) if uploads else "0" * 32
+    run, of, files = f"/v1/runs/{FUZZED}", f"/v1/uploads/{upload}", f"/v1/files/{FUZZED}"
+    lease = {"attempt": 1, "nbytes": 100, "wait_s": 0.0, "name": name}
+    layout = json.dumps({"ranks": [1], "ranges": [[[0, 50]]]})
+    joint = {**lease, "hosts": 2, "digest": "d", "layout": layout, "upload": f"{chance.getrandbits(128):032x}"}
+    made = [
+        ("GET", "/healthz", {}),
+        ("GET", "/readyz", {}),
+        ("GET", "/v1/status", {}),
+        ("GET", "/v1/runs", {}),
+        ("POST", f"{run}/open", {"attempt": 1, "token": "t", "keep": 2, "host": "h", "pid": 1, "spread": False}),
+        ("POST", f"{run}/close", {"session": "", "complete": False}),
+        ("POST", f"{run}/settle", {"attempt": 1, "name": name, "lineage": ""}),
+        ("GET", f"{run}/snapshots", {"as_is": True}),
+        ("GET", f"{run}/files", {}),
+        ("POST", f"{run}/uploads", lease),
+        ("POST", f"{run}/uploads", {**lease, "manifest": manifest}),
+        ("POST", f"{of}/stream", {}),
+        ("POST", f"{of}/commit", {"manifest": {**manifest, "checksums": [checksum(bytes(100))]}}),
+        ("DELETE", of, {"untouched": True}),
+        ("POST", "/v1/check", {"via": []}),
+        ("POST", "/v1/flush", {"run": FUZZED, "wait_s": 0.0}),
+        ("GET", f"{files}/{name}/model.ckpt", {}),
+        ("HEAD", f"{files}/last.ckpt", {}),
+        ("PUT", f"{files}/notes-{chance.randrange(5)}", b"some notes"),
+        ("DELETE", f"{files}/notes-{chance.randrange(5)}", {"unseen": False}),
+        ("DELETE", f"{files}/{name}", {}),
+        ("POST", f"{run}/joint", joint),
+        ("POST", f"{run}/joint/join", {"attempt": 1, "name": name, "host": 1, "wait_s": 0.0, "again": True}),
+        ("POST", f"{run}/joint/decline", {"attempt": 1, "name": name, "why": "w", "host": 1}),
+        ("POST", f"{of}/joint/placed", {"host": 1, "torn": ""}),
+        ("POST", f"{of}/joint/seal", {"manifest": manifest}),
+        ("GET", f"{run}/portions", {"name": name}),
+        ("POST", f"{run}/portions/whole", {"attempt": 1, "name": name, "overtaken": [], "left": []}),
+        ("POST", f"{run}/portions/torn", {"attempt": 1, "name": name, "why": "w", "over": False}),
+    ]
+    if near:
+        shared = {**lease, "session": session, "shares": 2, "digest": "d", "layout": "l", "layout_id": ""}
+        made += [
+            ("POST", f"{run}/uploads", {**lease, "session": session, "making": "never"}),
+            ("POST", f"{run}/uploads", shared),
+            ("POST", f"{run}/shares", {"attempt": 1, "name": name, "share": 1, "digest": "d", "session": session}),
+            ("POST", f"{run}/decline", {"attempt": 1, "name": name, "why": "w", "session": session}),
+            ("POST", f"{of}/share", {"name": name, "shares": 2, "digest": "d"}),
+            ("POST", f"{of}/placed", {"share": 1, "session": session}),
+            ("POST", f"{of}/seal", {"manifest": manifest, "floats": [], "written": [[0, 10]], "followed": True}),
+            ("POST", f"{run}/spread", {"replicas": 1}),
+        ]
+    return [Request(method, path, body, []) for method, path, body in made]
+
+
+class Mutations:
+    """Makes wrong requests of right ones.
+
+    Args:
+        chance: what is made.
+        near: whether they come from the node's own host.
+        token: that the node asks for.
+        session: of a trainer on this host, if there is one.
+    """
+
+    def __init__(self, chance: random.Random, *, near: bool, token: str, session: str = "") -> None:
+        self.uploads: list[str] = []
+        self._chance, self._near, self._token, self._session = chance, near, token, session
+
+    def next(self) -> bytes:
+        """The next one as it is sent."""
+        chance = self._chance
+        known = requests(self.uploads, chance, near=self._near, session=self._session)
+        made = copy.deepcopy(chance.choice(known))
+        made.headers = [("Host", "x"), ("Authorization", f"Bearer {self._token}")]
+        kinds = [self._field, self._field, self._field, self._header, self._path, self._method, lambda _made: None]
+        for _ in range(chance.choice((1, 1, 1, 2, 3))):
+            chance.choice(kinds)(made)
+        sent = made.bytes(chance, is_raw_safe=not _names_places(made.body))
+        # To that aiohttp's own answer fails, before anything of ours is asked.
+        return self.next() if re.search(rb"(?im)^expect:.*[\x80-\xff]", sent) else sent
+
+    def _field(self, made: Request) -> None:
+        """Another value for a field of the body, or of an object in it; or a field that is not there, or one more."""
+        chance, target = self._chance, made.body
+        while isinstance(target, dict) and (inner := [v for v in target.values() if isinstance(v, dict)]):
+            if chance.random() < 0.5:
+                break
+            target = chance.choice(inner)
+        if not isinstance(target, dict):
+            made.body = chance.choice((b"", b"[]", b"null", b"[" * 5000, b'{"attempt": ' + b"9" * 5000 + b"}", b"\xff"))
+            return
+        name = chance.choice([*target, "session", "attempt", "manifest", "upload", "making", "shares"])
+        if name in PLACES:
+            return
+        if name == "wait_s":  # who waits for an hour tells nothing
+            target[name] = chance.choice((0.0, -1, "1", None, float("nan"), [0]))
+        elif chance.random() < 0.2:
+            target.pop(name, None)
+        else:
+            target[name] = copy.deepcopy(chance.choice(ODD))
+
+    def _header(self, made: Request) -> None:
+        name, values = self._chance.choice(HEADERS)
+        made.headers.append((name, self._chance.choice(values)))
+
+    def _path(self, made: Request) -> None:
+        chance, parts = self._chance, made.path.split("/")
+        odd = ("", ".", "..", "%2e%2e", "%00", "%", "a" * 3000, "é", "?x=1", "#", "x@y", "@", "%2F", "0" * 32, ";", "*")
+        place = chance.randrange(1, len(parts))
+        if chance.random() < 0.5:
+            parts[place] = chance.choice(odd)
+        elif chance.random() < 0.5:
+            parts.insert(place, chance.choice(odd))
+        else:
+            del parts[place]
+        made.path = "/".join(parts) or "/"
+
+    def _method(self, made: Request) -> None:
+        made.method = self._chance.choice(
+            ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "get", "")
+        )
+
+
+def _names_places(body: Any) -> bool:
+    return isinstance(body, dict) and any(name in body for name in PLACES)
+
+
+# -- the node ----------------------------------------------------------------------------------------------------------
+
+
+def manifest_of(run: str, step: int, data: bytes) -> Manifest:
+    name, identity = run.split("@")
+    plain = Manifest(run=name, run_id=identity, name=snapshot_name(step, 1), step=step, attempt=1, nbytes=len(data))
+    return plain.sealed(memoryview(data))
+
+
+def commit_whole(client: NodeClient, run: str, step: int, data: bytes) -> Manifest:
+    manifest = manifest_of(run, step, data)
+    lease = {"attempt": 1, "nbytes": len(data), "name": manifest.name}
+    upload = client.call("POST", f"/v1/runs/{run}/uploads", lease)["upload"]
+    stream = client.stream(upload)
+    assert list(stream.send([OutgoingPart.whole(0, memoryview(data), checksum(data))]))
+    stream.close()
+    client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": asdict(manifest)})
+    return manifest
+
+
+class Target:
+    """A node in a process of its own, that has a snapshot which nobody may change."""
+
+    def __init__(self, address: Address, pid: int, log: Path) -> None:
+        self.client = NodeClient(address, TOKEN)
+        self.answers: Counter[str] = Counter()
+        self.process = psutil.Process(pid)
+        self._address, self._log = address, log
+        for run in (KEPT, FUZZED):
+            self.client.call("POST", f"/v1/runs/{run}/open", {"attempt": 1, "token": "t"})
+        self._data = random.Random(7).randbytes(5000)
+        if address.socket_path:  # over which no parts come
+            self._kept = "kept.bin"
+            self.client.send(f"/v1/files/{KEPT}/{self._kept}", lambda: [memoryview(self._data)], len(self._data))
+        else:
+            self._kept = commit_whole(self.client, KEPT, 1, self._data).data_path
+        self._before = self._costs()
+
+    def _costs(self) -> tuple[int, int, int]:
+        return self.process.memory_info().rss, self.process.num_threads(), self.process.num_fds()
+
+    def ask(self, sent: bytes, within_s: float = 5.0) -> bytes:
+        """The answer to raw bytes, as much of it as comes in one go; it is counted by its status."""
+        at_unix = bool(self._address.socket_path)
+        with socket.socket(socket.AF_UNIX if at_unix else socket.AF_INET) as connection:
+            connection.settimeout(within_s)
+            connection.connect(self._address.socket_path if at_unix else (self._address.host, self._address.port))
+            got = b""
+            try:
+                connection.sendall(sent)
+                if is_cut_short(sent):
+                    self.answers["not awaited"] += 1
+                    return b""
+                got = connection.recv(65536)
+            except TimeoutError:
+                self.answers["silent"] += 1
+            except OSError as error:
+                self.answers[type(error).__name__] += 1
+            status = re.match(rb"HTTP/1\.1 (\d{3})", got)
+            self.answers[status[1].decode() if status else "hung up"] += 1
+            assert status is None or status[1] != b"500" or is_ours(got), (sent[:2000], got)
+            return got
+
+    def check(self) -> None:
+        """The node is as well as before, has said no word of an error of its own, and has the snapshot bit for bit."""
+        print(dict(self.answers))
+        assert self.process.is_running()
+        assert self.client.call("GET", "/healthz") == {"status": "ok"}
+        raised = re.findall(
+            r"Traceback \(most recent call last\):\n(?:[ +|].*\n)*(.*)", self._log.read_text(errors="replace")
+        )
+        # What is no HTTP at all is aiohttp's to refuse.
+        assert [line for line in raised if not line.startswith("aiohttp.http_exceptions.")] == []
+        read = bytearray(len(self._data))
+        self.client.receive(f"/v1/files/{KEPT}/{self._kept}", 0, memoryview(read))
+        assert bytes(read) == self._data
+        rss, threads, files = (now - before for now, before in zip(self._costs(), self._before, strict=True))
+        assert rss < 300 * MIB
+        assert threads < 300
+        assert files < 300
+
+
+def is_ours(got: bytes) -> bool:
+    """Whether an answer of status 500 is an error that was foreseen: those that have no status of their own."""
+    named = re.search(rb'"error": "(\w+)"', got)
+    return named is not None and named[1] != b"NodeFailed"
+
+
+def is_cut_short(sent: bytes) -> bool:
+    """Whether a request says that more follows: the node waits for it, half a minute long."""
+    head, _, body = sent.partition(b"\r\n\r\n")
+    lengths = re.findall(rb"(?im)^content-length: *(\d+)\s*$", head)
+    chunked = re.search(rb"(?i)transfer-encoding: *chunked", head) and not body.endswith(b"0\r\n\r\n")
+    upgraded = re.search(rb"(?i)/stream.*\n(?s:.*)upgrade: spot-parts", head)
+    return bool(chunked or upgraded) or any(int(length) > len(body) for length in lengths)
+
+
+@pytest.fixture
+def over_tcp(tmp_path: Path) -> Iterator[Target]:
+    environment = {
+        "LIGHTNING_SPOT_SHM_DIR": "",
+        "LIGHTNING_SPOT_RUNTIME_DIR": str(tmp_path),
+        "LIGHTNING_SPOT_TOKEN": TOKEN,
+    }
+    flags = ["--listen", "127.0.0.1:0", "--memory", "64MiB", "--flush-to", str(tmp_path / "below")]
+    node = RunningNode(flags, tmp_path / "node.log", environment).wait_listening()
+    yield Target(parse_spot_url(node.url)[0], node.process.pid, node.log)
+    node.stop(9)
+
+
+@pytest.fixture
+def over_unix(tmp_path: Path) -> Iterator[Target]:
+    """An embedded node writes wherever a trainer says: no request here names a place."""
+    record = NodeRecord(tmp_path, "0" * 16)
+    environment = {
+        "LIGHTNING_SPOT_SHM_DIR": "",
+        "LIGHTNING_SPOT_RUNTIME_DIR": str(tmp_path),
+        "LIGHTNING_SPOT_TOKEN": TOKEN,
+    }
+    node = RunningNode(["--embedded", str(tmp_path), "0" * 16, "--memory", "64MiB"], tmp_path / "node.log", environment)
+    until(lambda: _listens(record.http), "the node to listen")
+    yield Target(Address(socket_path=str(record.http)), node.process.pid, node.log)
+    node.stop(9)
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as connection:
+        return connection.connect_ex(str(path)) == 0
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def fuzz_requests(target: Target, chance: random.Random, count: int, *, near: bool) -> None:
+    mutations = Mutations(chance, near=near, token=TOKEN)
+    for number in range(count):
+        got = target.ask(mutations.next())
+        if found := re.search(rb'"upload": "([0-9a-f]{32})"', got):
+            mutations.uploads.append(found[1].decode())
+            del mutations.uploads[:-4]
+        if number % 500 == 499:
+            with suppress(SpotError):  # a mutation may have said that a later attempt writes
+                target.client.call("POST", f"/v1/runs/{FUZZED}/open", {"attempt": 1, "token": "t"})
+    target.check()
+    answered = sum(number for status, number in target.answers.items() if status.isdigit())
+    assert answered > count / 2
+    assert target.answers["200"] > count / 50
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("count", [1500, pytest.param(42_000, marks=pytest.mark.soak)])
+def test_no_request_harms_a_node(over_tcp: Target, chance: random.Random, count: int) -> None:
+    fuzz_requests(over_tcp, chance, count, near=False)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.soak)])
+def test_no_request_of_its_host_harms_a_node(over_unix: Target, chance: random.Random, count: int) -> None:
+    fuzz_requests(over_unix, chance, count, near=True)
+
+
+# -- frames ------------------------------------------------------------------------------------------------------------
+
+
+def frame_of(chance: random.Random, new: bytes, base: bytes) -> bytes:
+    """A frame of the only part of a snapshot, and its content: as it should be, or nearly."""
+    nbytes, digest = len(new), checksum(new)
+    coding = chance.choice((Coding.PLAIN, Coding.PACKED)) if can_pack() else Coding.PLAIN
+    delta = encode(new, base, changed_ranges(new, base), coding)
+    kind, start, content, said = PartKind.DELTA, 0, delta, None
+    how = chance.randrange(8)
+    if how < 3:
+        content = _flipped(delta, chance)
+    elif how == 3:
+        count = chance.choice((0, 1, 1000, 2**32 - 1))
+        content = struct.pack(">BI", chance.randrange(4), count) + chance.randbytes(chance.randrange(200))
+    elif how == 4:
+        start, nbytes = chance.choice((0, 1, nbytes, 2**63)), chance.choice((0, 1, nbytes + 1, 2**30, 2**63))
+    elif how == 5:
+        kind, content, said = chance.choice(list(PartKind)), b"", chance.choice((0, 1, nbytes, 2**40))
+    elif how == 6:
+        digest = chance.randbytes(16).hex()
+    sent = Frame(kind, start, nbytes, len(content) if said is None else said, digest).pack() + content
+    return _flipped(sent, chance) if how == 7 and chance.random() < 0.5 else sent
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("count", [300, pytest.param(6000, marks=pytest.mark.soak)])
+def test_no_frame_makes_other_bytes_count(over_tcp: Target, chance: random.Random, count: int) -> None:
+    """What is committed is what its sender announced, whatever came before."""
+    client, base, step, sent = over_tcp.client, chance.randbytes(20_000), 1, 0
+    commit_whole(client, FUZZED, step, base)
+    while sent < count:
+        step += 1
+        new = bytearray(base)
+        for _ in range(20):
+            new[chance.randrange(len(new))] ^= 255
+        new_bytes = bytes(new)
+        manifest = manifest_of(FUZZED, step, new_bytes)
+        lease = {"attempt": 1, "nbytes": len(new), "name": manifest.name, "wait_s": 10.0}
+        plain = {**asdict(manifest), "checksums": []}
+        upload = client.call("POST", f"/v1/runs/{FUZZED}/uploads", {**lease, "manifest": plain})["upload"]
+        for _ in range(12):
+            sent += 1
+            over_tcp.answers[_say(client, upload, frame_of(chance, new_bytes, base), manifest.checksums[0])] += 1
+        frame = Frame(PartKind.WHOLE, 0, len(new), len(new), manifest.checksums[0])
+        assert _say(client, upload, frame.pack() + new_bytes, manifest.checksums[0]) == "as announced"
+        client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": asdict(manifest)})
+        read = bytearray(len(new_bytes))
+        client.receive(f"/v1/files/{FUZZED}/{manifest.data_path}", 0, memoryview(read))
+        assert read == new_bytes
+        base = new_bytes
+    over_tcp.check()
+    assert over_tcp.answers["as announced"] > count / 100
+    assert over_tcp.answers["hung up"] > count / 20
+
+
+def _say(client: NodeClient, upload: str, sent: bytes, digest: str) -> str:
+    """What becomes of some bytes on a stream of parts."""
+    try:
+        stream = client.stream(upload)
+    except SpotError as error:
+        return type(error).__name__
+    try:
+        stream._socket.settimeout(5.0)
+        stream._socket.sendall(sent)
+        stream._socket.shutdown(socket.SHUT_WR)  # no more comes: nobody waits for the rest of a frame
+        got = stream._socket.recv(16)
+        return "hung up" if not got else "as announced" if got.hex() == digest else "other bytes"
+    except OSError as error:
+        return type(error).__name__
+    finally:
+        stream.close()

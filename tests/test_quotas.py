@@ -1,0 +1,484 @@
+"""One client cannot spend a node: what each may make it hold is bounded, and something is left for others."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.part_encoder import OutgoingPart
+from lightning_spot.client.stores import open_store
+from lightning_spot.config import MOST_PART_BYTES, PROTOCOL_VERSION
+from lightning_spot.errors import CorruptSnapshot, NodeRefused, RingFull, SettingsError, TooManyStreams
+from lightning_spot.image.delta import MOST_RANGES, Coding, decode
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.parts import checksum
+from lightning_spot.memory import joint, registry, remembered, ring
+from lightning_spot.memory.joint import Joint, KnownLayout, Layouts, Shared
+from lightning_spot.memory.node import Node
+from lightning_spot.memory.registry import MOST_AHEAD
+from lightning_spot.memory.runs import RunInfo
+from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, Address, Frame, PartKind
+from lightning_spot.run.files import folder_info
+from lightning_spot.service import handlers, uploads, waiting
+from lightning_spot.service.quotas import Quota, client_at
+from lightning_spot.service.readiness import not_ready
+from lightning_spot.tiers.claims import Claim
+from tests.conftest import until
+from tests.served import served
+from tests.small_trainer import image_of as archive_of
+
+RUN_ID = "0123456789ab"
+ANOTHER = "127.0.0.2"
+"""An address of loopback that another client has."""
+
+
+def node_of(memory_bytes: int = 2**28, **more: Any) -> Node:
+    return Node(**{"slots": None, "memory_bytes": memory_bytes, "open_store": open_store, **more})
+
+
+@contextmanager
+def asked(node: Node) -> Iterator[NodeClient]:
+    with served(node) as port:
+        client = NodeClient(Address("127.0.0.1", port))
+        yield client
+        client.close()
+
+
+def open_run(client: NodeClient, run: str = "run", attempt: int = 1, **more: Any) -> None:
+    client.call("POST", f"/v1/runs/{run}/open", {"attempt": attempt, **more})
+
+
+def begin(client: NodeClient, nbytes: int, run: str = "run", **more: Any) -> str:
+    return str(client.call("POST", f"/v1/runs/{run}/uploads", {"attempt": 1, "nbytes": nbytes, **more})["upload"])
+
+
+def send(client: NodeClient, upload: str, data: bytes) -> None:
+    stream = client.stream(upload)
+    assert len(list(stream.send([OutgoingPart.whole(0, memoryview(data), checksum(data))]))) == 1
+    stream.close()
+
+
+def commit(client: NodeClient, step: int, data: bytes, run: str = "run") -> Manifest:
+    plain = Manifest(run=run, name=snapshot_name(step, 1), step=step, attempt=1, nbytes=len(data))
+    manifest = plain.sealed(memoryview(data))
+    upload = begin(client, len(data), run)
+    send(client, upload, data)
+    client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": asdict(manifest)})
+    return manifest
+
+
+def say(
+    client: NodeClient, method: str, path: str, body: Any, source: str = "127.0.0.1", nbytes: int | None = None
+) -> socket.socket:
+    """Send a request from an address of loopback, or its beginning, and leave its answer for later."""
+    data = json.dumps(body).encode()
+    address = (client.address.host, client.address.port)
+    connection = socket.create_connection(address, timeout=30, source_address=(source, 0))
+    connection.sendall(head_of(method, path, f"Content-Length: {len(data) if nbytes is None else nbytes}") + data)
+    return connection
+
+
+def head_of(method: str, path: str, header: str) -> bytes:
+    protocol = f"Host: 127.0.0.1\r\n{PROTOCOL_HEADER}: {PROTOCOL_VERSION}"
+    return f"{method} {path} HTTP/1.1\r\n{protocol}\r\n{header}\r\n\r\n".encode()
+
+
+def status_of(connection: socket.socket, within_s: float = 30.0) -> int:
+    """Status of an answer, 0 if there is none in time."""
+    with connection:
+        connection.settimeout(within_s)
+        try:
+            return int(connection.recv(65536).split(b" ")[1])
+        except TimeoutError:
+            return 0
+
+
+# -- a share for everybody ---------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 200), st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9), st.booleans()), max_size=200))
+def test_whoever_comes_new_finds_room_beside_the_greedy(most: int, moves: list[tuple[int, int, bool]]) -> None:
+    quota, held = Quota(most), [0] * 6
+    for who, amount, takes in moves:
+        if takes and quota.take(str(who), amount):
+            held[who] += amount
+        elif not takes and held[who] >= amount:
+            quota.give_back(str(who), amount)
+            held[who] -= amount
+        assert quota.held == sum(held) <= most
+    while any([quota.take(str(who)) for who in range(6)]):
+        pass
+    if most - quota.held >= 1:
+        assert quota.take("new")
+
+
+def test_a_lone_client_has_half() -> None:
+    quota = Quota(1024)
+    assert sum(quota.take("one") for _ in range(2000)) == 512
+    assert sum(quota.take("another") for _ in range(2000)) == 256
+    with quota.holding("third", 300) as may:
+        assert not may
+    with quota.holding("third", 100) as may:
+        assert may
+    assert quota.held == 768
+
+
+@pytest.mark.parametrize(
+    ("family", "peer", "client"),
+    [
+        (socket.AF_INET, ("10.0.0.5", 4), "10.0.0.5"),
+        (socket.AF_INET6, ("::ffff:10.0.0.5", 4, 0, 0), "10.0.0.5"),
+        (socket.AF_INET6, ("2001:db8:0:7::1%eth0", 4, 0, 2), "2001:db8:0:7::/64"),
+        (socket.AF_INET6, ("2001:db8:0:7:ffff::2", 4, 0, 0), "2001:db8:0:7::/64"),
+    ],
+)
+def test_who_is_one_client(family: int, peer: tuple[Any, ...], client: str) -> None:
+    assert client_at(SimpleNamespace(family=family, getpeername=lambda: peer)) == client
+
+
+def test_a_process_is_a_client_of_a_unix_socket() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        assert client_at(here).startswith("pid ")
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_part_is_no_larger_than_a_node_accepts() -> None:
+    """41 bytes took a gigabyte of memory beside the slots."""
+    nbytes = MOST_PART_BYTES + 4096
+    with asked(node_of()) as client:
+        open_run(client)
+        commit(client, 1, b"a base")
+        upload = begin(client, nbytes)
+        for part_bytes, is_taken in ((nbytes, False), (MOST_PART_BYTES, True)):
+            stream = client.stream(upload)
+            stream._socket.settimeout(30)
+            stream._socket.sendall(Frame(PartKind.SAME, 0, part_bytes, 0, NO_DIGEST).pack())
+            assert bool(stream._socket.recv(16)) == is_taken
+            stream.close()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "part_bytes"), [(MOST_PART_BYTES * 2, MOST_PART_BYTES + 1), (2**20, 1), (2**26, 2**13)]
+)
+def test_parts_of_a_size_that_nobody_sends_are_refused(nbytes: int, part_bytes: int) -> None:
+    plain = Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=nbytes, part_bytes=part_bytes)
+    with asked(node_of()) as client:
+        open_run(client)
+        with pytest.raises(SettingsError, match="parts of"):
+            begin(client, nbytes, name=plain.name, manifest=plain.to_dict())
+
+
+def test_where_no_memory_is_left_beside_the_slots_parts_go_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads, "SCRATCH_BYTES", 1000)
+    base, new = bytes(4096), bytes(4095) + b"x"
+    delta = struct.pack(">BIII", Coding.PLAIN, 1, 4095, 4096) + b"x"
+    with asked(node_of()) as client:
+        open_run(client)
+        commit(client, 1, base)
+        upload = begin(client, len(new), name=snapshot_name(2, 1), manifest=_of(2, len(new)).to_dict())
+        stream = client.stream(upload)
+        for _ in range(3):  # what was refused has taken nothing
+            frame = Frame(PartKind.DELTA, 0, len(new), len(delta), checksum(new))
+            stream._socket.sendall(frame.pack() + delta)
+            assert stream._socket.recv(16).hex() == NO_DIGEST
+        part = OutgoingPart.whole(0, memoryview(new), checksum(new))
+        assert list(stream.send([part])) == [(part, checksum(new))]
+        stream.close()
+
+
+def _of(step: int, nbytes: int) -> Manifest:
+    return Manifest(run="run", name=snapshot_name(step, 1), step=step, attempt=1, nbytes=nbytes)
+
+
+@pytest.mark.parametrize("coding", list(Coding))
+def test_a_delta_has_no_more_ranges_than_anybody_sends(coding: Coding) -> None:
+    count = MOST_RANGES + 1
+    bounds = b"".join(struct.pack(">II", 2 * place, 2 * place + 1) for place in range(count))
+    base = bytes(64 * count)
+    with pytest.raises(CorruptSnapshot, match=f"{count} ranges"):
+        decode(struct.pack(">BI", coding, count) + bounds + bytes(count), base, memoryview(bytearray(base)))
+
+
+@pytest.mark.parametrize("picks", [struct.pack("<IBH", 0, 4, 0) * 2, struct.pack("<IBHHI", 0, 4, 1, 0, 7) * 2])
+def test_numbers_that_are_put_again_and_again_are_none(picks: bytes) -> None:
+    base = bytes(256)
+    with pytest.raises(CorruptSnapshot, match="out of order"):
+        decode(struct.pack(">BI", Coding.PICKED, 0) + picks, base, memoryview(bytearray(base)))
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_upload_has_as_many_senders_as_hosts() -> None:
+    with asked(node_of()) as client, ExitStack() as stack:
+        open_run(client)
+        alone, together = begin(client, 4096), "7" * 32
+        brought = {"attempt": 1, "nbytes": 4096, "name": snapshot_name(1, 1), "hosts": 2, "upload": together}
+        client.call("POST", "/v1/runs/run/joint", {**brought, "layout": json.dumps({"ranks": {}, "ranges": []})})
+        for upload, hosts in ((alone, 1), (together, 2)):
+            for number in range(hosts):
+                for _ in range(2):
+                    stack.callback(client.stream(upload, f"host {number}").close)
+            with pytest.raises(TooManyStreams, match=f"{hosts} already"):
+                client.stream(upload, "another")
+
+
+def test_one_client_does_not_take_all_threads_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads, "MOST_STREAM_THREADS", 8)
+    with asked(node_of()) as client, ExitStack() as stack:
+        open_run(client)
+        for _ in range(4):
+            stack.callback(client.stream(begin(client, 4096)).close)
+        upload = begin(client, 4096)
+        with pytest.raises(TooManyStreams, match="share of the streams"):
+            client.stream(upload)
+        address = (client.address.host, client.address.port)
+        with socket.create_connection(address, timeout=30, source_address=(ANOTHER, 0)) as other:
+            other.sendall(head_of("POST", f"/v1/uploads/{upload}/stream", "Upgrade: spot-parts"))
+            assert other.recv(65536).startswith(b"HTTP/1.1 101 ")
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+def test_runs_are_bounded_and_nobody_else_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """720 of them made the list unreadable that every trainer asks for when it begins."""
+    monkeypatch.setattr(registry, "MOST_RUNS", 16)
+    node = node_of()
+    with asked(node) as client:
+        assert status_of(say(client, "POST", "/v1/runs/victim/open", {"attempt": 1}, ANOTHER)) == 200
+        open_run(client, "kept")
+        data = commit(client, 1, b"only here", "kept")
+        for number in range(40):
+            open_run(client, f"run-{number}")
+        names = [run["name"] for run in client.call("GET", "/v1/runs")["runs"]]
+        assert {"victim", "kept", "run-39"} <= set(names)
+        assert len(names) <= 16
+        assert [slot.manifest for slot in node.committed("kept")] == [data]
+
+
+def test_no_run_is_forgotten_that_has_something_only_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "MOST_RUNS", 8)
+    with asked(node_of()) as client:
+        for number in range(4):
+            open_run(client, f"run-{number}")
+            commit(client, 1, b"only here", f"run-{number}")
+        with pytest.raises(RingFull, match="4 of them this client's"):
+            open_run(client, "one-more")
+        client.call("POST", "/v1/runs/run-2/settle", {"attempt": 1, "name": snapshot_name(1, 1), "lineage": ""})
+        open_run(client, "one-more")  # what is durable need not be here
+        assert status_of(say(client, "POST", "/v1/runs/victim/open", {"attempt": 1}, ANOTHER)) == 200
+        names = {run["name"] for run in client.call("GET", "/v1/runs")["runs"]}
+        assert names == {"run-0", "run-1", "run-3", "one-more", "victim"}
+
+
+@pytest.mark.parametrize(("name", "most"), [("host", 255), ("token", 255), ("location", 1024), ("durable_url", 1024)])
+def test_what_is_said_of_a_run_is_short(name: str, most: int) -> None:
+    with asked(node_of()) as client:
+        open_run(client, **{name: "x" * most})
+        with pytest.raises(SettingsError, match=f"at most {most} characters"):
+            open_run(client, **{name: "x" * (most + 1)})
+
+
+def test_a_restarted_node_knows_no_more_runs_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = node_of(area=tmp_path / "area")
+    for number in range(20):
+        before.open_run(RunInfo(name=f"run-{number:02}", id="", location="", attempt=1, token=""))
+    image = archive_of(1, 4096)
+    upload = before.lease("run-19", 1, len(image))
+    with upload.slot.view(len(image)) as view:
+        view[:] = image
+    before.seal(upload.id, replace(_of(1, len(image)), run="run-19"))
+    before.close(keep_unsafe=True)
+    monkeypatch.setattr(remembered, "MOST_RUNS", 8)
+    after = node_of(area=tmp_path / "area")
+    assert "run-19" in after.registry.runs
+    assert len(after.registry.runs) == len(list((tmp_path / "area").glob("run-*.json"))) == 8
+    after.close()
+
+
+@pytest.mark.parametrize("known", [0, 7])
+def test_no_attempt_jumps_ahead_of_its_claim(tmp_path: Path, known: int) -> None:
+    """One request with attempt 10**9 fenced a run for ever."""
+    url = f"file://{tmp_path}/run"
+    info = RunInfo(name="run", id=RUN_ID, location=url, attempt=known, token="t", durable_url=url)
+    node = node_of(allow=[f"file://{tmp_path}"])
+    if known:
+        node.open_run(info)
+    far = replace(info, attempt=known + MOST_AHEAD + 1, token="u")
+    with pytest.raises(NodeRefused, match="far above"):
+        node.open_run(far)
+    with pytest.raises(NodeRefused, match="far above"):
+        node.open_run(replace(far, durable_url=None))
+    assert node.claimed(f"run@{RUN_ID}") == known
+    claim = Claim(run_id=RUN_ID, attempt=far.attempt, token="u", location=url, started_unix_s=1.0)
+    open_store(url).claim(claim)
+    assert node.open_run(far).attempt == far.attempt
+    assert node.open_run(replace(info, attempt=far.attempt + MOST_AHEAD, token="v")).attempt
+    node.close()
+
+
+def test_attempts_by_the_clock_are_no_jump(tmp_path: Path) -> None:
+    node = node_of(allow=None)
+    info = folder_info(str(tmp_path))
+    assert node.open_run(info).attempt == info.attempt
+    for far in (replace(info, attempt=info.attempt + 2 * MOST_AHEAD), replace(info, id=RUN_ID)):
+        with pytest.raises(NodeRefused, match="far above"):
+            node.open_run(replace(far, token="another"))
+    node.close()
+
+
+# -- who waits ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_client_does_not_keep_others_from_waiting_for_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "MOST_WAITING", 8)
+    with asked(node_of(slots=1)) as client, ExitStack() as stack:
+        for run in ("greedy", "other"):
+            open_run(client, run)
+        upload = begin(client, 10, "greedy")
+        lease = {"attempt": 1, "nbytes": 10, "wait_s": 60}
+        for _ in range(4):
+            stack.enter_context(say(client, "POST", "/v1/runs/greedy/uploads", lease))
+        until(lambda: _is_refused(client, "greedy"), "as many as may wait")
+        others = [
+            stack.enter_context(say(client, "POST", path, lease, source))
+            for path, source in (("/v1/runs/other/uploads", "127.0.0.1"), ("/v1/runs/greedy/uploads", ANOTHER))
+        ]
+        for other in others:
+            other.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                other.recv(1)
+        client.call("DELETE", f"/v1/uploads/{upload}")
+
+
+def _is_refused(client: NodeClient, run: str) -> bool:
+    try:
+        begin(client, 10, run)
+    except RingFull as error:
+        return "has its share" in str(error)
+    return False
+
+
+def test_who_waits_for_a_flush_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 of them held every thread on which a node answers."""
+    monkeypatch.setattr(handlers, "_FLUSHES", 8)
+    node, flushed, flushing = node_of(), threading.Event(), threading.Semaphore(0)
+
+    def flush(_run: str | None, _wait_s: float) -> list[str]:
+        flushing.release()
+        assert flushed.wait(60)
+        return []
+
+    monkeypatch.setattr(node, "flush", flush)
+    with asked(node) as client, ExitStack() as stack:
+        stack.callback(flushed.set)
+        for _ in range(4):
+            stack.enter_context(say(client, "POST", "/v1/flush", {"wait_s": 3600}))
+            assert flushing.acquire(timeout=30)
+        assert status_of(say(client, "POST", "/v1/flush", {})) == 503
+        assert client.call("GET", "/v1/runs")["runs"] == []
+        stack.enter_context(say(client, "POST", "/v1/flush", {}, ANOTHER))
+        assert flushing.acquire(timeout=30)
+
+
+def test_who_lists_many_slow_directories_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "_LOOKS", 2)
+    node, listed, listing = node_of(flush_to=str(tmp_path)), threading.Event(), threading.Semaphore(0)
+
+    def slow(*_: Any) -> dict[str, Any]:
+        listing.release()
+        assert listed.wait(60)
+        return {}
+
+    monkeypatch.setattr("lightning_spot.service.files.Files._below", slow)
+    with asked(node) as client, ExitStack() as stack:
+        stack.callback(listed.set)
+        open_run(client)
+        for _ in range(100):
+            stack.enter_context(say(client, "GET", "/v1/runs/run/files", {}))
+        for _ in range(handlers._LOOKS):
+            assert listing.acquire(timeout=30)
+        assert client.call("GET", "/v1/runs", timeout_s=30)["runs"]
+        stack.enter_context(say(client, "GET", "/v1/runs/run/files", {}, ANOTHER))
+        assert listing.acquire(timeout=30)
+        assert not listing.acquire(blocking=False)
+
+
+# -- bodies ------------------------------------------------------------------------------------------------------------
+
+
+def test_bodies_that_do_not_come_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "BODIES_BYTES", 2**20)
+    path = "/v1/runs/run/open"
+    with asked(node_of()) as client, ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(say(client, "POST", path, {}, nbytes=250_000))
+        until(
+            lambda: status_of(say(client, "POST", path, {}, nbytes=250_000), within_s=0.1) == 503, "a share to be used"
+        )
+        open_run(client)  # what is short is always read
+        assert status_of(say(client, "POST", path, {"attempt": 1, "x": "x" * 200_000}, ANOTHER)) == 200
+
+
+def test_a_body_holds_no_millions_of_lists() -> None:
+    bomb = b'{"manifest": [' + b"[]," * (2**21) + b"0]}"
+    with asked(node_of()) as client:
+        open_run(client)
+        upload = begin(client, 10)
+        address = (client.address.host, client.address.port)
+        with socket.create_connection(address, timeout=30) as connection:
+            connection.sendall(head_of("POST", f"/v1/uploads/{upload}/commit", f"Content-Length: {len(bomb)}") + bomb)
+            assert b"lists and objects" in connection.recv(65536)
+
+
+def test_layouts_of_all_runs_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joint, "_LAYOUT_CHARS", 100)
+    layouts = Layouts()
+
+    def begin_one(run: str, layout: str, layout_id: str = "") -> Joint:
+        return layouts.joint(run, Shared(name=snapshot_name(1, 1), shares=2, layout=layout), layout_id)
+
+    small = begin_one("small", "s" * 10)
+    for letter in "abc":
+        begin_one("large", letter * 45)
+    assert begin_one("small", "", small.layout_id).shared.layout == "s" * 10
+    assert begin_one("large", "", KnownLayout.of("c" * 45).id)
+    with pytest.raises(SettingsError, match="give it once more"):
+        begin_one("large", "", KnownLayout.of("a" * 45).id)
+
+
+# -- open files --------------------------------------------------------------------------------------------------------
+
+
+def test_slots_are_bounded_by_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "open_files", lambda: 32)
+    node = node_of()
+    for run in ("greedy", "other", "third", "fourth"):
+        node.open_run(RunInfo(name=run, id="", location="", attempt=1, token=""))
+    held = [node.lease("greedy", 1, 10) for _ in range(4)]
+    with pytest.raises(RingFull, match=r"open files allow for 8 slots, half of them for a run: .* ulimit -n"):
+        node.lease("greedy", 1, 10)
+    assert not_ready(node) == []
+    for run, count in (("other", 2), ("third", 1), ("fourth", 1)):
+        held += [node.lease(run, 1, 10) for _ in range(count)]
+    assert not_ready(node) == ["8 of 8 slots are in use, as open files allow"]
+    node.abort(held[0].id)
+    assert not_ready(node) == []
+    node.close()
