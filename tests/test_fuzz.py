@@ -34,7 +34,7 @@ from lightning_spot.protocol.record import NodeRecord
 from lightning_spot.protocol.wire import Address, Frame, PartKind, parse_spot_url
 from tests.conftest import RunningNode, until
 
-TOKEN = "of this test, and long enough"
+TOKEN = "a-token-that-is-long-enough"
 KEPT, FUZZED = "kept@0123456789ab", "fuzzed@ba9876543210"
 MIB = 2**20
 
