@@ -24,13 +24,15 @@ LARGE_BYTES = 64 * 1024 * 1024
 """Longest JSON text of all: a checksum for each part of a file, or where the shards of a model lie."""
 
 LONGEST_TEXT = 4096
+LONGEST_NAME = 255
 MOST_UNIX_S = 253_402_300_799.0
 """The end of the year 9999: later times have no date."""
 
 _MOST_DEPTH = 32
 _LONGEST_NUMBER = 40
 _CHECKSUM = "checksum"
-_SURROGATE = re.compile(r"\\u[dD][89abAB]", re.ASCII)
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]", re.ASCII)
+_OBEYED = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udc7f\udd00-\udfff]")
 _SHOWN = 200
 _UNSAFE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})  # control, bidi and such, no characters, line ends
 
@@ -164,6 +166,35 @@ def text(fields: Mapping[str, Any], name: str, default: str | None = "", *, most
     return value
 
 
+def line(fields: Mapping[str, Any], name: str, default: str | None = "", *, most: int = LONGEST_TEXT) -> str:
+    """A text in which nothing parts lines, or is obeyed by a terminal; see :func:`text`.
+
+    Raises:
+        Malformed: otherwise.
+    """
+    value = text(fields, name, default, most=most)
+    if not is_line(value):
+        raise Malformed(f"{name} holds what parts lines, or controls a terminal: {plain(value)}")
+    return value
+
+
+def file_name(fields: Mapping[str, Any], name: str, default: str | None = "") -> str:
+    """The name of a run, a snapshot or a file, which leads to no other folder; see :func:`line`.
+
+    Raises:
+        Malformed: otherwise.
+    """
+    value = line(fields, name, default, most=LONGEST_NAME)
+    if "/" in value:
+        raise Malformed(f"{name} holds a path separator: {plain(value)}")
+    return value
+
+
+def is_line(value: str) -> bool:
+    """Whether nothing in a text parts lines, or is obeyed by a terminal."""
+    return _OBEYED.search(value) is None
+
+
 def flag(fields: Mapping[str, Any], name: str, default: bool | None = False) -> bool:
     """True or false; ``default=None`` says that it must be there.
 
@@ -233,9 +264,9 @@ def _check_depth(value: Any) -> None:
 
 
 def _is_unicode(value: Any) -> bool:
-    """Whether all text in it can be written as UTF-8."""
+    """Whether all text in it can be written as UTF-8, or is a path that is none."""
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
         return False
     return True

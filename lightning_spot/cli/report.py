@@ -79,7 +79,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 def _records(url: str) -> list[AttemptRecord]:
     """The records at the durable tier; of killed attempts with what this host and their snapshots tell beyond them."""
-    records = [AttemptRecord.from_dict(record) for record in read_records(url)]
+    records = read_records(url)
     if all(record.end != "running" for record in records):
         return records
     snapshots = open_store(url).survey().manifests
