@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from collections.abc import Callable
 
 import xxhash
 
@@ -14,6 +15,7 @@ from lightning_spot.image.parts import checksum
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.upload import Upload
 from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, UPGRADE, Frame, PartKind, fill
+from lightning_spot.untrusted import plain
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +43,41 @@ def receive_parts(connection: socket.socket, node: Node, upload: Upload) -> None
     while fill(connection, memoryview(header), FRAME_WAIT_S, at_boundary=True):
         frame = Frame.unpack(header)
         _check_frame(frame, upload)
-        node.uploads.arriving(upload, frame.start, frame.start + frame.nbytes)
-        digest = (_receive if frame.kind is PartKind.WHOLE else _make)(connection, node, upload, frame)
-        if digest == frame.digest:
-            node.uploads.arrived(upload, frame.start, frame.start + frame.nbytes, digest)
+        digest = _take(connection, node, upload, frame)
         connection.settimeout(FRAME_WAIT_S)
         connection.sendall(bytes.fromhex(digest))
+
+
+def _take(connection: socket.socket, node: Node, upload: Upload, frame: Frame) -> str:
+    """Put a part into the slot; its checksum, or ``NO_DIGEST`` for one that overlaps another: of that, nothing is."""
+    digest = NO_DIGEST
+    try:
+        node.uploads.arriving(upload, frame.start, frame.start + frame.nbytes, connection)
+    except CorruptSnapshot as error:
+        logger.warning("%s: %s; it is refused", plain(upload.name or upload.id), error)
+        _content(connection, node, upload, frame, lambda _chunk: None)
+        return digest
+    try:
+        digest = (_receive if frame.kind is PartKind.WHOLE else _make)(connection, node, upload, frame)
+    finally:
+        if digest == frame.digest != NO_DIGEST:
+            node.uploads.arrived(upload, frame.start, digest)
+        else:
+            node.uploads.lost(upload, frame.start)
+    return digest
+
+
+def _content(
+    connection: socket.socket, node: Node, upload: Upload, frame: Frame, use: Callable[[memoryview], None]
+) -> None:
+    """Receive what a frame brings, piece by piece: memory is taken for what has come, not for what is said."""
+    chunk = memoryview(bytearray(min(SEND_BYTES, frame.content_bytes)))
+    deadline, left = _deadline(frame), frame.content_bytes
+    while left > 0:
+        _check_goes_on(node, upload)
+        fill(connection, chunk[:left], deadline - time.monotonic())
+        use(chunk[:left])
+        left -= len(chunk)
 
 
 def _receive(connection: socket.socket, node: Node, upload: Upload, frame: Frame) -> str:
@@ -67,12 +98,8 @@ def _make(connection: socket.socket, node: Node, upload: Upload, frame: Frame) -
     """Make a part of what the base holds at its place, and of a delta to it; its checksum, or ``NO_DIGEST``."""
     from lightning_spot.image.delta import decode, part_of  # numpy is not needed before
 
-    content, chunk = bytearray(), memoryview(bytearray(min(SEND_BYTES, frame.content_bytes)))
-    deadline = _deadline(frame)
-    while (left := frame.content_bytes - len(content)) > 0:  # memory is taken for what has come, not for what is said
-        _check_goes_on(node, upload)
-        fill(connection, chunk[:left], deadline - time.monotonic())
-        content += chunk[:left]
+    content = bytearray()
+    _content(connection, node, upload, frame, content.extend)
     stop = frame.start + frame.nbytes
     if upload.base is None or frame.start >= upload.base.manifest.nbytes:
         return NO_DIGEST
