@@ -7,6 +7,7 @@ to terminals, logs and errors by :func:`plain`.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import unicodedata
@@ -54,6 +55,23 @@ def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii") if unsafe else character
 
 
+class _PlainLines(logging.Formatter):
+    """Writes each record as one line, whatever is in its message; a traceback follows on lines of its own."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return plain(super().formatMessage(record), LONGEST_TEXT)
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(plain(line, LONGEST_TEXT) for line in super().formatException(ei).split("\n"))
+
+
+def log_plainly(level: int, form: str) -> None:
+    """Have this program log to standard error, one line for each record."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_PlainLines(form))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
 def read_json(data: bytes | bytearray | memoryview | str, most_bytes: int = SMALL_BYTES) -> Any:
     """Read JSON in UTF-8 that may hold anything.
 
@@ -99,9 +117,9 @@ def as_object(value: object) -> dict[str, Any]:
     return value
 
 
-def sealed_json(fields: Mapping[str, Any]) -> str:
-    """A JSON object as text, with a checksum of itself."""
-    return json.dumps({**fields, _CHECKSUM: _checksum(fields)}, indent=1, sort_keys=True)
+def sealed_json(fields: Mapping[str, Any], *, indent: int | None = None) -> str:
+    """A JSON object as text, with a checksum of itself; with ``indent``, for people to read."""
+    return json.dumps({**fields, _CHECKSUM: _checksum(fields)}, indent=indent, sort_keys=True)
 
 
 def unseal(fields: dict[str, Any]) -> bool:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import logging
 
-from rich.console import Console
-
 from lightning_spot._version import __version__
 from lightning_spot.cli import doctor, drill, listing, report, simulate, transfer
+from lightning_spot.cli.output import error_console
 from lightning_spot.errors import CorruptSnapshot, SpotError
 from lightning_spot.service import program, settings
+from lightning_spot.untrusted import log_plainly
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         the exit code.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    log_plainly(logging.WARNING, "%(message)s")
     arguments = command_parser().parse_args(argv)
     try:
         return int(arguments.call(arguments))
@@ -102,4 +102,4 @@ def _node(arguments: argparse.Namespace) -> int:
 
 
 def _say(text: str) -> None:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
+    error_console().print(*text.split("\n"), sep="\n")

@@ -72,7 +72,7 @@ def report(arguments: argparse.Namespace) -> int:
             f"{format_count(before.attempts, 'attempt')} before these, {format_seconds(before.closed.total_s)} in all"
         )
     console.print(table)
-    console.print(_line(parts, whole), markup=False)
+    console.print(_line(parts, whole))
     console.print(f"goodput {100 * whole.goodput:.1f} % of {format_seconds(whole.total_s)}")
     return 0
 

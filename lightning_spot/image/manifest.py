@@ -260,7 +260,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """The manifest as JSON text, with a checksum of itself."""
-        return untrusted.sealed_json(self.to_dict())
+        return untrusted.sealed_json(self.to_dict(), indent=1)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:

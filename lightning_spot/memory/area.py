@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
-import json
 import logging
 import os
 import shutil
@@ -29,6 +28,7 @@ from lightning_spot.image.sealing import Sealing, sealing_threads
 from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.slots import Slot, SlotState, file_order
 from lightning_spot.staging.slot import SlotMemory
+from lightning_spot.untrusted import LARGE_BYTES, read_sealed, sealed_json
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class SlotArea:
     def _runs_in(self, folder: Path) -> Iterator[Left]:
         for path in sorted(folder.glob("run-*.json")):
             try:
-                record = json.loads(path.read_bytes())
+                record = read_sealed(path.read_bytes(), LARGE_BYTES)
                 info = RunInfo(**{**record["info"], "nodes": tuple(record["info"]["nodes"])})
                 deletions = tuple((str(url), Manifest.from_dict(fields)) for url, fields in record["deletions"])
                 yield Left(info, bool(record["complete"]), deletions)
@@ -215,11 +215,11 @@ class SlotArea:
 
     def _reopen_now(self, record_path: Path) -> Slot | None:
         index = record_path.stem.removeprefix("slot-")
-        if not index.isdigit():
+        if not index.isdecimal():
             return None
         slot = Slot(int(index))
         try:
-            record: dict[str, Any] = json.loads(record_path.read_bytes())
+            record = read_sealed(record_path.read_bytes(), LARGE_BYTES)
             manifest = Manifest.from_dict(record["manifest"])
             slot.memory = SlotMemory.reopen(self.image(slot))
             if manifest.nbytes > slot.capacity:
@@ -253,7 +253,7 @@ class SlotArea:
     def _write(self, name: str, record: dict[str, Any]) -> bool:
         temporary = self.path / f"{name}.tmp"
         try:
-            temporary.write_text(json.dumps(record), encoding="utf-8")
+            temporary.write_text(sealed_json(record), encoding="utf-8")
             os.replace(temporary, self.path / name)
         except OSError as error:
             # Committed all the same, as with memory files; an older record only knows less of what is safe.

@@ -18,9 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_spot.config import read_environment, run_key
-from lightning_spot.errors import NodeUnreachable, SettingsError
+from lightning_spot.config import LARGEST, read_environment, run_key
+from lightning_spot.errors import Malformed, NodeUnreachable, SettingsError
 from lightning_spot.protocol.process import ProcessId
+from lightning_spot.untrusted import integer, number, read_object
 
 _LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107
 _POLL_S = 0.02
@@ -93,13 +94,13 @@ class NodeRecord:
     def settings(self) -> dict[str, Any]:
         """How the last node was run, as :meth:`note` wrote it; empty if nothing of it is left."""
         try:
-            noted = json.loads(self.alive.read_bytes())
+            noted = read_object(self.alive.read_bytes())
             return {
-                "slots": int(noted["slots"]),
-                "memory_bytes": int(noted["memory_bytes"]),
-                "idle_timeout_s": float(noted["idle_timeout_s"]),
+                "slots": integer(noted, "slots", None, 1, LARGEST),
+                "memory_bytes": integer(noted, "memory_bytes", None, 0, 2**63),
+                "idle_timeout_s": number(noted, "idle_timeout_s", None, 0, LARGEST),
             }
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, Malformed):
             return {}
 
     def area(self, shm_dir: Path) -> Path:

@@ -14,7 +14,6 @@ the part is sent whole.
 from __future__ import annotations
 
 import enum
-import json
 import socket
 import struct
 import time
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
-from lightning_spot import errors
+from lightning_spot import errors, untrusted
 from lightning_spot.errors import SettingsError, SpotError, TierError
 from lightning_spot.image.parts import checksum
 
@@ -61,7 +60,8 @@ _STATUS: dict[type[SpotError], int] = {
     errors.CorruptSnapshot: 422,
     errors.SettingsError: 400,
 }
-_FIELDS = ("nbytes", "memory_bytes", "run", "attempt", "current", "pid", "part", "where")
+_NUMBERS = ("nbytes", "memory_bytes", "attempt", "current", "pid", "part")
+_TEXTS = ("run", "where")
 
 
 class PartKind(enum.IntEnum):
@@ -201,18 +201,19 @@ def error_status(error: SpotError) -> int:
 
 def error_body(error: SpotError) -> dict[str, Any]:
     """JSON object for an error: its class, message and facts."""
-    facts = {name: value for name in _FIELDS if (value := getattr(error, name, None)) not in (None, "")}
+    facts = {name: value for name in _NUMBERS + _TEXTS if (value := getattr(error, name, None)) not in (None, "")}
     return {"error": type(error).__name__, "message": str(error), "facts": facts}
 
 
 def error_from_body(status: int, body: bytes, tier: str) -> SpotError:
     """The error a node answered with; only classes of our own tree are ever made."""
     try:
-        fields = json.loads(body)
-        kind = getattr(errors, fields["error"])
-        message, facts = str(fields["message"]), dict(fields.get("facts") or {})
-    except (ValueError, KeyError, TypeError, AttributeError):
-        text = body[:200].decode("utf-8", "replace").strip() or "nothing more"
+        fields = untrusted.read_object(body)
+        kind = getattr(errors, untrusted.text(fields, "error", None), None)
+        message = untrusted.plain(untrusted.text(fields, "message", None, most=len(body)), untrusted.LONGEST_TEXT)
+        facts = _facts(untrusted.as_object(fields.get("facts", {})))
+    except errors.Malformed:
+        text = untrusted.plain(body[:200].decode("utf-8", "replace").strip()) or "nothing more"
         why = f"{tier} answered {status}: {text} (no answer of a memory node of this version: is it the right address?)"
         return errors.NodeRefused(why, tier=tier, status=status)
     if not (isinstance(kind, type) and issubclass(kind, SpotError)):
@@ -222,9 +223,16 @@ def error_from_body(status: int, body: bytes, tier: str) -> SpotError:
     if issubclass(kind, TierError):
         return kind(message, tier=tier)
     try:
-        return kind(message, **{name: value for name, value in facts.items() if name in _FIELDS})
+        return kind(message, **facts)
     except TypeError:
         return errors.NodeRefused(message, tier=tier, status=status)
+
+
+def _facts(fields: dict[str, Any]) -> dict[str, Any]:
+    """Those facts of an error that are what they should be."""
+    numbers = {name: value for name in _NUMBERS if type(value := fields.get(name)) is int}
+    texts = {name: untrusted.plain(value) for name in _TEXTS if isinstance(value := fields.get(name), str)}
+    return numbers | texts
 
 
 def target_of(method: str, path: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import re
 import socket
@@ -13,11 +12,12 @@ from typing import Any
 from aiohttp import web
 
 from lightning_spot.config import MOST_NODES
-from lightning_spot.errors import NodeRefused, SettingsError
+from lightning_spot.errors import Malformed, NodeRefused, SettingsError
 from lightning_spot.image.packing import Compression
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.slots import Making
 from lightning_spot.protocol.wire import DIGEST_HEADER
+from lightning_spot.untrusted import read_object
 
 SMALL_BODY_BYTES = 256 * 1024
 """Longest JSON body of a request that carries no checksums."""
@@ -53,11 +53,9 @@ async def json_body(request: web.Request, most_bytes: int = SMALL_BODY_BYTES) ->
         raise NodeRefused("the request's body was damaged on its way", status=400)
     try:
         large = len(body) > SMALL_BODY_BYTES
-        fields = await asyncio.to_thread(json.loads, body) if large else json.loads(body or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise SettingsError(f"the request's body is no JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise SettingsError("the request's body must be a JSON object")
+        fields = await asyncio.to_thread(read_object, body, most_bytes) if large else read_object(body or b"{}")
+    except Malformed as error:
+        raise SettingsError(f"the request's body must be a JSON object: {error}") from error
     return fields
 
 

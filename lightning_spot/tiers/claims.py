@@ -55,7 +55,7 @@ class Claim:
 
     def to_json(self) -> str:
         """The claim as JSON text."""
-        return sealed_json(asdict(self))
+        return sealed_json(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Claim:
