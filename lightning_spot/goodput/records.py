@@ -77,9 +77,10 @@ def read_records(run_url: str) -> list[AttemptRecord]:
 def _listed(run_url: str) -> tuple[Any, list[tuple[int, str]]]:
     files, root = open_filesystem(run_url)
     try:
-        names = files.ls(f"{root}/{ATTEMPTS_DIR}", detail=False)
+        found = files.ls(f"{root}/{ATTEMPTS_DIR}", detail=True)
     except FileNotFoundError:
         return files, []
+    names = [item["name"] for item in found if item["type"] == "file"]  # a pipe of that name would keep us for ever
     matches = ((str(name), _RECORD.fullmatch(str(name).rpartition("/")[2])) for name in names)
     return files, sorted((int(match[1]), name) for name, match in matches if match is not None)
 

@@ -13,16 +13,18 @@ the part is sent whole.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import socket
 import struct
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
 from lightning_spot import errors, untrusted
-from lightning_spot.errors import SettingsError, SpotError, TierError
+from lightning_spot.errors import CorruptManifest, Malformed, SettingsError, SpotError, TierError
 from lightning_spot.image.parts import checksum
 
 PROTOCOL_HEADER = "Spot-Protocol"
@@ -226,6 +228,37 @@ def error_from_body(status: int, body: bytes, tier: str) -> SpotError:
         return kind(message, **facts)
     except TypeError:
         return errors.NodeRefused(message, tier=tier, status=status)
+
+
+@contextlib.contextmanager
+def answered(tier: str) -> Iterator[None]:
+    """What a node has answered is read: whatever is missing, or is something else, is one error.
+
+    Raises:
+        NodeUnreachable: it is no answer of a node of this version.
+    """
+    try:
+        yield
+    except (CorruptManifest, Malformed, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        if isinstance(error, SpotError) and not isinstance(error, CorruptManifest | Malformed):
+            raise
+        why = untrusted.plain(f"{type(error).__name__}: {error}")
+        raise errors.NodeUnreachable(
+            f"{tier} gave an answer that is none of a memory node of this version ({why}); is it the right address?",
+            tier=tier,
+        ) from error
+
+
+def file_path(said: object) -> str:
+    """The path of a file below a run, as a node says it: whoever copies it stays below where it is copied to.
+
+    Raises:
+        Malformed: if it is no such path.
+    """
+    path = untrusted.line({"path": said}, "path", None)
+    if not path or any(name in ("", ".", "..") for name in path.split("/")):
+        raise Malformed(f"{untrusted.plain(path)} is no path below a run")
+    return path
 
 
 def _facts(fields: dict[str, Any]) -> dict[str, Any]:
