@@ -8,9 +8,11 @@ import io
 import json
 import os
 import random
+import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -23,6 +25,7 @@ import torch
 from lightning_spot.cli.command import main
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.session import Session
 from lightning_spot.errors import (
     CorruptManifest,
     LayoutUnsupported,
@@ -40,10 +43,14 @@ from lightning_spot.image.layout import filled, lay_out
 from lightning_spot.image.manifest import Manifest, PortionOf, portion_name, snapshot_name
 from lightning_spot.image.notes import Note
 from lightning_spot.image.sealing import Sealing
+from lightning_spot.memory.node import Node
 from lightning_spot.protocol.wire import Address, error_from_body, file_path
 from lightning_spot.run import survey
+from lightning_spot.service.channel import DescriptorChannel
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.untrusted import as_object, plain, read_json
+from tests.conftest import until
+from tests.gated import Bench
 
 WRONG: tuple[Any, ...] = (None, "x", [], {}, -1, 1e308, float("nan"), float("inf"), True, 10**30, [[1]], {"a": [1]})
 HOSTILE = "\x1b]52;c;Y3VybA==\x07\x1b[2J[/nothing][link=http://evil]\nCRITICAL forged\u202e\u2028\ud800"
@@ -410,6 +417,50 @@ def test_an_error_from_a_node_is_one_of_ours_and_one_line(body: bytes) -> None:
     assert isinstance(error, SpotError)
     assert str(error).isprintable()
     assert len(str(error)) < 5000
+
+
+@pytest.fixture
+def bench(tmp_path: Path, runtime_dir: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path, area=runtime_dir / "area")
+    yield made
+    made.close()
+
+
+def mutate_greetings(rnd: random.Random, cases: int, folder: Path, node: Node) -> None:
+    """Each is answered or hung up on, no thread of the channel dies of it, and the next one is served."""
+    died: list[str] = []
+    before = threading.excepthook
+    threading.excepthook = lambda args: died.append(f"{args.exc_type.__name__}: {args.exc_value}")
+    listening = DescriptorChannel(node, folder / "fds", "t" * 16)
+    greeting = json.dumps({"token": "t" * 16, "pid": 1}).encode()
+    asked = json.dumps({"run": "r", "name": "n", "give": True, "slot": 3}).encode()
+    try:
+        for _ in range(cases):
+            first, then = (mutated(rnd, line) if rnd.random() < 0.6 else line for line in (greeting, asked))
+            with socket.socket(socket.AF_UNIX) as connection, contextlib.suppress(OSError):
+                connection.settimeout(10)
+                connection.connect(str(folder / "fds"))
+                connection.sendall(rnd.choice([first, b"[]", b"null", b"5", b'"x"']) + b"\n" + then + b"\n")
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(4096):
+                    pass
+        Session(folder / "fds", "t" * 16, 10.0).close()
+        until(lambda: not listening._open, "the last session to end")
+    finally:
+        listening.close()
+        threading.excepthook = before
+    assert died == []
+
+
+def test_any_greeting_is_answered_or_hung_up_on(runtime_dir: Path, bench: Bench) -> None:
+    mutate_greetings(random.Random(11), 100, runtime_dir, bench.node)
+
+
+@pytest.mark.soak
+def test_many_greetings_are_answered_or_hung_up_on(runtime_dir: Path, bench: Bench) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    mutate_greetings(random.Random(seed), 5_000, runtime_dir, bench.node)
 
 
 # -- terminals and logs -----------------------------------------------------------------------------------------------

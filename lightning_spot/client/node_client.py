@@ -26,7 +26,7 @@ from lightning_spot.protocol.wire import (
     error_from_body,
     target_of,
 )
-from lightning_spot.untrusted import read_object
+from lightning_spot.untrusted import plain, read_object
 
 REPLY_TIMEOUT_S = 60.0
 PING_S = 5.0
@@ -234,7 +234,7 @@ class NodeClient:
                 if used and request.again and not isinstance(error, TimeoutError):
                     continue
                 raise NodeUnreachable(
-                    f"no memory node answers at {self.address} ({type(error).__name__}: {error})",
+                    f"no memory node answers at {self.address} ({type(error).__name__}: {plain(error)})",
                     tier=str(self.address),
                 ) from error
 
@@ -273,7 +273,7 @@ class NodeClient:
         if spoken != str(PROTOCOL_VERSION):
             remedy = ": install the same version of lightning_spot on both hosts (or check the address)"
             raise ProtocolMismatch(
-                f"{self.address} speaks protocol {spoken or 'unknown'}, this client {PROTOCOL_VERSION}"
+                f"{self.address} speaks protocol {plain(spoken or 'unknown')}, this client {PROTOCOL_VERSION}"
                 f"{remedy if self.address.host else ''}",
                 tier=str(self.address),
             )
