@@ -17,7 +17,9 @@ from lightning_spot.image.packing import Compression
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.slots import Making
 from lightning_spot.protocol.wire import DIGEST_HEADER
+from lightning_spot.untrusted import integer as integer
 from lightning_spot.untrusted import read_object
+from lightning_spot.untrusted import text as text
 
 SMALL_BODY_BYTES = 256 * 1024
 """Longest JSON body of a request that carries no checksums."""
@@ -32,7 +34,6 @@ MOST_BYTES = 2**46
 MOST_ATTEMPTS = 10**9
 LONGEST_WAIT_S = 3600.0
 _BODY_TIMEOUT_S = 30.0
-_LONGEST_TEXT = 4096
 _LONGEST_URL = 512  # of a run at a node: names of hosts have 255 characters at most, those of runs 128
 
 
@@ -85,18 +86,6 @@ async def _collect(request: web.Request, most_bytes: int) -> bytes:
     return bytes(body)
 
 
-def integer(fields: Mapping[str, Any], name: str, default: int | None, low: int, high: int) -> int:
-    """A whole number within bounds; ``default=None`` says that it must be there.
-
-    Raises:
-        SettingsError: otherwise.
-    """
-    value = fields.get(name, default)
-    if type(value) is not int or not low <= value <= high:
-        raise SettingsError(f"malformed request: {name} is no whole number from {low} to {high}")
-    return value
-
-
 def seconds(fields: Mapping[str, Any], name: str, default: float, high: float) -> float:
     """A duration in seconds; one beyond ``high`` is taken for ``high``.
 
@@ -107,18 +96,6 @@ def seconds(fields: Mapping[str, Any], name: str, default: float, high: float) -
     if type(value) not in (int, float) or math.isnan(value) or value < 0:
         raise SettingsError(f"malformed request: {name} is no number of seconds")
     return float(min(value, high))
-
-
-def text(fields: Mapping[str, Any], name: str, default: str | None = "", *, most: int = _LONGEST_TEXT) -> str:
-    """A text of bounded length; ``default=None`` says that it must be there.
-
-    Raises:
-        SettingsError: otherwise.
-    """
-    value = fields.get(name, default)
-    if not isinstance(value, str) or len(value) > most or "\0" in value:
-        raise SettingsError(f"malformed request: {name} is no text of at most {most} characters")
-    return value
 
 
 def place(fields: Mapping[str, Any]) -> str:
