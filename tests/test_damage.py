@@ -16,12 +16,14 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.cli.command import main
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.remote import NodeStore
@@ -48,9 +50,12 @@ from lightning_spot.protocol.wire import Address, error_from_body, file_path
 from lightning_spot.run import survey
 from lightning_spot.service.channel import DescriptorChannel
 from lightning_spot.tiers.claims import Claim
+from lightning_spot.tiers.local import LocalStore
 from lightning_spot.untrusted import as_object, plain, read_json
-from tests.conftest import until
+from tests.conftest import new_process, until
 from tests.gated import Bench
+from tests.models import Net, trainer
+from tests.models import data as examples
 
 WRONG: tuple[Any, ...] = (None, "x", [], {}, -1, 1e308, float("nan"), float("inf"), True, 10**30, [[1]], {"a": [1]})
 HOSTILE = "\x1b]52;c;Y3VybA==\x07\x1b[2J[/nothing][link=http://evil]\nCRITICAL forged\u202e\u2028\ud800"
@@ -510,3 +515,21 @@ def test_a_log_has_a_line_for_each_record(capsys: pytest.CaptureFixture[str]) ->
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.split("\n")[0] == "WARNING a\\nCRITICAL forged \\x1b[2J"
     assert done.stderr.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("data", [bytes(1000), b"PK\5\6" + bytes(18), b"", archives()[1][:-50], archives()[0]], ids=len)
+def test_a_snapshot_that_torch_cannot_read_is_passed_over(tmp_path: Path, data: bytes) -> None:
+    run = tmp_path / "run"
+    first = SpotCheckpoint(str(run), memory=None, interval=EverySteps(2), on_full="wait", keep=3)
+    trainer(first, max_steps=4).fit(Net(), examples())
+    newest = LocalStore(run).survey().manifests[0]
+    forged_one = replace(newest, name=snapshot_name(9, 1), step=9, complete=False).sealed(memoryview(data))
+    (run / forged_one.name).mkdir()
+    (run / forged_one.name / "manifest.json").write_text(forged_one.to_json())
+    (run / forged_one.name / "model.ckpt").write_bytes(data)
+    (run / newest.name / "manifest.json").unlink()  # which is of the end
+    new_process()
+    spot = SpotCheckpoint(str(run), memory=None, interval=EverySteps(2))
+    trainer(spot, max_steps=6).fit(Net(), examples())
+    assert spot.resumed_from is not None
+    assert spot.resumed_from.step < 9
