@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.cli.command import main
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.remote import NodeStore
@@ -33,6 +33,7 @@ from lightning_spot.errors import (
     LayoutUnsupported,
     Malformed,
     NodeUnreachable,
+    SettingsError,
     SnapshotNotFound,
     SpotError,
 )
@@ -533,3 +534,9 @@ def test_a_snapshot_that_torch_cannot_read_is_passed_over(tmp_path: Path, data: 
     trainer(spot, max_steps=6).fit(Net(), examples())
     assert spot.resumed_from is not None
     assert spot.resumed_from.step < 9
+
+
+def test_a_file_is_not_saved_under_a_name_that_nobody_could_read(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="Rename"):
+        SpotCheckpointIO(memory=None).save_checkpoint({"state_dict": {}}, tmp_path / "a\x1b[2J.ckpt")
+    assert list(tmp_path.iterdir()) == []
