@@ -116,7 +116,7 @@ def real_run(mean_s: float, epochs: int, seed: int = 7) -> RealRun:
 
 
 def _records(run: Path) -> list[AttemptRecord]:
-    return [AttemptRecord.from_dict(record) for record in read_records(str(run))]
+    return read_records(str(run))
 
 
 def _train(run: Path, epochs: int, uptimes: list[float]) -> tuple[float, list[float]]:

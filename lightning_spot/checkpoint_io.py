@@ -32,6 +32,7 @@ from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run.files import folder_info
 from lightning_spot.run.location import AUTO, memory_limit_bytes
 from lightning_spot.tiers.files import why_not_writable
+from lightning_spot.untrusted import is_line, plain
 
 logger = logging.getLogger(__name__)
 
@@ -278,6 +279,10 @@ def _joined(parent: str, name: str) -> str:
 
 
 def _manifest(info: RunInfo, name: str, checkpoint: dict[str, Any]) -> Manifest:
+    if not is_line(f"{info.name}/{name}"):
+        raise SettingsError(
+            f"{plain(name)} in {plain(info.name)} is not saved: a name holds a line end or control character. Rename it"
+        )
     return Manifest(
         run=info.name,
         run_id=info.id,

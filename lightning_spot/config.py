@@ -20,7 +20,7 @@ from lightning_spot.errors import SettingsError
 PROTOCOL_VERSION = 6
 """Version of the HTTP protocol between trainers and nodes; both ends must agree."""
 
-MANIFEST_VERSION = 3
+MANIFEST_VERSION = 4
 """Version of ``manifest.json`` that is written, and the newest that is understood."""
 
 PART_BYTES = 8 * 1024 * 1024

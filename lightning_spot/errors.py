@@ -4,6 +4,7 @@
 
     SpotError
     ├── SettingsError            a setting or argument cannot be used as given
+    │   └── Malformed            a file, or what another process says, is not what it should be
     ├── LayoutUnsupported        this torch cannot lay this checkpoint out; plain ``torch.save`` is used instead
     ├── NotSerialisable          the training state holds something that cannot be pickled, or not be loaded safely
     ├── CorruptSnapshot          bytes that are there are not the bytes that were committed
@@ -41,6 +42,10 @@ class SpotError(Exception):
 
 class SettingsError(SpotError, ValueError):
     """A setting or an argument cannot be used as given; nothing was started."""
+
+
+class Malformed(SettingsError):
+    """What a file holds, or another process says, is not what it should be; nothing of it was used."""
 
 
 class LayoutUnsupported(SpotError):

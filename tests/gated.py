@@ -214,7 +214,7 @@ class NodeBehind:
             for start, stop, checksum in coming.sealed_parts():
                 self._node().uploads.arriving(upload, start, stop)
                 view[start:stop] = coming.image[start:stop]
-                self._node().uploads.arrived(upload, start, stop, checksum)
+                self._node().uploads.arrived(upload, start, checksum)
                 self.sent.whole_bytes += stop - start
         manifest = coming.committed()
         self._node().commit(upload.id, manifest)

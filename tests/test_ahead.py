@@ -43,7 +43,8 @@ def receive(bench: Bench, step: int, nbytes: int = 1000) -> Manifest:
     until(lambda: not bench.node.uploads.begins._ahead._making, "what is made ahead")
     with upload.slot.view(nbytes) as view:
         view[:] = image
-    bench.node.uploads.arrived(upload, 0, nbytes, checksum(image))
+    bench.node.uploads.arriving(upload, 0, nbytes)
+    bench.node.uploads.arrived(upload, 0, checksum(image))
     return bench.node.commit(upload.id, manifest)
 
 

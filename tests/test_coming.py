@@ -69,7 +69,7 @@ class Receiving(Bench):
             data = (image or self.image)[start:stop]
             with upload.slot.view(NBYTES) as view:
                 view[start:stop] = data
-            self.node.uploads.arrived(upload, start, stop, checksum(data))
+            self.node.uploads.arrived(upload, start, checksum(data))
 
     def commit(self, upload: Upload) -> Manifest:
         return self.node.commit(upload.id, self.manifest.sealed(memoryview(self.image)))

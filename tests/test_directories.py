@@ -285,7 +285,7 @@ def test_the_thousandth_attempt_starts_like_the_second(tmp_path: Path) -> None:
     assert calls[1000] <= calls[1] + 2, calls
     newest = newest_record(f"faulty://{root}")
     assert newest is not None
-    account = AttemptRecord.from_dict(newest).earlier
+    account = newest.earlier
     assert account is not None
     assert account.count == 1000
     assert account.spent(None).total_s == pytest.approx(9999.0)
@@ -312,16 +312,15 @@ def test_what_is_carried_on_is_bounded_and_adds_up(tmp_path: Path) -> None:
     earlier(tmp_path / "run", 300)
     newest = newest_record(str(tmp_path / "run"), before=300)
     assert newest is not None
-    record = AttemptRecord.from_dict(newest)
-    assert record.attempt == 299
-    account = account_after(record)
+    assert newest.attempt == 299
+    account = account_after(newest)
     assert account.count == 299
     assert len(account.latest) == 64
     whole = account.spent(None)
     assert whole.total_s == pytest.approx(299 * 10.0 - 1.0)
     assert (whole.restore_s, whole.start_s) == (pytest.approx(0.25 * 299), pytest.approx(0.75 * 299))
     assert whole.down_s == pytest.approx(298.0)
-    assert len(json.dumps(newest)) < 50_000
+    assert len(json.dumps(newest.as_dict())) < 50_000
 
 
 def test_a_damaged_newest_record_is_passed_over(tmp_path: Path) -> None:
@@ -330,5 +329,5 @@ def test_a_damaged_newest_record_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "attempts" / "attempt-0002.progress.json").write_text("{")
     newest = newest_record(str(tmp_path))
     assert newest is not None
-    assert newest["attempt"] == 1
+    assert newest.attempt == 1
     assert newest_record(str(tmp_path / "nowhere")) is None

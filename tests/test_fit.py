@@ -360,7 +360,7 @@ def test_a_finished_run_says_so(
     trainer(callback).fit(model, data())
     assert "run 'run-1' is complete (epoch 2, step 20): nothing was left to train" in caplog.text
     assert manifests(tmp_path) == before
-    assert [record["end"] for record in read_records(str(tmp_path / "run-1"))] == ["complete", "complete"]
+    assert [record.end for record in read_records(str(tmp_path / "run-1"))] == ["complete", "complete"]
     capsys.readouterr()
     assert main(["report", str(tmp_path / "run-1")]) == 0
     trained, found_it_complete = re.findall(r"^ *[12] .*complete *$", capsys.readouterr().out, re.MULTILINE)

@@ -70,7 +70,7 @@ def test_a_child_that_leaves_through_fit_ends_nothing_of_its_parents(tmp_path: P
         raise
     assert seen == [True]
     assert LocalStore(tmp_path / "run").survey().manifests[0].complete
-    assert [record["end"] for record in read_records(str(tmp_path / "run"))] == ["complete"]
+    assert [record.end for record in read_records(str(tmp_path / "run"))] == ["complete"]
 
 
 def test_a_callback_of_a_users_own_needs_no_hash() -> None:

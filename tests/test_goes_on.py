@@ -313,9 +313,9 @@ def test_goodput_is_noted_at_the_next_beat(
     failed = threading.Event()
     monkeypatch.setattr(journal, "write_record", once(journal.write_record, failed))
     kept = journal.Journal(str(tmp_path), 1, heartbeat_s=0.05, begun_unix_s=time.time())
-    assert until(lambda: read_records(str(tmp_path)), "a record")[0]["end"] == "running"
+    assert until(lambda: read_records(str(tmp_path)), "a record")[0].end == "running"
     kept.close("complete")
-    assert read_records(str(tmp_path))[0]["end"] == "complete"
+    assert read_records(str(tmp_path))[0].end == "complete"
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
         "lightning_spot: goodput is not noted now: MemoryError: none is left"
     ]

@@ -128,7 +128,7 @@ def test_the_last_line_and_the_report_tell_the_same(tmp_path: Path) -> None:
     journal.train(5, 0.0)
     journal.note(9, 0.0, -1)
     journal.close("complete")
-    before, records = history([AttemptRecord.from_dict(record) for record in read_records(str(tmp_path))])
+    before, records = history(read_records(str(tmp_path)))
     reported = total([before.closed, *spent(records)])
     assert asdict(journal.spent) == pytest.approx(asdict(reported))
     assert reported.lost_s == pytest.approx(500.0 - snapshots[4][1])
@@ -153,10 +153,10 @@ def test_a_record_keeps_its_size() -> None:
 
 def test_records_are_read_in_order_and_damaged_ones_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number in (2, 10, 1):
-        write_record(str(tmp_path), number, {"attempt": number})
+        write_record(str(tmp_path), number, AttemptRecord(attempt=number, begun_unix_s=1.0).as_dict())
     (tmp_path / "attempts" / "attempt-0003.progress.json").write_text('{"attempt":')
     (tmp_path / "attempts" / "attempt-0003.json").write_text("{}")
-    assert [record["attempt"] for record in read_records(str(tmp_path))] == [1, 2, 10]
+    assert [record.attempt for record in read_records(str(tmp_path))] == [1, 2, 10]
     assert "attempt 3" in caplog.text
     assert read_records(str(tmp_path / "nowhere")) == []
 
@@ -201,7 +201,7 @@ def test_a_run_over_two_attempts(tmp_path: Path, capsys: pytest.CaptureFixture[s
     spot = SpotCheckpoint(url, interval=EverySteps(10))
     logger = CSVLogger(str(tmp_path), name="log")
     trainer(Slow(), spot, logger=logger).fit(Net(), data())
-    first, second = (AttemptRecord.from_dict(record) for record in read_records(url))
+    first, second = read_records(url)
     assert (first.end, second.end) == ("failed", "complete")
     assert (first.step, second.from_step, second.step) == (25, 20, 40)
     assert [step for step, _ in first.snapshots] == [10, 20]
@@ -244,7 +244,7 @@ def test_it_stands_alone_and_leaves_no_thread(tmp_path: Path) -> None:
     monitor = GoodputMonitor(str(tmp_path / "run"), heartbeat_s=0.05)
     trainer(Slow(), monitor).fit(Net(), data())
     trainer(monitor).fit(Net(), data())
-    assert [record["attempt"] for record in read_records(str(tmp_path / "run"))] == [1, 2]
+    assert [record.attempt for record in read_records(str(tmp_path / "run"))] == [1, 2]
     assert not [thread for thread in threading.enumerate() if thread.name == "spot-goodput"]
     with pytest.raises(SettingsError, match="dirpath"):
         trainer(GoodputMonitor()).fit(Net(), data())
@@ -260,11 +260,11 @@ def test_a_heartbeat_outlives_a_kill(tmp_path: Path) -> None:
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
             time.sleep(0.02)
             if trainer.global_step == 30:  # which stands, while what beats goes on
-                seen.extend(until(lambda: [record for record in read_records(url) if record["step"] >= 20], "a beat"))
+                seen.extend(until(lambda: [record for record in read_records(url) if record.step >= 20], "a beat"))
 
     trainer(GoodputMonitor(url, heartbeat_s=0.05), Look()).fit(Net(), data())
-    assert seen[0]["end"] == "running"
-    assert 20 <= seen[0]["step"] <= 30
+    assert seen[0].end == "running"
+    assert 20 <= seen[0].step <= 30
 
 
 # -- attempts that are killed -----------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def journal(url: str, attempt: int, **more: Any) -> Journal:
 
 
 def written(url: str, number: int = 0) -> AttemptRecord:
-    return AttemptRecord.from_dict(read_records(url)[number])
+    return read_records(url)[number]
 
 
 @pytest.mark.parametrize("days", [3, -3])
@@ -287,7 +287,7 @@ def test_a_clock_that_is_set_in_mid_training_is_no_training(
     kept.train(0, 0.0)
     monkeypatch.setattr(time, "time", lambda: clock() + days * 86400)
     kept.note(10, 0.0, 5)
-    kept.close("done")
+    kept.close("complete")
     spent_s, passed_s = kept.spent, time.monotonic() - began_s
     assert 0 <= spent_s.total_s <= passed_s
     assert written(str(tmp_path)).unix_s - written(str(tmp_path)).begun_unix_s <= passed_s

@@ -75,6 +75,19 @@ def test_the_environment_is_read_in_one_place() -> None:
     assert [path for path in SOURCES if path not in may and re.search(r"os\.environ|getenv", path.read_text())] == []
 
 
+def test_all_json_comes_in_by_one_decoder() -> None:
+    may = {
+        "untrusted.py": "it is that decoder",
+        "run/giving.py": "lines of a rank that has shown the token, each of bounded length",
+        "run/taking.py": "lines of the rank that was asked, each of bounded length",
+        "notices/exchange.py": "lines of ranks that have shown the token, each of bounded length",
+    }
+    found = [
+        str(path.relative_to(PACKAGE)) for path in SOURCES if re.search(r"json\.loads?\b|JSONDecoder", path.read_text())
+    ]
+    assert found == sorted(may)
+
+
 def test_the_architecture_names_every_module() -> None:
     page = (REPOSITORY / "docs" / "architecture.md").read_text()
     rooms = set(re.findall(r"[a-z_]+", page[page.index("## The rooms") : page.index("Beside the package")]))

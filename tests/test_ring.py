@@ -630,7 +630,8 @@ def test_an_upload_commits_only_what_it_was_opened_for(bench: Bench) -> None:
     for fields in wrong:
         upload = bench.node.lease(RUN, 3, 1000, name=snapshot_name(1, 3))
         sealed = manifest_of(1, **{"attempt": 3, **fields}).sealed(memoryview(bytes(fields.get("nbytes", 1000))))
-        upload.received[0] = (sealed.nbytes, sealed.checksums[0])
+        upload.received.begin(0, sealed.nbytes)
+        upload.received.end(0, sealed.checksums[0])
         with pytest.raises((SettingsError, CorruptSnapshot)):
             bench.node.commit(upload.id, sealed)
     assert bench.node.committed(RUN) == []

@@ -277,8 +277,8 @@ def test_a_second_fit_has_an_account_of_its_own_wherever_the_monitor_is_listed(t
     callbacks = [GoodputMonitor(log_every_s=None), AutoResume(run, memory=None), snapshots]
     for place in ("run", "run/fit-2"):
         trainer(*callbacks, max_epochs=1).fit(Net(), data(4))
-        assert [record["attempt"] for record in read_records(str(tmp_path / place))] == [1]
-    assert read_records(run)[0]["end"] == "complete"
+        assert [record.attempt for record in read_records(str(tmp_path / place))] == [1]
+    assert read_records(run)[0].end == "complete"
 
 
 class Remembers(Net):

@@ -25,11 +25,21 @@ from lightning_spot.client.part_encoder import OutgoingPart
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import PROTOCOL_VERSION
-from lightning_spot.errors import NodeRefused, RingFull, SettingsError, SnapshotNotFound, SpotError, TooManyStreams
+from lightning_spot.errors import (
+    CorruptManifest,
+    CorruptSnapshot,
+    NodeRefused,
+    RingFull,
+    SettingsError,
+    SnapshotNotFound,
+    SpotError,
+    TooManyStreams,
+)
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
+from lightning_spot.memory.upload import Received
 from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, Address, Frame, PartKind, parse_spot_url
 from lightning_spot.service import fields, files, part_receiver, saving, uploads
 from lightning_spot.service.connections import Connections
@@ -501,7 +511,7 @@ def test_an_upload_commits_only_what_it_was_opened_for(lasting_node: RunningNode
     assert len(list(stream.send(halves))) == 2
     stream.close()
     manifest = {**MANIFEST, "part_bytes": 50, **change}
-    with pytest.raises(SettingsError):
+    with pytest.raises((SettingsError, CorruptManifest)):
         client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": manifest})
     for run in ("run", "other"):
         held = client.call("GET", f"/v1/runs/{run}/snapshots")["snapshots"]
@@ -639,3 +649,61 @@ def test_a_reader_that_goes_in_the_middle_of_a_file_is_no_error_of_the_node(
         until(lambda: not any(slot.readers for slot in node.ring.slots), "nobody to read it any more")
         time.sleep(0.1)
     assert "Error handling request" not in caplog.text
+
+
+OTHER = b"\xee" * 50
+
+
+@pytest.mark.parametrize(
+    ("start", "sent", "announced"),
+    [(100, OTHER, OTHER), (0, OTHER, OTHER), (950, OTHER, OTHER), (0, bytes(999) + b"\1", bytes(1000))],
+    ids=["inside", "at the begin", "at the end", "damaged on its way"],
+)
+def test_what_was_checked_and_written_again_is_unchecked_again(
+    lasting_node: RunningNode, start: int, sent: bytes, announced: bytes
+) -> None:
+    client, data = client_of(lasting_node), bytes(1000)
+    manifest = Manifest(run="run", name=snapshot_name(90, 1), step=90, attempt=1, nbytes=1000).sealed(memoryview(data))
+    upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 1000})["upload"]
+    for place, what, digest in ((0, data, checksum(data)), (start, sent, checksum(announced))):
+        stream = client.stream(upload)
+        part = OutgoingPart.whole(place, memoryview(what), digest)
+        answered = [found for _, found in stream.send([part])]
+        stream.close()
+    is_refused = answered == [NO_DIGEST]
+    try:
+        client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": manifest.to_dict()})
+    except CorruptSnapshot:
+        assert not is_refused
+        return
+    into = bytearray(1000)
+    client.receive(f"/v1/files/run/{manifest.data_path}", 0, memoryview(into))
+    assert is_refused
+    assert bytes(into) == data
+
+
+def test_a_range_that_is_being_written_is_not_checked() -> None:
+    received, (mine, other) = Received(), socket.socketpair()
+    with mine, other:
+        received.begin(0, 100, mine)
+        done = threading.Thread(target=lambda: (received.begin(0, 100), received.end(0, "b" * 32)))
+        done.start()  # which has the first connection closed, and waits for its end
+        assert other.recv(1) == b""
+        assert received.checked == {}
+        received.end(0, None)
+        done.join(10)
+        assert received.close() == {0: (100, "b" * 32)}
+        with pytest.raises(SnapshotNotFound):
+            received.begin(0, 100)
+
+
+def test_a_part_that_could_not_be_made_is_not_there(lasting_node: RunningNode) -> None:
+    client = client_of(lasting_node)
+    manifest = Manifest(run="run", name=snapshot_name(91, 1), step=91, attempt=1, nbytes=10, checksums=(NO_DIGEST,))
+    upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 10})["upload"]
+    stream = client.stream(upload)
+    stream._socket.sendall(Frame(PartKind.SAME, 0, 10, 0, NO_DIGEST).pack())
+    assert stream._socket.recv(16).hex() == NO_DIGEST
+    stream.close()
+    with pytest.raises(CorruptSnapshot):
+        client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": manifest.to_dict()})

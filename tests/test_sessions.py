@@ -464,7 +464,7 @@ def _commit(client: NodeClient, upload: str, step: int) -> None:
     stream = client.stream(upload)
     list(stream.send([OutgoingPart.whole(0, memoryview(image), checksum(image))]))
     stream.close()
-    manifest = {**json.loads(manifest_of(step, 1, 1000).sealed(memoryview(image)).to_json()), "run_id": ""}
+    manifest = {**manifest_of(step, 1, 1000).sealed(memoryview(image)).to_dict(), "run_id": ""}
     client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": manifest})
 
 

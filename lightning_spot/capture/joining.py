@@ -32,6 +32,7 @@ from lightning_spot.sharded.places import Places
 from lightning_spot.sharded.plan import State
 from lightning_spot.staging.copier import Copier, Watches, watch
 from lightning_spot.staging.schedule import Schedule
+from lightning_spot.untrusted import LARGE_BYTES, read_object
 
 logger = logging.getLogger(__name__)
 
@@ -275,7 +276,7 @@ class Joining(Follower[_Part | SpotError]):
         if by_itself := task.told[0]:
             return self._moved(part.image.layout, by_itself, lease, task.number.host)
         if shared.layout != self._heard[0]:
-            told = json.loads(shared.layout)
+            told = read_object(shared.layout, LARGE_BYTES)
             self._heard = (shared.layout, told["state_bytes"], told["items"], "portions" in told)
         _, state_bytes, lines, is_portioned = self._heard
         image = self._with_room(part, state_bytes)

@@ -23,6 +23,7 @@ from lightning_spot.image.pieces import Piece
 from lightning_spot.image.portion import Portions, joined
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory.joint import Shared
+from lightning_spot.untrusted import LARGE_BYTES, read_object
 
 _GRAIN = 64
 _EXTRA_BYTES = 64 * 1024  # what rank 0 writes besides is rounded up to so much: shares stay as they are
@@ -150,7 +151,7 @@ class Split:
     @classmethod
     def from_json(cls, text: str) -> Split:
         """Read what rank 0 wrote."""
-        fields = json.loads(text)
+        fields = read_object(text, LARGE_BYTES)
         states = {int(rank): (int(start), int(nbytes)) for rank, (start, nbytes) in fields["states"].items()}
         held = tuple(Held(str(dtype), int(nbytes)) for dtype, nbytes in fields["held"])
         return cls(held, tuple(fields["places"]), tuple(fields["ends"]), states, tuple(fields["hosts"]))

@@ -11,12 +11,12 @@ import io
 import logging
 import sys
 
-from rich.console import Console
-
 from lightning_spot._version import __version__
 from lightning_spot.cli import doctor, drill, listing, report, simulate, transfer
+from lightning_spot.cli.output import error_console
 from lightning_spot.errors import CorruptSnapshot, SpotError
 from lightning_spot.service import program, settings
+from lightning_spot.untrusted import log_plainly
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):  # a symbol must not end the command where the terminal is ASCII
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    log_plainly(logging.WARNING, "%(message)s")
     arguments = command_parser().parse_args(argv)
     try:
         return int(arguments.call(arguments))
@@ -107,4 +107,4 @@ def _node(arguments: argparse.Namespace) -> int:
 
 
 def _say(text: str) -> None:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
+    error_console().print(*text.split("\n"), sep="\n")

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fsspec
-from rich.console import Console
 
 from lightning_spot.cli.given import check_replicas_given, location_of
-from lightning_spot.cli.output import wide_console
+from lightning_spot.cli.output import error_console, wide_console
 from lightning_spot.cli.simulate import seconds
 from lightning_spot.cli.trying import together, why_not_carried
 from lightning_spot.client.starting import start
@@ -77,7 +76,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     location = location_of(arguments.url, arguments.memory, "doctor")
     snapshot_bytes = given if given is not None else _newest_bytes(location.url)
     check_replicas_given(arguments.replicas, arguments.memory)
-    say = Console(stderr=True, highlight=False).print
+    say = error_console().print
     problems: list[str] = []
     facts: dict[str, Any] = {"copy_bytes_per_s": copy_speed(sample)}
     tiers: dict[str, float] = {}
@@ -85,7 +84,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     stores = {node: f"{node}/doctor" for node in location.nodes} | {location.url: scratch}
     made = _not_there(location.url)
     for url, where in stores.items():
-        say(f"writing {format_bytes(sample)} to {url} …", markup=False)
+        say(f"writing {format_bytes(sample)} to {url} …")
         try:
             if url == location.url:
                 open_store(url).survey()  # says better than a write what is wrong with it
@@ -101,7 +100,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     facts["not_carried"], wrong = _not_carried(nodes, location.url)
     problems += wrong
     if len(nodes) > 1:
-        say(f"writing {format_bytes(sample)} to each memory node at the same time …", markup=False)
+        say(f"writing {format_bytes(sample)} to each memory node at the same time …")
         each = functools.partial(_node_store_speed, nbytes=sample)
         facts["nodes_together_bytes_per_s"] = together(nodes, each)
     say("starting a memory node on this host …")
@@ -296,7 +295,7 @@ def _print(facts: dict[str, Any], outlooks: dict[str, Outlook], snapshot_bytes: 
     if "node_bytes_per_s" in facts:
         console.print(f"committed by a node on this host: {format_bytes(facts['node_bytes_per_s'])}/s")
     for url, speed in facts["tiers_bytes_per_s"].items():
-        console.print(f"stored at {url}: {format_bytes(speed)}/s", markup=False)
+        console.print(f"stored at {url}: {format_bytes(speed)}/s")
     if (speed := facts.get("nodes_together_bytes_per_s")) is not None:
         console.print(f"stored at all memory nodes at the same time: {format_bytes(speed)}/s")
     for node, why in facts["not_carried"].items():
@@ -306,7 +305,7 @@ def _print(facts: dict[str, Any], outlooks: dict[str, Outlook], snapshot_bytes: 
             markup=False,
         )
     for problem in facts["problems"]:
-        console.print(problem, style="red", markup=False)
+        console.print(problem, style="red")
     for label, found in outlooks.items():
         console.print(
             f"{label}, snapshots of {format_bytes(snapshot_bytes)}: one every {format_seconds(found.interval_s)},"
@@ -314,9 +313,9 @@ def _print(facts: dict[str, Any], outlooks: dict[str, Outlook], snapshot_bytes: 
             f" without notice takes {format_seconds(found.loss_s)} of work on average"
         )
         for tier, behind_s in found.behind_s.items():
-            console.print(f"    newest at {tier}: {format_seconds(behind_s)} behind on average", markup=False)
+            console.print(f"    newest at {tier}: {format_seconds(behind_s)} behind on average")
     for line in facts["advice"]:
-        console.print(f"→ {line}", markup=False)
+        console.print(f"→ {line}")
 
 
 def _not_there(url: str) -> list[Path]:

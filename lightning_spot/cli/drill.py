@@ -15,13 +15,13 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
-
+from lightning_spot.cli.output import PlainConsole, error_console
 from lightning_spot.cli.training import Training, training
 from lightning_spot.config import check_number, format_count
 from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.tiers.local import LocalStore
+from lightning_spot.untrusted import LARGE_BYTES, read_object
 
 WAYS = ("notice", "SIGTERM", "SIGKILL")
 _POLL_S = 0.02
@@ -203,7 +203,7 @@ def drill(arguments: argparse.Namespace) -> int:
         limit_s=arguments.limit,
         chance=random.Random(seed),
     )
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = error_console()
     if not arguments.json:
         kills = format_count(arguments.kills, "kill")
         console.print(f"drill: seed {seed}, in {folder}: first undisturbed, then with {kills}")
@@ -223,15 +223,15 @@ def drill(arguments: argparse.Namespace) -> int:
     return 1 if found.different else 0
 
 
-def _leave(console: Console, folder: Path) -> None:
+def _leave(console: PlainConsole, folder: Path) -> None:
     """Of a drill that was not carried out: keep what its training wrote, and nothing if that was no snapshot."""
     if any(folder.glob("*/runs")):
-        console.print(f"what the training wrote is in {folder}", markup=False)
+        console.print(f"what the training wrote is in {folder}")
     else:  # the end of its log is in the error
         shutil.rmtree(folder)
 
 
-def _report(console: Console, disturbances: list[str], found: Verdict, seed: int, folder: Path) -> None:
+def _report(console: PlainConsole, disturbances: list[str], found: Verdict, seed: int, folder: Path) -> None:
     for disturbance in disturbances:
         console.print(f"  {disturbance}")
     if found.different:
@@ -245,10 +245,10 @@ def _report(console: Console, disturbances: list[str], found: Verdict, seed: int
         console.print(f"  again with --seed {seed}; both runs are in {folder}")
 
 
-def _show(console: Console, heading: str, lines: list[str]) -> None:
-    console.print(heading, markup=False)
+def _show(console: PlainConsole, heading: str, lines: list[str]) -> None:
+    console.print(heading)
     for line in lines[:_SHOWN]:
-        console.print(f"  {line}", markup=False)
+        console.print(f"  {line}")
     if len(lines) > _SHOWN:
         console.print(f"  and {len(lines) - _SHOWN} more")
 
@@ -299,7 +299,7 @@ def _differences(first: Path, second: Path) -> Verdict:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise DrillFailed(f"the final states could not be compared:\n{done.stderr[-2000:]}")
-    return Verdict(**json.loads(done.stdout))
+    return Verdict(**read_object(done.stdout, LARGE_BYTES))
 
 
 def _tail(folder: Path) -> str:

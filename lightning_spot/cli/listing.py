@@ -31,11 +31,11 @@ def ls(arguments: argparse.Namespace) -> int:
     if found.entries:
         console.print(table)
     else:
-        console.print(f"no snapshots of {found.url}", markup=False, highlight=False)
+        console.print(f"no snapshots of {found.url}")
     for name, why in found.unreadable.items():
-        console.print(f"unreadable: {name}: {why}", style="yellow", markup=False, highlight=False)
+        console.print(f"unreadable: {name}: {why}", style="yellow")
     for problem in found.problems:
-        console.print(problem, style="yellow", markup=False, highlight=False)
+        console.print(problem, style="yellow")
     return 0
 
 
@@ -68,7 +68,7 @@ def show(arguments: argparse.Namespace) -> int:
         "written by": ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items())),
     }
     for name, value in lines.items():
-        console.print(f"{name:<11} {value}", markup=False, highlight=False)
+        console.print(f"{name:<11} {value}")
     return 0
 
 

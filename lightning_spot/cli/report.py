@@ -72,14 +72,14 @@ def report(arguments: argparse.Namespace) -> int:
             f"{format_count(before.attempts, 'attempt')} before these, {format_seconds(before.closed.total_s)} in all"
         )
     console.print(table)
-    console.print(_line(parts, whole), markup=False)
+    console.print(_line(parts, whole))
     console.print(f"goodput {100 * whole.goodput:.1f} % of {format_seconds(whole.total_s)}")
     return 0
 
 
 def _records(url: str) -> list[AttemptRecord]:
     """The records at the durable tier; of killed attempts with what this host and their snapshots tell beyond them."""
-    records = [AttemptRecord.from_dict(record) for record in read_records(url)]
+    records = read_records(url)
     if all(record.end != "running" for record in records):
         return records
     snapshots = open_store(url).survey().manifests

@@ -104,9 +104,9 @@ def rent(arguments: argparse.Namespace) -> int:
         return 0
     console = wide_console()
     for name, value in described(demand, found).items():
-        console.print(f"{name:<24} {value}", markup=False)
+        console.print(f"{name:<24} {value}")
     for line in _advice(demand, found, arguments.memory_node_price):
-        console.print(f"→ {line}", markup=False)
+        console.print(f"→ {line}")
     return 0
 
 

@@ -11,15 +11,16 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from lightning_spot.cli.output import error_console, say
 from lightning_spot.cli.tiers import Entry, Found, ask, look_again, pick
 from lightning_spot.config import PART_BYTES, format_bytes
 from lightning_spot.errors import CorruptSnapshot, SettingsError, SnapshotNotFound, SpotError, TierError
 from lightning_spot.image.files import cut
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
 from lightning_spot.run.reading import OpenSnapshot
+from lightning_spot.untrusted import plain
 
 _LOOKS = 10
 """How often the newest snapshot is looked for where training supersedes each one before it can be opened."""
@@ -40,9 +41,9 @@ def pull(arguments: argparse.Namespace) -> int:
     _target(arguments, wanted)  # an error in it is said before anything is read
     if arguments.snapshot is None:
         for what, why in found.unreadable.items():
-            print(f"passed over: {what}: {why}")
+            say(f"passed over: {what}: {why}")
         for problem in found.problems:
-            print(f"not asked: {problem}")
+            say(f"not asked: {problem}")
     snapshot = _open_newest(found) if arguments.snapshot is None else _open_somewhere(found, wanted.name)
     try:
         wanted = snapshot.manifest
@@ -54,9 +55,9 @@ def pull(arguments: argparse.Namespace) -> int:
     finally:
         snapshot.close()
     nbytes = target.stat().st_size if one_file else wanted.stored_bytes
-    print(f"{target}: {format_bytes(nbytes)}, step {wanted.step}, from {snapshot.tier}, every checksum holds")
+    say(f"{target}: {format_bytes(nbytes)}, step {wanted.step}, from {snapshot.tier}, every checksum holds")
     if not one_file:
-        print("That is a directory, of a model in shards. --consolidate makes one plain file of it")
+        say("That is a directory, of a model in shards. --consolidate makes one plain file of it")
     return 0
 
 
@@ -74,22 +75,22 @@ def verify(arguments: argparse.Namespace) -> int:
         raise SnapshotNotFound("; ".join([f"no snapshot of {found.url} to verify", *found.problems]))
     bad = len(found.unreadable)
     for what, why in found.unreadable.items():
-        print(f"BAD  {what}: {why}")
+        say(f"BAD  {what}: {why}")
     for entry in found.entries:
         label = f"{entry.manifest.name} at {entry.source.tier}"
         try:
             _open(entry).close()
         except SpotError as error:
             if _has_left(entry):
-                print(f"gone {label}: it has left this tier since it was listed, as older ones do")
+                say(f"gone {label}: it has left this tier since it was listed, as older ones do")
                 continue
             bad += 1
-            print(f"BAD  {label}: {error}")
+            say(f"BAD  {label}: {error}")
         else:
             parts = len(entry.manifest.checksums)
-            print(f"good {label}: {format_bytes(entry.manifest.stored_bytes)}, {parts} part{'s' if parts > 1 else ''}")
+            say(f"good {label}: {format_bytes(entry.manifest.stored_bytes)}, {parts} part{'s' if parts > 1 else ''}")
     for problem in found.problems:
-        print(f"not asked: {problem}")
+        say(f"not asked: {problem}")
     return 1 if bad else 0
 
 
@@ -129,7 +130,7 @@ def _open_somewhere(found: Found, name: str) -> OpenSnapshot:
         if entry.manifest.name != name:
             continue
         if problem is not None:  # that of the last tier is the error
-            print(f"{tier} is passed over: {problem}")
+            say(f"{tier} is passed over: {problem}")
         try:
             return _open(entry)
         except SpotError as error:
@@ -139,7 +140,7 @@ def _open_somewhere(found: Found, name: str) -> OpenSnapshot:
 
 def _open(entry: Entry) -> OpenSnapshot:
     with _progress() as progress:
-        task = progress.add_task(f"{entry.manifest.name} from {entry.source.tier}", total=entry.manifest.nbytes)
+        task = progress.add_task(plain(f"{entry.manifest.name} from {entry.source.tier}"), total=entry.manifest.nbytes)
         return entry.source.open(entry.manifest, lambda nbytes: progress.update(task, advance=nbytes))
 
 
@@ -219,7 +220,7 @@ def _write(path: Path, data: Iterable[memoryview]) -> None:
 
 
 def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     # To the error stream, and only for people: pipes get the result alone.
-    console = Console(stderr=True)
+    console = error_console()
     return Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)

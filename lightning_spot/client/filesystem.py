@@ -19,7 +19,8 @@ from lightning_spot.client.spot_files import BLOCK_BYTES, SpotReader, SpotWriter
 from lightning_spot.errors import CorruptSnapshot, NodeRefused, SettingsError, SnapshotNotFound
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.paths import LAST
-from lightning_spot.protocol.wire import DIGEST_HEADER, Address, parse_spot_url
+from lightning_spot.protocol.wire import DIGEST_HEADER, Address, answered, file_path, parse_spot_url
+from lightning_spot.untrusted import file_name
 
 _NO_FOLDERS = "a run at a node holds files without folders; write spot://host:port/RUN/NAME"
 
@@ -75,12 +76,11 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
         path = self._strip_protocol(path)
         run, _, below = path.partition("/")
         if not run:
-            runs = self.client.call("GET", "/v1/runs")["runs"]
-            names = [item["name"] for item in runs]
-            texts = [
-                f"{item['name']}@{item['id']}" if item["id"] and names.count(item["name"]) > 1 else str(item["name"])
-                for item in runs
-            ]
+            answer = self.client.call("GET", "/v1/runs")
+            with answered(str(self.client.address)):
+                runs = [(file_path(item["name"]), file_name(item, "id")) for item in answer["runs"]]
+            names = [name for name, _ in runs]
+            texts = [f"{name}@{identity}" if identity and names.count(name) > 1 else name for name, identity in runs]
             entries = [_directory(text) for text in sorted(set(texts))]
         else:
             entries = self._children(run, below)
@@ -101,14 +101,15 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
             headers = {}
         real = unquote(headers.get("spot-path", ""))
         if real and (real == below or ("/" not in below and unquote(headers["spot-snapshot"]) != below)):
-            return {
-                "name": path,
-                "size": int(headers["content-length"]),
-                "type": "file",
-                "created": float(headers["spot-created"]),
-                "etag": headers["etag"],
-                "path": f"{run}/{real}",
-            }
+            with answered(str(self.client.address)):
+                return {
+                    "name": path,
+                    "size": int(headers["content-length"]),
+                    "type": "file",
+                    "created": float(headers["spot-created"]),
+                    "etag": headers["etag"],
+                    "path": f"{run}/{file_path(real)}",
+                }
         listing = self._listing(run)
         if real or any(str(item["path"]).startswith(f"{below}/") for item in listing["files"]):
             return _directory(path)
@@ -306,7 +307,11 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
         return info
 
     def _listing(self, run: str) -> dict[str, Any]:
-        return self.client.call("GET", f"/v1/runs/{quoted(run)}/files")
+        listing = self.client.call("GET", f"/v1/runs/{quoted(run)}/files")
+        with answered(str(self.client.address)):
+            for item in listing["files"]:
+                file_path(item["path"])
+        return listing
 
     def _files(self, run: str) -> list[dict[str, Any]]:
         return [

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from lightning_spot.client.connection import Connection, Pool
 from lightning_spot.client.part_sender import PartStream
 from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES, check_token, read_environment
-from lightning_spot.errors import NodeFailed, NodeUnreachable, ProtocolMismatch, SpotError
+from lightning_spot.errors import Malformed, NodeFailed, NodeUnreachable, ProtocolMismatch, SpotError
 from lightning_spot.image.parts import checksum
 from lightning_spot.protocol.wire import (
     DIGEST_HEADER,
@@ -26,6 +26,7 @@ from lightning_spot.protocol.wire import (
     error_from_body,
     target_of,
 )
+from lightning_spot.untrusted import plain, read_object
 
 REPLY_TIMEOUT_S = 60.0
 PING_S = 5.0
@@ -207,10 +208,12 @@ class NodeClient:
 
     def _json(self, answer: bytes) -> dict[str, Any]:
         try:
-            fields = json.loads(answer or b"{}")
-        except (ValueError, RecursionError) as error:
-            raise NodeUnreachable(f"{self.address} sent no JSON: {error}", tier=str(self.address)) from error
-        return fields if isinstance(fields, dict) else {}
+            return read_object(answer or b"{}", _LONGEST_ANSWER_BYTES)
+        except Malformed as error:
+            raise NodeUnreachable(
+                f"{self.address} sent no answer of a memory node: {error}; is it the right address?",
+                tier=str(self.address),
+            ) from error
 
     def _exchange(self, request: _Request, read: _Read) -> Any:
         """Send a request; once more if a kept connection broke, or the node failed, and that does no harm."""
@@ -231,7 +234,7 @@ class NodeClient:
                 if used and request.again and not isinstance(error, TimeoutError):
                     continue
                 # The text of errors of HTTP quotes headers: ours, with the token, or what a stranger has answered.
-                why = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else type(error).__name__
+                why = f"{type(error).__name__}: {plain(error)}" if isinstance(error, OSError) else type(error).__name__
                 raise NodeUnreachable(
                     f"no memory node answers at {self.address} ({why})", tier=str(self.address)
                 ) from (error if isinstance(error, OSError) else None)
@@ -271,7 +274,7 @@ class NodeClient:
         if spoken != str(PROTOCOL_VERSION):
             remedy = ": install the same version of lightning_spot on both hosts (or check the address)"
             raise ProtocolMismatch(
-                f"{self.address} speaks protocol {spoken or 'unknown'}, this client {PROTOCOL_VERSION}"
+                f"{self.address} speaks protocol {plain(spoken or 'unknown')}, this client {PROTOCOL_VERSION}"
                 f"{remedy if self.address.host else ''}",
                 tier=str(self.address),
             )

@@ -22,6 +22,7 @@ from lightning_spot.protocol.wire import (
     fill,
     target_of,
 )
+from lightning_spot.untrusted import plain
 
 _CONNECT_TIMEOUT_S = 5.0
 _UPGRADE_TIMEOUT_S = 10.0  # a node answers before it does anything; meanwhile a slot is held, and nothing sent
@@ -150,4 +151,4 @@ class PartStream:
             raise error_from_body(code, body, self._name)
 
     def _unreachable(self, error: OSError) -> NodeUnreachable:
-        return NodeUnreachable(f"the connection to {self._name} broke ({error})", tier=self._name)
+        return NodeUnreachable(f"the connection to {self._name} broke ({plain(error)})", tier=self._name)

@@ -17,6 +17,7 @@ from lightning_spot.client.joint import JointUploads
 from lightning_spot.client.node_client import NodeClient, quoted
 from lightning_spot.client.part_encoder import OutgoingPart, PartEncoder, packers
 from lightning_spot.client.part_lanes import CONNECTIONS, PartLanes
+from lightning_spot.config import LARGEST
 from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.floats import Floats
@@ -28,9 +29,10 @@ from lightning_spot.memory.bases import FindEarlier, nothing_earlier
 from lightning_spot.memory.runs import Opened, RunInfo, key_of, parse_run
 from lightning_spot.memory.spread import Told
 from lightning_spot.memory.tier import Listed, Sent
-from lightning_spot.protocol.wire import Address, BaseInfo, parse_spot_url
+from lightning_spot.protocol.wire import Address, BaseInfo, answered, parse_spot_url
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.store import Holdings, Progress, highest_attempt, newest_first
+from lightning_spot.untrusted import LONGEST_TEXT, flag, integer, plain
 
 logger = logging.getLogger(__name__)
 
@@ -107,9 +109,9 @@ class NodeStore:
 
     def survey(self) -> Holdings:
         """See :meth:`Store.survey`."""
-        listing = self._listing()
-        held = newest_first([item.manifest for item in Listed.all_of(listing) if not item.manifest.is_file])
-        highest = highest_attempt(int(listing["attempt"]), (), held)
+        attempt, listed = self._asked(_ASK_S)
+        held = newest_first([item.manifest for item in listed if not item.manifest.is_file])
+        highest = highest_attempt(attempt, (), held)
         manifests = [manifest for manifest in held if manifest.portion is None]
         portions = [manifest for manifest in held if manifest.portion is not None]
         return Holdings(manifests=manifests, highest_attempt=highest, portions=portions)
@@ -155,7 +157,7 @@ class NodeStore:
 
     def claimed(self) -> int:
         """See :meth:`Store.claimed`."""
-        return int(self._listing()["attempt"])
+        return self._asked(_ASK_S)[0]
 
     def newest_claim(self) -> Claim | None:
         """A node keeps the number of the attempt that holds a run, and no claim."""
@@ -209,8 +211,9 @@ class NodeStore:
         body = {name: getattr(info, name) for name in _TOLD}
         opened = self.client.call("POST", f"/v1/runs/{quoted(self.run)}/open", body, timeout_s=_ASK_S)
         self._info = info
-        why_not, leaves = str(opened["why_not"]), opened.get("leaves") is True
-        return Opened(int(opened["attempt"]), bool(opened["carries"]), why_not, leaves)
+        with answered(self.url):
+            why_not, leaves = plain(opened["why_not"], LONGEST_TEXT), flag(opened, "leaves")
+            return Opened(integer(opened, "attempt", None, 0, LARGEST), flag(opened, "carries", None), why_not, leaves)
 
     def know(self, info: RunInfo) -> None:
         """See :meth:`NodeTier.know`."""
@@ -218,12 +221,11 @@ class NodeStore:
 
     def listing(self) -> list[Listed]:
         """See :meth:`NodeTier.listing`."""
-        return Listed.all_of(self._listing())
+        return self._asked(_ASK_S)[1]
 
     def holds(self, name: str, wait_s: float) -> bool:
         """Whether a snapshot is in the node's memory, asked for ``wait_s`` seconds at most."""
-        listing = self.client.call("GET", f"/v1/runs/{quoted(self.run)}/snapshots", timeout_s=wait_s)
-        return any(item.manifest.name == name for item in Listed.all_of(listing))
+        return any(item.manifest.name == name for item in self._asked(wait_s)[1])
 
     def check_flush_to(self, via: Sequence[str]) -> None:
         """See :meth:`NodeTier.check_flush_to`."""
@@ -238,7 +240,8 @@ class NodeStore:
         """See :meth:`NodeTier.flush`."""
         body = {"run": self.run, "wait_s": wait_s}
         answer = self.client.call("POST", "/v1/flush", body, timeout_s=wait_s + _ASK_S)
-        return [str(line) for line in answer["unreached"]]
+        with answered(self.url):
+            return [plain(line, LONGEST_TEXT) for line in answer["unreached"]]
 
     def send(
         self,
@@ -294,8 +297,11 @@ class NodeStore:
         coming, changes = self._approximation.advance(exact, image, threads)
         return coming, ApproximateEncoder(coming, changes, base, threads)
 
-    def _listing(self) -> dict[str, Any]:
-        return self.client.call("GET", f"/v1/runs/{quoted(self.run)}/snapshots", timeout_s=_ASK_S)
+    def _asked(self, wait_s: float) -> tuple[int, list[Listed]]:
+        """The attempt that holds the run at the node, and what is there."""
+        answer = self.client.call("GET", f"/v1/runs/{quoted(self.run)}/snapshots", timeout_s=wait_s)
+        with answered(self.url):
+            return integer(answer, "attempt", None, 0, LARGEST), Listed.all_of(answer)
 
     def _named(self, manifest: Manifest) -> Manifest:
         """The manifest as the node knows its run."""
@@ -333,7 +339,8 @@ class NodeStore:
         except BaseException:
             self._give_up(upload)  # it may have begun, and only its answer be lost
             raise
-        return upload, BaseInfo.read(leased.get("base"))
+        with answered(self.url):
+            return upload, BaseInfo.read(leased.get("base"))
 
     def _encoder(self, coming: Coming, base: BaseInfo | None, earlier: FindEarlier, threads: Executor) -> PartEncoder:
         compression: Compression = self._info.compression if self._info is not None else "auto"

@@ -16,6 +16,7 @@ from lightning_spot.client.connection import connect_to_own
 from lightning_spot.errors import NodeRefused, NodeUnreachable, SnapshotNotFound, TierError
 from lightning_spot.protocol.process import wait_readable
 from lightning_spot.staging.slot import map_shared
+from lightning_spot.untrusted import read_object
 
 _LONGEST_LINE = 65536
 
@@ -127,7 +128,7 @@ class Session:
                 self._socket.settimeout(_left(deadline))
                 piece = self._socket.recv(_LONGEST_LINE)
                 data = data + piece if piece else b""
-            answer = json.loads(data) if data else None
+            answer = read_object(data) if data else None
         except BaseException as error:
             _close_all(fds)
             self._socket.close()  # an answer that comes late, or after Ctrl-C, must not be taken for the next one's

@@ -16,6 +16,7 @@ import torch.distributed
 from lightning_spot.errors import SpotError
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.protocol.wire import error_body, error_from_body
+from lightning_spot.untrusted import LARGE_BYTES, read_object
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -43,7 +44,7 @@ class Failed:
 
     def error(self) -> SpotError:
         """What the others raise: an error of the same kind."""
-        body = json.loads(self.body)
+        body = read_object(self.body, LARGE_BYTES)
         body["message"] = f"rank {self.rank}: {body['message']}"
         return error_from_body(500, json.dumps(body).encode(), f"rank {self.rank}")
 

@@ -24,6 +24,7 @@ from lightning_spot.exact.sharded import holder_of, kinds_at_hand
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.word import Shown
 from lightning_spot.sharded.layout import state_archive
+from lightning_spot.untrusted import LARGE_BYTES, read_json
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -130,7 +131,7 @@ class OwnFiles(OfTrainer):
         everyones = self._shown.seen() or []
         for rank, shown in enumerate(everyones):
             if shown is not None:
-                nbytes, kinds = json.loads(zlib.decompress(shown))
+                nbytes, kinds = read_json(zlib.decompress(shown), LARGE_BYTES)
                 self.most_bytes = max(self.most_bytes, nbytes)
                 self.kinds[rank] = self.kinds[rank] if kinds is None else kinds
         return None in everyones or not self.most_bytes

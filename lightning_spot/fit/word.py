@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.fit.agreement import Agreement
+from lightning_spot.untrusted import LARGE_BYTES, read_json
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -127,7 +128,7 @@ def _packed(said: Any) -> bytes:
 
 
 def _unpacked(data: bytes) -> Any:
-    return json.loads(zlib.decompress(data[1:]) if data.startswith(_PACKED) else data)
+    return read_json(zlib.decompress(data[1:]) if data.startswith(_PACKED) else data, LARGE_BYTES)
 
 
 def _put(data: torch.Tensor, said: bytes) -> None:

@@ -118,9 +118,8 @@ class Journal:
     def _previous(self, attempt: int | None, snapshots: list[Manifest]) -> AttemptRecord | None:
         """The record of the attempt before, which carries the account of all before it."""
         try:
-            found = newest_record(self._url, before=attempt)
-            written = AttemptRecord.from_dict(found) if found is not None else None
-        except (TierError, TypeError, ValueError) as error:
+            written = newest_record(self._url, before=attempt)
+        except TierError as error:
             logger.warning("lightning_spot: goodput begins anew: %s", error)
             return None
         if written is None:

@@ -7,8 +7,15 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+from lightning_spot.config import MOST_NODES
+from lightning_spot.errors import Malformed
+from lightning_spot.untrusted import MOST_UNIX_S, as_object, integer, items, text
+from lightning_spot.untrusted import number as number_in
+
 MOST_SNAPSHOTS = 500
 MOST_CARRIED = 64
+ENDS = ("running", "killed", "preempted", "complete", "failed")
+_MOST_STEPS, _MOST_ATTEMPTS = 10**18, 10**9
 _GROWING = ("snapshots", "earlier")
 _CARRIED_SNAPSHOTS = 16  # of each attempt that is carried on: a record is written every few seconds
 
@@ -29,7 +36,7 @@ class AttemptRecord:
         restore_s: of the seconds before training began, those that finding and reading the snapshot took; 0 for a fresh
             start.
         replicas: at how many memory nodes each of its snapshots was to be kept; 0 where none was named.
-        end: ``"running"``, ``"killed"``, ``"preempted"``, ``"complete"`` or ``"failed"``.
+        end: one of :data:`ENDS`.
         earlier: account of the attempts before it.
     """
 
@@ -63,11 +70,38 @@ class AttemptRecord:
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> AttemptRecord:
-        """Of what :meth:`as_dict` gave; what a later version may have added is left out."""
-        known = {name: record[name] for name in cls.__slots__ if name in record}
-        known["snapshots"] = [(int(step), float(at)) for step, at in known.get("snapshots", [])]
-        earlier = known.pop("earlier", None)
-        return cls(**known, earlier=Account.from_dict(earlier) if earlier is not None else None)
+        """Of what :meth:`as_dict` gave; what a later version may have added is left out.
+
+        Raises:
+            Malformed: if a value is not what it should be.
+        """
+        trained, earlier = record.get("trained_unix_s"), record.get("earlier")
+        end = text(record, "end", "running")
+        if end not in ENDS:
+            raise Malformed(f"its end is none of {', '.join(ENDS)}")
+        return cls(
+            attempt=integer(record, "attempt", None, 0, _MOST_ATTEMPTS),
+            begun_unix_s=_time(record, "begun_unix_s", None),
+            trained_unix_s=None if trained is None else _time(record, "trained_unix_s", None),
+            from_step=integer(record, "from_step", 0, 0, _MOST_STEPS),
+            step=integer(record, "step", 0, 0, _MOST_STEPS),
+            unix_s=_time(record, "unix_s", 0.0),
+            stall_s=_time(record, "stall_s", 0.0),
+            snapshots=[_snapshot(item) for item in items(record, "snapshots", 4 * MOST_SNAPSHOTS)],
+            restore_s=_time(record, "restore_s", 0.0),
+            replicas=integer(record, "replicas", 0, 0, MOST_NODES),
+            end=end,
+            earlier=None if earlier is None else Account.from_dict(as_object(earlier)),
+        )
+
+
+def _time(fields: dict[str, Any], name: str, default: float | None) -> float:
+    return number_in(fields, name, default, 0, MOST_UNIX_S)
+
+
+def _snapshot(item: Any) -> tuple[int, float]:
+    fields = dict(zip(("step", "time"), item, strict=False)) if isinstance(item, list | tuple) else {}
+    return integer(fields, "step", None, 0, _MOST_STEPS), _time(fields, "time", None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,10 +173,17 @@ class Account:
 
     @classmethod
     def from_dict(cls, account: dict[str, Any]) -> Account:
-        """Of the plain values in a record."""
-        closed = {name: float(value) for name, value in account.get("closed", {}).items() if name in Spent.__slots__}
-        latest = [AttemptRecord.from_dict(record) for record in account.get("latest", [])]
-        return cls(attempts=int(account.get("attempts", 0)), closed=Spent(**closed), latest=latest)
+        """Of the plain values in a record.
+
+        Raises:
+            Malformed: if one is not what it should be.
+        """
+        closed = as_object(account.get("closed", {}))
+        return cls(
+            attempts=integer(account, "attempts", 0, 0, _MOST_ATTEMPTS),
+            closed=Spent(**{name: _time(closed, name, 0.0) for name in Spent.__slots__}),
+            latest=[AttemptRecord.from_dict(as_object(item)) for item in items(account, "latest", 2 * MOST_CARRIED)],
+        )
 
 
 def account_after(previous: AttemptRecord | None) -> Account:
@@ -216,11 +257,11 @@ def _pauses(records: Sequence[AttemptRecord]) -> list[float]:
     their sum is known, and counts as the long one.
     """
     pauses = [0.0 if one.end == "complete" else then.begun_unix_s - _end_s(one) for one, then in pairwise(records)]
-    for number in range(len(pauses) - 1):
-        before, after = pauses[number : number + 2]
+    for index in range(len(pauses) - 1):
+        before, after = pauses[index : index + 2]
         if min(before, after) < 0 <= before + after:
-            long = number if before > after else number + 1
-            pauses[number] = pauses[number + 1] = 0.0
+            long = index if before > after else index + 1
+            pauses[index] = pauses[index + 1] = 0.0
             pauses[long] = before + after
     return [*(max(0.0, pause) for pause in pauses), *[0.0] * bool(records)]
 

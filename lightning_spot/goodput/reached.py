@@ -25,6 +25,7 @@ from lightning_spot.goodput.ledger import MOST_SNAPSHOTS, Account, AttemptRecord
 from lightning_spot.protocol.ownership import open_file, read_file
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import NodeRecord, find_record
+from lightning_spot.untrusted import as_object, read_object
 
 logger = logging.getLogger(__name__)
 
@@ -129,8 +130,8 @@ def read_reached(run_url: str, attempt: int) -> AttemptRecord | None:
         rest, step = _newest(data, _REST_AT, size), _newest(data, _STEP_AT, _STEP_BYTES)
         if rest is None or step is None:
             return None
-        kept = json.loads(rest)
-        record = AttemptRecord.from_dict(kept["record"])
+        kept = read_object(rest, len(rest))
+        record = AttemptRecord.from_dict(as_object(kept["record"]))
         record.step, record.unix_s, record.stall_s = _STEP.unpack(step)
         process = ProcessId.from_json(kept["process"] or "")
     except _DAMAGE as error:  # a machine that crashed may leave anything, and no start depends on it

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from lightning_spot.errors import Malformed
+from lightning_spot.goodput.ledger import AttemptRecord
 from lightning_spot.tiers.claims import ATTEMPTS_DIR
 from lightning_spot.tiers.filesystem import make_parent, open_filesystem, tier_errors
 from lightning_spot.tiers.temporaries import temporary_name
 from lightning_spot.tiers.writing import write_small
+from lightning_spot.untrusted import plain, read_sealed, sealed_json
 
 logger = logging.getLogger(__name__)
 
 _RECORD = re.compile(r"attempt-(\d{1,9})\.progress\.json")
 _READERS = 16
 _MOST_DAMAGED = 8
+_MOST_BYTES = 2**22
 
 
 def write_record(run_url: str, attempt: int, record: dict[str, Any]) -> None:
@@ -31,7 +34,7 @@ def write_record(run_url: str, attempt: int, record: dict[str, Any]) -> None:
     Raises:
         TierError: if the tier fails.
     """
-    data = json.dumps(record).encode()
+    data = sealed_json(record).encode()
     with tier_errors(run_url):
         files, root = open_filesystem(run_url)
         path = f"{root}/{ATTEMPTS_DIR}/attempt-{attempt:04d}.progress.json"
@@ -39,7 +42,7 @@ def write_record(run_url: str, attempt: int, record: dict[str, Any]) -> None:
         write_small(files, path, data, f"{root}/{ATTEMPTS_DIR}/{temporary_name(attempt, '')}")
 
 
-def newest_record(run_url: str, before: int | None = None) -> dict[str, Any] | None:
+def newest_record(run_url: str, before: int | None = None) -> AttemptRecord | None:
     """The record of the newest attempt, ``None`` if there is none: one listing and one read, however many there are.
 
     Args:
@@ -58,7 +61,7 @@ def newest_record(run_url: str, before: int | None = None) -> dict[str, Any] | N
     return None
 
 
-def read_records(run_url: str) -> list[dict[str, Any]]:
+def read_records(run_url: str) -> list[AttemptRecord]:
     """The records of all attempts that are listed, the first first. What is damaged is left out, and logged.
 
     Raises:
@@ -74,18 +77,27 @@ def read_records(run_url: str) -> list[dict[str, Any]]:
 def _listed(run_url: str) -> tuple[Any, list[tuple[int, str]]]:
     files, root = open_filesystem(run_url)
     try:
-        names = files.ls(f"{root}/{ATTEMPTS_DIR}", detail=False)
+        found = files.ls(f"{root}/{ATTEMPTS_DIR}", detail=True)
     except FileNotFoundError:
         return files, []
+    names = [item["name"] for item in found if item["type"] == "file"]  # a pipe of that name would keep us for ever
     matches = ((str(name), _RECORD.fullmatch(str(name).rpartition("/")[2])) for name in names)
     return files, sorted((int(match[1]), name) for name, match in matches if match is not None)
 
 
-def _read(files: Any, path: str, attempt: int) -> dict[str, Any] | None:
+def _read(files: Any, path: str, attempt: int) -> AttemptRecord | None:
     try:
-        return dict(json.loads(files.cat_file(path)))
+        record = AttemptRecord.from_dict(read_sealed(files.cat_file(path, start=0, end=_MOST_BYTES + 1), _MOST_BYTES))
+        if record.attempt != attempt:
+            raise Malformed(f"it is that of attempt {record.attempt}")
+        return record
     except FileNotFoundError:
         return None  # removed meanwhile
-    except (ValueError, TypeError) as error:
-        logger.warning("lightning_spot: the record of attempt %d, %s, is damaged (%s)", attempt, path, error)
+    except Malformed as error:
+        logger.warning(
+            "lightning_spot: the record of attempt %d, %s, is damaged: %s. The time of that attempt is not counted.",
+            attempt,
+            plain(path),
+            error,
+        )
         return None

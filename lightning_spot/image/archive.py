@@ -8,10 +8,13 @@ and the places of the CRC fields, and writes headers and directory, with the pub
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 from lightning_spot.errors import LayoutUnsupported
+from lightning_spot.untrusted import plain
 
 Buffer = memoryview | bytearray | bytes
 
@@ -36,6 +39,8 @@ _STREAMED = 0x08  # flag: CRC and sizes follow the data in a descriptor
 _UTF8 = 0x800
 _FULL, _FULL16 = 0xFFFFFFFF, 0xFFFF  # the number is in a ZIP64 field
 _MADE_BY, _MADE_BY64 = 20, 45  # versions of the format that a reader needs
+_CRC_BYTES = 4
+_MOST_RECORDS = 2**18
 _FIRST_DAY = 0x21  # 1980-01-01: the same bytes give the same file at any time
 
 
@@ -133,44 +138,57 @@ def read_entries(image: Buffer) -> list[ZipEntry]:
         image: the whole file; holes may be unfilled, headers must be there.
 
     Raises:
-        LayoutUnsupported: if this is no such archive.
+        LayoutUnsupported: if this is no such archive, or two records have a byte in common.
     """
-    try:
-        return list(_walk(memoryview(image)))
-    except struct.error as error:
-        raise LayoutUnsupported(f"the checkpoint file's record table cannot be read: {error}") from error
-
-
-def _walk(image: memoryview) -> Iterator[ZipEntry]:
-    count, position = _directory(image)
+    view = memoryview(image)
+    count, position = _directory(view)
+    if count > _MOST_RECORDS:
+        raise LayoutUnsupported(f"{count} records are more than a checkpoint file has")
+    entries: list[ZipEntry] = []
+    extents: list[tuple[int, int]] = []
+    at = position
     for _ in range(count):
-        fields = _CENTRAL.unpack_from(image, position)
-        signature, flags, method = fields[0], fields[3], fields[4]
-        if signature != b"PK\x01\x02" or method != 0:
-            raise LayoutUnsupported("a record of the checkpoint file is compressed or damaged")
-        stored_bytes, nbytes = fields[8], fields[9]
-        name_bytes, extra_bytes, comment_bytes, header = fields[10], fields[11], fields[12], fields[16]
-        start = position + _CENTRAL.size
-        name = bytes(image[start : start + name_bytes]).decode("utf-8", "replace")
-        extra = image[start + name_bytes : start + name_bytes + extra_bytes]
-        nbytes, stored_bytes, header = _zip64(extra, nbytes, stored_bytes, header)
-        yield _record(image, name, flags, header, nbytes, position)
-        position = start + name_bytes + extra_bytes + comment_bytes
+        entry, begin, at = _record(view, at)
+        entries.append(entry)
+        extents.append((begin, max(entry.offset + entry.nbytes, entry.crc_at[1] + _CRC_BYTES)))
+    extents.sort()
+    for (_, end), (begin, _) in pairwise([*extents, (position, at)]):
+        if begin < end:  # who reads all records would read such bytes as often as the directory likes
+            raise LayoutUnsupported("two records of the checkpoint file overlap, or one and the directory")
+    return entries
 
 
-def _record(image: memoryview, name: str, flags: int, header: int, nbytes: int, central: int) -> ZipEntry:
-    local = _LOCAL.unpack_from(image, header)
+def _unpack(form: struct.Struct, image: memoryview, at: int) -> tuple[Any, ...]:
+    """Numbers at a place that the file itself names."""
+    if not 0 <= at <= len(image) - form.size:
+        raise LayoutUnsupported(f"the checkpoint file's record table names byte {at} of {len(image)}")
+    return form.unpack_from(image, at)
+
+
+def _record(image: memoryview, central: int) -> tuple[ZipEntry, int, int]:
+    """A record by its entry in the directory; where its header begins, and where the next entry does."""
+    fields = _unpack(_CENTRAL, image, central)
+    signature, flags, method, stored_bytes, nbytes = fields[0], fields[3], fields[4], fields[8], fields[9]
+    if signature != b"PK\x01\x02" or method != 0:
+        raise LayoutUnsupported("a record of the checkpoint file is compressed or damaged")
+    name_bytes, extra_bytes, comment_bytes, header = fields[10], fields[11], fields[12], fields[16]
+    start = central + _CENTRAL.size
+    name = bytes(image[start : start + name_bytes]).decode("utf-8", "replace")
+    extra = image[start + name_bytes : start + name_bytes + extra_bytes]
+    nbytes, stored_bytes, header = _zip64(extra, nbytes, stored_bytes, header)
+    local = _unpack(_LOCAL, image, header)
     if local[0] != b"PK\x03\x04":
-        raise LayoutUnsupported(f"record {name!r} has no local header where the directory says")
+        raise LayoutUnsupported(f"record {plain(name)} has no local header where the directory says")
     offset = header + _LOCAL.size + local[9] + local[10]
-    places = [central + CRC_IN_DIRECTORY]
+    crc_at = header + _LOCAL_CRC
     if flags & _STREAMED:
-        after = offset + nbytes
+        crc_at = offset + nbytes
         # The descriptor's signature is optional in the format; torch writes it.
-        places.append(after + 4 if bytes(image[after : after + 4]) == b"PK\x07\x08" else after)
-    else:
-        places.append(header + _LOCAL_CRC)
-    return ZipEntry(name, offset, nbytes, tuple(places))
+        crc_at += 4 if bytes(image[crc_at : crc_at + 4]) == b"PK\x07\x08" else 0
+    end = start + name_bytes + extra_bytes + comment_bytes
+    if max(offset + nbytes, crc_at + _CRC_BYTES, end) > len(image):
+        raise LayoutUnsupported(f"record {plain(name)} reaches beyond the end of the checkpoint file")
+    return ZipEntry(name, offset, nbytes, (central + CRC_IN_DIRECTORY, crc_at)), header, end
 
 
 def _directory(image: memoryview) -> tuple[int, int]:
@@ -181,22 +199,23 @@ def _directory(image: memoryview) -> tuple[int, int]:
     _, _, _, _, count, _, position, _ = _END.unpack_from(image, end)
     locator = end - _END64_LOCATOR.size
     if locator >= 0 and bytes(image[locator : locator + 4]) == b"PK\x06\x07":
-        end64 = _END64_LOCATOR.unpack_from(image, locator)[2]
-        fields = _END64.unpack_from(image, end64)
+        fields = _unpack(_END64, image, _END64_LOCATOR.unpack_from(image, locator)[2])
         count, position = fields[7], fields[9]
     return count, position
 
 
 def _zip64(extra: memoryview, nbytes: int, stored_bytes: int, header: int) -> tuple[int, int, int]:
     """Replace fields that overflowed 32 bits by those of the ZIP64 extra field, which lists only the overflowed."""
+    found = [nbytes, stored_bytes, header]
     place = 0
     while place + 4 <= len(extra):
         tag, size = struct.unpack_from("<2H", extra, place)
+        place += 4
         if tag == 1:
-            values = iter(struct.unpack_from(f"<{size // 8}Q", extra, place + 4))
-            full = 0xFFFFFFFF
-            nbytes = next(values) if nbytes == full else nbytes
-            stored_bytes = next(values) if stored_bytes == full else stored_bytes
-            header = next(values) if header == full else header
-        place += 4 + size
-    return nbytes, stored_bytes, header
+            for index in [index for index, value in enumerate(found) if value == _FULL]:
+                if size < 8 or place + 8 > len(extra):
+                    raise LayoutUnsupported("a record of the checkpoint file has its size or place cut short")
+                (found[index],) = struct.unpack_from("<Q", extra, place)
+                place, size = place + 8, size - 8
+        place += size
+    return found[0], found[1], found[2]

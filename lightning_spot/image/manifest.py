@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from lightning_spot import untrusted
 from lightning_spot.config import MANIFEST_VERSION, PART_BYTES
-from lightning_spot.errors import CorruptManifest, CorruptSnapshot, UnknownFormat
+from lightning_spot.errors import CorruptManifest, CorruptSnapshot, Malformed, UnknownFormat
 from lightning_spot.image.files import MODEL_FILE, FileSpan, check_files, files_from_json
 from lightning_spot.image.parts import checksum_parts, part_ranges, verify_parts
 
@@ -30,8 +30,14 @@ _MOST_HOSTS = 512
 _MOST_BYTES = 2**46
 _PART_BYTES = (1, 2**30)
 _MOST_PARTS = 2**20
+_MOST_SMALL_PARTS = 2**17  # of less than the usual size: who makes a manifest large says so of the snapshot, too
 _MOST_ATTEMPTS = 10**9
 _MOST_STEPS = 10**18
+_MOST_RANKS = 10**7
+_MOST_VERSIONS = 64
+_LAST_WITHOUT_CHECKSUM = 3  # format of manifests that have no checksum of themselves
+_CHECKSUMS = re.compile(r"[0-9a-f]*")
+_CHECKSUM_DIGITS = 32
 
 
 def snapshot_name(step: int, attempt: int, *, complete: bool = False, exact: bool = True, again: bool = False) -> str:
@@ -114,7 +120,7 @@ class Manifest:
         fingerprint: tells the trainings of one program apart; ``""`` if unknown.
         exact: whether it holds the very bits of the training state; not what ``compression="topk"`` made of it.
         portion: what of a snapshot it is, if it is one host's portion of it; then :attr:`name` is that of the portion.
-        format: version of this file's format.
+        format: version of the format that it is written in; one that was read from an earlier one has the present one.
     """
 
     run: str
@@ -254,8 +260,8 @@ class Manifest:
         return fields
 
     def to_json(self) -> str:
-        """The manifest as JSON text."""
-        return json.dumps(self.to_dict(), indent=1, sort_keys=True)
+        """The manifest as JSON text, with a checksum of itself."""
+        return untrusted.sealed_json(self.to_dict(), indent=1)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:
@@ -266,53 +272,71 @@ class Manifest:
             UnknownFormat: if a newer version of this package wrote it.
         """
         try:
-            fields = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise CorruptManifest(f"a manifest is no valid JSON: {error}") from error
-        return cls.from_dict(fields)
+            fields = untrusted.read_json(text, untrusted.LARGE_BYTES)
+        except Malformed as error:
+            raise CorruptManifest(f"a manifest cannot be read: {error}") from error
+        return cls._read(fields, at_rest=True)
 
     @classmethod
     def from_dict(cls, fields: Any) -> Manifest:
-        """Read a manifest from its JSON object; see :meth:`from_json`."""
-        if not isinstance(fields, dict) or not isinstance(fields.get("format"), int):
+        """Read a manifest from its JSON object, which came in something that has a checksum; see :meth:`from_json`."""
+        return cls._read(fields, at_rest=False)
+
+    @classmethod
+    def _read(cls, fields: Any, *, at_rest: bool) -> Manifest:
+        if not isinstance(fields, dict) or type(fields.get("format")) is not int:
             raise CorruptManifest("a manifest is no JSON object with a 'format' number")
-        if fields["format"] > MANIFEST_VERSION:
+        version, known = fields["format"], dict(fields)
+        if version > MANIFEST_VERSION:
             raise UnknownFormat(
-                f"a manifest has format {fields['format']}; this version of lightning_spot reads up to"
+                f"a manifest has format {version}; this version of lightning_spot reads up to"
                 f" {MANIFEST_VERSION}: upgrade it"
             )
-        known = {name: value for name, value in fields.items() if name in cls.__dataclass_fields__}
         try:
-            known["files"] = files_from_json(known.get("files", []))
-            known["portion"] = PortionOf.from_dict(known.get("portion"))
-            manifest = cls(**{**known, "checksums": tuple(known.get("checksums", ()))})
+            if not untrusted.unseal(known) and at_rest and version > _LAST_WITHOUT_CHECKSUM:
+                raise Malformed("it has no checksum of itself")
+            manifest = cls._of(known)
             manifest._check()
-        except TypeError as error:
-            raise CorruptManifest(f"a manifest is incomplete or contradicts itself: {error}") from error
+        except (Malformed, TypeError) as error:
+            raise CorruptManifest(f"a manifest is damaged or contradicts itself: {error}") from error
         return manifest
 
+    @classmethod
+    def _of(cls, fields: Mapping[str, Any]) -> Manifest:
+        """Of fields each of which is within its bounds."""
+        whole, versions = untrusted.integer, untrusted.as_object(fields.get("versions", {}))
+        return cls(
+            run=untrusted.file_name(fields, "run", None),
+            name=untrusted.file_name(fields, "name", None),
+            file=untrusted.file_name(fields, "file", MODEL_FILE),
+            run_id=untrusted.file_name(fields, "run_id", ""),
+            lineage=untrusted.file_name(fields, "lineage", ""),
+            step=whole(fields, "step", None, 0, _MOST_STEPS),
+            attempt=whole(fields, "attempt", None, 0, _MOST_ATTEMPTS),
+            epoch=whole(fields, "epoch", 0, 0, _MOST_STEPS),
+            nbytes=whole(fields, "nbytes", None, 0, _MOST_BYTES),
+            part_bytes=whole(fields, "part_bytes", PART_BYTES, *_PART_BYTES),
+            world_size=whole(fields, "world_size", 1, 0, _MOST_RANKS),
+            files=files_from_json(fields.get("files", [])),
+            checksums=tuple(untrusted.items(fields, "checksums", _MOST_PARTS)),
+            complete=untrusted.flag(fields, "complete"),
+            created_unix_s=untrusted.number(fields, "created_unix_s", 0.0, 0, untrusted.MOST_UNIX_S),
+            versions={_shown(name): _shown(value) for name, value in [*versions.items()][:_MOST_VERSIONS]},
+            fingerprint=untrusted.line(fields, "fingerprint"),
+            exact=untrusted.flag(fields, "exact", True),
+            portion=PortionOf.from_dict(fields.get("portion")),
+        )
+
     def _check(self) -> None:
-        for name in ("run", "name", "file", "run_id", "lineage", "fingerprint"):
-            _require(isinstance(getattr(self, name), str), f"{name} is no string")
         _require(self.name not in ("", ".", "..") and self.file not in (".", ".."), "a name is empty or a dot")
-        for text in (self.run, self.name, self.file, self.run_id, self.lineage):
-            _require("/" not in text and "\0" not in text, f"{text!r} holds a path separator")
-        for name, low, high in (
-            ("step", 0, _MOST_STEPS),
-            ("attempt", 0, _MOST_ATTEMPTS),
-            ("epoch", 0, _MOST_STEPS),
-            ("nbytes", 0, _MOST_BYTES),
-            ("part_bytes", *_PART_BYTES),
-        ):
-            value = getattr(self, name)
-            _require(type(value) is int and low <= value <= high, f"{name} is no number from {low} to {high}")
-        for name in ("complete", "exact"):
-            _require(isinstance(getattr(self, name), bool), f"{name} is neither true nor false")
         _require(self.exact or not (self.complete or self.is_file), "the end of a run, or a file, is not exact")
-        _require(isinstance(self.created_unix_s, (int, float)), "created_unix_s is no time")
-        _require(isinstance(self.versions, Mapping), "versions is no object")
+        parts = -(-self.nbytes // self.part_bytes)
+        most = _MOST_PARTS if self.part_bytes >= PART_BYTES else _MOST_SMALL_PARTS
+        _require(parts <= most, f"{parts} parts are too many")
+        _require(len(self.checksums) in (0, parts), f"{len(self.checksums)} checksums for {parts} parts")
         _require(
-            all(isinstance(item, str) and len(item) == 32 for item in self.checksums), "checksums are no xxh3-128 each"
+            {*map(len, self.checksums)} <= {_CHECKSUM_DIGITS} and _CHECKSUMS.fullmatch("".join(self.checksums)),
+            "checksums are no xxh3-128 each",
         )
         if self.files:
             _require(not self.is_file, "it is one file and has several")
@@ -320,9 +344,8 @@ class Manifest:
             _require(problem is None, str(problem))
         if self.portion is not None:
             self._check_portion(self.portion)
-        parts = -(-self.nbytes // self.part_bytes)
-        _require(parts <= _MOST_PARTS, f"{parts} parts are too many")
-        _require(len(self.checksums) in (0, parts), f"{len(self.checksums)} checksums for {parts} parts")
+        if not self.is_file:
+            _require(snapshot_order(self.snapshot) == self.order, f"{self.name} is not its name")
 
     def _check_portion(self, portion: PortionOf) -> None:
         numbers, texts = (portion.host, portion.hosts), (portion.digest, portion.tail)
@@ -335,6 +358,10 @@ class Manifest:
         _require(is_named and snapshot_order(self.snapshot) is not None, "its name is no portion's")
 
 
-def _require(is_met: bool, otherwise: str) -> None:
+def _shown(said: object) -> str:
+    return untrusted.plain(said)
+
+
+def _require(is_met: object, otherwise: str) -> None:
     if not is_met:
-        raise CorruptManifest(f"a manifest is incomplete or contradicts itself: {otherwise}")
+        raise Malformed(otherwise)

@@ -7,12 +7,11 @@ its own pieces, and who finds the notes of all hosts makes the manifest of them,
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from lightning_spot.errors import CorruptManifest, CorruptSnapshot, SettingsError
+from lightning_spot.errors import CorruptManifest, CorruptSnapshot, Malformed, SettingsError
 from lightning_spot.image.files import FileSpan, check_files, pieces
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum, part_ranges
@@ -20,8 +19,19 @@ from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.image.spread import whole_of
 from lightning_spot.image.written import Ranges, read_ranges
 from lightning_spot.threads import all_at_once
+from lightning_spot.untrusted import (
+    LARGE_BYTES,
+    file_name,
+    integer,
+    items,
+    line,
+    read_object,
+    read_sealed,
+    sealed_json,
+)
 
 _MOST_BYTES = 2**46
+_MOST_PIECES = 2**21
 _READERS = 8
 
 Piece = tuple[int, int, str]
@@ -53,10 +63,10 @@ def read_own(layout: str) -> Own:
         SettingsError: if it is not there, or malformed.
     """
     try:
-        fields = json.loads(layout)
+        fields = read_object(layout, LARGE_BYTES)
         files = tuple(FileSpan(*item) for item in fields["files"])
         archives = read_ranges(fields["archives"], _MOST_BYTES) or ()
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise SettingsError(f"a layout says nothing of the files that this host brings: {error}") from error
     if problem := check_files(files, _MOST_BYTES):
         raise SettingsError(f"a layout contradicts itself: {problem}")
@@ -98,7 +108,7 @@ class Note:
         manifest = self.manifest.to_dict() if self.manifest is not None else None
         fields = {"name": self.name, "host": self.host, "hosts": self.hosts, "digest": self.digest}
         portion = {"portion": self.portion.to_dict()} if self.portion is not None else {}
-        return json.dumps({**fields, "pieces": self.pieces, "manifest": manifest, **portion})
+        return sealed_json({**fields, "pieces": self.pieces, "manifest": manifest, **portion})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Note:
@@ -108,26 +118,35 @@ class Note:
             CorruptManifest: if it is damaged or contradicts itself.
         """
         try:
-            fields = json.loads(text)
+            fields = read_sealed(text, LARGE_BYTES)
             if fields.get("portion") is not None:
                 return cls.of_portion(Manifest.from_dict(fields["portion"]))
-            numbers = [fields["host"], fields["hosts"], *(item for piece in fields["pieces"] for item in piece[:2])]
-            found = tuple((start, nbytes, digest) for start, nbytes, digest in fields["pieces"])
-            texts = [fields["name"], fields["digest"], *(piece[2] for piece in found)]
-            manifest = Manifest.from_dict(fields["manifest"]) if fields["manifest"] is not None else None
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+            noted = fields.get("manifest")
+            note = cls(
+                name=file_name(fields, "name", None),
+                host=integer(fields, "host", None, 0, MOST_HOSTS),
+                hosts=integer(fields, "hosts", None, 1, MOST_HOSTS),
+                digest=line(fields, "digest", None),
+                pieces=tuple(_piece(item) for item in items(fields, "pieces", _MOST_PIECES)),
+                manifest=Manifest.from_dict(noted) if noted is not None else None,
+            )
+        except Malformed as error:
             raise CorruptManifest(f"the note of a host is damaged: {error}") from error
-        if any(type(number) is not int for number in numbers) or any(type(each) is not str for each in texts):
-            raise CorruptManifest("the note of a host is damaged: a number or a text is something else")
-        host, hosts = fields["host"], fields["hosts"]
-        if not 0 <= host < hosts <= MOST_HOSTS or (manifest is not None) != (host == 0):
-            raise CorruptManifest(f"the note of host {host} of {hosts} contradicts itself")
-        named = manifest is None or manifest.name == fields["name"]
-        if not named or any(start < 0 or not 0 < nbytes <= _MOST_BYTES for start, nbytes, _ in found):
-            raise CorruptManifest(f"the note of host {host} of {hosts} contradicts itself")
-        return cls(
-            name=fields["name"], host=host, hosts=hosts, digest=fields["digest"], pieces=found, manifest=manifest
-        )
+        named = note.manifest is None or note.manifest.name == note.name
+        if not named or note.host >= note.hosts or (note.manifest is not None) != (note.host == 0):
+            raise CorruptManifest(f"the note of host {note.host} of {note.hosts} contradicts itself")
+        return note
+
+
+def _piece(item: object) -> Piece:
+    if not isinstance(item, list) or len(item) != 3:
+        raise Malformed("a piece is no place, length and checksum")
+    fields = dict(zip(("place", "length", "checksum"), item, strict=True))
+    return (
+        integer(fields, "place", None, 0, _MOST_BYTES),
+        integer(fields, "length", None, 1, _MOST_BYTES),
+        line(fields, "checksum", None, most=32),
+    )
 
 
 def missing(notes: Mapping[int, Note]) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Protocol
 
 from lightning_spot.errors import SettingsError
 from lightning_spot.image.written import Ranges, read_ranges
+from lightning_spot.untrusted import LARGE_BYTES, read_object
 
 _GRAIN = 64
 _MOST_RANKS = 1024
@@ -138,9 +138,9 @@ class Portions:
 @functools.lru_cache(maxsize=4)  # it stays the same from one snapshot to the next
 def _read(layout: str) -> Portions:
     try:
-        fields = json.loads(layout)
+        fields = read_object(layout, LARGE_BYTES)
         ranges, ranks = fields["portions"], tuple(fields["ranks"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise SettingsError(f"a layout says nothing of the hosts that bring the image: {error}") from error
     if not 1 <= len(ranks) < MOST_HOSTS or not isinstance(ranges, list) or len(ranges) != len(ranks):
         raise SettingsError(f"a layout is for {len(ranks) + 1} hosts; it must be from 2 to {MOST_HOSTS}")

@@ -17,6 +17,7 @@ from lightning_spot.image.archive import ZipEntry, read_entries
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Image
+from lightning_spot.untrusted import LARGE_BYTES, plain, read_json
 
 SHARDS_FILE = "shards.json"
 _FORMAT = 1
@@ -143,8 +144,8 @@ class Shards:
             _refuse(manifest, f"it has no {SHARDS_FILE}")
         span = files[SHARDS_FILE]
         try:
-            return _Checked(manifest, files).read(json.loads(bytes(image[span.offset : span.stop])))
-        except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+            return _Checked(manifest, files).read(read_json(image[span.offset : span.stop], LARGE_BYTES))
+        except (ValueError, TypeError, KeyError, IndexError) as error:
             _refuse(manifest, f"{SHARDS_FILE} cannot be read ({type(error).__name__}: {error})")
 
 
@@ -170,12 +171,17 @@ def records_of(image: memoryview, manifest: Manifest) -> list[ZipEntry]:
     starts = {file.name: file.offset for file in manifest.files}
     if SHARDS_FILE not in starts:
         return []  # nothing is filled in place
-    return [
-        record
+    archives = {
+        (starts[shard.at.file] + shard.at.offset, shard.at.nbytes)
         for tensor in Shards.read(image, manifest).tensors
         for shard in tensor.shards
-        for record in _moved(image, starts[shard.at.file] + shard.at.offset, shard.at.nbytes)
-    ]
+    }
+    end = 0
+    for start, nbytes in sorted(archives):
+        if start < end:
+            _refuse(manifest, "two of its archives overlap")
+        end = start + nbytes
+    return [record for start, nbytes in sorted(archives) for record in _moved(image, start, nbytes)]
 
 
 def _moved(image: memoryview, start: int, nbytes: int) -> Iterator[ZipEntry]:
@@ -246,6 +252,6 @@ class _Checked:
 
 def _refuse(manifest: Manifest, why: str) -> NoReturn:
     raise CorruptSnapshot(
-        f"{manifest.run}/{manifest.name} is no sharded snapshot that can be read: {why}; another copy is needed",
+        f"{manifest.run}/{manifest.name} is no sharded snapshot that can be read: {plain(why)}; another copy is needed",
         where=manifest.name,
     )

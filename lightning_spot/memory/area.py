@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
-import json
 import logging
 import os
 import re
@@ -34,13 +33,13 @@ from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.slots import Slot, SlotState, file_order
 from lightning_spot.protocol.ownership import OwnDirectory, make_directory, open_file, own_directories, read_file
 from lightning_spot.staging.slot import SlotMemory
+from lightning_spot.untrusted import LARGE_BYTES, read_sealed, sealed_json
 
 logger = logging.getLogger(__name__)
 
 _LOCK = "lock"
 _OURS = re.compile(r"lock|slot-\d+\.(img|json(\.tmp)?)|run-.*\.json(\.tmp)?")
 _MOST_NAMES = 100
-_LONGEST_RECORD_BYTES = 64 * 2**20
 _AGAIN_S = (0.2, 1.0, 4.0)  # what passes, such as want of memory, is tried again after so long each time
 
 
@@ -127,7 +126,7 @@ class SlotArea:
     def _runs_in(self, directory: OwnDirectory) -> Iterator[Left]:
         for path in sorted(directory.here.glob("run-*.json")):
             try:
-                record = json.loads(read_file(path, _LONGEST_RECORD_BYTES))
+                record = read_sealed(read_file(path, LARGE_BYTES), LARGE_BYTES)
                 info = RunInfo(**{**record["info"], "nodes": tuple(record["info"]["nodes"])})
                 deletions = tuple((str(url), Manifest.from_dict(fields)) for url, fields in record["deletions"])
                 yield Left(info, bool(record["complete"]), deletions)
@@ -225,12 +224,12 @@ class SlotArea:
 
     def _reopen_now(self, record_path: Path) -> Slot | None:
         index = record_path.stem.removeprefix("slot-")
-        if not index.isdigit():
+        if not index.isdecimal():
             return None
         slot = Slot(int(index))
         where = str(self.path / self.image(slot).name)
         try:
-            record: dict[str, Any] = json.loads(read_file(record_path, _LONGEST_RECORD_BYTES, linked=True))
+            record = read_sealed(read_file(record_path, LARGE_BYTES, linked=True), LARGE_BYTES)
             manifest = Manifest.from_dict(record["manifest"])
             slot.memory = SlotMemory.reopen(self.image(slot))
             if manifest.nbytes > slot.capacity:
@@ -266,7 +265,7 @@ class SlotArea:
         try:
             temporary.unlink(missing_ok=True)
             with open(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-                file.write(json.dumps(record).encode())
+                file.write(sealed_json(record).encode())
             os.replace(temporary, self._here / name)
         except OSError as error:
             # Committed all the same, as with memory files; an older record only knows less of what is safe.

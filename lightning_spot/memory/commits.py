@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from lightning_spot.errors import CorruptSnapshot, SettingsError, ShareMissing, SpotError
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.parts import part_ranges
 from lightning_spot.image.sealing import Sealing, sealing_threads
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory.gathering import gather
@@ -126,6 +127,8 @@ class Commits:
     def commit(self, upload_id: str, manifest: Manifest) -> Manifest:
         """Commit a slot that was received in parts: every part must be there with the checksum of the manifest.
 
+        Nothing more may come from here on: what was checked stays what it is.
+
         Raises:
             CorruptSnapshot: if a part is missing or differs; the slot is freed.
         """
@@ -135,13 +138,13 @@ class Commits:
             raise SettingsError(
                 f"{manifest.name} has {manifest.nbytes} bytes, this upload was opened for {upload.nbytes}"
             )
-        if not manifest.checksums and manifest.nbytes:
-            manifest = replace(
-                manifest, checksums=tuple(upload.received[start][1] for start in sorted(upload.received))
-            )
-        for index, start in enumerate(range(0, manifest.nbytes, manifest.part_bytes)):
-            nbytes = min(manifest.part_bytes, manifest.nbytes - start)
-            if upload.received.get(start) != (nbytes, manifest.checksums[index]):
+        received = upload.received.close()
+        ranges = list(part_ranges(manifest.nbytes, manifest.part_bytes))
+        if not manifest.checksums:
+            checksums = tuple(received.get(start, (0, ""))[1] for start, _ in ranges)
+            manifest = replace(manifest, checksums=checksums)
+        for index, ((start, stop), noted) in enumerate(zip(ranges, manifest.checksums, strict=True)):
+            if received.get(start) != (stop - start, noted):
                 self._uploads.abort(upload_id)
                 raise CorruptSnapshot(
                     f"part {index} of {manifest.name} was lost or damaged on its way; it is sent again", part=index

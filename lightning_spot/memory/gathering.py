@@ -32,7 +32,7 @@ def gather(upload: Upload, manifest: Manifest) -> tuple[tuple[int, bytes], ...]:
     _end_streams(upload)
     if manifest.nbytes != upload.nbytes:
         raise CorruptSnapshot(f"{manifest.name} has {manifest.nbytes} bytes, this upload was for {upload.nbytes}")
-    if not is_whole(upload.received, upload.nbytes):
+    if not is_whole(upload.received.close(), upload.nbytes):
         raise CorruptSnapshot(f"what the hosts have sent of {manifest.name} is not every byte of it once")
     with upload.slot.view(upload.nbytes) as image:
         return crc_fields(image, manifest)

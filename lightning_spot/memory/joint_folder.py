@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from lightning_spot.errors import CorruptManifest, SettingsError, SnapshotNotFound, TierError
+from lightning_spot.errors import CorruptManifest, Malformed, SettingsError, SnapshotNotFound, TierError
 from lightning_spot.image import notes
 from lightning_spot.image.files import FileSpan, is_note, is_torn_note, note_name, torn_name
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_order
@@ -23,6 +23,7 @@ from lightning_spot.threads import all_at_once, both
 from lightning_spot.tiers.claims import check_fence, whole
 from lightning_spot.tiers.folder import HasFolders
 from lightning_spot.tiers.store import LONGEST_MANIFEST_BYTES, Store
+from lightning_spot.untrusted import plain, read_object, text
 
 logger = logging.getLogger(__name__)
 
@@ -249,6 +250,6 @@ def commit_left(store: Store, name: str) -> Manifest | None:
 
 def _why(data: bytes) -> str:
     try:
-        return str(json.loads(data)["why"]) or "one of the hosts says so"
-    except (ValueError, KeyError, TypeError):
+        return plain(text(read_object(data), "why", None)) or "one of the hosts says so"
+    except Malformed:
         return "another host says that it will not be, and its note is damaged"

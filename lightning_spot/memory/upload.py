@@ -2,15 +2,88 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
+from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.written import Before, Ranges
 from lightning_spot.memory.bases import Base
 from lightning_spot.memory.joint import Joint
 from lightning_spot.memory.slots import Slot
+
+_OTHER_ENDS_S = 10.0
+
+
+class Received:
+    """Which ranges of an upload came over the network: a range is checked once its last write is, and not before.
+
+    Ranges never overlap: what was checked is written again as a whole, or not at all. Any thread may call it.
+
+    Attributes:
+        checked: ``offset -> (nbytes, xxh3-128)`` of those that are here.
+    """
+
+    def __init__(self) -> None:
+        self.checked: dict[int, tuple[int, str]] = {}
+        self._stops: dict[int, int] = {}  # of all ranges that were ever begun
+        self._starts: list[int] = []  # of these, in order
+        self._writers: dict[int, socket.socket | None] = {}
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def begin(self, start: int, stop: int, connection: socket.socket | None = None) -> None:
+        """A range is about to be written: it is not checked any more. A connection that still writes it is closed.
+
+        Raises:
+            CorruptSnapshot: if it overlaps another range.
+            SnapshotNotFound: if nothing more may come.
+        """
+        with self._changed:
+            self._admit(start, stop)
+            while start in self._writers:  # its sender has lost that connection, and we have not heard of it yet
+                other = self._writers[start]
+                with contextlib.suppress(OSError):
+                    if other is not None:
+                        other.shutdown(socket.SHUT_RDWR)
+                if not self._changed.wait(_OTHER_ENDS_S):
+                    raise CorruptSnapshot(f"bytes {start}–{stop} still come over another connection")
+            if self._closed:
+                raise SnapshotNotFound("this upload is being committed: nothing more may come")
+            self.checked.pop(start, None)
+            self._writers[start] = connection
+
+    def end(self, start: int, digest: str | None) -> None:
+        """A range is written no more; with its checksum, if that is what was announced."""
+        with self._changed:
+            self._writers.pop(start, None)
+            if digest is not None:
+                self.checked[start] = (self._stops[start] - start, digest)
+            self._changed.notify_all()
+
+    def close(self) -> dict[int, tuple[int, str]]:
+        """Let nothing more come; what is here and checked."""
+        with self._changed:
+            self._closed = True
+            return dict(self.checked)
+
+    def _admit(self, start: int, stop: int) -> None:
+        if self._stops.get(start) == stop:
+            return
+        at = bisect_left(self._starts, start)
+        before = self._stops[self._starts[at - 1]] if at else 0
+        after = self._starts[at] if at < len(self._starts) else stop
+        if before > start or after < stop or after == start:
+            raise CorruptSnapshot(f"bytes {start}–{stop} overlap another part of this upload, which came before")
+        insort(self._starts, start)
+        self._stops[start] = stop
 
 
 @dataclass(slots=True)
@@ -26,7 +99,7 @@ class Upload:
         nbytes: size announced.
         session: the trainer's connection, if it is on this host.
         touched_s: when something was heard of it last (monotonic).
-        received: ``offset -> (nbytes, xxh3-128)`` of parts that came over the network.
+        received: what came over the network.
         held: the upload as which the slot was filled before, if nothing else was written into it since; else ``""``.
         base: from which parts may be made, if it comes over the network and an earlier snapshot is here.
         coming: hands these parts to whoever sends them on, if it was said what they are of.
@@ -46,7 +119,7 @@ class Upload:
     name: str
     session: str
     touched_s: float
-    received: dict[int, tuple[int, str]] = field(default_factory=dict)
+    received: Received = field(default_factory=Received)
     held: str = ""
     base: Base | None = None
     streams: set[socket.socket] = field(default_factory=set)

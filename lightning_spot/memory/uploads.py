@@ -118,16 +118,26 @@ class Uploads:
         upload.touched_s = time.monotonic()
         return upload
 
-    def arriving(self, upload: Upload, start: int, stop: int) -> None:
-        """Bytes are about to be received into the slot."""
-        if upload.is_gathered and upload.sealing:
+    def arriving(self, upload: Upload, start: int, stop: int, connection: socket.socket | None = None) -> None:
+        """Bytes are about to be received into the slot; call :meth:`arrived` or :meth:`lost` afterwards.
+
+        Raises:
+            SnapshotNotFound: if nothing more may come.
+            CorruptSnapshot: if they overlap others.
+        """
+        if upload.sealing:
             raise SnapshotNotFound(f"{upload.name} is being sealed: nothing more may come")
+        upload.received.begin(start, stop, connection)
         if upload.coming is not None:
             upload.coming.arriving(start, stop)
 
-    def arrived(self, upload: Upload, start: int, stop: int, digest: str) -> None:
+    def lost(self, upload: Upload, start: int) -> None:
+        """Bytes were not received, or are not what was announced: there is nothing at that place now."""
+        upload.received.end(start, None)
+
+    def arrived(self, upload: Upload, start: int, digest: str) -> None:
         """Bytes were received; they go on to the tiers below if they are a part of a snapshot."""
-        upload.received[start] = (stop - start, digest)
+        upload.received.end(start, digest)
         if upload.coming is None:
             return
         upload.coming.arrived(start, digest)

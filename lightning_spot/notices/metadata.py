@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from lightning_spot.errors import NoticeUnavailable
+from lightning_spot.errors import Malformed, NoticeUnavailable
+from lightning_spot.untrusted import plain, read_object
 
 ASK_S = 2.0
 _MOST_BYTES = 1024 * 1024
@@ -37,12 +37,11 @@ class Answer:
             NoticeUnavailable: if it is none.
         """
         try:
-            value = json.loads(self.text)
-        except ValueError as error:
-            raise NoticeUnavailable(f"{source} answered with something that is no JSON: {self.text[:80]!r}") from error
-        if not isinstance(value, dict):
-            raise NoticeUnavailable(f"{source} answered with JSON that is no object: {self.text[:80]!r}")
-        return value
+            return read_object(self.text)
+        except Malformed as error:
+            raise NoticeUnavailable(
+                f"{source} answered with something else than JSON: {plain(self.text, 80)}"
+            ) from error
 
 
 def ask(

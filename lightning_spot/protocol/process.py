@@ -10,7 +10,11 @@ import signal
 import time
 from dataclasses import asdict, dataclass
 
+from lightning_spot import untrusted
+from lightning_spot.errors import Malformed
+
 _POLL_S = 0.02
+_MOST_PID = 2**22
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +41,13 @@ class ProcessId:
     def from_json(cls, text: str | bytes) -> ProcessId | None:
         """Read what :meth:`to_json` wrote; ``None`` if it is something else."""
         try:
-            fields = json.loads(text)
-            return cls(int(fields["pid"]), int(fields["started"]), str(fields["namespace"]))
-        except (ValueError, KeyError, TypeError):
+            fields = untrusted.read_object(text)
+            return cls(
+                untrusted.integer(fields, "pid", None, 1, _MOST_PID),
+                untrusted.integer(fields, "started", None, 0, 2**63),
+                untrusted.line(fields, "namespace", None),
+            )
+        except Malformed:
             return None
 
     def to_json(self) -> str:

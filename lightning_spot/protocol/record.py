@@ -18,10 +18,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_spot.config import read_environment, run_key
-from lightning_spot.errors import NodeUnreachable, SettingsError
+from lightning_spot.config import LARGEST, read_environment, run_key
+from lightning_spot.errors import Malformed, NodeUnreachable, SettingsError
 from lightning_spot.protocol.ownership import OwnDirectory, make_directory, open_file, own_directories, read_file
 from lightning_spot.protocol.process import ProcessId
+from lightning_spot.untrusted import integer, number, read_object
 
 _LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107
 _LONGEST_NOTE_BYTES = 64 * 1024
@@ -109,13 +110,13 @@ class NodeRecord:
     def settings(self) -> dict[str, Any]:
         """How the last node was run, as :meth:`note` wrote it; empty if nothing of it is left."""
         try:
-            noted = json.loads(read_file(self.alive, _LONGEST_NOTE_BYTES))
+            noted = read_object(read_file(self.alive, _LONGEST_NOTE_BYTES))
             return {
-                "slots": int(noted["slots"]),
-                "memory_bytes": int(noted["memory_bytes"]),
-                "idle_timeout_s": float(noted["idle_timeout_s"]),
+                "slots": integer(noted, "slots", None, 1, LARGEST),
+                "memory_bytes": integer(noted, "memory_bytes", None, 0, 2**63),
+                "idle_timeout_s": number(noted, "idle_timeout_s", None, 0, LARGEST),
             }
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, Malformed):
             return {}
 
     def area(self, shm_dir: Path) -> Path:

@@ -13,17 +13,18 @@ the part is sent whole.
 
 from __future__ import annotations
 
+import contextlib
 import enum
-import json
 import socket
 import struct
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
-from lightning_spot import errors
-from lightning_spot.errors import SettingsError, SpotError, TierError
+from lightning_spot import errors, untrusted
+from lightning_spot.errors import CorruptManifest, Malformed, SettingsError, SpotError, TierError
 from lightning_spot.image.parts import checksum
 
 PROTOCOL_HEADER = "Spot-Protocol"
@@ -61,7 +62,8 @@ _STATUS: dict[type[SpotError], int] = {
     errors.CorruptSnapshot: 422,
     errors.SettingsError: 400,
 }
-_FIELDS = ("nbytes", "memory_bytes", "run", "attempt", "current", "pid", "part", "where")
+_NUMBERS = ("nbytes", "memory_bytes", "attempt", "current", "pid", "part")
+_TEXTS = ("run", "where")
 
 
 class PartKind(enum.IntEnum):
@@ -201,17 +203,18 @@ def error_status(error: SpotError) -> int:
 
 def error_body(error: SpotError) -> dict[str, Any]:
     """JSON object for an error: its class, message and facts."""
-    facts = {name: value for name in _FIELDS if (value := getattr(error, name, None)) not in (None, "")}
+    facts = {name: value for name in _NUMBERS + _TEXTS if (value := getattr(error, name, None)) not in (None, "")}
     return {"error": type(error).__name__, "message": str(error), "facts": facts}
 
 
 def error_from_body(status: int, body: bytes, tier: str) -> SpotError:
     """The error a node answered with; only classes of our own tree are ever made."""
     try:
-        fields = json.loads(body)
-        kind = getattr(errors, fields["error"])
-        message, facts = str(fields["message"]), dict(fields.get("facts") or {})
-    except (ValueError, KeyError, TypeError, AttributeError):
+        fields = untrusted.read_object(body)
+        kind = getattr(errors, untrusted.text(fields, "error", None), None)
+        message = untrusted.plain(untrusted.text(fields, "message", None, most=len(body)), untrusted.LONGEST_TEXT)
+        facts = _facts(untrusted.as_object(fields.get("facts", {})))
+    except errors.Malformed:
         # Its text is not quoted: one that answers a bad request may quote the token that came with it.
         why = f"{tier} answered {status}, and nothing that a memory node of this version says: is it the right address?"
         return errors.NodeRefused(why, tier=tier, status=status)
@@ -222,9 +225,47 @@ def error_from_body(status: int, body: bytes, tier: str) -> SpotError:
     if issubclass(kind, TierError):
         return kind(message, tier=tier)
     try:
-        return kind(message, **{name: value for name, value in facts.items() if name in _FIELDS})
+        return kind(message, **facts)
     except TypeError:
         return errors.NodeRefused(message, tier=tier, status=status)
+
+
+@contextlib.contextmanager
+def answered(tier: str) -> Iterator[None]:
+    """What a node has answered is read: whatever is missing, or is something else, is one error.
+
+    Raises:
+        NodeUnreachable: it is no answer of a node of this version.
+    """
+    try:
+        yield
+    except (CorruptManifest, Malformed, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        if isinstance(error, SpotError) and not isinstance(error, CorruptManifest | Malformed):
+            raise
+        why = untrusted.plain(f"{type(error).__name__}: {error}")
+        raise errors.NodeUnreachable(
+            f"{tier} gave an answer that is none of a memory node of this version ({why}); is it the right address?",
+            tier=tier,
+        ) from error
+
+
+def file_path(said: object) -> str:
+    """The path of a file below a run, as a node says it: whoever copies it stays below where it is copied to.
+
+    Raises:
+        Malformed: if it is no such path.
+    """
+    path = untrusted.line({"path": said}, "path", None)
+    if not path or any(name in ("", ".", "..") for name in path.split("/")):
+        raise Malformed(f"{untrusted.plain(path)} is no path below a run")
+    return path
+
+
+def _facts(fields: dict[str, Any]) -> dict[str, Any]:
+    """Those facts of an error that are what they should be."""
+    numbers = {name: value for name in _NUMBERS if type(value := fields.get(name)) is int}
+    texts = {name: untrusted.plain(value) for name in _TEXTS if isinstance(value := fields.get(name), str)}
+    return numbers | texts
 
 
 def target_of(method: str, path: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import os
 from typing import Protocol
 
 from lightning_spot.client.remote import NodeStore
@@ -16,6 +15,7 @@ from lightning_spot.memory.tier import Listed
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.receiving import has_room, receive
 from lightning_spot.run.streaming import Streamed
+from lightning_spot.tiers.files import open_regular
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings, Progress, Store, newest_first
 
@@ -146,7 +146,7 @@ class StoreSource:
         in_place = not manifest.files and not (use is Use.SHARE and has_room(manifest.nbytes))
         if isinstance(self.store, LocalStore) and in_place:
             try:
-                fd = os.open(self.store.root / manifest.data_path, os.O_RDONLY | os.O_CLOEXEC)
+                fd = open_regular(self.store.root / manifest.data_path)
             except FileNotFoundError as error:
                 raise SnapshotNotFound(f"{url} does not exist") from error
             except OSError as error:

@@ -20,6 +20,7 @@ from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.spread import SpreadStore
 from lightning_spot.client.starting import attach
 from lightning_spot.client.stores import open_store
+from lightning_spot.config import LARGEST
 from lightning_spot.errors import (
     CorruptManifest,
     CorruptSnapshot,
@@ -32,7 +33,7 @@ from lightning_spot.errors import (
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.memory.joint import SpreadPlace
 from lightning_spot.memory.joint_folder import commit_left
-from lightning_spot.protocol.wire import parse_spot_url
+from lightning_spot.protocol.wire import answered, parse_spot_url
 from lightning_spot.run import patience
 from lightning_spot.run.identity import Identity, NodeRun, identify, runs_of
 from lightning_spot.run.location import Location
@@ -42,6 +43,7 @@ from lightning_spot.threads import both
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings
+from lightning_spot.untrusted import file_name, integer, line
 
 logger = logging.getLogger(__name__)
 
@@ -265,16 +267,18 @@ def _node_runs(node: str, bounds: patience.Patience) -> list[NodeRun]:
 
 
 def _listed(client: NodeClient) -> list[NodeRun]:
-    return [
-        NodeRun(
-            name=str(item["name"]),
-            id=str(item["id"]),
-            location=str(item["location"]),
-            attempt=int(item["attempt"]),
-            host=str(item["host"]),
-        )
-        for item in client.call("GET", "/v1/runs", pulse=client.ping)["runs"]
-    ]
+    answer = client.call("GET", "/v1/runs", pulse=client.ping)
+    with answered(str(client.address)):
+        return [
+            NodeRun(
+                name=file_name(item, "name", None),
+                id=file_name(item, "id"),
+                location=line(item, "location"),
+                attempt=integer(item, "attempt", None, 0, LARGEST),
+                host=line(item, "host"),
+            )
+            for item in answer["runs"]
+        ]
 
 
 def _node_source(location: Location, tier: str, run: NodeRun) -> Source:

@@ -17,7 +17,7 @@ from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError, 
 from lightning_spot.image.files import is_data_file, pieces
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, manifest_path_of, snapshot_order
 from lightning_spot.image.parts import checksum
-from lightning_spot.protocol.wire import parse_spot_url
+from lightning_spot.protocol.wire import answered, file_path, parse_spot_url
 from lightning_spot.tiers.filesystem import time_of
 
 _LARGEST_CHECKED_PART = 64 * 1024 * 1024
@@ -170,10 +170,14 @@ class NodeBelow(Below):
     def entries(self) -> list[Entry]:
         """See :meth:`Below.entries`."""
         try:
-            listed = self._client.call("GET", f"/v1/runs/{quoted(self._run)}/files")["files"]
+            answer = self._client.call("GET", f"/v1/runs/{quoted(self._run)}/files")
         except SnapshotNotFound:
             return []
-        return [Entry(str(item["path"]), int(item["nbytes"]), float(item["created_unix_s"])) for item in listed]
+        with answered(str(self._client.address)):
+            return [
+                Entry(file_path(item["path"]), int(item["nbytes"]), float(item["created_unix_s"]))
+                for item in answer["files"]
+            ]
 
     def _manifest_at(self, path: str) -> Manifest | None:
         try:

@@ -29,6 +29,7 @@ from lightning_spot.protocol.listening import accepted
 from lightning_spot.protocol.ownership import is_own_user, own_socket, peer_of
 from lightning_spot.protocol.process import ProcessId, open_pidfd, wait_readable
 from lightning_spot.service.killed import note_killed
+from lightning_spot.untrusted import read_object
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class DescriptorChannel:
         with ExitStack() as pins:
             try:
                 lines = _Lines(connection, pidfd)
-                greeting = json.loads(lines.next(_GREETING_TIMEOUT_S) or b"{}")
+                greeting = read_object(lines.next(_GREETING_TIMEOUT_S) or b"{}")
                 if self._token and not hmac.compare_digest(str(greeting.get("token")).encode(), self._token.encode()):
                     connection.sendall(b'{"refused": "token"}\n')
                     return
@@ -106,8 +107,8 @@ class DescriptorChannel:
                 begun = True
                 _send(connection, {"session": session}, None)
                 while line := lines.next(None):
-                    self._answer(connection, json.loads(line), pins)
-            except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+                    self._answer(connection, read_object(line), pins)
+            except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
                 logger.debug("a session ended: %s", error)
             finally:
                 left = self._node.end_session(session) if begun else []

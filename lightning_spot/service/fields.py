@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import re
 import socket
@@ -13,13 +12,16 @@ from typing import Any
 from aiohttp import web
 
 from lightning_spot.config import MOST_NODES, MOST_PART_BYTES
-from lightning_spot.errors import NodeRefused, SettingsError
+from lightning_spot.errors import Malformed, NodeRefused, SettingsError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.packing import Compression
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.slots import Making
 from lightning_spot.protocol.wire import DIGEST_HEADER
 from lightning_spot.service.quotas import Quota, client_of
+from lightning_spot.untrusted import integer as integer
+from lightning_spot.untrusted import read_object
+from lightning_spot.untrusted import text as text
 
 SMALL_BODY_BYTES = 256 * 1024
 """Longest JSON body of a request that carries no checksums."""
@@ -43,13 +45,9 @@ _UNCOUNTED_BYTES = 4096  # of each body: those of most requests have no more
 _MOST_CONTAINERS = 2**21  # in a body, each of which takes 64 bytes and more
 _MOST_SMALL_PARTS = 4096
 _LEAST_PART_BYTES = 2**20
-LONGEST_NAME = 255
-"""Of hosts, tokens and sessions."""
-
 LONGEST_PLACE = 1024
 """Of directories and URLs that are listed for everybody."""
 
-_LONGEST_TEXT = 4096
 _LONGEST_URL = 512  # of a run at a node: names of hosts have 255 characters at most, those of runs 128
 
 
@@ -80,11 +78,9 @@ async def _read_json(request: web.Request, most_bytes: int) -> dict[str, Any]:
         raise SettingsError(f"the request's body holds more than {_MOST_CONTAINERS} lists and objects")
     try:
         large = len(body) > SMALL_BODY_BYTES
-        fields = await asyncio.to_thread(json.loads, body) if large else json.loads(body or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise SettingsError(f"the request's body is no JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise SettingsError("the request's body must be a JSON object")
+        fields = await asyncio.to_thread(read_object, body, most_bytes) if large else read_object(body or b"{}")
+    except Malformed as error:
+        raise SettingsError(f"the request's body must be a JSON object: {error}") from error
     return fields
 
 
@@ -114,18 +110,6 @@ async def _collect(request: web.Request, most_bytes: int) -> bytes:
     return bytes(body)
 
 
-def integer(fields: Mapping[str, Any], name: str, default: int | None, low: int, high: int) -> int:
-    """A whole number within bounds; ``default=None`` says that it must be there.
-
-    Raises:
-        SettingsError: otherwise.
-    """
-    value = fields.get(name, default)
-    if type(value) is not int or not low <= value <= high:
-        raise SettingsError(f"malformed request: {name} is no whole number from {low} to {high}")
-    return value
-
-
 def seconds(fields: Mapping[str, Any], name: str, default: float, high: float) -> float:
     """A duration in seconds; one beyond ``high`` is taken for ``high``.
 
@@ -136,18 +120,6 @@ def seconds(fields: Mapping[str, Any], name: str, default: float, high: float) -
     if type(value) not in (int, float) or math.isnan(value) or value < 0:
         raise SettingsError(f"malformed request: {name} is no number of seconds")
     return float(min(value, high))
-
-
-def text(fields: Mapping[str, Any], name: str, default: str | None = "", *, most: int = _LONGEST_TEXT) -> str:
-    """A text of bounded length; ``default=None`` says that it must be there.
-
-    Raises:
-        SettingsError: otherwise.
-    """
-    value = fields.get(name, default)
-    if not isinstance(value, str) or len(value) > most or "\0" in value:
-        raise SettingsError(f"malformed request: {name} is no text of at most {most} characters")
-    return value
 
 
 def place(fields: Mapping[str, Any]) -> str:

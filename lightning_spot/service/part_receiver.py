@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from collections.abc import Callable
 
 import xxhash
 
@@ -15,6 +16,7 @@ from lightning_spot.memory.node import Node
 from lightning_spot.memory.upload import Upload
 from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, UPGRADE, Frame, PartKind, fill
 from lightning_spot.service.quotas import Quota, client_at
+from lightning_spot.untrusted import plain
 
 logger = logging.getLogger(__name__)
 
@@ -47,20 +49,49 @@ def receive_parts(connection: socket.socket, node: Node, upload: Upload, scratch
     connection.settimeout(FRAME_WAIT_S)
     head = f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {UPGRADE}\r\n"
     connection.sendall(f"{head}{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\n\r\n".encode())
-    header, client = bytearray(Frame.SIZE), client_at(connection)
+    header = bytearray(Frame.SIZE)
     while fill(connection, memoryview(header), FRAME_WAIT_S, at_boundary=True):
         frame = Frame.unpack(header)
         _check_frame(frame, upload)
-        node.uploads.arriving(upload, frame.start, frame.start + frame.nbytes)
+        digest = _take(connection, node, upload, frame, scratch)
+        connection.settimeout(FRAME_WAIT_S)
+        connection.sendall(bytes.fromhex(digest))
+
+
+def _take(connection: socket.socket, node: Node, upload: Upload, frame: Frame, scratch: Quota) -> str:
+    """Put a part into the slot; its checksum, or ``NO_DIGEST`` for one that overlaps another: of that, nothing is."""
+    digest = NO_DIGEST
+    try:
+        node.uploads.arriving(upload, frame.start, frame.start + frame.nbytes, connection)
+    except CorruptSnapshot as error:
+        logger.warning("%s: %s; it is refused", plain(upload.name or upload.id), error)
+        _content(connection, node, upload, frame, lambda _chunk: None)
+        return digest
+    try:
         if frame.kind is PartKind.WHOLE:
             digest = _receive(connection, node, upload, frame)
         else:
-            with scratch.holding(client, _scratch_bytes(frame, upload)) as has_room:
+            with scratch.holding(client_at(connection), _scratch_bytes(frame, upload)) as has_room:
                 digest = _make(connection, node, upload, frame, has_room=has_room)
-        if digest == frame.digest:
-            node.uploads.arrived(upload, frame.start, frame.start + frame.nbytes, digest)
-        connection.settimeout(FRAME_WAIT_S)
-        connection.sendall(bytes.fromhex(digest))
+    finally:
+        if digest == frame.digest != NO_DIGEST:
+            node.uploads.arrived(upload, frame.start, digest)
+        else:
+            node.uploads.lost(upload, frame.start)
+    return digest
+
+
+def _content(
+    connection: socket.socket, node: Node, upload: Upload, frame: Frame, use: Callable[[memoryview], None]
+) -> None:
+    """Receive what a frame brings, piece by piece: memory is taken for what has come, not for what is said."""
+    chunk = memoryview(bytearray(min(SEND_BYTES, frame.content_bytes)))
+    deadline, left = _deadline(frame), frame.content_bytes
+    while left > 0:
+        _check_goes_on(node, upload)
+        fill(connection, chunk[:left], deadline - time.monotonic())
+        use(chunk[:left])
+        left -= len(chunk)
 
 
 def _receive(connection: socket.socket, node: Node, upload: Upload, frame: Frame) -> str:
@@ -91,15 +122,8 @@ def _make(connection: socket.socket, node: Node, upload: Upload, frame: Frame, *
     from lightning_spot.image.delta import decode, part_of  # numpy is not needed before
 
     can_make = has_room and upload.base is not None and frame.start < upload.base.manifest.nbytes
-    content, chunk = bytearray(), memoryview(bytearray(min(SEND_BYTES, frame.content_bytes)))
-    deadline, left = _deadline(frame), frame.content_bytes
-    while left > 0:  # memory is taken for what has come, not for what is said
-        _check_goes_on(node, upload)
-        with chunk[:left] as piece:
-            fill(connection, piece, deadline - time.monotonic())
-            left -= len(piece)
-            if can_make:
-                content += piece
+    content = bytearray()
+    _content(connection, node, upload, frame, content.extend if can_make else lambda _chunk: None)
     if not can_make or upload.base is None:
         return NO_DIGEST
     stop = frame.start + frame.nbytes

@@ -35,6 +35,7 @@ from lightning_spot.service.connections import DESCRIPTORS
 from lightning_spot.service.handlers import Service
 from lightning_spot.service.settings import NodeSettings, add_arguments, settings_from
 from lightning_spot.tiers.files import why_not_writable
+from lightning_spot.untrusted import LONGEST_TEXT, log_plainly, plain
 
 logger = logging.getLogger("lightning_spot.node")
 
@@ -311,11 +312,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run a node from command-line flags."""
     parser = argparse.ArgumentParser(prog="lightning-spot node")
     add_arguments(parser)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_plainly(logging.INFO, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         return run_node(settings_from(parser.parse_args(argv)))
     except (SpotError, OSError) as error:
-        print(f"lightning-spot node: {error}", file=sys.stderr)
+        print(plain(f"lightning-spot node: {error}", LONGEST_TEXT), file=sys.stderr)
         return 2
 
 

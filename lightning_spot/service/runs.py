@@ -14,7 +14,6 @@ from lightning_spot.config import MOST_NODES
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.service.fields import (
-    LONGEST_NAME,
     LONGEST_PLACE,
     MOST_ATTEMPTS,
     compression,
@@ -27,6 +26,7 @@ from lightning_spot.service.fields import (
 )
 from lightning_spot.service.quotas import client_of
 from lightning_spot.service.sealed import have_sealed
+from lightning_spot.untrusted import LONGEST_NAME
 
 logger = logging.getLogger(__name__)
 

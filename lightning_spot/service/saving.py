@@ -134,8 +134,8 @@ class Saving:
         """Commit a file that came in one body: checksum its parts here, but leave its bytes as they came."""
         with upload.slot.view(upload.nbytes) as view:
             sealed = manifest.sealed(view)
-        upload.received = {
-            index * PART_BYTES: (min(PART_BYTES, upload.nbytes - index * PART_BYTES), digest)
-            for index, digest in enumerate(sealed.checksums)
-        }
+        for index, digest in enumerate(sealed.checksums):
+            start = index * PART_BYTES
+            upload.received.begin(start, min(start + PART_BYTES, upload.nbytes))
+            upload.received.end(start, digest)
         self._node.commit(upload.id, sealed)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
-from lightning_spot.config import KEEP
-from lightning_spot.errors import CorruptManifest, Fenced
+from lightning_spot.config import KEEP, LARGEST
+from lightning_spot.errors import CorruptManifest, Fenced, Malformed
+from lightning_spot.untrusted import MOST_UNIX_S, file_name, integer, line, number, read_sealed, sealed_json
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +22,7 @@ KEPT_ATTEMPTS = 100
 
 _MOST_FORGOTTEN = 20
 _MOST_DAMAGED = 8
+_MOST_ATTEMPTS = 10**9
 _CLAIM = re.compile(r"attempt-(\d{1,9})\.json")
 _OF_ATTEMPT = re.compile(r"attempt-(\d{1,9})(?:\.progress)?\.json")
 
@@ -54,7 +55,7 @@ class Claim:
 
     def to_json(self) -> str:
         """The claim as JSON text."""
-        return json.dumps(asdict(self), indent=1, sort_keys=True)
+        return sealed_json(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Claim:
@@ -64,14 +65,20 @@ class Claim:
             CorruptManifest: if it is damaged.
         """
         try:
-            fields = json.loads(text)
-            known = {name: value for name, value in fields.items() if name in cls.__dataclass_fields__}
-            texts = {name: str(known.pop(name, "")) for name in ("run_id", "token", "location", "host")}
-            numbers = {name: int(known.pop(name, 0)) for name in ("attempt", "pid", "inode", "keep")}
-            started_unix_s = float(known.get("started_unix_s", 0.0))
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            fields = read_sealed(text)
+            return cls(
+                attempt=integer(fields, "attempt", 0, 0, _MOST_ATTEMPTS),
+                run_id=file_name(fields, "run_id"),
+                token=line(fields, "token"),
+                location=line(fields, "location"),
+                started_unix_s=number(fields, "started_unix_s", 0.0, 0, MOST_UNIX_S),
+                inode=integer(fields, "inode", 0, 0, 2**64),
+                host=line(fields, "host"),
+                pid=integer(fields, "pid", 0, 0, 2**32),
+                keep=integer(fields, "keep", KEEP, 0, LARGEST),
+            )
+        except Malformed as error:
             raise CorruptManifest(f"a claim is damaged: {error}") from error
-        return cls(**texts, **numbers, started_unix_s=started_unix_s)  # type: ignore[arg-type]
 
 
 def claim_name(attempt: int) -> str:

@@ -102,12 +102,24 @@ def read_small(path: Path) -> bytes:
     return data
 
 
+def open_regular(path: Path) -> int:
+    """A descriptor to read a file by.
+
+    Raises:
+        CorruptManifest: if it is no regular file: a pipe of that name would keep us for ever.
+        OSError: if it cannot be opened.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CorruptManifest(f"{path} is no regular file")
+    return fd
+
+
 def _read_small(path: Path) -> bytes:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe of that name would keep us for ever
+    fd = open_regular(path)
     try:
         found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise CorruptManifest(f"{path} is no regular file")
         if found.st_size > LONGEST_MANIFEST_BYTES:
             raise CorruptManifest(f"{path} has {found.st_size} bytes, which is too long for what it should be")
         data = b""

@@ -10,6 +10,7 @@ from typing import Any
 from lightning_spot.errors import CorruptSnapshot
 from lightning_spot.image.files import FileSpan, pieces
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.tiers.files import open_regular
 
 
 class ImageReader:
@@ -53,7 +54,7 @@ class ImageReader:
     def _fill(self, span: FileSpan, place: int, target: memoryview) -> None:
         if self._open is None or self._open[0] != span:
             self._close()
-            self._open = span, os.open(self._root / self._manifest.path_of(span), os.O_RDONLY | os.O_CLOEXEC)
+            self._open = span, open_regular(self._root / self._manifest.path_of(span))
         while target:
             count = os.preadv(self._open[1], [target], place)
             if not count:

@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from lightning_spot.errors import Malformed
 from lightning_spot.image.files import is_data_file
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.tiers import store
 from lightning_spot.tiers.lanes import Job, Lanes
+from lightning_spot.untrusted import SMALL_BYTES, read_object, text
 
 logger = logging.getLogger(__name__)
 
@@ -187,9 +189,9 @@ def abort_noted(files: Any, note: str) -> None:
         Exception: if it could not be aborted.
     """
     try:
-        noted = json.loads(files.cat_file(note))
-        key, begun = str(noted["key"]), str(noted["upload"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        noted = read_object(files.cat_file(note, start=0, end=SMALL_BYTES + 1))
+        key, begun = text(noted, "key", None), text(noted, "upload", None)
+    except (FileNotFoundError, Malformed):
         return
     try:
         files.call_s3("abort_multipart_upload", Bucket=files.split_path(note)[0], Key=key, UploadId=begun)

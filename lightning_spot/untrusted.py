@@ -1,0 +1,290 @@
+"""What files, nodes, buckets and other processes say: read within bounds, checked for damage, made safe to show.
+
+All JSON that this process did not write itself for itself comes in by :func:`read_json`; all text of such origin goes
+to terminals, logs and errors by :func:`plain`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import unicodedata
+from collections.abc import Mapping
+from typing import Any
+
+import xxhash
+
+from lightning_spot.errors import Malformed
+
+SMALL_BYTES = 256 * 1024
+"""Longest JSON text that holds no list which grows with a model."""
+
+LARGE_BYTES = 64 * 1024 * 1024
+"""Longest JSON text of all: a checksum for each part of a file, or where the shards of a model lie."""
+
+LONGEST_TEXT = 4096
+LONGEST_NAME = 255
+MOST_UNIX_S = 253_402_300_799.0
+"""The end of the year 9999: later times have no date."""
+
+_MOST_DEPTH = 32
+_LONGEST_NUMBER = 40
+_CHECKSUM = "checksum"
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]", re.ASCII)
+_OBEYED = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udc7f\udd00-\udfff]")
+_SHOWN = 200
+_UNSAFE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})  # control, bidi and such, no characters, line ends
+
+
+def plain(said: object, most: int = _SHOWN) -> str:
+    """Foreign text as one printable line of ``most`` characters at most: nothing in it moves a cursor or ends a line.
+
+    What is not shown as it is, is escaped as Python does. Rich still reads markup in it: see ``cli.output.shown``.
+    """
+    text = said if isinstance(said, str) else str(said)
+    shortened = text[:most]
+    if not (shortened.isascii() and shortened.isprintable()):
+        shortened = "".join(map(_escaped, shortened))[:most]
+    return shortened if len(text) <= most else shortened[: most - 1] + "…"
+
+
+def _escaped(character: str) -> str:
+    unsafe = unicodedata.category(character) in _UNSAFE
+    return character.encode("unicode_escape").decode("ascii") if unsafe else character
+
+
+class _PlainLines(logging.Formatter):
+    """Writes each record as one line, whatever is in its message; a traceback follows on lines of its own."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return plain(super().formatMessage(record), LONGEST_TEXT)
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(plain(line, LONGEST_TEXT) for line in super().formatException(ei).split("\n"))
+
+
+def log_plainly(level: int, form: str) -> None:
+    """Have this program log to standard error, one line for each record."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_PlainLines(form))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+def read_json(data: bytes | bytearray | memoryview | str, most_bytes: int = SMALL_BYTES) -> Any:
+    """Read JSON in UTF-8 that may hold anything.
+
+    Its length, its depth and the length of its numbers are bounded; every number is finite, every key is there once.
+
+    Args:
+        data: the text.
+        most_bytes: longest that is read.
+
+    Raises:
+        Malformed: if it is something else; it is a ``ValueError`` as well.
+    """
+    if len(data) > most_bytes:
+        raise Malformed(f"JSON of {len(data)} bytes is longer than {most_bytes}")
+    try:
+        text = data if isinstance(data, str) else bytes(data).decode("utf-8")
+        value = _DECODER.decode(text)
+    except Malformed:
+        raise
+    except ValueError as error:
+        raise Malformed(f"no valid JSON: {plain(error)}") from None  # which would hold the whole text
+    except RecursionError:
+        raise Malformed("JSON is nested too deeply") from None
+    _check_depth(value)
+    if _SURROGATE.search(text) and not _is_unicode(value):
+        raise Malformed("JSON holds half a character")
+    return value
+
+
+def read_object(data: bytes | bytearray | memoryview | str, most_bytes: int = SMALL_BYTES) -> dict[str, Any]:
+    """Read a JSON object; see :func:`read_json`."""
+    return as_object(read_json(data, most_bytes))
+
+
+def as_object(value: object) -> dict[str, Any]:
+    """What must be a JSON object.
+
+    Raises:
+        Malformed: if it is none.
+    """
+    if not isinstance(value, dict):
+        raise Malformed("no JSON object")
+    return value
+
+
+def sealed_json(fields: Mapping[str, Any], *, indent: int | None = None) -> str:
+    """A JSON object as text, with a checksum of itself; with ``indent``, for people to read."""
+    return json.dumps({**fields, _CHECKSUM: _checksum(fields)}, indent=indent, sort_keys=True)
+
+
+def unseal(fields: dict[str, Any]) -> bool:
+    """Check an object by the checksum that :func:`sealed_json` gave it, and take that out of it.
+
+    Returns:
+        whether it had one.
+
+    Raises:
+        Malformed: if it is damaged.
+    """
+    noted = fields.pop(_CHECKSUM, None)
+    if noted is not None and noted != _checksum(fields):
+        raise Malformed("it does not have the checksum that it was written with")
+    return noted is not None
+
+
+def read_sealed(data: bytes | str, most_bytes: int = SMALL_BYTES) -> dict[str, Any]:
+    """Read what :func:`sealed_json` wrote, or such an object of an earlier version, without a checksum.
+
+    Raises:
+        Malformed: if it is damaged.
+    """
+    fields = read_object(data, most_bytes)
+    unseal(fields)
+    return fields
+
+
+def integer(fields: Mapping[str, Any], name: str, default: int | None, low: int, high: int) -> int:
+    """A whole number within bounds; ``default=None`` says that it must be there.
+
+    Raises:
+        Malformed: otherwise.
+    """
+    value = fields.get(name, default)
+    if type(value) is not int or not low <= value <= high:
+        raise Malformed(f"{name} is no whole number from {low} to {high}")
+    return value
+
+
+def number(fields: Mapping[str, Any], name: str, default: float | None, low: float, high: float) -> float:
+    """A finite number within bounds; ``default=None`` says that it must be there.
+
+    Raises:
+        Malformed: otherwise.
+    """
+    value = fields.get(name, default)
+    if type(value) not in (int, float) or not (math.isfinite(value) and low <= value <= high):
+        raise Malformed(f"{name} is no number from {low:g} to {high:g}")
+    return float(value)
+
+
+def text(fields: Mapping[str, Any], name: str, default: str | None = "", *, most: int = LONGEST_TEXT) -> str:
+    """A text of bounded length; ``default=None`` says that it must be there.
+
+    Raises:
+        Malformed: otherwise.
+    """
+    value = fields.get(name, default)
+    if not isinstance(value, str) or len(value) > most or "\0" in value:
+        raise Malformed(f"{name} is no text of at most {most} characters")
+    return value
+
+
+def line(fields: Mapping[str, Any], name: str, default: str | None = "", *, most: int = LONGEST_TEXT) -> str:
+    """A text in which nothing parts lines, or is obeyed by a terminal; see :func:`text`.
+
+    Raises:
+        Malformed: otherwise.
+    """
+    value = text(fields, name, default, most=most)
+    if not is_line(value):
+        raise Malformed(f"{name} holds what parts lines, or controls a terminal: {plain(value)}")
+    return value
+
+
+def file_name(fields: Mapping[str, Any], name: str, default: str | None = "") -> str:
+    """The name of a run, a snapshot or a file, which leads to no other folder; see :func:`line`.
+
+    Raises:
+        Malformed: otherwise.
+    """
+    value = line(fields, name, default, most=LONGEST_NAME)
+    if "/" in value:
+        raise Malformed(f"{name} holds a path separator: {plain(value)}")
+    return value
+
+
+def is_line(value: str) -> bool:
+    """Whether nothing in a text parts lines, or is obeyed by a terminal."""
+    return _OBEYED.search(value) is None
+
+
+def flag(fields: Mapping[str, Any], name: str, default: bool | None = False) -> bool:
+    """True or false; ``default=None`` says that it must be there.
+
+    Raises:
+        Malformed: if it is something else.
+    """
+    value = fields.get(name, default)
+    if not isinstance(value, bool):
+        raise Malformed(f"{name} is neither true nor false")
+    return value
+
+
+def items(fields: Mapping[str, Any], name: str, most: int) -> list[Any]:
+    """A list of bounded length; empty if it is missing.
+
+    Raises:
+        Malformed: if it is something else.
+    """
+    value = fields.get(name, [])
+    if not isinstance(value, list | tuple) or len(value) > most:
+        raise Malformed(f"{name} is no list of at most {most}")
+    return list(value)
+
+
+def _checksum(fields: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > _LONGEST_NUMBER:
+        raise Malformed("JSON holds a number that is too long")
+    return int(digits)
+
+
+def _finite_number(digits: str) -> float:
+    value = float(digits) if len(digits) <= _LONGEST_NUMBER else math.inf
+    if not math.isfinite(value):
+        raise Malformed("JSON holds a number that is too long or too large")
+    return value
+
+
+def _no_number(name: str) -> float:
+    raise Malformed(f"JSON holds {name}, which is no number")
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise Malformed("JSON holds a key twice")
+    return fields
+
+
+_DECODER = json.JSONDecoder(
+    parse_int=_whole_number, parse_float=_finite_number, parse_constant=_no_number, object_pairs_hook=_each_once
+)
+
+
+def _check_depth(value: Any) -> None:
+    """Refuse what is nested so deeply that who walks through it would fail."""
+    level = [value]
+    for _ in range(_MOST_DEPTH):
+        level = [item for item in level if isinstance(item, dict | list)]
+        if not level:
+            return
+        level = [each for item in level for each in (item.values() if isinstance(item, dict) else item)]
+    raise Malformed(f"JSON is nested more than {_MOST_DEPTH} deep")
+
+
+def _is_unicode(value: Any) -> bool:
+    """Whether all text in it can be written as UTF-8, or is a path that is none."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,542 @@
+"""What is damaged, forged or foreign is one clear error, or costs what it says: never a wrong resume, never a crash."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import os
+import random
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
+from lightning_spot.cli.command import main
+from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.session import Session
+from lightning_spot.errors import (
+    CorruptManifest,
+    LayoutUnsupported,
+    Malformed,
+    NodeUnreachable,
+    SettingsError,
+    SnapshotNotFound,
+    SpotError,
+)
+from lightning_spot.goodput.journal import Journal
+from lightning_spot.goodput.ledger import AttemptRecord, account_after
+from lightning_spot.goodput.records import write_record
+from lightning_spot.image.archive import descriptor, directory, directory_entry, header, read_entries
+from lightning_spot.image.files import FileSpan
+from lightning_spot.image.layout import filled, lay_out
+from lightning_spot.image.manifest import Manifest, PortionOf, portion_name, snapshot_name
+from lightning_spot.image.notes import Note
+from lightning_spot.image.sealing import Sealing
+from lightning_spot.memory.node import Node
+from lightning_spot.protocol.wire import Address, error_from_body, file_path
+from lightning_spot.run import survey
+from lightning_spot.service.channel import DescriptorChannel
+from lightning_spot.tiers.claims import Claim
+from lightning_spot.tiers.local import LocalStore
+from lightning_spot.untrusted import as_object, plain, read_json
+from tests.conftest import new_process, until
+from tests.gated import Bench
+from tests.models import Net, trainer
+from tests.models import data as examples
+
+WRONG: tuple[Any, ...] = (None, "x", [], {}, -1, 1e308, float("nan"), float("inf"), True, 10**30, [[1]], {"a": [1]})
+HOSTILE = "\x1b]52;c;Y3VybA==\x07\x1b[2J[/nothing][link=http://evil]\nCRITICAL forged\u202e\u2028\ud800"
+
+
+def wrongly(fields: Any) -> Iterator[Any]:
+    """The same JSON with each of its values, wherever it is, replaced or left out."""
+    places = fields.items() if isinstance(fields, dict) else enumerate(fields) if isinstance(fields, list) else ()
+    for key, value in list(places):
+        for other in [*WRONG, *wrongly(value)]:
+            changed = copy.copy(fields)
+            changed[key] = other
+            yield changed
+        if isinstance(fields, dict):
+            yield {name: each for name, each in fields.items() if name != key}
+
+
+# -- records of attempts ----------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_record_costs_the_account_and_never_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = AttemptRecord(attempt=1, begun_unix_s=1e9, trained_unix_s=1e9 + 1, step=9, unix_s=1e9 + 9, end="failed")
+    second = AttemptRecord(attempt=2, begun_unix_s=1e9 + 20, earlier=account_after(first), snapshots=[(3, 1e9 + 25)])
+    write_record(str(tmp_path), 2, second.as_dict())
+    path = tmp_path / "attempts" / "attempt-0002.progress.json"
+    good = json.loads(path.read_text())
+    del good["checksum"]
+    for record in [*wrongly(good), [], "x", None, 1]:
+        path.write_text(json.dumps(record))
+        caplog.clear()
+        journal = Journal(str(tmp_path), 3, heartbeat_s=1000.0, begun_unix_s=1e9 + 30)
+        journal.train(12, 0.1)
+        assert journal.spent.total_s >= 0
+        assert len(caplog.records) <= 1
+        journal.close("failed")
+
+
+# -- manifests --------------------------------------------------------------------------------------------------------
+
+
+def manifest(**changes: Any) -> Manifest:
+    fields: dict[str, Any] = {"run": "r", "name": snapshot_name(5, 1), "step": 5, "attempt": 1, "nbytes": 3}
+    fields |= {
+        "run_id": "0123456789ab",
+        "created_unix_s": 1.5e9,
+        "versions": {"torch": "2.10"},
+        "checksums": ("0" * 32,),
+    }
+    return Manifest(**{**fields, **changes})
+
+
+PORTION = manifest(
+    name=portion_name(snapshot_name(5, 1), 1),
+    portion=PortionOf(1, 2, "digest", "1" * 32),
+    files=(FileSpan("__1_0.distcp", 0, 3),),
+)
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        manifest(),
+        manifest(name=snapshot_name(5, 1, complete=True), complete=True),
+        manifest(name="a.ckpt", file=""),
+        PORTION,
+    ],
+    ids=["snapshot", "the end", "file", "portion"],
+)
+def test_any_flipped_bit_of_a_manifest_is_refused_or_reads_back_equal(good: Manifest) -> None:
+    text = bytearray(good.to_json().encode())
+    for place in range(8 * len(text)):
+        text[place // 8] ^= 1 << place % 8
+        with contextlib.suppress(CorruptManifest):
+            assert Manifest.from_json(bytes(text)) == good, f"bit {place} is not seen"
+        text[place // 8] ^= 1 << place % 8
+    assert Manifest.from_json(bytes(text)) == good
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": 7},
+        {"attempt": 2},
+        {"complete": True},
+        {"exact": False},
+        {"name": snapshot_name(6, 1)},
+        {"name": "model"},
+    ],
+)
+def test_a_manifest_agrees_with_its_name(changes: dict[str, Any]) -> None:
+    old = {**manifest().to_dict(), "format": 3}  # written before manifests had a checksum of themselves
+    assert Manifest.from_json(json.dumps(old)) == manifest()
+    with pytest.raises(CorruptManifest):
+        Manifest.from_json(json.dumps({**old, **changes}))
+
+
+def test_a_manifest_without_its_checksum_is_refused() -> None:
+    with pytest.raises(CorruptManifest, match="checksum"):
+        Manifest.from_json(json.dumps(manifest().to_dict()))
+
+
+def test_a_manifest_whose_values_are_wrong_is_refused_and_nothing_else() -> None:
+    for fields in wrongly(PORTION.to_dict()):
+        with contextlib.suppress(CorruptManifest):
+            Manifest.from_dict(fields).to_json()
+
+
+# -- JSON and text ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"{", b"\xff", b"\xef\xbb\xbf{}", b"[" * 100_000, b"[" * 33 + b"]" * 33, b"9" * 100_000,
+        b"-" + b"9" * 5000, b"0." + b"9" * 100_000, b"1e400", b"NaN", b"[Infinity]", b'{"a": -Infinity}',
+        b'{"a": 1, "a": 2}', b'"\\ud800"',
+        b" " * 300_000 + b"1", b'{"a": "\\udfff"}', b'"a\nb"',
+    ],
+    ids=lambda data: repr(data[:12]),
+)  # fmt: skip
+def test_json_beyond_its_bounds_is_one_error(data: bytes) -> None:
+    with pytest.raises(Malformed) as caught:
+        read_json(data)
+    assert len(str(caught.value)) < 300
+
+
+def test_foreign_text_is_shown_on_one_line() -> None:
+    shown = plain(HOSTILE)
+    assert shown.isprintable()
+    assert "forged" in shown
+    assert plain("snapshot é 漢") == "snapshot é 漢"
+    assert len(plain("x" * 10**6)) == 200
+    assert len(plain("\x1b" * 10**6)) <= 200
+
+
+def test_any_mutation_of_json_is_read_or_one_error(request: pytest.FixtureRequest) -> None:
+    mutate_json(random.Random(5), cases=3000)
+
+
+@pytest.mark.soak
+def test_many_mutations_of_json_are_read_or_one_error() -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    mutate_json(random.Random(seed), cases=60_000)
+
+
+def mutate_json(rnd: random.Random, cases: int) -> None:
+    seeds = [
+        manifest().to_json().encode(),
+        PORTION.to_json().encode(),
+        b'{"a": [1, 2.5e3, "\\u00e9", null, {"b": true}]}',
+    ]
+    for _ in range(cases):
+        data = mutated(rnd, rnd.choice(seeds))
+        for read in (read_json, Manifest.from_json):
+            with contextlib.suppress(Malformed, CorruptManifest):
+                read(data)
+
+
+def mutated(rnd: random.Random, data: bytes, pieces: tuple[bytes, ...] = ()) -> bytes:
+    """Some bytes of it flipped, set, cut out, doubled, or replaced by what has a meaning."""
+    changed = bytearray(data)
+    pieces = pieces or (
+        b"NaN",
+        b"1e999",
+        b"-1",
+        b"{",
+        b"[",
+        b'"',
+        b"null",
+        b"9" * 30,
+        b"\\ud800",
+        b"\xff",
+        b"\0",
+        b"\x1b[2J",
+    )
+    for _ in range(rnd.choice([1, 1, 2, 4, 8])):
+        if not changed:
+            break
+        at, how = rnd.randrange(len(changed)), rnd.randrange(6)
+        if how == 0:
+            changed[at] ^= 1 << rnd.randrange(8)
+        elif how == 1:
+            changed[at] = rnd.randrange(256)
+        elif how == 2:
+            del changed[at : at + rnd.randrange(1, 6)]
+        elif how == 3:
+            changed[at:at] = changed[at : at + rnd.randrange(1, 40)]
+        elif how == 4:
+            changed[at : at + rnd.randrange(5)] = rnd.choice(pieces)
+        else:
+            del changed[at:]
+    return bytes(changed)
+
+
+# -- archives ---------------------------------------------------------------------------------------------------------
+
+
+def archives() -> list[bytes]:
+    plain_zip = io.BytesIO()
+    with zipfile.ZipFile(plain_zip, "w") as file:
+        for number in range(3):
+            file.writestr(zipfile.ZipInfo(f"model/data/{number}"), bytes(range(200)))
+    saved = io.BytesIO()
+    torch.save({"a": torch.zeros(100), "b": [1, "x"]}, saved)
+    return [
+        plain_zip.getvalue(),
+        saved.getvalue(),
+        bytes(filled(lay_out({"a": torch.zeros(300), "b": torch.ones(20)}))),
+    ]
+
+
+def forged(records: int, nbytes: int, *, name: str = "m/data/0") -> bytearray:
+    """An archive whose directory names the same bytes over and over."""
+    head = header(name, nbytes, 0)
+    body = head + bytes(nbytes) + descriptor(nbytes)
+    return bytearray(body + directory([directory_entry(name, nbytes, 0)] * records, len(body)))
+
+
+def cut_short() -> bytearray:
+    """A ZIP64 entry whose extra field has no room for the sizes that it is to hold."""
+    data = forged(1, 8)
+    at = data.index(b"PK\1\2")
+    struct.pack_into("<2L", data, at + 20, 2**32 - 1, 2**32 - 1)
+    return data
+
+
+def far_away() -> bytearray:
+    data = forged(1, 8)
+    struct.pack_into("<Q", data, data.index(b"PK\6\6") + 48, 2**64 - 1)
+    return data
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        forged(2, 8),
+        forged(50, 2**20),
+        forged(100_000, 0),
+        forged(400_000, 0),
+        cut_short(),
+        far_away(),
+        b"",
+        b"PK\5\6" + bytes(18),
+    ],
+    ids=["twice", "50 times", "nothing often", "too often", "cut short", "far away", "empty", "end alone"],
+)
+def test_a_forged_archive_is_refused_in_bounded_time(data: bytes) -> None:
+    began_s = time.process_time()
+    if data == b"PK\5\6" + bytes(18):
+        assert read_entries(data) == []
+        return
+    with pytest.raises(LayoutUnsupported):
+        read_entries(data)
+    assert time.process_time() - began_s < 2.0
+
+
+def mutate_archives(rnd: random.Random, cases: int) -> None:
+    seeds = archives()
+    pieces = (b"\xff" * 4, b"\xff" * 8, b"\xff" * 7 + b"\x7f", b"\0" * 8, b"PK\1\2", b"PK\3\4", b"PK\5\6", b"PK\6\6")
+    for _ in range(cases):
+        seed = rnd.choice(seeds)
+        at = rnd.choice([0, max(0, len(seed) - 700)])
+        data = bytearray(seed[:at] + mutated(rnd, seed[at:], pieces))
+        made = Manifest(run="r", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=len(data))
+        with contextlib.suppress(LayoutUnsupported):
+            entries = read_entries(data)
+            assert sum(entry.nbytes for entry in entries) <= len(data)
+            Sealing(made, memoryview(data)).run(1)
+
+
+def test_any_mutation_of_an_archive_is_sealed_or_refused() -> None:
+    mutate_archives(random.Random(7), cases=500)
+
+
+@pytest.mark.soak
+def test_many_mutations_of_archives_are_sealed_or_refused() -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    mutate_archives(random.Random(seed), cases=60_000)
+
+
+# -- claims, notes, greetings, answers --------------------------------------------------------------------------------
+
+CLAIM = Claim(attempt=3, run_id="0123456789ab", token="t", location="file:///r", started_unix_s=1.5e9, host="vm", pid=7)
+NOTE = Note(name=snapshot_name(5, 1), host=1, hosts=2, digest="d", pieces=((0, 3, "1" * 32),))
+
+
+@pytest.mark.parametrize("good", [CLAIM, NOTE, Note.of_portion(PORTION)], ids=["claim", "note", "note of a portion"])
+def test_any_flipped_bit_of_a_claim_or_note_is_refused_or_reads_back_equal(good: Claim | Note) -> None:
+    text = bytearray(good.to_json().encode())
+    for place in range(8 * len(text)):
+        text[place // 8] ^= 1 << place % 8
+        with contextlib.suppress(CorruptManifest):
+            assert type(good).from_json(bytes(text)) == good, f"bit {place} is not seen"
+        text[place // 8] ^= 1 << place % 8
+    fields = json.loads(good.to_json())
+    del fields["checksum"]
+    for wrong in wrongly(fields):
+        with contextlib.suppress(CorruptManifest):
+            type(good).from_json(json.dumps(wrong))
+
+
+def mutate_small_files(rnd: random.Random, cases: int) -> None:
+    for _ in range(cases):
+        good = rnd.choice([CLAIM, NOTE, Note.of_portion(PORTION)])
+        with contextlib.suppress(CorruptManifest):
+            type(good).from_json(mutated(rnd, good.to_json().encode()))
+        with contextlib.suppress(Malformed):
+            fields = read_json(mutated(rnd, json.dumps(RECORD.as_dict()).encode()))
+            AttemptRecord.from_dict(as_object(fields))
+
+
+RECORD = AttemptRecord(attempt=2, begun_unix_s=1e9, earlier=account_after(AttemptRecord(attempt=1, begun_unix_s=9e8)))
+
+
+def test_any_mutation_of_a_claim_note_or_record_is_read_or_refused() -> None:
+    mutate_small_files(random.Random(9), cases=2000)
+
+
+@pytest.mark.soak
+def test_many_mutations_of_claims_notes_and_records_are_read_or_refused() -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    mutate_small_files(random.Random(seed), cases=60_000)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {}, {"runs": None}, {"runs": [1]}, {"runs": [{}]}, {"runs": [{"name": HOSTILE}]},
+        {"runs": [{"name": "../x", "id": ""}]},
+        {"runs": [{"name": "r", "id": "", "location": "", "attempt": "1", "host": ""}]},
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_none_is_one_error(answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    client = NodeClient(Address("127.0.0.1", 1))
+    monkeypatch.setattr(NodeClient, "call", lambda *_what, **_how: answer)
+    with pytest.raises(NodeUnreachable, match="right address") as caught:
+        survey._listed(client)
+    assert str(caught.value).isprintable()
+    with pytest.raises((NodeUnreachable, SnapshotNotFound)):
+        NodeStore("spot://127.0.0.1:1/run").survey()
+
+
+@pytest.mark.parametrize(
+    "path", ["../../.ssh/authorized_keys", "/etc/passwd", "a//b", "", "a/..", "x\x1b[2J", "a\nb", 5]
+)
+def test_a_node_names_no_path_beside_its_run(path: Any) -> None:
+    with pytest.raises(Malformed):
+        file_path(path)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[]", b"null", b"{", b"[" * 10**5, b'{"error": 5}', b'{"error": "Fenced", "message": ["x"]}', b"\xff" * 300,
+     json.dumps({"error": "Fenced", "message": HOSTILE[:-1], "facts": {"attempt": "x", "run": HOSTILE[:-1]}}).encode(),
+     json.dumps({"error": "Preempted", "message": "x" * 10**5}).encode()],
+)  # fmt: skip
+def test_an_error_from_a_node_is_one_of_ours_and_one_line(body: bytes) -> None:
+    error = error_from_body(500, body, "spot://node")
+    assert isinstance(error, SpotError)
+    assert str(error).isprintable()
+    assert len(str(error)) < 5000
+
+
+@pytest.fixture
+def bench(tmp_path: Path, runtime_dir: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path, area=runtime_dir / "area")
+    yield made
+    made.close()
+
+
+def mutate_greetings(rnd: random.Random, cases: int, folder: Path, node: Node) -> None:
+    """Each is answered or hung up on, no thread of the channel dies of it, and the next one is served."""
+    died: list[str] = []
+    before = threading.excepthook
+    threading.excepthook = lambda args: died.append(f"{args.exc_type.__name__}: {args.exc_value}")
+    listening = DescriptorChannel(node, folder / "fds", "t" * 16)
+    greeting = json.dumps({"token": "t" * 16, "pid": 1}).encode()
+    asked = json.dumps({"run": "r", "name": "n", "give": True, "slot": 3}).encode()
+    try:
+        for _ in range(cases):
+            first, then = (mutated(rnd, line) if rnd.random() < 0.6 else line for line in (greeting, asked))
+            with socket.socket(socket.AF_UNIX) as connection, contextlib.suppress(OSError):
+                connection.settimeout(10)
+                connection.connect(str(folder / "fds"))
+                connection.sendall(rnd.choice([first, b"[]", b"null", b"5", b'"x"']) + b"\n" + then + b"\n")
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(4096):
+                    pass
+        Session(folder / "fds", "t" * 16, 10.0).close()
+        until(lambda: not listening._open, "the last session to end")
+    finally:
+        listening.close()
+        threading.excepthook = before
+    assert died == []
+
+
+def test_any_greeting_is_answered_or_hung_up_on(runtime_dir: Path, bench: Bench) -> None:
+    mutate_greetings(random.Random(11), 100, runtime_dir, bench.node)
+
+
+@pytest.mark.soak
+def test_many_greetings_are_answered_or_hung_up_on(runtime_dir: Path, bench: Bench) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    mutate_greetings(random.Random(seed), 5_000, runtime_dir, bench.node)
+
+
+# -- terminals and logs -----------------------------------------------------------------------------------------------
+
+
+def test_a_command_prints_nothing_that_a_terminal_obeys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    write_record(str(run), 1, {**RECORD.as_dict(), "attempt": 1})
+    made = manifest(versions={"torch": HOSTILE[:-1], HOSTILE[:-1]: "1"}, fingerprint="x")
+    folder = run / made.name
+    folder.mkdir()
+    (folder / "manifest.json").write_text(made.to_json())
+    (folder / "model.ckpt").write_bytes(b"abc")
+    (run / "step-000000009-attempt-0001").mkdir()
+    (run / "step-000000009-attempt-0001" / "manifest.json").write_text(json.dumps({"format": 3, "run": HOSTILE[:-1]}))
+    for command in (["ls"], ["show"], ["verify"], ["report"], ["pull", "--to", str(tmp_path / "out.ckpt")]):
+        main([command[0], str(run), *command[1:]])
+        said = capsys.readouterr()
+        for text in (said.out, said.err):
+            assert text.replace("\n", "").isprintable(), command
+            assert not [line for line in text.split("\n") if line.startswith("CRITICAL")]
+    main(["show", str(run)])
+    assert "[link=http://evil]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to(path)], ids=["pipe", "folder", "loop"]
+)
+def test_what_is_no_file_is_not_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Callable[[Path], None]
+) -> None:
+    run, made = tmp_path / "run", manifest()
+    write_record(str(run), 1, {**RECORD.as_dict(), "attempt": 1})
+    (run / made.name).mkdir()
+    (run / made.name / "manifest.json").write_text(made.to_json())
+    make(run / made.name / "model.ckpt")
+    make(run / "attempts" / "attempt-0002.progress.json")
+    assert main(["verify", str(run)]) == 1
+    assert "BAD" in capsys.readouterr().out
+    assert main(["report", str(run)]) == 0
+
+
+def test_a_log_has_a_line_for_each_record(capsys: pytest.CaptureFixture[str]) -> None:
+    code = "import logging; from lightning_spot.untrusted import log_plainly\n"
+    code += "log_plainly(20, '%(levelname)s %(message)s');"
+    code += " logging.warning('%s', 'a\\nCRITICAL forged \\x1b[2J'); logging.error('x', exc_info=ValueError('b\\x1bc'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.split("\n")[0] == "WARNING a\\nCRITICAL forged \\x1b[2J"
+    assert done.stderr.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("data", [bytes(1000), b"PK\5\6" + bytes(18), b"", archives()[1][:-50], archives()[0]], ids=len)
+def test_a_snapshot_that_torch_cannot_read_is_passed_over(tmp_path: Path, data: bytes) -> None:
+    run = tmp_path / "run"
+    first = SpotCheckpoint(str(run), memory=None, interval=EverySteps(2), on_full="wait", keep=3)
+    trainer(first, max_steps=4).fit(Net(), examples())
+    newest = LocalStore(run).survey().manifests[0]
+    forged_one = replace(newest, name=snapshot_name(9, 1), step=9, complete=False).sealed(memoryview(data))
+    (run / forged_one.name).mkdir()
+    (run / forged_one.name / "manifest.json").write_text(forged_one.to_json())
+    (run / forged_one.name / "model.ckpt").write_bytes(data)
+    (run / newest.name / "manifest.json").unlink()  # which is of the end
+    new_process()
+    spot = SpotCheckpoint(str(run), memory=None, interval=EverySteps(2))
+    trainer(spot, max_steps=6).fit(Net(), examples())
+    assert spot.resumed_from is not None
+    assert spot.resumed_from.step < 9
+
+
+def test_a_file_is_not_saved_under_a_name_that_nobody_could_read(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="Rename"):
+        SpotCheckpointIO(memory=None).save_checkpoint({"state_dict": {}}, tmp_path / "a\x1b[2J.ckpt")
+    assert list(tmp_path.iterdir()) == []
