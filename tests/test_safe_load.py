@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_spot.errors import NotSerialisable
+from lightning_spot.errors import CorruptSnapshot, NotSerialisable
 from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.rank_states import packed
 from lightning_spot.exact.unpickling import read_checkpoint
@@ -114,7 +114,7 @@ def test_what_is_hostile_stays_inert_or_is_refused(users: list[Any]) -> None:
 
 def test_a_file_that_claims_to_hold_more_than_it_is_is_refused() -> None:
     packed = file(tensor(1 << 22, 1 << 22), zipfile.ZIP_DEFLATED, 1 << 24)
-    with pytest.raises(NotSerialisable, match="claims to hold 1677"):
+    with pytest.raises(CorruptSnapshot, match="claims to hold 1677"):
         safe_load(packed)
 
 
@@ -123,7 +123,7 @@ def test_any_other_file_is_one_clear_error(content: Any) -> None:
     old = io.BytesIO()
     if callable(content):
         content([1], old, _use_new_zipfile_serialization=False)
-    with pytest.raises(NotSerialisable, match="is damaged or forged"):
+    with pytest.raises(CorruptSnapshot, match="is damaged or forged"):
         safe_load(old if old.getvalue() else io.BytesIO(content))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_spot.config import format_bytes
-from lightning_spot.errors import CorruptSnapshot, SpotError
+from lightning_spot.errors import CorruptSnapshot
 from lightning_spot.exact.unpickling import read_checkpoint, with_ranks
 from lightning_spot.fit.agreement import Agreement, Failed
 from lightning_spot.fit.owned import own_small
@@ -22,7 +21,6 @@ from lightning_spot.image.portion import Image
 from lightning_spot.run.choice import open_newest
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import Survey, look_again
-from lightning_spot.untrusted import plain
 
 Checkpoint = dict[str, Any]
 
@@ -131,10 +129,6 @@ def _newest(found: Survey, restore: Restore[Checkpoint]) -> tuple[OpenSnapshot, 
         return open_newest(restore.announced(again), restore.use)
 
 
-_NO_CHECKPOINT = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, EOFError, struct.error)
-"""What torch raises on a file that is none of its own; want of memory is something else."""
-
-
 def _load(snapshot: OpenSnapshot, *, trusts: bool, is_shared: bool) -> Checkpoint:
     """Read a snapshot; unless the user trusts it, nothing in it runs code. What could not be read raises as such."""
     if is_shared and snapshot.sealed:
@@ -154,15 +148,7 @@ def _read(file: IO[bytes] | str, manifest: Manifest, *, trusts: bool) -> Checkpo
     if trusts:
         trusted: Checkpoint = torch.load(file, map_location="cpu", weights_only=False, mmap=isinstance(file, str))
         return cast(Checkpoint, with_ranks(trusted, _read_trusted))
-    try:
-        checkpoint = read_checkpoint(file)
-    except _NO_CHECKPOINT as error:
-        if isinstance(error, SpotError):
-            raise
-        why = plain(f"{type(error).__name__}: {error}")
-        raise CorruptSnapshot(
-            f"{manifest.name} was committed so, and is no checkpoint that torch reads: {why}"
-        ) from error
+    checkpoint = read_checkpoint(file)
     if not isinstance(checkpoint, dict):
         raise CorruptSnapshot(f"{manifest.name} was committed so, and is no checkpoint of Lightning's")
     return checkpoint

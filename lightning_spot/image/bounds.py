@@ -18,7 +18,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from lightning_spot.errors import NotSerialisable
+from lightning_spot.errors import CorruptSnapshot, NotSerialisable
 
 _DEEPEST = 500
 _MOST_AGAIN = 16
@@ -61,7 +61,8 @@ def check_bounds(file: IO[bytes] | str) -> None:
     """Refuse a file of ``torch.save`` that asks for more than it is; its place in the end is its beginning.
 
     Raises:
-        NotSerialisable: saying what it asks for.
+        CorruptSnapshot: saying what it asks for.
+        NotSerialisable: if it is written in another protocol than ours.
     """
     with zipfile.ZipFile(file) as archive:
         inside = sum(record.file_size for record in archive.infolist())
@@ -136,7 +137,7 @@ def _call(called: _Made, arguments: _Made) -> _Made:
     """What a call makes.
 
     Raises:
-        NotSerialisable: if it could be of any size.
+        CorruptSnapshot: if it could be of any size.
     """
     kinds = arguments.items
     is_encoding = called.kind == "_codecs.encode"
@@ -150,5 +151,5 @@ def _call(called: _Made, arguments: _Made) -> _Made:
     return _Made("bytes") if is_encoding else _Made("", (), arguments.depth, arguments.met)
 
 
-def _refused(why: str) -> NotSerialisable:
-    return NotSerialisable(f"the file {why}. It is damaged or forged, and is not loaded. Take another one")
+def _refused(why: str) -> CorruptSnapshot:
+    return CorruptSnapshot(f"the file {why}. It is damaged or forged, and is not loaded. Take another one")

@@ -25,9 +25,10 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from lightning_spot.errors import NotSerialisable, SpotError
+from lightning_spot.errors import CorruptSnapshot, NotSerialisable, SpotError
 from lightning_spot.image.bounds import check_bounds
 from lightning_spot.image.placeholder import ADVICE, Placeholder, kind_of, parts_of, remember_places
+from lightning_spot.untrusted import plain
 
 _LOCK = threading.RLock()  # torch's list of safe names is one for the process
 
@@ -44,7 +45,9 @@ def safe_load(file: IO[bytes] | str, map_location: str = "cpu") -> Any:
         what was saved, with a :class:`Placeholder` for each object of another class. Each knows its place.
 
     Raises:
-        NotSerialisable: if it cannot be loaded that way.
+        NotSerialisable: if it holds an object that cannot be loaded that way.
+        CorruptSnapshot: if it is damaged or forged.
+        MemoryError: if there is not enough memory for it.
         OSError: if the file cannot be read.
     """
     stand_ins = _StandIns()
@@ -56,15 +59,17 @@ def safe_load(file: IO[bytes] | str, map_location: str = "cpu") -> Any:
         loaded = _Settling(stand_ins).settled(loaded)
         if stand_ins.kinds:
             remember_places(loaded)
-    except (OSError, SpotError):
+    except (OSError, SpotError, MemoryError):
         raise
     except UnpicklingError as error:  # torch puts a page of its own advice around the reason
         raise NotSerialisable(
             f"the file holds an object that cannot be read safely ({error.__context__ or error}). {ADVICE}"
         ) from error
     except Exception as error:  # of a damaged or forged file, torch may raise anything
-        raise NotSerialisable(
-            f"the file cannot be read ({type(error).__name__}: {error}). It is damaged or forged, and is not loaded"
+        if "DefaultCPUAllocator" in str(error):  # torch's only sign of it; such a file is as good as before
+            raise MemoryError(str(error)) from error
+        raise CorruptSnapshot(
+            f"the file cannot be read ({type(error).__name__}: {plain(error)}). It is damaged or forged, and not loaded"
         ) from error
     return loaded
 

@@ -17,6 +17,7 @@ import time
 from typing import Any
 
 from lightning_spot.protocol.listening import LOOPBACK, Listening, greeted, keep_alive, most_connections, tcp_listener
+from lightning_spot.untrusted import read_object
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class ExchangeServer:
         self._writers.add(writer)
         try:
             while line := await reader.readline():
-                request = json.loads(line)
+                request = read_object(line)
                 if "set" in request:
                     await self._publish(request["set"], request["value"])
                 else:
@@ -191,7 +192,7 @@ class Exchange:
             raise ConnectionResetError("rank 0 has hung up")
         *lines, self._received = (self._received + received).split(b"\n")
         for line in lines:
-            answer = json.loads(line)
+            answer = read_object(line)
             if "over" in answer:
                 raise Over("the training of rank 0 has come to its end")
             self._values[answer["key"]] = answer["value"]

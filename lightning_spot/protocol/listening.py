@@ -24,6 +24,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from lightning_spot.protocol.counted_log import CountedLog
+from lightning_spot.untrusted import read_object
 
 Talk = Callable[[socket.socket, dict[str, Any]], Coroutine[Any, Any, None]]
 
@@ -318,9 +319,7 @@ class Listening:
             logger.debug("a rank has gone, or speaks another language: %s", error)
 
     async def _greeting(self, connection: socket.socket) -> dict[str, Any]:
-        greeting = json.loads(await next_line(connection))
-        if not isinstance(greeting, dict) or not hmac.compare_digest(
-            str(greeting.get("secret")).encode(), self._secret
-        ):
+        greeting = read_object(await next_line(connection))
+        if not hmac.compare_digest(str(greeting.get("secret")).encode(), self._secret):
             raise ValueError("a stranger")
         return greeting

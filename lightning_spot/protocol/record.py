@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spot.config import LARGEST, read_environment, run_key
-from lightning_spot.errors import Malformed, NodeUnreachable, SettingsError
+from lightning_spot.errors import NodeUnreachable, SettingsError
 from lightning_spot.protocol.ownership import OwnDirectory, make_directory, open_file, own_directories, read_file
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.untrusted import integer, number, read_object
@@ -116,7 +116,7 @@ class NodeRecord:
                 "memory_bytes": integer(noted, "memory_bytes", None, 0, 2**63),
                 "idle_timeout_s": number(noted, "idle_timeout_s", None, 0, LARGEST),
             }
-        except (OSError, Malformed):
+        except (OSError, SettingsError):
             return {}
 
     def area(self, shm_dir: Path) -> Path:

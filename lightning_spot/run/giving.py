@@ -17,6 +17,7 @@ from lightning_spot.protocol.ownership import is_own_user
 from lightning_spot.protocol.wire import error_body
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.sharing import CONNECTIONS, SILENCE_S, Card, address_of, this_host
+from lightning_spot.untrusted import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ class Giver:
                 await _say(connection, {})
                 with open(fd, "rb", buffering=0, closefd=False) as file:
                     while True:
-                        start, stop = json.loads(await next_line(connection))
+                        start, stop = read_json(await next_line(connection))
                         await _send(connection, file, start, stop)
         finally:
             if fd is not None:

@@ -17,6 +17,7 @@ from lightning_spot.protocol.wire import error_from_body
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.sharing import CONNECT_S, CONNECTIONS, SILENCE_S, Card, Lines
 from lightning_spot.tiers.store import Progress
+from lightning_spot.untrusted import read_object
 
 
 class NotShared(TierError):
@@ -92,7 +93,7 @@ def _first_answer(lines: Lines) -> dict[str, Any]:
     try:
         while not (line := lines.next()):
             pass  # it lives
-        facts: dict[str, Any] = json.loads(line)
+        facts = read_object(line)
     except (OSError, ValueError) as error:
         raise NotShared(f"the rank that opens the snapshot does not answer ({error})") from error
     if (failed := facts.get("failed")) is not None:
