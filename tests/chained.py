@@ -51,6 +51,7 @@ class Chained(Bench):
 
     def start(self, *nodes: str, **more: Any) -> None:
         self.open(nodes=nodes, **more)
+        self.claim()
 
     def close(self) -> None:
         for stores in self.far.values():

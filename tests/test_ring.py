@@ -355,7 +355,7 @@ def test_a_file_of_the_attempt_before_is_brought_on_behalf_of_this_one(bench: Be
     bench.tier().open.clear()
     bench.file("notes.txt", 5)
     bench.open(attempt=2)
-    LocalStore(bench.tier().url).claim(claim_of(2))
+    bench.claim()
     bench.tier().open.set()
     assert bench.flush() == []
     assert (Path(bench.tier().url) / "notes.txt").read_bytes() == image_of(5, 1000)
@@ -366,6 +366,7 @@ def refused_of_a_live_trainer(bench: Bench) -> None:
     """A snapshot that its tier refuses, since another attempt has claimed the run there."""
     bench.node.begin_session("trainer")
     bench.open(session="trainer")
+    bench.claim()
     LocalStore(bench.tier().url).claim(claim_of(7))
     bench.save(5)
     assert bench.flush() == []
@@ -383,6 +384,7 @@ def test_what_a_trainer_has_left_is_brought_down_although_another_one_has_come_a
     """It claimed the run, was killed before it opened it here, and had no snapshot: this one was let go, and lost."""
     monkeypatch.setattr(work, "LEFT_S", 2.0)
     bench.open()
+    bench.claim()
     LocalStore(bench.tier().url).claim(claim_of(7))
     bench.save(5)
     until(lambda: bench.tier().tries, "it to be tried")
@@ -421,6 +423,7 @@ def test_what_waits_for_a_trainer_to_be_gone_is_said_once_of_each_run_and_no_mor
     for identity in (RUN_ID, OTHER_ID):
         bench.open(run_id=identity)
         tier = bench.tier(identity)
+        bench.claim(identity)
         LocalStore(tier.url).claim(replace(claim_of(7), run_id=identity))
         bench.save(5, run_id=identity)
         for _ in range(2):
@@ -440,6 +443,7 @@ def test_an_attempt_that_claims_while_another_ones_snapshot_is_brought_changes_n
 ) -> None:
     monkeypatch.setattr(work, "LEFT_S", 0.1)
     bench.open()
+    bench.claim()
     store, claims = LocalStore(bench.tier().url), [9, 8]
     survey = bench.tier().survey
     store.claim(claim_of(7))
@@ -505,7 +509,7 @@ def test_of_two_trainers_that_begin_a_run_at_the_same_moment_one_is_refused(benc
     bench.node.open_run(first)
     with pytest.raises(RunBusy, match="4711"):
         bench.node.open_run(second)
-    bench.node.open_run(replace(second, location="file:///y"))
+    bench.node.open_run(replace(second, id="3" * 12, location="file:///y"))
     bench.node.end_session("first")
     assert bench.node.open_run(second).attempt == 1
 
@@ -1089,11 +1093,17 @@ def test_a_node_is_not_settled_while_a_deletion_is_owed(bench: Bench) -> None:
     assert bench.node.settled
 
 
-def test_opening_a_run_without_saying_where_it_goes_changes_nothing_of_that(bench: Bench) -> None:
+def test_opening_a_run_without_its_token_changes_nothing_of_it(bench: Bench) -> None:
     bench.open(keep=7)
     bench.tier().open.clear()
     bench.save(1)
-    bench.node.open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token=""))
+    known = bench.node.registry.find(RUN).info
+    for token in ("", "another"):
+        with pytest.raises(Fenced, match="another trainer"):
+            bench.node.open_run(replace(known, token=token, durable_url="/elsewhere"))
+    for moved in (replace(known, durable_url="/elsewhere"), replace(known, location="file:///elsewhere")):
+        with pytest.raises(SettingsError, match="/elsewhere"):
+            bench.node.open_run(moved)
     assert bench.node.committed(RUN)[0].dirty == [bench.tier().url]
     assert bench.node.registry.find(RUN).info.keep == 7
 

@@ -57,9 +57,9 @@ class RunRequests:
 
     async def open(self, request: web.Request) -> web.Response:
         """Let an attempt write."""
+        near = same_host(request)
         body = await json_body(request)
         name, identity = parse_run(request.match_info["run"])
-        near = same_host(request)
         info = RunInfo(
             name=name,
             id=identity,
@@ -75,6 +75,7 @@ class RunRequests:
             carry=body.get("carry", True) is not False,
             spread=body.get("spread") is True,
             left=body.get("left") is True,
+            is_claimed=not (near and body.get("is_claimed") is False),
             session=text(body, "session") if near else "",
             pid=integer(body, "pid", 0, 0, _MOST_PID),
             host=text(body, "host"),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from lightning_spot.config import KEEP
-from lightning_spot.errors import CorruptManifest, Fenced
+from lightning_spot.errors import CorruptManifest, Fenced, Unclaimed
+
+if TYPE_CHECKING:
+    from lightning_spot.tiers.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +37,7 @@ class Claim:
     Attributes:
         attempt: its number, from 1.
         run_id: identity of the run.
-        token: random, of this attempt: tells two claims of one number apart.
+        digest: of the attempt's random token, see :func:`digest_of`: tells two claims of one number apart.
         location: durable directory of the run: ``file:///abs/path`` or the fsspec URL.
         inode: of the attempts directory where the tier is a directory, 0 elsewhere; a copied directory has another.
         started_unix_s: when the attempt began, seconds since 1970.
@@ -44,7 +48,7 @@ class Claim:
 
     attempt: int
     run_id: str
-    token: str
+    digest: str
     location: str
     started_unix_s: float
     inode: int = 0
@@ -66,12 +70,43 @@ class Claim:
         try:
             fields = json.loads(text)
             known = {name: value for name, value in fields.items() if name in cls.__dataclass_fields__}
-            texts = {name: str(known.pop(name, "")) for name in ("run_id", "token", "location", "host")}
+            texts = {name: str(known.pop(name, "")) for name in ("run_id", "digest", "location", "host")}
             numbers = {name: int(known.pop(name, 0)) for name in ("attempt", "pid", "inode", "keep")}
             started_unix_s = float(known.get("started_unix_s", 0.0))
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptManifest(f"a claim is damaged: {error}") from error
         return cls(**texts, **numbers, started_unix_s=started_unix_s)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The attempt on whose behalf a store writes and deletes.
+
+    Attributes:
+        attempt: its number.
+        digest: of its token, as its claim has it; ``""`` if it has shown none: then no claim is its own.
+    """
+
+    attempt: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a node may do at the URL of a run.
+
+    Attributes:
+        owner: on whose behalf it writes and deletes; ``None`` where only the attempt's number counts.
+        claim: what it may claim for that, where nobody has; ``None`` where it may not.
+    """
+
+    owner: Owner | None = None
+    claim: Claim | None = None
+
+
+def digest_of(token: str) -> str:
+    """What a claim has of its attempt's token: who reads it, as readers of the directory can, does not know that."""
+    return hashlib.sha256(token.encode()).hexdigest() if token else ""
 
 
 def claim_name(attempt: int) -> str:
@@ -106,13 +141,58 @@ def check_claim(claim: Claim, existing: Claim | None) -> None:
     Raises:
         Fenced: if ``existing``, of the same number, has another token.
     """
-    if existing is None or existing.token != claim.token:
-        raise Fenced(
-            f"attempt {claim.attempt} of the run at {claim.location} is taken by another trainer"
-            f"{f' (host {existing.host}, pid {existing.pid})' if existing is not None else ''}",
-            attempt=claim.attempt,
-            current=claim.attempt,
+    if existing is None or existing.digest != claim.digest:
+        raise _taken(claim.attempt, claim.location, existing)
+
+
+def check_owner(owner: Owner, existing: Claim | None, url: str) -> None:
+    """Refuse to act on behalf of an attempt whose claim is not there.
+
+    Args:
+        owner: the attempt.
+        existing: the claim of its number that is there now, if any.
+        url: of the tier.
+
+    Raises:
+        Fenced: if that is another trainer's.
+        Unclaimed: if there is none.
+    """
+    if existing is None:
+        raise Unclaimed(
+            f"{url} is not claimed by attempt {owner.attempt}: nothing is written or deleted there for it. Let its"
+            " trainer write there, or correct the directory",
+            tier=url,
         )
+    if not owner.digest or existing.digest != owner.digest:
+        raise _taken(owner.attempt, url, existing)
+
+
+def on_behalf(store: Store, standing: Standing, action: Callable[[], Read]) -> Read:
+    """Do something at a tier for an attempt. What its trainer, who may be gone, could not claim is claimed for it.
+
+    Raises:
+        Fenced: if another one has claimed it.
+        Unclaimed: if nobody has, and this node may not.
+        SpotError: whatever else failed.
+    """
+    store.owner = standing.owner
+    try:
+        return action()
+    except Unclaimed:
+        if standing.claim is None:
+            raise
+    store.claim(standing.claim)
+    return action()
+
+
+def _taken(attempt: int, where: str, by: Claim | None) -> Fenced:
+    who = f" (host {by.host}, pid {by.pid})" if by is not None and by.host else ""
+    return Fenced(
+        f"attempt {attempt} of the run at {where} is taken by another trainer{who}: two were started at once. Stop one"
+        " of them",
+        attempt=attempt,
+        current=attempt,
+    )
 
 
 def first_readable(names: Sequence[str], read: Callable[[str], bytes], url: str) -> Claim | None:
