@@ -13,10 +13,13 @@ from typing import Any
 import fsspec
 import pytest
 
+from lightning_spot.client import starting
+from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import Fenced, SpotError, Unclaimed
+from lightning_spot.config import take_environment
+from lightning_spot.errors import Fenced, SpotError, TierError, Unclaimed
 from lightning_spot.image.manifest import OWN_DIR, Manifest, manifest_path_of, snapshot_name
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.prefixes import refusal
@@ -24,6 +27,7 @@ from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.run import claims
 from lightning_spot.run.claims import ClaimWatch
 from lightning_spot.tiers.claims import ATTEMPTS_DIR, Owner, claim_name, digest_of
+from lightning_spot.tiers.filesystem import open_filesystem, tier_errors
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.objects import ObjectStore
 from lightning_spot.tiers.retention import retain
@@ -289,3 +293,52 @@ def test_a_trainer_is_told_that_its_number_is_anothers(tmp_path: Path, monkeypat
     until(lambda: told, "it to be told")
     watch.close()
     assert told[0].current == 1
+
+
+def test_the_node_of_a_killed_start_goes_on_with_the_credentials_of_the_next_one(
+    s3: str, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had those with which the first one began, and nothing became durable."""
+    url, keys = f"{s3}/run", {name: os.environ[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name in keys:
+        monkeypatch.delenv(name)
+
+    def start(attempt: int) -> EmbeddedHost:
+        host = starting.start(url, "run", slots=2, memory_bytes=2**24, idle_timeout_s=60.0)
+        told: dict[str, Any] = {"location": url, "durable_url": url, "attempt": attempt, "token": f"t{attempt}"}
+        host.open_run(RunInfo(name="run", id="", **told))
+        return host
+
+    image, first = image_of(1, 10_000), start(1)
+    lease = first.lease(len(image), 5.0)
+    lease.map[: len(image)] = image
+    first.seal(lease, replace(snapshot(1, image), checksums=()))
+    assert "no credentials" in " ".join(first.flush(2.0))
+    first.disconnect()
+    for name, value in keys.items():
+        monkeypatch.setenv(name, value)
+    second = start(2)
+    assert second.flush(60.0) == []
+    assert [manifest.step for manifest in open_store(url).survey().manifests] == [1]
+    second.leave(complete=True)
+
+
+def test_a_trainers_environment_leaves_out_what_a_node_needs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", {"AWS_PROFILE": "old", "AWS_SESSION_TOKEN": "old", "LIGHTNING_SPOT_TOKEN": "own"})
+        assert take_environment({"AWS_PROFILE": "new", "PATH": "/elsewhere", "LIGHTNING_SPOT_TOKEN": "other"})
+        assert os.environ == {"AWS_PROFILE": "new", "LIGHTNING_SPOT_TOKEN": "own"}
+        assert not take_environment({"AWS_PROFILE": "new"})
+
+
+@pytest.mark.parametrize("error", [PermissionError("x"), OSError("ExpiredToken: The provided token has expired.")])
+def test_credentials_are_read_again_when_a_store_says_that_they_have_expired(error: Exception) -> None:
+    """A login tool renews them in a file, which a session reads once."""
+    before = open_filesystem("memory://runs/any")[0]
+    with pytest.raises(TierError), tier_errors("memory://runs/any"):
+        raise OSError("the line is broken")
+    assert open_filesystem("memory://runs/any")[0] is before
+    with pytest.raises(TierError), tier_errors("memory://runs/any"):
+        raise error
+    assert open_filesystem("memory://runs/any")[0] is not before

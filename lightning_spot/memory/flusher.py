@@ -254,6 +254,7 @@ class Flusher:
             if not isinstance(error, SpotError):
                 logger.exception("flushing to %s failed unexpectedly", url)
             self._failed(url, job, error)
+            store = None  # a new one reads credentials again, which may have been renewed
         finally:
             with self._ring.changed:
                 self._busy.discard(url)
