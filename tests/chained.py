@@ -51,7 +51,6 @@ class Chained(Bench):
 
     def start(self, *nodes: str, **more: Any) -> None:
         self.open(nodes=nodes, **more)
-        self.claim()
 
     def close(self) -> None:
         for stores in self.far.values():

@@ -409,7 +409,6 @@ def test_a_memory_node_that_was_stopped_is_passed_over(
     bench = OverHttp(tmp_path, slots=4)
     try:
         bench.open(nodes=(first.url, second.url))
-        bench.claim()
         until(lambda: bench.node.status()["runs"][RUN]["node"], "the chain")
         bench.save(1)
         assert bench.flush(60) == []

@@ -92,7 +92,6 @@ class Receiving(Bench):
 def bench(tmp_path: Path) -> Iterator[Receiving]:
     made = Receiving(tmp_path)
     made.open()
-    made.claim()
     yield made
     made.close()
 

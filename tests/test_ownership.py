@@ -8,10 +8,11 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
@@ -229,6 +230,42 @@ def test_a_node_claims_for_its_own_trainer_what_that_could_not(tmp_path: Path) -
     assert claim is not None
     assert (claim.attempt, claim.digest) == (3, digest_of("t"))
     host.leave(complete=True)
+
+
+class Bucket(MemoryFileSystem):
+    """Google Cloud's storage as its library shows it: an object is created exclusively if that is asked for."""
+
+    protocol = "gs"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return super()._strip_protocol(str(path).removeprefix("gs://"))
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+        if mode == "create" and self.exists(path):
+            raise FileExistsError(path)
+        super().pipe_file(path, value)
+
+
+def test_a_claim_is_created_exclusively_where_the_library_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at what is there and the creation, another trainer comes."""
+    fsspec.register_implementation("gs", Bucket, clobber=True)
+    store, url = open_store("gs://bucket/run"), "gs://bucket/run"
+    pipe = Bucket.pipe_file
+
+    def later(files: Bucket, path: str, value: bytes, **more: Any) -> None:
+        monkeypatch.setattr(Bucket, "pipe_file", pipe)
+        open_store(url).claim(claim_of(1, token="first"))
+        pipe(files, path, value, **more)
+
+    monkeypatch.setattr(Bucket, "pipe_file", later)
+    with pytest.raises(Fenced):
+        store.claim(claim_of(1, token="second"))
+    claim = store.newest_claim()
+    assert claim is not None
+    assert claim.digest == digest_of("first")
 
 
 class Careless(ObjectStore):

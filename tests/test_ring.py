@@ -355,7 +355,6 @@ def test_a_file_of_the_attempt_before_is_brought_on_behalf_of_this_one(bench: Be
     bench.tier().open.clear()
     bench.file("notes.txt", 5)
     bench.open(attempt=2)
-    bench.claim()
     bench.tier().open.set()
     assert bench.flush() == []
     assert (Path(bench.tier().url) / "notes.txt").read_bytes() == image_of(5, 1000)
@@ -366,7 +365,6 @@ def refused_of_a_live_trainer(bench: Bench) -> None:
     """A snapshot that its tier refuses, since another attempt has claimed the run there."""
     bench.node.begin_session("trainer")
     bench.open(session="trainer")
-    bench.claim()
     LocalStore(bench.tier().url).claim(claim_of(7))
     bench.save(5)
     assert bench.flush() == []
@@ -384,7 +382,6 @@ def test_what_a_trainer_has_left_is_brought_down_although_another_one_has_come_a
     """It claimed the run, was killed before it opened it here, and had no snapshot: this one was let go, and lost."""
     monkeypatch.setattr(work, "LEFT_S", 2.0)
     bench.open()
-    bench.claim()
     LocalStore(bench.tier().url).claim(claim_of(7))
     bench.save(5)
     until(lambda: bench.tier().tries, "it to be tried")
@@ -423,7 +420,6 @@ def test_what_waits_for_a_trainer_to_be_gone_is_said_once_of_each_run_and_no_mor
     for identity in (RUN_ID, OTHER_ID):
         bench.open(run_id=identity)
         tier = bench.tier(identity)
-        bench.claim(identity)
         LocalStore(tier.url).claim(replace(claim_of(7), run_id=identity))
         bench.save(5, run_id=identity)
         for _ in range(2):
@@ -443,7 +439,6 @@ def test_an_attempt_that_claims_while_another_ones_snapshot_is_brought_changes_n
 ) -> None:
     monkeypatch.setattr(work, "LEFT_S", 0.1)
     bench.open()
-    bench.claim()
     store, claims = LocalStore(bench.tier().url), [9, 8]
     survey = bench.tier().survey
     store.claim(claim_of(7))
