@@ -20,7 +20,7 @@ from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import take_environment
-from lightning_spot.errors import Fenced, SpotError, TierError, Unclaimed
+from lightning_spot.errors import Fenced, SnapshotNotFound, SpotError, TierError, Unclaimed
 from lightning_spot.image.manifest import OWN_DIR, Manifest, manifest_path_of, snapshot_name
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.prefixes import refusal
@@ -117,6 +117,9 @@ def test_files_that_have_no_manifest_of_ours_stay(lent: Lent) -> None:
     lent.delete("run", "notes.txt")
     assert (place / "config.yaml").read_text() == "lr: 0.1"
     assert (place / "notes.txt").read_text() == "precious"
+    for name in ("notes.txt", f"{ATTEMPTS_DIR}/{claim_name(1)}", "a%00b", "..%2F..%2Foutside"):
+        with pytest.raises(SnapshotNotFound):
+            lent.read("run", name)
     assert lent.put("run", "own.txt") == []
     assert lent.put("run", "own.txt", DATA[::-1]) == []
     assert (place / "own.txt").read_bytes() == DATA[::-1]

@@ -201,7 +201,7 @@ class LentDirectory(Below):
         try:
             with open(open_file(self._beneath.path(), path), "rb") as file:
                 return Manifest.from_json(file.read(_LONGEST_MANIFEST))
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError):  # a name with a zero is none
             return None
         except OSError as error:
             if error.errno == errno.ELOOP:  # a link

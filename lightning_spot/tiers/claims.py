@@ -159,7 +159,7 @@ def check_owner(owner: Owner, existing: Claim | None, url: str) -> None:
     """
     if existing is None:
         raise Unclaimed(
-            f"{url} is not claimed by attempt {owner.attempt}: nothing is written or deleted there for it. Let its"
+            f"{url} is not claimed by attempt {owner.attempt}: nothing is read or written there for it. Let its"
             " trainer write there, or correct the directory",
             tier=url,
         )
