@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from numbers import Integral, Real
@@ -64,6 +64,9 @@ LONGEST_TOKEN = 512
 
 SHORTEST_TOKEN = 16
 """One with fewer characters works, with a warning."""
+
+_OF_THE_PROCESS = ("LIGHTNING_SPOT_", "PYTHON", "LD_", "PATH", "TMPDIR", "PWD", "OLDPWD", "SHLVL", "_")
+"""How the names of variables begin that a process keeps as it was started with them."""
 
 _MOST_BYTES = 2**63
 _LEAST_WITHOUT_A_UNIT = 2**20
@@ -142,6 +145,26 @@ def read_environment() -> Environment:
         slurm_job=f"{array_job}_{array_task}" if array_job else os.environ.get("SLURM_JOB_ID"),
         restarter_pid=_restarter_pid(),
     )
+
+
+def environment_to_hand_over() -> dict[str, str]:
+    """What a node on this host takes over of a trainer's environment: credentials, endpoints, proxies, and the like.
+
+    Not what the process itself, or the way to it, depends on.
+    """
+    return {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_PROCESS)}
+
+
+def take_environment(given: Mapping[str, str]) -> bool:
+    """Make a trainer's environment that of this process, see :func:`environment_to_hand_over`; whether it differed."""
+    known = environment_to_hand_over()
+    changed = {name: value for name, value in given.items() if known.get(name) != value}
+    changed = {name: value for name, value in changed.items() if not name.startswith(_OF_THE_PROCESS)}
+    gone = known.keys() - given.keys()
+    for name in gone:  # such as the session token of keys that have none now
+        del os.environ[name]
+    os.environ.update(changed)
+    return bool(changed or gone)
 
 
 def _token() -> str | None:

@@ -122,6 +122,10 @@ class TierError(SpotError):
         self.tier = tier
 
 
+class Unclaimed(TierError):
+    """An attempt has not claimed the run's directory (yet): nothing is written or deleted there on its behalf."""
+
+
 class Overtaken(TierError):
     """Another writer, who began earlier, replaced a file while it was committed; written again, it stays."""
 

@@ -87,7 +87,11 @@ class Bench:
     def open(self, *, attempt: int = 1, durable: bool = True, run_id: str = RUN_ID, **more: Any) -> Opened:
         url = str(self.root / f"tier-{run_id}")
         info = RunInfo(name="run", id=run_id, location=f"file://{url}", attempt=attempt, token=f"token-{attempt}")
-        return self.node.open_run(replace(info, durable_url=url if durable else None, **more))
+        info = replace(info, durable_url=url if durable else None, **more)
+        opened = self.node.open_run(info)
+        if info.durable_url == url and (store := LocalStore(url)).claimed() < attempt:
+            store.claim(info.claim())  # as the trainer of the attempt does
+        return opened
 
     def tier(self, run_id: str = RUN_ID) -> GatedStore:
         return self.store(str(self.root / f"tier-{run_id}"))

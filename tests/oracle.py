@@ -29,7 +29,7 @@ from lightning_spot.errors import SpotError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.tiers.claims import Claim
+from lightning_spot.tiers.claims import Claim, digest_of
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.retention import retain
 
@@ -178,7 +178,11 @@ def manifest_of(step: int, attempt: int = 1) -> Manifest:
 def claim_of(attempt: int, *, token: str = "", **more: Any) -> Claim:
     """A claim as a trainer of the tests makes it; no two have the same token, unless it is given."""
     made = Claim(
-        attempt=attempt, run_id="", token=token or uuid.uuid4().hex, location="file:///run", started_unix_s=1.0
+        attempt=attempt,
+        run_id="",
+        digest=digest_of(token or uuid.uuid4().hex),
+        location="file:///run",
+        started_unix_s=1.0,
     )
     return replace(made, **more)
 

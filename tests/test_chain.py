@@ -326,11 +326,13 @@ import sys
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.client import starting
 from lightning_spot.memory.runs import RunInfo
+from lightning_spot.tiers.local import LocalStore
 from tests.gated import image_of, manifest_of, RUN_ID
 url, node, nbytes = sys.argv[1], sys.argv[2], int(sys.argv[3])
 host = starting.start(url, f"run@{RUN_ID}", slots=4, memory_bytes=2**30, idle_timeout_s=60)
 info = RunInfo(name="run", id=RUN_ID, location="file://" + url, attempt=1, token="t", durable_url=url, nodes=(node,))
 host.open_run(info)
+LocalStore(url).claim(info.claim())
 for line in sys.stdin:
     step = int(line)
     lease = host.lease(nbytes, 30.0)

@@ -89,7 +89,7 @@ def test_ls_of_portions(run_dir: Path, capsys: pytest.CaptureFixture[str], monke
 def test_ls_of_a_path_where_no_run_ever_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls", str(tmp_path / "mistyped")]) == 2
     assert f"no run is, or ever was, at '{tmp_path / 'mistyped'}'" in " ".join(capsys.readouterr().err.split())
-    claim = Claim(attempt=1, run_id="0" * 12, token="t", location=f"file://{tmp_path / 'begun'}", started_unix_s=0.0)
+    claim = Claim(attempt=1, run_id="0" * 12, digest="t", location=f"file://{tmp_path / 'begun'}", started_unix_s=0.0)
     LocalStore(tmp_path / "begun").claim(claim)
     assert main(["ls", str(tmp_path / "begun")]) == 0
     assert "no snapshots of" in capsys.readouterr().out

@@ -19,6 +19,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum, part_ranges
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.upload import Upload
+from lightning_spot.tiers.claims import ATTEMPTS_DIR
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode, until
 from tests.folders import files_below, size_of
@@ -84,7 +85,7 @@ class Receiving(Bench):
         return [manifest.step for manifest in found]
 
     def files(self) -> list[str]:
-        return [path.name for path in files_below(Path(self.tier().url))]
+        return [path.name for path in files_below(Path(self.tier().url)) if path.parent.name != ATTEMPTS_DIR]
 
 
 @pytest.fixture
@@ -265,6 +266,7 @@ def test_over_the_network(start_node: Callable[..., RunningNode], tmp_path: Path
     store = NodeStore(f"{node.url}/{RUN}")
     info = RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t", durable_url=str(durable))
     assert store.open_run(info).carries
+    LocalStore(durable).claim(info.claim())
     image = image_of(1, 2 * MIB)
     manifest = replace(manifest_of(1, 1, len(image)), part_bytes=MIB)
     seen = threading.Event()

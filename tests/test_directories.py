@@ -19,7 +19,7 @@ from lightning_spot.goodput.ledger import AttemptRecord, account_after
 from lightning_spot.goodput.records import newest_record, write_record
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_name
 from lightning_spot.image.parts import verify_file
-from lightning_spot.tiers.claims import claim_name
+from lightning_spot.tiers.claims import claim_name, digest_of
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.retention import retain
 from lightning_spot.tiers.store import Holdings
@@ -182,7 +182,7 @@ def test_without_hard_links_claims_are_exclusive_all_the_same(
         store.claim(claim_of(1, token="other"))
     newest = store.newest_claim()
     assert newest is not None
-    assert newest.token == "mine"
+    assert newest.digest == digest_of("mine")
 
 
 def test_temporaries_of_killed_writers_are_swept_and_no_others(store: LocalStore) -> None:

@@ -780,7 +780,7 @@ def test_who_is_overtaken_where_snapshots_are_committed_hears_of_it_at_the_end_t
     assert run.global_step == 20
     said = caplog.text + "".join(str(each.message) for each in warned)
     assert "attempt 2 has taken over" in said
-    assert "has ended at step 20, but its last snapshot was not seen" in said
+    assert "has ended at step 20, but its last snapshot is not durable" in said
     assert "there was no slot yet" not in said
     assert "is complete" not in said
 

@@ -301,10 +301,11 @@ def test_an_attempt_is_claimed_whatever_fails_before(tmp_path: Path, monkeypatch
     monkeypatch.setattr(claims, "_FIRST_RETRY_S", 0.01)
     monkeypatch.setattr(claims, "open_store", once(claims.open_store, failed))
     url = str(tmp_path / "run")
-    late = claims.LateClaim(url, Claim(attempt=3, run_id="1" * 32, token="t", location=url, started_unix_s=0.0))
+    claim = Claim(attempt=3, run_id="1" * 32, digest="t", location=url, started_unix_s=0.0)
+    watch = claims.ClaimWatch(url, claim, is_made=False, fenced=lambda error: pytest.fail(str(error)))
     until(lambda: LocalStore(url).claimed() == 3, "the claim")
     assert failed.is_set()
-    late.close()
+    watch.close()
 
 
 def test_goodput_is_noted_at_the_next_beat(

@@ -23,7 +23,7 @@ from lightning_spot.memory.joint import SpreadPlace
 from lightning_spot.memory.prefixes import refusal
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.tier import NodeTier
-from lightning_spot.run.claims import begin_attempt
+from lightning_spot.run.claims import ClaimWatch, begin_attempt
 from lightning_spot.run.identity import JUMP, Identity, NodeRun, identify, new_id, next_attempt
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
@@ -38,7 +38,7 @@ HERE = "file:///data/run-1"
 
 
 def claim(**more: Any) -> Claim:
-    fields = {"attempt": 3, "run_id": "a" * 12, "token": "t", "location": HERE, "started_unix_s": 0.0, "inode": 7}
+    fields = {"attempt": 3, "run_id": "a" * 12, "digest": "t", "location": HERE, "started_unix_s": 0.0, "inode": 7}
     return Claim(**{**fields, **more})
 
 
@@ -258,7 +258,7 @@ def test_attempts_that_begin_at_once_get_numbers_of_their_own(tmp_path: Path) ->
     newest = store.newest_claim()
     assert newest is not None
     with pytest.raises(Fenced):
-        store.claim(replace(newest, token="another"))
+        store.claim(replace(newest, digest="another"))
 
 
 def test_a_tier_that_could_not_be_read_leaves_room_and_is_claimed_later(tmp_path: Path) -> None:
@@ -266,15 +266,16 @@ def test_a_tier_that_could_not_be_read_leaves_room_and_is_claimed_later(tmp_path
     train(path, 7)
     found = replace(survey(Location.of(str(path), None, None)), durable=None, claim=None, answers=[])
     host = InProcessHost(slots=2, memory_bytes=2**24, open_store=open_store)
-    info, late = begin_attempt(found, host, keep=2, durable_every_s=0.0, compression=None, replicas=1)
+    info, is_claimed = begin_attempt(found, host, keep=2, durable_every_s=0.0, compression=None, replicas=1)
+    watch = ClaimWatch(str(path), info.claim(), is_made=is_claimed, fenced=lambda error: pytest.fail(str(error)))
     try:
         assert info.attempt == JUMP
-        assert late is not None
+        assert not is_claimed
         assert LocalStore(path).claimed() == 1  # nothing is claimed at once where nothing could be read
         until(lambda: LocalStore(path).claimed() == JUMP, "the claim")
     finally:
         host.leave(complete=True)
-        late.close()
+        watch.close()
 
 
 def test_a_fresh_start_leaves_what_it_did_not_resume_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

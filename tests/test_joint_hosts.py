@@ -116,6 +116,8 @@ class Team:
         nodes = tuple(url.rpartition("/")[0] for url in self.memories)
         info = replace(info, nodes=nodes, replicas=len(nodes), durable_url=str(self.root / "run"))
         self.first.open_run(replace(info, session="first"))
+        if info.durable_url is not None:
+            LocalStore(info.durable_url).claim(info.claim())  # as the trainer does
         self.second.open_run(replace(info, nodes=(), durable_url=None, carry=False, session="second"))
         kept = functools.partial(self.first.routes.status, RUN_ID)
         until(lambda: len(kept()["kept_at"]) == len(nodes), "the nodes to be open, and one to carry the run on")

@@ -227,7 +227,7 @@ def pair(store: Store) -> list[Host]:
 
 
 def attempt(tier_url: str, number: int) -> Claim:
-    return Claim(attempt=number, run_id=RUN_ID, token=f"t{number}", location=tier_url, started_unix_s=1.0)
+    return Claim(attempt=number, run_id=RUN_ID, digest=f"t{number}", location=tier_url, started_unix_s=1.0)
 
 
 def test_both_hosts_make_the_same_manifest_of_a_snapshot_and_leave_nothing_else(tmp_path: Path) -> None:
@@ -378,7 +378,7 @@ def bring_notes(store: Store, numbers: tuple[int, ...], digest: str = "same") ->
     for number in numbers:
         host = Host(number, LocalStore(store.url + "-other"))
         host.bring(2)
-        host.tier._store = store
+        host.tier.store = store
         host.tier._note(host.gathering(2, digest), number, None if number else manifest_of(2))
 
 

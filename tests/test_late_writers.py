@@ -13,7 +13,7 @@ import pytest
 
 from lightning_spot import SpotCheckpoint
 from lightning_spot.client import starting
-from lightning_spot.errors import SettingsError
+from lightning_spot.errors import SettingsError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.run.identity import HIGHEST_ATTEMPT, next_attempt
 from lightning_spot.tiers.claims import Claim
@@ -118,10 +118,33 @@ def test_what_a_node_finds_out_the_trainer_says(tmp_path: Path, caplog: pytest.L
             newest = LocalStore(run).newest_claim()
             assert newest is not None
             later = Claim(
-                attempt=2, run_id=newest.run_id, token="x", location=newest.location, started_unix_s=time.time()
+                attempt=2, run_id=newest.run_id, digest="x", location=newest.location, started_unix_s=time.time()
             )
             LocalStore(run).claim(later)
 
     between = Between(act, caplog, f"{run} fails (" if what == "fails" else "attempt 2 has taken over")
     trainer(spot(run, memory="auto", flush_timeout_s=1.0), between, max_epochs=30).fit(Net(), data())
     assert between.is_said
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_run_whose_last_snapshot_is_not_durable_ends_with_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, strict: bool
+) -> None:
+    run = tmp_path / "run-1"
+
+    class Breaks(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 3:
+                shutil.rmtree(run)
+                run.write_text("no directory")
+
+    fit = trainer(spot(run, flush_timeout_s=1.0, strict=strict), Breaks(), max_epochs=1).fit
+    if strict:
+        with pytest.raises(TierError, match="is not durable in"):
+            fit(Net(), data())
+    else:
+        fit(Net(), data())
+        last = [record for record in caplog.records if record.name.startswith("lightning_spot")][-1]
+        assert last.levelname == "ERROR"
+        assert "is not durable in" in last.getMessage()

@@ -48,6 +48,7 @@ from tests.conftest import RunningNode, lives, new_process, until
 from tests.filled import fill
 from tests.gated import RUN_ID, GatedStore, image_of, manifest_of
 from tests.models import Net, Probe, data, trainer
+from tests.oracle import claim_of
 from tests.test_fit import Stop, StopAt, check_all, spot
 
 
@@ -270,6 +271,7 @@ def test_a_memory_node_that_cannot_take_it_is_passed_over(
 def test_what_only_a_lost_memory_node_had_is_named(tmp_path: Path, start_node: Callable[..., RunningNode]) -> None:
     node = start_node("--allow", str(tmp_path))
     durable = tmp_path / "durable"
+    LocalStore(durable).claim(claim_of(1, token="t", run_id=RUN_ID))
     past = past_memory(durable, node.url)
     past.write({}, manifest_of(1, nbytes=5000))
     assert past.flush(30.0) == []

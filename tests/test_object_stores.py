@@ -26,6 +26,7 @@ from lightning_spot.run.location import Location
 from lightning_spot.run.patience import Patience
 from lightning_spot.run.survey import survey
 from lightning_spot.tiers import lanes, objects, sweeping
+from lightning_spot.tiers.claims import digest_of
 from lightning_spot.tiers.filesystem import tier_errors
 from lightning_spot.tiers.multipart import _Block
 from lightning_spot.tiers.objects import ObjectStore
@@ -182,7 +183,7 @@ def test_of_two_hosts_that_claim_at_once_one_is_fenced(
         assert (len(won), len(fenced)) == (1, 3)
         newest = stores[0].newest_claim()
         assert newest is not None
-        assert newest.token == f"token-{won[0]}"
+        assert newest.digest == digest_of(f"token-{won[0]}")
 
 
 def test_lanes_grow_only_while_that_is_faster() -> None:

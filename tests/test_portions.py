@@ -278,7 +278,7 @@ def test_a_portion_that_waits_for_others_hears_of_a_later_attempt_and_that_there
         put_portion(store, one, memoryview(images[0]), attempt=1)
     assert over.value.is_final
     torn.unlink()
-    store.claim(Claim(attempt=2, run_id="", token="b", location=store.url, started_unix_s=0.0))
+    store.claim(Claim(attempt=2, run_id="", digest="b", location=store.url, started_unix_s=0.0))
     with pytest.raises(Fenced):
         put_portion(store, one, memoryview(images[0]), attempt=1)
 

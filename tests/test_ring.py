@@ -355,7 +355,6 @@ def test_a_file_of_the_attempt_before_is_brought_on_behalf_of_this_one(bench: Be
     bench.tier().open.clear()
     bench.file("notes.txt", 5)
     bench.open(attempt=2)
-    LocalStore(bench.tier().url).claim(claim_of(2))
     bench.tier().open.set()
     assert bench.flush() == []
     assert (Path(bench.tier().url) / "notes.txt").read_bytes() == image_of(5, 1000)
@@ -505,7 +504,7 @@ def test_of_two_trainers_that_begin_a_run_at_the_same_moment_one_is_refused(benc
     bench.node.open_run(first)
     with pytest.raises(RunBusy, match="4711"):
         bench.node.open_run(second)
-    bench.node.open_run(replace(second, location="file:///y"))
+    bench.node.open_run(replace(second, id="3" * 12, location="file:///y"))
     bench.node.end_session("first")
     assert bench.node.open_run(second).attempt == 1
 
@@ -1092,11 +1091,17 @@ def test_a_node_is_not_settled_while_a_deletion_is_owed(bench: Bench) -> None:
     assert bench.node.settled
 
 
-def test_opening_a_run_without_saying_where_it_goes_changes_nothing_of_that(bench: Bench) -> None:
+def test_opening_a_run_without_its_token_changes_nothing_of_it(bench: Bench) -> None:
     bench.open(keep=7)
     bench.tier().open.clear()
     bench.save(1)
-    bench.node.open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token=""))
+    known = bench.node.registry.find(RUN).info
+    for token in ("", "another"):
+        with pytest.raises(Fenced, match="another trainer"):
+            bench.node.open_run(replace(known, token=token, durable_url="/elsewhere"))
+    for moved in (replace(known, durable_url="/elsewhere"), replace(known, location="file:///elsewhere")):
+        with pytest.raises(SettingsError, match="/elsewhere"):
+            bench.node.open_run(moved)
     assert bench.node.committed(RUN)[0].dirty == [bench.tier().url]
     assert bench.node.registry.find(RUN).info.keep == 7
 

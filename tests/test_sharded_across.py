@@ -40,7 +40,6 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import joint
 from lightning_spot.memory.host import InProcessHost, Lease
 from lightning_spot.memory.node import Node
-from lightning_spot.run.claims import claim_of
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.sharded.flat import FlatShard
@@ -86,6 +85,7 @@ class Desk:
             host = starting.start(self.url, "run", slots=3, memory_bytes=memory_bytes, idle_timeout_s=30.0)
             if rank in (0, 1):
                 host.open_run(info)
+                LocalStore(self.url).claim(info.claim())  # as the trainer does
             host.run, host.attempt = info.text, 1
             self.hosts.append(host)
         self.hosts = [self.hosts[0], self.hosts[2], self.hosts[1], self.hosts[3]]
@@ -392,7 +392,7 @@ def test_a_torch_that_cannot_read_them_by_itself_is_refused(monkeypatch: pytest.
 
 def claim_at(root: Path, token: str) -> None:
     info = replace(info_of(str(root), 1), token=token)
-    LocalStore(root).claim(claim_of(info))
+    LocalStore(root).claim(info.claim())
 
 
 def test_a_durable_tier_that_is_not_one_place_for_all_hosts_is_refused(

@@ -451,11 +451,12 @@ def test_a_file_that_leaves_memory_while_it_is_listed_is_listed(monkeypatch: pyt
 
     node = SimpleNamespace(
         below=lambda text: "file:///below",
+        routes=SimpleNamespace(prefixes=None),
         ring=SimpleNamespace(committed=lambda key: [], readable=lambda key: list(in_memory)),
         registry=SimpleNamespace(key=lambda text: text, runs={}),
         flusher=SimpleNamespace(deletions=lambda key: []),
     )
-    monkeypatch.setattr(files, "open_below", lambda url: Below())
+    monkeypatch.setattr(files, "open_below", lambda *_: Below())
     asked = SimpleNamespace(match_info={"run": "run"})
     answer = asyncio.run(files.Files(cast(Any, node), cast(Any, None)).listing(cast(Any, asked)))
     assert [item["path"] for item in json.loads(cast(bytes, answer.body))["files"]] == [manifest.data_path]

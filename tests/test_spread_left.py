@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,7 +27,7 @@ from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.spread import Told
 from lightning_spot.memory.work import Job, Kind, Work
-from lightning_spot.tiers.claims import Claim
+from lightning_spot.tiers.claims import Claim, digest_of
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Store
 from tests.conftest import until
@@ -90,7 +91,11 @@ def test_what_is_whole_becomes_durable_whoever_was_told_so(carried: Make, told: 
 
 def claim(nodes: Carried, attempt: int) -> None:
     """Another attempt claims the run at the durable tier, and its machines are lost before a node hears of it."""
-    nodes.store.claim(Claim(attempt=attempt, run_id=RUN_ID, token="t", location=nodes.url, started_unix_s=0.0))
+    nodes.store.claim(
+        Claim(
+            attempt=attempt, run_id=RUN_ID, digest=digest_of(f"token-{attempt}"), location=nodes.url, started_unix_s=0.0
+        )
+    )
 
 
 @pytest.mark.parametrize("told", [(), (0,), HOSTS])
@@ -301,7 +306,7 @@ def test_what_the_next_attempt_goes_on_from_stays_although_the_durable_tier_refu
         nodes.bring_all(1)
     else:
         nodes.take(1)
-    nodes.store.claim(Claim(attempt=2, run_id=RUN_ID, token="t", location=nodes.url, started_unix_s=0.0))
+    nodes.store.claim(Claim(attempt=2, run_id=RUN_ID, digest="t", location=nodes.url, started_unix_s=0.0))
     if is_held:  # who led it was lost before it could say so
         nodes.joint.hold(snapshot_name(1, 1), attempt=2)
         nodes.tell(0, 1, brings=True)
@@ -355,12 +360,14 @@ def test_how_long_others_are_waited_for_begins_anew_with_what_comes_and_with_eac
 def test_what_is_at_no_durable_tier_stays(carried: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(later, "FORSAKEN_S", 0.5)
     nodes = carried()
+    os.rename(tmp_path / "run", tmp_path / "away")
     (tmp_path / "run").write_text("no directory")
     nodes.bring_all(1)
     until(lambda: all(node.flusher.failing(nodes.url) for node in nodes.nodes), "both to have tried")
     time.sleep(1.0)
     assert nodes.whole() == [1]
     (tmp_path / "run").unlink()
+    os.rename(tmp_path / "away", tmp_path / "run")
     for node in nodes.nodes:
         node.flush("run", 0.1)  # tried again soon
     until(lambda: nodes.durable() == [1], "it at the durable tier")
@@ -413,6 +420,7 @@ def test_while_notes_of_other_hosts_are_missing_none_is_read(carried: Make, monk
 
 def test_a_durable_tier_that_fails_keeps_no_portion_from_a_node(carried: Make, tmp_path: Path) -> None:
     nodes = carried()
+    os.rename(tmp_path / "run", tmp_path / "away")
     (tmp_path / "run").write_text("no directory")
     nodes.take(1)
     until(lambda: nodes.nodes[0].flusher.failing(nodes.url), "it to fail")

@@ -27,6 +27,7 @@ from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.spread import Told
 from lightning_spot.memory.tier import Gathering
+from lightning_spot.tiers.local import LocalStore
 from tests.served import served
 from tests.small_trainer import RUN_ID, info_of
 
@@ -51,6 +52,8 @@ class Two:
         self.joint = JointPortions(self.stores, self.place)
         for node in self.nodes:
             node.open_run(self.info())
+        if self.info().durable_url is not None:
+            LocalStore(self.url).claim(self.info().claim())  # as the trainer does
 
     def info(self) -> RunInfo:
         return replace(info_of(self.url, self.attempt), durable_url=None)

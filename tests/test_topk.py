@@ -140,10 +140,10 @@ def test_when_the_trainer_has_gone_the_newest_follows_exactly(topk: Pair) -> Non
     until(lambda: at_far(topk, 2, exact=True), "the exact one")
 
 
-def test_where_there_is_room_for_one_snapshot_it_is_exact(topk: Pair, tmp_path: Path) -> None:
+def test_where_there_is_room_for_one_snapshot_it_is_exact(topk: Pair) -> None:
     """Nothing could take the place of an approximated one: there was no other snapshot until the end of training."""
     topk.near.close()
-    topk.near = Sender(tmp_path / "small", topk.url, slots=1)
+    topk.near = Sender(topk.near.root, topk.url, slots=1)
     topk.open(compression="topk", session="a trainer that lives")
     image = floats(1, NBYTES)
     for step in (1, 2, 3):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -39,7 +41,7 @@ from lightning_spot.errors import (
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.host import Host
-from lightning_spot.run.claims import begin_attempt
+from lightning_spot.run.claims import ClaimWatch, begin_attempt
 from lightning_spot.run.identity import new_id
 from lightning_spot.run.survey import Survey
 from lightning_spot.staging.copier import Copier
@@ -96,7 +98,7 @@ class Attempt:
         self._ended = False
         self._begun: Future[Manifest] | None = None
         try:
-            self.info, self._late_claim = begin_attempt(
+            self.info, is_claimed = begin_attempt(
                 found,
                 host,
                 keep=settings.keep,
@@ -110,8 +112,13 @@ class Attempt:
         try:
             self.writer = self._writer(host, look, schedule, sharded_over)
         except BaseException:  # no thread can be had now
-            if self._late_claim is not None:
-                self._late_claim.close()
+            leave(host)
+            raise
+        fenced = functools.partial(setattr, weakref.proxy(self.writer), "fence")  # it is not kept alive
+        try:
+            self._claim = ClaimWatch(self.location.url, self.info.claim(), is_made=is_claimed, fenced=fenced)
+        except BaseException:
+            self.writer.close()
             leave(host)
             raise
         self._past_memory = PastMemory(self.writer, self.location.url, self.info)
@@ -331,12 +338,13 @@ class Attempt:
         ending = Ending(self.writer, self._past_memory, self.location.url, self.info, last, untrained=untrained)
         deadline_s = time.monotonic() + wait_s
         with contextlib.ExitStack() as ends:  # from the last one on, whatever fails in one
-            if self._late_claim is not None:
-                ends.callback(self._late_claim.close)
+            ends.callback(self._claim.close)
             ends.callback(self.writer.close)
             ends.callback(ending.let_go)
             try:
                 durable = self._bring(ending, deadline_s)
+                if self._ended and self.fenced:
+                    return False
                 return durable if self._last is not None or not self._ended else False
             except Exception as error:
                 self._complain("finish", failure_of(error))

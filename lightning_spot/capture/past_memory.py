@@ -16,6 +16,7 @@ from lightning_spot.errors import Fenced, NodeUnreachable, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.joint import SpreadPlace
 from lightning_spot.memory.runs import RunInfo
+from lightning_spot.tiers.claims import Owner, Standing, on_behalf
 from lightning_spot.tiers.retention import retain
 
 logger = logging.getLogger(__name__)
@@ -59,8 +60,9 @@ class PastMemory:
         Raises:
             SpotError: if it is not there in the end.
         """
-        store = open_store(self._url)
-        stored = self._writer.store_past_memory(checkpoint, manifest, store)
+        store, claim = open_store(self._url), self._info.claim()
+        standing = Standing(Owner(claim.attempt, claim.digest), claim)
+        stored = on_behalf(store, standing, lambda: self._writer.store_past_memory(checkpoint, manifest, store))
         try:
             unseen = retain(store, self._info.keep, stored)
         except SpotError as error:  # the next one tries again

@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning_spot.client.node_client import NodeClient, quoted
 from lightning_spot.client.session import Session
-from lightning_spot.config import MAX_STALL_S, read_environment
+from lightning_spot.config import MAX_STALL_S, environment_to_hand_over, read_environment
 from lightning_spot.errors import NodeFailed, NodeUnreachable, RingFull, SpotError, TierError
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
@@ -74,6 +74,7 @@ class EmbeddedHost:
     def open_run(self, info: RunInfo) -> Opened:
         """See :meth:`Host.open_run`."""
         body = {**asdict(info), "session": self.session.id, "nodes": list(info.nodes)}
+        body["environment"] = environment_to_hand_over()  # a node that an earlier attempt began has that one's keys
         opened = self._call("POST", f"/v1/runs/{quoted(info.text)}/open", body, limit_s=_OPEN_TIMEOUT_S, again=True)
         self.run, self.attempt = info.text, int(opened["attempt"])
         return Opened(self.attempt, bool(opened["carries"]), str(opened["why_not"]))

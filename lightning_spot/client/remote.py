@@ -30,7 +30,7 @@ from lightning_spot.memory.runs import Opened, RunInfo, key_of, parse_run
 from lightning_spot.memory.spread import Told
 from lightning_spot.memory.tier import Listed, Sent
 from lightning_spot.protocol.wire import Address, BaseInfo, answered, parse_spot_url
-from lightning_spot.tiers.claims import Claim
+from lightning_spot.tiers.claims import Claim, Owner
 from lightning_spot.tiers.store import Holdings, Progress, highest_attempt, newest_first
 from lightning_spot.untrusted import LONGEST_TEXT, flag, integer, plain
 
@@ -64,6 +64,8 @@ class NodeStore:
     Attributes:
         sent: how the parts of snapshots went which were committed there.
     """
+
+    owner: Owner | None = None
 
     def __init__(self, url: str, address: Address | None = None) -> None:
         self.url = url.rstrip("/")
@@ -162,7 +164,10 @@ class NodeStore:
     def newest_claim(self) -> Claim | None:
         """A node keeps the number of the attempt that holds a run, and no claim."""
         attempt = self.claimed()
-        return Claim(attempt=attempt, run_id="", token="", location="", started_unix_s=0.0) if attempt else None
+        return Claim(attempt=attempt, run_id="", digest="", location="", started_unix_s=0.0) if attempt else None
+
+    def check_owner(self) -> None:
+        """Nothing to do: a node knows who has opened a run."""
 
     def claim(self, claim: Claim) -> None:
         """See :meth:`Store.claim`."""
@@ -173,7 +178,7 @@ class NodeStore:
                 id=identity,
                 location=claim.location,
                 attempt=claim.attempt,
-                token=claim.token,
+                token=claim.digest,
                 keep=claim.keep,
                 pid=claim.pid,
                 host=claim.host,

@@ -23,7 +23,7 @@ from lightning_spot.errors import (
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.spread import missing, place_of, starts, whole_of
 from lightning_spot.memory.joint import SpreadPlace
-from lightning_spot.tiers.claims import Claim
+from lightning_spot.tiers.claims import Claim, Owner
 from lightning_spot.tiers.store import Holdings, Progress, newest_first
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,8 @@ class SpreadStore:
     Args:
         url: see :class:`~lightning_spot.memory.joint.SpreadPlace`.
     """
+
+    owner: Owner | None = None
 
     def __init__(self, url: str) -> None:
         place = SpreadPlace.read(url)
@@ -149,6 +151,9 @@ class SpreadStore:
     def newest_claim(self) -> Claim | None:
         """See :meth:`NodeStore.newest_claim`."""
         return max((node.newest_claim() for node in self.nodes), key=lambda claim: claim.attempt if claim else 0)
+
+    def check_owner(self) -> None:
+        """Nothing to do: nodes know who has opened a run."""
 
     def claim(self, claim: Claim) -> None:
         """See :meth:`Store.claim`."""

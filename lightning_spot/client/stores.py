@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from lightning_spot.client.remote import NodeStore
@@ -11,11 +12,16 @@ from lightning_spot.tiers.objects import ObjectStore
 from lightning_spot.tiers.store import Store
 
 
-def open_store(url: str) -> Store:
+def open_store(url: str, beneath: Sequence[str] | None = None) -> Store:
     """The store of a run's URL: a directory, ``spot://host:port/run``, or any fsspec URL.
+
+    Args:
+        url: of the run.
+        beneath: of a node that acts for others, below which prefixes a directory must be, see :class:`LocalStore`.
 
     Raises:
         SettingsError: if the URL is malformed or its file system is not installed.
+        TierError: if a directory is below none of these prefixes.
     """
     scheme = urlsplit(url).scheme
     if scheme == "spot":
@@ -23,5 +29,5 @@ def open_store(url: str) -> Store:
     if scheme == "spread":
         return SpreadStore(url)
     if scheme in ("", "file"):
-        return LocalStore(url.removeprefix("file://"))
-    return ObjectStore(url)
+        return LocalStore(url.removeprefix("file://"), beneath)
+    return ObjectStore(url, is_lent=beneath is not None)

@@ -6,13 +6,14 @@ safety first, then exact state, watchers and records let go. How long that may t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_spot.errors import Preempted, SpotError
+from lightning_spot.errors import Preempted, SpotError, TierError
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.per_trainer import OfTrainer
@@ -29,6 +30,8 @@ from lightning_spot.notices.notice import Notice
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+logger = logging.getLogger(__name__)
 
 _LEAVE = "all ranks leave, and the run goes on from the snapshot before"
 
@@ -179,18 +182,25 @@ class Exit(OfTrainer):
                 self._say_end(snapshotter, durable=durable)
 
     def _say_end(self, snapshotter: Snapshotter, *, durable: bool) -> None:
-        """Say that the run has ended, and where its last snapshot is: of what was seen there only."""
+        """Say that the run has ended, and where its last snapshot is: of what was seen there only.
+
+        Raises:
+            TierError: if it was not seen, with ``strict``.
+        """
         location, step = snapshotter.location, self._trainer.global_step
         if durable:
             rank_zero_info(
                 f"lightning_spot: run {location.name!r} is complete at step {step}; its last snapshot is in"
                 f" {location.url}"
             )
-        else:
-            rank_zero_warn(
-                f"lightning_spot: run {location.name!r} has ended at step {step}, but its last snapshot was not seen in"
-                f" {location.url}: see the warnings above for the reason"
-            )
+            return
+        why = (
+            f"run {location.name!r} has ended at step {step}, but its last snapshot is not durable in {location.url}:"
+            " the end of the training may be lost. Cure what the warnings above name, then give the same command again"
+        )
+        if snapshotter.settings.ring.strict:
+            raise TierError(why, tier=location.url)
+        logger.error("lightning_spot: %s", why)
 
 
 def _would_come_again(error: BaseException) -> bool:

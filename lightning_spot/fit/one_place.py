@@ -7,7 +7,7 @@ import time
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptManifest, SettingsError, SnapshotNotFound, TierError
 from lightning_spot.memory.runs import parse_run
-from lightning_spot.tiers.claims import ATTEMPTS_DIR, Claim, claim_name
+from lightning_spot.tiers.claims import ATTEMPTS_DIR, Claim, claim_name, digest_of
 from lightning_spot.tiers.folder import HasFolders
 from lightning_spot.tiers.store import Store
 
@@ -53,7 +53,7 @@ def _is_claimed(store: Store, run: str, number: int, token: str) -> bool:
         claim = Claim.from_json(folder.read(claim_name(number)))
     except (SnapshotNotFound, CorruptManifest):
         return False
-    if claim.token != token:
+    if claim.digest != digest_of(token):
         return False
     store.claim(claim)  # which changes nothing, and shows that this host may write
     return True

@@ -21,7 +21,7 @@ from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.slots import HeldPortion
 from lightning_spot.memory.tier import Changes, Gathering, HasJoint, JointTier, Sent
 from lightning_spot.memory.upload import Upload
-from lightning_spot.tiers.claims import check_fence
+from lightning_spot.tiers.claims import Owner, check_fence
 from lightning_spot.tiers.store import Store
 
 if TYPE_CHECKING:
@@ -38,10 +38,12 @@ class Below:
     Attributes:
         refuses: why it may not write to a URL, ``""`` if it may.
         committed: that it has committed a snapshot: URL, key of the run, manifest.
+        owner: on whose behalf it acts there: URL, key of the run.
     """
 
     refuses: Callable[[str], str]
     committed: Callable[[str, str, Manifest], None]
+    owner: Callable[[str, str], Owner | None]
 
 
 class Bringing:
@@ -82,6 +84,8 @@ class Bringing:
         with self._lock:
             known = self._tiers.get((url, run))
         if known is not None:
+            if isinstance(known, JointStore):
+                known.store.owner = self._below.owner(url, run)
             return known
         if is_durable(url) and (why := self._below.refuses(url)):
             raise TierError(f"this node may not write to {url}: {why}", tier=url)
@@ -90,6 +94,7 @@ class Bringing:
         if isinstance(store, HasJoint):
             tier = store.joint  # it has learned how fast the node is
         else:
+            store.owner = self._below.owner(url, run)
             tier = JointStore(store, run, functools.partial(self._below.committed, url, run))
         with self._lock:
             for (_url, key), earlier in self._tiers.items():

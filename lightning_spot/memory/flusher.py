@@ -21,6 +21,7 @@ from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.tier import NodeTier, Sent
 from lightning_spot.memory.work import Job, Kind, Work
+from lightning_spot.tiers.claims import Standing, on_behalf
 from lightning_spot.tiers.retention import retain
 from lightning_spot.tiers.store import Store
 
@@ -39,6 +40,7 @@ class Flusher:
         open_store: makes the store of a tier's URL.
         run: what is known of a run, by its key; ``None`` if nothing is.
         heard: called after each try at a tier: its URL, and the error, or ``None`` if it worked.
+        standing: what may be done for a run (its key) at a tier's URL.
     """
 
     def __init__(
@@ -47,13 +49,14 @@ class Flusher:
         open_store: Callable[[str], Store],
         run: Callable[[str], RunInfo | None],
         heard: Callable[[str, Exception | None], None] = lambda _url, _error: None,
+        standing: Callable[[str, str], Standing] = lambda _run, _url: Standing(),
     ) -> None:
         self.health: dict[str, TierHealth] = {}
         self.work = Work(ring, run)
         self._ring = ring
         self._open_store = open_store
         self._run = run
-        self._heard = heard
+        self._heard, self._standing = heard, standing
         self._putting = Putting(ring, self.work, run, self._dropped)
         self._threads: dict[str, threading.Thread] = {}
         self._wakes: dict[str, threading.Condition] = {}  # of each thread: one change wakes one, and not hundreds
@@ -251,6 +254,7 @@ class Flusher:
             if not isinstance(error, SpotError):
                 logger.exception("flushing to %s failed unexpectedly", url)
             self._failed(url, job, error)
+            store = None  # a new one reads credentials again, which may have been renewed
         finally:
             with self._ring.changed:
                 self._busy.discard(url)
@@ -292,14 +296,15 @@ class Flusher:
         return max(info.attempt if info is not None else 0, job.manifest.attempt)
 
     def _do(self, store: Store, url: str, job: Job, attempt: int) -> None:
-        started = time.monotonic()
+        started, standing = time.monotonic(), self._standing(job.run, url)
         if job.kind is Kind.DELETE:
-            store.delete(job.manifest)
+            on_behalf(store, standing, lambda: store.delete(job.manifest))
         elif job.kind is Kind.RETAIN:
-            if unseen := retain(store, self._kept(job), job.manifest):
+            keep = info.keep if (info := self._run(job.run)) is not None else KEEP
+            if unseen := on_behalf(store, standing, lambda: retain(store, keep, job.manifest)):
                 self._say_unseen(job, unseen)
         else:
-            put = self._putting.put(store, url, job, attempt)
+            put = on_behalf(store, standing, lambda: self._putting.put(store, url, job, attempt))
             with self._ring.changed:
                 if put is None:
                     self.work.dropped(url, job)
@@ -324,10 +329,6 @@ class Flusher:
 
     def _dropped(self, url: str, why: str) -> None:
         self.health[url].dropped = why
-
-    def _kept(self, job: Job) -> int:
-        info = self._run(job.run)
-        return info.keep if info is not None else KEEP
 
     def _succeeded(self, url: str, job: Job) -> None:
         health = self.health[url]
@@ -379,8 +380,8 @@ class Flusher:
             job.coming.give_up()
         with self._ring.changed:
             self.work.done(url, job)
-            self.health[url].refuses(error, job.run, attempt)
             if job.slot is not None and job.kind is Kind.PUT:
+                self.health[url].refuses(error, job.run, attempt)
                 self._ring.mark_refused(job.slot, job.manifest, url)
                 # Nothing newer need come to this node. But the later attempt may go on from what is whole.
                 if job.manifest.portion is not None and not job.slot.whole:

@@ -100,9 +100,10 @@ class JointFolder:
             logger.debug("some of %s stays for now: %s", self._name, error)
 
     def check_fence(self, claimed: int | None = None) -> None:
-        """Raise if a later attempt has claimed the run; it is asked which one has unless that is given."""
+        """Raise if another attempt has claimed the run; it is asked which one has unless that is given."""
         claimed = self._patiently(self._store.claimed) if claimed is None else claimed
         check_fence(self._run_id, self._attempt, claimed)
+        self._patiently(self._store.check_owner)
 
     def look(self) -> tuple[dict[str, int], int]:
         """The files that are there, and the highest attempt that has claimed the run."""

@@ -71,6 +71,7 @@ class JointStore(ByItself):
         committed: told of each snapshot that this host has committed.
 
     Attributes:
+        store: see above.
         why: what fails at the tier at present; ``""`` while it works.
         sent: how went what was brought; all of it counts as whole.
         wait_s: see :data:`WAIT_S`.
@@ -84,7 +85,7 @@ class JointStore(ByItself):
         run_id: str,
         committed: Callable[[Manifest], None] = lambda _manifest: None,
     ) -> None:
-        self._store, self._run_id, self._committed = store, run_id, committed
+        self.store, self._run_id, self._committed = store, run_id, committed
         self.why = ""
         self._brought: dict[str, _Brought] = {}
         self._lock = threading.Lock()
@@ -106,7 +107,7 @@ class JointStore(ByItself):
         files, folder, began_s = gathering.files or own.files, self._folder(name, goes_on), time.monotonic()
         there, claimed = folder.look()
         if taken := [file.name for file in files if file.name in there]:
-            raise ShareMissing(f"{name} has {taken[0]} at {self._store.url} already, and nothing is written over")
+            raise ShareMissing(f"{name} has {taken[0]} at {self.store.url} already, and nothing is written over")
         folder.check_fence(claimed)
         if why := folder.why_torn(there):
             self._decide(name, leaves_note=False)
@@ -186,13 +187,13 @@ class JointStore(ByItself):
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _folder(self, name: str, goes_on: Callable[[], None] = nothing) -> JointFolder:
-        return JointFolder(self._store, self._run_id, name, goes_on, self._heard, self.pauses_s)
+        return JointFolder(self.store, self._run_id, name, goes_on, self._heard, self.pauses_s)
 
     def _heard(self, why: str) -> None:
         """The tier fails, or works."""
         if why != self.why:
             self.why = why
-            logger.warning("%s %s", self._store.url, f"fails: {why}; it is tried again" if why else "works again")
+            logger.warning("%s %s", self.store.url, f"fails: {why}; it is tried again" if why else "works again")
 
     def _decide(self, name: str, *, leaves_note: bool) -> bool:
         """Whether this host leaves its note of a snapshot. What was decided first stands: others act upon it."""

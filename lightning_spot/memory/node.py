@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_spot.config import KEEP, check_run_name
+from lightning_spot.config import KEEP
 from lightning_spot.errors import NodeUnreachable, SettingsError, SnapshotNotFound, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.memory.bringing import Below
@@ -28,7 +28,7 @@ from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.remembered import Remembered
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.route import Routes
-from lightning_spot.memory.runs import Opened, RunInfo
+from lightning_spot.memory.runs import Opened, RunInfo, check_name
 from lightning_spot.memory.slots import Slot
 from lightning_spot.memory.spread import Spread
 from lightning_spot.memory.tier import Sent
@@ -76,16 +76,18 @@ class Node:
         self.ring = Ring(slots=slots, memory_bytes=memory_bytes, area=area, run_memory_bytes=run_memory_bytes)
         self.registry = Registry(self.ring, lambda info: self.routes.claimed(info))
         self.spread = Spread(self.ring, self.registry, lambda key: self.flusher.rests_s(key))
-        self.id = uuid.uuid4().hex
-        self._not_needed = False  # a trainer has come and gone whose attempt could not begin
+        self.id, self._not_needed = uuid.uuid4().hex, False  # a trainer has come and gone whose attempt could not begin
         below = Below(
             refuses=lambda url: self.routes.allowed(url),
             committed=lambda url, key, manifest: self.flusher.retain(url, key, manifest),
+            owner=lambda url, key: self.routes.standing(key, url).owner,
         )
         self.uploads = Uploads(self.ring, self.registry, open_store, self._brought, below)
         # Uploads are part of what a node does; see the methods of Begins, Uploads and Commits.
         self.lease, self.find_upload = self.uploads.begins.lease, self.uploads.find
-        self.flusher = flusher = Flusher(self.ring, open_store, self.registry.info, self._heard)
+        self.flusher = flusher = Flusher(
+            self.ring, open_store, self.registry.info, self._heard, lambda key, url: self.routes.standing(key, url)
+        )
         self._unsealed = Unsealed(self.ring, self._expects, lambda run: flusher.wants(run, by_itself=True))
         self.seal_committed = self._unsealed.seal
         commits = Commits(self.uploads, self.ring, self.registry, self._committed, flusher.wants)
@@ -119,7 +121,7 @@ class Node:
             RunBusy: if a live trainer on this host holds the run.
             Fenced: if a later attempt holds the run, or another one of the same number.
         """
-        check_run_name(info.name)
+        check_name(info.name)
         if self.draining and info.key not in self.registry.runs:
             raise TierError("this node is shutting down and takes no new runs")
         if info.attempt < 1:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from lightning_spot.errors import NodeRefused, SettingsError, SnapshotNotFound
-from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_order
+from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
+from lightning_spot.memory.prefixes import is_own_folder
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.slots import Slot
-from lightning_spot.tiers.claims import ATTEMPTS_DIR
 
 LAST = "last.ckpt"
 
@@ -38,6 +38,6 @@ def file_name(path: str) -> str:
         )
     if not path or path.startswith(".") or "\0" in path or len(path.encode()) > 200:
         raise SettingsError(f"{path!r} cannot name a file: it is empty, hidden or too long")
-    if path == ATTEMPTS_DIR or snapshot_order(path) is not None:
+    if is_own_folder(path):
         raise SettingsError(f"{path!r} cannot name a file: a run has a directory of that name")
     return path

@@ -8,6 +8,8 @@ from urllib.parse import urlsplit
 
 from lightning_spot.config import plain_scheme
 from lightning_spot.errors import SettingsError
+from lightning_spot.image.manifest import OWN_DIR, snapshot_order
+from lightning_spot.tiers.claims import ATTEMPTS_DIR
 
 
 def refusal(url: str, prefixes: Sequence[str]) -> str:
@@ -21,6 +23,8 @@ def refusal(url: str, prefixes: Sequence[str]) -> str:
         wanted = _segments(url)
     except SettingsError as error:
         return str(error)
+    if inside := next((name for name in wanted[2:] if is_own_folder(name)), None):
+        return f"{url} is no directory of a run: {inside!r} is a folder of lightning_spot. Give another directory"
     for prefix in prefixes:
         allowed = _segments(prefix)
         if wanted[: len(allowed)] == allowed:
@@ -30,6 +34,11 @@ def refusal(url: str, prefixes: Sequence[str]) -> str:
         f"this node may not write to {url} (allowed: {listed}). Its operator can start it with"
         f" --allow {url.rstrip('/').rpartition('/')[0] or url}; until then the trainer's host writes there itself"
     )
+
+
+def is_own_folder(name: str) -> bool:
+    """Whether a folder of that name, within a run, is lightning_spot's: a run in it could forge what it holds."""
+    return name in (ATTEMPTS_DIR, OWN_DIR) or snapshot_order(name) is not None
 
 
 def check_prefix(prefix: str) -> str:

@@ -82,6 +82,7 @@ class Registry:
             self._check_free(known.info, info)
             if info.durable_url is None and not info.token:  # a file is written, no trainer: nothing is said of tiers
                 info = replace(info, **{name: getattr(known.info, name) for name in _OF_TIERS})
+            self._check_same_places(known.info, info)
         check_fence(info.name, info.attempt, self.highest(info.key))
         forgotten = self._make_room(client) if known is None else []
         run = Run(replace(info, keep=max(1, info.keep)), opened_s=time.monotonic(), client=client)
@@ -263,9 +264,19 @@ class Registry:
                 pid=current.pid,
             )
 
+    def _check_same_places(self, current: RunInfo, info: RunInfo) -> None:
+        """Refuse to bring an attempt's snapshots elsewhere: only the next one may move its run."""
+        for name in ("location", "durable_url"):
+            here, there = getattr(current, name), getattr(info, name)
+            if current.attempt == info.attempt and here and there and here != there:
+                raise SettingsError(
+                    f"attempt {info.attempt} of run {current.name!r} goes to {here}, not to {there}: it stays there."
+                    " Start the trainer again to bring it elsewhere"
+                )
+
     def _check_free(self, current: RunInfo, info: RunInfo) -> None:
         self._check_not_live(current, info)
-        if current.attempt == info.attempt and current.token and info.token and current.token != info.token:
+        if current.attempt == info.attempt and current.token and current.token != info.token:
             raise Fenced(
                 f"attempt {info.attempt} of run {current.name!r} is another trainer's (on"
                 f" {current.host or 'another host'}): two were started at once. Stop one of them",

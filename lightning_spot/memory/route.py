@@ -15,6 +15,7 @@ from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Tiers
 from lightning_spot.memory.tier import NodeTier
+from lightning_spot.tiers.claims import Owner, Standing, digest_of
 from lightning_spot.tiers.store import Store
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,9 @@ class Routes:
         run: what is known of a run, by its key; ``None`` if nothing is.
         flush_to: see :class:`~lightning_spot.memory.node.Node`.
         allow: likewise.
+
+    Attributes:
+        prefixes: below which this node writes and reads for others; ``None`` for no bound.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class Routes:
     ) -> None:
         self.flush_to = flush_to.rstrip("/") if flush_to else None
         self._allow = [check_prefix(prefix) for prefix in allow] if allow is not None else None
+        self.prefixes = [*self._allow, *filter(None, [self.flush_to])] if self._allow is not None else None
         self._ring = ring
         self._flusher = flusher
         self._busy, self._run = busy, run
@@ -134,9 +139,36 @@ class Routes:
 
     def allowed(self, url: str) -> str:
         """Why this node may not write to a durable URL, for people; ``""`` if it may."""
-        if self._allow is None:
+        if self.prefixes is None:
             return ""
-        return refusal(url, [*self._allow, *([self.flush_to] if self.flush_to else [])])
+        return refusal(url, self.prefixes or [])
+
+    def standing(self, key: str, url: str) -> Standing:
+        """On whose behalf this node acts at the URL of a run.
+
+        Where a client has named the place, nothing is done unless the claim there has a digest of the token that the
+        client gave: who cannot write there cannot have this node do so. At a place of its own, and of the trainer's
+        host, the node claims for the trainer what that could not.
+        """
+        info = self._run(key)
+        if url.startswith("spot://") or info is None:
+            return Standing()
+        is_lent = self._allow is not None and url == info.durable_url
+        if info.token and info.is_claimed and (is_lent or self._allow is None or url == f"{self.flush_to}/{info.text}"):
+            return Standing(Owner(info.attempt, digest_of(info.token)), None if is_lent else info.claim())
+        return Standing(Owner(info.attempt, "") if is_lent else None)
+
+    def check_readable(self, key: str, url: str) -> None:
+        """Refuse to read for others where the run's attempt, by its claim, could not read or write itself.
+
+        Raises:
+            SpotError: in that case, or if the tier fails.
+        """
+        standing = self.standing(key, url)
+        if self._allow is not None and standing.claim is None and standing.owner is not None:
+            store = self.open_store(url)
+            store.owner = standing.owner
+            store.check_owner()
 
     def claimed(self, info: RunInfo) -> int:
         """Highest attempt that has claimed a run, as far as this node may look; 0 if that cannot be seen from here."""

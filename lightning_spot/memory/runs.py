@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import dataclass, field
 
 from lightning_spot.config import KEEP, check_run_name
 from lightning_spot.errors import SettingsError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.packing import Compression
+from lightning_spot.memory.prefixes import is_own_folder
+from lightning_spot.tiers.claims import Claim, digest_of
 
 EPOCH_UNIX_S = 1_577_836_800
 """2020-01-01: who saves files in a folder is an attempt by the clock, a number of seconds since then below 10**9."""
@@ -21,6 +24,17 @@ def key_of(manifest: Manifest) -> str:
     return manifest.run_id or manifest.run
 
 
+def check_name(name: str) -> str:
+    """Return the name of a run if it can be one, in URLs and as a directory.
+
+    Raises:
+        SettingsError: otherwise.
+    """
+    if is_own_folder(check_run_name(name)):
+        raise SettingsError(f"run name {name!r} is that of a folder of lightning_spot: give the run another name")
+    return name
+
+
 def parse_run(text: str) -> tuple[str, str]:
     """Split ``NAME@ID`` into name and identity; the identity of a bare ``NAME`` is ``""``.
 
@@ -30,7 +44,7 @@ def parse_run(text: str) -> tuple[str, str]:
     name, at, identity = text.partition("@")
     if at and not _RUN_ID.fullmatch(identity):
         raise SettingsError(f"{text!r} names no run: what follows '@' are the 12 hexadecimal digits of its identity")
-    return check_run_name(name), identity
+    return check_name(name), identity
 
 
 def files_name(identity: str) -> str:
@@ -65,6 +79,8 @@ class RunInfo:
         spread: whether snapshots are spread over all nodes behind this one: each of them is to carry the run on; or,
             at one of these, that it is to have portions of them only.
         left: whether its trainer is gone: its host only looks after what is there of it.
+        is_claimed: whether its attempts claim its durable directory. Not so a folder of users' files, each of whose
+            manifests says who may write it.
         session: live connection of the trainer, if it is on this host.
         pid: its process id, for messages.
         host: name of its machine, for messages.
@@ -84,6 +100,7 @@ class RunInfo:
     carry: bool = True
     spread: bool = False
     left: bool = False
+    is_claimed: bool = True
     session: str = ""
     pid: int = 0
     host: str = ""
@@ -97,6 +114,19 @@ class RunInfo:
     def text(self) -> str:
         """How the run is written in URLs, see :func:`parse_run`."""
         return run_text(self.name, self.id)
+
+    def claim(self) -> Claim:
+        """What the attempt notes at the durable tier."""
+        return Claim(
+            attempt=self.attempt,
+            run_id=self.id,
+            digest=digest_of(self.token),
+            location=self.location,
+            started_unix_s=time.time(),
+            host=self.host,
+            pid=self.pid,
+            keep=self.keep,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,7 @@ _STATUS: dict[type[SpotError], int] = {
     errors.RingFull: 503,
     errors.TooManyStreams: 503,
     errors.SnapshotTooLarge: 413,
+    errors.Unclaimed: 403,
     errors.Fenced: 409,
     errors.RunBusy: 423,
     errors.SnapshotNotFound: 404,

@@ -1,6 +1,6 @@
 """Begins an attempt: its number lies above all that any tier has seen, and is claimed before training begins.
 
-Where the durable tier cannot be claimed at that time, a thread goes on trying.
+Where the durable tier cannot be claimed at that time, a thread goes on trying; then it looks whether the claim stays.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import logging
 import os
 import secrets
 import threading
-import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import CorruptManifest, Fenced, TierError
+from lightning_spot.errors import CorruptManifest, Fenced, TierError, Unclaimed
 from lightning_spot.image.packing import Compression
 from lightning_spot.memory.host import Host
 from lightning_spot.memory.placement import placed
@@ -22,12 +22,13 @@ from lightning_spot.run import patience
 from lightning_spot.run.identity import next_attempt
 from lightning_spot.run.peers import elsewhere
 from lightning_spot.run.survey import Survey
-from lightning_spot.tiers.claims import Claim
+from lightning_spot.tiers.claims import Claim, Owner
 from lightning_spot.tiers.store import Store
 
 logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S, _LAST_RETRY_S, _CLOSE_S = 1.0, 30.0, 5.0
+_AGAIN_S = 5.0  # one small request each time
 _MOST_NUMBERS = 8  # others that start at the same moment each take one
 
 
@@ -39,7 +40,7 @@ def begin_attempt(
     durable_every_s: float | None,
     compression: Compression,
     replicas: int,
-) -> tuple[RunInfo, LateClaim | None]:
+) -> tuple[RunInfo, bool]:
     """Take the next attempt of the run at this host's ring and at the durable tier.
 
     The ring comes first: it refuses a second trainer of this host before that one fences the first.
@@ -53,7 +54,7 @@ def begin_attempt(
         replicas: how many of them each snapshot is kept at.
 
     Returns:
-        the attempt as the tiers know it, and what goes on claiming the durable tier if that failed; close it.
+        the attempt as the tiers know it, and whether the durable tier is claimed; see :class:`ClaimWatch`.
 
     Raises:
         RunBusy: if a live trainer on this host writes the run.
@@ -80,7 +81,7 @@ def begin_attempt(
         try:
             host.open_run(info)
             if found.durable is not None:
-                claimed = _claim(open_store(location.url), claim_of(info))
+                claimed = _claim(open_store(location.url), info.claim())
             break
         except Fenced as error:
             if last:
@@ -93,7 +94,7 @@ def begin_attempt(
             location.url,
             found.identity.copied_from,
         )
-    return info, None if claimed else LateClaim(location.url, claim_of(info))
+    return info, claimed
 
 
 def _of_the_run_there(found: Survey, info: RunInfo) -> RunInfo:
@@ -111,20 +112,6 @@ def _of_the_run_there(found: Survey, info: RunInfo) -> RunInfo:
     if claim is None or claim.location != info.location:
         return info
     return replace(info, id=claim.run_id, nodes=placed(elsewhere(found.location.nodes, info.replicas), claim.run_id))
-
-
-def claim_of(info: RunInfo) -> Claim:
-    """The claim of an attempt."""
-    return Claim(
-        attempt=info.attempt,
-        run_id=info.id,
-        token=info.token,
-        location=info.location,
-        started_unix_s=time.time(),
-        host=info.host,
-        pid=info.pid,
-        keep=info.keep,
-    )
 
 
 def _claim(store: Store, claim: Claim) -> bool:
@@ -147,35 +134,52 @@ def _claim(store: Store, claim: Claim) -> bool:
     return True
 
 
-class LateClaim:
-    """Goes on claiming a durable tier that could not be claimed when the attempt began, on a thread of its own.
+class ClaimWatch:
+    """Holds an attempt's claim, on a thread of its own: makes it if that failed at first, then reads it now and then.
+
+    On a store that does not create exclusively, two trainers that start at once may both make the claim of one number.
+    The last one stays; the other finds out here, or with the next thing that it has written.
 
     Args:
         url: of the durable tier.
-        claim: to make.
+        claim: to hold.
+        is_made: whether it was made.
+        fenced: told if another trainer has taken the number, or a later one the run. Called on the thread.
     """
 
-    def __init__(self, url: str, claim: Claim) -> None:
-        self._url = url
-        self._claim = claim
+    def __init__(self, url: str, claim: Claim, *, is_made: bool, fenced: Callable[[Fenced], None]) -> None:
+        self._url, self._claim, self._is_made, self._fenced = url, claim, is_made, fenced
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="spot-claim", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop trying."""
+        """Look no more."""
         self._closed.set()
         self._thread.join(_CLOSE_S)
 
     def _work(self) -> None:
-        pause_s = _FIRST_RETRY_S
+        pause_s = _AGAIN_S if self._is_made else _FIRST_RETRY_S
         while not self._closed.wait(pause_s):
             try:
-                open_store(self._url).claim(self._claim)
-                return
+                self._look()
+                pause_s = _AGAIN_S
             except Fenced as error:
                 logger.warning("lightning_spot: %s", error)
+                self._fenced(error)
                 return
             except Exception as error:  # whatever it is: without a claim, no earlier attempt would be kept out
-                logger.debug("lightning_spot: %s cannot be claimed yet: %s", self._url, error)
-            pause_s = min(2 * pause_s, _LAST_RETRY_S)
+                logger.debug("lightning_spot: the claim at %s cannot be made, or read, now: %s", self._url, error)
+                pause_s = min(2 * pause_s, _LAST_RETRY_S)
+
+    def _look(self) -> None:
+        store = open_store(self._url)
+        if self._is_made:
+            store.owner = Owner(self._claim.attempt, self._claim.digest)
+            try:
+                store.check_owner()
+            except Unclaimed:  # it was removed, with its folder perhaps
+                self._is_made = False
+        if not self._is_made:
+            store.claim(self._claim)
+            self._is_made = True

@@ -48,6 +48,7 @@ def folder_info(folder: str, now_unix_s: float | None = None) -> RunInfo:
         token=secrets.token_hex(8),
         keep=1,
         durable_url=folder,
+        is_claimed=False,
         pid=os.getpid(),
         host=os.uname().nodename,
     )

@@ -13,7 +13,6 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.config import (
     MOST_NODES,
     check_number,
-    check_run_name,
     parse_bytes,
     plain_url,
     read_environment,
@@ -22,6 +21,7 @@ from lightning_spot.config import (
 )
 from lightning_spot.errors import NodeUnreachable, SettingsError, TierError
 from lightning_spot.memory.host import Host, InProcessHost
+from lightning_spot.memory.runs import check_name
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.staging.slot import host_memory_bytes
 from lightning_spot.tiers.files import why_not_writable
@@ -74,7 +74,7 @@ class Location:
         else:
             url = plain_url(url)
         try:
-            name = check_run_name(run if run is not None else url.rstrip("/").rpartition("/")[2])
+            name = check_name(run if run is not None else url.rstrip("/").rpartition("/")[2])
         except SettingsError as error:
             raise SettingsError(f"{error}; pass run='…'") from error
         if drill := read_environment().drill_dir:  # which must never write to the tiers of the real run

@@ -5,9 +5,14 @@ Bytes are read in whole parts and each is checked, so nothing is held in memory 
 
 from __future__ import annotations
 
+import errno
+import functools
+import os
+import stat
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import fsspec
 
@@ -18,6 +23,7 @@ from lightning_spot.image.files import is_data_file, pieces
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, manifest_path_of, snapshot_order
 from lightning_spot.image.parts import checksum
 from lightning_spot.protocol.wire import answered, file_path, parse_spot_url
+from lightning_spot.tiers.beneath import Beneath, open_file, opened
 from lightning_spot.tiers.filesystem import time_of
 
 _LARGEST_CHECKED_PART = 64 * 1024 * 1024
@@ -92,6 +98,9 @@ class Below(ABC):
                 )
             yield data[max(0, start - first) : stop - first]
 
+    def _failed(self, error: Exception) -> TierError:
+        return TierError(f"{self.url} could not be read: {error}", tier=self.url)
+
     @abstractmethod
     def _manifest_at(self, path: str) -> Manifest | None:
         """The manifest at a path below the run, ``None`` if there is none."""
@@ -102,14 +111,21 @@ class Below(ABC):
 
 
 class DurableDirectory(Below):
-    """The durable directory of one run: an absolute path or an fsspec URL."""
+    """The durable directory of one run: an absolute path or an fsspec URL.
 
-    def __init__(self, url: str) -> None:
+    Args:
+        url: of the run.
+        check: raises where this node may not read.
+    """
+
+    def __init__(self, url: str, check: Callable[[], None]) -> None:
         super().__init__(url)
         self._fs, self._root = fsspec.core.url_to_fs(self.url)
+        self._check = check
 
     def entries(self) -> list[Entry]:
         """See :meth:`Below.entries`."""
+        self._check()
         try:
             self._fs.invalidate_cache()
             found = self._fs.find(self._root, maxdepth=2, detail=True)
@@ -117,19 +133,11 @@ class DurableDirectory(Below):
             return []
         except Exception as error:  # every file system has errors of its own
             raise self._failed(error) from error
-        facts = {path[len(self._root) :].strip("/"): fact for path, fact in found.items()}
-        listed = []
-        for path, fact in facts.items():
-            folder, _, file = path.rpartition("/")
-            if folder:
-                counts = is_data_file(file) and snapshot_order(folder) and f"{folder}/{MANIFEST_FILE}" in facts
-            else:
-                counts = manifest_path_of(file) in facts
-            if counts:
-                listed.append(Entry(path, int(fact.get("size") or 0), time_of(fact)))
-        return listed
+        below = ((path[len(self._root) :].strip("/"), fact) for path, fact in found.items())
+        return _counted([Entry(path, int(fact.get("size") or 0), time_of(fact)) for path, fact in below])
 
     def _manifest_at(self, path: str) -> Manifest | None:
+        self._check()
         try:
             return Manifest.from_json(self._fs.cat_file(f"{self._root}/{path}", end=_LONGEST_MANIFEST))
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
@@ -154,8 +162,69 @@ class DurableDirectory(Below):
             raise self._failed(error) from error
         return bytes(found)
 
-    def _failed(self, error: Exception) -> TierError:
-        return TierError(f"{self.url} could not be read: {error}", tier=self.url)
+
+class LentDirectory(Below):
+    """A durable directory that a node reads for others: no link on the way to it, or in it, is followed.
+
+    Args:
+        url: of the run.
+        prefixes: below which it must be.
+        check: raises where this node may not read.
+    """
+
+    def __init__(self, url: str, prefixes: Sequence[str], check: Callable[[], None]) -> None:
+        super().__init__(url)
+        self._prefixes, self._check = prefixes, check
+
+    @functools.cached_property
+    def _beneath(self) -> Beneath:
+        return Beneath(Path(self.url.removeprefix("file://")), self._prefixes)
+
+    def entries(self) -> list[Entry]:
+        """See :meth:`Below.entries`."""
+        self._check()
+        try:
+            root = self._beneath.path()
+            found = list(_files_in(root, ""))
+            for name in os.listdir(root):
+                if (snapshot_order(name) or name == OWN_DIR) and stat.S_ISDIR(os.lstat(root / name).st_mode):
+                    with opened(root / name) as folder:
+                        found += _files_in(folder, f"{name}/")
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise self._failed(error) from error
+        return _counted(found)
+
+    def _manifest_at(self, path: str) -> Manifest | None:
+        self._check()
+        try:
+            with open(open_file(self._beneath.path(), path), "rb") as file:
+                return Manifest.from_json(file.read(_LONGEST_MANIFEST))
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError):  # a name with a zero is none
+            return None
+        except OSError as error:
+            if error.errno == errno.ELOOP:  # a link
+                return None
+            raise self._failed(error) from error
+
+    def _range(self, manifest: Manifest, first: int, last: int) -> bytes:
+        found = bytearray()
+        try:
+            for span, start, stop in pieces(manifest.spans, first, last):
+                if span is None:
+                    found += bytes(stop - start)
+                    continue
+                with open(open_file(self._beneath.path(), manifest.path_of(span)), "rb") as file:
+                    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                        raise SnapshotNotFound(f"{manifest.path_of(span)} at {self.url} is no plain file")
+                    file.seek(start - span.offset)
+                    found += file.read(stop - start)
+        except FileNotFoundError as error:
+            raise SnapshotNotFound(f"{manifest.data_path} has left {self.url}") from error
+        except OSError as error:
+            raise self._failed(error) from error
+        return bytes(found)
 
 
 class NodeBelow(Below):
@@ -194,9 +263,39 @@ class NodeBelow(Below):
         return f"/v1/files/{quoted(self._run, below)}"
 
 
-def open_below(url: str) -> Below:
-    """What is at the URL of a run."""
-    return NodeBelow(url) if url.startswith("spot://") else DurableDirectory(url)
+def open_below(url: str, prefixes: Sequence[str] | None, check: Callable[[], None]) -> Below:
+    """What is at the URL of a run.
+
+    Args:
+        url: of the run.
+        prefixes: below which a directory must be, of a node that acts for others.
+        check: raises where the node may not read.
+    """
+    if url.startswith("spot://"):
+        return NodeBelow(url)
+    if prefixes is not None and ("://" not in url or url.startswith("file://")):
+        return LentDirectory(url, prefixes, check)
+    return DurableDirectory(url, check)
+
+
+def _files_in(folder: Path, prefix: str) -> Iterator[Entry]:
+    for name in os.listdir(folder):
+        fact = os.lstat(folder / name)
+        if stat.S_ISREG(fact.st_mode):
+            yield Entry(f"{prefix}{name}", fact.st_size, fact.st_mtime)
+
+
+def _counted(found: Sequence[Entry]) -> list[Entry]:
+    """Those that a manifest of ours makes count, of what lies in a run."""
+    paths = {entry.path for entry in found}
+
+    def counts(path: str) -> bool:
+        folder, _, file = path.rpartition("/")
+        if not folder:
+            return manifest_path_of(file) in paths
+        return is_data_file(file) and bool(snapshot_order(folder)) and f"{folder}/{MANIFEST_FILE}" in paths
+
+    return [entry for entry in found if counts(entry.path)]
 
 
 def _manifests_for(path: str) -> list[str]:

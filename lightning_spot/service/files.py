@@ -90,8 +90,11 @@ class Files:
 
     def _directory(self, text: str) -> Below | None:
         """Where what left memory of a run is, if anywhere."""
-        url = self._node.below(text)
-        return open_below(url) if url is not None else None
+        key, url = self._node.registry.key(text), self._node.below(text)
+        if url is None:
+            return None
+        routes = self._node.routes
+        return open_below(url, routes.prefixes, lambda: routes.check_readable(key, url))
 
     # -- reading --------------------------------------------------------------------------------------------------
 

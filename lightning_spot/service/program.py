@@ -18,6 +18,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
@@ -116,14 +117,16 @@ def _family(host: str) -> socket.AddressFamily:
 async def _serve(settings: NodeSettings, listener: socket.socket) -> int:
     environment = read_environment()
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
+    is_lent = settings.record is None
+    beneath = [*settings.allow, *filter(None, [settings.flush_to])] if is_lent else None
     node = Node(
         slots=settings.slots,
         memory_bytes=settings.memory_bytes,
         run_memory_bytes=settings.run_memory_bytes,
-        open_store=open_store,
+        open_store=partial(open_store, beneath=beneath),
         flush_to=settings.flush_to,
         area=_area(settings, environment.shm_dir),
-        allow=None if settings.record is not None else settings.allow,
+        allow=settings.allow if is_lent else None,
     )
     service = Service(node, environment.token)
     runner = service.runner()

@@ -10,12 +10,13 @@ from typing import Any
 
 from aiohttp import web
 
-from lightning_spot.config import MOST_NODES
+from lightning_spot.config import MOST_NODES, take_environment
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.service.fields import (
     LONGEST_PLACE,
     MOST_ATTEMPTS,
+    SMALL_BODY_BYTES,
     compression,
     integer,
     json_body,
@@ -26,11 +27,13 @@ from lightning_spot.service.fields import (
 )
 from lightning_spot.service.quotas import client_of
 from lightning_spot.service.sealed import have_sealed
+from lightning_spot.tiers.filesystem import forget_sessions
 from lightning_spot.untrusted import LONGEST_NAME
 
 logger = logging.getLogger(__name__)
 
 _MOST_KEPT = 10**6
+_LONGEST_OPENING_BYTES = 4 * 2**20  # with an environment, of which Linux allows about so much
 _MOST_PID = 2**31
 
 
@@ -60,9 +63,9 @@ class RunRequests:
 
     async def open(self, request: web.Request) -> web.Response:
         """Let an attempt write."""
-        body = await json_body(request)
-        name, identity = parse_run(request.match_info["run"])
         near = same_host(request)
+        body = await json_body(request, _LONGEST_OPENING_BYTES if near else SMALL_BODY_BYTES)
+        name, identity = parse_run(request.match_info["run"])
         info = RunInfo(
             name=name,
             id=identity,
@@ -78,14 +81,26 @@ class RunRequests:
             carry=body.get("carry", True) is not False,
             spread=body.get("spread") is True,
             left=body.get("left") is True,
+            is_claimed=not (near and body.get("is_claimed") is False),
             session=text(body, "session", most=LONGEST_NAME) if near else "",
             pid=integer(body, "pid", 0, 0, _MOST_PID),
             host=text(body, "host", most=LONGEST_NAME),
         )
         opened = await asyncio.to_thread(self._node.open_run, info, client_of(request))
+        if near:
+            await asyncio.to_thread(self._take_environment, info.key, body.get("environment"))
         where = repr(info.durable_url) if info.durable_url is not None else "its trainer's host brings it on"
         logger.info("attempt %d of run %s is served: %s", info.attempt, info.key, where)
         return web.json_response(asdict(opened))
+
+    def _take_environment(self, key: str, given: object) -> None:
+        """Go on with the credentials of the attempt that has just begun: those of the one before may have expired."""
+        if not isinstance(given, dict) or not all(isinstance(text, str) for item in given.items() for text in item):
+            return
+        if take_environment(given):
+            forget_sessions()
+            self._node.uploads.abroad.bringing.forget(key)
+            self._node.flusher.wait_clean(None, 0.0)  # what fails is tried soon
 
     async def close(self, request: web.Request) -> web.Response:
         """The trainer leaves."""

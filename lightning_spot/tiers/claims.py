@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TypeVar
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 from lightning_spot.config import KEEP, LARGEST
-from lightning_spot.errors import CorruptManifest, Fenced, Malformed
+from lightning_spot.errors import CorruptManifest, Fenced, Malformed, Unclaimed
 from lightning_spot.untrusted import MOST_UNIX_S, file_name, integer, line, number, read_sealed, sealed_json
+
+if TYPE_CHECKING:
+    from lightning_spot.tiers.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +38,7 @@ class Claim:
     Attributes:
         attempt: its number, from 1.
         run_id: identity of the run.
-        token: random, of this attempt: tells two claims of one number apart.
+        digest: of the attempt's random token, see :func:`digest_of`: tells two claims of one number apart.
         location: durable directory of the run: ``file:///abs/path`` or the fsspec URL.
         inode: of the attempts directory where the tier is a directory, 0 elsewhere; a copied directory has another.
         started_unix_s: when the attempt began, seconds since 1970.
@@ -45,7 +49,7 @@ class Claim:
 
     attempt: int
     run_id: str
-    token: str = field(repr=False)
+    digest: str
     location: str
     started_unix_s: float
     inode: int = 0
@@ -69,7 +73,7 @@ class Claim:
             return cls(
                 attempt=integer(fields, "attempt", 0, 0, _MOST_ATTEMPTS),
                 run_id=file_name(fields, "run_id"),
-                token=line(fields, "token"),
+                digest=line(fields, "digest"),
                 location=line(fields, "location"),
                 started_unix_s=number(fields, "started_unix_s", 0.0, 0, MOST_UNIX_S),
                 inode=integer(fields, "inode", 0, 0, 2**64),
@@ -79,6 +83,37 @@ class Claim:
             )
         except Malformed as error:
             raise CorruptManifest(f"a claim is damaged: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The attempt on whose behalf a store writes and deletes.
+
+    Attributes:
+        attempt: its number.
+        digest: of its token, as its claim has it; ``""`` if it has shown none: then no claim is its own.
+    """
+
+    attempt: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a node may do at the URL of a run.
+
+    Attributes:
+        owner: on whose behalf it writes and deletes; ``None`` where only the attempt's number counts.
+        claim: what it may claim for that, where nobody has; ``None`` where it may not.
+    """
+
+    owner: Owner | None = None
+    claim: Claim | None = None
+
+
+def digest_of(token: str) -> str:
+    """What a claim has of its attempt's token: who reads it, as readers of the directory can, does not know that."""
+    return hashlib.sha256(token.encode()).hexdigest() if token else ""
 
 
 def claim_name(attempt: int) -> str:
@@ -113,13 +148,58 @@ def check_claim(claim: Claim, existing: Claim | None) -> None:
     Raises:
         Fenced: if ``existing``, of the same number, has another token.
     """
-    if existing is None or existing.token != claim.token:
-        raise Fenced(
-            f"attempt {claim.attempt} of the run at {claim.location} is taken by another trainer"
-            f"{f' (host {existing.host}, pid {existing.pid})' if existing is not None else ''}",
-            attempt=claim.attempt,
-            current=claim.attempt,
+    if existing is None or existing.digest != claim.digest:
+        raise _taken(claim.attempt, claim.location, existing)
+
+
+def check_owner(owner: Owner, existing: Claim | None, url: str) -> None:
+    """Refuse to act on behalf of an attempt whose claim is not there.
+
+    Args:
+        owner: the attempt.
+        existing: the claim of its number that is there now, if any.
+        url: of the tier.
+
+    Raises:
+        Fenced: if that is another trainer's.
+        Unclaimed: if there is none.
+    """
+    if existing is None:
+        raise Unclaimed(
+            f"{url} is not claimed by attempt {owner.attempt}: nothing is read or written there for it. Let its"
+            " trainer write there, or correct the directory",
+            tier=url,
         )
+    if not owner.digest or existing.digest != owner.digest:
+        raise _taken(owner.attempt, url, existing)
+
+
+def on_behalf(store: Store, standing: Standing, action: Callable[[], Read]) -> Read:
+    """Do something at a tier for an attempt. What its trainer, who may be gone, could not claim is claimed for it.
+
+    Raises:
+        Fenced: if another one has claimed it.
+        Unclaimed: if nobody has, and this node may not.
+        SpotError: whatever else failed.
+    """
+    store.owner = standing.owner
+    try:
+        return action()
+    except Unclaimed:
+        if standing.claim is None:
+            raise
+    store.claim(standing.claim)
+    return action()
+
+
+def _taken(attempt: int, where: str, by: Claim | None) -> Fenced:
+    who = f" (host {by.host}, pid {by.pid})" if by is not None and by.host else ""
+    return Fenced(
+        f"attempt {attempt} of the run at {where} is taken by another trainer{who}: two were started at once. Stop one"
+        " of them",
+        attempt=attempt,
+        current=attempt,
+    )
 
 
 def first_readable(names: Sequence[str], read: Callable[[str], bytes], url: str) -> Claim | None:

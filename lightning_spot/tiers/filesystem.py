@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.util
 import random
+import re
 import sys
 import threading
 import weakref
@@ -78,6 +79,19 @@ def _hold_up_no_exit(loop: Any) -> None:
     if isinstance(loop, asyncio.AbstractEventLoop) and loop not in _CARED_FOR:
         _CARED_FOR.add(loop)
         loop.call_soon_threadsafe(loop.set_default_executor, _Daemons())
+
+
+_CREDENTIALS = re.compile(
+    r"expired|credential|token|signature|access ?key|unauthori[sz]ed|forbidden|denied|40[13]", re.I
+)
+"""In the class or text of an error: what was read of credentials, when a session began, may have been renewed since."""
+
+
+def forget_sessions() -> None:
+    """Have the next file system of each URL begin a session of its own: credentials are read again, from files too."""
+    fsspec.config.set_conf_env(fsspec.config.conf)
+    for kind in list(fsspec.registry.values()):
+        kind.clear_instance_cache()
 
 
 _DRAWS = (
@@ -211,6 +225,8 @@ def tier_errors(url: str, *, reading: bool = False) -> Iterator[None]:
                 tier=url,
             ) from error
         why = str(error).removesuffix("None")  # as s3fs says where a store sends no message
+        if isinstance(error, PermissionError) or _CREDENTIALS.search(f"{type(error).__name__} {why}"):
+            forget_sessions()
         if isinstance(error, NotImplementedError):  # fsspec says no more
             why = why or "the file system of this URL cannot be written to, or not in this way"
         if code := _code_of(error):

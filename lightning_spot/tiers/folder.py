@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from lightning_spot.errors import TierError
 from lightning_spot.image.parts import part_ranges
 from lightning_spot.tiers import files
 from lightning_spot.tiers.filesystem import make_parent, tier_errors
@@ -18,6 +17,7 @@ from lightning_spot.tiers.writing import ignored, nothing, write_whole
 
 if TYPE_CHECKING:
     from lightning_spot.tiers.lanes import Lanes
+    from lightning_spot.tiers.local import LocalStore
     from lightning_spot.tiers.object_files import ObjectFiles
 
 _WRITE_BYTES = 128 * 1024 * 1024
@@ -75,18 +75,22 @@ class LocalFolder:
     """A folder below a directory; see :class:`Folder`.
 
     Args:
-        root: the run's directory.
+        store: of the run.
         name: of the snapshot.
         attempt: on whose behalf it is written to.
         run_id: of its run.
     """
 
-    def __init__(self, root: Path, name: str, *, attempt: int, run_id: str) -> None:
-        self._root, self._path, self._attempt, self._run_id = root, root / name, attempt, run_id
+    def __init__(self, store: LocalStore, name: str, *, attempt: int, run_id: str) -> None:
+        self._store, self._name, self._attempt, self._run_id = store, name, attempt, run_id
+
+    @property
+    def _path(self) -> Path:
+        return self._store.root / self._name
 
     def sizes(self) -> dict[str, int]:
         """See :meth:`Folder.sizes`."""
-        with files.tier_errors(str(self._root)):
+        with files.tier_errors(self._store.url):
             found: dict[str, int] = {}
             if not files.is_own_directory(self._path):
                 return found
@@ -98,18 +102,16 @@ class LocalFolder:
 
     def write(self, name: str, data: memoryview) -> None:
         """See :meth:`Folder.write`."""
-        with files.tier_errors(str(self._root)), self._left_as_it_was():
-            files.make_directory(self._path)
-            if not files.is_own_directory(self._path):
-                raise TierError(f"{self._path} is a link; nothing is written where it leads to", tier=str(self._root))
+        with files.tier_errors(self._store.url), self._left_as_it_was():
             slices = (data[start:stop] for start, stop in part_ranges(len(data), _WRITE_BYTES))
-            temporary = files.write_aside(self._path, slices, attempt=self._attempt, run_id=self._run_id)
-            try:
-                os.replace(temporary, self._path / name)
-            except BaseException:
-                files.remove(temporary)
-                raise
-            files.sync_directory(self._path)
+            with self._store.inside(self._store.made() / self._name, make=True) as folder:
+                temporary = files.write_aside(folder, slices, attempt=self._attempt, run_id=self._run_id)
+                try:
+                    os.replace(temporary, folder / name)
+                except BaseException:
+                    files.remove(temporary)
+                    raise
+                files.sync_directory(folder)
 
     def write_all(
         self, contents: Mapping[str, memoryview], goes_on: Callable[[], None], done: Callable[[str], None]
@@ -131,19 +133,22 @@ class LocalFolder:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """See :meth:`Folder.read`."""
-        with files.tier_errors(str(self._root), reading=True), open(self._path / name, "rb") as file:
+        with files.tier_errors(self._store.url, reading=True), open(self._path / name, "rb") as file:
             file.seek(start)
             return file.read(stop - start if stop is not None else -1)
 
     def remove(self, names: Sequence[str]) -> None:
         """See :meth:`Folder.remove`."""
         problem: OSError | None = None
-        with files.tier_errors(str(self._root)):
-            for name in names:
-                try:
-                    files.remove(self._path / name)
-                except OSError as error:
-                    problem = error
+        with files.tier_errors(self._store.url):
+            if not files.is_own_directory(self._path):
+                return
+            with self._store.inside(self._path) as folder:
+                for name in names:
+                    try:
+                        files.remove(folder / name)
+                    except OSError as error:
+                        problem = error
             if problem is not None:
                 raise problem
 

@@ -5,25 +5,26 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptManifest, Overtaken, SpotError, TierError
-from lightning_spot.image.files import cut, is_own_file
-from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, Order, snapshot_order
+from lightning_spot.image.files import cut
+from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.image.parts import part_ranges
 from lightning_spot.image.sealing import NotedParts
 from lightning_spot.threads import in_turn
 from lightning_spot.tiers import claims, files, store
-from lightning_spot.tiers.claims import ATTEMPTS_DIR, Claim
+from lightning_spot.tiers.beneath import Beneath, opened
+from lightning_spot.tiers.claims import ATTEMPTS_DIR, Claim, Owner
 from lightning_spot.tiers.files import tier_errors
 from lightning_spot.tiers.folder import LocalFolder
 from lightning_spot.tiers.image_reader import ImageReader
+from lightning_spot.tiers.local_sweeping import remove_own, sweep_folder, sweep_run
 from lightning_spot.tiers.store import Holdings, Progress
-from lightning_spot.tiers.temporaries import temporary_name, temporary_owner, writer_has_ended
+from lightning_spot.tiers.temporaries import temporary_name
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +38,24 @@ class LocalStore:
 
     Args:
         root: the run's directory; made when first written to.
+        beneath: prefixes below one of which it must be, where a node acts for others: no link below leads out of that,
+            and of users' files only those that have a manifest of ours are replaced or deleted. ``None`` for no bound.
+
+    Raises:
+        TierError: if it is below none of them.
     """
 
-    def __init__(self, root: str | Path) -> None:
-        self.root = Path(root).absolute()
-        self.url = str(self.root)
+    owner: Owner | None = None
+
+    def __init__(self, root: str | Path, beneath: Sequence[str] | None = None) -> None:
+        self._root = Path(root).absolute()
+        self._beneath = Beneath(self._root, beneath) if beneath is not None else None
+        self.url = str(self._root)
+
+    @property
+    def root(self) -> Path:
+        """The run's directory."""
+        return self._root if self._beneath is None else self._beneath.path()
 
     # -- what is there --------------------------------------------------------------------------------------------
 
@@ -108,16 +122,21 @@ class LocalStore:
 
     def folder(self, name: str, *, attempt: int, run_id: str) -> LocalFolder:
         """See :meth:`HasFolders.folder`."""
-        return LocalFolder(self.root, name, attempt=attempt, run_id=run_id)
+        return LocalFolder(self, name, attempt=attempt, run_id=run_id)
 
     # -- changes --------------------------------------------------------------------------------------------------
+
+    def check_owner(self) -> None:
+        """See :meth:`Store.check_owner`."""
+        if (owner := self.owner) is not None:
+            with tier_errors(self.url):
+                claim = _claim_in(self.root / ATTEMPTS_DIR / claims.claim_name(owner.attempt))
+            claims.check_owner(owner, claim, self.url)
 
     def claim(self, claim: Claim) -> None:
         """See :meth:`Store.claim`. The inode of the attempts directory is noted in it."""
         claims.check_fence(claim.location, claim.attempt, self.claimed())
-        with tier_errors(self.url):
-            folder = self.root / ATTEMPTS_DIR
-            files.make_directory(folder)
+        with tier_errors(self.url), self.inside(self.made() / ATTEMPTS_DIR, make=True) as folder:
             noted = memoryview(replace(claim, inode=self.inode()).to_json().encode())
             path = folder / claims.claim_name(claim.attempt)
             if not files.create_exclusively(path, noted, attempt=claim.attempt, run_id=claim.run_id):
@@ -136,20 +155,21 @@ class LocalStore:
                 files.sync_directory(self.root)
                 return
             slices = (image[start:stop] for start, stop in part_ranges(len(image), _WRITE_BYTES))
-            with self._aside(manifest, slices, attempt) as temporaries:
-                self._commit(manifest, temporaries, attempt)
+            with self._aside(manifest, slices, attempt) as (folder, temporaries):
+                self._commit(manifest, folder, temporaries, attempt)
 
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
         """See :meth:`Store.put_parts`."""
         self._check_fences(manifest, attempt)
         noted = NotedParts(manifest, parts)
-        with tier_errors(self.url), self._aside(manifest, noted, attempt) as temporaries:
+        with tier_errors(self.url), self._aside(manifest, noted, attempt) as (folder, temporaries):
             sealed = noted.sealed()
-            self._commit(sealed, temporaries, attempt)
+            self._commit(sealed, folder, temporaries, attempt)
         return sealed
 
     def delete(self, manifest: Manifest) -> None:
         """See :meth:`Store.delete`."""
+        self._check_owner(manifest.run)
         with tier_errors(self.url):
             if manifest.is_file:
                 self._delete_file(manifest)
@@ -157,45 +177,29 @@ class LocalStore:
             folder = (self.root / manifest.manifest_path).parent
             if not files.is_own_directory(folder):
                 return  # not there, or a link to somebody's place
+            if store.is_another(self._noted(manifest), manifest):
+                logger.info("%s stays at %s: it is another one of that name", manifest.name, self.url)
+                return
             try:
-                files.remove(self.root / manifest.manifest_path)
-                files.sync_directory(folder)  # never a manifest without its bytes, also after a loss of power
-                self._remove_own(folder)
+                with self.inside(folder) as folder:
+                    files.remove(folder / MANIFEST_FILE)
+                    files.sync_directory(folder)  # never a manifest without its bytes, also after a loss of power
+                    remove_own(folder)
             except FileNotFoundError:  # of several nodes that have portions of it, another one deletes it, too
                 if files.is_there(self.root / manifest.manifest_path):
                     raise
+            files.remove_if_empty(self.root / manifest.name)
 
     def sweep(self, current: Manifest, seen: Holdings | None = None) -> None:
         """See :meth:`Store.sweep`."""
+        self._check_owner(current.run)
         with tier_errors(self.url):
-            problem: OSError | None = None
-            for name in files.list_directory(self.root):
-                folder = self.root / name
-                order = snapshot_order(name)
-                try:
-                    if name in (ATTEMPTS_DIR, OWN_DIR) and files.is_own_directory(folder):
-                        self._sweep_temporaries(folder, current)
-                        if name == ATTEMPTS_DIR:
-                            self._forget_attempts(folder)
-                    elif order is not None and files.is_own_directory(folder):
-                        self._sweep_snapshot(folder, order, current)
-                except FileNotFoundError:  # it has ended there, or another node removes it, too
-                    continue
-                except OSError as error:  # one place that fails keeps nothing else from being swept
-                    problem = error
-            self._sweep_temporaries(self.root, current)
-            if problem is not None:
-                raise problem
+            sweep_run(self, current)
 
     def sweep_files(self) -> None:
         """See :meth:`Store.sweep_files`."""
         with tier_errors(self.url):
-            paths = [self.root / name for name in files.list_directory(self.root)]
-            if files.is_own_directory(self.root / OWN_DIR):
-                paths += [self.root / OWN_DIR / name for name in files.list_directory(self.root / OWN_DIR)]
-            for path in paths:
-                if temporary_owner(path.name) is not None and (writer_has_ended(path.name) or _is_settled(path)):
-                    files.remove(path)
+            sweep_folder(self)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -216,16 +220,50 @@ class LocalStore:
             return claims.whole(lambda: Manifest.from_json(files.read_small(self.root / manifest.manifest_path)))
         return None
 
+    def made(self) -> Path:
+        """The run's directory, made where it is reached without following links."""
+        return self._root if self._beneath is None else self._beneath.path(make=True)
+
+    @contextlib.contextmanager
+    def inside(self, folder: Path, *, make: bool = False) -> Iterator[Path]:
+        """A folder of the run: nothing is changed where a link in its place leads to.
+
+        Args:
+            folder: its path.
+            make: whether it is made if it is not there.
+        """
+        if make:
+            files.make_directory(folder, like_parent=folder.name == OWN_DIR and self._beneath is None)
+        if not files.is_own_directory(folder):
+            raise TierError(f"{self.url}/{folder.name} is a link; nothing is written where it leads to", tier=self.url)
+        if self._beneath is None:
+            yield folder
+            return
+        with opened(folder) as held:
+            yield held
+
+    def _check_owner(self, run: str) -> None:
+        """Refuse to delete anything for an attempt that does not hold the run any more."""
+        if self.owner is not None:
+            claims.check_fence(run, self.owner.attempt, self.claimed())
+            self.check_owner()
+
     def _check_fences(self, manifest: Manifest, attempt: int) -> None:
         claims.check_fence(manifest.run, attempt, self.claimed())
+        self.check_owner()
         if manifest.is_file:
             with tier_errors(self.url):
                 store.check_file_fence(manifest, self._noted(manifest))
 
     def _holds_every_byte(self, manifest: Manifest) -> bool:
         """Whether this very snapshot is committed already, with every byte as it should be, and on the disk."""
-        if not self.has(manifest):
-            return False
+        if not (self.has(manifest) and self._has_the_bytes(manifest)):
+            return False  # it is written anew
+        for span in manifest.spans:
+            files.sync_file(self.root / manifest.path_of(span))
+        return True
+
+    def _has_the_bytes(self, manifest: Manifest) -> bool:
         buffer = memoryview(bytearray(min(manifest.nbytes, max(manifest.part_bytes, PART_BYTES))))
         try:
             with ImageReader(self.root, manifest, self.url) as image:
@@ -233,42 +271,52 @@ class LocalStore:
                     image.read(start, buffer[: stop - start])
                     manifest.verify_range(start, buffer[: stop - start], self.url)
         except (SpotError, OSError):
-            return False  # it is written anew
-        for span in manifest.spans:
-            files.sync_file(self.root / manifest.path_of(span))
+            return False
         return True
 
+    def _spares(self, manifest: Manifest) -> None:
+        """Refuse to replace a file that has no manifest of ours on behalf of others.
+
+        One with the very bytes that are to be there is what a writer left that was killed before it noted it.
+        """
+        if self._beneath is None or self._noted(manifest) is not None:
+            return
+        if files.is_there(self.root / manifest.name) and not self._has_the_bytes(manifest):
+            raise store.not_ours(self.url, manifest)
+
     @contextlib.contextmanager
-    def _aside(self, manifest: Manifest, parts: Iterable[memoryview], attempt: int) -> Iterator[list[Path]]:
-        """The bytes in temporary files beside their manifest's place, one for each file, until they are committed."""
-        folder = (self.root / manifest.manifest_path).parent
+    def _aside(
+        self, manifest: Manifest, parts: Iterable[memoryview], attempt: int
+    ) -> Iterator[tuple[Path, list[Path]]]:
+        """The folder of a manifest and, beside its place, the bytes in temporary files, until they are committed."""
+        folder = (self.made() / manifest.manifest_path).parent
         temporaries: list[Path] = []
         try:
-            files.make_directory(folder, like_parent=manifest.is_file)
-            if not files.is_own_directory(folder):
-                raise TierError(f"{folder} is a link; nothing is written where it leads to", tier=self.url)
-            try:
-                for _span, data in cut(manifest.spans, parts):
-                    temporaries.append(files.write_aside(folder, data, attempt=attempt, run_id=manifest.run_id))
-                yield temporaries
-            finally:
-                for temporary in temporaries:
-                    files.remove(temporary)
+            with self.inside(folder, make=True) as held:
+                try:
+                    for _span, data in cut(manifest.spans, parts):
+                        temporaries.append(files.write_aside(held, data, attempt=attempt, run_id=manifest.run_id))
+                    yield held, temporaries
+                finally:
+                    for temporary in temporaries:
+                        files.remove(temporary)
         except BaseException:
             files.remove_if_empty(folder)  # a disk that is full for long would have one for each snapshot
             raise
 
-    def _commit(self, manifest: Manifest, temporaries: list[Path], attempt: int) -> None:
+    def _commit(self, manifest: Manifest, folder: Path, temporaries: list[Path], attempt: int) -> None:
         """Put the bytes in place, then the manifest; whatever fails, a manifest never stands beside other bytes."""
-        places = [self.root / manifest.path_of(span) for span in manifest.spans]
-        data, commit = places[0], self.root / manifest.manifest_path
+        places = [self.root / manifest.name] if manifest.is_file else [folder / span.name for span in manifest.spans]
+        data, commit = places[0], folder / Path(manifest.manifest_path).name
         text = memoryview(manifest.to_json().encode())
         noted = files.write_aside(commit.parent, [text], attempt=attempt, run_id=manifest.run_id)
         before: Path | None = None  # where the manifest of what is there lies, out of the way
         was: dict[Path, Path] = {}  # of several files, those that are there: all of them go back, or none
         try:
+            self.check_owner()  # again: it has taken its time
             if manifest.is_file:
-                self._check_fences(manifest, attempt)  # again: a large file takes its time
+                self._check_fences(manifest, attempt)
+                self._spares(manifest)
             # Another writer, to whom the run was handed over, may have just committed the very same bytes: its manifest
             # is not taken away, or being killed in the middle would undo what was said to be durable.
             if self._noted(manifest) != manifest:
@@ -304,43 +352,16 @@ class LocalStore:
                 raise Overtaken(f"{place} was changed while it was committed; it is written again", tier=self.url)
 
     def _delete_file(self, manifest: Manifest) -> None:
-        if store.is_newer(self._noted(manifest), manifest):
-            logger.info("%s stays at %s: a later attempt has written it anew", manifest.name, self.url)
+        noted = self._noted(manifest)
+        if store.is_newer(noted, manifest) or (noted is None and self._beneath is not None):
+            why = "a later attempt has written it anew" if noted is not None else "lightning_spot has not saved it"
+            logger.info("%s stays at %s: %s", manifest.name, self.url, why)
             return
-        for path in (manifest.manifest_path, manifest.data_path):
-            files.remove(self.root / path)
+        if files.is_own_directory(self.root / OWN_DIR):
+            with self.inside(self.root / OWN_DIR) as folder:
+                files.remove(folder / Path(manifest.manifest_path).name)
+        files.remove(self.root / manifest.data_path)
         files.remove_if_empty(self.root / OWN_DIR)  # unless the manifests of other files are in it
-
-    def _sweep_snapshot(self, folder: Path, order: Order, current: Manifest) -> None:
-        self._sweep_temporaries(folder, current)
-        names = os.listdir(folder)
-        if order >= current.order or MANIFEST_FILE in names or not all(map(is_own_file, names)):
-            return
-        newest_s = max(os.lstat(path).st_mtime for path in (folder, *(folder / name for name in names)))
-        if files.is_there(folder / MANIFEST_FILE):
-            return  # a listing may be older than the manifest
-        if order[0] < current.attempt or time.time() - newest_s >= store.SETTLED_S:
-            self._remove_own(folder)
-
-    def _sweep_temporaries(self, folder: Path, current: Manifest) -> None:
-        for name in os.listdir(folder):
-            if (owner := temporary_owner(name)) is None:
-                continue
-            run_id, attempt = owner
-            of_earlier = run_id == current.run_id and 0 < attempt < current.attempt
-            if of_earlier or writer_has_ended(name) or _is_settled(folder / name):
-                files.remove(folder / name)
-
-    def _forget_attempts(self, folder: Path) -> None:
-        for name in claims.forgettable(os.listdir(folder)):
-            files.remove(folder / name)
-
-    def _remove_own(self, folder: Path) -> None:
-        """Remove our own files in a snapshot's directory, and it, unless it holds something of somebody else's."""
-        for name in os.listdir(folder):
-            if is_own_file(name) or temporary_owner(name) is not None:
-                files.remove(folder / name)
-        files.remove_if_empty(folder)
 
 
 def _claim_in(path: Path) -> Claim | None:
@@ -348,14 +369,6 @@ def _claim_in(path: Path) -> Claim | None:
         return claims.whole(lambda: Claim.from_json(files.read_small(path)))
     except (FileNotFoundError, CorruptManifest):
         return None
-
-
-def _is_settled(path: Path) -> bool:
-    """Whether a file was not written to for so long that it has no writer any more."""
-    try:
-        return time.time() - os.lstat(path).st_mtime >= store.SETTLED_S
-    except FileNotFoundError:
-        return False  # its writer is done
 
 
 def _reason(error: OSError | CorruptManifest) -> str:

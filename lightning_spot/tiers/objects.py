@@ -16,7 +16,7 @@ from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snap
 from lightning_spot.image.sealing import NotedParts
 from lightning_spot.threads import all_at_once, both
 from lightning_spot.tiers import claims, requests, store
-from lightning_spot.tiers.claims import ATTEMPTS_DIR, Claim
+from lightning_spot.tiers.claims import ATTEMPTS_DIR, Claim, Owner
 from lightning_spot.tiers.fetching import Fetching
 from lightning_spot.tiers.filesystem import check_bucket, make_parent, speaks, tier_errors
 from lightning_spot.tiers.folder import ObjectFolder
@@ -64,12 +64,17 @@ class ObjectStore:
 
     Args:
         url: the run's URL, such as ``s3://bucket/run-1``.
+        is_lent: whether a node acts for others: then of users' files only those that have a manifest of ours are
+            replaced or deleted.
 
     Raises:
         SettingsError: if the URL is malformed or its file system is not installed.
     """
 
-    def __init__(self, url: str) -> None:
+    owner: Owner | None = None
+
+    def __init__(self, url: str, *, is_lent: bool = False) -> None:
+        self._is_lent = is_lent
         self._files = ObjectFiles(url)
         self.url, self._fs, self._root = self._files.url, self._files.fs, self._files.root
         self._lanes = Lanes()
@@ -139,15 +144,25 @@ class ObjectStore:
 
     # -- changes --------------------------------------------------------------------------------------------------
 
+    def check_owner(self) -> None:
+        """See :meth:`Store.check_owner`."""
+        if (owner := self.owner) is not None:
+            with tier_errors(self.url):
+                claim = self._claim_in(f"{ATTEMPTS_DIR}/{claims.claim_name(owner.attempt)}")
+            claims.check_owner(owner, claim, self.url)
+
     def claim(self, claim: Claim) -> None:
         """See :meth:`Store.claim`."""
-        claims.check_fence(claim.location, claim.attempt, self.claimed())
+        below = f"{ATTEMPTS_DIR}/{claims.claim_name(claim.attempt)}"
         with tier_errors(self.url):
-            below = f"{ATTEMPTS_DIR}/{claims.claim_name(claim.attempt)}"
-            make_parent(self._fs, self._files.path(below))
-            self._create(below, claim.to_json().encode(), claim)
-            # Read back in any case: where the store cannot create exclusively, the last of two writers has won.
-            claims.check_claim(claim, self._claim_in(below))
+            # Looked at before, too: three of four servers that speak S3 create over what is there, without an error.
+            claimed, existing = both(self.claimed, lambda: self._claim_in(below), "spot-ask")
+            claims.check_fence(claim.location, claim.attempt, claimed)
+            if existing is None:
+                make_parent(self._fs, self._files.path(below))
+                self._create(below, claim.to_json().encode(), claim)
+                existing = self._claim_in(below)  # of two writers, the last one may have won
+            claims.check_claim(claim, existing)
 
     def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
         """See :meth:`Store.put`."""
@@ -164,16 +179,19 @@ class ObjectStore:
 
     def delete(self, manifest: Manifest) -> None:
         """See :meth:`Store.delete`."""
+        _, noted = both(lambda: self._check_owner(manifest.run), lambda: self._seen(manifest), "spot-ask")
+        is_foreign = self._is_lent and manifest.is_file and noted.manifest is None
+        if is_foreign or store.is_newer(noted.manifest, manifest) or store.is_another(noted.manifest, manifest):
+            logger.info("%s stays at %s: it is another one, or not ours", manifest.name, self.url)
+            return
         with tier_errors(self.url):
-            if manifest.is_file and store.is_newer(self._noted(manifest).manifest, manifest):
-                logger.info("%s stays at %s: a later attempt has written it anew", manifest.name, self.url)
-                return
             self._files.remove(manifest.manifest_path)  # and never at once with the others: not without its bytes
             self._files.remove_all([*map(manifest.path_of, manifest.spans)])
             self._files.remove_directory(OWN_DIR if manifest.is_file else manifest.name)
 
     def sweep(self, current: Manifest, seen: Holdings | None = None) -> None:
         """See :meth:`Store.sweep`. Unfinished uploads, and what whole snapshots hold, are looked at once an attempt."""
+        self._check_owner(current.run)
         seen, is_first = seen or self.survey(), self._swept_for != current.attempt
         with tier_errors(self.url):
             sweep_run(self._files, current, seen, is_first=is_first)
@@ -247,8 +265,21 @@ class ObjectStore:
         except (FileNotFoundError, CorruptManifest):
             return None
 
+    def _check_fence(self, run: str, attempt: int) -> None:
+        """Refuse to act for an attempt that does not hold the run."""
+        if self.owner is None:
+            claims.check_fence(run, attempt, self.claimed())
+            return
+        claimed, _ = both(self.claimed, self.check_owner, "spot-ask")
+        claims.check_fence(run, attempt, claimed)
+
+    def _check_owner(self, run: str) -> None:
+        """Refuse to delete anything for an attempt that does not hold the run any more."""
+        if self.owner is not None:
+            self._check_fence(run, self.owner.attempt)
+
     def _check_fences(self, manifest: Manifest, attempt: int) -> None:
-        claims.check_fence(manifest.run, attempt, self.claimed())
+        self._check_fence(manifest.run, attempt)
         if manifest.is_file:
             with tier_errors(self.url):
                 store.check_file_fence(manifest, self._noted(manifest).manifest)
@@ -260,6 +291,10 @@ class ObjectStore:
             with contextlib.suppress(NotImplementedError):
                 requests.create_object(self._fs, path, data)
                 return
+        if speaks(self._fs, requests.CREATE):
+            with contextlib.suppress(FileExistsError):
+                self._fs.pipe_file(path, data, mode="create")
+            return
         if not self._fs.exists(path):
             write_small(
                 self._fs, path, data, f"{path.rpartition('/')[0]}/{temporary_name(claim.attempt, claim.run_id)}"
@@ -285,11 +320,14 @@ class ObjectStore:
             nonlocal before
             # What is not what was announced never becomes visible; of several files, never with a manifest.
             sealed = manifest if manifest.files else seal()
+            self.check_owner()  # again: it has taken its time
             if manifest.is_file:
-                self._check_fences(manifest, attempt)  # again: a large file takes its time
+                self._check_fences(manifest, attempt)
             # Only its attempt writes a snapshot; of a user's file, somebody may have committed another one meanwhile.
             is_known = seen is not None and seen.is_recent and not manifest.is_file
             noted = seen if seen is not None and is_known else self._noted(manifest)
+            if self._is_lent and manifest.is_file and noted.manifest is None and self._sizes(manifest) != [None]:
+                raise store.not_ours(self.url, manifest)
             if _is_same(noted.manifest, sealed):
                 return  # the very same, once more: it stays durable meanwhile
             if noted.data is not None:
@@ -315,6 +353,7 @@ class ObjectStore:
                 if size != span.nbytes:
                     what = manifest.path_of(span)
                     raise TierError(f"{self.url} shows {size} of {span.nbytes} bytes of {what}", tier=self.url)
+            self.check_owner()
             write_small(self._fs, commit, sealed.to_json().encode(), temporary)
             return sealed
 

@@ -12,6 +12,9 @@ from lightning_spot.threads import all_at_once
 logger = logging.getLogger(__name__)
 
 S3 = frozenset({"s3", "s3a"})
+CREATE = frozenset({"gs", "gcs", "az", "abfs", "abfss"})
+"""Object stores whose libraries create an object exclusively."""
+
 _MOST_REMOVED = 1000  # in one request
 
 

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from lightning_spot.errors import Fenced
 from lightning_spot.image.manifest import Manifest, snapshot_order
-from lightning_spot.tiers.claims import Claim, check_fence
+from lightning_spot.tiers.claims import Claim, Owner, check_fence
 
 Progress = Callable[[int], None]
 """Called with the number of bytes just moved."""
@@ -55,9 +56,16 @@ class Store(Protocol):
     an empty answer or :class:`~lightning_spot.errors.SnapshotNotFound`, what could not be read or written is
     :class:`~lightning_spot.errors.TierError`, bytes that are not those that were committed are
     :class:`~lightning_spot.errors.CorruptSnapshot`.
+
+    Attributes:
+        url: of the run at the tier.
+        owner: the attempt on whose behalf this object writes and deletes. What it does asks for its claim, again before
+            each manifest and each deletion; whoever has another one is refused. ``None`` where nothing is claimed, as
+            for users' files: then only numbers count.
     """
 
     url: str
+    owner: Owner | None
 
     def survey(self) -> Holdings:
         """What the tier holds of the run, in a bounded number of requests; all empty when it holds nothing.
@@ -82,11 +90,20 @@ class Store(Protocol):
             TierError: if it could not be read.
         """
 
+    def check_owner(self) -> None:
+        """Whether the claim of :attr:`owner` is there, and its own; nothing where there is no owner. One cheap request.
+
+        Raises:
+            Fenced: if another trainer has claimed that number.
+            Unclaimed: if nobody has.
+            TierError: if it could not be read.
+        """
+
     def claim(self, claim: Claim) -> None:
         """Record that an attempt writes the run from now on. The same claim again does nothing.
 
-        Of two claims of one number the tier takes the first, where it can create a file exclusively: directories and
-        S3 can, other object stores look first and write then.
+        Of two claims of one number the tier takes the first, where it can create a file exclusively. Elsewhere the
+        last one stays, and :meth:`check_owner` tells the other.
 
         Raises:
             Fenced: if that number, under another token, or a later one is taken.
@@ -139,7 +156,11 @@ class Store(Protocol):
     def delete(self, manifest: Manifest) -> None:
         """Remove a snapshot: first its manifest, then its bytes, and no other file. Nothing happens if it is gone.
 
-        Nor if a later attempt of the same run than that of ``manifest`` has written a file of its name meanwhile.
+        Nor if another snapshot of its name is there, such as that of a trainer on another machine; nor if a later
+        attempt of the same run than that of ``manifest`` has written a file of its name meanwhile.
+
+        Raises:
+            Fenced: if :attr:`owner` does not hold the run any more.
         """
 
     def sweep(self, current: Manifest, seen: Holdings | None = None) -> None:
@@ -182,6 +203,19 @@ def is_newer(existing: Manifest | None, manifest: Manifest) -> bool:
     """Whether a later attempt of the same run has written the file that is there."""
     of_the_run = existing is not None and (existing.run_id, existing.run) == (manifest.run_id, manifest.run)
     return existing is not None and of_the_run and existing.attempt > manifest.attempt
+
+
+def is_another(noted: Manifest | None, manifest: Manifest) -> bool:
+    """Whether what is at the place of a snapshot is another one than that: two trainers may have begun one number."""
+    if noted is None or manifest.is_file:
+        return False
+    return (noted.lineage, noted.checksums) != (manifest.lineage, manifest.checksums)
+
+
+def not_ours(url: str, manifest: Manifest) -> Fenced:
+    """Why a file is not replaced on behalf of others: it has no manifest of ours."""
+    why = f"{url}/{manifest.name} was not saved by lightning_spot: it stays as it is. Save under another name"
+    return Fenced(why, run=manifest.run, attempt=manifest.attempt, current=manifest.attempt)
 
 
 def check_file_fence(manifest: Manifest, existing: Manifest | None) -> None:

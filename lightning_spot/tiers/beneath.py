@@ -1,0 +1,145 @@
+"""A directory below a prefix that an operator lends to others: reached without following links, it leads nowhere else.
+
+Every path that is given out begins with a descriptor, so a directory that is swapped for a link later changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from lightning_spot.errors import TierError
+
+_OPEN = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_DESCRIPTORS = Path("/proc/self/fd")
+_NOWHERE = _DESCRIPTORS / "none"  # nothing is there, and nothing can be made there
+
+
+class Beneath:
+    """A directory below one of several prefixes. Links in a prefix, which the operator named, are followed.
+
+    Args:
+        root: the directory; it need not be there.
+        prefixes: absolute paths; others are no directories.
+
+    Raises:
+        TierError: if it is below none of them.
+    """
+
+    def __init__(self, root: Path, prefixes: Sequence[str]) -> None:
+        self._root, real = root, Path(os.path.realpath(root))
+        lent = [
+            Path(os.path.realpath(each))
+            for each in (each.removeprefix("file://") for each in prefixes)
+            if each[:1] == "/"
+        ]
+        self._prefix = next((prefix for prefix in lent if real.is_relative_to(prefix)), None)
+        if self._prefix is None:
+            raise TierError(f"{root} is below none of the directories that this node may write to", tier=str(root))
+        self._names = real.relative_to(self._prefix).parts
+        self._lock = threading.Lock()
+        self._opened: list[int] = []  # the last one is in use; a path with an earlier one may be, too
+        weakref.finalize(self, _close, self._opened)
+
+    def path(self, *, make: bool = False) -> Path:
+        """The directory, as long as this object lives.
+
+        Args:
+            make: whether it is made if it is not there; otherwise the path is one at which there is nothing.
+
+        Raises:
+            OSError: if it cannot be opened, or made.
+            TierError: if a link is on the way.
+        """
+        with self._lock:
+            if not self._opened or _is_removed(self._opened[-1]):
+                found = self._walk(make=make)
+                if found is None:
+                    return _NOWHERE
+                self._opened.append(found)
+            return _DESCRIPTORS / str(self._opened[-1])
+
+    def _walk(self, *, make: bool) -> int | None:
+        assert self._prefix is not None
+        try:
+            at = os.open(self._prefix, _OPEN)
+        except FileNotFoundError:
+            if not make:
+                return None
+            raise
+        try:
+            for name in self._names:
+                if make:
+                    _make(name, at)
+                below = os.open(name, _OPEN, dir_fd=at)
+                os.close(at)
+                at = below
+        except FileNotFoundError:
+            os.close(at)
+            if make:
+                raise
+            return None
+        except NotADirectoryError as error:
+            os.close(at)
+            raise TierError(
+                f"{self._root} leads through a link, or a file: nothing is read or written there"
+            ) from error
+        except BaseException:
+            os.close(at)
+            raise
+        return at
+
+
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[Path]:
+    """A folder that is no link, as a path that leads nowhere else until the context ends.
+
+    Raises:
+        NotADirectoryError: if it is a link, or no folder.
+        OSError: if it cannot be opened.
+    """
+    at = os.open(folder, _OPEN)
+    try:
+        yield _DESCRIPTORS / str(at)
+    finally:
+        os.close(at)
+
+
+def open_file(root: Path, below: str) -> int:
+    """Open a plain file of a directory to read it; its descriptor. No link on the way is followed.
+
+    Raises:
+        OSError: if it is not there, is a link, or cannot be read.
+    """
+    folder, _, name = below.rpartition("/")
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe of that name would keep us for ever
+    if not folder:
+        return os.open(root / name, flags)
+    with opened(root / folder) as held:
+        return os.open(held / name, flags)
+
+
+def _make(name: str, at: int) -> None:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, dir_fd=at)
+        folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=at)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _is_removed(folder: int) -> bool:
+    try:
+        return os.fstat(folder).st_nlink == 0
+    except OSError:  # of a file server that has removed it
+        return True
+
+
+def _close(opened: list[int]) -> None:
+    for each in opened:
+        os.close(each)

@@ -1,0 +1,384 @@
+"""Who owns a run's directory: nothing is put, deleted or read on behalf of an attempt whose claim is not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from lightning_spot.client import starting
+from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.stores import open_store
+from lightning_spot.config import take_environment
+from lightning_spot.errors import Fenced, SnapshotNotFound, SpotError, TierError, Unclaimed
+from lightning_spot.image.manifest import OWN_DIR, Manifest, manifest_path_of, snapshot_name
+from lightning_spot.memory.host import InProcessHost
+from lightning_spot.memory.prefixes import refusal
+from lightning_spot.memory.runs import RunInfo, parse_run
+from lightning_spot.run import claims
+from lightning_spot.run.claims import ClaimWatch
+from lightning_spot.tiers.claims import ATTEMPTS_DIR, Owner, claim_name, digest_of
+from lightning_spot.tiers.filesystem import open_filesystem, tier_errors
+from lightning_spot.tiers.local import LocalStore
+from lightning_spot.tiers.objects import ObjectStore
+from lightning_spot.tiers.retention import retain
+from lightning_spot.tiers.store import Store
+from tests.conftest import RunningNode, until
+from tests.oracle import claim_of
+from tests.small_trainer import image_of
+
+DATA = b"written by the node"
+
+
+def snapshot(step: int, data: bytes = b"x" * 100, **more: Any) -> Manifest:
+    made = Manifest(run="run", name=snapshot_name(step, 1), step=step, attempt=1, nbytes=len(data), lineage="a" * 12)
+    return replace(made, **more).sealed(memoryview(data))
+
+
+class Lent:
+    """A node that may write below a directory, and who asks it to."""
+
+    def __init__(self, node: RunningNode, root: Path) -> None:
+        self.url, self.root = node.url, root
+        self.client = NodeClient(NodeStore(f"{node.url}/any").client.address)
+
+    def open(self, run: str, place: Path, *, claimed: bool) -> RunInfo:
+        info = RunInfo(
+            name=run, id="", location=f"file://{place}", attempt=1, token=f"of {run}", durable_url=str(place)
+        )
+        NodeStore(f"{self.url}/{run}").open_run(info)
+        if claimed:
+            LocalStore(place).claim(info.claim())
+        return info
+
+    def put(self, run: str, name: str, data: bytes = DATA) -> list[str]:
+        """Save a file, and have it brought down; what was not."""
+        with fsspec.open(f"{self.url}/{run}/{name}", "wb") as file:
+            file.write(data)
+        return self.flush()
+
+    def delete(self, run: str, name: str) -> None:
+        self.client.call("DELETE", f"/v1/files/{run}/{name}", {"unseen": True})
+        self.flush()
+
+    def flush(self) -> list[str]:
+        answer = self.client.call("POST", "/v1/flush", {"wait_s": 0.5}, timeout_s=20.0)
+        return [str(line) for line in answer["unreached"]]
+
+    def read(self, run: str, name: str) -> bytes:
+        data = bytearray(len(DATA))
+        self.client.receive(f"/v1/files/{run}/{name}", 0, memoryview(data))
+        return bytes(data)
+
+
+@pytest.fixture
+def lent(start_node: Callable[..., RunningNode], tmp_path: Path) -> Lent:
+    (tmp_path / "allowed").mkdir()
+    (tmp_path / "outside").mkdir()
+    return Lent(start_node("--allow", str(tmp_path / "allowed"), "--drain-timeout", "0"), tmp_path / "allowed")
+
+
+def test_a_node_does_nothing_where_the_attempt_has_not_claimed(lent: Lent) -> None:
+    victim = lent.root / "victim"
+    victim.mkdir()
+    (victim / "notes.txt").write_bytes(DATA)
+    lent.open("thief", victim, claimed=False)
+    assert lent.put("thief", "new.txt") != []
+    with pytest.raises(SpotError):
+        lent.read("thief", "notes.txt")
+    lent.delete("thief", "notes.txt")
+    assert [path.name for path in victim.iterdir()] == ["notes.txt"]
+
+
+def test_a_node_does_nothing_where_another_trainer_has_claimed_that_number(lent: Lent) -> None:
+    victim = lent.root / "victim"
+    LocalStore(victim).claim(claim_of(1))
+    lent.open("thief", victim, claimed=False)
+    lent.put("thief", "new.txt")
+    assert [path.name for path in victim.iterdir()] == [ATTEMPTS_DIR]
+
+
+def test_files_that_have_no_manifest_of_ours_stay(lent: Lent) -> None:
+    place = lent.root / "run"
+    lent.open("run", place, claimed=True)
+    (place / "config.yaml").write_text("lr: 0.1")
+    (place / "notes.txt").write_text("precious")
+    lent.put("run", "config.yaml")
+    lent.delete("run", "notes.txt")
+    assert (place / "config.yaml").read_text() == "lr: 0.1"
+    assert (place / "notes.txt").read_text() == "precious"
+    for name in ("notes.txt", f"{ATTEMPTS_DIR}/{claim_name(1)}", "a%00b", "..%2F..%2Foutside"):
+        with pytest.raises(SnapshotNotFound):
+            lent.read("run", name)
+    assert lent.put("run", "own.txt") == []
+    assert lent.put("run", "own.txt", DATA[::-1]) == []
+    assert (place / "own.txt").read_bytes() == DATA[::-1]
+    lent.delete("run", "own.txt")
+    until(lambda: not (place / "own.txt").exists(), "it to be deleted")
+
+
+@pytest.mark.parametrize("what", ["run", "above", OWN_DIR])
+def test_a_directory_that_is_swapped_for_a_link_leads_nowhere(lent: Lent, what: str) -> None:
+    place, outside = lent.root / "above" / "run", lent.root.parent / "outside"
+    lent.open("run", place, claimed=True)
+    swapped = {"run": place, "above": place.parent, OWN_DIR: place / OWN_DIR}[what]
+    if swapped.exists():
+        os.rename(swapped, lent.root / "away")
+    if what == "above":
+        (outside / "run").mkdir()
+    LocalStore(outside if what == "run" else outside / "run").claim(claim_of(1, token="of run"))  # as in the run
+    before = sorted(path for path in outside.rglob("*"))
+    swapped.symlink_to(outside)
+    assert lent.put("run", "pwned.txt") != []
+    assert sorted(path for path in outside.rglob("*")) == before
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_nothing_is_read_through_a_link(lent: Lent, what: str) -> None:
+    place, secret = lent.root / "run", lent.root.parent / "outside" / "model.ckpt"
+    lent.open("run", place, claimed=True)
+    secret.write_bytes(DATA)
+    made = snapshot(1, DATA) if what == "folder" else snapshot(1, DATA, name="link.txt", file="")
+    path = place / (made.name if what == "folder" else made.data_path)
+    path.symlink_to(secret.parent if what == "folder" else secret)
+    target = secret.parent / "manifest.json" if what == "folder" else place / manifest_path_of("link.txt")
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(made.to_json())
+    with pytest.raises(SpotError):
+        lent.read("run", made.data_path)
+
+
+@pytest.mark.parametrize("name", [OWN_DIR, ATTEMPTS_DIR, snapshot_name(1, 1)])
+def test_no_run_lies_in_a_folder_of_ours(name: str) -> None:
+    """What is saved in it would be taken for a manifest, or a claim."""
+    for place in (f"/runs/victim/{name}", f"/runs/victim/{name}/below", f"s3://bucket/victim/{name}"):
+        assert name in refusal(place, ["/runs", "s3://bucket"])
+    with pytest.raises(SpotError):
+        parse_run(name)
+
+
+def test_a_claim_holds_no_token(tmp_path: Path) -> None:
+    info = RunInfo(name="run", id="", location="file:///run", attempt=1, token="a secret")
+    LocalStore(tmp_path).claim(info.claim())
+    noted = json.loads((tmp_path / ATTEMPTS_DIR / claim_name(1)).read_text())
+    assert "a secret" not in str(noted)
+    assert noted["digest"] == digest_of("a secret")
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    number = os.urandom(6).hex()
+    if request.param == "s3":
+        return f"{request.getfixturevalue('s3')}/{number}"
+    return f"memory://runs/{number}" if request.param == "memory" else str(tmp_path / number)
+
+
+def owned(url: str, token: str) -> Store:
+    store = open_store(url)
+    store.owner = Owner(1, digest_of(token))
+    return store
+
+
+def test_two_machines_with_one_number_touch_nothing_of_each_other(place: str) -> None:
+    """The first could never claim the directory, and its node had the complete snapshot of the second deleted."""
+    theirs, mine = snapshot(5, b"theirs" * 50, lineage="b" * 12), snapshot(5)
+    late, owner = owned(place, "first"), owned(place, "second")
+    owner.claim(claim_of(1, token="second"))
+    owner.put(theirs, memoryview(b"theirs" * 50), attempt=1)
+    for act in (
+        lambda: late.put(mine, memoryview(b"x" * 100), attempt=1),
+        lambda: late.put_parts(replace(mine, checksums=()), iter([memoryview(b"x" * 100)]), attempt=1),
+        lambda: late.delete(theirs),
+        lambda: late.sweep(snapshot(9)),
+        lambda: retain(late, 1, theirs),
+        lambda: late.claim(claim_of(1, token="first")),
+    ):
+        with pytest.raises(Fenced):
+            act()
+    owner.delete(mine)  # of that name, but another one
+    assert owner.has(theirs)
+    owner.delete(theirs)
+    assert owner.survey().manifests == []
+
+
+def test_nobody_writes_or_deletes_without_a_claim(place: str) -> None:
+    store = owned(place, "first")
+    for act in (lambda: store.put(snapshot(1), memoryview(b"x" * 100), attempt=1), lambda: store.delete(snapshot(1))):
+        with pytest.raises(Unclaimed):
+            act()
+
+
+def test_a_node_claims_for_its_own_trainer_what_that_could_not(tmp_path: Path) -> None:
+    host = InProcessHost(slots=2, memory_bytes=2**20, open_store=open_store)
+    info = RunInfo(
+        name="run", id="", location=f"file://{tmp_path}/run", attempt=3, token="t", durable_url=str(tmp_path / "run")
+    )
+    host.open_run(info)
+    image = image_of(1, 10_000)
+    lease = host.lease(len(image), 5.0)
+    lease.map[: len(image)] = image
+    host.seal(lease, replace(snapshot(1, image), name=snapshot_name(1, 3), attempt=3, checksums=()))
+    assert host.flush(30.0) == []
+    claim = LocalStore(tmp_path / "run").newest_claim()
+    assert claim is not None
+    assert (claim.attempt, claim.digest) == (3, digest_of("t"))
+    host.leave(complete=True)
+
+
+class Bucket(MemoryFileSystem):
+    """Google Cloud's storage as its library shows it: an object is created exclusively if that is asked for."""
+
+    protocol = "gs"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return super()._strip_protocol(str(path).removeprefix("gs://"))
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+        if mode == "create" and self.exists(path):
+            raise FileExistsError(path)
+        super().pipe_file(path, value)
+
+
+def test_a_claim_is_created_exclusively_where_the_library_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at what is there and the creation, another trainer comes."""
+    fsspec.register_implementation("gs", Bucket, clobber=True)
+    store, url = open_store("gs://bucket/run"), "gs://bucket/run"
+    pipe = Bucket.pipe_file
+
+    def later(files: Bucket, path: str, value: bytes, **more: Any) -> None:
+        monkeypatch.setattr(Bucket, "pipe_file", pipe)
+        open_store(url).claim(claim_of(1, token="first"))
+        pipe(files, path, value, **more)
+
+    monkeypatch.setattr(Bucket, "pipe_file", later)
+    with pytest.raises(Fenced):
+        store.claim(claim_of(1, token="second"))
+    claim = store.newest_claim()
+    assert claim is not None
+    assert claim.digest == digest_of("first")
+
+
+class Careless(ObjectStore):
+    """A store whose creation is not exclusive, and slow: of two that look at once, both write, and the last stays."""
+
+    gate = threading.Barrier(1)
+
+    def _create(self, below: str, data: bytes, claim: Any) -> None:
+        self.gate.wait(30.0)  # all have looked
+        self._fs.pipe_file(self._files.path(below), data)
+
+
+def starts_at_once(count: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many of the trainers that start at once, and get one number, may write in the end."""
+    url = f"memory://runs/{os.urandom(6).hex()}"
+    monkeypatch.setattr(Careless, "gate", threading.Barrier(count))
+    stores, wrote, lost = [Careless(url) for _ in range(count)], list[int](), list[BaseException]()
+    mine = [claim_of(1, token=f"start {number}") for number in range(count)]
+
+    def start(number: int) -> None:
+        store = stores[number]
+        store.owner = Owner(1, mine[number].digest)
+        try:
+            store.claim(mine[number])
+        except Fenced as error:
+            lost.append(error)
+
+    threads = [threading.Thread(target=start, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    for number, store in enumerate(stores):
+        try:
+            store.put(snapshot(number), memoryview(b"x" * 100), attempt=1)
+            wrote.append(number)
+        except Fenced as error:
+            lost.append(error)
+    assert [manifest.step for manifest in stores[0].survey().manifests] == wrote
+    return len(wrote)
+
+
+def test_of_trainers_that_start_at_once_one_writes_whatever_the_store_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [starts_at_once(8, monkeypatch) for _ in range(10)] == [1] * 10
+
+
+@pytest.mark.soak
+def test_of_trainers_that_start_at_once_one_writes_two_hundred_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [starts_at_once(8, monkeypatch) for _ in range(200)] == [1] * 200
+
+
+def test_a_trainer_is_told_that_its_number_is_anothers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "_AGAIN_S", 0.01)
+    url, told = str(tmp_path / "run"), list[Fenced]()
+    mine = claim_of(1, token="mine")
+    LocalStore(url).claim(mine)
+    watch = ClaimWatch(url, mine, is_made=True, fenced=told.append)
+    path = tmp_path / "run" / ATTEMPTS_DIR / claim_name(1)
+    path.unlink()
+    until(path.exists, "the claim to be made again")
+    path.write_text(claim_of(1, token="another").to_json())
+    until(lambda: told, "it to be told")
+    watch.close()
+    assert told[0].current == 1
+
+
+def test_the_node_of_a_killed_start_goes_on_with_the_credentials_of_the_next_one(
+    s3: str, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had those with which the first one began, and nothing became durable."""
+    url, keys = f"{s3}/run", {name: os.environ[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name in keys:
+        monkeypatch.delenv(name)
+
+    def start(attempt: int) -> EmbeddedHost:
+        host = starting.start(url, "run", slots=2, memory_bytes=2**24, idle_timeout_s=60.0)
+        told: dict[str, Any] = {"location": url, "durable_url": url, "attempt": attempt, "token": f"t{attempt}"}
+        host.open_run(RunInfo(name="run", id="", **told))
+        return host
+
+    image, first = image_of(1, 10_000), start(1)
+    lease = first.lease(len(image), 5.0)
+    lease.map[: len(image)] = image
+    first.seal(lease, replace(snapshot(1, image), checksums=()))
+    assert "no credentials" in " ".join(first.flush(2.0))
+    first.disconnect()
+    for name, value in keys.items():
+        monkeypatch.setenv(name, value)
+    second = start(2)
+    assert second.flush(60.0) == []
+    assert [manifest.step for manifest in open_store(url).survey().manifests] == [1]
+    second.leave(complete=True)
+
+
+def test_a_trainers_environment_leaves_out_what_a_node_needs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", {"AWS_PROFILE": "old", "AWS_SESSION_TOKEN": "old", "LIGHTNING_SPOT_TOKEN": "own"})
+        assert take_environment({"AWS_PROFILE": "new", "PATH": "/elsewhere", "LIGHTNING_SPOT_TOKEN": "other"})
+        assert os.environ == {"AWS_PROFILE": "new", "LIGHTNING_SPOT_TOKEN": "own"}
+        assert not take_environment({"AWS_PROFILE": "new"})
+
+
+@pytest.mark.parametrize("error", [PermissionError("x"), OSError("ExpiredToken: The provided token has expired.")])
+def test_credentials_are_read_again_when_a_store_says_that_they_have_expired(error: Exception) -> None:
+    """A login tool renews them in a file, which a session reads once."""
+    before = open_filesystem("memory://runs/any")[0]
+    with pytest.raises(TierError), tier_errors("memory://runs/any"):
+        raise OSError("the line is broken")
+    assert open_filesystem("memory://runs/any")[0] is before
+    with pytest.raises(TierError), tier_errors("memory://runs/any"):
+        raise error
+    assert open_filesystem("memory://runs/any")[0] is not before
