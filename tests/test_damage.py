@@ -343,7 +343,7 @@ def test_many_mutations_of_archives_are_sealed_or_refused() -> None:
 
 # -- claims, notes, greetings, answers --------------------------------------------------------------------------------
 
-CLAIM = Claim(attempt=3, run_id="0123456789ab", token="t", location="file:///r", started_unix_s=1.5e9, host="vm", pid=7)
+CLAIM = Claim(attempt=3, run_id="0123456789ab", digest="d", location="file:///r", started_unix_s=1e9, host="vm", pid=7)
 NOTE = Note(name=snapshot_name(5, 1), host=1, hosts=2, digest="d", pieces=((0, 3, "1" * 32),))
 
 

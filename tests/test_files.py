@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +13,7 @@ from lightning_spot.errors import CorruptManifest, CorruptSnapshot
 from lightning_spot.image.files import FileSpan, cut, pieces
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing
+from lightning_spot.untrusted import sealed_json
 
 FILES = (FileSpan(".metadata", 0, 100), FileSpan("__0_0.distcp", 4096, 5000), FileSpan("__1_0.distcp", 16384, 7))
 
@@ -79,12 +79,12 @@ WRONG: dict[str, Any] = {
 @pytest.mark.parametrize("files", WRONG.values(), ids=WRONG.keys())
 def test_a_manifest_whose_files_contradict_it_is_refused(files: object) -> None:
     with pytest.raises(CorruptManifest):
-        Manifest.from_json(json.dumps({**manifest().to_dict(), "files": files}))
+        Manifest.from_json(sealed_json({**manifest().to_dict(), "files": files}))
 
 
 def test_a_file_that_a_user_named_is_never_cut() -> None:
     with pytest.raises(CorruptManifest, match="one file and has several"):
-        Manifest.from_json(json.dumps({**manifest().to_dict(), "file": ""}))
+        Manifest.from_json(sealed_json({**manifest().to_dict(), "file": ""}))
 
 
 @settings(max_examples=25)

@@ -35,7 +35,7 @@ from lightning_spot.run.files import folder_info
 from lightning_spot.service import handlers, uploads, waiting
 from lightning_spot.service.quotas import Quota, client_at
 from lightning_spot.service.readiness import not_ready
-from lightning_spot.tiers.claims import Claim
+from lightning_spot.tiers.claims import Claim, digest_of
 from tests.conftest import until
 from tests.served import served
 from tests.small_trainer import image_of as archive_of
@@ -327,7 +327,7 @@ def test_no_attempt_jumps_ahead_of_its_claim(tmp_path: Path, known: int) -> None
     with pytest.raises(NodeRefused, match="far above"):
         node.open_run(replace(far, durable_url=None))
     assert node.claimed(f"run@{RUN_ID}") == known
-    claim = Claim(run_id=RUN_ID, attempt=far.attempt, token="u", location=url, started_unix_s=1.0)
+    claim = Claim(run_id=RUN_ID, attempt=far.attempt, digest=digest_of("u"), location=url, started_unix_s=1.0)
     open_store(url).claim(claim)
     assert node.open_run(far).attempt == far.attempt
     assert node.open_run(replace(info, attempt=far.attempt + MOST_AHEAD, token="v")).attempt
