@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_spot.config import DRILL_VARIABLE
+from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.notices.choose import open_sources
 from lightning_spot.notices.file import FileSource
 from lightning_spot.tiers.local import LocalStore
@@ -49,7 +50,9 @@ def train(folder: Path) -> int:
                 file.write(f"{step}\n")
             return 143
         step += 1
-        image, manifest = image_of(step, _NBYTES), replace(manifest_of(step, attempt, _NBYTES), complete=step == STEPS)
+        image, manifest = image_of(step, _NBYTES), manifest_of(step, attempt, _NBYTES)
+        if step == STEPS:
+            manifest = replace(manifest, complete=True, name=snapshot_name(step, attempt, complete=True))
         store.put(manifest.sealed(memoryview(image)), memoryview(image), attempt=attempt)
     return 0
 

@@ -311,9 +311,10 @@ def become(request: dict[str, Any], python: str) -> None:
     for item in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         if item and item not in sys.path:
             sys.path.insert(0, item)
-    if request.get("unbuffered"):
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(write_through=True)  # type: ignore[union-attr] # they are files
+    for number, name in ((1, "stdout"), (2, "stderr")):  # those of the parent were files, these may be pipes
+        stream = open(number, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115 # for good
+        stream.reconfigure(write_through=bool(request.get("unbuffered")), line_buffering=number == 2)
+        setattr(sys, name, stream)
     _reseed()
     try:
         enter_network(request.get("network", _OWN_NETWORK))

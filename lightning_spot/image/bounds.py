@@ -30,7 +30,7 @@ _MOST_MET = 1_000_000
 _SIZED = re.compile(r"(builtins|__builtin__)\.bytearray|torch(\.\w+)*\.\w*(Tensor|Storage)")
 """What torch itself deems safe to call, and makes something of any size from a number."""
 
-_REBUILDS = re.compile(r"torch\._utils\._rebuild_\w+")
+_DETOUR = "torch._tensor._rebuild_from_type_v2"
 _VALUES = frozenset(["BINFLOAT", "NONE", "NEWTRUE", "NEWFALSE", "SHORT_BINSTRING"])
 _NUMBERS = frozenset(["BININT", "BININT1", "BININT2", "LONG1"])
 _EMPTY = frozenset(["EMPTY_DICT", "EMPTY_LIST", "EMPTY_SET"])
@@ -142,13 +142,17 @@ def _call(called: _Made, arguments: _Made) -> _Made:
     kinds = arguments.items
     is_encoding = called.kind == "_codecs.encode"
     is_wrong = arguments.kind != "tuple"
-    is_wrong |= bool(_SIZED.fullmatch(called.kind)) and not {"text", "latin1", "bytes"}.issuperset(kinds)
+    is_wrong |= _is_sized(called.kind) and not {"text", "latin1", "bytes"}.issuperset(kinds)
     is_wrong |= is_encoding and (kinds[:1] not in (("text",), ("latin1",)) or kinds[1:] != ("latin1",))
-    if called.kind == "torch._tensor._rebuild_from_type_v2":  # calls its first argument
-        is_wrong |= not kinds or not _REBUILDS.fullmatch(kinds[0])
+    if called.kind == _DETOUR:  # calls its first argument: a function by its name, and none of those that are looked at
+        is_wrong |= "." not in "".join(kinds[:1]) or kinds[0] in (_DETOUR, "_codecs.encode") or _is_sized(kinds[0])
     if is_wrong:
         raise _refused(f"calls {called.kind or 'an object'} in a way that torch.save does not write")
     return _Made("bytes") if is_encoding else _Made("", (), arguments.depth, arguments.met)
+
+
+def _is_sized(kind: str) -> bool:
+    return _SIZED.fullmatch(kind) is not None
 
 
 def _refused(why: str) -> CorruptSnapshot:
