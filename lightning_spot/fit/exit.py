@@ -181,14 +181,16 @@ class Exit(OfTrainer):
     def _say_end(self, snapshotter: Snapshotter, *, durable: bool) -> None:
         """Say that the run has ended, and where its last snapshot is: of what was seen there only."""
         location, step = snapshotter.location, self._trainer.global_step
+        where = (
+            f"step {step}" if step else f"the end of epoch {self._trainer.current_epoch}"
+        )  # steps may not be counted
         if durable:
             rank_zero_info(
-                f"lightning_spot: run {location.name!r} is complete at step {step}; its last snapshot is in"
-                f" {location.url}"
+                f"lightning_spot: run {location.name!r} is complete at {where}; its last snapshot is in {location.url}"
             )
         else:
             rank_zero_warn(
-                f"lightning_spot: run {location.name!r} has ended at step {step}, but its last snapshot was not seen in"
+                f"lightning_spot: run {location.name!r} has ended at {where}, but its last snapshot was not seen in"
                 f" {location.url}: see the warnings above for the reason"
             )
 
