@@ -22,7 +22,7 @@ from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.resumable import Trial, check_resumable, put_in_own_objects
 from lightning_spot.exact.sharded import is_sharded
-from lightning_spot.fit import earlier
+from lightning_spot.fit import competing, earlier
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.alike import check_one_model
 from lightning_spot.fit.changes import check_model, check_optimizers, other_hyperparameters
@@ -179,6 +179,9 @@ class Resume(OfTrainer):
         if not self.is_wanted():
             Agreement(trainer).on_rank_zero(lambda: self._refuse(location))
             return location
+        found = self._found
+        was_started = trainer.strategy.broadcast(found is not None and max(found.seen_attempts, default=0) > 0)
+        competing.let_config_be_saved_again(trainer, was_started=was_started)
         # All strategies pass through resume_start, on every rank, with the process group up.
         connector = private.RESUMING_CONNECTOR.of(trainer)
         vars(connector).pop(private.RESUME_START.name, None)  # of a fit that ended before it came to that
@@ -189,12 +192,19 @@ class Resume(OfTrainer):
             self._trusts = options.get("weights_only") is False
             check_one_model(trainer)
             begun_s = time.monotonic()
+            who = trainer.strategy.broadcast(competing.who_found_checkpoint(trainer, checkpoint_path))
+            if who or not checkpoint_path:
+                self._choose(location)
+            if who:
+                rank_zero_warn(f"lightning_spot: {self._instead_of(checkpoint_path, who)}")
+            checkpoint_path = None if self.chosen is not None else checkpoint_path
+            loaded = private.LOADED_CHECKPOINT.of(connector)
             with fetched_once(trainer, location, checkpoint_path):
                 original(checkpoint_path, **options)
-            if checkpoint_path:
-                rank_zero_info(f"lightning_spot: resumed from ckpt_path={str(checkpoint_path)!r}, as asked")
-            else:
-                self._choose(location)
+            if self.chosen is not None:
+                private.LOADED_CHECKPOINT.set(connector, loaded)
+            if checkpoint_path and not who:
+                self._say_named(checkpoint_path)
             if checkpoint_path or self.chosen is not None:
                 self.took_s = time.monotonic() - begun_s
             while self._then:
@@ -203,6 +213,30 @@ class Resume(OfTrainer):
         # Its second parameter came with Lightning 2.6 and is passed by name.
         private.RESUME_START.set(connector, resume_start)
         return location
+
+    def _instead_of(self, path: Any, who: str) -> str:
+        """What to say of a checkpoint that somebody else had Lightning find."""
+        if self.chosen is not None:
+            return (
+                f"{path}, which Lightning has found for {who}, is not used: this run goes on from its newest snapshot,"
+                f" {self.chosen.name}. Remove the file; or pass resume=False to go on from it"
+            )
+        return (
+            f"this run has no snapshot and begins with {path}, which Lightning has found for {who}. Later starts go on"
+            " from snapshots. Remove the file to start afresh"
+        )
+
+    def _say_named(self, path: Any) -> None:
+        """Say that the user's checkpoint is taken; in each start of a program, it takes its progress away."""
+        step = private.LOADED_CHECKPOINT.of(private.RESUMING_CONNECTOR.of(self._trainer)).get("global_step")
+        newest = self.snapshots[0].step if self.snapshots else -1
+        if isinstance(step, int) and step < newest:
+            rank_zero_warn(
+                f"lightning_spot: ckpt_path={str(path)!r} is taken, as asked, which is of step {step}; this run has a"
+                f" snapshot of step {newest}. Leave ckpt_path out to go on from that"
+            )
+        else:
+            rank_zero_info(f"lightning_spot: resumed from ckpt_path={str(path)!r}, as asked")
 
     def _refuse(self, location: Location) -> None:
         """No resume is possible here: a run that has snapshots must not begin anew without a word."""
