@@ -147,6 +147,8 @@ class Exit(OfTrainer):
                 is_none = snapshotter.writing.committed is None and not self._resume.snapshots
                 can_go_on = not (is_none or _would_come_again(error))
                 way_on = ". The same command goes on from the newest one" if can_go_on else ""
+                if can_go_on and snapshotter.writing.committed is None and (chosen := self._resume.chosen) is not None:
+                    way_on = f". The same command goes on from {chosen.name} again, as this start did"
                 rank_zero_info(
                     f"lightning_spot: {type(error).__name__} has ended run {snapshotter.location.name!r} at step"
                     f" {self._trainer.global_step}; {snapshotter.writing.what_is_safe()}{way_on}"

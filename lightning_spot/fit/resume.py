@@ -27,6 +27,7 @@ from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.alike import check_one_model
 from lightning_spot.fit.changes import check_model, check_optimizers, other_hyperparameters
 from lightning_spot.fit.chosen import ResumedFrom, choose
+from lightning_spot.fit.failed_resumes import OnResumeFailure, without_failed
 from lightning_spot.fit.fingerprint import Fingerprint
 from lightning_spot.fit.left_elsewhere import bring_from_other_hosts
 from lightning_spot.fit.named import fetched_once
@@ -60,6 +61,7 @@ class Resume(OfTrainer):
         snapshots: what the tiers had of the run when this ``fit`` began, newest first; on rank 0.
         took_s: seconds that finding and reading the snapshot took; 0 for a fresh start.
         lineage: of the training state that was loaded, ``None`` for a fresh start.
+        on_failure: what is done where resumes from the newest snapshot have failed.
         interval: what the attempt that took the snapshot had measured, ``None`` without.
     """
 
@@ -75,6 +77,7 @@ class Resume(OfTrainer):
         self.took_s = 0.0
         self.lineage: str | None = None
         self.interval: dict[str, Any] | None = None
+        self.on_failure: OnResumeFailure = "error"
         self._found: Survey | None = None
         self._selected: dict[Location, Selection] = {}
         self._trusts = False
@@ -262,7 +265,7 @@ class Resume(OfTrainer):
             found = choose(
                 ranks,
                 hosts,
-                lambda: self._newest_survey(location),
+                lambda: without_failed(self._newest_survey(location), self.attempt, self.on_failure),
                 trusts=self._trusts,
                 load_shards=lambda image, manifest: load_shards(trainer, image, manifest, trusts=self._trusts),
             )
