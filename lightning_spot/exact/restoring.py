@@ -214,9 +214,10 @@ class Restoring(OfTrainer):
         if self._loads is not None and own.get("load_optimizer_state_dict") is self._loads:
             del own["load_optimizer_state_dict"]
 
-    def _restore_hooked(self, values: State) -> None:
-        if values["hooked"] is not None:
-            self._switches.run(private.HOOKED, lambda: self._hooked.restore(self._trainer, values["hooked"]))
+    def _restore_hooked(self, values: State, *, untrained: bool = False) -> None:
+        if (saved := values["hooked"]) is not None:
+            restore = self._hooked.restore
+            self._switches.run(private.HOOKED, lambda: restore(self._trainer, saved, untrained=untrained))
         if kept := values.get("toggled"):
             self._switches.run(private.TOGGLES, lambda: toggled.restore(self._trainer.lightning_module, kept))
 
@@ -360,7 +361,7 @@ class Restoring(OfTrainer):
             return
         if not self._has_begun:
             self._own.restore(self._trainer, self.own_parameters)
-            self._restore_hooked(values)
+            self._restore_hooked(values, untrained=True)
         self._restore_buffers(values)
         restore_random(values["random"], self._trainer.strategy.root_device)
         self._switches.run(private.PROGRESS, lambda: progress.end_restart(self._trainer))
