@@ -141,7 +141,8 @@ class FitState(PerTrainer):
         anew = [*shipped.what_begins_anew(trainer), *self._unsaved.begin_anew(restoring.lost)]
         own = what_is_the_first_ranks(restoring.own_parameters, restoring.own_values)
         anew += [*own, *what_hooks_begin_anew(trainer), *self._hooked.what_waits()]
-        say_what_is_not_exact(trainer, reasons, anew if restoring.is_due else [])
+        first = [*reasons, *shipped.what_has_a_passing_folder(trainer)]
+        say_what_is_not_exact(trainer, *((reasons, anew) if restoring.is_due else (first, [])))
         restoring.go_on_without_batch()
 
     # -- capture --------------------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ class Restoring(OfTrainer):
         self._precise = _more_precise(trainer.lightning_module, checkpoint)
         if states := precise_of(checkpoint):
             self._keep_dtypes(states, _dtypes_of(checkpoint))
-        self._switches.run("SpikeDetection", lambda: shipped.before_loading(trainer, checkpoint))
+        self._switches.run("states of callbacks", lambda: shipped.before_loading(trainer, checkpoint))
 
     def _of_this_rank(self, shared: State) -> State:
         trainer, ranks = self._trainer, shared["ranks"]
