@@ -37,8 +37,8 @@ from lightning_spot.sharded.metadata import dtype_of, metadata_of, name_of
 from lightning_spot.sharded.plan import State, is_tensor
 from lightning_spot.sharded.private import box_of, is_strided
 
-_SCALARS = [  # of numpy: schedules compute with them
-    getattr(numpy, "_core" if hasattr(numpy, "_core") else "core").multiarray.scalar,
+_SCALARS: list[Any] = [  # of numpy: schedules compute with them
+    numpy.float64(0).__reduce__()[0],  # makes them; its place differs between versions of numpy
     numpy.dtype,
     *{type(numpy.dtype(code)) for code in "?bhilqBHILQefd"},
 ]
