@@ -207,7 +207,9 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bits_of_one(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    # One element counts as contiguous with any stride, and is viewed with that of 1 only.
+    return (flat.clone(memory_format=torch.contiguous_format) if flat.numel() == 1 else flat).view(torch.uint8)
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
