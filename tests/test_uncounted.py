@@ -1,4 +1,4 @@
-"""Optimizers that step past Lightning: what is said where it counts no step."""
+"""Optimizers that step past Lightning: what is said, and what waits for the copy of a snapshot."""
 
 from __future__ import annotations
 
@@ -135,3 +135,60 @@ def test_it_is_an_error_where_snapshots_must_be_taken(tmp_path: Path) -> None:
     new_process()
     with pytest.raises(SettingsError, match=r"counted no step in 8 batches"):
         trainer(spot(tmp_path, strict=True), max_epochs=1).fit(InBackward(), data(12))
+
+
+class OnlyCounts(Net):
+    """Lightning steps an optimizer that does nothing; others step in hooks of backward, while a snapshot is copied."""
+
+    def configure_optimizers(self) -> Any:
+        made = {parameter: torch.optim.Adam([parameter], lr=0.01) for parameter in self.parameters()}
+
+        def step(parameter: torch.Tensor) -> None:
+            made[parameter].step()
+
+        for parameter in made:
+            parameter.register_post_accumulate_grad_hook(step)
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+@pytest.mark.parametrize("partitions", ["eager", "backward", "asymmetric"])
+def test_a_step_within_backward_waits_for_the_copy(tmp_path: Path, partitions: Any) -> None:
+    """Each snapshot was torn, and dropped."""
+    new_process()
+    callback = spot(tmp_path, partitions=partitions)
+    with pytest.warns(UserWarning, match=r"Adam steps weights .* configure_optimizers has not returned it"):
+        trainer(callback, max_epochs=1).fit(OnlyCounts(100_000), data(6))
+    assert callback.torn == 0
+    assert callback.last_committed_step == 6
+
+
+class Wraps(torch.optim.SGD):
+    """An optimizer that is made of another one, whose state it has."""
+
+    def __init__(self, parameters: Any) -> None:
+        parameters = list(parameters)
+        super().__init__(parameters, lr=0.01)
+        self.inner = torch.optim.SGD(parameters, lr=0.01)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        self.inner.step()
+        return loss
+
+
+class Wrapped(Net):
+    def configure_optimizers(self) -> Any:
+        return Wraps(self.parameters())
+
+
+class SavesItself(OnlyCounts):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """It would save its optimizers here."""
+
+
+@pytest.mark.parametrize("kind", [Net, Manual, Seldom, InnerLoop, Wrapped, SavesItself])
+def test_optimizers_that_lightning_has_are_not_named(tmp_path: Path, kind: type[Net]) -> None:
+    new_process()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*has not returned it")
+        trainer(spot(tmp_path, strict=True), max_epochs=1).fit(kind(), data(5))

@@ -74,6 +74,7 @@ class Snapshotter(OfTrainer):
         self._seen_step = -1
         self._steps_itself = self.has_begun = False
         self._has_counted = self._has_stepped = False  # whether global_step has moved; an optimizer, in this batch
+        self._unknown, self._has_said_unknown = "", False  # class of an optimizer that Lightning was not given
         self._uncounted = 0  # batches in which an optimizer stepped, before global_step has moved
         self._undo: list[Callable[[], None]] = []
 
@@ -123,7 +124,10 @@ class Snapshotter(OfTrainer):
             if not any(id(parameter) in trained for group in optimizer.param_groups for parameter in group["params"]):
                 return  # of an inner loop, or of another training
             self._has_stepped = True
-            if not is_automatic:  # else the forward pass is within the call, and Lightning's own hook comes behind it
+            is_known = _is_of(trainer, optimizer)
+            if not is_known:
+                self._unknown = type(optimizer).__qualname__
+            if not (is_automatic and is_known):  # of which Lightning's own hook comes behind the backward pass
                 self.before_step()
 
         return register_optimizer_step_pre_hook(steps).remove
@@ -209,6 +213,8 @@ class Snapshotter(OfTrainer):
         """Take a snapshot if one is due. What fails costs it; but of several ranks, others may wait for what comes."""
         trainer = self._trainer
         stepped, self._has_stepped = self._has_stepped, False
+        if self._unknown and not self._has_said_unknown:
+            self._say_unknown()
         if trainer.global_step == self._seen_step:
             self._uncounted += stepped and not self._has_counted
             if self._uncounted == _UNCOUNTED_BATCHES:
@@ -220,6 +226,15 @@ class Snapshotter(OfTrainer):
             step()
         elif not self.harmless.run("taking a snapshot", step, False) and self.writing.attempt is not None:
             self.writing.attempt.count_failure()
+
+    def _say_unknown(self) -> None:
+        """Say that a resume has nothing of an optimizer, unless the module may save it by itself."""
+        self._has_said_unknown = True
+        if not namespaces.overrides(self._trainer.lightning_module, "on_save_checkpoint"):
+            rank_zero_warn(
+                f"lightning_spot: {self._unknown} steps weights of the model, and configure_optimizers has not returned"
+                " it. No snapshot has its state: a resume begins it again. Return it there"
+            )
 
     def _say_uncounted(self) -> None:
         """Say that no snapshots are taken, since Lightning counts no steps.
@@ -308,3 +323,8 @@ class Snapshotter(OfTrainer):
         ]
         bring = partial(writing.finish, wait_s, complete=complete)
         return self.harmless.run_all(THE_END, ends, bring, still=STILL_ENDS)
+
+
+def _is_of(trainer: pl.Trainer, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether Lightning was given an optimizer, or one that is made of it, as ``ZeroRedundancyOptimizer``."""
+    return any(own is optimizer or any(part is optimizer for part in vars(own).values()) for own in trainer.optimizers)
