@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # The oldest Lightning that is supported with what else it takes, and what is tested with it. aiohttp and torch are not
 # here: their floors are those of advisories, and constraints.txt is above them.
 OLDEST := lightning==2.5.0 pytorch-lightning==2.5.0 torchmetrics==1.4.0 fsspec==2025.12.0 s3fs==2025.12.0 \
-	aiobotocore==2.26.0 boto3==1.41.5
+	aiobotocore==2.26.0 boto3==1.41.5 numpy==1.26.4
 OLDEST_TESTS := tests/test_exact.py tests/test_exact_guards.py tests/test_exact_table.py tests/test_fit.py \
 	tests/test_loggers.py tests/test_namespaces.py tests/test_private.py tests/test_second_fit.py
 

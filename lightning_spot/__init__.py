@@ -75,7 +75,10 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'lightning_spot' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    try:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    except AttributeError as error:  # Python would say no more than that the name cannot be imported
+        raise ImportError(f"lightning_spot.{name} cannot be imported: {error}", name=name) from error
 
 
 def __dir__() -> list[str]:

@@ -32,6 +32,7 @@ from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run.files import folder_info
 from lightning_spot.run.location import AUTO, memory_limit_bytes
 from lightning_spot.tiers.files import why_not_writable
+from lightning_spot.tiers.filesystem import forget_listings
 from lightning_spot.untrusted import is_line, plain
 
 logger = logging.getLogger(__name__)
@@ -117,6 +118,7 @@ class SpotCheckpointIO(SpotIO):
         trains = self._fit.trains(checkpoint)
         if not trains and parent not in self._writers:
             write_now(checkpoint, _manifest(folder_info(parent), name, checkpoint), open_store(parent))
+            forget_listings(parent)
             return
         writer = self._writer(parent)
         self._raise_failures(writer, parent)
@@ -128,6 +130,7 @@ class SpotCheckpointIO(SpotIO):
             writer.write_past_memory(checkpoint, manifest, open_store(parent))
         if not trains:
             self._flush(parent)
+        forget_listings(parent)
 
     def _commit(self, writer: FolderWriter, checkpoint: dict[str, Any], manifest: Manifest) -> None:
         """Commit in memory; where the node is lost meanwhile, at the one that takes its slots over."""
@@ -168,6 +171,7 @@ class SpotCheckpointIO(SpotIO):
                 logger.warning("lightning_spot: %s is not removed: %s", path, "; ".join(problems))
                 return
         if urlsplit(parent).scheme != "spot":
+            forget_listings(parent)
             open_store(parent).delete(Manifest(run="-", name=name, file="", step=0, attempt=0, nbytes=0))
         super().remove_checkpoint(path)
 
@@ -202,6 +206,7 @@ class SpotCheckpointIO(SpotIO):
             if writer.host is not None:
                 leave(writer.host, complete=not left)
             writer.close()
+            forget_listings(parent)
             del self._writers[parent]
         super().teardown()
         if problems:

@@ -223,7 +223,6 @@ CALLBACKS: dict[str, Case] = {
     "on-exception": Case(
         callbacks=lambda: [shipped.OnExceptionCheckpoint(tempfile.gettempdir(), f"spot-table-{os.getpid()}")],
         says="OnExceptionCheckpoint",
-        differs=True,
         covers=("OnExceptionCheckpoint",),
     ),
     "timer": Case(callbacks=lambda: [shipped.Timer("01:00:00:00")], covers=("Timer",), soak=True),

@@ -63,6 +63,29 @@ def dead() -> Any:
     return weakref.proxy(gone)
 
 
+class Irrep(tuple[Any, ...]):
+    """A tuple without a length, as e3nn's are."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class Refuses:
+    """An object that does not let its attributes be seen."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+OF_PROCESS: list[Any] = [torch.default_generator, random.seed.__self__, np.random.mtrand._rand]  # type: ignore[attr-defined]
+
+
+def draws(_module: Any) -> None:
+    torch.rand(1)
+    random.random()
+    np.random.rand()
+
+
 def nothing(_module: Any) -> None:
     """Only the counter changes."""
 
@@ -89,6 +112,11 @@ def hides(**attributes: Any) -> Callable[[], Own]:
     [
         (lambda: Own(drawn=random.SystemRandom()), nothing, ""),
         (lambda: Own(owner=dead()), nothing, ""),
+        (lambda: Own(irrep=Irrep((1, -1))), nothing, ""),
+        (lambda: Own(irreps=[Irrep((1, -1))], refuses=Refuses()), nothing, ""),
+        (lambda: Own(one=torch.zeros(1, dtype=torch.int64).as_strided((1,), (0,))), nothing, ""),
+        *[(lambda held=held: Own(drawn=held), draws, "") for held in OF_PROCESS],
+        (lambda: Own(drawn=OF_PROCESS, sampler=Meter(generator=OF_PROCESS[0])), draws, ""),
         (lambda: Own(drawn=[random.Random(1)]), lambda m: m.drawn[0].random(), "drawn"),
         (lambda: Own(drawn={"a": torch.Generator()}), lambda m: m.drawn["a"].manual_seed(3), "drawn"),
         (lambda: Own(seen=Counter()), lambda m: m.seen.update([Phase.SECOND]), "seen"),

@@ -82,9 +82,10 @@ SETTINGS: dict[type, dict[str, str]] = {
         "grace_s": "above 0",
         "resume": "flag",
         "rewind": "choice",
+        "on_resume_failure": "choice",
         "log_goodput": "flag",
     },
-    AutoResume: {**RUN, "rewind": "choice"},
+    AutoResume: {**RUN, "rewind": "choice", "on_resume_failure": "choice"},
     PreemptionGuard: {"notices": "notices", "grace_s": "above 0"},
     GoodputMonitor: {"dirpath": "place", "log_every_s": "above 0", "heartbeat_s": "above 0"},
     SpotCheckpointIO: {

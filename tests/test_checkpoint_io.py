@@ -33,7 +33,7 @@ from lightning_spot.protocol.wire import Address
 from lightning_spot.run.files import folder_info
 from lightning_spot.tiers import files as tier_files
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import until
+from tests.conftest import new_process, until
 from tests.models import Net, data, trainer
 
 
@@ -98,6 +98,24 @@ def test_s3(s3: str) -> None:
     fs.invalidate_cache()
     with fs.open(path) as file:
         assert torch.load(file, weights_only=True)["global_step"] > 0
+
+
+def test_a_resumed_run_reads_what_its_node_has_saved(s3: str) -> None:
+    """Lightning's file system had listed the bucket when the run began, and found nothing that came later."""
+    seen: list[ModelCheckpoint] = []
+    for epochs in (2, 4):
+        new_process()
+        own = ModelCheckpoint(f"{s3}/mine", save_top_k=2, monitor="val_loss", save_last=True)
+        spot = SpotCheckpoint(f"{s3}/run-1", interval=EverySteps(10), memory=None, notices=None)
+        run = trainer(own, spot, plugins=[SpotCheckpointIO()], max_epochs=epochs)
+        run.fit(Net(), data(), data(3))
+        seen.append(own)
+    assert own.best_model_path != seen[0].best_model_path
+    for path in {own.best_model_path, own.last_model_path, *own.best_k_models}:
+        Net.load_from_checkpoint(path)
+    run.test(ckpt_path="best", dataloaders=data(3), verbose=False)
+    files, path = fsspec.core.url_to_fs(f"{s3}/run-1")
+    assert any("step-000000080" in name for name in files.find(path))
 
 
 def test_saved_means_committed_even_if_the_trainer_is_killed_at_once(tmp_path: Path, warm_python: str) -> None:

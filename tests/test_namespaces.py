@@ -12,6 +12,7 @@ import lightning.pytorch
 import pytest
 import torch
 
+import lightning_spot
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.exact import namespaces
 
@@ -153,3 +154,12 @@ def test_classes_of_both_are_known(other: Any, tmp_path: Path) -> None:
     resumed = fit().resumed_from
     assert resumed is not None
     assert resumed.step == 4
+
+
+def test_why_a_name_cannot_be_imported_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older numpy has no such module; Python said that the name cannot be imported, and no more."""
+    (tmp_path / "home_of_it.py").write_text("import numpy\nnumpy.none_such.multiarray\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(lightning_spot._HOMES, "YoungDaly", "home_of_it")
+    with pytest.raises(ImportError, match=r"YoungDaly cannot be imported: .*none_such"):
+        from lightning_spot import YoungDaly  # noqa: F401 # it is never had

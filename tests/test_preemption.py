@@ -505,6 +505,21 @@ def test_a_folder_that_the_next_start_will_not_find_is_named_before_training(tmp
     assert resumed.ckpt_path is None
 
 
+def test_a_bucket_in_which_lightning_finds_nothing_is_named_with_the_way_on(s3: str) -> None:
+    """``fit(ckpt_path="last")`` began at step 0, though the file was there."""
+
+    def fit(path: str, *callbacks: pl.Callback) -> pl.Trainer:
+        made = trainer(*callbacks, PreemptionGuard("signal"), ModelCheckpoint(f"{s3}/best"), limit_train_batches=8)
+        made.fit(Model(), loader(), ckpt_path=path)
+        return made
+
+    saved = f"{s3}/best/last-preempted.ckpt"
+    with pytest.warns(UserWarning, match=f"pass ckpt_path='{saved}'"), pytest.raises(SystemExit):
+        fit("last", NoticeAt(11, term))
+    assert fit("last").ckpt_path is None  # if it finds it one day, the warning goes
+    assert fit(saved).ckpt_path == saved
+
+
 @pytest.mark.parametrize(
     "more",
     [

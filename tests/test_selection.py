@@ -215,6 +215,12 @@ def test_a_fingerprint_is_of_what_stays() -> None:
     assert not of(Tried(config=Unset(rate=0.1, root="???"))).is_alike(of(Tried(config=Unset(rate=0.2, root="???"))))
     assert of(Tried(thing=object())).is_alike(of(Tried(thing=object())))
     assert of(Tried(root="/a/x", name="2026-01-01_10-00")).is_alike(of(Tried(root="/b/x", name="2026-02-01_11-30")))
+    for one, other in (
+        ("2026-11-26/12-34-18", "2026-11-27/09-01-02"),
+        ("2026-11-26/12-34-18/", "2026-11-27/09-01-02/"),
+    ):
+        assert of(Tried(folder=f"/x/outputs/{one}")).is_alike(of(Tried(folder=f"/x/outputs/{other}")))  # Hydra's
+    assert not of(Tried(folder="/x/2026-11-26/12-34-18/0")).is_alike(of(Tried(folder="/x/2026-11-26/12-34-18/1")))
     assert of(Tried(begun=1.7e9)).is_alike(of(Tried(begun=1.8e9)))
     for drawn in (lambda: str(uuid.uuid4()), lambda: f"run-{uuid.uuid4().hex}", lambda: secrets.token_hex(8) + "0f"):
         assert of(Tried(run_id=drawn(), ids={"a": [drawn()]})).is_alike(of(Tried(run_id=drawn(), ids={"a": [drawn()]})))

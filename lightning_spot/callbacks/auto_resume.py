@@ -10,6 +10,7 @@ from lightning_spot.errors import SettingsError
 from lightning_spot.exact.epochs import REWINDS, Rewind
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.fit.chosen import ResumedFrom
+from lightning_spot.fit.failed_resumes import OnResumeFailure, check_on_resume_failure
 from lightning_spot.fit.fit import Fit
 from lightning_spot.fit.resume import Resume
 from lightning_spot.fit.taking_part import takes_part
@@ -34,6 +35,9 @@ class AutoResume(Part):
         rewind: how a resumed epoch gets to its place in the data: ``"replay"`` loads the batches before it again, which
             is exact even with random augmentation in workers; ``"skip"`` draws their indices only; ``"auto"`` skips
             where the loader has no workers (exact, too) and replays where it has.
+        on_resume_failure: what a start does if two starts before it went on from the newest snapshot and ended without
+            one of their own: ``"error"`` goes on from it again (each such start warns), ``"older"`` from the snapshot
+            before; how many there are is ``keep``.
 
     Raises:
         SettingsError: if an argument cannot be used.
@@ -52,11 +56,13 @@ class AutoResume(Part):
         memory: str | Sequence[str] | None = "auto",
         run: str | None = None,
         rewind: Rewind = "auto",
+        on_resume_failure: OnResumeFailure = "error",
     ) -> None:
         super().__init__()
         if rewind not in REWINDS:
             raise SettingsError(f"rewind={rewind!r}: it is one of {', '.join(map(repr, REWINDS))}")
         self.rewind: Rewind = rewind
+        self.on_resume_failure = check_on_resume_failure(on_resume_failure)
         self.location = self._named = Location.of(dirpath, memory, run)
         self._resume: Resume | None = None
 
@@ -88,6 +94,7 @@ class AutoResume(Part):
             )
         FitState.of(trainer).rewind = self.rewind
         self._resume = fit.resume
+        fit.resume.on_failure = self.on_resume_failure
         self.location = fit.resume.take_over(self._named)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -37,7 +37,8 @@ class PreemptionGuard(Part):
     urgent snapshot if it can be safe before the deadline, and exit with code 143. A run that is started again resumes
     exactly there. It works with :class:`RemoteSnapshot`, or alone beside a ``ModelCheckpoint``: then a checkpoint
     ``last-preempted.ckpt`` is saved in its directory, from which ``fit(ckpt_path="last")`` goes on. Give it that
-    directory: its own choice is another one in each start.
+    directory: its own choice is another one in each start. In a bucket Lightning finds no ``"last"``: pass the URL of
+    the file, as the warning at the start says.
 
     Args:
         notices: ``"auto"`` for signals, the file named by ``LIGHTNING_SPOT_NOTICE_FILE``, and the cloud this machine is

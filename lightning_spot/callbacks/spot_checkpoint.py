@@ -15,6 +15,7 @@ from lightning_spot.config import DEVICE_BUFFER, FLUSH_TIMEOUT_S, IDLE_TIMEOUT_S
 from lightning_spot.exact.epochs import Rewind
 from lightning_spot.exact.namespaces import SpotCallback
 from lightning_spot.fit.chosen import ResumedFrom
+from lightning_spot.fit.failed_resumes import OnResumeFailure
 from lightning_spot.fit.taking_part import takes_part
 from lightning_spot.goodput.metric import Goodput
 from lightning_spot.image.packing import Compression
@@ -45,6 +46,7 @@ class SpotCheckpoint(SpotCallback):
         grace_s: seconds between a notice that does not say and the end, see there.
         resume: whether to resume from the newest good snapshot. A ``ckpt_path`` given to ``fit`` always wins.
         rewind: how a resumed epoch gets to its place in the data, see :class:`AutoResume`.
+        on_resume_failure: what a start does if resumes from the newest snapshot have failed, see there.
         slots: slots of the ring on this host, at least 2; default 2 and one for each tier below, and up
             to 2 more for a GPU whose snapshots overlap. Each takes the checkpoint's size of memory.
         memory_limit: most memory for slots, such as ``"64GiB"``; default half of the host's.
@@ -92,6 +94,7 @@ class SpotCheckpoint(SpotCallback):
         grace_s: float | None = None,
         resume: bool = True,
         rewind: Rewind = "auto",
+        on_resume_failure: OnResumeFailure = "error",
         slots: int | None = None,
         memory_limit: str | float | None = None,
         on_full: Literal["skip", "wait"] = "skip",
@@ -128,7 +131,7 @@ class SpotCheckpoint(SpotCallback):
             device_buffer=device_buffer,
         )
         # Both are made in any case: what cannot be used is an error also where it would not be used.
-        resumes = AutoResume(dirpath, memory=memory, run=run, rewind=rewind)
+        resumes = AutoResume(dirpath, memory=memory, run=run, rewind=rewind, on_resume_failure=on_resume_failure)
         guard = PreemptionGuard(notices, grace_s=grace_s)
         self._resume = resumes if resume else None
         self._guard = guard if notices is not None else None

@@ -7,6 +7,7 @@ from types import MethodType
 from typing import Any
 
 from torch import nn
+from torch.utils.data import Dataset
 
 from lightning_spot.exact import namespaces, private
 from lightning_spot.exact.further_kinds import MOST_ITEMS, enums_in, is_known_again, named, needs_its_like
@@ -38,6 +39,7 @@ class Attributes:
         enums: classes of those that the program has made it with, by name.
         glance: that tells, as long as nothing changes; ``None`` where none would.
         lost: names of what has changed, as ``Class.attribute``, and is not kept.
+        has_made_data: whether a data set is among that, of another class than the one in its place before.
     """
 
     def __init__(self, part: nn.Module, inside: Inside) -> None:
@@ -56,6 +58,7 @@ class Attributes:
         self._since: tuple[State, State] | None = None
         self.glance = Glance.of(part, list(own))
         self.lost: set[str] = set()
+        self.has_made_data = False
 
     def changed(self, part: nn.Module, before: Collection[str], inside: Inside) -> State:
         """Copies of what has changed; of ``training`` only, where not all of it is plain.
@@ -73,6 +76,10 @@ class Attributes:
         if self._is_torchs:
             return changed
         others = _not_plain(part, own)
+        kinds = ((type(made), type(self._others.get(name))) for name, made in others.items())
+        self.has_made_data |= any(
+            new is not old and issubclass(new, Dataset) and issubclass(old, Dataset) for new, old in kinds
+        )
         self._lose(part, self._changed_within(own, inside))
         self._lose(part, (name for name in others.keys() - self._others.keys() if hasattr(type(part), name)))
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -15,11 +16,13 @@ from torch.nn.parameter import is_lazy
 from lightning_spot.capture.tensors import shape_of, storage_address
 from lightning_spot.exact import private
 from lightning_spot.exact.flat import live_state, units_of
+from lightning_spot.exact.parameter_names import clean
 
 _NORMS = (
     *(torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm),
     *(torch.nn.InstanceNorm1d, torch.nn.InstanceNorm2d, torch.nn.InstanceNorm3d),
 )
+_HALVES = (torch.bfloat16, torch.float16)
 Values = dict[str, torch.Tensor]
 Mark = tuple[int, object]
 Form = tuple[tuple[object, ...], torch.dtype, torch.layout]
@@ -185,3 +188,70 @@ def _writes_of(buffer: torch.Tensor) -> object:
 
 def _form(buffer: torch.Tensor) -> Form:
     return shape_of(buffer), buffer.dtype, buffer.layout
+
+
+def _saved(checkpoint: dict[str, Any]) -> Values:
+    """The weights in a checkpoint."""
+    # The first one of averaging ones.
+    return _tensors_in(checkpoint.get("current_model_state", checkpoint.get("state_dict", {})))
+
+
+def _tensors_in(saved: dict[str, Any]) -> Values:
+    """A module may give anything as its extra state."""
+    return {name: value for name, value in saved.items() if isinstance(value, torch.Tensor)}
+
+
+def dtypes_of(checkpoint: dict[str, Any]) -> dict[str, torch.dtype]:
+    """The dtypes of a checkpoint's weights, by name."""
+    return {clean(name): value.dtype for name, value in _tensors_in(checkpoint.get("state_dict", {})).items()}
+
+
+def more_precise(module: torch.nn.Module, checkpoint: dict[str, Any]) -> Values:
+    """Weights that Lightning rounds when it loads them: it converts a module to double precision only after that."""
+    present = live_state(module)
+    return {
+        name: value
+        for name, value in _saved(checkpoint).items()
+        if value.is_floating_point()
+        and isinstance(present.get(name), torch.Tensor)
+        and not is_lazy(present[name])
+        and value.element_size() > present[name].element_size()
+    }
+
+
+def loaded(module: torch.nn.Module, checkpoint: dict[str, Any]) -> Values:
+    """Weights that a module has as the checkpoint has them, now that Lightning has loaded it."""
+    present = _all(module)
+    return {name: value for name, value in _saved(checkpoint).items() if _is_equal(present.get(name), value)}
+
+
+def differing(module: torch.nn.Module, values: Values) -> dict[str, tuple[torch.Tensor, bool]]:
+    """Those that the module does not have any more, and of each whether it was only rounded.
+
+    Lightning converts a module to half precision after it has loaded a checkpoint; what the module keeps in full
+    precision all the same is rounded on the way.
+    """
+    present = _all(module)
+    kept = {name: value for name, value in values.items() if name in present and _form(present[name]) == _form(value)}
+    return {
+        name: (value, any(_is_equal(present[name], value.to(half).to(value.dtype)) for half in _HALVES))
+        for name, value in kept.items()
+        if not _is_equal(present[name], value)
+    }
+
+
+def keep_kinds(module: torch.nn.Module, values: Values) -> None:
+    """Have buffers be of the dtype that they had, in a module whose parameters are, too."""
+    kinds = {name: parameter.dtype for name, parameter in module.named_parameters() if name in values}
+    if any(kind != values[name].dtype for name, kind in kinds.items()):
+        return  # the user has chosen another precision
+    for name, buffer in _there(dict(module.named_buffers())).items():
+        value = values.get(name, buffer)
+        if value.dtype != buffer.dtype and shape_of(value) == shape_of(buffer):
+            _make(module, name, value.clone(), buffer)
+
+
+def _is_equal(present: torch.Tensor | None, value: torch.Tensor) -> bool:
+    if present is None or value.layout is not torch.strided or _form(present) != _form(value):
+        return False
+    return torch.equal(present, value.to(present.device))

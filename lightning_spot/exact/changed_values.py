@@ -5,7 +5,9 @@ what they did is kept: which parameters are frozen, plain attributes of modules 
 counter, a list of outputs), settings of the Trainer. What did not change is not kept: there the program's word counts.
 A module that also made anything else meanwhile (a cache, a file) keeps its attributes for itself: they belong together.
 What such a module goes on to change, and what changes within objects that it holds, is lost for a resumed run: its
-names are known.
+names are known. Where it has made a data set of another class (in ``on_train_epoch_end``), a resumed run trains
+the rest of the epoch with that of its start: what modules within it have changed fits the next one, and comes back when
+that is made.
 """
 
 from __future__ import annotations
@@ -107,6 +109,8 @@ class ChangedValues:
         self._glances = _Glanced({})
         self._settings: State = {}
         self._limits: State = {}  # that the program gave
+        self._makes_data: set[str] = set()  # modules of which data sets are not as they were when attributes were saved
+        self._waiting: dict[str, State] = {}  # attributes of modules, until the next data sets are made
         self._kinds: dict[str, type] = {}
 
     def begin(self, trainer: pl.Trainer) -> None:
@@ -135,13 +139,17 @@ class ChangedValues:
             if name in known:
                 changed[name] = known[name].changed(part, attributes.get(name, ()), inside)
                 self.lost |= known[name].lost
+                self._makes_data |= {name} if known[name].has_made_data else set()
         settings = _settings(trainer)
         if list(self._kinds) != modules.names or not are_of_kinds(modules.parts, list(self._kinds.values())):
             others = _kinds(modules).items() - self._kinds.items()
             self.lost |= {name for name, _ in others if not issubclass(self._kinds.get(name, object), LazyModuleMixin)}
+        for name, values in self._waiting.items():
+            changed[name] = {**changed.get(name, {}), **values}
         return {
             "trains": self._trains_now(modules),
             "attributes": {name: values for name, values in changed.items() if values},
+            "made_data": sorted(self._makes_data),
             "settings": {**changed_of(self._settings, settings), **those_of(before.settings, settings)},
             "limits": self._limits,
             "before": before.saved(),
@@ -155,22 +163,58 @@ class ChangedValues:
         now = _trains(modules).items()
         return {name: trains for name, trains in now if self._trains.get(name, trains) != trains or name in names}
 
-    def restore(self, trainer: pl.Trainer, saved: State) -> None:
-        """Put back what :meth:`capture` returned, after :meth:`begin`."""
+    def restore(self, trainer: pl.Trainer, saved: State, *, untrained: bool = False) -> None:
+        """Put back what :meth:`capture` returned, after :meth:`begin`.
+
+        Args:
+            trainer: whose module it is.
+            saved: what was captured.
+            untrained: whether nothing is left to train.
+        """
         self.before.update(Names.of(saved.get("before")))
         module = trainer.lightning_module
         parameters = dict(module.named_parameters())
         for name, trains in saved["trains"].items():
             if name in parameters:
                 parameters[name].requires_grad_(trains)
-        parts = dict(_parts(Modules(module.named_modules())))
-        for name, values in saved["attributes"].items():
-            for attribute, value in values.items():
-                if name in parts:
-                    put(parts[name], attribute, value, module.device, self._enums(name))
+        attributes = saved["attributes"]
+        if not untrained:
+            self._makes_data = set(saved.get("made_data", ()))  # which earlier versions did not say
+            waits = {name: values for name, values in attributes.items() if self._fits_other_data(name)}
+            self._waiting = {name: {**values} for name, values in waits.items()}
+            modes = {
+                name: {"training": own.pop("training")} for name, own in self._waiting.items() if "training" in own
+            }
+            attributes = {name: values for name, values in attributes.items() if name not in waits} | modes
+        self._put(module, attributes)
         for name, value in saved["settings"].items():
             if name not in _LIMITS and hasattr(trainer, name):
                 setattr(trainer, name, value)
+
+    def _fits_other_data(self, name: str) -> bool:
+        return any(not owner or name == owner or name.startswith(f"{owner}.") for owner in self._makes_data)
+
+    def what_waits(self) -> Iterator[str]:
+        """One sentence on data sets that a resumed run does not have, if there are any."""
+        if self._makes_data:
+            names = sorted({name or "the LightningModule" for name in self._makes_data})
+            yield (
+                f"data sets of {', '.join(names)} were wrapped in training, and no snapshot has them: the rest of this"
+                " epoch is trained on those of this start. Make them in train_dataloader, from the epoch's number"
+            )
+
+    def end_epoch(self, trainer: pl.Trainer) -> None:
+        """Before hooks make the data sets of the next epoch: what fits these comes back. A second call does nothing."""
+        waiting, self._waiting = self._waiting, {}
+        self._makes_data.clear()
+        self._put(trainer.lightning_module, waiting)
+
+    def _put(self, module: pl.LightningModule, attributes: dict[str, State]) -> None:
+        parts = dict(_parts(Modules(module.named_modules())))
+        for name, values in attributes.items():
+            for attribute, value in values.items():
+                if name in parts:
+                    put(parts[name], attribute, value, module.device, self._enums(name))
 
     def _enums(self, name: str) -> dict[str, type[Enum]]:
         return self._modules[name].enums if name in self._modules else {}

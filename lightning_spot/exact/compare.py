@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,7 +43,14 @@ _CLOCKS = frozenset(
     ["clock", "date", "datetime", "duration", "elapsed", "seconds", "secs", "started", "time", "timer", "timestamp"]
 )
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
-_MOMENT = re.compile(r"\d{4}-?\d\d-?\d\d([T_ -]?\d\d[-:_]?\d\d([-:_]?\d\d(\.\d+)?)?)?")
+_MOMENT = re.compile(r"\d{4}-?\d\d-?\d\d([T_ /-]?\d\d[-:_]?\d\d([-:_]?\d\d(\.\d+)?)?)?")
+"""A time; with a slash in it, as Hydra names its folders."""
+_RANDOM_ID = re.compile(
+    r"(?<![0-9A-Za-z])(?:[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{12,})"
+    r"(?![0-9A-Za-z])",
+    re.IGNORECASE,
+)
+"""A UUID, or digits of a hash or of ``secrets.token_hex``."""
 _RECENT_S = 30 * 86400.0
 
 
@@ -156,7 +164,18 @@ def _is_folder(text: str) -> bool:
 
 def without_moments(text: str) -> str:
     """A string without the times in it, and of a path the last part."""
-    return _MOMENT.sub("", str(_last_part(text)))
+    return str(_last_part(_MOMENT.sub("", text).rstrip(os.sep)))
+
+
+def without_drawn(text: str) -> str:
+    """A string without times and random ids, and of a path the last part."""
+    return without_moments(_RANDOM_ID.sub("", text))
+
+
+def is_drawn(folder: str) -> bool:
+    """Whether the path of a folder looks as if it were another one in each start."""
+    is_temporary = re.search(rf"{re.escape(tempfile.gettempdir())}/tmp[a-z0-9_]{{8}}(/|$)", folder) is not None
+    return is_temporary or bool(_MOMENT.search(folder) or _RANDOM_ID.search(folder))
 
 
 def _is_recent(value: Any) -> bool:
@@ -188,7 +207,9 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bits_of_one(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    # One element counts as contiguous with any stride, and is viewed with that of 1 only.
+    return (flat.clone(memory_format=torch.contiguous_format) if flat.numel() == 1 else flat).view(torch.uint8)
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -140,8 +140,9 @@ class FitState(PerTrainer):
         reasons = why_loaders_are_not_exact(restoring.loaders) if restoring.loaders is not None else []
         anew = [*shipped.what_begins_anew(trainer), *self._unsaved.begin_anew(restoring.lost)]
         own = what_is_the_first_ranks(restoring.own_parameters, restoring.own_values)
-        anew += [*own, *what_hooks_begin_anew(trainer)]
-        say_what_is_not_exact(trainer, reasons, anew if restoring.is_due else [])
+        anew += [*own, *what_hooks_begin_anew(trainer), *self._hooked.what_waits()]
+        first = [*reasons, *shipped.what_has_a_passing_folder(trainer)]
+        say_what_is_not_exact(trainer, *((reasons, anew) if restoring.is_due else (first, [])))
         restoring.go_on_without_batch()
 
     # -- capture --------------------------------------------------------------------------------------------------
@@ -268,6 +269,10 @@ class FitState(PerTrainer):
         self._restoring.load(checkpoint, of_another_run=of_another_run)
         undo = self._switches.run(private.PROGRESS, lambda: self._restoring.enter_stopped(checkpoint))
         self._undo += [undo] if undo is not None else []
+
+    def end_epoch(self) -> None:
+        """Where an epoch of training ends, before the module's own hook: put back what fits the data of the next."""
+        self._switches.run(private.HOOKED, lambda: self._hooked.end_epoch(self._trainer))
 
     def end_untrained(self) -> None:
         """At the end of ``fit``: of a run that was complete already, put back what a program may read now."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import xxhash
 
-from lightning_spot.exact.randomness import capture_generator, restore_generator
+from lightning_spot.exact.randomness import capture_generator, is_of_process, restore_generator
 
 KEYED: frozenset[type] = frozenset((OrderedDict, defaultdict, Counter))
 SETS: frozenset[type] = frozenset((set, frozenset))
@@ -105,6 +105,8 @@ def seen(value: Any, whole: list[int]) -> Seen:
         whole: bytes of arrays that may still be compared whole; a few always are.
     """
     if isinstance(value, GENERATORS):
+        if is_of_process(value):
+            return Seen(type(value), None, value)
         state = value.get_state() if isinstance(value, torch.Generator) else None
         content = state.numpy().tobytes() if state is not None else pickle.dumps(_state(value))
         return Seen(type(value), content, value)

@@ -15,6 +15,7 @@ from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.rank_states import states_in_files
 from lightning_spot.exact.resumable import check_resumable, put_in_own_objects
 from lightning_spot.exact.unpickling import read_checkpoint
+from lightning_spot.tiers.filesystem import forget_listings
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -29,6 +30,7 @@ def load_named(load: Callable[..., Any], path: Any, *arguments: Any, **named: An
         *arguments: more for ``load``.
         **named: likewise.
     """
+    forget_listings(str(path))
     try:
         checkpoint: dict[str, Any] = load(path, *arguments, **named)
     except UnpicklingError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import types
 import weakref
 from collections import deque
@@ -17,6 +18,8 @@ from lightning_spot.exact import namespaces
 from lightning_spot.exact.further_kinds import MOST_ITEMS
 from lightning_spot.exact.plain_values import SCALARS, is_kept, is_same, mark, without
 from lightning_spot.exact.private import writes_of
+
+logger = logging.getLogger(__name__)
 
 _PROXIES = (weakref.ref, weakref.ProxyType, weakref.CallableProxyType)
 _CLOSED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, *_PROXIES)
@@ -67,7 +70,10 @@ class Inside:
             return None
         if id(value) not in self._seen:
             self._seen[id(value)] = None  # it may hold itself
-            self._seen[id(value)] = self._look(value, depth)
+            try:
+                self._seen[id(value)] = self._look(value, depth)
+            except Exception as error:  # of the user's class: its len(), its iteration, its attributes
+                logger.debug("lightning_spot: a %s cannot be looked into: %s", type(value).__qualname__, error)
         return self._seen[id(value)]
 
     def _look(self, value: Any, depth: int) -> Any:

@@ -127,3 +127,11 @@ def _arrays(state: Any) -> Any:
 
 
 _MT19937_WORDS = 624
+
+
+def is_of_process(generator: Any) -> bool:
+    """Whether a generator is one of the process or of a device: who holds one does not keep a state with it."""
+    of_numpy = getattr(np.random.mtrand, "_rand", None)  # which its functions draw from
+    of_python = random.random.__self__  # type: ignore[attr-defined] # a bound method
+    own = (torch.default_generator, *torch.cuda.default_generators, of_python, of_numpy)
+    return any(generator is each for each in own)

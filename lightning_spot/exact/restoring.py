@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch.nn.parameter import is_lazy
 
+from lightning_spot.config import format_names
 from lightning_spot.exact import (
     buffers,
     logged_values,
@@ -31,16 +31,15 @@ from lightning_spot.exact.buffers import Buffers
 from lightning_spot.exact.changed_values import ChangedValues
 from lightning_spot.exact.data_shares import are_these, share_of
 from lightning_spot.exact.dump import KEY, VERSION
-from lightning_spot.exact.flat import live_state
 from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.optimizer_states import keep_dtypes, precise_of
 from lightning_spot.exact.other_ranks import OtherRanks
 from lightning_spot.exact.own_parameters import OwnParameters, restore_values
-from lightning_spot.exact.parameter_names import clean, names_of
+from lightning_spot.exact.parameter_names import names_of
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.position import PositionedLoader, batches_done, other_batches
 from lightning_spot.exact.randomness import State, restore_random
-from lightning_spot.exact.sharded import gradient_like
+from lightning_spot.exact.sharded import gradient_like, is_sharded
 from lightning_spot.exact.switches import Switches
 
 if TYPE_CHECKING:
@@ -86,6 +85,7 @@ class Restoring(OfTrainer):
         self._random: State | None = None
         self._val_total: dict[str, int] | None = None
         self._precise: dict[str, torch.Tensor] = {}
+        self._loaded: dict[str, torch.Tensor] = {}  # weights, until hooks at the start of training are done
         self._loads: Callable[[Mapping[str, Any]], None] | None = None
         self._others: OtherRanks | None = None  # where those that took the snapshot had other shares of the data
         self._with_other_batches: OtherRanks | None = None  # where they are the same, and may have had other batches
@@ -146,10 +146,11 @@ class Restoring(OfTrainer):
         self._of_loaders(values, Loaders.resume)
         # Strategies with shards have had optimizers loaded by now; hooks look at them next.
         restore_values(trainer, self.own_values)
-        self._precise = _more_precise(trainer.lightning_module, checkpoint)
+        self._precise = buffers.more_precise(trainer.lightning_module, checkpoint)
+        self._loaded = {} if is_sharded(trainer) else buffers.loaded(trainer.lightning_module, checkpoint)
         if states := precise_of(checkpoint):
-            self._keep_dtypes(states, _dtypes_of(checkpoint))
-        self._switches.run("SpikeDetection", lambda: shipped.before_loading(trainer, checkpoint))
+            self._keep_dtypes(states, buffers.dtypes_of(checkpoint))
+        self._switches.run("states of callbacks", lambda: shipped.before_loading(trainer, checkpoint))
 
     def _of_this_rank(self, shared: State) -> State:
         trainer, ranks = self._trainer, shared["ranks"]
@@ -174,6 +175,7 @@ class Restoring(OfTrainer):
             return
         self._switches.run(private.PROGRESS, lambda: progress.forget_validations(trainer))
         self._of_loaders(values, Loaders.restore)
+        self._restore_overwritten()
         buffers.put(trainer.lightning_module, self._precise)
         self._own.restore(trainer, self.own_parameters)
         for key, part in shipped.PARTS.items():
@@ -187,6 +189,20 @@ class Restoring(OfTrainer):
             self._go_on_from(others, values)
         if self._val_total is not None and not self._validates(should_stop=values["should_stop"]):
             self._count_validations()
+
+    def _restore_overwritten(self) -> None:
+        """Put back what hooks at the start have written over."""
+        module, loaded, self._loaded = self._trainer.lightning_module, self._loaded, {}
+        lost = buffers.differing(module, loaded)
+        written = sorted(name for name, (_, is_rounded) in lost.items() if not is_rounded)
+        buffers.put(module, {name: value for name, (value, _) in lost.items()})
+        buffers.keep_kinds(module, {**self._precise, **loaded})
+        if written:
+            rank_zero_warn(
+                f"lightning_spot: hooks at the start of training have written over restored values of"
+                f" {format_names(written)}: those of the snapshot are put back. Initialise weights where the module is"
+                " made"
+            )
 
     def _keep_dtypes(self, states: list[State], dtypes: dict[str, torch.dtype]) -> None:
         """Give optimizers back what torch rounds, as soon as Lightning has had them load it: hooks look at them next.
@@ -214,9 +230,10 @@ class Restoring(OfTrainer):
         if self._loads is not None and own.get("load_optimizer_state_dict") is self._loads:
             del own["load_optimizer_state_dict"]
 
-    def _restore_hooked(self, values: State) -> None:
-        if values["hooked"] is not None:
-            self._switches.run(private.HOOKED, lambda: self._hooked.restore(self._trainer, values["hooked"]))
+    def _restore_hooked(self, values: State, *, untrained: bool = False) -> None:
+        if (saved := values["hooked"]) is not None:
+            restore = self._hooked.restore
+            self._switches.run(private.HOOKED, lambda: restore(self._trainer, saved, untrained=untrained))
         if kept := values.get("toggled"):
             self._switches.run(private.TOGGLES, lambda: toggled.restore(self._trainer.lightning_module, kept))
 
@@ -360,7 +377,7 @@ class Restoring(OfTrainer):
             return
         if not self._has_begun:
             self._own.restore(self._trainer, self.own_parameters)
-            self._restore_hooked(values)
+            self._restore_hooked(values, untrained=True)
         self._restore_buffers(values)
         restore_random(values["random"], self._trainer.strategy.root_device)
         self._switches.run(private.PROGRESS, lambda: progress.end_restart(self._trainer))
@@ -376,24 +393,3 @@ class Restoring(OfTrainer):
         loaders, saved = self.loaders, values["around_loaders"]
         if loaders is not None and saved is not None:
             self._switches.run(private.LOADERS, lambda: stage(loaders, saved))
-
-
-def _dtypes_of(checkpoint: dict[str, Any]) -> dict[str, torch.dtype]:
-    """The dtypes of a checkpoint's weights, by name."""
-    weights = checkpoint.get("state_dict", {})
-    return {clean(name): value.dtype for name, value in weights.items() if isinstance(value, torch.Tensor)}
-
-
-def _more_precise(module: pl.LightningModule, checkpoint: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Weights that Lightning rounds when it loads them: it converts a module to double precision only after that."""
-    present = live_state(module)
-    saved = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))  # the first one of averaging ones
-    return {
-        name: value
-        for name, value in saved.items()
-        if isinstance(value, torch.Tensor)  # a module may give anything as its extra state
-        and value.is_floating_point()
-        and isinstance(present.get(name), torch.Tensor)
-        and not is_lazy(present[name])
-        and value.element_size() > present[name].element_size()
-    }

@@ -45,7 +45,7 @@ def check_resumable(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
         NotSerialisable: naming the entries.
     """
     lacking = [
-        f"{where} is a {kind_of(placeholder)}"
+        f"{where} is a {_class_of(placeholder)}"
         for key, value in _needed(trainer, checkpoint)
         for where, placeholder in placeholders_in(value, key)
     ]
@@ -55,6 +55,13 @@ def check_resumable(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
             "a resume needs objects that torch does not load with weights_only=True:"
             f" {', '.join(lacking[:_MOST_NAMED])}{more}. {ADVICE}"
         )
+
+
+def _class_of(placeholder: Placeholder) -> str:
+    """The name of its class: torch's function that makes tensors of a class of their own has that among its parts."""
+    kind = kind_of(placeholder)
+    inner = (kind_of(part) for _, part in placeholders_in(parts_of(placeholder))) if kind.startswith("torch.") else ()
+    return next((name for name in inner if not name.startswith("torch.")), kind)
 
 
 def put_in_own_objects(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
@@ -156,6 +163,7 @@ class Trial:
     def __init__(self, trainer: pl.Trainer, trusts: Callable[[], bool]) -> None:
         self._trainer = trainer
         self._trusts = trusts
+        self._safe_at_start = _safe_names()
         self._seen: set[frozenset[tuple[bytes, bytes]]] = set()
 
     def __call__(self, layout: Layout) -> str | None:
@@ -166,6 +174,11 @@ class Trial:
         if kinds in self._seen:
             return None
         self._seen.add(kinds)
+        if late := self._made_safe_late(kinds):
+            return (
+                f"snapshots are taken, but NO RESUME from them will be possible: {late} is known to torch only since"
+                " training has begun. Import its module where the program begins, not in configure_optimizers"
+            )
         try:
             check_resumable(self._trainer, read_checkpoint(cast(IO[bytes], Outline(layout)), map_location="meta"))
         except NotSerialisable as error:
@@ -173,6 +186,23 @@ class Trial:
         except Exception as error:  # the trial is no reason to lose the thread that writes snapshots
             return f"it was not found out whether a resume can read the snapshots ({type(error).__name__}: {error})"
         return None
+
+    def _made_safe_late(self, kinds: frozenset[tuple[bytes, bytes]]) -> str:
+        """A class that a resume, which reads a snapshot before optimizers are made, will not deem safe."""
+        if self._trainer.strategy.restore_checkpoint_after_setup:
+            return ""
+        late = _safe_names() - self._safe_at_start
+        return next((name for name in sorted(late) if tuple(name.rpartition(".")[::2]) in _decoded(kinds)), "")
+
+
+def _safe_names() -> frozenset[str]:
+    """Classes and functions that the program has torch load, by their full names."""
+    known = torch.serialization.get_safe_globals()
+    return frozenset(str(each[1]) if isinstance(each, tuple) else _name(each) for each in known)
+
+
+def _decoded(kinds: frozenset[tuple[bytes, bytes]]) -> set[tuple[str, str]]:
+    return {(module.decode(), name.decode()) for module, name in kinds}
 
 
 def _kinds_in(layout: Layout) -> frozenset[tuple[bytes, bytes]]:

@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import fsspec
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric
 
 from lightning_spot.exact import buffers, logged_values, namespaces, private
+from lightning_spot.exact.compare import is_drawn
+from lightning_spot.tiers.filesystem import forget_listings
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -213,16 +217,66 @@ def rest_tuners(trainer: pl.Trainer, saved: State) -> list[Callable[[], object]]
 
 
 def before_loading(trainer: pl.Trainer, checkpoint: State) -> None:
-    """Take out of a checkpoint what a callback of Lightning cannot load, and gets in another way."""
+    """Change in a checkpoint what a callback of Lightning cannot load, or would not. Every rank calls it."""
+    states: State = checkpoint.get("callbacks", {})
     for _, callback in _callbacks(trainer, "SpikeDetection"):
         if not hasattr(callback, "running"):
-            checkpoint.get("callbacks", {}).pop(callback.state_key, None)
+            states.pop(callback.state_key, None)
+    for _, callback in _callbacks(trainer, "ModelCheckpoint"):
+        saved = states.get(callback.state_key)
+        if saved and callback.monitor is not None and saved.get("dirpath", callback.dirpath) != callback.dirpath:
+            _keep_best(trainer, callback, saved)
+
+
+def _keep_best(trainer: pl.Trainer, callback: Any, saved: State) -> None:
+    """Have a ``ModelCheckpoint`` with another folder know the best models of the one before, if these are there.
+
+    Lightning knows the best path only, and none of the scores: whatever comes next is the best.
+    """
+    known = [saved.get("best_model_path"), saved.get("last_model_path"), *saved.get("best_k_models", ())]
+    paths = [path for path in dict.fromkeys(known) if path]
+    there = trainer.strategy.broadcast([path for path in paths if _exists(path)])  # other hosts may not see it
+    if not paths:
+        return
+    if saved.get("best_model_path") not in there:
+        rank_zero_warn(
+            f"lightning_spot: ModelCheckpoint has another folder than before, {callback.dirpath}, and its best model in"
+            f" {saved['dirpath']} is gone: the best from here on counts. Give it a dirpath that stays"
+        )
+        saved["best_model_path"] = ""
+        return
+    best = {path: score for path, score in saved.get("best_k_models", {}).items() if path in there}
+    worst = (min if callback.mode == "max" else max)(best, key=best.__getitem__, default="")
+    saved.update(
+        dirpath=callback.dirpath,
+        best_k_models=best,
+        kth_best_model_path=worst,
+        kth_value=best.get(worst, saved.get("kth_value")),
+    )
+    if saved.get("last_model_path") not in there:
+        saved["last_model_path"] = ""
+
+
+def _exists(path: str) -> bool:
+    forget_listings(path)
+    files, inside = fsspec.core.url_to_fs(path)
+    return bool(files.exists(inside))
 
 
 def what_begins_anew(trainer: pl.Trainer) -> Iterator[str]:
     """One sentence for each callback that cannot go on where it was."""
     if any(True for _ in _callbacks(trainer, "ThroughputMonitor")):
         yield "ThroughputMonitor measures this attempt only: its totals begin at 0 after a resume"
+
+
+def what_has_a_passing_folder(trainer: pl.Trainer) -> Iterator[str]:
+    """One sentence on the folders of best models that are likely to be others in the next start."""
+    for _, callback in _callbacks(trainer, "ModelCheckpoint"):
+        if callback.monitor is not None and is_drawn(str(callback.dirpath or "")):
+            yield (
+                f"ModelCheckpoint saves its best models in {callback.dirpath}, which looks like another folder in each"
+                " start: a resume knows them only while that is there. Give it a dirpath that stays"
+            )
 
 
 def what_goes_by_the_clock(trainer: pl.Trainer) -> Iterator[str]:

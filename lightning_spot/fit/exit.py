@@ -27,6 +27,7 @@ from lightning_spot.fit.snapshotter import Snapshotter
 from lightning_spot.fit.urgent import secure
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.notices.notice import Notice
+from lightning_spot.tiers.filesystem import forget_listings
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -69,9 +70,16 @@ class Exit(OfTrainer):
     def warn_of_passing_folder(self) -> None:
         """Say early, before ``ModelCheckpoint`` has chosen one, that what is saved at a notice will not be found again.
 
-        Of a ``ModelCheckpoint`` that is given none, the folder is the logger's, which is another one in each start.
+        Of a ``ModelCheckpoint`` that is given none, the folder is the logger's, which is another one in each start. In
+        a bucket, Lightning does not find what is there.
         """
         found, loggers = _model_checkpoint(self._trainer), self._trainer.loggers
+        if found is not None and "://" in str(found.dirpath or ""):
+            # Lightning takes the scheme off what it lists, and looks for it on the disk.
+            rank_zero_warn(
+                f"lightning_spot: fit(ckpt_path='last') finds nothing in {found.dirpath}: Lightning looks on the disk."
+                f" After a notice, pass ckpt_path={_preempted(found)!r}; or use SpotCheckpoint, which resumes by itself"
+            )
         if found is None or found.dirpath or not loggers:
             return
         kinds = namespaces.classes("loggers", "CSVLogger", "TensorBoardLogger")
@@ -150,6 +158,8 @@ class Exit(OfTrainer):
                 is_none = snapshotter.writing.committed is None and not self._resume.snapshots
                 can_go_on = not (is_none or _would_come_again(error))
                 way_on = ". The same command goes on from the newest one" if can_go_on else ""
+                if can_go_on and snapshotter.writing.committed is None and (chosen := self._resume.chosen) is not None:
+                    way_on = f". The same command goes on from {chosen.name} again, as this start did"
                 rank_zero_info(
                     f"lightning_spot: {type(error).__name__} has ended run {snapshotter.location.name!r} at step"
                     f" {self._trainer.global_step}; {snapshotter.writing.what_is_safe()}{way_on}"
@@ -178,6 +188,7 @@ class Exit(OfTrainer):
             finish = partial(snapshotter.finish, wait_s, complete=complete)
             otherwise = False if complete else None
             durable = snapshotter.harmless.run(THE_END, finish, otherwise, still=STILL_ENDS)
+            forget_listings(snapshotter.location.url)  # of what is read next in this program
             if durable is not None:
                 self._say_end(snapshotter, durable=durable)
 
@@ -188,14 +199,16 @@ class Exit(OfTrainer):
             TierError: if it was not seen, with ``strict``.
         """
         location, step = snapshotter.location, self._trainer.global_step
+        where = (
+            f"step {step}" if step else f"the end of epoch {self._trainer.current_epoch}"
+        )  # steps may not be counted
         if durable:
             rank_zero_info(
-                f"lightning_spot: run {location.name!r} is complete at step {step}; its last snapshot is in"
-                f" {location.url}"
+                f"lightning_spot: run {location.name!r} is complete at {where}; its last snapshot is in {location.url}"
             )
             return
         why = (
-            f"run {location.name!r} has ended at step {step}, but its last snapshot is not durable in {location.url}:"
+            f"run {location.name!r} has ended at {where}, but its last snapshot is not durable in {location.url}:"
             " the end of the training may be lost. Cure what the warnings above name, then give the same command again"
         )
         if snapshotter.settings.ring.strict:
@@ -215,14 +228,20 @@ def _model_checkpoint(trainer: pl.Trainer) -> Any:
     return next((item for item in trainer.checkpoint_callbacks if isinstance(item, kinds)), None)
 
 
+def _preempted(found: Any) -> str:
+    """The checkpoint that is saved at a notice."""
+    return f"{found.dirpath}/{found.CHECKPOINT_NAME_LAST}-preempted{found.FILE_EXTENSION}"
+
+
 def _save_beside_model_checkpoint(trainer: pl.Trainer, seam: Seam) -> None:
     """Save what ``fit(ckpt_path="last")`` will find, in the directory of the user's ``ModelCheckpoint``."""
     found = _model_checkpoint(trainer)
     if found is None or not found.dirpath or seam not in (Seam.AFTER_BATCH, Seam.BEFORE_VALIDATION):
         rank_zero_info("lightning_spot: nothing was saved now; the run resumes from its last checkpoint")
         return
-    path = f"{found.dirpath}/{found.CHECKPOINT_NAME_LAST}-preempted{found.FILE_EXTENSION}"
+    path = _preempted(found)
     dump = FitState.of(trainer).dump(before_validation=seam is Seam.BEFORE_VALIDATION)
     trainer.strategy.save_checkpoint(dump.gathered(trainer, Rooms()), path)
     trainer.strategy.barrier("lightning_spot.preempted")
+    forget_listings(str(found.dirpath))
     rank_zero_info(f"lightning_spot: step {trainer.global_step} is saved in {path}")

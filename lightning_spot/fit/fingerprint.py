@@ -21,7 +21,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from lightning_spot.capture.tensors import shape_of
 from lightning_spot.exact import private
-from lightning_spot.exact.compare import without_moments
+from lightning_spot.exact.compare import without_drawn
 from lightning_spot.exact.hyperparameters import held
 
 if TYPE_CHECKING:
@@ -34,12 +34,6 @@ _TIMES = 10**9
 """Numbers from here on may be times since 1970, or seeds drawn at each start."""
 _SEEDS = 10**6
 """So may seeds from here on; those of a sweep are smaller, and tell its trials apart."""
-_RANDOM_ID = re.compile(
-    r"(?<![0-9A-Za-z])(?:[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{12,})"
-    r"(?![0-9A-Za-z])",
-    re.IGNORECASE,
-)
-"""A UUID, or digits of a hash or of ``secrets.token_hex``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +116,7 @@ def _plain(value: Any, name: str = "", *, drawn: bool = False) -> Any:
     if drawn and isinstance(value, os.PathLike):
         return str(value)
     if isinstance(value, str):
-        return value if drawn else without_moments(_RANDOM_ID.sub("", value))
+        return value if drawn else without_drawn(value)
     if isinstance(value, (bool, int, float)):
         return value if drawn or abs(value) < (_SEEDS if "seed" in name.lower() else _TIMES) else None
     if isinstance(value, Mapping):

@@ -18,7 +18,7 @@ from lightning_spot.fit.readings import Readings
 from lightning_spot.fit.word import Word
 from lightning_spot.interval.costs import Costs, FailureRate, RobustMean, TierPace
 from lightning_spot.interval.policy import IntervalPolicy
-from lightning_spot.run.identity import JUMP
+from lightning_spot.run.identity import starts_between
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -331,12 +331,3 @@ class Pacing:
         """Seconds that a step takes, 0 before there was any."""
         steps = step - self._begun[0]
         return max((now_s - self._begun[1]) / steps, 1e-9) if steps > 0 else 0.0
-
-
-def starts_between(earlier: int, attempt: int) -> int:
-    """How often a run was started after attempt ``earlier``, ``attempt`` included.
-
-    Each start takes the next number, or one far above what was seen where the durable tier could not be read.
-    """
-    jumps, steps = divmod(max(0, attempt - earlier), JUMP)
-    return jumps + steps

@@ -22,11 +22,12 @@ from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.resumable import Trial, check_resumable, put_in_own_objects
 from lightning_spot.exact.sharded import is_sharded
-from lightning_spot.fit import earlier
+from lightning_spot.fit import competing, earlier
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.alike import check_one_model
 from lightning_spot.fit.changes import check_model, check_optimizers, other_hyperparameters
 from lightning_spot.fit.chosen import ResumedFrom, choose
+from lightning_spot.fit.failed_resumes import OnResumeFailure, without_failed
 from lightning_spot.fit.fingerprint import Fingerprint
 from lightning_spot.fit.left_elsewhere import bring_from_other_hosts
 from lightning_spot.fit.named import fetched_once
@@ -60,6 +61,7 @@ class Resume(OfTrainer):
         snapshots: what the tiers had of the run when this ``fit`` began, newest first; on rank 0.
         took_s: seconds that finding and reading the snapshot took; 0 for a fresh start.
         lineage: of the training state that was loaded, ``None`` for a fresh start.
+        on_failure: what is done where resumes from the newest snapshot have failed.
         interval: what the attempt that took the snapshot had measured, ``None`` without.
     """
 
@@ -75,6 +77,7 @@ class Resume(OfTrainer):
         self.took_s = 0.0
         self.lineage: str | None = None
         self.interval: dict[str, Any] | None = None
+        self.on_failure: OnResumeFailure = "error"
         self._found: Survey | None = None
         self._selected: dict[Location, Selection] = {}
         self._trusts = False
@@ -179,6 +182,9 @@ class Resume(OfTrainer):
         if not self.is_wanted():
             Agreement(trainer).on_rank_zero(lambda: self._refuse(location))
             return location
+        found = self._found
+        was_started = trainer.strategy.broadcast(found is not None and max(found.seen_attempts, default=0) > 0)
+        competing.let_config_be_saved_again(trainer, was_started=was_started)
         # All strategies pass through resume_start, on every rank, with the process group up.
         connector = private.RESUMING_CONNECTOR.of(trainer)
         vars(connector).pop(private.RESUME_START.name, None)  # of a fit that ended before it came to that
@@ -189,12 +195,19 @@ class Resume(OfTrainer):
             self._trusts = options.get("weights_only") is False
             check_one_model(trainer)
             begun_s = time.monotonic()
+            who = trainer.strategy.broadcast(competing.who_found_checkpoint(trainer, checkpoint_path))
+            if who or not checkpoint_path:
+                self._choose(location)
+            if who:
+                rank_zero_warn(f"lightning_spot: {self._instead_of(checkpoint_path, who)}")
+            checkpoint_path = None if self.chosen is not None else checkpoint_path
+            loaded = private.LOADED_CHECKPOINT.of(connector)
             with fetched_once(trainer, location, checkpoint_path):
                 original(checkpoint_path, **options)
-            if checkpoint_path:
-                rank_zero_info(f"lightning_spot: resumed from ckpt_path={str(checkpoint_path)!r}, as asked")
-            else:
-                self._choose(location)
+            if self.chosen is not None:
+                private.LOADED_CHECKPOINT.set(connector, loaded)
+            if checkpoint_path and not who:
+                self._say_named(checkpoint_path)
             if checkpoint_path or self.chosen is not None:
                 self.took_s = time.monotonic() - begun_s
             while self._then:
@@ -203,6 +216,30 @@ class Resume(OfTrainer):
         # Its second parameter came with Lightning 2.6 and is passed by name.
         private.RESUME_START.set(connector, resume_start)
         return location
+
+    def _instead_of(self, path: Any, who: str) -> str:
+        """What to say of a checkpoint that somebody else had Lightning find."""
+        if self.chosen is not None:
+            return (
+                f"{path}, which Lightning has found for {who}, is not used: this run goes on from its newest snapshot,"
+                f" {self.chosen.name}. Remove the file; or pass resume=False to go on from it"
+            )
+        return (
+            f"this run has no snapshot and begins with {path}, which Lightning has found for {who}. Later starts go on"
+            " from snapshots. Remove the file to start afresh"
+        )
+
+    def _say_named(self, path: Any) -> None:
+        """Say that the user's checkpoint is taken; in each start of a program, it takes its progress away."""
+        step = private.LOADED_CHECKPOINT.of(private.RESUMING_CONNECTOR.of(self._trainer)).get("global_step")
+        newest = self.snapshots[0].step if self.snapshots else -1
+        if isinstance(step, int) and step < newest:
+            rank_zero_warn(
+                f"lightning_spot: ckpt_path={str(path)!r} is taken, as asked, which is of step {step}; this run has a"
+                f" snapshot of step {newest}. Leave ckpt_path out to go on from that"
+            )
+        else:
+            rank_zero_info(f"lightning_spot: resumed from ckpt_path={str(path)!r}, as asked")
 
     def _refuse(self, location: Location) -> None:
         """No resume is possible here: a run that has snapshots must not begin anew without a word."""
@@ -228,7 +265,7 @@ class Resume(OfTrainer):
             found = choose(
                 ranks,
                 hosts,
-                lambda: self._newest_survey(location),
+                lambda: without_failed(self._newest_survey(location), self.attempt, self.on_failure),
                 trusts=self._trusts,
                 load_shards=lambda image, manifest: load_shards(trainer, image, manifest, trusts=self._trusts),
             )

@@ -6,7 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from lightning_spot.capture.leases import AHEAD_S
+from lightning_spot.errors import SettingsError
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.seams import Seams
@@ -32,6 +37,7 @@ if TYPE_CHECKING:
 
 WAIT_FOR_SLOT_S = 600.0
 _SEAMS = 64  # that are looked ahead at for another snapshot: of steps of a tenth of a second as many as count
+_UNCOUNTED_BATCHES = 8  # after so many: a GAN may step its second network, with Lightning, in every fifth batch only
 _FOLLOWING = "following the iterations of training"
 _AHEAD = "making slots ahead"
 
@@ -67,6 +73,9 @@ class Snapshotter(OfTrainer):
         self._beginning = Beginning(trainer, location, settings.ring, resume, writing.in_shards)
         self._seen_step = -1
         self._steps_itself = self.has_begun = False
+        self._has_counted = self._has_stepped = False  # whether global_step has moved; an optimizer, in this batch
+        self._unknown, self._has_said_unknown = "", False  # class of an optimizer that Lightning was not given
+        self._uncounted = 0  # batches in which an optimizer stepped, before global_step has moved
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -99,10 +108,29 @@ class Snapshotter(OfTrainer):
             writing.iterations.begin()
             self._undo.append(writing.iterations.end)
         self._steps_itself = namespaces.overrides(trainer.lightning_module, "optimizer_step")
-        if not trainer.lightning_module.automatic_optimization:
-            # A step of an optimizer that Lightning does not wrap calls no hook of Lightning's; torch calls this one.
-            for optimizer in trainer.optimizers:
-                self._undo.append(optimizer.register_step_pre_hook(lambda *_: self.before_step()).remove)
+        self._undo.append(self._follow_steps())
+
+    def _follow_steps(self) -> Callable[[], None]:
+        """See steps that Lightning does not: of optimizers that it does not wrap, or that it was not given.
+
+        Returns:
+            ends that.
+        """
+        trainer = self._trainer
+        trained = {id(parameter) for parameter in trainer.lightning_module.parameters()}
+        is_automatic = trainer.lightning_module.automatic_optimization
+
+        def steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if not any(id(parameter) in trained for group in optimizer.param_groups for parameter in group["params"]):
+                return  # of an inner loop, or of another training
+            self._has_stepped = True
+            is_known = _is_of(trainer, optimizer)
+            if not is_known:
+                self._unknown = type(optimizer).__qualname__
+            if not (is_automatic and is_known):  # of which Lightning's own hook comes behind the backward pass
+                self.before_step()
+
+        return register_optimizer_step_pre_hook(steps).remove
 
     # -- while training -------------------------------------------------------------------------------------------
 
@@ -161,6 +189,8 @@ class Snapshotter(OfTrainer):
     def end_training(self) -> None:
         """Take the last snapshot, of the finished run: after the module's own hook, which may change the weights."""
         self.wait_copied()
+        if 0 < self._uncounted < _UNCOUNTED_BATCHES and not self._has_counted:
+            self._say_uncounted()
         self.harmless.run(_AHEAD, self.writing.warm, None)  # of a run that only comes to its end there was no step
         self.check_monitor()
         self.harmless.run(THE_END, self.close, None, still=STILL_ENDS)
@@ -182,14 +212,44 @@ class Snapshotter(OfTrainer):
     def _at_seam(self, *, before_validation: bool) -> None:
         """Take a snapshot if one is due. What fails costs it; but of several ranks, others may wait for what comes."""
         trainer = self._trainer
+        stepped, self._has_stepped = self._has_stepped, False
+        if self._unknown and not self._has_said_unknown:
+            self._say_unknown()
         if trainer.global_step == self._seen_step:
+            self._uncounted += stepped and not self._has_counted
+            if self._uncounted == _UNCOUNTED_BATCHES:
+                self._say_uncounted()
             return
-        self._seen_step = trainer.global_step
+        self._seen_step, self._has_counted = trainer.global_step, True
         step = partial(self._after_step, before_validation=before_validation)
         if trainer.world_size > 1:
             step()
         elif not self.harmless.run("taking a snapshot", step, False) and self.writing.attempt is not None:
             self.writing.attempt.count_failure()
+
+    def _say_unknown(self) -> None:
+        """Say that a resume has nothing of an optimizer, unless the module may save it by itself."""
+        self._has_said_unknown = True
+        if not namespaces.overrides(self._trainer.lightning_module, "on_save_checkpoint"):
+            rank_zero_warn(
+                f"lightning_spot: {self._unknown} steps weights of the model, and configure_optimizers has not returned"
+                " it. No snapshot has its state: a resume begins it again. Return it there"
+            )
+
+    def _say_uncounted(self) -> None:
+        """Say that no snapshots are taken, since Lightning counts no steps.
+
+        Raises:
+            SettingsError: with ``strict``.
+        """
+        said = (
+            f"Lightning has counted no step in {self._uncounted} batches, though optimizers have stepped. NO SNAPSHOT"
+            " is taken before the end, and an interrupted run begins again. Step those of self.optimizers(), in hooks"
+            " of backward too"
+        )
+        if self.settings.ring.strict:
+            raise SettingsError(said)
+        rank_zero_warn(f"lightning_spot: {said}")
 
     def _after_step(self, *, before_validation: bool) -> bool:
         trainer, run, iterations = self._trainer, self.harmless.run, self.writing.iterations
@@ -263,3 +323,8 @@ class Snapshotter(OfTrainer):
         ]
         bring = partial(writing.finish, wait_s, complete=complete)
         return self.harmless.run_all(THE_END, ends, bring, still=STILL_ENDS)
+
+
+def _is_of(trainer: pl.Trainer, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether Lightning was given an optimizer, or one that is made of it, as ``ZeroRedundancyOptimizer``."""
+    return any(own is optimizer or any(part is optimizer for part in vars(own).values()) for own in trainer.optimizers)

@@ -119,3 +119,12 @@ def next_attempt(seen: Iterable[int], *, durable_was_read: bool) -> int:
             " had. Move it away, or choose another dirpath"
         )
     return number
+
+
+def starts_between(earlier: int, attempt: int) -> int:
+    """How often a run was started after attempt ``earlier``, ``attempt`` included.
+
+    Each start takes the next number, or one far above what was seen where the durable tier could not be read.
+    """
+    jumps, steps = divmod(max(0, attempt - earlier), JUMP)
+    return jumps + steps

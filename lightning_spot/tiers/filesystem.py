@@ -63,6 +63,16 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     return files, path.rstrip("/")
 
 
+def forget_listings(url: str) -> None:
+    """Have this thread's plain file system of a URL list anew: other processes, such as nodes, write there, too.
+
+    Lightning, and whoever opens a URL, gets that one: a file that its listing does not have is not found. Other kinds
+    of file systems may connect when they are made, and keep no listings.
+    """
+    if url.partition("://")[0].lower() in BUCKET_SCHEMES:
+        fsspec.core.url_to_fs(url)[0].invalidate_cache()
+
+
 def _why_not_opened(url: str, error: Exception) -> str:
     """Why a URL has no file system here, and what to do."""
     package, extra = _EXTRAS.get(url.partition("://")[0], ("", ""))

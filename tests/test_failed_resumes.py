@@ -1,0 +1,88 @@
+"""A resume that fails at its first batch fails so at each start: that is said, and an older snapshot may be tried."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from lightning_spot import AutoResume, EverySteps, Preempted, RemoteSnapshot, SpotCheckpoint
+from tests.conftest import new_process
+from tests.models import EachDurable, Net, data, trainer
+from tests.test_fit import Stop, StopAt
+
+
+class Dies(pl.Callback):
+    """Ends a training with its first batch, as what was restored for half does."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error if error is not None else AssertionError()
+        self.step = -1
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.step = trainer.global_step
+        raise self.error
+
+
+def spot(run: Path, **more: Any) -> SpotCheckpoint:
+    settings: dict[str, Any] = {"memory": None, "interval": EverySteps(3), "on_full": "wait", "keep": 3}
+    return SpotCheckpoint(str(run), **{"durable_every_s": 0.0, "notices": None, **settings, **more})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Interrupted after step 9: snapshots of steps 3, 6 and 9."""
+    new_process()
+    with pytest.raises(Stop):
+        trainer(spot(tmp_path / "run"), StopAt(10), EachDurable(tmp_path / "run", 3)).fit(Net(), data())
+    return tmp_path / "run"
+
+
+def start(run: Path, dies: Dies, *callbacks: pl.Callback, **more: Any) -> tuple[int, list[str]]:
+    """Where a start that fails begins, and what it says of those before it."""
+    new_process()
+    fits = trainer(dies, *(callbacks or [spot(run, **more)]))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(type(dies.error)):
+            fits.fit(Net(), data())
+    return dies.step, [str(item.message) for item in caught if "ended without a snapshot" in str(item.message)]
+
+
+@pytest.mark.parametrize(("on_failure", "steps"), [("error", [9, 9, 9, 9]), ("older", [9, 9, 6, 6, 3, 3, 3])])
+def test_each_start_after_one_that_failed_says_so(run: Path, on_failure: Any, steps: list[int]) -> None:
+    """All began there for ever, and each said that the same command goes on."""
+    told = []
+    for failed, step in enumerate(steps):
+        at, said = start(run, Dies(), on_resume_failure=on_failure)
+        assert (at, len(said)) == (step, bool(failed))
+        told += said
+    assert "on_resume_failure='older'" in told[0] or on_failure == "older"
+    assert "resume=False" in told[-1]
+
+
+def test_a_snapshot_of_its_own_ends_that(run: Path) -> None:
+    for _ in range(2):
+        start(run, Dies(), on_resume_failure="older")
+    new_process()
+    with pytest.raises(Stop):
+        trainer(spot(run, on_resume_failure="older"), StopAt(13), EachDurable(run, 3)).fit(Net(), data())
+    assert start(run, Dies(), on_resume_failure="older") == (12, [])
+
+
+def test_only_starts_that_failed_are_counted(run: Path) -> None:
+    """A notice may come before the first snapshot, as often as machines are taken away."""
+    for _ in range(3):
+        assert start(run, Dies(Preempted("taken away", 143)), on_resume_failure="older") == (9, [])
+
+
+def test_parts_alone_count_them_without_records(run: Path) -> None:
+    def parts() -> list[pl.Callback]:
+        more: dict[str, Any] = {"memory": None}
+        snapshots = RemoteSnapshot(str(run), interval=EverySteps(3), **more)
+        return [AutoResume(str(run), on_resume_failure="older", **more), snapshots]
+
+    assert [start(run, Dies(), *parts())[0] for _ in range(4)] == [9, 9, 6, 6]

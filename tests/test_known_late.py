@@ -1,0 +1,59 @@
+"""Classes that a program makes known to torch only after a resume has read its snapshot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.errors import NotSerialisable
+from tests.conftest import new_process
+from tests.models import Net, data, trainer
+from tests.test_fit import Stop, StopAt
+
+
+class Coded(torch.Tensor):
+    """What optimizers of 8 bits keep their moments in."""
+
+
+class Codes(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("moment", torch.zeros_like(parameter).as_subclass(Coded))
+        return loss
+
+
+class ImportsLate(Net):
+    """Its optimizer's package makes its class known to torch where it is imported."""
+
+    def configure_optimizers(self) -> Any:
+        torch.serialization.add_safe_globals([Coded])
+        return Codes(self.parameters(), lr=0.01)
+
+
+def test_a_class_that_is_known_to_torch_only_in_training_is_named_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first start said nothing; each resume was refused, and named a function of torch."""
+    known = torch.serialization.get_safe_globals()
+
+    def fit(stop: int) -> None:
+        new_process()
+        torch.serialization.clear_safe_globals()
+        spot: dict[str, Any] = {"memory": None, "interval": EverySteps(2), "on_full": "wait", "notices": None}
+        trainer(StopAt(stop), SpotCheckpoint(str(tmp_path / "run"), **spot)).fit(ImportsLate(), data(8))
+
+    try:
+        with pytest.raises(Stop):
+            fit(7)
+        assert caplog.text.count("Coded is known to torch only since training has begun") == 1
+        with pytest.raises(NotSerialisable, match=r"moment is a tests\.test_known_late\.Coded"):
+            fit(9)
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(known)
