@@ -17,7 +17,7 @@ from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.hyperparameters import OF_DATA, OF_MODEL, as_saved
 from lightning_spot.exact.unpickling import read_checkpoint
 from lightning_spot.image.layout import Layout
-from lightning_spot.image.placeholder import ADVICE, Placeholder, kind_of, placeholders_in
+from lightning_spot.image.placeholder import ADVICE, Placeholder, kind_of, parts_of, placeholders_in
 from lightning_spot.image.safe_load import safe_load
 
 if TYPE_CHECKING:

@@ -81,7 +81,6 @@ def _failed_since(found: Survey, newest: Manifest, attempt: int) -> int:
     others = [
         record
         for record in records
-        if newest.attempt < record.get("attempt", 0) < attempt
-        and (record.get("end") in ("preempted", "complete") or record.get("snapshots"))
+        if newest.attempt < record.attempt < attempt and (record.end in ("preempted", "complete") or record.snapshots)
     ]
     return max(0, count - len(others))

@@ -68,6 +68,11 @@ def safe_load(file: IO[bytes] | str, map_location: str = "cpu") -> Any:
     except Exception as error:  # of a damaged or forged file, torch may raise anything
         if "DefaultCPUAllocator" in str(error):  # torch's only sign of it; such a file is as good as before
             raise MemoryError(str(error)) from error
+        if stand_ins.kinds:  # such as a subclass of tensors, which torch cannot make of a stand-in
+            raise NotSerialisable(
+                f"the file holds objects that are not loaded, and is not read without them: {', '.join(stand_ins.kinds)}"
+                f" ({type(error).__name__}: {plain(error)}). {ADVICE}"
+            ) from error
         raise CorruptSnapshot(
             f"the file cannot be read ({type(error).__name__}: {plain(error)}). It is damaged or forged, and not loaded"
         ) from error
