@@ -17,7 +17,7 @@ from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.hyperparameters import OF_DATA, OF_MODEL, as_saved
 from lightning_spot.exact.unpickling import read_checkpoint
 from lightning_spot.image.layout import Layout
-from lightning_spot.image.placeholder import ADVICE, Placeholder, kind_of, parts_of, placeholders_in
+from lightning_spot.image.placeholder import ADVICE, Placeholder, kind_of, placeholders_in
 from lightning_spot.image.safe_load import safe_load
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def check_resumable(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
         NotSerialisable: naming the entries.
     """
     lacking = [
-        f"{where} is a {_class_of(placeholder)}"
+        f"{where} is a {kind_of(placeholder)}"
         for key, value in _needed(trainer, checkpoint)
         for where, placeholder in placeholders_in(value, key)
     ]
@@ -55,13 +55,6 @@ def check_resumable(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
             "a resume needs objects that torch does not load with weights_only=True:"
             f" {', '.join(lacking[:_MOST_NAMED])}{more}. {ADVICE}"
         )
-
-
-def _class_of(placeholder: Placeholder) -> str:
-    """The name of its class: torch's function that makes tensors of a class of their own has that among its parts."""
-    kind = kind_of(placeholder)
-    inner = (kind_of(part) for _, part in placeholders_in(parts_of(placeholder))) if kind.startswith("torch.") else ()
-    return next((name for name in inner if not name.startswith("torch.")), kind)
 
 
 def put_in_own_objects(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:

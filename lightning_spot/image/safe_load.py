@@ -70,7 +70,7 @@ def safe_load(file: IO[bytes] | str, map_location: str = "cpu") -> Any:
             raise MemoryError(str(error)) from error
         if stand_ins.kinds:  # such as a subclass of tensors, which torch cannot make of a stand-in
             raise NotSerialisable(
-                f"the file holds objects that are not loaded, and is not read without them: {', '.join(stand_ins.kinds)}"
+                f"the file is not read without objects that are not loaded: {', '.join(stand_ins.kinds)}"
                 f" ({type(error).__name__}: {plain(error)}). {ADVICE}"
             ) from error
         raise CorruptSnapshot(
