@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -15,6 +16,9 @@ from torch.nn.parameter import is_lazy
 from lightning_spot.capture.tensors import shape_of, storage_address
 from lightning_spot.exact import private
 from lightning_spot.exact.flat import live_state, units_of
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 _NORMS = (
     *(torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm),
@@ -185,3 +189,18 @@ def _writes_of(buffer: torch.Tensor) -> object:
 
 def _form(buffer: torch.Tensor) -> Form:
     return shape_of(buffer), buffer.dtype, buffer.layout
+
+
+def more_precise(module: pl.LightningModule, checkpoint: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Weights that Lightning rounds when it loads them: it converts a module to double precision only after that."""
+    present = live_state(module)
+    saved = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))  # the first one of averaging ones
+    return {
+        name: value
+        for name, value in saved.items()
+        if isinstance(value, torch.Tensor)  # a module may give anything as its extra state
+        and value.is_floating_point()
+        and isinstance(present.get(name), torch.Tensor)
+        and not is_lazy(present[name])
+        and value.element_size() > present[name].element_size()
+    }

@@ -93,7 +93,8 @@ class FitState(PerTrainer):
     def _follow_loaders(self) -> None:
         restoring = self._restoring
         paused = self.once.paused
-        loaders = Loaders(self._trainer, restoring.position_for, restoring.before_step, lambda: self.rewind, paused)
+        positions = restoring.position_for, restoring.has_positions
+        loaders = Loaders(self._trainer, *positions, restoring.before_step, lambda: self.rewind, paused)
         self._undo.append(loaders.end)
         restoring.loaders = loaders
         self._switches.run(private.REQUESTS, loaders.follow_requests)

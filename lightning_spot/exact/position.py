@@ -79,6 +79,8 @@ class PositionedLoader(FollowedLoader):
 
     def __iter__(self) -> Iterator[Any]:
         own = self.__dict__
+        if own["_epoch"] is not None:
+            own["_epoch"].leave()
         position = own["_resume"](self)
         parts = own["_loader"], own["_own"], own["_workers"]
         own["_epoch"] = (
@@ -100,7 +102,7 @@ def position_of(loader: Any, ahead: int = 0, *, epoch_done: bool = False, at_end
     if epoch is None:
         return None
     if at_end:
-        return state_of(loader)
+        return {**(state_of(loader) or {}), **epoch.at_end()}
     position: State = epoch.position(ahead, epoch_done=epoch_done)
     return position
 
@@ -129,6 +131,7 @@ def restore_owners(loader: Any) -> None:
     epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
     if isinstance(epoch, ResumedEpoch) and epoch.resume is not None:
         epoch.own.restore(epoch.resume["own"])
+        epoch.say_what_differs()
 
 
 def batches_done(loader: Any) -> int | None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch.nn.parameter import is_lazy
 
 from lightning_spot.exact import (
     buffers,
@@ -31,14 +30,14 @@ from lightning_spot.exact.buffers import Buffers
 from lightning_spot.exact.changed_values import ChangedValues
 from lightning_spot.exact.data_shares import are_these, share_of
 from lightning_spot.exact.dump import KEY, VERSION
-from lightning_spot.exact.flat import live_state
 from lightning_spot.exact.loaders import Loaders
+from lightning_spot.exact.made_of import differences
 from lightning_spot.exact.optimizer_states import keep_dtypes, precise_of
 from lightning_spot.exact.other_ranks import OtherRanks
 from lightning_spot.exact.own_parameters import OwnParameters, restore_values
 from lightning_spot.exact.parameter_names import clean, names_of
 from lightning_spot.exact.per_trainer import OfTrainer
-from lightning_spot.exact.position import PositionedLoader, batches_done, other_batches
+from lightning_spot.exact.position import PositionedLoader, batches_done, loader_itself, other_batches
 from lightning_spot.exact.randomness import State, restore_random
 from lightning_spot.exact.sharded import gradient_like
 from lightning_spot.exact.switches import Switches
@@ -146,7 +145,7 @@ class Restoring(OfTrainer):
         self._of_loaders(values, Loaders.resume)
         # Strategies with shards have had optimizers loaded by now; hooks look at them next.
         restore_values(trainer, self.own_values)
-        self._precise = _more_precise(trainer.lightning_module, checkpoint)
+        self._precise = buffers.more_precise(trainer.lightning_module, checkpoint)
         if states := precise_of(checkpoint):
             self._keep_dtypes(states, _dtypes_of(checkpoint))
         self._switches.run("SpikeDetection", lambda: shipped.before_loading(trainer, checkpoint))
@@ -273,13 +272,22 @@ class Restoring(OfTrainer):
             return None
         if self._others is not None:
             return self._others.position(loader, index)
-        if said := other_batches(loader, positions[index]):
+        said = other_batches(loader, positions[index])
+        changed = differences(positions[index] or {}, loader_itself(loader))
+        if said:
             others = self._with_other_batches
             if others is not None and len(loaders) == 1 and others.can_deal(loader, index):
                 self._dealt_anew = others
-                return others.position(loader, index)
-            rank_zero_warn(f"lightning_spot: {said}")
+                said = ""
+        if reasons := [*changed, *([said] if said else [])]:
+            rank_zero_warn(f"lightning_spot: {'. '.join(reasons)}")
+        if self._dealt_anew is not None:
+            return self._dealt_anew.position(loader, index)
         return positions[index]  # type: ignore[no-any-return]
+
+    def has_positions(self) -> bool:
+        """Whether a snapshot has told where training loaders were."""
+        return self._positions is not None and bool(self._positions["loaders"])
 
     def before_step(self, has_batch: bool = True) -> bool:
         """Just before the first step, unless a validation comes first; whether generators were set.
@@ -382,18 +390,3 @@ def _dtypes_of(checkpoint: dict[str, Any]) -> dict[str, torch.dtype]:
     """The dtypes of a checkpoint's weights, by name."""
     weights = checkpoint.get("state_dict", {})
     return {clean(name): value.dtype for name, value in weights.items() if isinstance(value, torch.Tensor)}
-
-
-def _more_precise(module: pl.LightningModule, checkpoint: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Weights that Lightning rounds when it loads them: it converts a module to double precision only after that."""
-    present = live_state(module)
-    saved = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))  # the first one of averaging ones
-    return {
-        name: value
-        for name, value in saved.items()
-        if isinstance(value, torch.Tensor)  # a module may give anything as its extra state
-        and value.is_floating_point()
-        and isinstance(present.get(name), torch.Tensor)
-        and not is_lazy(present[name])
-        and value.element_size() > present[name].element_size()
-    }

@@ -188,13 +188,8 @@ def _own_copy(state: Any) -> Any:
 
 
 def lasts(loader: Any) -> bool:
-    """Whether the loader's workers persist over epochs, and it does not keep its state by itself."""
-    return (
-        isinstance(loader, DataLoader)
-        and loader.num_workers > 0
-        and loader.persistent_workers
-        and not is_stateful(loader)
-    )
+    """Whether the loader's workers persist over epochs."""
+    return isinstance(loader, DataLoader) and loader.num_workers > 0 and loader.persistent_workers
 
 
 def are_made(loader: Any) -> bool:
@@ -226,6 +221,8 @@ def why_not_asked(loader: Any) -> str | None:
     """Why workers that persist cannot be asked for their generators; ``None`` if they can, or do not persist."""
     if not lasts(loader):
         return None
+    if is_stateful(loader):
+        return "the loader keeps its state itself"
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         return "they read a stream"
     if loader.batch_sampler is None:
