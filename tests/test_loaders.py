@@ -310,3 +310,77 @@ def test_what_an_epoch_was_made_of_is_compared(first: Any, then: Any, equal: boo
         train(case(**first), tmp_path / "twin", seed=11, every=1000)
         broken, twin = final(tmp_path / "broken"), final(tmp_path / "twin")
         assert [text for text in differences(twin["state_dict"], broken["state_dict"]) if "workers" not in text] == []
+
+
+class Cycle(m.Lean):
+    """Has a scheduler for as many steps as the run takes."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.01)
+        steps = int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+@pytest.mark.parametrize(("epochs", "count"), [(3, 0), (4, 1)])
+def test_a_scheduler_for_less_steps_than_the_run_takes_is_named(epochs: int, count: int, tmp_path: Path) -> None:
+    def case(epochs: int) -> Case:
+        return Case(model=Cycle, settings={"max_epochs": epochs})
+
+    with pytest.raises(Stop):
+        train(case(3), tmp_path, StopAt(8), seed=11, every=1)
+    told: list[str] = []
+    with pytest.raises(Stop):
+        train(case(epochs), tmp_path, StopAt(2), seed=12, every=1, told=told)
+    said = [text for text in told if "OneCycleLR has total_steps=15, and the run is to take 20" in text]
+    assert len(said) == count
+
+
+class Forgetful(IterableDataset[Any]):
+    """A stream with no position of its own."""
+
+    def __iter__(self) -> Iterator[Any]:
+        data = m.Rows(noise=False)
+        yield from (data[index] for index in range(len(data)))
+
+
+class Buffered(Sticky):
+    """A stream that says that it has a shuffle buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffer_size = 8
+
+
+def noisy(**more: Any) -> Kept:
+    return Kept(m.Rows(), m.BATCH, num_workers=2, **more)
+
+
+WARNED: dict[str, tuple[Callable[[], Any], str, int]] = {
+    "no position": (lambda: Kept(Forgetful(), m.BATCH), "Forgetful has no state_dict", 8),
+    "shuffle buffer": (lambda: Kept(Buffered(), m.BATCH), "the shuffle buffer of Buffered (dataset.buffer_size=8)", 8),
+    "augmentation in workers": (noisy, "workers of Kept draw random numbers", 8),
+    "augmentation in workers, end of epoch": (noisy, "", 4),
+    "augmentation in workers that persist": (lambda: noisy(persistent_workers=True), "workers of Kept draw", 4),
+}
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_what_a_state_does_not_hold_is_named(name: str, tmp_path: Path) -> None:
+    make, says, at = WARNED[name]
+    case = Case(loaders=make, val=None, settings={"limit_val_batches": 0})
+    stop = StopAt(at) if at == 8 else StopIn("on_train_batch_start", 6)
+    with pytest.raises(Stop):
+        train(case, tmp_path, stop, seed=11, every=1)
+    said = train(case, tmp_path, seed=200, every=1000)
+    assert len(said) == bool(says)
+    assert all(says in text for text in said)
+
+
+def test_with_replay_a_loader_that_keeps_its_state_is_exact_with_augmentation_in_workers(tmp_path: Path) -> None:
+    case = Case(loaders=noisy, val=None, settings={"limit_val_batches": 0}, spot={"rewind": "replay"})
+    with pytest.raises(Stop):
+        train(case, tmp_path / "broken", StopAt(8), seed=11, every=1)
+    assert train(case, tmp_path / "broken", seed=200, every=1000) == []
+    train(case, tmp_path / "twin", seed=11, every=1000)
+    assert list(differences(final(tmp_path / "twin"), final(tmp_path / "broken"))) == []

@@ -14,7 +14,7 @@ from lightning_spot.exact.made_of import made_of
 from lightning_spot.exact.order import batch_of, dealt, order_of
 from lightning_spot.exact.own_state import OwnState
 from lightning_spot.exact.randomness import State, capture_random, restore_random
-from lightning_spot.exact.workers import LastingWorkers, are_made, make_unnoticed
+from lightning_spot.exact.workers import LastingWorkers, are_made, begin_watched, drawing_of, lasts, make_unnoticed
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def begin_epoch(loader: Any, workers: LastingWorkers | None, indices: Indices | 
     if workers is not None:
         return workers.begin_epoch()
     if indices is None:
-        return iter(loader)
+        return begin_watched(loader)
     with replacing(loader, {sampler_name(loader): indices}):
         return iter(loader)
 
@@ -48,6 +48,7 @@ class Epoch:
         self.at_iter = self._random()
         self.data_at_iter = own.changed_data()
         self.made_of = made_of(loader)
+        self.workers_draw = False
         self.at_first: State | None = None
         # Lightning fetches one batch ahead of loaders without a length: where they were before it must be known.
         self._ahead: Callable[[], State] | None = None if has_length(loader) else self._state
@@ -90,8 +91,9 @@ class Epoch:
         done = state["exhausted"] or epoch_done
         workers = self.workers.saved(now=done) if self.workers is not None else None
         position = {"at_iter": self.at_iter, "at_first": self.at_first, "ahead": ahead, "workers": workers}
-        data = {"data": self.own.changed_data(), "data_at_iter": self.data_at_iter}
-        data |= {"made_of": self.made_of}
+        data: State = {"data": self.own.changed_data(), "data_at_iter": self.data_at_iter}
+        drawing = drawing_of(self.loader)
+        data |= {"made_of": self.made_of, "workers_draw": self.workers_draw or (drawing is not None and drawing.seen)}
         along = self.indices is not None and self.indices.draws_along
         lost = self.workers is not None and self.workers.is_lost
         flags = {"exhausted": done, "ended": state["exhausted"], "draws_along": along, "workers_lost": lost}
@@ -134,6 +136,7 @@ class ResumedEpoch(Epoch):
         self.exhausted = resume.get("exhausted", False)
         self.at_iter, self.at_first = resume.get("at_iter", {}), resume.get("at_first")
         self.data_at_iter = resume.get("data_at_iter", {})
+        self.workers_draw = resume.get("workers_draw", False)
         self.made_of = resume.get("made_of") or made_of(loader)  # an earlier version did not say
         self._ahead = None if has_length(loader) else self._state
         self.before = None
@@ -168,7 +171,8 @@ class ResumedEpoch(Epoch):
         """See :meth:`Epoch.at_end`."""
         if self.resume is None:
             return super().at_end()
-        kept: State = {name: self.resume[name] for name in ("state", "ended", "yielded") if name in self.resume}
+        resume = self.resume
+        kept: State = {name: resume.get(name) for name in ("state", "ended", "yielded")} if "state" in resume else {}
         return {"data": self.own.changed_data(), "made_of": made_of(self.loader), **kept}
 
     def leave(self) -> None:
@@ -228,6 +232,13 @@ class ResumedEpoch(Epoch):
         elif not self._restore_step(not self.exhausted):
             restore_random(present)
 
+    @property
+    def workers_draw_others(self) -> bool:
+        """Whether workers draw other random numbers from here on than those of the attempt before would have."""
+        resume = self.resume or {}
+        goes_on = self._goes_by_state(resume) and not self.exhausted
+        return self.workers_draw and "state" in resume and (goes_on or lasts(self.loader))
+
     def say_what_differs(self) -> None:
         """Warn of what an attempt before had changed in the data, and that is not so now. Once."""
         names = self.own.differing_data(self._data)
@@ -249,7 +260,7 @@ class ResumedEpoch(Epoch):
         items = [item for _, item in self.own.items() if item is not self.loader and _can_load(item)]
         before = [(item, dict(vars(item))) for item in items]
         self.loader.load_state_dict(state)
-        inner: Iterator[Any] = iter(self.loader)
+        inner = begin_watched(self.loader)
         for item, attributes in before:
             for name, value in vars(item).items():
                 if name in attributes and value is not attributes[name]:

@@ -22,6 +22,7 @@ from lightning_spot.exact.dump import KEY, Dump
 from lightning_spot.exact.epochs import Rewind
 from lightning_spot.exact.gradient_order import GradientOrder
 from lightning_spot.exact.loaders import Loaders
+from lightning_spot.exact.made_of import schedulers_that_end
 from lightning_spot.exact.named import follow_named
 from lightning_spot.exact.once import Once
 from lightning_spot.exact.own_parameters import (
@@ -142,6 +143,7 @@ class FitState(PerTrainer):
         anew = [*shipped.what_begins_anew(trainer), *self._unsaved.begin_anew(restoring.lost)]
         own = what_is_the_first_ranks(restoring.own_parameters, restoring.own_values)
         anew += [*own, *what_hooks_begin_anew(trainer)]
+        anew += schedulers_that_end(trainer)
         say_what_is_not_exact(trainer, reasons, anew if restoring.is_due else [])
         restoring.go_on_without_batch()
 

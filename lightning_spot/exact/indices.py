@@ -67,11 +67,11 @@ class Indices:
 
     def _watched(self, draws: Iterator[Any]) -> Iterator[Any]:
         for number in range(_WATCHED):
-            before = _random() if number else None
+            before = random_now() if number else None
             drawn = next(draws, _END)
             if drawn is _END:
                 return
-            self.draws_along |= before is not None and before != _random()
+            self.draws_along |= before is not None and before != random_now()
             yield drawn
         yield from draws
 
@@ -85,7 +85,8 @@ class Indices:
 _END = object()
 
 
-def _random() -> tuple[Any, ...]:
+def random_now() -> tuple[Any, ...]:
+    """Where the generators of this process are."""
     return random.getstate(), torch.get_rng_state().numpy().tobytes(), repr(np.random.get_state(legacy=False)["state"])
 
 

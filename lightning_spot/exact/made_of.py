@@ -1,14 +1,20 @@
-"""What an epoch was made of: written down with its position, and compared where another process goes on with it."""
+"""What an epoch was made of: written down with its position, and compared where another process goes on with it.
+
+Likewise whether schedulers, which come back with the number of steps they had, are made for those the run takes now.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_spot.exact.randomness import State
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
 def made_of(loader: Any) -> State:
@@ -56,3 +62,18 @@ def differences(position: State, loader: Any) -> Iterator[str]:
 
 
 _NAMES = {"length": "the number of samples in the data set", "sampler": "the sampler"}
+
+
+def schedulers_that_end(trainer: pl.Trainer) -> Iterator[str]:
+    """Schedulers whose steps end before the run does: torch raises an error in the step after their last one."""
+    if not trainer.lightning_module.automatic_optimization:
+        return
+    for config in trainer.lr_scheduler_configs:
+        last = getattr(config.scheduler, "total_steps", None)
+        planned = trainer.max_epochs if config.interval == "epoch" else trainer.estimated_stepping_batches
+        if isinstance(last, int) and planned is not None and float("inf") > planned // config.frequency > last:
+            yield (
+                f"the scheduler {type(config.scheduler).__name__} has total_steps={last}, and the run is to take"
+                f" {planned // config.frequency}: it stops there with an error of torch's. Give the run as many steps"
+                " as before, or a dirpath of its own"
+            )

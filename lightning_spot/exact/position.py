@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -170,11 +171,11 @@ def why_not_exact(loader: Any) -> Iterator[str]:
     """Why this training loader may not come back to its exact position, with what to do; nothing if it can."""
     inner = loader_itself(loader)
     if is_stateful(inner):
+        yield from _why_its_state_is_not_exact(loader, inner)
         return
     if isinstance(getattr(inner, "dataset", None), IterableDataset) or not isinstance(inner, DataLoader):
         yield (
-            "the data position after a resume is not exact unless this stream yields the same samples each time: a"
-            " resumed epoch begins it again and drops as many batches as were trained on. Use torchdata's"
+            f"{_BEGINS_AGAIN} Use torchdata's"
             " StatefulDataLoader (any loader with state_dict and load_state_dict), or a map-style data set"
         )
     if getattr(inner, "num_workers", 0) > 0 and not getattr(inner, "in_order", True):
@@ -185,6 +186,35 @@ def why_not_exact(loader: Any) -> Iterator[str]:
         yield (
             f"{_kind(epoch.loader)} draws from the random numbers of the process while training draws from them, too:"
             " the order of the rest of an epoch is not exact. Give it a generator of its own"
+        )
+
+
+_BEGINS_AGAIN = (
+    "the data position after a resume is not exact unless this stream yields the same samples each time: a resumed"
+    " epoch begins it again and drops as many batches as were trained on."
+)
+_BUFFERS = ("buffer_size", "bufsize", "shuffle_buffer", "shuffle_buffer_size")
+
+
+def _why_its_state_is_not_exact(loader: Any, inner: Any) -> Iterator[str]:
+    """Why a loader's own state may not bring it back; nothing if it does, as far as is known."""
+    data = getattr(inner, "dataset", None)
+    epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
+    kind = type(data).__iter__ if isinstance(data, IterableDataset) else None
+    if inspect.isgeneratorfunction(kind) and not hasattr(data, "state_dict"):
+        yield f"{_BEGINS_AGAIN} {type(data).__name__} has no state_dict: give it one"
+    for path, item in OwnState({"dataset": data}).items() if loader.__dict__.get("_rewind") != "replay" else ():
+        for name in _BUFFERS:
+            size = getattr(item, "__dict__", {}).get(name)
+            if type(size) is int and size > 1:
+                yield (
+                    f"the shuffle buffer of {type(item).__name__} ({path}.{name}={size}) may be in no state: a resume"
+                    ' in mid-epoch may lose or repeat samples. Set rewind="replay": batches are loaded again'
+                )
+    if isinstance(epoch, ResumedEpoch) and epoch.workers_draw_others:
+        yield (
+            f"workers of {type(inner).__name__} draw random numbers, which its state does not hold: augmentation in"
+            ' them is not exact after this resume. Set rewind="replay", and persistent_workers=False'
         )
 
 
