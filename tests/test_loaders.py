@@ -104,7 +104,13 @@ def kept(**more: Any) -> Kept:
     return Kept(data, m.BATCH, sampler=sampler, **more)
 
 
+def torchdata(**more: Any) -> Any:
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+    return loaders.StatefulDataLoader(m.Rows(noise=False), m.BATCH, shuffle=True, **more)
+
+
 LOADERS: dict[str, Callable[..., Any]] = {
+    "torchdata": torchdata,
     "plain": lambda **more: m.rows(**more),
     "kept": kept,
     "stream": lambda **more: Kept(Sticky(), m.BATCH, **more),
@@ -129,7 +135,7 @@ def cells() -> Iterator[Any]:
     for name in LOADERS:
         for workers in WORKERS if name != "stream" else ("0",):
             for stop in STOPS:
-                often = workers != "2" and not (name == "plain" and workers == "0")
+                often = workers != "2" and not (name == "plain" and workers == "0") and name != "torchdata"
                 yield pytest.param(
                     name, workers, stop, id=f"{name}-{workers}-{stop}", marks=[] if often else pytest.mark.soak
                 )
@@ -375,6 +381,27 @@ def test_what_a_state_does_not_hold_is_named(name: str, tmp_path: Path) -> None:
     said = train(case, tmp_path, seed=200, every=1000)
     assert len(said) == bool(says)
     assert all(says in text for text in said)
+
+
+class Astray(Kept):
+    """Comes back to another place than the one it was at."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({**state, "yielded": state["yielded"] + 1})
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_an_epoch_that_has_less_batches_than_it_must_have_is_named(sized: bool, tmp_path: Path) -> None:
+    class Stream(Astray):
+        __len__ = None  # type: ignore[assignment] # counted by the epoch before
+
+    kind = Astray if sized else Stream
+    case = Case(loaders=lambda: kind(m.Rows(noise=False), m.BATCH), val=None, settings={"limit_val_batches": 0})
+    told: list[str] = []
+    with pytest.raises(Stop):
+        train(case, tmp_path, StopAt(8), seed=11, every=1, told=told)
+    train(case, tmp_path, seed=200, every=1000, told=told)
+    assert len([text for text in told if "an epoch ended after 4 of 5 batches" in text]) == 1
 
 
 def test_with_replay_a_loader_that_keeps_its_state_is_exact_with_augmentation_in_workers(tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ class Epoch:
         self.data_at_iter = own.changed_data()
         self.made_of = made_of(loader)
         self.workers_draw = False
+        self.expected: int | None = None
+        self.is_checked = False
         self.at_first: State | None = None
         # Lightning fetches one batch ahead of loaders without a length: where they were before it must be known.
         self._ahead: Callable[[], State] | None = None if has_length(loader) else self._state
@@ -70,10 +72,33 @@ class Epoch:
         try:
             batch = next(self.inner)
         except StopIteration:
+            self._say_if_short()
             self.exhausted = True
             raise
         self.yielded += 1
         return batch
+
+    def follow(self, before: Epoch) -> None:
+        """Expect as many batches as the epoch before had; to have less is an error in a run that was resumed only."""
+        self.is_checked |= before.is_checked
+        if self.expected is None:
+            self.expected = before.whole
+
+    @property
+    def whole(self) -> int | None:
+        """So many batches an epoch has: by the loader's length, or else as many as the last one that ended."""
+        if has_length(self.loader):
+            return len(self.loader)
+        return self.yielded if self.exhausted else self.expected
+
+    def _say_if_short(self) -> None:
+        is_short = self.expected is not None and self.yielded < self.expected
+        if is_short and self.is_checked and not (self.exhausted or self.dealt):
+            rank_zero_warn(
+                f"lightning_spot: an epoch ended after {self.yielded} of {self.expected} batches:"
+                f' {type(self.loader).__name__} did not come back to its place. Set rewind="replay": batches are loaded'
+                " again in place of its state"
+            )
 
     def leave(self) -> None:
         """Before the loader begins another epoch."""
@@ -93,7 +118,8 @@ class Epoch:
         position = {"at_iter": self.at_iter, "at_first": self.at_first, "ahead": ahead, "workers": workers}
         data: State = {"data": self.own.changed_data(), "data_at_iter": self.data_at_iter}
         drawing = drawing_of(self.loader)
-        data |= {"made_of": self.made_of, "workers_draw": self.workers_draw or (drawing is not None and drawing.seen)}
+        data |= {"made_of": self.made_of, "whole": self.whole}
+        data |= {"workers_draw": self.workers_draw or (drawing is not None and drawing.seen)}
         along = self.indices is not None and self.indices.draws_along
         lost = self.workers is not None and self.workers.is_lost
         flags = {"exhausted": done, "ended": state["exhausted"], "draws_along": along, "workers_lost": lost}
@@ -137,6 +163,8 @@ class ResumedEpoch(Epoch):
         self.at_iter, self.at_first = resume.get("at_iter", {}), resume.get("at_first")
         self.data_at_iter = resume.get("data_at_iter", {})
         self.workers_draw = resume.get("workers_draw", False)
+        self.expected = len(loader) if has_length(loader) else resume.get("whole")
+        self.is_checked = True
         self.made_of = resume.get("made_of") or made_of(loader)  # an earlier version did not say
         self._ahead = None if has_length(loader) else self._state
         self.before = None

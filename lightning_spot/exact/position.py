@@ -80,13 +80,16 @@ class PositionedLoader(FollowedLoader):
 
     def __iter__(self) -> Iterator[Any]:
         own = self.__dict__
-        if own["_epoch"] is not None:
-            own["_epoch"].leave()
+        before = own["_epoch"]
+        if before is not None:
+            before.leave()
         position = own["_resume"](self)
         parts = own["_loader"], own["_own"], own["_workers"]
         own["_epoch"] = (
             Epoch(*parts) if position is None else ResumedEpoch(*parts, position, own["_restore_step"], own["_rewind"])
         )
+        if before is not None:
+            own["_epoch"].follow(before)
         return own["_epoch"]  # type: ignore[no-any-return]
 
 
