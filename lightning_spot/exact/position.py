@@ -78,6 +78,15 @@ class PositionedLoader(FollowedLoader):
         super().__init__(loader)
         self.__dict__.update(_resume=resume, _restore_step=restore_step, _rewind=rewind)
 
+    def __getattr__(self, name: str) -> Any:
+        """Of the loader; its state, while it is still to go to its place, is that of its place.
+
+        Asked for it then, torchdata's would begin an epoch, and draw numbers for that.
+        """
+        epoch = self.__dict__["_epoch"]
+        pending = epoch.resume if name == "state_dict" and isinstance(epoch, ResumedEpoch) else None
+        return super().__getattr__(name) if not pending or "state" not in pending else lambda: pending["state"]
+
     def __iter__(self) -> Iterator[Any]:
         own = self.__dict__
         before = own["_epoch"]
