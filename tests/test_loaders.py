@@ -365,9 +365,16 @@ def noisy(**more: Any) -> Kept:
     return Kept(m.Rows(), m.BATCH, num_workers=2, **more)
 
 
+class Foreign(Kept):
+    """Of a package whose state is known not to be all."""
+
+    __module__ = "litdata.streaming.dataloader"
+
+
 WARNED: dict[str, tuple[Callable[[], Any], str, int]] = {
     "no position": (lambda: Kept(Forgetful(), m.BATCH), "Forgetful has no state_dict", 8),
     "shuffle buffer": (lambda: Kept(Buffered(), m.BATCH), "the shuffle buffer of Buffered (dataset.buffer_size=8)", 8),
+    "litdata": (lambda: Foreign(m.Rows(noise=False), m.BATCH), "Foreign of litdata does not come back", 8),
     "augmentation in workers": (noisy, "workers of Kept draw random numbers", 8),
     "augmentation in workers, end of epoch": (noisy, "", 4),
     "augmentation in workers that persist": (lambda: noisy(persistent_workers=True), "workers of Kept draw", 4),

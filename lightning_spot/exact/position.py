@@ -205,12 +205,19 @@ _BEGINS_AGAIN = (
     "the data position after a resume is not exact unless this stream yields the same samples each time: a resumed"
     " epoch begins it again and drops as many batches as were trained on."
 )
+_OTHER_ORDER = ("litdata",)
+"""Packages whose loaders were seen to have later epochs in another order once a state was loaded."""
 _BUFFERS = ("buffer_size", "bufsize", "shuffle_buffer", "shuffle_buffer_size")
 
 
 def _why_its_state_is_not_exact(loader: Any, inner: Any) -> Iterator[str]:
     """Why a loader's own state may not bring it back; nothing if it does, as far as is known."""
     data = getattr(inner, "dataset", None)
+    if (package := type(inner).__module__.split(".")[0]) in _OTHER_ORDER:
+        yield (
+            f"{type(inner).__name__} of {package} does not come back with all of its state: after a resume, later"
+            " epochs are in another order. Use a map-style data set, or torchdata's StatefulDataLoader"
+        )
     epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
     kind = type(data).__iter__ if isinstance(data, IterableDataset) else None
     if inspect.isgeneratorfunction(kind) and not hasattr(data, "state_dict"):
