@@ -58,6 +58,7 @@ class Case:
         settings: of the Trainer.
         says: what the warning of a resumed run says before training, where it may not be exact.
         differs: whether it is not exact indeed; then this is not asked.
+        spot: of ``SpotCheckpoint``.
         ignored: parts of names of entries, and of what is logged, that cannot be equal, being clocks.
         stops: batches (or validation batches, if negative) of each attempt after which it is stopped.
         covers: names of Lightning's that this case stands for.
@@ -71,6 +72,7 @@ class Case:
     data: Callable[[], pl.LightningDataModule] | None = None
     callbacks: Callable[[], list[pl.Callback]] = _nothing
     settings: Mapping[str, Any] = field(default_factory=dict)
+    spot: Mapping[str, Any] = field(default_factory=dict)
     says: str = ""
     differs: bool = False
     ignored: tuple[str, ...] = ()
@@ -587,7 +589,8 @@ def train(
     module, data = case.model(), case.data() if case.data is not None else None
     loaders = case.loaders() if case.loaders is not None else None
     val = case.val() if case.val is not None else None
-    spot = SpotCheckpoint(str(root / "run"), memory=None, interval=EverySteps(every), on_full="wait", keep=100)
+    told_to = {"memory": None, "on_full": "wait", "keep": 100, **case.spot}
+    spot = SpotCheckpoint(str(root / "run"), interval=EverySteps(every), **told_to)
     said: list[str] = []
     trainer = pl.Trainer(
         **{

@@ -6,11 +6,15 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_spot.exact import private
 from lightning_spot.exact.indices import Indices, draws_at_once, is_known, is_stateful, replacing, sampler_name
+from lightning_spot.exact.made_of import made_of
 from lightning_spot.exact.order import batch_of, dealt, order_of
 from lightning_spot.exact.own_state import OwnState
 from lightning_spot.exact.randomness import State, capture_random, restore_random
-from lightning_spot.exact.workers import LastingWorkers
+from lightning_spot.exact.workers import LastingWorkers, are_made, begin_watched, drawing_of, lasts, make_unnoticed
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +33,7 @@ def begin_epoch(loader: Any, workers: LastingWorkers | None, indices: Indices | 
     if workers is not None:
         return workers.begin_epoch()
     if indices is None:
-        return iter(loader)
+        return begin_watched(loader)
     with replacing(loader, {sampler_name(loader): indices}):
         return iter(loader)
 
@@ -42,6 +46,11 @@ class Epoch:
         self.yielded = 0
         self.exhausted = False
         self.at_iter = self._random()
+        self.data_at_iter = own.changed_data()
+        self.made_of = made_of(loader)
+        self.workers_draw = False
+        self.expected: int | None = None
+        self.is_checked = False
         self.at_first: State | None = None
         # Lightning fetches one batch ahead of loaders without a length: where they were before it must be known.
         self._ahead: Callable[[], State] | None = None if has_length(loader) else self._state
@@ -63,10 +72,43 @@ class Epoch:
         try:
             batch = next(self.inner)
         except StopIteration:
+            self._say_if_short()
             self.exhausted = True
             raise
         self.yielded += 1
         return batch
+
+    def follow(self, before: Epoch) -> None:
+        """Expect as many batches as the epoch before had; to have less is an error in a run that was resumed only."""
+        self.is_checked |= before.is_checked
+        if self.expected is None:
+            self.expected = before.whole
+
+    @property
+    def whole(self) -> int | None:
+        """So many batches an epoch has: by the loader's length, or else as many as the last one that ended."""
+        if has_length(self.loader):
+            return len(self.loader)
+        return self.yielded if self.exhausted else self.expected
+
+    def _say_if_short(self) -> None:
+        is_short = self.expected is not None and self.yielded < self.expected
+        if is_short and self.is_checked and not (self.exhausted or self.dealt):
+            rank_zero_warn(
+                f"lightning_spot: an epoch ended after {self.yielded} of {self.expected} batches:"
+                f' {type(self.loader).__name__} did not come back to its place. Set rewind="replay": batches are loaded'
+                " again in place of its state"
+            )
+
+    def leave(self) -> None:
+        """Before the loader begins another epoch."""
+
+    def at_end(self) -> State:
+        """Where a loader that keeps its state is when the run has come to its end, outside any epoch."""
+        data = {"data": self.own.changed_data(), "made_of": made_of(self.loader)}
+        if not is_stateful(self.loader):
+            return data
+        return {**data, "state": self.loader.state_dict(), "ended": self.exhausted, "yielded": self.yielded}
 
     def position(self, ahead: int, *, epoch_done: bool = False) -> State:
         """See :func:`~lightning_spot.exact.position.position_of`."""
@@ -74,12 +116,16 @@ class Epoch:
         done = state["exhausted"] or epoch_done
         workers = self.workers.saved(now=done) if self.workers is not None else None
         position = {"at_iter": self.at_iter, "at_first": self.at_first, "ahead": ahead, "workers": workers}
+        data: State = {"data": self.own.changed_data(), "data_at_iter": self.data_at_iter}
+        drawing = drawing_of(self.loader)
+        data |= {"made_of": self.made_of, "whole": self.whole}
+        data |= {"workers_draw": self.workers_draw or (drawing is not None and drawing.seen)}
         along = self.indices is not None and self.indices.draws_along
         lost = self.workers is not None and self.workers.is_lost
-        flags = {"exhausted": done, "draws_along": along, "workers_lost": lost}
+        flags = {"exhausted": done, "ended": state["exhausted"], "draws_along": along, "workers_lost": lost}
         order = self.dealt or order_of(self.loader, self.at_iter, self.at_first)
         dealing = {"order": order, "dealt": self.dealt is not None, "batch": batch_of(self.loader)}
-        return {**state, **position, **flags, **dealing}
+        return {**state, **position, **flags, **dealing, **data}
 
     def _state(self) -> State:
         state: State = {"yielded": self.yielded, "exhausted": self.exhausted, "own": self.own.capture()}
@@ -115,12 +161,20 @@ class ResumedEpoch(Epoch):
         self.yielded = resume.get("yielded", 0)
         self.exhausted = resume.get("exhausted", False)
         self.at_iter, self.at_first = resume.get("at_iter", {}), resume.get("at_first")
+        self.data_at_iter = resume.get("data_at_iter", {})
+        self.workers_draw = resume.get("workers_draw", False)
+        self.expected = len(loader) if has_length(loader) else resume.get("whole")
+        self.is_checked = True
+        self.made_of = resume.get("made_of") or made_of(loader)  # an earlier version did not say
         self._ahead = None if has_length(loader) else self._state
         self.before = None
         self.resume: State | None = resume
         self._restore_step = restore_step
         self._rewind = rewind
         self._due_random = False
+        self._data: dict[str, str] = resume.get("data", {})
+        self._loaded: list[tuple[Any, str, Any, Any]] = []
+        self._has_loaded = False
         self.dealt = resume["order"] if resume.get("dealt") else None
         if self.dealt is not None:
             self.indices = self.indices or Indices(getattr(loader, sampler_name(loader)))
@@ -141,25 +195,64 @@ class ResumedEpoch(Epoch):
             return super().position(ahead, epoch_done=epoch_done)
         return {**self.resume, "exhausted": self.resume.get("exhausted", False) or epoch_done}
 
+    def at_end(self) -> State:
+        """See :meth:`Epoch.at_end`."""
+        if self.resume is None:
+            return super().at_end()
+        resume = self.resume
+        kept: State = {name: resume.get(name) for name in ("state", "ended", "yielded")} if "state" in resume else {}
+        return {"data": self.own.changed_data(), "made_of": made_of(self.loader), **kept}
+
+    def leave(self) -> None:
+        """Keep what loading a state has left behind out of the next epoch, which begins at its start.
+
+        A stream may begin each epoch from the state that it was given, until it is given another one. So what iterating
+        has not changed since is as it was before; and workers, which have a copy of it, are made anew.
+        """
+        if self.resume is not None and self._goes_by_state(self.resume):  # Lightning asked for none of its batches
+            present, own = capture_random(), self.own.capture()
+            self._come_to_end(self.resume)
+            restore_random(present)
+            self.own.restore(own)
+        for item, name, before, loaded in self._loaded:
+            if vars(item).get(name) is loaded:
+                vars(item)[name] = before
+        if self._has_loaded and are_made(self.loader):
+            self.inner = iter(())
+            private.WORKERS_ITERATOR.set(self.loader, None)
+            make_unnoticed(self.loader)
+        self._loaded, self._has_loaded = [], False
+
     def _begin(self, resume: State) -> None:
         present = capture_random()
+        by_state = self._goes_by_state(resume)
         if "at_iter" not in resume:  # the end of an epoch: the next one begins as it would have
             if not self._restore_step(True):
                 restore_random(present)
             self.own.restore(resume["own"])
+            if by_state:
+                self._come_to_end(resume)
+                self.own.restore(resume["own"])
+                self.leave()
             self.at_iter = self._random()
+            self.say_what_differs()
             self.inner = begin_epoch(self.loader, self.workers, self.indices)
             return
-        if "state" in resume and is_stateful(self.loader):
-            self.loader.load_state_dict(resume["state"])
-            # Of a loader that has come to its end already, the state is that of its next epoch.
-            self.inner = iter(()) if self.exhausted else iter(self.loader)
-        elif self.exhausted:
-            self.inner = iter(())
-        else:
+        if by_state:  # streams have to be told their epoch first, and samplers without a state draw again
+            self._random_was(self.at_iter)
+            if self.exhausted:
+                self._come_to_end(resume)
+            else:
+                self.inner = self._load(resume["state"])
+        elif not self.exhausted:
             self._random_was(self.at_iter)
             self.inner = self._iter_from(resume["yielded"])
+            if self.indices is not None:
+                self.indices.at_start = None
+        if self.exhausted:
+            self.inner = iter(())
         self.own.restore(resume["own"])
+        self.say_what_differs()
 
         if resume["ahead"]:  # this batch was fetched before the step ended, the next one after it
             restore_random(resume["random"])
@@ -167,26 +260,78 @@ class ResumedEpoch(Epoch):
         elif not self._restore_step(not self.exhausted):
             restore_random(present)
 
+    @property
+    def workers_draw_others(self) -> bool:
+        """Whether workers draw other random numbers from here on than those of the attempt before would have."""
+        resume = self.resume or {}
+        goes_on = self._goes_by_state(resume) and not self.exhausted
+        return self.workers_draw and "state" in resume and (goes_on or lasts(self.loader))
+
+    def say_what_differs(self) -> None:
+        """Warn of what an attempt before had changed in the data, and that is not so now. Once."""
+        names = self.own.differing_data(self._data)
+        self._data = {}
+        if names:
+            rank_zero_warn(
+                f"lightning_spot: training or reading had changed {', '.join(names)}, which no snapshot holds: the data"
+                " begin as the program makes them, and this resume is not exact. Keep such values in the state_dict of"
+                " a data module, and set them when it is loaded"
+            )
+
+    def _goes_by_state(self, resume: State) -> bool:
+        """Whether its own state brings the loader to its place: one of as many workers."""
+        workers = self.made_of["workers"] == getattr(self.loader, "num_workers", 0)
+        return "state" in resume and is_stateful(self.loader) and self._rewind != "replay" and workers
+
+    def _load(self, state: State) -> Iterator[Any]:
+        """Have a loader go on from its own state."""
+        items = [item for _, item in self.own.items() if item is not self.loader and _can_load(item)]
+        before = [(item, dict(vars(item))) for item in items]
+        self.loader.load_state_dict(state)
+        inner = begin_watched(self.loader)
+        for item, attributes in before:
+            for name, value in vars(item).items():
+                if name in attributes and value is not attributes[name]:
+                    self._loaded.append((item, name, attributes[name], value))
+        self._has_loaded = True
+        return inner
+
+    def _come_to_end(self, resume: State) -> None:
+        """Bring a loader that keeps its state to the end of its epoch, where the next one begins at the start.
+
+        Whether its state is one of the end depends on whether it was asked for one batch more than there are, which
+        Lightning does not do where it knows how many there are.
+        """
+        inner = self._load(resume["state"])
+        if not resume.get("ended") and has_length(self.loader) and resume["yielded"] >= len(self.loader):
+            next(inner, _END)
+
     def _iter_from(self, batches: int) -> Iterator[Any]:
         workers = getattr(self.loader, "num_workers", 0)
-        if draws_at_once(self.loader) and (self._rewind == "skip" or (self._rewind == "auto" and workers == 0)):
-            return self._iter_by_index(batches)
+        # With workers, a sampler draws its order where the epoch begins; without, where its first batch is asked for.
+        at_first = self.at_first if workers or not self.made_of["workers"] else None
+        if workers and not self.made_of["workers"] and at_first is not None and draws_at_once(self.loader):
+            self.indices = self.indices or Indices(getattr(self.loader, sampler_name(self.loader)))
+            self.indices.at_start = lambda: self._random_was(at_first)
+        loads = workers or self._data != self.data_at_iter  # what reading changes in the data happens again
+        if draws_at_once(self.loader) and (self._rewind == "skip" or (self._rewind == "auto" and not loads)):
+            return self._iter_by_index(batches, at_first)
         inner = begin_epoch(self.loader, self.workers, self.indices)
-        if self.at_first is not None:
-            self._random_was(self.at_first)
+        if at_first is not None:
+            self._random_was(at_first)
         for passed in range(batches):
             if next(inner, _END) is _END:
                 logger.warning("lightning_spot: the data has only %d batches now; this epoch ends there", passed)
                 break
         return inner
 
-    def _iter_by_index(self, batches: int) -> Iterator[Any]:
+    def _iter_by_index(self, batches: int, at_first: State | None) -> Iterator[Any]:
         indices = self.indices or Indices(getattr(self.loader, sampler_name(self.loader)))
         indices.first = batches
         try:
             inner = begin_epoch(self.loader, self.workers, indices)
-            if self.at_first is not None and self.loader.num_workers == 0:
-                self._random_was(self.at_first)
+            if at_first is not None and self.loader.num_workers == 0:
+                self._random_was(at_first)
             indices.pass_over()  # now, where no worker has made it draw: with the generators as they were there
         finally:
             indices.first = 0
@@ -212,3 +357,8 @@ def has_length(loader: Any) -> bool:
     except (TypeError, NotImplementedError):
         return False
     return True
+
+
+def _can_load(item: Any) -> bool:
+    """Whether a loader's state may be given on to this object."""
+    return callable(getattr(item, "load_state_dict", None)) and isinstance(getattr(item, "__dict__", None), dict)

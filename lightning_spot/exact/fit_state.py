@@ -22,6 +22,7 @@ from lightning_spot.exact.dump import KEY, Dump
 from lightning_spot.exact.epochs import Rewind
 from lightning_spot.exact.gradient_order import GradientOrder
 from lightning_spot.exact.loaders import Loaders
+from lightning_spot.exact.made_of import schedulers_that_end
 from lightning_spot.exact.named import follow_named
 from lightning_spot.exact.once import Once
 from lightning_spot.exact.own_parameters import (
@@ -93,7 +94,8 @@ class FitState(PerTrainer):
     def _follow_loaders(self) -> None:
         restoring = self._restoring
         paused = self.once.paused
-        loaders = Loaders(self._trainer, restoring.position_for, restoring.before_step, lambda: self.rewind, paused)
+        positions = restoring.position_for, restoring.has_positions
+        loaders = Loaders(self._trainer, *positions, restoring.before_step, lambda: self.rewind, paused)
         self._undo.append(loaders.end)
         restoring.loaders = loaders
         self._switches.run(private.REQUESTS, loaders.follow_requests)
@@ -140,7 +142,7 @@ class FitState(PerTrainer):
         reasons = why_loaders_are_not_exact(restoring.loaders) if restoring.loaders is not None else []
         anew = [*shipped.what_begins_anew(trainer), *self._unsaved.begin_anew(restoring.lost)]
         own = what_is_the_first_ranks(restoring.own_parameters, restoring.own_values)
-        anew += [*own, *what_hooks_begin_anew(trainer), *self._hooked.what_waits()]
+        anew += [*own, *what_hooks_begin_anew(trainer), *self._hooked.what_waits(), *schedulers_that_end(trainer)]
         first = [*reasons, *shipped.what_has_a_passing_folder(trainer)]
         say_what_is_not_exact(trainer, *((reasons, anew) if restoring.is_due else (first, [])))
         restoring.go_on_without_batch()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ class Indices:
         first: draws of the next pass that are passed over.
         rest: whether a pass yields nothing.
         questions: to yield instead of indices.
+        at_start: called just before a pass draws.
         instead: what passes draw in place of the sampler's indices; ``None`` for those.
         draws_along: whether the sampler was seen to draw from the generators of the process after its first draw: then
             its order depends on what else is drawn meanwhile, and cannot be drawn again.
@@ -33,12 +34,15 @@ class Indices:
         self.first = 0
         self.rest = False
         self.questions = 0
+        self.at_start: Callable[[], None] | None = None
         self.instead: list[Any] | None = None
         self.draws_along = False
 
     def __iter__(self) -> Iterator[Any]:
         if self.questions:
             return iter([[] for _ in range(self.questions)])
+        if self.at_start is not None:
+            self.at_start()
         draws: Iterator[Any] = iter(self._sampler)  # also where nothing is yielded: samplers may draw here
         if self.rest:
             return iter(())
@@ -63,11 +67,11 @@ class Indices:
 
     def _watched(self, draws: Iterator[Any]) -> Iterator[Any]:
         for number in range(_WATCHED):
-            before = _random() if number else None
+            before = random_now() if number else None
             drawn = next(draws, _END)
             if drawn is _END:
                 return
-            self.draws_along |= before is not None and before != _random()
+            self.draws_along |= before is not None and before != random_now()
             yield drawn
         yield from draws
 
@@ -81,7 +85,8 @@ class Indices:
 _END = object()
 
 
-def _random() -> tuple[Any, ...]:
+def random_now() -> tuple[Any, ...]:
+    """Where the generators of this process are."""
     return random.getstate(), torch.get_rng_state().numpy().tobytes(), repr(np.random.get_state(legacy=False)["state"])
 
 

@@ -33,6 +33,7 @@ class Loaders:
     Args:
         trainer: whose they are.
         position_for: position at which a training loader begins its epoch, ``None`` for its start.
+        has_positions: whether there are some, of the snapshot that the fit goes on from.
         restore_step: see :class:`PositionedLoader`.
         rewind: how a training loader gets to its position.
         asking: entered while the program is asked for loaders.
@@ -42,6 +43,7 @@ class Loaders:
         self,
         trainer: pl.Trainer,
         position_for: Callable[[PositionedLoader], State | None],
+        has_positions: Callable[[], bool],
         restore_step: Callable[[bool], bool],
         rewind: Callable[[], Rewind],
         asking: Callable[[], AbstractContextManager[None]],
@@ -59,6 +61,10 @@ class Loaders:
         def process_dataloader(loader: object) -> object:
             processed = original(loader)
             if trainer.state.stage == "train":
+                if (
+                    has_positions()
+                ):  # they are given to loaders once these are told their epoch, and Lightning's are not
+                    private.LOADER_STATES.set(trainer.fit_loop, [])
                 return PositionedLoader(processed, position_for, restore_step, rewind())
             if trainer.state.stage in ("validate", "sanity_check"):
                 return FollowedLoader(processed, self._before_validation)

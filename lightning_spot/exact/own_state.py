@@ -18,16 +18,19 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lightning_spot.exact.data_changes import digest_of, is_as, mark_of
 from lightning_spot.exact.further_kinds import GENERATORS
+from lightning_spot.exact.indices import is_stateful
 from lightning_spot.exact.randomness import State, capture_generator, restore_generator
 
 MOST_NUMBERS = 2**17
-"""Longest order (list, array or tensor of whole numbers) of a sampler that is kept where it changes."""
+"""Longest list, array or tensor of numbers (an order, weights) of a sampler that is kept where it changes."""
 
 _SCALARS = frozenset((bool, int, float, str, type(None)))
 _CLOSED = (str, bytes, bytearray, torch.Tensor, np.ndarray, torch.nn.Module, type, types.ModuleType, weakref.ref)
 _EPOCHS = frozenset(("epoch", "_epoch", "current_epoch"))
 _PACKAGES = frozenset(("multiprocessing", "threading", "logging", "pathlib", "torch.multiprocessing"))
+_NONE = object()
 _DEEPEST = 6
 _MOST_ITEMS = 64
 _MOST_OBJECTS = 2000
@@ -42,20 +45,21 @@ class OwnState:
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self._roots = dict(roots)
-        self._first = {path: _copies(_values(item)) for path, item in self._walk() if _is_holder(path, item)}
+        self._first = {path: _copies(_values(item)) for path, item in self.items() if _is_holder(path, item)}
+        self._marks = {name: mark_of(value) for name, value in self._data()}
 
     @classmethod
     def of(cls, loader: Any) -> OwnState:
         """The state of ``loader``; what changed is measured from the first time this process asked for it."""
         own = cls({"": loader})
         with suppress(TypeError):  # it cannot be a key
-            own._first = _KNOWN.setdefault(loader, own._first)
+            own._first, own._marks = _KNOWN.setdefault(loader, (own._first, own._marks))
         return own
 
     def capture(self) -> State:
         """Generators, seeds of samplers that make a new generator for each epoch, and values that have changed."""
         state: State = {"generators": {}, "seeds": {}, "values": {}}
-        for path, item in self._walk():
+        for path, item in self.items():
             if _is_generator(item):
                 state["generators"][path] = capture_generator(item)
             elif _is_holder(path, item):
@@ -67,7 +71,7 @@ class OwnState:
 
     def restore(self, state: State) -> None:
         """Set what :meth:`capture` returned, as far as it is still there."""
-        for path, item in self._walk():
+        for path, item in self.items():
             if _is_generator(item):
                 if path in state["generators"]:
                     restore_generator(item, state["generators"][path])
@@ -77,7 +81,29 @@ class OwnState:
             for name, value in state["values"].get(path, {}).items():
                 _put(item, name, value)
 
-    def _walk(self) -> Iterator[tuple[str, Any]]:
+    def changed_data(self) -> dict[str, str]:
+        """Digests of the data's attributes that are not as they were at first; those that come back are left out."""
+        return {
+            name: digest_of(value) for name, value in self._data() if not is_as(self._marks.get(name, _NONE), value)
+        }
+
+    def differing_data(self, saved: Mapping[str, str]) -> list[str]:
+        """Names of attributes that another process had changed, and that are not as they were there."""
+        present = {name: value for name, value in self._data() if name in saved}
+        return [name for name, told in saved.items() if name not in present or digest_of(present[name]) != told]
+
+    def _data(self) -> Iterator[tuple[str, Any]]:
+        """Attributes that no snapshot holds: of data sets and collate functions, and what is not kept of samplers."""
+        by_state = is_stateful(self._roots.get(""))
+        for path, item in self.items():
+            if not (_is_holder(path, item) or path == "collate_fn") or (by_state and hasattr(item, "load_state_dict")):
+                continue
+            kept = _values(item)
+            for name, value in list(getattr(item, "__dict__", {}).items()):
+                if name not in kept and name != "seed" and not (_is_generator(value) or _is_holder("", value)):
+                    yield f"{path}.{name}" if path else name, value
+
+    def items(self) -> Iterator[tuple[str, Any]]:
         """Every object within reach, each once, nearest first."""
         seen: set[int] = set()
         waiting = [(name, root, 0) for name, root in self._roots.items()]
@@ -91,7 +117,7 @@ class OwnState:
                 waiting += [(f"{path}.{name}" if path else name, part, depth + 1) for name, part in _parts(item)]
 
 
-_KNOWN: weakref.WeakKeyDictionary[Any, dict[str, State]] = weakref.WeakKeyDictionary()
+_KNOWN: weakref.WeakKeyDictionary[Any, tuple[dict[str, State], dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
 def _parts(item: Any) -> Iterator[tuple[str, Any]]:
@@ -128,7 +154,13 @@ def _is_generator(item: Any) -> bool:
 
 
 def _is_holder(path: str, item: Any) -> bool:
-    return isinstance(item, (Sampler, Dataset)) or path.rpartition(".")[2] in ("sampler", "batch_sampler")
+    return _is_data(item) or isinstance(item, Sampler) or path.rpartition(".")[2] in ("sampler", "batch_sampler")
+
+
+def _is_data(item: Any) -> bool:
+    """Whether an object is a data set; those that are none of torch's may be told their epoch as well."""
+    has_epoch = callable(getattr(item, "set_epoch", None)) and not isinstance(item, Sampler)
+    return isinstance(item, Dataset) or has_epoch
 
 
 def _is_seeded(holder: Any) -> bool:
@@ -139,22 +171,27 @@ def _is_seeded(holder: Any) -> bool:
 
 
 def _values(holder: Any) -> State:
-    """Numbers, strings and orders of samplers; of data sets the epoch only: the rest may belong to an open file."""
+    """Numbers, strings, orders, weights of samplers; of data sets the epoch only: the rest may be an open file's."""
     attributes = getattr(holder, "__dict__", {}).items()
-    if isinstance(holder, Dataset):
-        return {name: value for name, value in attributes if name in _EPOCHS and type(value) is int}
+    if _is_data(holder):
+        return {name: int(value) for name, value in attributes if name in _EPOCHS and _is_epoch(value)}
     kept = {name: value for name, value in attributes if type(value) in _SCALARS or _is_order(value)}
     if _is_seeded(holder):
         kept.pop("seed", None)  # kept in any case, see capture
     return kept
 
 
+def _is_epoch(value: Any) -> bool:
+    """Whether a value can be an epoch: streams that share it with their workers have it in a tensor."""
+    return type(value) is int or (isinstance(value, torch.Tensor) and value.ndim == 0 and value.dtype == torch.int64)
+
+
 def _is_order(value: Any) -> bool:
     if isinstance(value, list):
-        return 0 < len(value) <= MOST_NUMBERS and type(value[0]) is int
+        return 0 < len(value) <= MOST_NUMBERS and type(value[0]) in (int, float) and len(set(map(type, value))) == 1
     if isinstance(value, np.ndarray):
-        return 0 < value.size <= MOST_NUMBERS and value.dtype.kind == "i"
-    return isinstance(value, torch.Tensor) and 0 < value.numel() <= MOST_NUMBERS and value.dtype == torch.int64
+        return 0 < value.size <= MOST_NUMBERS and value.dtype.kind in "if"
+    return isinstance(value, torch.Tensor) and 0 < value.numel() <= MOST_NUMBERS and not value.is_complex()
 
 
 def _copies(values: State) -> State:
@@ -180,7 +217,7 @@ def _same(left: Any, right: Any) -> bool:
 def _tensor(order: Any) -> torch.Tensor:
     if isinstance(order, torch.Tensor):
         return order.detach().cpu().clone()
-    return torch.from_numpy(np.array(order, dtype=np.int64))
+    return torch.from_numpy(np.array(order))
 
 
 def _put(holder: Any, name: str, value: Any) -> None:
@@ -189,6 +226,8 @@ def _put(holder: Any, name: str, value: Any) -> None:
     if not isinstance(value, torch.Tensor):
         if type(present) in _SCALARS:
             setattr(holder, name, value)
+        elif isinstance(present, torch.Tensor):
+            present.fill_(value)
     elif isinstance(present, list):
         present[:] = value.tolist()
     elif isinstance(present, np.ndarray) and present.shape == tuple(value.shape):

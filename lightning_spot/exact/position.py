@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -77,13 +78,27 @@ class PositionedLoader(FollowedLoader):
         super().__init__(loader)
         self.__dict__.update(_resume=resume, _restore_step=restore_step, _rewind=rewind)
 
+    def __getattr__(self, name: str) -> Any:
+        """Of the loader; its state, while it is still to go to its place, is that of its place.
+
+        Asked for it then, torchdata's would begin an epoch, and draw numbers for that.
+        """
+        epoch = self.__dict__["_epoch"]
+        pending = epoch.resume if name == "state_dict" and isinstance(epoch, ResumedEpoch) else None
+        return super().__getattr__(name) if not pending or "state" not in pending else lambda: pending["state"]
+
     def __iter__(self) -> Iterator[Any]:
         own = self.__dict__
+        before = own["_epoch"]
+        if before is not None:
+            before.leave()
         position = own["_resume"](self)
         parts = own["_loader"], own["_own"], own["_workers"]
         own["_epoch"] = (
             Epoch(*parts) if position is None else ResumedEpoch(*parts, position, own["_restore_step"], own["_rewind"])
         )
+        if before is not None:
+            own["_epoch"].follow(before)
         return own["_epoch"]  # type: ignore[no-any-return]
 
 
@@ -100,7 +115,7 @@ def position_of(loader: Any, ahead: int = 0, *, epoch_done: bool = False, at_end
     if epoch is None:
         return None
     if at_end:
-        return state_of(loader)
+        return {**(state_of(loader) or {}), **epoch.at_end()}
     position: State = epoch.position(ahead, epoch_done=epoch_done)
     return position
 
@@ -129,6 +144,7 @@ def restore_owners(loader: Any) -> None:
     epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
     if isinstance(epoch, ResumedEpoch) and epoch.resume is not None:
         epoch.own.restore(epoch.resume["own"])
+        epoch.say_what_differs()
 
 
 def batches_done(loader: Any) -> int | None:
@@ -167,11 +183,11 @@ def why_not_exact(loader: Any) -> Iterator[str]:
     """Why this training loader may not come back to its exact position, with what to do; nothing if it can."""
     inner = loader_itself(loader)
     if is_stateful(inner):
+        yield from _why_its_state_is_not_exact(loader, inner)
         return
     if isinstance(getattr(inner, "dataset", None), IterableDataset) or not isinstance(inner, DataLoader):
         yield (
-            "the data position after a resume is not exact unless this stream yields the same samples each time: a"
-            " resumed epoch begins it again and drops as many batches as were trained on. Use torchdata's"
+            f"{_BEGINS_AGAIN} Use torchdata's"
             " StatefulDataLoader (any loader with state_dict and load_state_dict), or a map-style data set"
         )
     if getattr(inner, "num_workers", 0) > 0 and not getattr(inner, "in_order", True):
@@ -182,6 +198,42 @@ def why_not_exact(loader: Any) -> Iterator[str]:
         yield (
             f"{_kind(epoch.loader)} draws from the random numbers of the process while training draws from them, too:"
             " the order of the rest of an epoch is not exact. Give it a generator of its own"
+        )
+
+
+_BEGINS_AGAIN = (
+    "the data position after a resume is not exact unless this stream yields the same samples each time: a resumed"
+    " epoch begins it again and drops as many batches as were trained on."
+)
+_OTHER_ORDER = ("litdata",)
+"""Packages whose loaders were seen to have later epochs in another order once a state was loaded."""
+_BUFFERS = ("buffer_size", "bufsize", "shuffle_buffer", "shuffle_buffer_size")
+
+
+def _why_its_state_is_not_exact(loader: Any, inner: Any) -> Iterator[str]:
+    """Why a loader's own state may not bring it back; nothing if it does, as far as is known."""
+    data = getattr(inner, "dataset", None)
+    if (package := type(inner).__module__.split(".")[0]) in _OTHER_ORDER:
+        yield (
+            f"{type(inner).__name__} of {package} does not come back with all of its state: after a resume, later"
+            " epochs are in another order. Use a map-style data set, or torchdata's StatefulDataLoader"
+        )
+    epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
+    kind = type(data).__iter__ if isinstance(data, IterableDataset) else None
+    if inspect.isgeneratorfunction(kind) and not hasattr(data, "state_dict"):
+        yield f"{_BEGINS_AGAIN} {type(data).__name__} has no state_dict: give it one"
+    for path, item in OwnState({"dataset": data}).items() if loader.__dict__.get("_rewind") != "replay" else ():
+        for name in _BUFFERS:
+            size = getattr(item, "__dict__", {}).get(name)
+            if type(size) is int and size > 1:
+                yield (
+                    f"the shuffle buffer of {type(item).__name__} ({path}.{name}={size}) may be in no state: a resume"
+                    ' in mid-epoch may lose or repeat samples. Set rewind="replay": batches are loaded again'
+                )
+    if isinstance(epoch, ResumedEpoch) and epoch.workers_draw_others:
+        yield (
+            f"workers of {type(inner).__name__} draw random numbers, which its state does not hold: augmentation in"
+            ' them is not exact after this resume. Set rewind="replay", and persistent_workers=False'
         )
 
 

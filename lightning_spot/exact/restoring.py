@@ -32,12 +32,13 @@ from lightning_spot.exact.changed_values import ChangedValues
 from lightning_spot.exact.data_shares import are_these, share_of
 from lightning_spot.exact.dump import KEY, VERSION
 from lightning_spot.exact.loaders import Loaders
+from lightning_spot.exact.made_of import differences
 from lightning_spot.exact.optimizer_states import keep_dtypes, precise_of
 from lightning_spot.exact.other_ranks import OtherRanks
 from lightning_spot.exact.own_parameters import OwnParameters, restore_values
 from lightning_spot.exact.parameter_names import names_of
 from lightning_spot.exact.per_trainer import OfTrainer
-from lightning_spot.exact.position import PositionedLoader, batches_done, other_batches
+from lightning_spot.exact.position import PositionedLoader, batches_done, loader_itself, other_batches
 from lightning_spot.exact.randomness import State, restore_random
 from lightning_spot.exact.sharded import gradient_like, is_sharded
 from lightning_spot.exact.switches import Switches
@@ -290,13 +291,22 @@ class Restoring(OfTrainer):
             return None
         if self._others is not None:
             return self._others.position(loader, index)
-        if said := other_batches(loader, positions[index]):
+        said = other_batches(loader, positions[index])
+        changed = differences(positions[index] or {}, loader_itself(loader))
+        if said:
             others = self._with_other_batches
             if others is not None and len(loaders) == 1 and others.can_deal(loader, index):
                 self._dealt_anew = others
-                return others.position(loader, index)
-            rank_zero_warn(f"lightning_spot: {said}")
+                said = ""
+        if reasons := [*changed, *([said] if said else [])]:
+            rank_zero_warn(f"lightning_spot: {'. '.join(reasons)}")
+        if self._dealt_anew is not None:
+            return self._dealt_anew.position(loader, index)
         return positions[index]  # type: ignore[no-any-return]
+
+    def has_positions(self) -> bool:
+        """Whether a snapshot has told where training loaders were."""
+        return self._positions is not None and bool(self._positions["loaders"])
 
     def before_step(self, has_batch: bool = True) -> bool:
         """Just before the first step, unless a validation comes first; whether generators were set.

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_spot.exact import private
-from lightning_spot.exact.indices import Indices, is_stateful, replacing, sampler_name
+from lightning_spot.exact.indices import Indices, is_stateful, random_now, replacing, sampler_name
 from lightning_spot.exact.own_state import OwnState
 from lightning_spot.exact.randomness import State, capture_random, restore_random
 
@@ -142,6 +143,54 @@ class LastingWorkers:
             self.indices.questions = 0
 
 
+class Drawing:
+    """Whether workers of a loader that keeps its state draw random numbers, which no such state holds.
+
+    Stands in for its collate function, and by :meth:`begin` for its ``worker_init_fn``.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._collate, self._init = loader.collate_fn, loader.worker_init_fn
+        self._seen: torch.Tensor = torch.zeros(1, dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]
+        self._at_first: Any = None
+
+    @property
+    def seen(self) -> bool:
+        """Whether one of them was seen to draw some."""
+        return bool(self._seen)
+
+    def begin(self, worker: int) -> None:
+        """In a worker, before it loads anything."""
+        if self._init is not None:
+            self._init(worker)
+        self._at_first = random_now()
+
+    def __call__(self, samples: Any) -> Any:
+        """Collate, and note whether numbers were drawn until now."""
+        batch = self._collate(samples)
+        if get_worker_info() is not None and not self._seen and random_now() != self._at_first:
+            self._seen.fill_(True)
+        return batch
+
+
+_DRAWING: WeakKeyDictionary[Any, Drawing] = WeakKeyDictionary()
+
+
+def drawing_of(loader: Any) -> Drawing | None:
+    """What is known of the random numbers of a loader's workers; ``None`` for loaders that keep no state of theirs."""
+    if not (isinstance(loader, DataLoader) and is_stateful(loader) and loader.num_workers > 0):
+        return None
+    return _DRAWING.setdefault(loader, Drawing(loader))
+
+
+def begin_watched(loader: Any) -> Iterator[Any]:
+    """``iter(loader)``, with its workers watched where that has to be known."""
+    if (drawing := drawing_of(loader)) is None:
+        return iter(loader)
+    with replacing(loader, {"collate_fn": drawing, "worker_init_fn": drawing.begin}):
+        return iter(loader)
+
+
 _STATE = "lightning_spot.worker"
 _KNOWN = "_lightning_spot_workers"
 
@@ -188,13 +237,8 @@ def _own_copy(state: Any) -> Any:
 
 
 def lasts(loader: Any) -> bool:
-    """Whether the loader's workers persist over epochs, and it does not keep its state by itself."""
-    return (
-        isinstance(loader, DataLoader)
-        and loader.num_workers > 0
-        and loader.persistent_workers
-        and not is_stateful(loader)
-    )
+    """Whether the loader's workers persist over epochs."""
+    return isinstance(loader, DataLoader) and loader.num_workers > 0 and loader.persistent_workers
 
 
 def are_made(loader: Any) -> bool:
@@ -211,7 +255,7 @@ def make_unnoticed(loader: Any) -> None:
         return
     present, own = capture_random(), OwnState.of(loader)
     generators = own.capture()
-    iter(loader)
+    begin_watched(loader)
     restore_random(present)
     own.restore(generators)
 
@@ -226,6 +270,8 @@ def why_not_asked(loader: Any) -> str | None:
     """Why workers that persist cannot be asked for their generators; ``None`` if they can, or do not persist."""
     if not lasts(loader):
         return None
+    if is_stateful(loader):
+        return "the loader keeps its state itself"
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         return "they read a stream"
     if loader.batch_sampler is None:

@@ -1,0 +1,423 @@
+"""Loaders that keep their place themselves: wherever they are stopped, a resume equals an undisturbed run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from lightning_spot.exact.compare import differences
+from tests import exact_models as m
+from tests.exact_table import Case, train
+from tests.test_exact import Stop, StopAt, StopIn, final
+
+SEEDED = 5
+
+
+class Kept(DataLoader[Any]):
+    """Keeps its place as torchdata's loader does: what it has yielded, and whether it was asked for one more."""
+
+    begun: Any = None
+    due: Any = None
+
+    def __iter__(self) -> Any:
+        due, self.due = self.due, None
+        self.begun = _Pass(super().__iter__(), self.dataset, {"yielded": 0} if due is None or due["ended"] else due)
+        return self.begun
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.begun is None:
+            iter(self)  # draws, as torchdata's does
+        return self.begun.state()  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begun, self.due = None, state or None
+
+
+class _Pass:
+    def __init__(self, inner: Any, data: Any, state: dict[str, Any]) -> None:
+        self.inner, self.data, self.yielded, self.ended = inner, data, state["yielded"], False
+        if "data" in state:
+            data.load_state_dict(state["data"])
+        else:
+            for _ in range(self.yielded):
+                next(inner, None)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self.inner)
+        except StopIteration:
+            self.ended = True
+            raise
+        self.yielded += 1
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        own = {"data": self.data.state_dict()} if hasattr(self.data, "state_dict") else {}
+        return {"yielded": self.yielded, "ended": self.ended, **own}
+
+
+class Sticky(IterableDataset[Any]):
+    """Keeps its place as streams of Hugging Face do: in an epoch it begins where it was told to, each time."""
+
+    def __init__(self) -> None:
+        self._epoch = torch.tensor(0)
+        self.start: Any = None
+        self.at = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch.fill_(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        data, epoch = m.Rows(noise=False), int(self._epoch)
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(epoch)).tolist()
+        self.at = self.start["at"] if self.start is not None and self.start["epoch"] == epoch else 0
+        for index in order[self.at :]:
+            self.at += 1
+            yield data[index]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "epoch": int(self._epoch)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = dict(state)
+
+
+class Epochs(m.Lean):
+    """Tells a stream its epoch where an epoch begins, and counts what it is given."""
+
+    def on_train_epoch_start(self) -> None:
+        data = self.trainer.train_dataloader.dataset
+        if hasattr(data, "set_epoch"):
+            data.set_epoch(self.current_epoch)
+
+
+def kept(**more: Any) -> Kept:
+    data = m.Rows(noise=False)
+    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(SEEDED))
+    return Kept(data, m.BATCH, sampler=sampler, **more)
+
+
+def torchdata(**more: Any) -> Any:
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+    return loaders.StatefulDataLoader(m.Rows(noise=False), m.BATCH, shuffle=True, **more)
+
+
+LOADERS: dict[str, Callable[..., Any]] = {
+    "torchdata": torchdata,
+    "plain": lambda **more: m.rows(**more),
+    "kept": kept,
+    "stream": lambda **more: Kept(Sticky(), m.BATCH, **more),
+}
+
+WORKERS: dict[str, dict[str, Any]] = {
+    "0": {},
+    "2": {"num_workers": 2},
+    "persistent": {"num_workers": 2, "persistent_workers": True},
+}
+
+STOPS: dict[str, list[Callable[[], pl.Callback]]] = {
+    "mid-epoch": [lambda: StopAt(8)],
+    "end of epoch": [lambda: StopIn("on_train_batch_start", 6)],
+    "before validation": [lambda: StopIn("on_validation_start", 1)],
+    "in validation": [lambda: StopAt(1, in_validation=True)],
+    "twice in one epoch": [lambda: StopAt(8), lambda: StopAt(2)],
+}
+
+
+def cells() -> Iterator[Any]:
+    for name in LOADERS:
+        for workers in WORKERS if name != "stream" else ("0",):
+            for stop in STOPS:
+                often = workers != "2" and not (name == "plain" and workers == "0") and name != "torchdata"
+                yield pytest.param(
+                    name, workers, stop, id=f"{name}-{workers}-{stop}", marks=[] if often else pytest.mark.soak
+                )
+
+
+@pytest.mark.parametrize(("name", "workers", "stop"), cells())
+def test_equal_wherever_it_is_stopped(name: str, workers: str, stop: str, tmp_path: Path) -> None:
+    case = Case(model=Epochs, loaders=lambda: LOADERS[name](**WORKERS[workers]))
+    for attempt, make in enumerate(STOPS[stop]):
+        with pytest.raises(Stop):
+            train(case, tmp_path / "broken", make(), seed=11 + attempt, every=1)
+    assert train(case, tmp_path / "broken", seed=200, every=1000) == []
+    train(case, tmp_path / "twin", seed=11, every=1000)
+    assert final(tmp_path / "broken")["global_step"] == 3 * -(-m.SAMPLES // m.BATCH)
+    found = differences(final(tmp_path / "twin"), final(tmp_path / "broken"))
+    assert [text for text in found if "_base_seed" not in text] == []  # of workers that are made anew
+
+
+def test_a_finished_run_that_is_given_more_epochs_has_whole_ones(tmp_path: Path) -> None:
+    for epochs in (1, 3):
+        train(Case(model=Epochs, loaders=kept, settings={"max_epochs": epochs}), tmp_path, seed=epochs, every=1)
+    assert final(tmp_path)["global_step"] == 3 * -(-m.SAMPLES // m.BATCH)
+
+
+class Curriculum(m.Rows):
+    """Has labels and a difficulty that training changes."""
+
+    def __init__(self) -> None:
+        super().__init__(noise=False)
+        self.difficulty, self.pool = 1.0, [0.5, 1.5]
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x * self.difficulty, y * self.pool[index % 2]
+
+
+class Queued(Curriculum):
+    """Reads from a queue that reading changes, as torchio's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: list[float] = []
+        self.filled = 0
+
+    def __getitem__(self, index: int) -> Any:
+        if not self.queue:
+            self.filled += 1
+            self.queue = [float(self.filled + number) for number in range(3)]
+        x, y = super().__getitem__(index)
+        return x + self.queue.pop(), y
+
+
+class Weights(RandomSampler):
+    """Draws by weights that training changes."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__(data)
+        self.weights = torch.ones(len(data))
+        self.temperature = 1.0
+        self.groups = {"first": 1.0}
+
+    def __iter__(self) -> Iterator[int]:
+        count = len(self.weights)
+        yield from torch.multinomial(self.weights**self.temperature * self.groups["first"], count).tolist()
+
+
+class Changing(m.Lean):
+    """Changes an attribute of the data set or of the sampler at the end of each epoch, or in each step."""
+
+    def __init__(self, change: Callable[[Any], None], hook: str) -> None:
+        super().__init__()
+        self.change, self.hook = change, hook
+
+    def on_train_epoch_end(self) -> None:
+        if self.hook == "epoch":
+            self.change(self.trainer.train_dataloader)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.hook == "batch":
+            self.change(self.trainer.train_dataloader)
+
+
+def nothing(loader: Any) -> None:
+    """Leaves the loader as it is."""
+
+
+def harder(loader: Any) -> None:
+    loader.dataset.difficulty *= 1.1
+
+
+def relabel(loader: Any) -> None:
+    loader.dataset.x = loader.dataset.x * 0.9
+
+
+def in_place(loader: Any) -> None:
+    loader.dataset.x.mul_(0.9)
+
+
+def pooled(loader: Any) -> None:
+    loader.dataset.pool[1] += 0.1
+
+
+def weigh(loader: Any) -> None:
+    loader.sampler.weights = loader.sampler.weights + torch.arange(float(len(loader.sampler.weights)))
+    loader.sampler.temperature *= 0.9
+
+
+def regroup(loader: Any) -> None:
+    loader.sampler.groups["first"] += 1.0
+    loader.sampler.weights[0] += 1.0
+
+
+CHANGES = [
+    (Curriculum, harder, "epoch", "dataset.difficulty"),
+    (Curriculum, harder, "batch", "dataset.difficulty"),
+    (Curriculum, relabel, "epoch", "dataset.x"),
+    (Curriculum, in_place, "epoch", "dataset.x"),
+    (Curriculum, pooled, "epoch", "dataset.pool"),
+    (Queued, nothing, "first epoch", ""),
+    (Queued, nothing, "epoch", "dataset.queue"),
+    (Curriculum, nothing, "epoch", ""),
+    (Curriculum, weigh, "epoch", ""),
+    (Curriculum, regroup, "epoch", "sampler.groups"),
+]
+
+
+@pytest.mark.parametrize(("data", "change", "hook", "says"), CHANGES)
+@pytest.mark.parametrize("ends", [False, True], ids=["mid-epoch", "end of epoch"])
+def test_data_that_training_or_reading_changes_comes_back_or_is_named(
+    data: Any, change: Any, hook: str, says: str, ends: bool, tmp_path: Path
+) -> None:
+    def loaders() -> Any:
+        made = data()
+        return DataLoader(made, m.BATCH, sampler=Weights(made))
+
+    case = Case(model=lambda: Changing(change, hook), loaders=loaders, val=None, settings={"limit_val_batches": 0})
+    at = 3 if hook == "first epoch" else 8
+    stop = StopIn("on_train_batch_start", 6 if hook == "first epoch" else 11) if ends else StopAt(at)
+    if ends and data is Queued:
+        says = "dataset.queue"
+    with pytest.raises(Stop):
+        train(case, tmp_path / "broken", stop, seed=11, every=1)
+    said = train(case, tmp_path / "broken", seed=200, every=1000)
+    assert len(said) == bool(says)
+    assert all(says in text for text in said)
+    if not says:
+        train(case, tmp_path / "twin", seed=11, every=1000)
+        assert list(differences(final(tmp_path / "twin"), final(tmp_path / "broken"))) == []
+
+
+def other(samples: int = 20, sampler: Any = None, **more: Any) -> Callable[[], Any]:
+    data = m.Rows(noise=False, samples=samples)
+    return lambda: DataLoader(data, m.BATCH, sampler=sampler(data) if sampler else RandomSampler(data), **more)
+
+
+DIFFERENCES = [
+    ({"num_workers": 2}, {}, True, "num_workers was 2 and is 0"),
+    ({}, {"num_workers": 2}, True, "num_workers was 0 and is 2"),
+    ({"num_workers": 2}, {"num_workers": 1}, True, "num_workers was 2 and is 1"),
+    ({}, {"samples": 28}, False, "data set was 20 and is 28: this epoch goes on behind batch 3 in another order"),
+    ({}, {"samples": 16}, False, "data set was 20 and is 16"),
+    ({}, {"sampler": SequentialSampler}, False, "the sampler was RandomSampler and is SequentialSampler"),
+    ({}, {"drop_last": True}, True, "drop_last was False and is True"),
+]
+
+
+@pytest.mark.parametrize(("first", "then", "equal", "says"), DIFFERENCES)
+def test_what_an_epoch_was_made_of_is_compared(first: Any, then: Any, equal: bool, says: str, tmp_path: Path) -> None:
+    """The order of samples stays as it is where it can, and what differs is named before training."""
+
+    def case(**options: Any) -> Case:
+        return Case(loaders=other(**options), val=None, settings={"limit_val_batches": 0})
+
+    with pytest.raises(Stop):
+        train(case(**first), tmp_path / "broken", StopAt(3), seed=11, every=1)
+    (said,) = (text for text in train(case(**then), tmp_path / "broken", seed=200, every=1000) if " was " in text)
+    assert says in said
+    if equal:
+        train(case(**first), tmp_path / "twin", seed=11, every=1000)
+        broken, twin = final(tmp_path / "broken"), final(tmp_path / "twin")
+        assert [text for text in differences(twin["state_dict"], broken["state_dict"]) if "workers" not in text] == []
+
+
+class Cycle(m.Lean):
+    """Has a scheduler for as many steps as the run takes."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.01)
+        steps = int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+@pytest.mark.parametrize(("epochs", "count"), [(3, 0), (4, 1)])
+def test_a_scheduler_for_less_steps_than_the_run_takes_is_named(epochs: int, count: int, tmp_path: Path) -> None:
+    def case(epochs: int) -> Case:
+        return Case(model=Cycle, settings={"max_epochs": epochs})
+
+    with pytest.raises(Stop):
+        train(case(3), tmp_path, StopAt(8), seed=11, every=1)
+    told: list[str] = []
+    with pytest.raises(Stop):
+        train(case(epochs), tmp_path, StopAt(2), seed=12, every=1, told=told)
+    said = [text for text in told if "OneCycleLR has total_steps=15, and the run is to take 20" in text]
+    assert len(said) == count
+
+
+class Forgetful(IterableDataset[Any]):
+    """A stream with no position of its own."""
+
+    def __iter__(self) -> Iterator[Any]:
+        data = m.Rows(noise=False)
+        yield from (data[index] for index in range(len(data)))
+
+
+class Buffered(Sticky):
+    """A stream that says that it has a shuffle buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffer_size = 8
+
+
+def noisy(**more: Any) -> Kept:
+    return Kept(m.Rows(), m.BATCH, num_workers=2, **more)
+
+
+class Foreign(Kept):
+    """Of a package whose state is known not to be all."""
+
+    __module__ = "litdata.streaming.dataloader"
+
+
+WARNED: dict[str, tuple[Callable[[], Any], str, int]] = {
+    "no position": (lambda: Kept(Forgetful(), m.BATCH), "Forgetful has no state_dict", 8),
+    "shuffle buffer": (lambda: Kept(Buffered(), m.BATCH), "the shuffle buffer of Buffered (dataset.buffer_size=8)", 8),
+    "litdata": (lambda: Foreign(m.Rows(noise=False), m.BATCH), "Foreign of litdata does not come back", 8),
+    "augmentation in workers": (noisy, "workers of Kept draw random numbers", 8),
+    "augmentation in workers, end of epoch": (noisy, "", 4),
+    "augmentation in workers that persist": (lambda: noisy(persistent_workers=True), "workers of Kept draw", 4),
+}
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_what_a_state_does_not_hold_is_named(name: str, tmp_path: Path) -> None:
+    make, says, at = WARNED[name]
+    case = Case(loaders=make, val=None, settings={"limit_val_batches": 0})
+    stop = StopAt(at) if at == 8 else StopIn("on_train_batch_start", 6)
+    with pytest.raises(Stop):
+        train(case, tmp_path, stop, seed=11, every=1)
+    said = train(case, tmp_path, seed=200, every=1000)
+    assert len(said) == bool(says)
+    assert all(says in text for text in said)
+
+
+class Astray(Kept):
+    """Comes back to another place than the one it was at."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({**state, "yielded": state["yielded"] + 1})
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_an_epoch_that_has_less_batches_than_it_must_have_is_named(sized: bool, tmp_path: Path) -> None:
+    class Stream(Astray):
+        __len__ = None  # type: ignore[assignment] # counted by the epoch before
+
+    kind = Astray if sized else Stream
+    case = Case(loaders=lambda: kind(m.Rows(noise=False), m.BATCH), val=None, settings={"limit_val_batches": 0})
+    told: list[str] = []
+    with pytest.raises(Stop):
+        train(case, tmp_path, StopAt(8), seed=11, every=1, told=told)
+    train(case, tmp_path, seed=200, every=1000, told=told)
+    assert len([text for text in told if "an epoch ended after 4 of 5 batches" in text]) == 1
+
+
+def test_with_replay_a_loader_that_keeps_its_state_is_exact_with_augmentation_in_workers(tmp_path: Path) -> None:
+    case = Case(loaders=noisy, val=None, settings={"limit_val_batches": 0}, spot={"rewind": "replay"})
+    with pytest.raises(Stop):
+        train(case, tmp_path / "broken", StopAt(8), seed=11, every=1)
+    assert train(case, tmp_path / "broken", seed=200, every=1000) == []
+    train(case, tmp_path / "twin", seed=11, every=1000)
+    assert list(differences(final(tmp_path / "twin"), final(tmp_path / "broken"))) == []
