@@ -17,7 +17,7 @@ from pathlib import Path
 
 from lightning_spot.errors import SettingsError
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Version of the HTTP protocol between trainers and nodes; both ends must agree."""
 
 MANIFEST_VERSION = 4
@@ -174,8 +174,8 @@ def _token() -> str | None:
     if not token_file:
         return None
     try:
-        with open(token_file, encoding="ascii", errors="replace") as file:
-            text = file.read(2 * LONGEST_TOKEN)
+        with open(os.open(token_file, os.O_RDONLY | os.O_NONBLOCK), encoding="ascii", errors="replace") as file:
+            text = file.read(2 * LONGEST_TOKEN)  # a pipe that nobody writes to is empty
     except OSError as error:
         raise SettingsError(
             f"LIGHTNING_SPOT_TOKEN_FILE={token_file!r} cannot be read ({error.strerror}); fix or unset it"

@@ -13,6 +13,8 @@ import pytest
 import lightning_spot
 
 PACKAGE = Path(lightning_spot.__file__).parent
+from lightning_spot.config import MANIFEST_VERSION, PROTOCOL_VERSION
+
 REPOSITORY = PACKAGE.parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 NODES = [path for path in SOURCES if path.parent.name in ("memory", "protocol", "client", "service")]
@@ -90,3 +92,11 @@ def test_the_architecture_names_every_module() -> None:
         for path in SOURCES
         if not path.stem.startswith("_") and path.parent.name not in in_words and path.stem not in rooms
     ] == []
+
+
+def test_the_changelog_names_the_formats_and_they_change_together() -> None:
+    """A node of an earlier protocol would refuse manifests of a later format one by one, and keep nothing."""
+    table = (REPOSITORY / "CHANGELOG.md").read_text().partition("### Formats")[2]
+    named = tuple(int(re.search(rf"\| {what}[^|]*\| (\d+)", table)[1]) for what in ("`manifest", "protocol"))  # type: ignore[index]
+    assert named == (MANIFEST_VERSION, PROTOCOL_VERSION)
+    assert named[1] >= {3: 6, 4: 7}[named[0]]

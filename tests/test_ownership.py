@@ -27,6 +27,7 @@ from lightning_spot.memory.prefixes import refusal
 from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.run import claims
 from lightning_spot.run.claims import ClaimWatch
+from lightning_spot.tiers.beneath import Beneath
 from lightning_spot.tiers.claims import ATTEMPTS_DIR, Owner, claim_name, digest_of
 from lightning_spot.tiers.filesystem import open_filesystem, tier_errors
 from lightning_spot.tiers.local import LocalStore
@@ -141,6 +142,19 @@ def test_a_directory_that_is_swapped_for_a_link_leads_nowhere(lent: Lent, what: 
     swapped.symlink_to(outside)
     assert lent.put("run", "pwned.txt") != []
     assert sorted(path for path in outside.rglob("*")) == before
+
+
+def test_a_directory_that_was_moved_away_is_not_written_to(tmp_path: Path) -> None:
+    """What is given out is a descriptor, which would follow it wherever it goes."""
+    lent, place = tmp_path / "lent", tmp_path / "lent" / "run"
+    place.mkdir(parents=True)
+    beneath = Beneath(place, [str(lent)])
+    (beneath.path() / "before").write_bytes(DATA)
+    os.rename(place, tmp_path / "moved")
+    assert not beneath.path().exists()
+    (beneath.path(make=True) / "after").write_bytes(DATA)
+    assert (place / "after").read_bytes() == DATA
+    assert [path.name for path in (tmp_path / "moved").iterdir()] == ["before"]
 
 
 @pytest.mark.parametrize("what", ["file", "folder"])

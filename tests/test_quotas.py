@@ -7,8 +7,9 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
+from itertools import count, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -354,9 +355,7 @@ def test_one_client_does_not_keep_others_from_waiting_for_a_slot(monkeypatch: py
             open_run(client, run)
         upload = begin(client, 10, "greedy")
         lease = {"attempt": 1, "nbytes": 10, "wait_s": 60}
-        for _ in range(4):
-            stack.enter_context(say(client, "POST", "/v1/runs/greedy/uploads", lease))
-        until(lambda: _is_refused(client, "greedy"), "as many as may wait")
+        _wait_until_refused(client, stack, repeat("greedy"), lease)
         others = [
             stack.enter_context(say(client, "POST", path, lease, source))
             for path, source in (("/v1/runs/other/uploads", "127.0.0.1"), ("/v1/runs/greedy/uploads", ANOTHER))
@@ -368,12 +367,25 @@ def test_one_client_does_not_keep_others_from_waiting_for_a_slot(monkeypatch: py
         client.call("DELETE", f"/v1/uploads/{upload}")
 
 
-def _is_refused(client: NodeClient, run: str) -> bool:
-    try:
-        begin(client, 10, run)
-    except RingFull as error:
-        return "has its share" in str(error)
-    return False
+def test_one_run_by_many_names_is_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "MOST_WAITING", 8)
+    with asked(node_of(slots=1)) as client, ExitStack() as stack:
+        open_run(client, f"run@{RUN_ID}")
+        upload = begin(client, 10, f"run@{RUN_ID}")
+        lease = {"attempt": 1, "nbytes": 10, "wait_s": 60}
+        _wait_until_refused(client, stack, (f"x{number}@{RUN_ID}" for number in count()), lease)
+        client.call("DELETE", f"/v1/uploads/{upload}")
+
+
+def _wait_until_refused(client: NodeClient, stack: ExitStack, names: Iterator[str], lease: dict[str, int]) -> None:
+    """Have as many requests wait for a slot as may."""
+    for _ in range(20):
+        connection = stack.enter_context(say(client, "POST", f"/v1/runs/{next(names)}/uploads", lease))
+        connection.settimeout(0.5)
+        with suppress(TimeoutError):
+            assert b"has its share" in connection.recv(65536)
+            return
+    raise AssertionError("as many as may wait have no end")
 
 
 def test_who_waits_for_a_flush_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,6 +408,24 @@ def test_who_waits_for_a_flush_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPa
         assert client.call("GET", "/v1/runs")["runs"] == []
         stack.enter_context(say(client, "POST", "/v1/flush", {}, ANOTHER))
         assert flushing.acquire(timeout=30)
+
+
+def test_who_hangs_up_waits_for_no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "_FLUSHES", 2)
+    monkeypatch.setattr(handlers, "_FLUSH_TURN_S", 0.1)
+    node, turns = node_of(), threading.Semaphore(0)
+
+    def flush(_run: str | None, wait_s: float) -> list[str]:
+        turns.release()
+        threading.Event().wait(wait_s)
+        return ["nothing is reached"]
+
+    monkeypatch.setattr(node, "flush", flush)
+    with asked(node) as client:
+        with say(client, "POST", "/v1/flush", {"wait_s": 3600}):
+            assert turns.acquire(timeout=30)
+            assert status_of(say(client, "POST", "/v1/flush", {"wait_s": 0})) == 503
+        until(lambda: status_of(say(client, "POST", "/v1/flush", {"wait_s": 0})) == 200, "its place to be free")
 
 
 def test_who_lists_many_slow_directories_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,15 +456,31 @@ def test_who_lists_many_slow_directories_keeps_nobody_waiting(tmp_path: Path, mo
 
 def test_bodies_that_do_not_come_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handlers, "BODIES_BYTES", 2**20)
-    path = "/v1/runs/run/open"
+    path, half = "/v1/runs/run/open", {"attempt": 1, "x": "x" * 245_000}
     with asked(node_of()) as client, ExitStack() as stack:
-        for _ in range(2):
+        for _ in range(20):  # what is only announced takes nobody's room
             stack.enter_context(say(client, "POST", path, {}, nbytes=250_000))
+        for _ in range(2):
+            stack.enter_context(say(client, "POST", path, half, nbytes=250_000))
         until(
-            lambda: status_of(say(client, "POST", path, {}, nbytes=250_000), within_s=0.1) == 503, "a share to be used"
+            lambda: status_of(say(client, "POST", path, half, nbytes=250_000), within_s=0.1) == 503,
+            "a share to be used",
         )
         open_run(client)  # what is short is always read
-        assert status_of(say(client, "POST", path, {"attempt": 1, "x": "x" * 200_000}, ANOTHER)) == 200
+        assert status_of(say(client, "POST", path, half, ANOTHER)) == 200
+
+
+@pytest.mark.parametrize("nbytes", [2**16, 2**23])
+def test_a_refused_request_is_told_why_while_its_body_is_still_on_its_way(nbytes: int) -> None:
+    """The rest of it was taken for a head that is too long, and the connection was reset."""
+    with asked(node_of()) as client:
+        for _ in range(3):
+            with pytest.raises(NodeRefused, match="answered 404"):
+                client.call("POST", "/v1/no-such", {"x": "x" * nbytes})
+        for _ in range(3):
+            with pytest.raises(NodeRefused, match="longer than 262144 bytes"):
+                client.call("POST", "/v1/runs/run/close", {"x": "x" * max(nbytes, 2**19)})
+        assert client.call("GET", "/v1/runs")["runs"] == []
 
 
 def test_a_body_holds_no_millions_of_lists() -> None:
@@ -445,7 +491,7 @@ def test_a_body_holds_no_millions_of_lists() -> None:
         address = (client.address.host, client.address.port)
         with socket.create_connection(address, timeout=30) as connection:
             connection.sendall(head_of("POST", f"/v1/uploads/{upload}/commit", f"Content-Length: {len(bomb)}") + bomb)
-            assert b"lists and objects" in connection.recv(65536)
+            assert b"values" in connection.recv(65536)
 
 
 def test_layouts_of_all_runs_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,8 +522,8 @@ def test_slots_are_bounded_by_open_files(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(RingFull, match=r"open files allow for 8 slots, half of them for a run: .* ulimit -n"):
         node.lease("greedy", 1, 10)
     assert not_ready(node) == []
-    for run, count in (("other", 2), ("third", 1), ("fourth", 1)):
-        held += [node.lease(run, 1, 10) for _ in range(count)]
+    for run, slots in (("other", 2), ("third", 1), ("fourth", 1)):
+        held += [node.lease(run, 1, 10) for _ in range(slots)]
     assert not_ready(node) == ["8 of 8 slots are in use, as open files allow"]
     node.abort(held[0].id)
     assert not_ready(node) == []

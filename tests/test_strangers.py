@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import importlib
 import logging
+import os
 import pkgutil
 import re
 import signal
@@ -72,6 +73,13 @@ def test_a_token_is_clean_or_an_error_that_does_not_quote_it(
     with pytest.raises(SettingsError, match="token= holds no token") as caught:
         NodeClient(Address("127.0.0.1", 1), given)
     assert "horse" not in str(caught.value)
+
+
+def test_a_token_file_that_is_a_pipe_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "token")
+    monkeypatch.setenv("LIGHTNING_SPOT_TOKEN_FILE", str(tmp_path / "token"))
+    with pytest.raises(SettingsError, match="holds no token"):
+        read_environment()
 
 
 @pytest.mark.parametrize(("token", "is_weak"), [(None, False), ("x" * 15, True), ("x" * 16, False)])

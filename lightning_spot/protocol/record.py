@@ -197,7 +197,8 @@ def find_record(dirpath: str) -> NodeRecord:
         OwnDirectory(folder).close()
     except (OSError, SettingsError) as error:
         raise SettingsError(
-            f"the runtime directory cannot be used: {error}. Set LIGHTNING_SPOT_RUNTIME_DIR to a private, writable one"
+            f"the runtime directory cannot be used: {error}. Set LIGHTNING_SPOT_RUNTIME_DIR to a private, writable"
+            " one, such as a folder below it that is not there yet"
         ) from error
     place = os.path.realpath(dirpath) if dirpath.startswith("/") else dirpath  # one node, whatever links lead there
     record = NodeRecord(folder, run_key(place))

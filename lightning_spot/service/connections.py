@@ -97,7 +97,7 @@ class Accepted(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._head_begun = self._head_is_whole = False
+        self._head_begun = self._head_is_whole = self._lingers = False
         self._head_bytes, self._last_bytes = 0, b""
         self.busy = False
         self.idle_since_s = self._loop.time()
@@ -106,14 +106,19 @@ class Accepted(asyncio.Protocol):
     def begin_request(self) -> None:
         """The headers of a request are there: its handler keeps the time now."""
         self.busy = True
-        self._head_begun = self._head_is_whole = False
+        self._head_begun = self._head_is_whole = self._lingers = False
         self._head_bytes, self._last_bytes = 0, b""
         self._stop_timer()
 
-    def end_request(self) -> None:
-        """The request was handled; another one may follow."""
-        self.busy, self.idle_since_s = False, self._loop.time()
-        self._start_timer(self._connections.idle_timeout_s)
+    def end_request(self, *, is_whole: bool = True) -> None:
+        """The request was handled; another one may follow.
+
+        Args:
+            is_whole: whether all of it has come. What is still on its way of one that was refused is no head: the HTTP
+                protocol drops it for a while, since a client that is hung up on meanwhile never reads why.
+        """
+        self.busy, self.idle_since_s, self._lingers = False, self._loop.time(), not is_whole
+        self._start_timer(self._connections.idle_timeout_s if is_whole else self._connections.head_timeout_s)
 
     def drop(self) -> None:
         """Close the connection without a word."""
@@ -134,10 +139,11 @@ class Accepted(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See :class:`asyncio.Protocol`."""
-        if not self.busy and not self._head_begun:
+        passes = self.busy or self._lingers
+        if not passes and not self._head_begun:
             self._head_begun = True
             self._start_timer(self._connections.head_timeout_s)
-        if self.busy or self._head_is_whole or self._head_fits(data):
+        if passes or self._head_is_whole or self._head_fits(data):
             self._handler.data_received(data)
         elif self._transport is not None:
             self._transport.write(_TOO_LARGE)

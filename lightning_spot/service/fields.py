@@ -7,6 +7,7 @@ import math
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from aiohttp import web
@@ -42,7 +43,7 @@ MOST_ATTEMPTS = 10**9
 LONGEST_WAIT_S = 3600.0
 _BODY_TIMEOUT_S = 30.0
 _UNCOUNTED_BYTES = 4096  # of each body: those of most requests have no more
-_MOST_CONTAINERS = 2**21  # in a body, each of which takes 64 bytes and more
+_MOST_VALUES = 2**21  # in a body: each takes some 100 bytes, and a microsecond in which nobody else is answered
 _MOST_SMALL_PARTS = 4096
 _LEAST_PART_BYTES = 2**20
 LONGEST_PLACE = 1024
@@ -60,22 +61,19 @@ async def json_body(request: web.Request, most_bytes: int = SMALL_BODY_BYTES) ->
     """
     if (request.content_length or 0) > most_bytes:
         raise NodeRefused(f"the request's body is longer than {most_bytes} bytes", status=413)
-    nbytes = most_bytes if request.content_length is None and request.body_exists else request.content_length or 0
-    with request.app[BODIES].holding(client_of(request), max(0, nbytes - _UNCOUNTED_BYTES)) as may:
-        if not may:
-            raise NodeRefused("this client has its share of the requests that this node reads at once", status=503)
-        return await _read_json(request, most_bytes)
+    with ExitStack() as held:
+        return await _read_json(request, most_bytes, held)
 
 
-async def _read_json(request: web.Request, most_bytes: int) -> dict[str, Any]:
+async def _read_json(request: web.Request, most_bytes: int, held: ExitStack) -> dict[str, Any]:
     try:
-        body = await asyncio.wait_for(_collect(request, most_bytes), _BODY_TIMEOUT_S)
+        body = await asyncio.wait_for(_collect(request, most_bytes, held), _BODY_TIMEOUT_S)
     except asyncio.TimeoutError:  # a class of its own before Python 3.11
         raise NodeRefused(f"the request's body did not come within {_BODY_TIMEOUT_S:.0f} s", status=408) from None
     if request.headers.get(DIGEST_HEADER, checksum(body)) != checksum(body):
         raise NodeRefused("the request's body was damaged on its way", status=400)
-    if len(body) > SMALL_BODY_BYTES and body.count(b"[") + body.count(b"{") > _MOST_CONTAINERS:
-        raise SettingsError(f"the request's body holds more than {_MOST_CONTAINERS} lists and objects")
+    if len(body) > SMALL_BODY_BYTES and sum(map(body.count, (b"[", b"{", b",", b":"))) > _MOST_VALUES:
+        raise SettingsError(f"the request's body holds more than {_MOST_VALUES} values")
     try:
         large = len(body) > SMALL_BODY_BYTES
         fields = await asyncio.to_thread(read_object, body, most_bytes) if large else read_object(body or b"{}")
@@ -101,10 +99,15 @@ def only_same_host(request: web.Request) -> None:
         raise NodeRefused("this request is for trainers on the node's own host (Unix socket)", status=403)
 
 
-async def _collect(request: web.Request, most_bytes: int) -> bytes:
-    body = bytearray()
+async def _collect(request: web.Request, most_bytes: int, held: ExitStack) -> bytes:
+    """What comes of a body. It counts as held by its client as it comes: what is only announced takes no room."""
+    bodies, client, body, counted = request.app[BODIES], client_of(request), bytearray(), _UNCOUNTED_BYTES
     async for piece in request.content.iter_any():
         body += piece
+        if (more := len(body) - counted) > 0:
+            if not held.enter_context(bodies.holding(client, more)):
+                raise NodeRefused("this client has its share of the requests that this node reads at once", status=503)
+            counted += more
         if len(body) > most_bytes:
             raise NodeRefused(f"the request's body is longer than {most_bytes} bytes", status=413)
     return bytes(body)

@@ -99,6 +99,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _OPEN_TO_ALL = ("/healthz", "/readyz")
 _READ_BUFFER_BYTES = 256 * 1024
+_FLUSH_TURN_S = 5.0
 _FLUSHES = 64  # that are waited for, on threads of their own: each may take an hour
 _LOOKS = 16  # of a client's requests that ask a tier at once: threads are left for what others ask
 
@@ -226,7 +227,7 @@ class Service:
             response = web.json_response(error_body(failure), status=error_status(failure))
         finally:
             if accepted is not None:
-                accepted.end_request()
+                accepted.end_request(is_whole=request.content.is_eof())
         if isinstance(response, web.Response) and isinstance(response.body, bytes) and not response.prepared:
             response.headers[DIGEST_HEADER] = checksum(response.body)
             if request.method == hdrs.METH_HEAD and response.status >= 400:
@@ -297,21 +298,29 @@ class Service:
         with self._flushing.holding(client_of(request)) as may:
             if not may:
                 raise NodeRefused("this client has its share of the flushes that this node waits for", status=503)
-            loop = asyncio.get_running_loop()
-            left = await loop.run_in_executor(self._flush_threads, self.node.flush, run, wait_s)
-        return web.json_response({"unreached": left})
+            gone, loop = self._gone(request), asyncio.get_running_loop()
+            deadline_s = loop.time() + wait_s
+            while True:  # in turns: who has hung up meanwhile keeps no thread, and no place of the next one
+                for_s = max(0.0, min(_FLUSH_TURN_S, deadline_s - loop.time()))
+                left = await loop.run_in_executor(self._flush_threads, self.node.flush, run, for_s)
+                if not left or gone.done() or loop.time() >= deadline_s:
+                    return web.json_response({"unreached": left})
 
     # -- who waits ------------------------------------------------------------------------------------------------
 
     async def _wait_for_slot(
         self, request: web.Request, run: str, attempt: int, nbytes: int, wait_s: float, **more: Any
     ) -> Upload:
-        client = f"{client_of(request)} {run}"
+        client = self._waiter(request, run)
         return await self._queue().lease(client, self._gone(request), run, attempt, nbytes, wait_s, **more)
 
     async def _wait_to_join(self, request: web.Request, run: str, *what: Any, **more: Any) -> Upload | None:
-        client = f"{client_of(request)} {run}"
+        client = self._waiter(request, run)
         return await self._queue().join(client, self._gone(request), run, *what, **more)
+
+    def _waiter(self, request: web.Request, run: str) -> str:
+        """Who waits: an address for one run, by whatever name it calls that."""
+        return f"{client_of(request)} {self.node.registry.key(run)}"
 
     async def _wait_for_hosts(self, upload: Upload) -> None:
         await self._queue().all_there(upload)

@@ -64,7 +64,8 @@ def _take(connection: socket.socket, node: Node, upload: Upload, frame: Frame, s
     try:
         node.uploads.arriving(upload, frame.start, frame.start + frame.nbytes, connection)
     except CorruptSnapshot as error:
-        logger.warning("%s: %s; it is refused", plain(upload.name or upload.id), error)
+        # No line of the log for each: they may come by the thousand.
+        logger.debug("%s: %s; it is refused", plain(upload.name or upload.id), error)
         _content(connection, node, upload, frame, lambda _chunk: None)
         return digest
     try:

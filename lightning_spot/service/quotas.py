@@ -24,8 +24,8 @@ class Quota:
     """So many of something, shared by clients of whom nobody knows beforehand how many there will be.
 
     A client may hold as much as is left (the dynamic threshold of switches that share a buffer, Choudhury and Hahne
-    1998): half of all if it is alone, a share of n + 1 if n want as much as they can get. So a new one finds room.
-    Methods may be called on any thread.
+    1998): half of all if it is alone, a share of n + 1 if n want as much as they can get. So a new one finds room, if
+    not too many have come first. Methods may be called on any thread.
 
     Args:
         most: of all clients together.

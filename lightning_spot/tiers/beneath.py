@@ -1,6 +1,7 @@
 """A directory below a prefix that an operator lends to others: reached without following links, it leads nowhere else.
 
 Every path that is given out begins with a descriptor, so a directory that is swapped for a link later changes nothing.
+One that was moved away is found not to be there: the way from the prefix is walked each time.
 """
 
 from __future__ import annotations
@@ -56,10 +57,12 @@ class Beneath:
             TierError: if a link is on the way.
         """
         with self._lock:
-            if not self._opened or _is_removed(self._opened[-1]):
-                found = self._walk(make=make)
-                if found is None:
-                    return _NOWHERE
+            found = self._walk(make=make)
+            if found is None:
+                return _NOWHERE
+            if self._opened and _is_same(self._opened[-1], found):
+                os.close(found)
+            else:
                 self._opened.append(found)
             return _DESCRIPTORS / str(self._opened[-1])
 
@@ -133,11 +136,11 @@ def _make(name: str, at: int) -> None:
             os.close(folder)
 
 
-def _is_removed(folder: int) -> bool:
+def _is_same(folder: int, other: int) -> bool:
     try:
-        return os.fstat(folder).st_nlink == 0
+        return os.path.sameopenfile(folder, other)
     except OSError:  # of a file server that has removed it
-        return True
+        return False
 
 
 def _close(opened: list[int]) -> None:
