@@ -36,6 +36,7 @@ from lightning_spot.tiers.store import Store
 from tests.conftest import RunningNode, until
 from tests.oracle import claim_of
 from tests.small_trainer import image_of
+from tests.test_node import put_file
 
 DATA = b"written by the node"
 
@@ -49,7 +50,7 @@ class Lent:
     """A node that may write below a directory, and who asks it to."""
 
     def __init__(self, node: RunningNode, root: Path) -> None:
-        self.url, self.root = node.url, root
+        self.node, self.url, self.root = node, node.url, root
         self.client = NodeClient(NodeStore(f"{node.url}/any").client.address)
 
     def open(self, run: str, place: Path, *, claimed: bool) -> RunInfo:
@@ -63,8 +64,7 @@ class Lent:
 
     def put(self, run: str, name: str, data: bytes = DATA) -> list[str]:
         """Save a file, and have it brought down; what was not."""
-        with fsspec.open(f"{self.url}/{run}/{name}", "wb") as file:
-            file.write(data)
+        put_file(self.node, run, name, data)
         return self.flush()
 
     def delete(self, run: str, name: str) -> None:

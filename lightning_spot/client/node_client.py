@@ -34,7 +34,7 @@ PING_S = 5.0
 
 _PATIENCE = 2  # in times of a ping's: the line may be full of what is read
 _LONGEST_ANSWER_BYTES = 64 * 1024 * 1024
-_IDEMPOTENT = ("GET", "HEAD", "PUT", "DELETE")
+_IDEMPOTENT = ("GET", "HEAD", "DELETE")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,22 +124,6 @@ class NodeClient:
             NodeUnreachable: if it does not answer in time.
         """
         self.call("GET", "/healthz", timeout_s=timeout_s)
-
-    def send(
-        self, path: str, pieces: Callable[[], Iterable[memoryview]], nbytes: int, headers: dict[str, str] | None = None
-    ) -> dict[str, Any]:
-        """Write a file (``PUT``) and return the JSON answer.
-
-        Args:
-            path: quoted.
-            pieces: makes the pieces of the file; they are not copied, and may be reused once the next is asked for.
-            nbytes: their sum.
-            headers: further headers.
-        """
-        request = _Request(
-            method="PUT", path=path, body=pieces, nbytes=nbytes, headers=headers or {}, by_progress=True, again=False
-        )
-        return self._json(self._exchange(request, _read_all))
 
     def stream(self, upload: str, sender: str = "") -> PartStream:
         """Open a connection of its own for the parts of an upload; see :class:`PartStream`."""

@@ -23,8 +23,6 @@ MOST_RUNS = 256
 MOST_AHEAD = 10_000
 """Attempts above the highest known that one may claim without the durable tier to show it: see ``identity.JUMP``."""
 
-_OF_TIERS = ("location", "keep", "durable_url", "durable_every_s", "nodes", "replicas", "carry")
-
 
 class Registry:
     """Runs by their key, and the connections of trainers on this host. Methods may be called from any thread.
@@ -80,8 +78,6 @@ class Registry:
                 self._check_not_live(other.info, info)
         if known is not None:
             self._check_free(known.info, info)
-            if info.durable_url is None and not info.token:  # a file is written, no trainer: nothing is said of tiers
-                info = replace(info, **{name: getattr(known.info, name) for name in _OF_TIERS})
             self._check_same_places(known.info, info)
         check_fence(info.name, info.attempt, self.highest(info.key))
         forgotten = self._make_room(client) if known is None else []

@@ -29,7 +29,7 @@ from lightning_spot.image.parts import checksum
 
 PROTOCOL_HEADER = "Spot-Protocol"
 DIGEST_HEADER = "Spot-Digest"
-"""xxh3-128 of a JSON body, a written file or a range that is read: neither TCP nor HTTP notices every flipped bit."""
+"""xxh3-128 of a JSON body or a range that is read: neither TCP nor HTTP notices every flipped bit."""
 
 TARGET_HEADER = "Spot-Target"
 """Checksum of a request's method and path: a flipped bit there must not read, write or delete something else."""

@@ -26,7 +26,6 @@ DELETE     /v1/uploads/ID                      give it up
 POST       /v1/check                           whether this node's tier below answers, and is not who asks
 POST       /v1/flush                           bring everything to the tiers below
 GET, HEAD  /v1/files/RUN/PATH                  read (ranges too); ``last.ckpt`` is the newest snapshot
-PUT        /v1/files/RUN/PATH                  write a file; with ``If-None-Match: *`` a new one only
 DELETE     /v1/files/RUN/PATH                  remove a snapshot or file
 =========  ==================================  =================================================================
 
@@ -128,8 +127,8 @@ class Service:
 
     def application(self) -> web.Application:
         """The aiohttp application."""
-        files = Files(self.node, self._wait_for_slot)
-        shares, in_turn = ShareRequests(self.node, self._wait_to_join), Turns(_LOOKS).handler
+        files, shares = Files(self.node), ShareRequests(self.node, self._wait_to_join)
+        in_turn = Turns(_LOOKS).handler
         hosts = HostRequests(self.node, self._wait_for_slot, self._wait_to_join, self._wait_for_hosts, self._gone)
         app = web.Application(middlewares=[self._guard])
         app[BODIES] = Quota(BODIES_BYTES)
@@ -151,7 +150,6 @@ class Service:
                 web.post("/v1/check", in_turn(self._check)),
                 web.post("/v1/flush", self._flush),
                 web.get("/v1/files/{run}/{path:.+}", files.read),
-                web.put("/v1/files/{run}/{path:.+}", files.write),
                 web.delete("/v1/files/{run}/{path:.+}", in_turn(files.remove)),
             ]
         )
