@@ -32,7 +32,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.packing import can_pack
 from lightning_spot.image.parts import checksum
 from lightning_spot.protocol.record import NodeRecord
-from lightning_spot.protocol.wire import Address, Frame, PartKind, parse_spot_url
+from lightning_spot.protocol.wire import ATTEMPT_HEADER, Address, Frame, PartKind, parse_spot_url
 from tests.conftest import RunningNode, until
 from tests.small_trainer import image_of as archive_of
 
@@ -69,6 +69,7 @@ HEADERS = [
     ("Spot-Target", ["0" * 32, "é"]),
     ("Spot-Protocol", ["0", "999", "x" * 999]),
     ("Spot-Sender", ["a", "b" * 999]),
+    ("Spot-Attempt", ["1:x", "2:t", "0:", "x", ":", "9" * 999 + ":t", "1:%", "é"]),
     ("Want-Spot-Digest", ["1", ""]),
     ("If-None-Match", ["*", '"x"']),
     ("If-Match", ['"x"', "*"]),
@@ -198,7 +199,7 @@ class Mutations:
         chance = self._chance
         known = requests(self.uploads, chance, near=self._near, session=self._session)
         made = copy.deepcopy(chance.choice(known))
-        made.headers = [("Host", "x"), ("Authorization", f"Bearer {self._token}")]
+        made.headers = [("Host", "x"), ("Authorization", f"Bearer {self._token}"), (ATTEMPT_HEADER, "1:t")]
         kinds = [self._field, self._field, self._field, self._header, self._path, self._method, lambda _made: None]
         for _ in range(chance.choice((1, 1, 1, 2, 3))):
             chance.choice(kinds)(made)
@@ -291,14 +292,16 @@ class Target:
         self.answers: Counter[str] = Counter()
         self.process = psutil.Process(pid)
         self._address, self._log = address, log
-        for run in (KEPT, FUZZED):
-            self.client.call("POST", f"/v1/runs/{run}/open", {"attempt": 1, "token": "t"})
+        for run, token in ((KEPT, "of the one that stays"), (FUZZED, "t")):
+            self.client.call("POST", f"/v1/runs/{run}/open", {"attempt": 1, "token": token})
+        self.client.speak_for(1, "of the one that stays")
         if channel is not None:
             self._data = archive_of(1, 5000)
             self._kept = commit_in_place(self.client, channel, KEPT, 1, self._data).data_path
         else:
             self._data = random.Random(7).randbytes(5000)
             self._kept = commit_whole(self.client, KEPT, 1, self._data).data_path
+        self.client.speak_for(1, "t")
         self._before = self._costs()
 
     def _costs(self) -> tuple[int, int, int]:

@@ -39,7 +39,7 @@ from lightning_spot.errors import (
     SnapshotTooLarge,
 )
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory.runs import parse_run
+from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, Frame, PartKind, parse_spot_url
 from lightning_spot.service.program import main
 from lightning_spot.service.settings import add_arguments, settings_from
@@ -72,13 +72,16 @@ def put(node: RunningNode, step: int, *, attempt: int = 1, run: str = "run", dat
     return manifest
 
 
-def put_file(node: RunningNode, run: str, name: str, data: bytes) -> None:
+def put_file(node: RunningNode, run: str, name: str, data: bytes, info: RunInfo | None = None) -> None:
     """As the node on a trainer's host brings a file that its user saved."""
     name_of_run, identity = parse_run(run)
     manifest = Manifest(
         run=name_of_run, run_id=identity, name=name, file="", step=0, attempt=1, nbytes=len(data), created_unix_s=1.0
     )
-    NodeStore(f"{node.url}/{run}").put(manifest.sealed(memoryview(data)), memoryview(data), attempt=1)
+    store = NodeStore(f"{node.url}/{run}")
+    if info is not None:
+        store.know(info)
+    store.put(manifest.sealed(memoryview(data)), memoryview(data), attempt=1)
 
 
 def client_of(node: RunningNode, token: str | None = None) -> NodeClient:
@@ -184,6 +187,7 @@ def test_bad_requests(start_node: StartNode, method: str, path: str, body: bytes
 
 def test_from_another_host_nobody_fills_a_slot_with_others_nor_seals_one(start_node: StartNode) -> None:
     node = client_of(start_node())
+    node.call("POST", "/v1/runs/run/open", {"attempt": 1})
     paths = ["runs/run/shares", "runs/run/decline", *(f"uploads/none/{what}" for what in ("share", "placed", "seal"))]
     for path in paths:
         with pytest.raises(NodeRefused, match="own host") as caught:

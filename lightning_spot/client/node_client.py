@@ -16,6 +16,7 @@ from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES, check_token, rea
 from lightning_spot.errors import Malformed, NodeFailed, NodeUnreachable, ProtocolMismatch, SpotError
 from lightning_spot.image.parts import checksum
 from lightning_spot.protocol.wire import (
+    ATTEMPT_HEADER,
     DIGEST_HEADER,
     ERROR_HEADER,
     LONGEST_DIGESTED_BYTES,
@@ -23,6 +24,7 @@ from lightning_spot.protocol.wire import (
     TARGET_HEADER,
     WANT_DIGEST_HEADER,
     Address,
+    attempt_text,
     error_from_body,
     target_of,
 )
@@ -79,6 +81,11 @@ class NodeClient:
         self.address = address
         self._token = check_token("token=", token) if token is not None else read_environment().token
         self._pool = Pool(address)
+        self._attempt = ""
+
+    def speak_for(self, attempt: int, token: str) -> None:
+        """Show a run's attempt, and its token, with each request from now on that may change something."""
+        self._attempt = attempt_text(attempt, token) if token else ""
 
     def call(
         self,
@@ -236,6 +243,7 @@ class NodeClient:
             TARGET_HEADER: target_of(request.method, request.path),
             "Content-Length": str(request.nbytes),
             **({"Authorization": f"Bearer {self._token}"} if self._token else {}),
+            **({ATTEMPT_HEADER: self._attempt} if self._attempt and request.method not in ("GET", "HEAD") else {}),
             **request.headers,
         }
         # An iterable body bounds each send; larger sends were measured a third slower.

@@ -29,8 +29,10 @@ GET, HEAD  /v1/files/RUN/PATH                  read (ranges too); ``last.ckpt`` 
 DELETE     /v1/files/RUN/PATH                  remove a snapshot or file
 =========  ==================================  =================================================================
 
-``RUN`` is ``NAME@ID``, or ``NAME`` where only one run has it. Every number and text of a request is checked before
-anything is done with it (``fields``); connections that say nothing are bounded (``connections``).
+``RUN`` is ``NAME@ID``, or ``NAME`` where only one run has it. What comes by TCP and changes a run, but for ``open``,
+shows the token of the run's attempt in the header ``Spot-Attempt`` (:meth:`Registry.check_attempt`).
+Every number and text of a request is checked before anything is done with it (``fields``); connections that say nothing
+are bounded (``connections``).
 """
 
 from __future__ import annotations
@@ -54,12 +56,14 @@ from lightning_spot.memory.upload import Upload
 from lightning_spot.protocol.counted_log import CountedLog
 from lightning_spot.protocol.listening import open_files
 from lightning_spot.protocol.wire import (
+    ATTEMPT_HEADER,
     DIGEST_HEADER,
     ERROR_HEADER,
     PROTOCOL_HEADER,
     TARGET_HEADER,
     error_body,
     error_status,
+    read_attempt,
     target_of,
 )
 from lightning_spot.service.bad_requests import THIS_HOST, request_logger
@@ -86,7 +90,7 @@ from lightning_spot.service.hosts import HostRequests
 from lightning_spot.service.portions import PortionRequests
 from lightning_spot.service.quotas import Quota, Turns, client_of
 from lightning_spot.service.readiness import not_ready
-from lightning_spot.service.runs import RunRequests
+from lightning_spot.service.runs import OPEN_PATH, RunRequests
 from lightning_spot.service.settings import is_loopback
 from lightning_spot.service.shares import ShareRequests
 from lightning_spot.service.uploads import UploadRequests
@@ -97,6 +101,7 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _OPEN_TO_ALL = ("/healthz", "/readyz")
+_READING = (hdrs.METH_GET, hdrs.METH_HEAD)
 _READ_BUFFER_BYTES = 256 * 1024
 _FLUSHES = 64  # that are waited for, on threads of their own: each may take an hour
 _LOOKS = 16  # of a client's requests that ask a tier at once: threads are left for what others ask
@@ -200,6 +205,7 @@ class Service:
                 self._check_token(request)
                 _check_protocol(request)
                 _check_target(request)
+                self._check_attempt(request)
             response = await handler(request)
         except SpotError as error:
             if isinstance(error, NodeRefused) and error.is_for_the_token:
@@ -242,6 +248,19 @@ class Service:
                 " with",
                 status=401,
             )
+
+    def _check_attempt(self, request: web.Request) -> None:
+        """Refuse to change a run for another attempt than its own; processes of this user's on this host may.
+
+        Who opens a run is asked for the token there. The id of an upload, which is random, says as much.
+
+        Raises:
+            SpotError: see :meth:`Registry.check_attempt`.
+        """
+        run, resource = request.match_info.get("run"), request.match_info.route.resource
+        opens = resource is not None and resource.canonical == OPEN_PATH
+        if run is not None and not opens and request.method not in _READING and not same_host(request):
+            self.node.registry.check_attempt(run, *read_attempt(request.headers.get(ATTEMPT_HEADER, "")))
 
     def _check_not_of_a_page(self, request: web.Request) -> None:
         """Refuse what a web page may have a browser of this host send, by its address or by a name of the page's own.
