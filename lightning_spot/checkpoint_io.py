@@ -112,7 +112,7 @@ class SpotCheckpointIO(SpotIO):
             raise TypeError("SpotCheckpointIO takes no storage_options: set credentials in the environment")
         parent, name = _split(path)
         if urlsplit(parent).scheme == "spot" or name.startswith("."):
-            super().save_checkpoint(checkpoint, path)  # a node is memory already
+            super().save_checkpoint(checkpoint, path)  # a spot:// URL is refused there
             return
         _check_folder(parent)
         trains = self._fit.trains(checkpoint)

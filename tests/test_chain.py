@@ -33,6 +33,7 @@ from tests.chained import FIRST, RUN, SECOND, Chained, chained
 from tests.conftest import RunningNode, until
 from tests.folders import files_below
 from tests.gated import MIB, RUN_ID, Bench, NodeBehind, image_of, manifest_of
+from tests.test_node import put_file
 
 
 @pytest.fixture
@@ -580,7 +581,7 @@ def test_what_left_memory_is_read_through_the_whole_chain(
     data = {name: image_of(number, MIB // 2) for number, name in enumerate(names)}
     files = fsspec.core.url_to_fs(f"{first.url}/{RUN}")[0]
     for name in names:
-        files.pipe_file(f"{first.url}/{RUN}/{name}", data[name])
+        put_file(first, RUN, name, data[name])
         assert NodeClient(Address(*_address(first))).call("POST", "/v1/flush", {"wait_s": 30})["unreached"] == []
     below = tmp_path / "durable"
     until(lambda: set(names) <= {path.name for path in files_below(below)}, "the last node to bring on what it has")
@@ -589,9 +590,7 @@ def test_what_left_memory_is_read_through_the_whole_chain(
     for name in names:
         assert files.cat_file(f"{run}/{name}") == data[name]
     assert files.cat_file(f"{run}/{names[0]}", start=1000, end=3000) == data[names[0]][1000:3000]
-    with pytest.raises(FileExistsError):
-        files.pipe_file(f"{run}/{names[0]}", b"", mode="create")
-    files.rm_file(f"{run}/{names[0]}")
+    NodeClient(Address(*_address(first))).call("DELETE", f"/v1/files/{RUN}/{names[0]}")
     until(lambda: not (tmp_path / "durable" / RUN / names[0]).exists(), "it to be removed at the end of the chain")
     with pytest.raises(FileNotFoundError):
         files.cat_file(f"{run}/{names[0]}")

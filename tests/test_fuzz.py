@@ -25,14 +25,16 @@ import pytest
 
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.part_encoder import OutgoingPart
+from lightning_spot.client.session import Session
 from lightning_spot.errors import SpotError
 from lightning_spot.image.delta import Coding, changed_ranges, encode
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.packing import can_pack
 from lightning_spot.image.parts import checksum
 from lightning_spot.protocol.record import NodeRecord
-from lightning_spot.protocol.wire import Address, Frame, PartKind, parse_spot_url
+from lightning_spot.protocol.wire import ATTEMPT_HEADER, Address, Frame, PartKind, parse_spot_url
 from tests.conftest import RunningNode, until
+from tests.small_trainer import image_of as archive_of
 
 TOKEN = "a-token-that-is-long-enough"
 KEPT, FUZZED = "kept@0123456789ab", "fuzzed@ba9876543210"
@@ -67,6 +69,7 @@ HEADERS = [
     ("Spot-Target", ["0" * 32, "é"]),
     ("Spot-Protocol", ["0", "999", "x" * 999]),
     ("Spot-Sender", ["a", "b" * 999]),
+    ("Spot-Attempt", ["1:x", "2:t", "0:", "x", ":", "9" * 999 + ":t", "1:%", "é"]),
     ("Want-Spot-Digest", ["1", ""]),
     ("If-None-Match", ["*", '"x"']),
     ("If-Match", ['"x"', "*"]),
@@ -151,7 +154,6 @@ def requests(uploads: list[str], chance: random.Random, *, near: bool, session: 
         ("POST", "/v1/flush", {"run": FUZZED, "wait_s": 0.0}),
         ("GET", f"{files}/{name}/model.ckpt", {}),
         ("HEAD", f"{files}/last.ckpt", {}),
-        ("PUT", f"{files}/notes-{chance.randrange(5)}", b"some notes"),
         ("DELETE", f"{files}/notes-{chance.randrange(5)}", {"unseen": False}),
         ("DELETE", f"{files}/{name}", {}),
         ("POST", f"{run}/joint", joint),
@@ -197,7 +199,7 @@ class Mutations:
         chance = self._chance
         known = requests(self.uploads, chance, near=self._near, session=self._session)
         made = copy.deepcopy(chance.choice(known))
-        made.headers = [("Host", "x"), ("Authorization", f"Bearer {self._token}")]
+        made.headers = [("Host", "x"), ("Authorization", f"Bearer {self._token}"), (ATTEMPT_HEADER, "1:t")]
         kinds = [self._field, self._field, self._field, self._header, self._path, self._method, lambda _made: None]
         for _ in range(chance.choice((1, 1, 1, 2, 3))):
             chance.choice(kinds)(made)
@@ -271,22 +273,35 @@ def commit_whole(client: NodeClient, run: str, step: int, data: bytes) -> Manife
     return manifest
 
 
+def commit_in_place(client: NodeClient, channel: Path, run: str, step: int, data: bytes) -> Manifest:
+    manifest, session = manifest_of(run, step, data), Session(channel, TOKEN, 10.0)
+    lease = {"attempt": 1, "nbytes": len(data), "name": manifest.name, "session": session.id}
+    leased = client.call("POST", f"/v1/runs/{run}/uploads", lease)
+    with session.map_slot(leased["slot"], leased["generation"]) as memory:
+        memory[: len(data)] = data
+    client.call("POST", f"/v1/uploads/{leased['upload']}/seal", {"manifest": manifest.to_dict()})
+    session.close()
+    return manifest
+
+
 class Target:
     """A node in a process of its own, that has a snapshot which nobody may change."""
 
-    def __init__(self, address: Address, pid: int, log: Path) -> None:
+    def __init__(self, address: Address, pid: int, log: Path, channel: Path | None = None) -> None:
         self.client = NodeClient(address, TOKEN)
         self.answers: Counter[str] = Counter()
         self.process = psutil.Process(pid)
         self._address, self._log = address, log
-        for run in (KEPT, FUZZED):
-            self.client.call("POST", f"/v1/runs/{run}/open", {"attempt": 1, "token": "t"})
-        self._data = random.Random(7).randbytes(5000)
-        if address.socket_path:  # over which no parts come
-            self._kept = "kept.bin"
-            self.client.send(f"/v1/files/{KEPT}/{self._kept}", lambda: [memoryview(self._data)], len(self._data))
+        for run, token in ((KEPT, "of the one that stays"), (FUZZED, "t")):
+            self.client.call("POST", f"/v1/runs/{run}/open", {"attempt": 1, "token": token})
+        self.client.speak_for(1, "of the one that stays")
+        if channel is not None:
+            self._data = archive_of(1, 5000)
+            self._kept = commit_in_place(self.client, channel, KEPT, 1, self._data).data_path
         else:
+            self._data = random.Random(7).randbytes(5000)
             self._kept = commit_whole(self.client, KEPT, 1, self._data).data_path
+        self.client.speak_for(1, "t")
         self._before = self._costs()
 
     def _costs(self) -> tuple[int, int, int]:
@@ -372,7 +387,7 @@ def over_unix(tmp_path: Path) -> Iterator[Target]:
     }
     node = RunningNode(["--embedded", str(tmp_path), "0" * 16, "--memory", "64MiB"], tmp_path / "node.log", environment)
     until(lambda: _listens(record.http), "the node to listen")
-    yield Target(Address(socket_path=str(record.http)), node.process.pid, node.log)
+    yield Target(Address(socket_path=str(record.http)), node.process.pid, node.log, record.fds)
     node.stop(9)
 
 

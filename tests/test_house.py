@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import lightning_spot
+from lightning_spot.config import MANIFEST_VERSION, PROTOCOL_VERSION
 
 PACKAGE = Path(lightning_spot.__file__).parent
-from lightning_spot.config import MANIFEST_VERSION, PROTOCOL_VERSION
 
 REPOSITORY = PACKAGE.parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))

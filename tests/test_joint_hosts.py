@@ -114,7 +114,7 @@ class Team:
         self.attempt += 1
         info = RunInfo(name="run", id=RUN_ID, location=f"file://{self.root}/run", attempt=self.attempt, token="t")
         nodes = tuple(url.rpartition("/")[0] for url in self.memories)
-        info = replace(info, nodes=nodes, replicas=len(nodes), durable_url=str(self.root / "run"))
+        self.info = info = replace(info, nodes=nodes, replicas=len(nodes), durable_url=str(self.root / "run"))
         self.first.open_run(replace(info, session="first"))
         if info.durable_url is not None:
             LocalStore(info.durable_url).claim(info.claim())  # as the trainer does
@@ -174,6 +174,12 @@ class Team:
 
     def all_free(self) -> None:
         until(lambda: not self.filling(), "all slots to be usable again")
+
+    def remote(self) -> NodeStore:
+        """The memory node, for who has the token of this attempt."""
+        store = NodeStore(self.at)
+        store.know(replace(self.info, nodes=()))
+        return store
 
     def check(self, manifest: Manifest, checkpoint: Checkpoint, url: str = "") -> None:
         """The memory node has the snapshot, and torch reads it."""
@@ -827,7 +833,7 @@ def test_a_host_whose_node_is_lost_when_it_has_brought_its_portion_costs_no_snap
     checkpoint = Checkpoint(1)
     upload = team.lead(1, checkpoint)
     team.follow(1, checkpoint)
-    uploads, tell = team.memory.uploads, NodeStore(team.at).joint.decline
+    uploads, tell = team.memory.uploads, team.remote().joint.decline
     until(lambda: [each.joint.placed for each in uploads.of_run(RUN_ID) if each.joint] == [{1}], "it to be there")
     tell(snapshot_name(1, 1), attempt=1, why="its node was lost", host=1)
     team.fill(upload, checkpoint)
@@ -897,7 +903,7 @@ def test_a_later_attempt_gives_up_what_an_earlier_one_was_bringing(team: Team) -
     with pytest.raises((ShareMissing, Fenced), match="attempt"):
         team.seal(upload, 1)
     with pytest.raises(SpotError):
-        NodeStore(team.at).joint.join(name, attempt=1, host=1, wait_s=0.0)
+        team.remote().joint.join(name, attempt=1, host=1, wait_s=0.0)
     team.second.end_session("second")
     team.all_free()
     assert not team.memory.committed(RUN)
@@ -1122,7 +1128,7 @@ def test_with_a_spare_replica_lost_older_snapshots_are_not_waited_for(pair: Team
 
 def test_what_is_not_every_byte_once_is_not_committed(team: Team) -> None:
     checkpoint = Checkpoint(1)
-    joint = NodeStore(team.at).joint
+    joint = team.remote().joint
     nbytes, image = len(checkpoint.image), memoryview(checkpoint.image)
     for step, missing in enumerate(("a byte", "a portion"), 1):
         shared = Shared(name=snapshot_name(step, 1), shares=2, layout=checkpoint.told())
@@ -1153,6 +1159,8 @@ def test_as_many_hosts_as_a_large_job_has_bring_a_snapshot_together(tmp_path: Pa
             stack.callback(store.client.close)
         info = RunInfo(name="run", id=RUN_ID, location=f"file://{tmp_path}/run", attempt=1, token="t")
         stores[0].open_run(replace(info, durable_url=str(tmp_path / "run")))
+        for store in stores:
+            store.know(info)
 
         def bring(host: int, name: str) -> None:
             joint = stores[host].joint
@@ -1248,7 +1256,7 @@ def test_a_host_whose_link_was_cut_says_that_it_brings_nothing_as_soon_as_it_wor
 
 
 def test_requests_of_hosts_are_for_what_hosts_fill_only(team: Team) -> None:
-    client = NodeStore(team.at).client
+    client = team.remote().client
     upload = team.memory.lease(RUN, 1, 1000, name=snapshot_name(1, 1), manifest=manifest_of(1))
     for what, body in (("seal", {"manifest": manifest_of(1).to_dict()}), ("placed", {"host": 1})):
         with pytest.raises(SpotError, match="not one that several hosts fill"):
@@ -1258,7 +1266,7 @@ def test_requests_of_hosts_are_for_what_hosts_fill_only(team: Team) -> None:
         request = {"attempt": 1, "nbytes": 1000, "name": snapshot_name(1, 1), **bad}
         with pytest.raises(SettingsError):
             client.call("POST", f"/v1/runs/{RUN}/joint", request)
-    joint = NodeStore(team.at).joint
+    joint = team.remote().joint
     joint._run = "elsewhere/joint"
     with pytest.raises(SpotError, match="earlier version of lightning_spot"):
         joint.decline("step", attempt=1, why="")

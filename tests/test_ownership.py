@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,14 +20,18 @@ from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import take_environment
-from lightning_spot.errors import Fenced, SnapshotNotFound, SpotError, TierError, Unclaimed
+from lightning_spot.config import PROTOCOL_VERSION, take_environment
+from lightning_spot.errors import Fenced, NodeRefused, SnapshotNotFound, SpotError, TierError, Unclaimed
 from lightning_spot.image.manifest import OWN_DIR, Manifest, manifest_path_of, snapshot_name
 from lightning_spot.memory.host import InProcessHost
+from lightning_spot.memory.node import Node
 from lightning_spot.memory.prefixes import refusal
 from lightning_spot.memory.runs import RunInfo, parse_run
+from lightning_spot.protocol.wire import ATTEMPT_HEADER, PROTOCOL_HEADER, attempt_text
 from lightning_spot.run import claims
 from lightning_spot.run.claims import ClaimWatch
+from lightning_spot.service.handlers import Service
+from lightning_spot.service.runs import OPEN_PATH
 from lightning_spot.tiers.beneath import Beneath
 from lightning_spot.tiers.claims import ATTEMPTS_DIR, Owner, claim_name, digest_of
 from lightning_spot.tiers.filesystem import open_filesystem, tier_errors
@@ -36,7 +41,9 @@ from lightning_spot.tiers.retention import retain
 from lightning_spot.tiers.store import Store
 from tests.conftest import RunningNode, until
 from tests.oracle import claim_of
+from tests.served import served
 from tests.small_trainer import image_of
+from tests.test_node import put_file
 
 DATA = b"written by the node"
 
@@ -50,25 +57,27 @@ class Lent:
     """A node that may write below a directory, and who asks it to."""
 
     def __init__(self, node: RunningNode, root: Path) -> None:
-        self.url, self.root = node.url, root
+        self.node, self.url, self.root = node, node.url, root
+        self.opened: dict[str, RunInfo] = {}
         self.client = NodeClient(NodeStore(f"{node.url}/any").client.address)
 
     def open(self, run: str, place: Path, *, claimed: bool) -> RunInfo:
         info = RunInfo(
-            name=run, id="", location=f"file://{place}", attempt=1, token=f"of {run}", durable_url=str(place)
+            name=run, id="", location=f"file://{place}", attempt=1, token=f"secret of {run}", durable_url=str(place)
         )
         NodeStore(f"{self.url}/{run}").open_run(info)
+        self.opened[run] = info
         if claimed:
             LocalStore(place).claim(info.claim())
         return info
 
     def put(self, run: str, name: str, data: bytes = DATA) -> list[str]:
         """Save a file, and have it brought down; what was not."""
-        with fsspec.open(f"{self.url}/{run}/{name}", "wb") as file:
-            file.write(data)
+        put_file(self.node, run, name, data, self.opened[run])
         return self.flush()
 
     def delete(self, run: str, name: str) -> None:
+        self.client.speak_for(1, self.opened[run].token)
         self.client.call("DELETE", f"/v1/files/{run}/{name}", {"unseen": True})
         self.flush()
 
@@ -137,7 +146,7 @@ def test_a_directory_that_is_swapped_for_a_link_leads_nowhere(lent: Lent, what: 
         os.rename(swapped, lent.root / "away")
     if what == "above":
         (outside / "run").mkdir()
-    LocalStore(outside if what == "run" else outside / "run").claim(claim_of(1, token="of run"))  # as in the run
+    LocalStore(outside if what == "run" else outside / "run").claim(claim_of(1, token="secret of run"))  # as in the run
     before = sorted(path for path in outside.rglob("*"))
     swapped.symlink_to(outside)
     assert lent.put("run", "pwned.txt") != []
@@ -396,3 +405,115 @@ def test_credentials_are_read_again_when_a_store_says_that_they_have_expired(err
     with pytest.raises(TierError), tier_errors("memory://runs/any"):
         raise error
     assert open_filesystem("memory://runs/any")[0] is not before
+
+
+# -- the attempt's own token, at nodes --------------------------------------------------------------------------------
+
+VICTIM = RunInfo(name="run", id="0123456789ab", location="", attempt=2, token="of this attempt")
+NAME = snapshot_name(1, 2)
+CHANGES: dict[tuple[str, str], dict[str, Any]] = {
+    ("POST", "/v1/runs/{run}/close"): {"session": ""},
+    ("POST", "/v1/runs/{run}/settle"): {"attempt": 2, "name": NAME, "lineage": ""},
+    ("POST", "/v1/runs/{run}/uploads"): {"attempt": 2, "nbytes": 100},
+    ("POST", "/v1/runs/{run}/shares"): {"attempt": 2, "name": NAME, "share": 1},
+    ("POST", "/v1/runs/{run}/decline"): {"attempt": 2, "name": NAME},
+    ("POST", "/v1/runs/{run}/joint"): {"attempt": 2, "nbytes": 100, "name": NAME, "hosts": 2},
+    ("POST", "/v1/runs/{run}/joint/join"): {"attempt": 2, "name": NAME, "host": 1},
+    ("POST", "/v1/runs/{run}/joint/decline"): {"attempt": 2, "name": NAME, "host": 1},
+    ("POST", "/v1/runs/{run}/portions/whole"): {"attempt": 2, "name": NAME},
+    ("POST", "/v1/runs/{run}/portions/torn"): {"attempt": 2, "name": NAME, "why": "x"},
+    ("POST", "/v1/runs/{run}/spread"): {"replicas": 1},
+    ("DELETE", "/v1/files/{run}/{path}"): {},
+}
+REFUSED, FENCED, UNKNOWN = "whose token this request does not have", "has taken over", "open the run again"
+
+
+@pytest.fixture(scope="module")
+def tokened() -> Iterator[int]:
+    """Port of a node with two runs: one whose attempt has a token, and one whose attempt has none."""
+    node = Node(slots=2, memory_bytes=2**20, open_store=lambda _url: pytest.fail("written"))
+    node.open_run(VICTIM)
+    node.open_run(replace(VICTIM, name="nobody", id="", token=""))
+    with served(node) as port:
+        yield port
+
+
+def asked(port: int, how: tuple[str, str], run: str, shown: str | None) -> tuple[int, str]:
+    """Status and text of what a node answers to one of these requests."""
+    method, path = how
+    connection = HTTPConnection("127.0.0.1", port, timeout=10)
+    headers = {PROTOCOL_HEADER: str(PROTOCOL_VERSION), **({ATTEMPT_HEADER: shown} if shown is not None else {})}
+    connection.request(method, path.format(run=run, path=NAME), json.dumps(CHANGES[how]), headers)
+    answer = connection.getresponse()
+    try:
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def test_the_table_has_every_request_that_changes_a_run() -> None:
+    node = Node(slots=2, memory_bytes=2**20, open_store=lambda _url: pytest.fail("written"))
+    routes = Service(node, None).application().router.routes()
+    known = {(each.method, each.resource.canonical) for each in routes if each.resource is not None}
+    changes = {each for each in known if each[0] not in ("GET", "HEAD") and "{run}" in each[1]}
+    assert changes - {("POST", OPEN_PATH)} == set(CHANGES)
+
+
+@pytest.mark.parametrize("how", CHANGES, ids=" ".join)
+def test_a_run_is_changed_by_its_attempt_only(tokened: int, how: tuple[str, str]) -> None:
+    for shown, status, why in (
+        (None, 403, REFUSED),
+        ("", 403, REFUSED),
+        ("2:", 403, REFUSED),
+        ("2:of another attempt", 403, REFUSED),
+        ("2:" + digest_of(VICTIM.token), 403, REFUSED),  # which a claim shows to whoever reads the directory
+        ("x:" + VICTIM.token, 403, REFUSED),
+        ("9" * 500 + ":x", 403, REFUSED),
+        (attempt_text(1, "of the one before"), 409, FENCED),
+        (attempt_text(3, "of the next one"), 404, UNKNOWN),
+    ):
+        got = asked(tokened, how, "run", shown)
+        assert got[0] == status, (shown, got)
+        assert why in got[1]
+        assert VICTIM.token not in got[1]
+    for run, right in (("run", attempt_text(2, VICTIM.token)), ("nobody", None)):
+        got = asked(tokened, how, run, right)
+        assert not any(why in got[1] for why in (REFUSED, FENCED, UNKNOWN)), got
+
+
+def test_another_run_of_the_node_is_neither_settled_nor_deleted(lent: Lent) -> None:
+    """Who has the node's token had it delete a snapshot of somebody else, here and below, and forget what it owed."""
+    victim = lent.open("run", lent.root / "victim", claimed=True)
+    store, thief = NodeStore(f"{lent.url}/run"), NodeStore(f"{lent.url}/run")
+    store.know(victim)
+    for step in (1, 2):
+        manifest = snapshot(step)
+        store.put(manifest, memoryview(b"x" * 100), attempt=1)
+    assert lent.flush() == []
+    there = sorted(str(path) for path in lent.root.rglob("*"))
+    listed = [item.manifest.name for item in store.listing()]
+    for act in (lambda: thief.settle(manifest, 1), lambda: thief.delete(manifest)):
+        with pytest.raises(NodeRefused, match=REFUSED):
+            act()
+    assert lent.flush() == []
+    assert [item.manifest.name for item in store.listing()] == listed
+    assert sorted(str(path) for path in lent.root.rglob("*")) == there
+    store.settle(manifest, 1)
+    store.delete(manifest)
+    assert lent.flush() == []
+    assert not (lent.root / "victim" / manifest.name).exists()
+    assert victim.token not in lent.node.log.read_text()
+
+
+def test_an_attempt_that_was_overtaken_is_fenced(tokened: int) -> None:
+    stores = [NodeStore(f"spot://127.0.0.1:{tokened}/overtaken@{'a' * 12}") for _ in range(2)]
+    for attempt, store in enumerate(stores, 1):
+        store.open_run(replace(VICTIM, name="overtaken", id="a" * 12, attempt=attempt, token=f"of {attempt}"))
+    for act in (
+        lambda: stores[0].settle(snapshot(1), 1),
+        lambda: stores[0].put(snapshot(1), memoryview(b"x" * 100), attempt=1),
+        lambda: stores[0].torn(NAME, "why", attempt=1),
+        lambda: stores[0].joint.decline(NAME, attempt=1, why="why"),
+    ):
+        with pytest.raises(Fenced):
+            act()

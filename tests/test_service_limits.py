@@ -41,13 +41,14 @@ from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.upload import Received
 from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, Address, Frame, PartKind, parse_spot_url
-from lightning_spot.service import fields, files, part_receiver, saving, uploads
+from lightning_spot.service import fields, files, part_receiver, uploads
 from lightning_spot.service.connections import Connections
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode, until
 from tests.gated import RUN_ID, image_of, manifest_of
 from tests.served import served
 from tests.small_trainer import image_of as archive_of
+from tests.test_node import put_file
 
 StartNode = Callable[..., RunningNode]
 MANY = 300
@@ -114,7 +115,7 @@ def test_idle_slow_and_waiting_peers_keep_nobody_waiting(start_node: StartNode, 
     with (
         connected(node, MANY, b""),
         connected(node, MANY, b"GET /v1/status HTTP/1.1\r\nHost: x\r\nX-Slow: "),
-        connected(node, MANY // 3, request("PUT", "/v1/files/run/x", b"begun", nbytes=10**6)),
+        connected(node, MANY // 3, request("POST", "/v1/runs/run/settle", b"begun", nbytes=10**5)),
         connected(node, 2 * MANY // 3, request("POST", "/v1/runs/run/uploads", lease)),
     ):
         for _ in range(3):
@@ -272,7 +273,6 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Node, NodeClient]]:
     """A node in this process that gives nobody more than half a second."""
     for module, name in (
         (fields, "_BODY_TIMEOUT_S"),
-        (saving, "_QUIET_BODY_S"),
         (files, "_SEND_TIMEOUT_S"),
         (part_receiver, "FRAME_WAIT_S"),
     ):
@@ -295,13 +295,10 @@ def _nobody_holds_a_slot(node: Node) -> bool:
     return not len(node.uploads) and not any(slot.readers for slot in node.ring.slots)
 
 
-def test_a_body_that_does_not_come_frees_its_slot(hasty: tuple[Node, NodeClient]) -> None:
-    node, client = hasty
+def test_a_body_that_does_not_come_is_not_waited_for(hasty: tuple[Node, NodeClient]) -> None:
+    _, client = hasty
     with _connect(client, request("POST", OPEN, b"{", nbytes=100)) as connection:
         assert b" 408 " in connection.recv(4096)
-    with _connect(client, request("PUT", "/v1/files/run/x", b"begun", nbytes=10**6)) as connection:
-        assert b" 408 " in connection.recv(4096)
-    until(lambda: _nobody_holds_a_slot(node), "the slot to be free")
 
 
 def test_a_stream_that_goes_quiet_is_hung_up_on(hasty: tuple[Node, NodeClient]) -> None:
@@ -316,14 +313,14 @@ def test_a_stream_that_goes_quiet_is_hung_up_on(hasty: tuple[Node, NodeClient]) 
     until(lambda: _nobody_holds_a_slot(node), "the slot to be free")
 
 
-def test_a_reader_that_does_not_read_lets_go_of_its_slot(
-    hasty: tuple[Node, NodeClient], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_that_does_not_read_lets_go_of_its_slot(hasty: tuple[Node, NodeClient]) -> None:
     node, client = hasty
-    monkeypatch.setattr(saving, "_QUIET_BODY_S", 30.0)  # what is sent here pauses where the machine does much else
-    data = memoryview(bytes(50 * 2**20))
-    client.send("/v1/files/run/large", lambda: [data], len(data))
-    with _connect(client, request("GET", "/v1/files/run/large")) as connection:
+    nbytes, manifest = 50 * 2**20, manifest_of(1, nbytes=50 * 2**20, run_id="")
+    upload = node.lease("run", 1, nbytes)
+    with upload.slot.view(nbytes) as view:
+        view[:] = archive_of(1, nbytes)
+    node.seal(upload.id, manifest)
+    with _connect(client, request("GET", f"/v1/files/run/{manifest.data_path}")) as connection:
         until(lambda: any(slot.readers for slot in node.ring.slots), "the reader to begin")
         until(lambda: _nobody_holds_a_slot(node), "the slot to be let go")
         with suppress(ConnectionResetError):
@@ -435,9 +432,7 @@ def test_a_page_cannot_open_a_run(lasting_node: RunningNode) -> None:
         (request("POST", OPEN, b"[" * 100_000), 400),
         (request("POST", OPEN, b'{"attempt": ' + b"9" * 10_000 + b"}"), 400),
         (request("POST", OPEN, b"\xff\xfe"), 400),
-        (request("PUT", "/v1/files/run/x", nbytes=2**62), 400),
-        (request("PUT", "/v1/files/run/x", nbytes=2**45), 413),
-        (f"PUT /v1/files/run/x HTTP/1.1\r\n{OURS}Transfer-Encoding: chunked\r\n\r\n".encode(), 400),
+        (request("PUT", "/v1/files/run/x", nbytes=2**45), 405),
         (request("GET", "/v1/status", headers="X-Long: " + "x" * 5_000 + "\r\n"), 400),
         (request("GET", "/v1/files/run/x", headers="Range: bytes=0-" + "9" * 500 + "\r\n"), 404),
         (request("GET", "/v1/status", headers="X: y\r\n" * 50), 400),
@@ -452,8 +447,7 @@ def test_a_request_that_is_too_much_is_refused(lasting_node: RunningNode, sent: 
 
 @pytest.mark.parametrize("header", ["bytes=-0", "bytes=10-5", "bytes=100-", "bytes=99999999999999999999-", "bytes=x"])
 def test_a_range_outside_a_file_is_refused(lasting_node: RunningNode, header: str) -> None:
-    client = client_of(lasting_node)
-    client.send("/v1/files/run/small", lambda: [memoryview(b"0123456789")], 10)
+    put_file(lasting_node, "run", "small", b"0123456789")
     status, _ = answer(lasting_node, request("GET", "/v1/files/run/small", headers=f"Range: {header}\r\n"))
     assert status in (400, 416)
 
@@ -538,7 +532,7 @@ def test_nothing_is_removed_through_an_alias(lasting_node: RunningNode) -> None:
     with pytest.raises(NodeRefused, match=r"only another name, .*of .*remove that by its own name"):
         client.call("DELETE", "/v1/files/alias/last.ckpt")
     assert client.head("/v1/files/alias/last.ckpt")["spot-snapshot"] == manifest.name
-    client.send("/v1/files/alias/last.ckpt", lambda: [memoryview(b"x")], 1)  # a file of its own
+    put_file(lasting_node, "alias", "last.ckpt", b"x")  # a file of its own
     client.call("DELETE", "/v1/files/alias/last.ckpt")
     assert client.head("/v1/files/alias/last.ckpt")["spot-snapshot"] == manifest.name
     client.call("DELETE", f"/v1/files/alias/{manifest.name}")
@@ -620,7 +614,7 @@ def test_a_sender_makes_do_with_the_connections_that_it_is_given(monkeypatch: py
 
 def test_who_is_killed_in_the_middle_of_a_request_is_no_error_of_the_node(start_node: StartNode) -> None:
     node = start_node()
-    for method, path in (("POST", "/v1/runs/run/open"), ("PUT", "/v1/files/run/notes.txt")):
+    for method, path in (("POST", "/v1/runs/run/open"), ("POST", "/v1/runs/run/settle")):
         with connected(node, 1, request(method, path, b"{", nbytes=1000)):
             client_of(node).call("GET", "/v1/status")  # which is served behind what was said before
     until(lambda: node.stop() == 0, "the node to end")

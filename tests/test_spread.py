@@ -25,6 +25,7 @@ from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.portion_put import put_portion
 from lightning_spot.memory.spread import Told
+from lightning_spot.memory.tier import HasJoint, JointTier
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.tiers.local import LocalStore
@@ -102,6 +103,13 @@ class Spread(Desk):
         image = memoryview(bytearray(whole.nbytes))
         store.fetch(whole, image)
         return image, whole
+
+    def joint(self, attempt: int) -> JointTier:
+        """What a node of that attempt makes of the memory nodes."""
+        store = open_store(self.at)
+        assert isinstance(store, HasJoint)
+        store.joint.know(info_of(self.url, attempt))
+        return store.joint
 
     def lead(self, step: int) -> list[Any]:
         """Ranks of the first host begin."""
@@ -213,7 +221,7 @@ def test_a_node_that_did_not_hear_what_is_to_be_brought_down_hears_it_from_who_l
         deaf.setattr(desk.nodes[0].spread, "whole", fail)
         desk.take(1)
     assert [slot.brings for node in desk.nodes.values() for slot in node.ring.committed()] == [False, True]
-    heir = open_store(desk.at).joint  # of the next node of the first host, say
+    heir = desk.joint(1)  # of the next node of the first host, say
     heir.begin(Shared(name=snapshot_name(2, 1), shares=4), MIB, attempt=1, hosts=2)
     assert [slot.brings for node in desk.nodes.values() for slot in node.ring.committed()] == [True, True]
 
@@ -227,7 +235,7 @@ def test_who_leads_next_lets_nothing_go_of_which_a_silent_node_may_know_that_it_
     with monkeypatch.context() as deaf:
         deaf.setattr(desk.nodes[1].spread, "whole", fail)
         desk.take(2)
-    heir = open_store(desk.at).joint  # of the next node of the first host
+    heir = desk.joint(1)  # of the next node of the first host
     with monkeypatch.context() as silent:
         silent.setattr(desk.nodes[0].spread, "look", fail)
         heir.begin(Shared(name=snapshot_name(3, 1), shares=4), MIB, attempt=1, hosts=2)
@@ -283,8 +291,8 @@ def test_what_attempts_left_that_were_killed_in_a_snapshot_does_not_pile_up(
     begun = desk.lead(3)
     until(lambda: [3, 2, 1] in desk.held().values(), "its first portion to be there", LAST_S)
     for node in desk.nodes.values():
-        node.open_run(replace(info_of(desk.url, 2), token="another"))
-    open_store(desk.at).joint.begin(Shared(name=snapshot_name(3, 2), shares=4), MIB, attempt=2, hosts=2)
+        node.open_run(info_of(desk.url, 2))
+    desk.joint(2).begin(Shared(name=snapshot_name(3, 2), shares=4), MIB, attempt=2, hosts=2)
     assert sorted(desk.held().values()) == [[2, 1], [2, 1]]
     assert desk.whole() == [2, 1]
     with pytest.raises((ShareMissing, Fenced)):
@@ -299,10 +307,12 @@ def test_an_earlier_attempt_is_refused(make: Make) -> None:
     with pytest.raises((ShareMissing, Fenced)):
         desk.take(2)
     for url in desk.at.split()[1:]:
+        store = NodeStore(url)
+        store.know(info_of(desk.url, 1))
         with pytest.raises(Fenced):
-            NodeStore(url).torn(manifest.name, "why not", attempt=1)
+            store.torn(manifest.name, "why not", attempt=1)
         with pytest.raises(Fenced):
-            NodeStore(url).whole(Told(manifest.name), attempt=1)
+            store.whole(Told(manifest.name), attempt=1)
     desk.check(manifest)
 
 

@@ -288,9 +288,8 @@ def test_a_tier_that_works_again_is_not_said_to_fail_while_others_are_waited_for
     assert f"{url} works again" in caplog.text
 
 
-@pytest.mark.parametrize("is_held", [False, True])
 def test_what_the_next_attempt_goes_on_from_stays_although_the_durable_tier_refuses_it_now(
-    carried: Make, monkeypatch: pytest.MonkeyPatch, is_held: bool
+    carried: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That attempt has claimed the run there, and has nothing newer yet: it would have to go back further."""
     nodes, fails = carried(durable_every_s=0.0), [True]
@@ -302,15 +301,8 @@ def test_what_the_next_attempt_goes_on_from_stays_although_the_durable_tier_refu
         return put(*given, **more)
 
     monkeypatch.setattr(putting, "put_portion", outage)
-    if is_held:
-        nodes.bring_all(1)
-    else:
-        nodes.take(1)
+    nodes.take(1)
     nodes.store.claim(Claim(attempt=2, run_id=RUN_ID, digest="t", location=nodes.url, started_unix_s=0.0))
-    if is_held:  # who led it was lost before it could say so
-        nodes.joint.hold(snapshot_name(1, 1), attempt=2)
-        nodes.tell(0, 1, brings=True)
-        nodes.tell(1, 1, brings=True)
     fails.clear()
     for node in nodes.nodes:
         node.flush(None, 0.1)  # tried again soon

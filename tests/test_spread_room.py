@@ -50,6 +50,7 @@ class Two:
     def next_attempt(self) -> None:
         self.attempt += 1
         self.joint = JointPortions(self.stores, self.place)
+        self.joint.know(self.info())
         for node in self.nodes:
             node.open_run(self.info())
         if self.info().durable_url is not None:
@@ -251,7 +252,7 @@ def test_what_an_attempt_goes_on_from_stays_until_a_newer_one_is_whole_whichever
     assert [manifest.step for manifest in found.survey().manifests] == [2, 1]
     name = snapshot_name(2, two.attempt)
     two.next_attempt()
-    found.hold(name, two.attempt)
+    found.hold(name, two.info())
     for node in HOSTS:  # rank 0 knows one of them yet
         place = SpreadPlace(1, two.place.urls[node : node + 1])
         shared = Shared(name=snapshot_name(3, two.attempt), shares=1, digest="d", at=place.at)
@@ -306,7 +307,7 @@ def test_a_node_that_does_not_hear_what_is_gone_on_from_is_named(
     found.survey()
     if cut:
         monkeypatch.setattr(NodeStore, "whole", silent)
-    found.hold(snapshot_name(1, 1), 2)
+    found.hold(snapshot_name(1, 1), replace(two.info(), attempt=2))
     assert ("its link is cut" in caplog.text) is cut
 
 
@@ -365,6 +366,7 @@ def test_a_node_that_comes_back_with_its_memory_knows_what_was_overtaken(two: Tw
         killed = node()
         two.stores[1] = NodeStore(f"spot://127.0.0.1:{ends.enter_context(served(killed))}/run@{RUN_ID}")
         two.nodes[1], two.joint = killed, JointPortions(two.stores, two.place)
+        two.joint.know(two.info())
         killed.open_run(replace(info_of(two.url, 1), durable_url=None))
         two.take(1)
         two.take(2)

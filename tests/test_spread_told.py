@@ -186,6 +186,7 @@ def test_a_node_that_comes_back_without_leave_to_write_keeps_what_it_has_until_i
             url = f"spot://127.0.0.1:{ends.enter_context(served(heir))}/run@{RUN_ID}"
             nodes.place = SpreadPlace(1, (nodes.place.urls[0], url))
             nodes.stores[1], nodes.nodes[1] = NodeStore(url), heir
+            nodes.stores[1].know(nodes.info())
             if not allow:
                 heir.open_run(nodes.info())
                 nodes.bring_all(1)

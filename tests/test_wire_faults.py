@@ -186,6 +186,7 @@ class Upload:
 
     def __init__(self, pair: Pair, image: bytes) -> None:
         self.client = NodeClient(Address("127.0.0.1", int(pair.url.rpartition(":")[2])))
+        self.client.speak_for(1, "token-1")
         self.manifest = manifest_of(2, 1, len(image)).sealed(memoryview(image))
         self.image = image
         request = {"attempt": 1, "nbytes": len(image), "name": self.manifest.name}

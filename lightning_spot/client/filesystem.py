@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timezone
 from typing import Any
 from urllib.parse import unquote
 
-import xxhash
-from fsspec.spec import AbstractFileSystem
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from lightning_spot.client.node_client import NodeClient, quoted
-from lightning_spot.client.spot_files import BLOCK_BYTES, SpotReader, SpotWriter
-from lightning_spot.errors import CorruptSnapshot, NodeRefused, SettingsError, SnapshotNotFound
-from lightning_spot.image.parts import checksum
+from lightning_spot.errors import SettingsError, SnapshotNotFound
 from lightning_spot.memory.paths import LAST
-from lightning_spot.protocol.wire import DIGEST_HEADER, Address, answered, file_path, parse_spot_url
+from lightning_spot.protocol.wire import Address, answered, file_path, parse_spot_url
 from lightning_spot.untrusted import file_name
 
-_NO_FOLDERS = "a run at a node holds files without folders; write spot://host:port/RUN/NAME"
+BLOCK_BYTES = 8 * 1024 * 1024
 
 
 class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no types
-    """The snapshots and files of the runs at a memory node, in memory and at the tier below it.
+    """The snapshots and files of the runs at a memory node, in memory and at the tier below it: to be read only.
 
     A run is a directory, a snapshot a directory in it with ``model.ckpt`` (or the files of a sharded checkpoint) and
-    ``manifest.json``. ``RUN/last.ckpt`` reads as the newest snapshot, if that is one file, unless a file of that name
-    was written. Files written here are held in the node's
-    memory and flushed like snapshots; once safe below they may leave memory, and are read from there.
-
-    What a node cannot do raises an ``OSError`` that says so: folders within a run (``NotADirectoryError``), removing
-    through the alias (``PermissionError``), ``mode="create"`` where a file is (``FileExistsError``).
+    ``manifest.json``. ``RUN/last.ckpt`` reads as the newest snapshot, if that is one file, unless the run has a file
+    of that name. What would change something raises an ``OSError`` (``EROFS``).
 
     Args:
         host: host name or address of the node.
@@ -127,24 +117,7 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
 
     created = modified
 
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Nothing to do for a run: it is made by what is in it.
-
-        Raises:
-            NotADirectoryError: for a folder within a run.
-        """
-        path = self._strip_protocol(path)
-        if "/" in path and not self.isdir(path):
-            raise _not_a_directory(self.unstrip_protocol(path))
-
-    def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
-        """See :meth:`makedirs`."""
-        self.makedirs(path, exist_ok=True)
-
-    def rmdir(self, path: str) -> None:
-        """Nothing to do: a directory goes with what is in it."""
-
-    # -- reading and writing --------------------------------------------------------------------------------------
+    # -- reading --------------------------------------------------------------------------------------------------
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
         """Read a file, or the bytes ``[start, end)`` of it."""
@@ -156,128 +129,9 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
         self.fill(info, first, memoryview(buffer))
         return bytes(buffer)
 
-    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
-        """Write a file whole; with ``mode="create"`` only where there is none.
-
-        Raises:
-            FileExistsError: if there is one.
-        """
-        view = memoryview(value).cast("B")
-        self.store(path, lambda: [view], len(view), exclusive=mode == "create", digest=checksum(view))
-
-    def touch(self, path: str, truncate: bool = True, **kwargs: Any) -> None:
-        """Write an empty file; with ``truncate=False`` leave one that is there as it is."""
-        if truncate or not self.exists(path):
-            self.pipe_file(path, b"")
-
-    def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
-        """Copy a file, a block at a time.
-
-        Raises:
-            shutil.SameFileError: if both paths lead to one file. Moving it would copy it onto itself, and remove it.
-        """
-        info = self._file_info(path1)
-        with contextlib.suppress(FileNotFoundError):
-            if self.info(path2).get("etag") == info["etag"]:
-                raise shutil.SameFileError(f"{path1} and {path2} are the same file at {self.client.address}")
-        size, digest = int(info["size"]), xxhash.xxh3_128()
-
-        def blocks() -> Iterator[memoryview]:
-            buffer = memoryview(bytearray(min(BLOCK_BYTES, size)))
-            for start in range(0, size, BLOCK_BYTES):
-                piece = buffer[: min(BLOCK_BYTES, size - start)]
-                self.fill(info, start, piece)
-                digest.update(piece)
-                yield piece
-
-        if self.store(path2, blocks, size) != digest.hexdigest():
-            self.rm_file(path2)
-            raise CorruptSnapshot(f"the copy of {path1} was damaged on its way", where=self.unstrip_protocol(path2))
-
-    def rm_file(self, path: str) -> None:
-        """Remove a file or a snapshot, in memory and at the tiers below.
-
-        Raises:
-            PermissionError: if ``last.ckpt`` is only another name of a snapshot.
-        """
-        stripped = self._strip_protocol(path)
-        try:
-            self.client.call("DELETE", f"/v1/files/{quoted(stripped)}")
-        except NodeRefused as error:
-            if error.status == 409:
-                raise PermissionError(errno.EPERM, str(error), self.unstrip_protocol(stripped)) from error
-            raise
-
-    def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
-        """Remove files, snapshots, what a pattern matches, or (recursively) all of a run."""
-        for item in path if isinstance(path, list) else [path]:
-            stripped = self._strip_protocol(item)
-            if any(character in stripped for character in "*?["):
-                found = self.glob(stripped)
-                if not found:
-                    raise SnapshotNotFound(self.unstrip_protocol(stripped))
-            elif "/" in stripped:
-                found = [stripped]
-            elif recursive:
-                found = sorted({"/".join(str(entry["name"]).split("/")[:2]) for entry in self._files(stripped)})
-            else:
-                raise IsADirectoryError(
-                    errno.EISDIR, "this is a run; pass recursive=True to remove all of it", self.unstrip_protocol(item)
-                )
-            for name in found:
-                self.rm_file(name)
-
     def fill(self, info: dict[str, Any], start: int, into: memoryview) -> None:
         """Read bytes of the very file that :meth:`info` told of; an error if it was replaced meanwhile."""
         self.client.receive(f"/v1/files/{quoted(info['path'])}", start, into, info["etag"])
-
-    def store(
-        self,
-        path: str,
-        pieces: Callable[[], Iterable[memoryview]],
-        nbytes: int,
-        *,
-        exclusive: bool = False,
-        digest: str | None = None,
-    ) -> str:
-        """Write a file whole from pieces.
-
-        Args:
-            path: of the file.
-            pieces: called for an iterable of ``memoryview``.
-            nbytes: their sum.
-            exclusive: whether to write only where there is none.
-            digest: xxh3-128 of the file, if it is known: what arrives must have it.
-
-        Returns:
-            xxh3-128 of what arrived.
-
-        Raises:
-            FileExistsError: if there is one, with ``exclusive``.
-            NotADirectoryError: if the path has folders.
-        """
-        path = self.check_file_path(path)
-        try:
-            headers = {**({"If-None-Match": "*"} if exclusive else {}), **({DIGEST_HEADER: digest} if digest else {})}
-            return str(self.client.send(f"/v1/files/{quoted(path)}", pieces, nbytes, headers)["xxh3_128"])
-        except NodeRefused as error:
-            if error.status == 412:
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self.unstrip_protocol(path)) from error
-            raise
-
-    def check_file_path(self, path: str) -> str:
-        """The path of a file that may be written, without its protocol.
-
-        Raises:
-            NotADirectoryError: if it has folders within its run.
-            IsADirectoryError: if it is a run.
-        """
-        path = self._strip_protocol(path)
-        if path.count("/") > 1:
-            raise _not_a_directory(self.unstrip_protocol(path))
-        if "/" not in path:
-            raise IsADirectoryError(errno.EISDIR, f"this is a run; {_NO_FOLDERS}", self.unstrip_protocol(path))
-        return path
 
     def _open(
         self,
@@ -288,15 +142,19 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
         cache_options: Any = None,
         **kwargs: Any,
     ) -> Any:
-        path = self._strip_protocol(path)
-        if mode == "rb":
-            return SpotReader(self, self._file_info(path), block_size or BLOCK_BYTES, cache_options, **kwargs)
-        if mode not in ("wb", "xb"):
-            raise NotImplementedError(f"a spot:// file is opened for 'rb', 'wb' or 'xb', not {mode!r}")
-        path = self.check_file_path(path)
-        if mode == "xb" and self.exists(path):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self.unstrip_protocol(path))
-        return SpotWriter(self, path, autocommit=autocommit, exclusive=mode == "xb")
+        if mode != "rb":
+            self._refuse(path)
+        return SpotReader(self, self._file_info(path), block_size or BLOCK_BYTES, cache_options, **kwargs)
+
+    def _refuse(self, path: Any, *_arguments: Any, **_options: Any) -> Any:
+        """Refuse whatever would change something.
+
+        Raises:
+            OSError: always.
+        """
+        raise OSError(errno.EROFS, "spot:// is read only: save to the run's directory or bucket", str(path))
+
+    mkdir = makedirs = rmdir = pipe_file = touch = cp_file = rm_file = rm = _refuse
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -348,5 +206,37 @@ def _directory(name: str) -> dict[str, Any]:
     return {"name": name, "size": 0, "type": "directory"}
 
 
-def _not_a_directory(url: str) -> NotADirectoryError:
-    return NotADirectoryError(errno.ENOTDIR, _NO_FOLDERS, url)
+class SpotReader(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no types
+    """Reads ranges of one version of a file; large reads go to the network once, without a second copy.
+
+    Args:
+        fs: where it is.
+        info: what ``fs.info`` says of it. A file that is replaced while it is read is an error, never a mixture.
+        block_size: bytes to ask for at least.
+        cache_options: passed to fsspec.
+        **kwargs: likewise.
+    """
+
+    def __init__(
+        self, fs: SpotFileSystem, info: dict[str, Any], block_size: int, cache_options: Any = None, **kwargs: Any
+    ) -> None:
+        self._info = info
+        super().__init__(fs, info["name"], "rb", block_size, cache_options=cache_options, size=info["size"], **kwargs)
+        self.details = info
+
+    def readinto(self, target: Any) -> int:
+        """Read straight into ``target``, past the cache where it is larger than a block."""
+        view = memoryview(target).cast("B")
+        if len(view) < self.blocksize:
+            data = self.read(len(view))
+            view[: len(data)] = data
+            return len(data)
+        count = max(0, min(len(view), int(self.size) - int(self.loc)))
+        self.fs.fill(self._info, self.loc, view[:count])
+        self.loc += count
+        return count
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        buffer = bytearray(max(0, min(end, self.size) - start))
+        self.fs.fill(self._info, start, memoryview(buffer))
+        return bytes(buffer)

@@ -23,6 +23,7 @@ from lightning_spot.image.portion import Image, cut
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory.bases import Glance
 from lightning_spot.memory.joint import KnownLayout, Shared
+from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.tier import Gathering, Sent
 from lightning_spot.protocol.wire import BaseInfo
 
@@ -53,6 +54,10 @@ class JointUploads:
         self._lanes, self._rule = PartLanes(client, url), CompressionRule()
         self._layout = KnownLayout()
         self.sent = Sent()
+
+    def know(self, info: RunInfo) -> None:
+        """See :meth:`JointTier.know`."""
+        self._client.speak_for(info.attempt, info.token)
 
     def begin(self, shared: Shared, nbytes: int, *, attempt: int, hosts: int) -> Gathering:
         """See :meth:`JointTier.begin`."""

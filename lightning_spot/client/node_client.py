@@ -16,6 +16,7 @@ from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES, check_token, rea
 from lightning_spot.errors import Malformed, NodeFailed, NodeUnreachable, ProtocolMismatch, SpotError
 from lightning_spot.image.parts import checksum
 from lightning_spot.protocol.wire import (
+    ATTEMPT_HEADER,
     DIGEST_HEADER,
     ERROR_HEADER,
     LONGEST_DIGESTED_BYTES,
@@ -23,6 +24,7 @@ from lightning_spot.protocol.wire import (
     TARGET_HEADER,
     WANT_DIGEST_HEADER,
     Address,
+    attempt_text,
     error_from_body,
     target_of,
 )
@@ -34,7 +36,7 @@ PING_S = 5.0
 
 _PATIENCE = 2  # in times of a ping's: the line may be full of what is read
 _LONGEST_ANSWER_BYTES = 64 * 1024 * 1024
-_IDEMPOTENT = ("GET", "HEAD", "PUT", "DELETE")
+_IDEMPOTENT = ("GET", "HEAD", "DELETE")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +81,11 @@ class NodeClient:
         self.address = address
         self._token = check_token("token=", token) if token is not None else read_environment().token
         self._pool = Pool(address)
+        self._attempt = ""
+
+    def speak_for(self, attempt: int, token: str) -> None:
+        """Show a run's attempt, and its token, with each request from now on that may change something."""
+        self._attempt = attempt_text(attempt, token) if token else ""
 
     def call(
         self,
@@ -124,22 +131,6 @@ class NodeClient:
             NodeUnreachable: if it does not answer in time.
         """
         self.call("GET", "/healthz", timeout_s=timeout_s)
-
-    def send(
-        self, path: str, pieces: Callable[[], Iterable[memoryview]], nbytes: int, headers: dict[str, str] | None = None
-    ) -> dict[str, Any]:
-        """Write a file (``PUT``) and return the JSON answer.
-
-        Args:
-            path: quoted.
-            pieces: makes the pieces of the file; they are not copied, and may be reused once the next is asked for.
-            nbytes: their sum.
-            headers: further headers.
-        """
-        request = _Request(
-            method="PUT", path=path, body=pieces, nbytes=nbytes, headers=headers or {}, by_progress=True, again=False
-        )
-        return self._json(self._exchange(request, _read_all))
 
     def stream(self, upload: str, sender: str = "") -> PartStream:
         """Open a connection of its own for the parts of an upload; see :class:`PartStream`."""
@@ -252,6 +243,7 @@ class NodeClient:
             TARGET_HEADER: target_of(request.method, request.path),
             "Content-Length": str(request.nbytes),
             **({"Authorization": f"Bearer {self._token}"} if self._token else {}),
+            **({ATTEMPT_HEADER: self._attempt} if self._attempt and request.method not in ("GET", "HEAD") else {}),
             **request.headers,
         }
         # An iterable body bounds each send; larger sends were measured a third slower.

@@ -41,7 +41,7 @@ from lightning_spot.memory.bases import Glance
 from lightning_spot.memory.by_itself import ByItself, finish_files
 from lightning_spot.memory.joint import Shared, SpreadPlace
 from lightning_spot.memory.placement import placed_portions
-from lightning_spot.memory.runs import parse_run
+from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.memory.spread import Told
 from lightning_spot.memory.tier import Gathering, JointTier, Sent
 
@@ -84,6 +84,11 @@ class JointPortions(ByItself):
         self._took_s: dict[str, float] = {}
         self.sent = Sent()
         self.wait_s = WAIT_S
+
+    def know(self, info: RunInfo) -> None:
+        """See :meth:`JointTier.know`."""
+        for node in self._nodes.values():
+            node.know(replace(info, spread=True))
 
     def follow(self, earlier: JointTier) -> None:
         """See :meth:`Changes.follow`."""
@@ -203,13 +208,18 @@ class JointPortions(ByItself):
             return
         self._say_torn(name, attempt, why, over=False)
 
-    def hold(self, name: str, attempt: int) -> None:
+    def hold(self, name: str, info: RunInfo) -> None:
         """Have nodes keep a snapshot from which an attempt goes on until a newer one is whole.
 
         Who led it may have been lost before it could say that it is whole. Then what one node has of it would count as
-        left by that attempt, wherever another one is not asked.
+        left by that attempt, wherever another one is not asked. This one may have just begun: not all nodes know it.
         """
-        for problem in self._say("whole", lambda node: node.whole(Told(name), attempt=attempt)):
+
+        def tell(node: NodeStore) -> None:
+            node.open_run(replace(info, nodes=(), replicas=1, session="", spread=True))
+            node.whole(Told(name), attempt=info.attempt)
+
+        for problem in self._say("whole", tell):
             level = logging.DEBUG if isinstance(problem, SnapshotNotFound) else logging.WARNING  # it has nothing of it
             logger.log(level, "a memory node was not told that %s is gone on from: %s", name, problem)
 

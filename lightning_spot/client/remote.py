@@ -215,7 +215,7 @@ class NodeStore:
         """See :meth:`NodeTier.open_run`."""
         body = {name: getattr(info, name) for name in _TOLD}
         opened = self.client.call("POST", f"/v1/runs/{quoted(self.run)}/open", body, timeout_s=_ASK_S)
-        self._info = info
+        self.know(info)
         with answered(self.url):
             why_not, leaves = plain(opened["why_not"], LONGEST_TEXT), flag(opened, "leaves")
             return Opened(integer(opened, "attempt", None, 0, LARGEST), flag(opened, "carries", None), why_not, leaves)
@@ -223,6 +223,7 @@ class NodeStore:
     def know(self, info: RunInfo) -> None:
         """See :meth:`NodeTier.know`."""
         self._info = info
+        self.client.speak_for(info.attempt, info.token)
 
     def listing(self) -> list[Listed]:
         """See :meth:`NodeTier.listing`."""

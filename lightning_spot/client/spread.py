@@ -23,6 +23,7 @@ from lightning_spot.errors import (
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.spread import missing, place_of, starts, whole_of
 from lightning_spot.memory.joint import SpreadPlace
+from lightning_spot.memory.runs import RunInfo
 from lightning_spot.tiers.claims import Claim, Owner
 from lightning_spot.tiers.store import Holdings, Progress, newest_first
 
@@ -109,10 +110,10 @@ class SpreadStore:
             self._held[name] = _Whole(holders, starts(portions))
         return newest_first(manifests)
 
-    def hold(self, name: str, attempt: int) -> None:
+    def hold(self, name: str, info: RunInfo) -> None:
         """See :meth:`JointPortions.hold`; nothing happens if it was not found whole here."""
         if name in self._held:
-            self.joint.hold(name, attempt)
+            self.joint.hold(name, info)
 
     def has(self, manifest: Manifest) -> bool:
         """See :meth:`Store.has`."""

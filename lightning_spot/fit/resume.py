@@ -37,6 +37,7 @@ from lightning_spot.fit.selection import LEAVE_OUT, Selection, select
 from lightning_spot.fit.shards import load_shards
 from lightning_spot.fit.taking_part import parts_of
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run.choice import doubt
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import Survey, hold, look_again, survey
@@ -57,6 +58,7 @@ class Resume(OfTrainer):
         fingerprint: of this training, on rank 0.
         chosen: the snapshot it goes on from; ``None`` before the choice, for a fresh start, or with a ``ckpt_path``.
         attempt: number of the attempt that goes on, 0 while it is not known.
+        info: of that attempt; on rank 0.
         run_id: identity of the run; ``""`` while it is not known, or where no snapshots are taken.
         snapshots: what the tiers had of the run when this ``fit`` began, newest first; on rank 0.
         took_s: seconds that finding and reading the snapshot took; 0 for a fresh start.
@@ -72,6 +74,7 @@ class Resume(OfTrainer):
         self.fingerprint: Fingerprint | None = None
         self.chosen: ResumedFrom | None = None
         self.attempt = 0
+        self.info: RunInfo | None = None
         self.run_id = ""
         self.snapshots: list[Manifest] = []
         self.took_s = 0.0
@@ -279,8 +282,8 @@ class Resume(OfTrainer):
             return
         chosen, checkpoint = found
         self.chosen = chosen
-        if self._found is not None and self.attempt:
-            hold(self._found, chosen.name, self.attempt)
+        if self._found is not None and self.info is not None:
+            hold(self._found, chosen.name, self.info)
         if not chosen.exact:
             rank_zero_warn(f"lightning_spot: {self._inexact(chosen)}")
         ranks.together(lambda: self._hand_over(checkpoint, chosen))

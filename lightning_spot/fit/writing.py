@@ -106,7 +106,7 @@ class Writing(OfTrainer):
         self.attempt = attempt = Agreement(trainer).on_rank_zero(partial(beginning.attempt, schedule))
         named = (attempt.number, attempt.info.text, attempt.info.id) if attempt is not None else (0, "", "")
         self.number, run, resume.run_id = trainer.strategy.broadcast(named)
-        resume.attempt = self.number
+        resume.attempt, resume.info = self.number, attempt.info if attempt is not None else None
         if self.together.begin(attempt, self._location, run, self.number):
             self.iterations = Iterations(trainer, self._settings.partitions)
             self.together.write_with(self.iterations.schedule)

@@ -81,11 +81,17 @@ class Bringing:
             SettingsError: if no hosts can.
             TierError: if this node may not write there.
         """
+        tier = self._tier(url, run)
+        if isinstance(tier, JointStore):
+            tier.store.owner = self._below.owner(url, run)
+        if (info := self.registry.info(run)) is not None:
+            tier.know(replace(info, nodes=(), session=""))
+        return tier
+
+    def _tier(self, url: str, run: str) -> JointTier:
         with self._lock:
             known = self._tiers.get((url, run))
         if known is not None:
-            if isinstance(known, JointStore):
-                known.store.owner = self._below.owner(url, run)
             return known
         if is_durable(url) and (why := self._below.refuses(url)):
             raise TierError(f"this node may not write to {url}: {why}", tier=url)
@@ -94,7 +100,6 @@ class Bringing:
         if isinstance(store, HasJoint):
             tier = store.joint  # it has learned how fast the node is
         else:
-            store.owner = self._below.owner(url, run)
             tier = JointStore(store, run, functools.partial(self._below.committed, url, run))
         with self._lock:
             for (_url, key), earlier in self._tiers.items():

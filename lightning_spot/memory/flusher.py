@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from lightning_spot.config import KEEP
 from lightning_spot.errors import Fenced, SpotError
@@ -296,11 +297,14 @@ class Flusher:
         return max(info.attempt if info is not None else 0, job.manifest.attempt)
 
     def _do(self, store: Store, url: str, job: Job, attempt: int) -> None:
-        started, standing = time.monotonic(), self._standing(job.run, url)
+        started, standing, info = time.monotonic(), self._standing(job.run, url), self._run(job.run)
+        if isinstance(store, NodeTier) and info is not None:
+            # Of several nodes the chain says which one carries the run on; this one may have forgotten the run.
+            store.know(replace(info, nodes=(), session="", carry=info.replicas == 1))
         if job.kind is Kind.DELETE:
             on_behalf(store, standing, lambda: store.delete(job.manifest))
         elif job.kind is Kind.RETAIN:
-            keep = info.keep if (info := self._run(job.run)) is not None else KEEP
+            keep = info.keep if info is not None else KEEP
             if unseen := on_behalf(store, standing, lambda: retain(store, keep, job.manifest)):
                 self._say_unseen(job, unseen)
         else:

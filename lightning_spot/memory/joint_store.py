@@ -28,6 +28,7 @@ from lightning_spot.image.written import Ranges
 from lightning_spot.memory.bases import Glance
 from lightning_spot.memory.by_itself import ByItself, finish_files
 from lightning_spot.memory.joint_folder import PAUSES_S, JointFolder, nothing
+from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.tier import Gathering, Sent
 from lightning_spot.tiers.store import Store
 
@@ -92,6 +93,9 @@ class JointStore(ByItself):
         self._decided: dict[str, bool] = {}  # by the snapshot's name: whether this host leaves its note
         self.sent = Sent()
         self.wait_s, self.first_s, self.pauses_s = WAIT_S, FIRST_S, PAUSES_S
+
+    def know(self, info: RunInfo) -> None:
+        """See :meth:`JointTier.know`. Nothing to do: the tier has its claim."""
 
     def bring(
         self,

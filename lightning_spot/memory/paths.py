@@ -26,16 +26,14 @@ def resolve(ring: Ring, run: str, path: str) -> tuple[Slot, Manifest]:
 
 
 def file_name(path: str) -> str:
-    """Name of a file that is to be written below a run.
+    """Name of a user's file below a run.
 
     Raises:
         NodeRefused: if the path has folders: a run has none.
         SettingsError: if it is no name.
     """
     if "/" in path.strip("/"):
-        raise NodeRefused(
-            f"{path!r}: a run at a node holds files without folders; write it as spot://host:port/RUN/NAME", status=409
-        )
+        raise NodeRefused(f"{path!r} names no file: those of a run are in no folders", status=409)
     if not path or path.startswith(".") or "\0" in path or len(path.encode()) > 200:
         raise SettingsError(f"{path!r} cannot name a file: it is empty, hidden or too long")
     if is_own_folder(path):

@@ -6,7 +6,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from lightning_spot.errors import CorruptSnapshot, Fenced, SnapshotNotFound, SpotError
 from lightning_spot.image.coming import Coming
@@ -95,9 +94,6 @@ class Putting:
     def _put(self, store: Store, url: str, job: Job, attempt: int) -> Manifest | None:
         slot, info = job.slot, self._run(job.run)
         assert slot is not None
-        if isinstance(store, NodeTier) and info is not None and slot.places is None:
-            # Of several nodes the chain says which one carries the run on; this one may have forgotten the run.
-            store.know(replace(info, nodes=(), session="", carry=info.replicas == 1))
         with self._ring.changed:
             floats = () if self._work.must_be_exact(job.run, job.manifest) else slot.floats
         if job.manifest.portion is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from lightning_spot.errors import Fenced, NodeRefused, RingFull, RunBusy, Settin
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import EPOCH_UNIX_S, Run, RunInfo, files_name, parse_run
 from lightning_spot.protocol.process import ProcessId
-from lightning_spot.tiers.claims import check_fence
+from lightning_spot.tiers.claims import check_fence, digest_of
 
 _FORGOTTEN_S = 24 * 3600.0
 """A run of which nothing is held, and which nobody opened for so long, is forgotten."""
@@ -22,8 +23,6 @@ MOST_RUNS = 256
 
 MOST_AHEAD = 10_000
 """Attempts above the highest known that one may claim without the durable tier to show it: see ``identity.JUMP``."""
-
-_OF_TIERS = ("location", "keep", "durable_url", "durable_every_s", "nodes", "replicas", "carry")
 
 
 class Registry:
@@ -80,8 +79,6 @@ class Registry:
                 self._check_not_live(other.info, info)
         if known is not None:
             self._check_free(known.info, info)
-            if info.durable_url is None and not info.token:  # a file is written, no trainer: nothing is said of tiers
-                info = replace(info, **{name: getattr(known.info, name) for name in _OF_TIERS})
             self._check_same_places(known.info, info)
         check_fence(info.name, info.attempt, self.highest(info.key))
         forgotten = self._make_room(client) if known is None else []
@@ -128,6 +125,35 @@ class Registry:
                 f"this node does not know run {text!r} (it may have been restarted); open the run again"
             )
         return found[0]
+
+    def check_attempt(self, text: str, attempt: int, token: str) -> None:
+        """Refuse to change a run for anybody but its attempt, unless that has no token.
+
+        Args:
+            text: the run, as in URLs.
+            attempt: the number that is shown, 0 for none.
+            token: likewise, ``""`` for none.
+
+        Raises:
+            SnapshotNotFound: if this node does not know the run, or not that attempt yet: it is to be opened.
+            Fenced: if a later attempt holds it.
+            NodeRefused: if none, or another token is shown.
+        """
+        current = self.find(text).info
+        is_right = hmac.compare_digest(digest_of(token), digest_of(current.token))
+        if not current.token or (is_right and attempt == current.attempt):
+            return
+        if token:
+            check_fence(current.name, attempt, current.attempt)
+            if attempt > current.attempt:
+                raise SnapshotNotFound(
+                    f"this node does not know attempt {attempt} of run {text!r} yet; open the run again"
+                )
+        raise NodeRefused(
+            f"run {text!r} is held by an attempt whose token this request does not have. Nothing was changed. Only"
+            " that attempt's trainer and its nodes may change it",
+            status=403,
+        )
 
     def key(self, text: str) -> str:
         """What a run named in a URL is kept under; a run that is not known has the key it would have."""

@@ -87,7 +87,7 @@ class NodeTier(Protocol):
         """Have it ask what it flushes to, see :meth:`~lightning_spot.memory.route.Routes.check_flush_to`."""
 
     def know(self, info: RunInfo) -> None:
-        """Take note of the run, so that a node which was restarted, and knows it no more, is told all of it again."""
+        """Take note of the run: its token is shown, and a node that knows it no more, restarted, is told all again."""
 
     def listing(self) -> list[Listed]:
         """Everything it holds of the run."""
@@ -147,6 +147,9 @@ class Gathering:
 
 class JointTier(Protocol):
     """A memory node at which several hosts put one snapshot together. Methods may be called from any thread."""
+
+    def know(self, info: RunInfo) -> None:
+        """Take note of the attempt that brings what comes next: nodes ask for its token."""
 
     def begin(self, shared: Shared, nbytes: int, *, attempt: int, hosts: int) -> Gathering:
         """Begin a snapshot that so many hosts will send; called by the first of them.

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import re
 import socket
 import struct
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from lightning_spot import errors, untrusted
 from lightning_spot.errors import CorruptManifest, Malformed, SettingsError, SpotError, TierError
@@ -29,13 +30,16 @@ from lightning_spot.image.parts import checksum
 
 PROTOCOL_HEADER = "Spot-Protocol"
 DIGEST_HEADER = "Spot-Digest"
-"""xxh3-128 of a JSON body, a written file or a range that is read: neither TCP nor HTTP notices every flipped bit."""
+"""xxh3-128 of a JSON body or a range that is read: neither TCP nor HTTP notices every flipped bit."""
 
 TARGET_HEADER = "Spot-Target"
 """Checksum of a request's method and path: a flipped bit there must not read, write or delete something else."""
 
 ERROR_HEADER = "Spot-Error"
 """The JSON of an error where the answer has no body: to HEAD."""
+
+ATTEMPT_HEADER = "Spot-Attempt"
+"""On whose behalf a run is changed, see :func:`attempt_text`: only its attempt may, whoever has the node's secret."""
 
 SENDER_HEADER = "Spot-Sender"
 """Which of the hosts that send one upload opens a stream: a random name, the same for all of its streams."""
@@ -267,6 +271,17 @@ def _facts(fields: dict[str, Any]) -> dict[str, Any]:
     numbers = {name: value for name in _NUMBERS if type(value := fields.get(name)) is int}
     texts = {name: untrusted.plain(value) for name in _TEXTS if isinstance(value := fields.get(name), str)}
     return numbers | texts
+
+
+def attempt_text(attempt: int, token: str) -> str:
+    """Value of :data:`ATTEMPT_HEADER`: the number of an attempt, and its token."""
+    return f"{attempt}:{quote(token, safe='')}"
+
+
+def read_attempt(header: str) -> tuple[int, str]:
+    """What :func:`attempt_text` has made of an attempt; 0 and ``""`` where it is something else."""
+    attempt, _, token = header.partition(":")
+    return (int(attempt), unquote(token)) if re.fullmatch("[0-9]{1,10}", attempt) else (0, "")
 
 
 def target_of(method: str, path: str) -> str:

@@ -33,6 +33,7 @@ from lightning_spot.errors import (
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.memory.joint import SpreadPlace
 from lightning_spot.memory.joint_folder import commit_left
+from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.wire import answered, parse_spot_url
 from lightning_spot.run import patience
 from lightning_spot.run.identity import Identity, NodeRun, identify, runs_of
@@ -304,17 +305,17 @@ def spread_over(found_at: list[tuple[Source, Holdings]]) -> list[tuple[Source, H
     return [(StoreSource(store, tier), Holdings(manifests))] if manifests else []
 
 
-def hold(found: Survey, name: str, attempt: int) -> None:
+def hold(found: Survey, name: str, info: RunInfo) -> None:
     """Have memory nodes over which a snapshot is spread keep it, since an attempt goes on from it.
 
     Args:
         found: what the tiers hold.
         name: of the snapshot.
-        attempt: that goes on.
+        info: of the attempt that goes on.
     """
     for source, _ in found.answers:
         if isinstance(source, StoreSource) and isinstance(source.store, SpreadStore):
-            source.store.hold(name, attempt)
+            source.store.hold(name, info)
 
 
 def ask_all(

@@ -24,7 +24,6 @@ from lightning_spot.memory.slots import Slot
 from lightning_spot.protocol.wire import DIGEST_HEADER, LONGEST_DIGESTED_BYTES, WANT_DIGEST_HEADER
 from lightning_spot.service.below import Below, Entry, open_below
 from lightning_spot.service.fields import json_body
-from lightning_spot.service.saving import Lease, Saving
 from lightning_spot.service.sealed import have_sealed
 
 logger = logging.getLogger(__name__)
@@ -38,12 +37,10 @@ class Files:
 
     Args:
         node: whose runs these are.
-        lease: takes a slot, waiting on the event loop: request, run, attempt, bytes, seconds.
     """
 
-    def __init__(self, node: Node, lease: Lease) -> None:
+    def __init__(self, node: Node) -> None:
         self._node = node
-        self.write = Saving(node, lease, self._manifest).write
 
     # -- listing --------------------------------------------------------------------------------------------------
 
@@ -178,10 +175,6 @@ class Files:
             raise missing
         manifest = await asyncio.to_thread(directory.manifest, path)
         return None, manifest, directory
-
-    async def _manifest(self, text: str, path: str) -> Manifest:
-        _, manifest, _ = await self._find(text, path)
-        return manifest
 
     async def _alias(self, key: str, directory: Below | None) -> str | None:
         """Path of what ``last.ckpt`` stands for; ``None`` if it is a file below, or there is nothing."""

@@ -26,12 +26,13 @@ DELETE     /v1/uploads/ID                      give it up
 POST       /v1/check                           whether this node's tier below answers, and is not who asks
 POST       /v1/flush                           bring everything to the tiers below
 GET, HEAD  /v1/files/RUN/PATH                  read (ranges too); ``last.ckpt`` is the newest snapshot
-PUT        /v1/files/RUN/PATH                  write a file; with ``If-None-Match: *`` a new one only
 DELETE     /v1/files/RUN/PATH                  remove a snapshot or file
 =========  ==================================  =================================================================
 
-``RUN`` is ``NAME@ID``, or ``NAME`` where only one run has it. Every number and text of a request is checked before
-anything is done with it (``fields``); connections that say nothing are bounded (``connections``).
+``RUN`` is ``NAME@ID``, or ``NAME`` where only one run has it. What comes by TCP and changes a run, but for ``open``,
+shows the token of the run's attempt in the header ``Spot-Attempt`` (:meth:`Registry.check_attempt`).
+Every number and text of a request is checked before anything is done with it (``fields``); connections that say nothing
+are bounded (``connections``).
 """
 
 from __future__ import annotations
@@ -55,12 +56,14 @@ from lightning_spot.memory.upload import Upload
 from lightning_spot.protocol.counted_log import CountedLog
 from lightning_spot.protocol.listening import open_files
 from lightning_spot.protocol.wire import (
+    ATTEMPT_HEADER,
     DIGEST_HEADER,
     ERROR_HEADER,
     PROTOCOL_HEADER,
     TARGET_HEADER,
     error_body,
     error_status,
+    read_attempt,
     target_of,
 )
 from lightning_spot.service.bad_requests import THIS_HOST, request_logger
@@ -87,7 +90,7 @@ from lightning_spot.service.hosts import HostRequests
 from lightning_spot.service.portions import PortionRequests
 from lightning_spot.service.quotas import Quota, Turns, client_of
 from lightning_spot.service.readiness import not_ready
-from lightning_spot.service.runs import RunRequests
+from lightning_spot.service.runs import OPEN_PATH, RunRequests
 from lightning_spot.service.settings import is_loopback
 from lightning_spot.service.shares import ShareRequests
 from lightning_spot.service.uploads import UploadRequests
@@ -98,6 +101,7 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _OPEN_TO_ALL = ("/healthz", "/readyz")
+_READING = (hdrs.METH_GET, hdrs.METH_HEAD)
 _READ_BUFFER_BYTES = 256 * 1024
 _FLUSH_TURN_S = 5.0
 _FLUSHES = 64  # that are waited for, on threads of their own: each may take an hour
@@ -129,8 +133,8 @@ class Service:
 
     def application(self) -> web.Application:
         """The aiohttp application."""
-        files = Files(self.node, self._wait_for_slot)
-        shares, in_turn = ShareRequests(self.node, self._wait_to_join), Turns(_LOOKS).handler
+        files, shares = Files(self.node), ShareRequests(self.node, self._wait_to_join)
+        in_turn = Turns(_LOOKS).handler
         hosts = HostRequests(self.node, self._wait_for_slot, self._wait_to_join, self._wait_for_hosts, self._gone)
         app = web.Application(middlewares=[self._guard])
         app[BODIES] = Quota(BODIES_BYTES)
@@ -152,7 +156,6 @@ class Service:
                 web.post("/v1/check", in_turn(self._check)),
                 web.post("/v1/flush", self._flush),
                 web.get("/v1/files/{run}/{path:.+}", files.read),
-                web.put("/v1/files/{run}/{path:.+}", files.write),
                 web.delete("/v1/files/{run}/{path:.+}", in_turn(files.remove)),
             ]
         )
@@ -203,6 +206,7 @@ class Service:
                 self._check_token(request)
                 _check_protocol(request)
                 _check_target(request)
+                self._check_attempt(request)
             response = await handler(request)
         except SpotError as error:
             if isinstance(error, NodeRefused) and error.is_for_the_token:
@@ -245,6 +249,19 @@ class Service:
                 " with",
                 status=401,
             )
+
+    def _check_attempt(self, request: web.Request) -> None:
+        """Refuse to change a run for another attempt than its own; processes of this user's on this host may.
+
+        Who opens a run is asked for the token there. The id of an upload, which is random, says as much.
+
+        Raises:
+            SpotError: see :meth:`Registry.check_attempt`.
+        """
+        run, resource = request.match_info.get("run"), request.match_info.route.resource
+        opens = resource is not None and resource.canonical == OPEN_PATH
+        if run is not None and not opens and request.method not in _READING and not same_host(request):
+            self.node.registry.check_attempt(run, *read_attempt(request.headers.get(ATTEMPT_HEADER, "")))
 
     def _check_not_of_a_page(self, request: web.Request) -> None:
         """Refuse what a web page may have a browser of this host send, by its address or by a name of the page's own.

@@ -32,6 +32,8 @@ from lightning_spot.untrusted import LONGEST_NAME
 
 logger = logging.getLogger(__name__)
 
+OPEN_PATH = "/v1/runs/{run}/open"
+
 _MOST_KEPT = 10**6
 _LONGEST_OPENING_BYTES = 4 * 2**20  # with an environment, of which Linux allows about so much
 _MOST_PID = 2**31
@@ -51,7 +53,7 @@ class RunRequests:
         """Where they are asked."""
         return [
             web.get("/v1/runs", self.listing),
-            web.post("/v1/runs/{run}/open", self.open),
+            web.post(OPEN_PATH, self.open),
             web.post("/v1/runs/{run}/close", self.close),
             web.post("/v1/runs/{run}/settle", self.settle),
             web.get("/v1/runs/{run}/snapshots", self.snapshots),
