@@ -479,7 +479,7 @@ def test_a_refused_request_is_told_why_while_its_body_is_still_on_its_way(nbytes
                 client.call("POST", "/v1/no-such", {"x": "x" * nbytes})
         for _ in range(3):
             with pytest.raises(NodeRefused, match="longer than 262144 bytes"):
-                client.call("POST", "/v1/runs/run/close", {"x": "x" * max(nbytes, 2**19)})
+                client.call("POST", "/v1/flush", {"x": "x" * max(nbytes, 2**19)})
         assert client.call("GET", "/v1/runs")["runs"] == []
 
 
