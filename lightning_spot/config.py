@@ -90,6 +90,7 @@ class Environment:
         grace_s: ``LIGHTNING_SPOT_GRACE_S``: seconds between SIGTERM and the end.
         cloud: ``LIGHTNING_SPOT_CLOUD``: the cloud this machine is on, or ``none``; unchecked.
         aws_endpoint: ``AWS_EC2_METADATA_SERVICE_ENDPOINT``, as Amazon's own tools read it.
+        aws_checksums: ``AWS_REQUEST_CHECKSUM_CALCULATION``, likewise.
         gcp_host: ``GCE_METADATA_HOST``, as Google's own tools read it.
         slurm_job: the job's id for ``scontrol``, in a SLURM job.
         restarter_pid: ``LIGHTNING_SPOT_RESTARTER_PID``: of the process that has this one started again on this machine.
@@ -103,6 +104,7 @@ class Environment:
     grace_s: float | None
     cloud: str | None
     aws_endpoint: str | None
+    aws_checksums: str | None
     gcp_host: str | None
     slurm_job: str | None
     restarter_pid: int | None
@@ -126,6 +128,7 @@ def read_environment() -> Environment:
         grace_s=_grace_s(),
         cloud=os.environ.get("LIGHTNING_SPOT_CLOUD") or None,
         aws_endpoint=os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or None,
+        aws_checksums=os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION") or None,
         gcp_host=os.environ.get("GCE_METADATA_HOST") or None,
         slurm_job=f"{array_job}_{array_task}" if array_job else os.environ.get("SLURM_JOB_ID"),
         restarter_pid=_restarter_pid(),

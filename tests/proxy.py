@@ -134,7 +134,10 @@ class Proxy:
     def _may_read(self, source: socket.socket, lost: threading.Event) -> bool:
         """Wait until something is there, and may be taken; false once the other end has given up."""
         given_up = select.poll()
-        given_up.register(source, select.POLLHUP | select.POLLERR)
+        try:
+            given_up.register(source, select.POLLHUP | select.POLLERR)
+        except ValueError:  # it is closed
+            return False
         while not self._reads and lost.is_set():
             if given_up.poll(20):
                 return False

@@ -15,9 +15,11 @@ import aiohttp
 import pytest
 
 from lightning_spot.capture.saying import SayOnce, say_failing
+from lightning_spot.cli import doctor, main, tiers
 from lightning_spot.client.stores import open_store
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.health import TierHealth
+from lightning_spot.run.patience import Patience
 from lightning_spot.threads import in_background
 from lightning_spot.tiers import connections
 from tests.proxy import Proxy
@@ -78,6 +80,24 @@ def test_the_trainer_says_it_too(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.getMessage() for record in caplog.records] == [
         "lightning_spot: s3://bucket: no byte moved; the node on this host has given that connection up and goes on"
     ]
+
+
+@pytest.mark.parametrize("command", ["doctor", "ls", "show"])
+def test_commands_do_not_wait_for_a_store_that_says_nothing(
+    s3: str, proxy: Proxy, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``doctor`` took four minutes, and asked again to delete what it had not written."""
+    monkeypatch.setattr(connections, "SILENT_S", 60.0)
+    monkeypatch.setattr(doctor, "PATIENCE", Patience(silent_s=0.5))
+    monkeypatch.setattr(tiers, "_ONCE", Patience(tries=1, silent_s=0.5))
+    monkeypatch.setattr(doctor, "node_speed", lambda _url, _nbytes: 1e9)
+    proxy.fall_silent()
+    begun_s = time.monotonic()
+    more = ["--sample", "1MB"] if command == "doctor" else []
+    assert main([command, f"{s3}/run", *more]) in (1, 2)
+    assert time.monotonic() - begun_s < 8
+    said = capsys.readouterr()
+    assert (said.out + said.err).count(f"{s3}/run: no answer within 0 s. Check it and the network to it") == 1
 
 
 # -- any library ------------------------------------------------------------------------------------------------------
@@ -161,16 +181,14 @@ def test_what_moves_no_byte_is_given_up_and_nothing_else(
     behave: Callable[[socket.socket], None],
     nbytes: int,
     fails: bool,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     url = serve(behave)
-    asked = asyncio.run_coroutine_threadsafe(
-        _request(url, nbytes, 2 * SILENT_S), connections.loop_of(f"x://{url[-5:]}")
-    )
+    loop = connections.loop_of(f"x://{url[-5:]}")
+    asked = asyncio.run_coroutine_threadsafe(_request(url, nbytes, 2 * SILENT_S), loop)
     if fails:
         with pytest.raises(aiohttp.ClientError):
             asked.result(timeout=10)
-        assert "no byte moved" in caplog.text
+        assert "no byte moved" in loop.silent
     else:
         assert asked.result(timeout=10) == (b"1" * 10 if behave is not answers else b"1234567890", 0)
-        assert caplog.text == ""  # that an unused one is closed concerns nobody
+        assert loop.silent == ""  # that an unused one is closed concerns nobody

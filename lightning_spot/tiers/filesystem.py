@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import random
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import fsspec
 import fsspec.config
 from fsspec.asyn import AsyncFileSystem
 
-from lightning_spot.config import BUCKET_SCHEMES, why_no_place, without_password
+from lightning_spot.config import BUCKET_SCHEMES, read_environment, why_no_place, without_password
 from lightning_spot.errors import MissingCredentials, SettingsError, SnapshotNotFound, SpotError, TierError
 from lightning_spot.tiers.connections import loop_of
 from lightning_spot.tiers.lanes import MOST
@@ -96,7 +95,7 @@ def _draw_apart() -> None:
 
 def _options(url: str) -> dict[str, Any]:
     """An event loop of ours; for botocore more than ten connections, unless the user has configured that."""
-    scheme = url.partition("://")[0]
+    scheme = fsspec.core.split_protocol(url)[0] or "file"
     if not issubclass(fsspec.get_filesystem_class(scheme), AsyncFileSystem):
         return {}
     if scheme not in ("s3", "s3a"):
@@ -199,6 +198,6 @@ def _code_of(error: BaseException) -> str:
 
 def _way_on(url: str, code: str) -> str:
     """What may help against an error with that code."""
-    if url.startswith("s3") and code in _MAYBE_CHECKSUMS and "AWS_REQUEST_CHECKSUM_CALCULATION" not in os.environ:
+    if url.startswith("s3") and code in _MAYBE_CHECKSUMS and read_environment().aws_checksums is None:
         return ". If this store is not AWS, set AWS_REQUEST_CHECKSUM_CALCULATION=when_required"
     return ""
