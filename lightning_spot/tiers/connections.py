@@ -69,6 +69,10 @@ class StoreLoop(asyncio.SelectorEventLoop):
             self._look_later(transport, protocol, moved, 0)
         return transport, protocol
 
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Log what nobody waits for, such as clients that s3fs closes on another loop than theirs."""
+        logger.debug("%s: %s", self._store, context.get("message"), exc_info=context.get("exception"))
+
     def _look_later(self, transport: Any, protocol: Any, moved: tuple[int, int], still: int) -> None:
         self.call_later(SILENT_S / _LOOKS, self._look, transport, protocol, moved, still)
 

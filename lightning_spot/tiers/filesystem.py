@@ -177,6 +177,7 @@ def tier_errors(url: str, *, reading: bool = False) -> Iterator[None]:
                 tier=url,
             ) from error
         why = str(error).removesuffix("None")  # as s3fs says where a store sends no message
+        why = why.partition("\nRequestId:")[0]  # Azure's library adds all that was answered, as XML
         if isinstance(error, NotImplementedError):  # fsspec says no more
             why = why or "the file system of this URL cannot be written to, or not in this way"
         if code := _code_of(error):
@@ -191,7 +192,9 @@ _MAYBE_CHECKSUMS = frozenset(
 
 
 def _code_of(error: BaseException) -> str:
-    """The code that an S3 store answered with, which s3fs leaves out of its own error; ``""`` if there is none."""
+    """The code of a store's answer, which libraries leave out of their texts; ``""`` if there is none."""
+    if code := getattr(error, "error_code", None):  # Azure's
+        return str(getattr(code, "value", code))
     response = getattr(error.__cause__, "response", None) or getattr(error, "response", None)
     return str(response.get("Error", {}).get("Code") or "") if isinstance(response, dict) else ""
 
