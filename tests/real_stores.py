@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -18,13 +19,13 @@ from typing import Any
 import fsspec
 
 from lightning_spot.client.stores import open_store
+from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.tiers.filesystem import open_filesystem
 from tests.conftest import until
 from tests.oracle import HOME, claim_of
 
 INSTALLED = Path(os.environ.get("STORES") or HOME / ".stores")
 CLIENTS = INSTALLED / "clients"
-PART_BYTES = 8 * 2**20
 
 
 class Server:
@@ -204,14 +205,18 @@ def trainer(url: str, oracle: Path, log: Path, environment: dict[str, str], **mo
         return subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, **environment}, cwd=HOME)
 
 
-def main(url: str, nbytes: int) -> None:
-    from tests.test_stores import put
+def large(attempt: int, nbytes: int) -> tuple[Manifest, memoryview]:
+    """A snapshot that is not made up byte by byte."""
+    image = memoryview(random.Random(attempt).randbytes(2**20) * (nbytes >> 20))
+    name = snapshot_name(1, attempt)
+    made = Manifest(run="run", name=name, step=1, attempt=attempt, nbytes=len(image), part_bytes=8 * 2**20)
+    return made.sealed(image), image
 
+
+def main(url: str, nbytes: int) -> None:
     store = open_store(url)
     store.claim(claim_of(1))
-    print("begun", flush=True)
-    put(store, 1, nbytes=nbytes, part_bytes=PART_BYTES)
-    print("put", flush=True)
+    store.put(*large(1, nbytes), attempt=1)
 
 
 if __name__ == "__main__":

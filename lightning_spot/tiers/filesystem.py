@@ -16,7 +16,7 @@ from fsspec.asyn import AsyncFileSystem
 
 from lightning_spot.config import BUCKET_SCHEMES, read_environment, why_no_place, without_password
 from lightning_spot.errors import MissingCredentials, SettingsError, SnapshotNotFound, SpotError, TierError
-from lightning_spot.tiers.connections import loop_of
+from lightning_spot.tiers.connections import SILENT_S, loop_of
 from lightning_spot.tiers.lanes import MOST
 
 _EXTRAS = {
@@ -94,7 +94,7 @@ def _draw_apart() -> None:
 
 
 def _options(url: str) -> dict[str, Any]:
-    """An event loop of ours; for botocore more than ten connections, unless the user has configured that."""
+    """An event loop and bounds of ours; what the user has configured for botocore stands."""
     scheme = fsspec.core.split_protocol(url)[0] or "file"
     if not issubclass(fsspec.get_filesystem_class(scheme), AsyncFileSystem):
         return {}
@@ -103,7 +103,8 @@ def _options(url: str) -> dict[str, Any]:
     own: dict[str, Any] = {}
     for name in ("s3a", "s3"):
         own |= dict(fsspec.config.conf.get(name, {})).get("config_kwargs") or {}
-    return {"loop": loop_of(url), "config_kwargs": {"max_pool_connections": MOST, **own}}
+    ours = {"max_pool_connections": MOST, "read_timeout": 2 * SILENT_S}  # that of s3fs, 15 s, would come first, unnamed
+    return {"loop": loop_of(url), "config_kwargs": {**ours, **own}}
 
 
 def time_of(fact: dict[str, Any]) -> float:
