@@ -131,9 +131,12 @@ def test_of_two_starts_at_once_one_goes_on(server: Server, machine: Machine, tmp
     finally:
         for process in both:
             process.kill()
-    attempts = [lines(tmp_path / name, "attempt") for name in "ab"]
+    attempts = {name: int(lines(tmp_path / name, "attempt")[0][0]) for name in "ab"}
     print(f"{server.name}: exit codes {codes}, attempts {attempts}")
-    assert sorted(code == 0 for code in codes) == [False, True]
+    first, last = sorted(attempts, key=lambda name: attempts[name])
+    assert attempts[first] < attempts[last]
+    assert "may no longer write" in (tmp_path / f"{first}.log").read_text()
+    assert {item.attempt for item in open_store(url).survey().manifests if item.complete} == {attempts[last]}
 
 
 def _connected(process: subprocess.Popen[bytes], port: int) -> bool:
