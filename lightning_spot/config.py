@@ -74,6 +74,7 @@ _MOST_NAMED = 5
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 BUCKET_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "obs", "cos"})
 """Of object stores that have buckets."""
+_AZURE = frozenset({"az", "abfs", "abfss", "adl"})
 _SCHEMES = {"s3a": "s3", "gcs": "gs"}
 _VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[^}]*\})")
 _AZURES_OWN = re.compile(r"^(?:az|adl|abfss?)://\$(?:web|root|logs)(?=[@/]|$)", re.IGNORECASE)
@@ -365,6 +366,8 @@ def why_no_place(url: str) -> str:
         return f"{scheme}:// cannot keep snapshots: {why}. Mount it and give the directory, or give a bucket"
     if separator and scheme.lower() in BUCKET_SCHEMES and "\\" in below:  # some make a slash of it, some do not
         return "a backslash in the name of an object is stored elsewhere by some libraries: leave it out"
+    if separator and scheme.lower() in _AZURE and re.search(r"[][]", first := "".join(below.split("/")[1:2])):
+        return f"adlfs takes the first folder, {first!r}, for a host with an IPv6 address: leave [ and ] out of it"
     if separator and scheme.lower() in BUCKET_SCHEMES and (not below or below.startswith("/")):
         return f"it names no bucket, as {scheme}://bucket/run-1 does: is a variable in it empty?"
     # The runs of all users and machines would be in one place of that name.

@@ -230,12 +230,27 @@ class FaultyObjects(FaultyFileSystem):
 
 
 class FaultyS3(s3fs.S3FileSystem):
-    """S3, whose requests are counted and fail by plan, as if the library had given up on them."""
+    """S3, whose requests are counted and fail by plan, as if the library had given up on them.
+
+    Attributes:
+        unlisted_s: for how long a new object is not listed.
+    """
 
     protocol = ("s3", "s3a", "faulty-s3")
+    unlisted_s: ClassVar[float] = 0.0
+    _put_at: ClassVar[dict[str, float]] = {}
 
     async def _call_s3(self, method: str, *arguments: Any, **more: Any) -> Any:
-        return await self._struck(method, super()._call_s3, method, *arguments, **more)
+        answer = await self._struck(method, super()._call_s3, method, *arguments, **more)
+        if method in ("put_object", "complete_multipart_upload"):
+            self._put_at[more["Key"]] = time.monotonic()
+        if method == "list_objects_v2" and self.unlisted_s:
+            new = {key for key, put_s in self._put_at.items() if time.monotonic() - put_s < self.unlisted_s}
+            answer["Contents"] = [item for item in answer.get("Contents") or [] if item["Key"] not in new]
+            folders = {item["Prefix"] for item in answer.get("CommonPrefixes") or []}
+            old = {folder for folder in folders if any(key.startswith(folder) for key in self._put_at.keys() - new)}
+            answer["CommonPrefixes"] = [{"Prefix": folder} for folder in sorted(old)]
+        return answer
 
     async def _lsdir(self, path: str, *arguments: Any, **more: Any) -> Any:
         return await self._struck("ls", super()._lsdir, path, *arguments, **more)

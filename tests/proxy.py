@@ -1,10 +1,11 @@
-"""A TCP proxy on loopback that delays, cuts or corrupts what goes to a node: all of it, or one chosen message."""
+"""A TCP proxy on loopback that delays, cuts, corrupts or loses what goes to a server: all of it, or one message."""
 
 from __future__ import annotations
 
 import itertools
 import random
 import re
+import select
 import socket
 import threading
 import time
@@ -17,7 +18,7 @@ class Proxy:
     """Stands before a node.
 
     Args:
-        target: its ``spot://`` URL.
+        target: its ``spot://`` URL, or that of an HTTP server.
         seed: of what is random.
 
     Attributes:
@@ -26,16 +27,18 @@ class Proxy:
         cut_after: bytes of a connection towards the node after which it is cut.
         corruptions: how many more large messages to damage.
         given_bytes: that the node has sent.
+        silent: whether it takes connections and says nothing; see :meth:`fall_silent`.
     """
 
     def __init__(self, target: str, seed: int) -> None:
-        host, _, port = target.removeprefix("spot://").partition(":")
+        scheme, _, place = target.partition("://")
+        host, _, port = place.partition(":")
         self._target = (host, int(port))
         self._random = random.Random(seed)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self._messages = itertools.count(1)
         self._strike = (0, "")
-        self.url = f"spot://127.0.0.1:{self._socket.getsockname()[1]}"
+        self.url = f"{scheme}://127.0.0.1:{self._socket.getsockname()[1]}"
         self._cut = (b"", "")
         self.delay_s = 0.0
         self.cut_after: int | None = None
@@ -43,6 +46,9 @@ class Proxy:
         self.given_bytes = 0
         self._counting = threading.Lock()
         self.struck = False
+        self.silent = False
+        self._reads = True
+        self._mutes: list[threading.Event] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
     def strike(self, number: int, kind: str) -> None:
@@ -52,6 +58,22 @@ class Proxy:
     def strike_at(self, text: bytes, kind: str) -> None:
         """Do ``kind`` to the next message towards the node with a text in it; ``cut there``: it hangs up at once."""
         self._cut, self.struck = (text, kind), False
+
+    def fall_silent(self, *, reads: bool = True) -> None:
+        """Say nothing any more: for ever on the connections there are, on new ones until :meth:`speak`.
+
+        Args:
+            reads: whether what comes is taken, and lost; else it stays in the kernel.
+        """
+        with self._counting:
+            self._reads, self.silent = reads, True
+            for mute in self._mutes:
+                mute.set()
+
+    def speak(self) -> None:
+        """Serve new connections again."""
+        with self._counting:
+            self.silent = False
 
     def close(self) -> None:
         self._socket.close()
@@ -63,14 +85,27 @@ class Proxy:
                 far = socket.create_connection(self._target)
             except OSError:
                 return
-            mute = threading.Event()
-            threading.Thread(target=self._pump, args=(near, far, True, mute), daemon=True).start()
-            threading.Thread(target=self._pump, args=(far, near, False, mute), daemon=True).start()
+            mute, lost = threading.Event(), threading.Event()
+            with self._counting:
+                self._mutes.append(lost)
+                if self.silent:
+                    lost.set()
+            threading.Thread(target=self._pump, args=(near, far, True, mute, lost), daemon=True).start()
+            threading.Thread(target=self._pump, args=(far, near, False, mute, lost), daemon=True).start()
 
-    def _pump(self, source: socket.socket, sink: socket.socket, towards_node: bool, mute: threading.Event) -> None:
+    def _pump(
+        self,
+        source: socket.socket,
+        sink: socket.socket,
+        towards_node: bool,
+        mute: threading.Event,
+        lost: threading.Event,
+    ) -> None:
         moved = 0
         try:
-            while chunk := source.recv(65536):
+            while self._may_read(source, lost) and (chunk := source.recv(65536)):
+                if lost.is_set():
+                    continue
                 time.sleep(self.delay_s)
                 moved += len(chunk)
                 if towards_node:
@@ -95,6 +130,18 @@ class Proxy:
                 continue
             finally:
                 end.close()
+
+    def _may_read(self, source: socket.socket, lost: threading.Event) -> bool:
+        """Wait until something is there, and may be taken; false once the other end has given up."""
+        given_up = select.poll()
+        try:
+            given_up.register(source, select.POLLHUP | select.POLLERR)
+        except ValueError:  # it is closed
+            return False
+        while not self._reads and lost.is_set():
+            if given_up.poll(20):
+                return False
+        return True
 
     def _treat(self, chunk: bytes, mute: threading.Event) -> tuple[bytes, bool]:
         """What becomes of a message, and whether its connection goes on."""

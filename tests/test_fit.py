@@ -517,6 +517,7 @@ def test_two_ranks(tmp_path: Path, warm_python: str) -> None:
         ({"dirpath": "ftp://host/run"}, "ftp:// cannot keep snapshots: it uses one connection"),
         ({"dirpath": "HTTPS://host/run"}, "HTTPS:// cannot keep snapshots: it cannot be written to"),
         ({"dirpath": "sftp://me:secret@host/run"}, "^dirpath='sftp://…@host/run': a URL with a password ends in logs"),
+        ({"dirpath": "az://box/[x]/run"}, r"takes the first folder, '\[x\]', for a host .* leave \[ and \] out of it"),
         ({"dirpath": "az://box/back\\slash"}, "a backslash in the name of an object"),
         ({"dirpath": None}, "dirpath=None"),
         ({"dirpath": "x", "memory": "atuo"}, "memory='atuo' .* 'auto' or None"),

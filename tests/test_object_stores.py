@@ -485,3 +485,14 @@ def test_an_error_of_a_store_carries_its_code_and_what_helps(
     cause = ClientError({"Error": {"Code": code}}, "PutObject")
     with pytest.raises(TierError, match=said), tier_errors("s3://bucket/run"):
         raise OSError(message) from cause
+
+
+def test_an_error_of_azure_has_its_code_and_no_xml() -> None:
+    """Its library's text holds the answer a second time, as XML, over six lines."""
+
+    class HttpResponseError(Exception):
+        error_code = "AuthorizationFailure"
+
+    text = "Server failed to authenticate the request.\nRequestId:1\nTime:2\nContent: <?xml version='1.0'?><Error/>"
+    with pytest.raises(TierError, match=r"the request\. \(AuthorizationFailure\)$"), tier_errors("az://box/run"):
+        raise HttpResponseError(text)

@@ -5,6 +5,7 @@ what is shown is whole, and the next attempt's sweep leaves nothing of ours behi
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -312,3 +313,39 @@ def _put_small(store: Store, attempt: int) -> Manifest:
     manifest = manifest_of(9, attempt)
     store.put(manifest, memoryview(image_of(9)), attempt=attempt)
     return manifest
+
+
+LAG_S = 0.25
+
+
+@pytest.mark.parametrize("lacks", ["nothing", "a list of uploads", "listings at once"])
+def test_a_store_that_lacks_something_loses_nothing(
+    s3: str, lacks: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A snapshot of several files failed until a listing showed all of them."""
+    if lacks == "a list of uploads":
+        faulty.use(Plan("EIO", span=0, only=("list_multipart_uploads",)))  # Qumulo and others answer 501
+    if lacks == "listings at once":
+        monkeypatch.setattr(faulty.FaultyS3, "unlisted_s", LAG_S)
+    store = open_store(f"{s3}/run".replace("s3://", "faulty-s3://"))
+    said: set[str] = set()
+    put: list[Manifest] = []
+    for attempt in (1, 2):
+        store.claim(claim_of(attempt, run_id=RUN_ID))
+        for step in range(1, 5):
+            put.append(manifest_of(step, attempt))
+            store.put(put[-1], memoryview(image_of(step)), attempt=attempt)
+            assert store.has(put[-1])
+            said.add(retain(store, 2, put[-1]))
+            if step % 2:
+                time.sleep(LAG_S if lacks == "listings at once" else 0)
+        time.sleep(LAG_S if lacks == "listings at once" else 0)
+        found = store.survey()
+        assert [item.name for item in found.manifests[:2]] == [item.name for item in put[:-3:-1]]
+        assert found.highest_attempt == attempt
+        for manifest in found.manifests:
+            store.fetch(manifest, memoryview(bytearray(NBYTES)))
+    assert len(said | {record.getMessage() for record in caplog.records if record.levelname == "WARNING"}) <= 2
+    monkeypatch.setattr(faulty.FaultyS3, "unlisted_s", 0.0)
+    retain(store, 2, put[-1])
+    assert [item.name for item in store.survey().manifests] == [item.name for item in put[:-3:-1]]

@@ -66,5 +66,8 @@ def say_failing(say_once: SayOnce, link: HostLink) -> None:
             say_once(f"{url} fails", "%s fails (%s); the node on this host goes on trying", url, tier.error)
         if tier.refused:
             say_once(f"{url} refuses", "%s takes nothing of this attempt any more: %s", url, tier.refused)
+        if tier.silent:
+            why = "%s; the node on this host has given that connection up and goes on"
+            say_once(f"{url} is silent", why, tier.silent)
         if tier.dropped:
             say_once(tier.dropped, "a snapshot was damaged in memory and dropped: %s", tier.dropped)

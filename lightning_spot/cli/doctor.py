@@ -10,14 +10,13 @@ import mmap
 import os
 import secrets
 import shutil
+import threading
 import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import fsspec
 
 from lightning_spot.cli.given import check_replicas_given, location_of
 from lightning_spot.cli.output import error_console, wide_console
@@ -31,8 +30,9 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.notices.detect import CLOUDS, detect_cloud
 from lightning_spot.run.location import memory_limit_bytes
-from lightning_spot.tiers.filesystem import tier_errors
-from lightning_spot.tiers.store import Store
+from lightning_spot.run.patience import PATIENCE, unless_silent
+from lightning_spot.tiers.filesystem import open_filesystem, tier_errors
+from lightning_spot.tiers.store import Holdings, Store
 
 if TYPE_CHECKING:
     from lightning_spot.simulation.outlook import Outlook
@@ -74,24 +74,30 @@ def doctor(arguments: argparse.Namespace) -> int:
     if sample > (most := memory_limit_bytes(None)):
         raise SettingsError(f"--sample {arguments.sample}: at most half of this host's memory, {format_bytes(most)}")
     location = location_of(arguments.url, arguments.memory, "doctor")
-    snapshot_bytes = given if given is not None else _newest_bytes(location.url)
     check_replicas_given(arguments.replicas, arguments.memory)
     say = error_console().print
+    made = _not_there(location.url)
     problems: list[str] = []
+    found: Holdings | None = None
+    try:
+        found = _ask(location.url)  # says better than a write what is wrong with it
+    except SpotError as error:
+        problems.append(_problem(location.url, location.url, error))
+    snapshot_bytes = given if given is not None else _newest_bytes(found)
     facts: dict[str, Any] = {"copy_bytes_per_s": copy_speed(sample)}
     tiers: dict[str, float] = {}
     scratch = f"{location.url}/.doctor-{secrets.token_hex(4)}"
-    stores = {node: f"{node}/doctor" for node in location.nodes} | {location.url: scratch}
-    made = _not_there(location.url)
+    stores = {node: f"{node}/doctor" for node in location.nodes}
+    if found is not None:
+        stores[location.url] = scratch
     for url, where in stores.items():
         say(f"writing {format_bytes(sample)} to {url} …")
         try:
-            if url == location.url:
-                open_store(url).survey()  # says better than a write what is wrong with it
             tiers[url] = store_speed(open_store(where), sample)
         except SpotError as error:
             problems.append(_problem(url, where, error))
-    problems += _remove(scratch, known=location.url not in tiers)
+    if found is not None:
+        problems += _remove(scratch, known=location.url not in tiers)
     for folder in made:  # of a path that was mistyped, say
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
@@ -149,13 +155,26 @@ def _size(arguments: argparse.Namespace, flag: str) -> int:
     return parse_flag_bytes(getattr(arguments, flag[2:].replace("-", "_")), flag)
 
 
-def _newest_bytes(url: str) -> int:
+def _ask(url: str) -> Holdings:
+    """What is at a durable tier.
+
+    Raises:
+        SpotError: if it cannot be used, or says nothing: its library may wait for minutes.
+    """
+    heard = threading.Event()
+
+    def ask() -> Holdings:
+        store = open_store(url)
+        store.claimed()
+        heard.set()
+        return store.survey()
+
+    return unless_silent(ask, heard, PATIENCE.silent_s, url)
+
+
+def _newest_bytes(found: Holdings | None) -> int:
     """Size of the newest snapshot of a run that is there already."""
-    try:
-        manifests = open_store(url).survey().manifests
-    except SpotError:  # it is measured next, and named there
-        manifests = []
-    return manifests[0].stored_bytes if manifests else _USUAL_BYTES
+    return found.manifests[0].stored_bytes if found is not None and found.manifests else _USUAL_BYTES
 
 
 def copy_speed(nbytes: int) -> float:
@@ -329,7 +348,7 @@ def _remove(url: str, known: bool) -> list[str]:
     """Delete what was written, or say why not; of a tier of which it is `known` that it fails, that was said."""
     try:
         with tier_errors(url):
-            files, path = fsspec.core.url_to_fs(url)
+            files, path = open_filesystem(url)
             if files.exists(path):
                 files.rm(path, recursive=True)
     except TierError as error:

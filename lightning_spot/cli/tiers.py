@@ -22,6 +22,7 @@ from lightning_spot.tiers.store import Holdings
 _NODE_LIKE = re.compile(r"[^/:]+:\d+(/|$)")
 """What a memory node's address looks like without its scheme: taken for a directory."""
 
+_ONCE = Patience(tries=1, silent_s=6.0)
 
 SPREAD = "spread"
 
@@ -160,7 +161,7 @@ def _ask_nodes(arguments: argparse.Namespace) -> Found:
 def _ask_run(arguments: argparse.Namespace) -> Found:
     """Ask the tiers of a run by its durable directory, as a trainer does."""
     location = location_of(arguments.url, arguments.memory, arguments.run)
-    seen = survey(location, Patience(tries=1), commits=False)
+    seen = survey(location, _ONCE, commits=False)
     found = Found(unreadable=seen.unreadable, problems=[of_tier(tier, why) for tier, why in seen.problems.items()])
     for source, holdings in seen.answers:
         try:

@@ -24,6 +24,7 @@ class TierHealth:
         error: what fails there at present, ``""`` while everything works.
         refused: why the tier refused something for good (a later attempt has taken over), ``""`` if it never did.
         refused_run, refused_attempt: whose that was: a run's key, and the attempt that was taken over.
+        silent: that no byte has moved on a connection to the store, see :mod:`~lightning_spot.tiers.connections`.
         dropped: which snapshot was dropped last instead of being brought there, since it was damaged in memory.
         failures: failures in a row.
         failures_total: failures so far, of every kind.
@@ -41,6 +42,7 @@ class TierHealth:
     refused: str = ""
     refused_run: str = ""
     refused_attempt: int = 0
+    silent: str = ""
     dropped: str = ""
     failures: int = 0
     failures_total: int = 0

@@ -34,6 +34,7 @@ from lightning_spot.memory.spread import Spread
 from lightning_spot.memory.tier import Sent
 from lightning_spot.memory.unsealed import Unsealed
 from lightning_spot.memory.uploads import Uploads
+from lightning_spot.tiers import connections
 from lightning_spot.tiers.claims import check_fence
 from lightning_spot.tiers.store import Store
 
@@ -326,6 +327,7 @@ class Node:
                 carried=url in carried,
                 error=health.error or wrong.get(url, ""),
                 refused=self._refused(health),
+                silent=connections.silent(url),
             )
             for url, health in {**unused, **self.flusher.health}.items()
         }

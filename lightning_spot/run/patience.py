@@ -61,7 +61,7 @@ def unless_silent(action: Callable[[], T], heard: threading.Event, wait_s: float
         return action()
     ended.add_done_callback(lambda _: heard.set())
     if not heard.wait(wait_s):
-        raise TierError(f"{where} has said nothing for {wait_s:.0f} s", tier=where)
+        raise TierError(f"{where}: no answer within {wait_s:.0f} s. Check it and the network to it", tier=where)
     return ended.result()
 
 

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.util
 import random
 import re
 import sys
-import threading
-import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import Any
 
 import fsspec
 import fsspec.config
+from fsspec.asyn import AsyncFileSystem
 
 from lightning_spot.config import BUCKET_SCHEMES, read_environment, why_no_place, without_password
 from lightning_spot.errors import MissingCredentials, SettingsError, SnapshotNotFound, SpotError, TierError
+from lightning_spot.tiers.connections import SILENT_S, loop_of
 from lightning_spot.tiers.lanes import MOST
-
-T = TypeVar("T")
 
 _EXTRAS = {
     **dict.fromkeys(("gs", "gcs"), ("gcsfs", "gcs")),
@@ -58,7 +54,6 @@ def open_filesystem(url: str) -> tuple[Any, str]:
             files, path = fsspec.core.url_to_fs(url.rstrip("/"), use_listings_cache=False, **_options(url))
         except (ImportError, ValueError) as error:
             raise SettingsError(f"{url!r} cannot be used as a tier: {_why_not_opened(url, error)}") from error
-    _hold_up_no_exit(getattr(files, "loop", None))
     _draw_apart()
     return files, path.rstrip("/")
 
@@ -79,16 +74,6 @@ def _why_not_opened(url: str, error: Exception) -> str:
     if package and isinstance(error, ImportError) and importlib.util.find_spec(package) is None:
         return f"{package} is not installed: pip install 'lightning_spot[{extra}]'"
     return f"{error}. Give a directory, or a URL such as s3://bucket/run whose file system is installed"
-
-
-def _hold_up_no_exit(loop: Any) -> None:
-    """Have names resolved in threads that Python does not wait for when the process ends.
-
-    Asyncio resolves in the threads of a pool. Those are waited for, a minute and more where no name server answers.
-    """
-    if isinstance(loop, asyncio.AbstractEventLoop) and loop not in _CARED_FOR:
-        _CARED_FOR.add(loop)
-        loop.call_soon_threadsafe(loop.set_default_executor, _Daemons())
 
 
 _CREDENTIALS = re.compile(
@@ -132,36 +117,18 @@ def _draw_apart() -> None:
         pauses.__init__.__defaults__ = tuple(_APART.random if each == random.random else each for each in given)
 
 
-class _Daemons(ThreadPoolExecutor):
-    """No pool at all, though asyncio takes nothing else: each call has a daemon thread of its own."""
-
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Call ``fn``."""
-        future: Future[T] = Future()
-
-        def call() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(fn(*args, **kwargs))
-                except BaseException as error:
-                    future.set_exception(error)
-
-        threading.Thread(target=call, name="spot-asyncio", daemon=True).start()
-        return future
-
-
-_CARED_FOR: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
-
-
 def _options(url: str) -> dict[str, Any]:
-    """Botocore opens at most ten connections unless told otherwise; what the user has configured stands."""
-    scheme = url.partition("://")[0]
-    if scheme not in ("s3", "s3a"):
+    """An event loop and bounds of ours; what the user has configured for botocore stands."""
+    scheme = fsspec.core.split_protocol(url)[0] or "file"
+    if not issubclass(fsspec.get_filesystem_class(scheme), AsyncFileSystem):
         return {}
+    if scheme not in ("s3", "s3a"):
+        return {"loop": loop_of(url)}
     own: dict[str, Any] = {}
     for name in ("s3a", "s3"):
         own |= dict(fsspec.config.conf.get(name, {})).get("config_kwargs") or {}
-    return {"config_kwargs": {"max_pool_connections": MOST, **own}}
+    ours = {"max_pool_connections": MOST, "read_timeout": 2 * SILENT_S}  # that of s3fs, 15 s, would come first, unnamed
+    return {"loop": loop_of(url), "config_kwargs": {**ours, **own}}
 
 
 def time_of(fact: dict[str, Any]) -> float:
@@ -235,6 +202,7 @@ def tier_errors(url: str, *, reading: bool = False) -> Iterator[None]:
                 tier=url,
             ) from error
         why = str(error).removesuffix("None")  # as s3fs says where a store sends no message
+        why = why.partition("\nRequestId:")[0]  # Azure's library adds all that was answered, as XML
         if isinstance(error, PermissionError) or _CREDENTIALS.search(f"{type(error).__name__} {why}"):
             forget_sessions()
         if isinstance(error, NotImplementedError):  # fsspec says no more
@@ -251,7 +219,9 @@ _MAYBE_CHECKSUMS = frozenset(
 
 
 def _code_of(error: BaseException) -> str:
-    """The code that an S3 store answered with, which s3fs leaves out of its own error; ``""`` if there is none."""
+    """The code of a store's answer, which libraries leave out of their texts; ``""`` if there is none."""
+    if code := getattr(error, "error_code", None):  # Azure's
+        return str(getattr(code, "value", code))
     response = getattr(error.__cause__, "response", None) or getattr(error, "response", None)
     return str(response.get("Error", {}).get("Code") or "") if isinstance(response, dict) else ""
 

@@ -244,11 +244,15 @@ class ObjectStore:
         return data
 
     def _sizes(self, manifest: Manifest) -> list[int | None]:
-        """Size of each file of a snapshot, ``None`` for one that is not there; in one request."""
+        """Size of each file of a snapshot, ``None`` for one that is not there; in one request if all are listed."""
         if not manifest.files:
             return [self._files.size(manifest.data_path)]
         sizes = self._files.sizes(manifest.name)
-        return [sizes.get(span.name) for span in manifest.files]
+        asked = (sizes.get(span.name) for span in manifest.files)  # some stores list a new object seconds later
+        return [
+            self._files.size(manifest.path_of(span)) if nbytes is None else nbytes
+            for span, nbytes in zip(manifest.files, asked, strict=True)
+        ]
 
     def _marks(self, manifest: Manifest) -> list[_Mark]:
         """The mark of each file of a snapshot, none of one that is not there. Any may be the first that is replaced."""

@@ -1,0 +1,194 @@
+"""A store that takes connections and says nothing for a while: requests are bounded, and sent again when it is back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import aiohttp
+import pytest
+
+from lightning_spot.capture.saying import SayOnce, say_failing
+from lightning_spot.cli import doctor, main, tiers
+from lightning_spot.client.stores import open_store
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.memory.health import TierHealth
+from lightning_spot.run.patience import Patience
+from lightning_spot.threads import in_background
+from lightning_spot.tiers import connections
+from tests.proxy import Proxy
+
+MIB = 2**20
+SILENT_S = 0.5
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "SILENT_S", SILENT_S)
+
+
+@pytest.fixture
+def proxy(s3: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """Before the bucket."""
+    proxy = Proxy(s3_server, seed=0)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    yield proxy
+    proxy.close()
+
+
+def sealed(step: int, nbytes: int) -> tuple[Manifest, memoryview]:
+    image = memoryview(random.Random(step).randbytes(nbytes))
+    made = Manifest(run="run", name=snapshot_name(step, 1), step=step, attempt=1, nbytes=nbytes, part_bytes=MIB)
+    return made.sealed(image), image
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["what comes is lost", "nothing is read"])
+@pytest.mark.parametrize("nbytes", [1000, 12 * MIB], ids=["small", "in blocks"])
+def test_a_put_is_durable_soon_after_the_store_is_back(
+    s3: str, proxy: Proxy, reads: bool, nbytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """S3's library waited for 15 s on each of its dead connections, one after the other."""
+    store = open_store(f"{s3}/run-1")
+    store.put(*sealed(1, nbytes), attempt=1)  # connections that will be lost
+    proxy.fall_silent(reads=reads)
+    second, image = sealed(2, nbytes)
+    put = in_background(lambda: store.put(second, image, attempt=1), "put")
+    time.sleep(2 * SILENT_S)  # that long it is silent; not for order
+    assert not put.done()
+    proxy.speak()
+    put.result(timeout=12)
+    assert store.has(second)
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [text for text in said if f"{s3}: no byte moved for" in text] == said
+    assert len(said) == 1
+
+
+def test_the_trainer_says_it_too(caplog: pytest.LogCaptureFixture) -> None:
+    """The node on its host does so in its own log only."""
+    link = SimpleNamespace(
+        ask=lambda _call, _else: {"s3://bucket/run": TierHealth(silent="s3://bucket: no byte moved")}
+    )
+    say_once = SayOnce()
+    for _ in range(2):
+        say_failing(say_once, link)  # type: ignore[arg-type]
+    assert [record.getMessage() for record in caplog.records] == [
+        "lightning_spot: s3://bucket: no byte moved; the node on this host has given that connection up and goes on"
+    ]
+
+
+@pytest.mark.parametrize("command", ["doctor", "ls", "show"])
+def test_commands_do_not_wait_for_a_store_that_says_nothing(
+    s3: str, proxy: Proxy, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``doctor`` took four minutes, and asked again to delete what it had not written."""
+    monkeypatch.setattr(connections, "SILENT_S", 60.0)
+    monkeypatch.setattr(doctor, "PATIENCE", Patience(silent_s=0.5))
+    monkeypatch.setattr(tiers, "_ONCE", Patience(tries=1, silent_s=0.5))
+    monkeypatch.setattr(doctor, "node_speed", lambda _url, _nbytes: 1e9)
+    proxy.fall_silent()
+    begun_s = time.monotonic()
+    more = ["--sample", "1MB"] if command == "doctor" else []
+    assert main([command, f"{s3}/run", *more]) in (1, 2)
+    assert time.monotonic() - begun_s < 8
+    said = capsys.readouterr()
+    assert (said.out + said.err).count(f"{s3}/run: no answer within 0 s. Check it and the network to it") == 1
+
+
+# -- any library ------------------------------------------------------------------------------------------------------
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n"
+
+
+def says_nothing(near: socket.socket) -> None:
+    near.recv(65536)
+
+
+def says_half(near: socket.socket) -> None:
+    near.recv(65536)
+    near.sendall(OK + b"12345")
+
+
+def takes_nothing(_near: socket.socket) -> None:
+    """What is sent stays in the kernel."""
+
+
+def says_a_byte_now_and_then(near: socket.socket) -> None:
+    near.recv(65536)
+    near.sendall(OK)
+    for _ in range(10):
+        time.sleep(SILENT_S / 4)
+        near.sendall(b"1")
+
+
+def answers(near: socket.socket) -> None:
+    near.recv(65536)
+    near.sendall(OK + b"1234567890")
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Callable[[socket.socket], None]], str]]:
+    """Serve each connection by a function, and then leave it open; the URL."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    held: list[socket.socket] = []
+
+    def start(behave: Callable[[socket.socket], None]) -> str:
+        def accept() -> None:
+            while True:
+                try:
+                    near, _ = listening.accept()
+                except OSError:
+                    return
+                held.append(near)
+                threading.Thread(target=behave, args=(near,), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        return f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+    yield start
+    listening.shutdown(socket.SHUT_RDWR)
+    for connection in [listening, *held]:
+        connection.close()
+
+
+async def _request(url: str, nbytes: int, idle_s: float) -> tuple[bytes, int]:
+    """The answer, and how many connections are kept for more requests after a while."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+        async with session.put(url, data=bytes(nbytes)) as answer:
+            body = await answer.read()
+        await asyncio.sleep(idle_s)
+        kept = session.connector._conns if session.connector is not None else {}
+        return body, sum(protocol.is_connected() for conns in kept.values() for protocol, _ in conns)
+
+
+@pytest.mark.parametrize(
+    ("behave", "nbytes", "fails"),
+    [
+        (says_nothing, 10, True),
+        (says_half, 10, True),
+        (takes_nothing, 16 * MIB, True),
+        (says_a_byte_now_and_then, 10, False),
+        (answers, 10, False),
+    ],
+)
+def test_what_moves_no_byte_is_given_up_and_nothing_else(
+    serve: Callable[[Callable[[socket.socket], None]], str],
+    behave: Callable[[socket.socket], None],
+    nbytes: int,
+    fails: bool,
+) -> None:
+    url = serve(behave)
+    loop = connections.loop_of(f"x://{url[-5:]}")
+    asked = asyncio.run_coroutine_threadsafe(_request(url, nbytes, 2 * SILENT_S), loop)
+    if fails:
+        with pytest.raises(aiohttp.ClientError):
+            asked.result(timeout=10)
+        assert "no byte moved" in loop.silent
+    else:
+        assert asked.result(timeout=10) == (b"1" * 10 if behave is not answers else b"1234567890", 0)
+        assert loop.silent == ""  # that an unused one is closed concerns nobody
