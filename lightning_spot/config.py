@@ -56,6 +56,9 @@ NOTICE_FILE_VARIABLE = "LIGHTNING_SPOT_NOTICE_FILE"
 MOST_NODES = 64
 """Memory nodes that one run may have."""
 
+HIGHEST_ATTEMPT = 10**9 - 1
+"""Names of claims and snapshots hold nine digits of it."""
+
 LARGEST = 10**9
 """Most that a user may set as a number, such as seconds (30 years): Python waits for no longer than ten times that."""
 

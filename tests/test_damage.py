@@ -50,7 +50,7 @@ from lightning_spot.memory.node import Node
 from lightning_spot.protocol.wire import Address, error_from_body, file_path
 from lightning_spot.run import survey
 from lightning_spot.service.channel import DescriptorChannel
-from lightning_spot.tiers.claims import Claim
+from lightning_spot.tiers.claims import Claim, claim_name, first_readable
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.untrusted import as_object, plain, read_json
 from tests.conftest import new_process, until
@@ -540,3 +540,9 @@ def test_a_file_is_not_saved_under_a_name_that_nobody_could_read(tmp_path: Path)
     with pytest.raises(SettingsError, match="Rename"):
         SpotCheckpointIO(memory=None).save_checkpoint({"state_dict": {}}, tmp_path / "a\x1b[2J.ckpt")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_claims_that_all_disagree_with_their_names_are_damage_and_not_no_claim() -> None:
+    files = {claim_name(number): CLAIM.to_json().encode() for number in (7, 8, 9)}
+    with pytest.raises(CorruptManifest, match="holds the claim of attempt 3"):
+        first_readable(list(files), files.__getitem__, "/r")

@@ -13,9 +13,10 @@ import pytest
 
 from lightning_spot import SpotCheckpoint
 from lightning_spot.client import starting
+from lightning_spot.config import HIGHEST_ATTEMPT
 from lightning_spot.errors import SettingsError, TierError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.run.identity import HIGHEST_ATTEMPT, next_attempt
+from lightning_spot.run.identity import next_attempt
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.retention import retain

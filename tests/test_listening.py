@@ -27,7 +27,15 @@ from lightning_spot.fit.ranks import Meeting, Ranks
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.notices import exchange
 from lightning_spot.notices.exchange import Exchange, ExchangeServer
-from lightning_spot.protocol.listening import LOOPBACK, Listening, facing, greeted, most_connections, tcp_listener
+from lightning_spot.protocol.listening import (
+    LOOPBACK,
+    Listening,
+    facing,
+    greeted,
+    most_connections,
+    next_line,
+    tcp_listener,
+)
 from lightning_spot.run.giving import Giver
 from lightning_spot.run.sharing import CONNECTIONS
 from lightning_spot.run.taking import FromRank, take
@@ -463,3 +471,17 @@ def test_ranks_hear_of_each_other_when_a_link_works_again(network: Network) -> N
         second.close()
         first.close()
         server.close()
+
+
+@pytest.mark.parametrize("nbytes", [2000, 1025])
+def test_a_line_is_no_longer_than_it_may_be_however_it_arrives(nbytes: int) -> None:
+    async def read() -> bytes:
+        here, there = socket.socketpair()
+        with here, there:
+            here.setblocking(False)
+            there.sendall(b"x" * 1000)
+            asyncio.get_running_loop().call_later(0.05, there.sendall, b"x" * (nbytes - 1000) + b"\n")
+            return await next_line(here)
+
+    with pytest.raises(ValueError, match="too long"):
+        asyncio.run(read())

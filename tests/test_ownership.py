@@ -32,7 +32,7 @@ from lightning_spot.run import claims
 from lightning_spot.run.claims import ClaimWatch
 from lightning_spot.service.handlers import Service
 from lightning_spot.service.runs import OPEN_PATH
-from lightning_spot.tiers.beneath import Beneath
+from lightning_spot.tiers.beneath import Beneath, open_file
 from lightning_spot.tiers.claims import ATTEMPTS_DIR, Owner, claim_name, digest_of
 from lightning_spot.tiers.filesystem import open_filesystem, tier_errors
 from lightning_spot.tiers.local import LocalStore
@@ -164,6 +164,20 @@ def test_a_directory_that_was_moved_away_is_not_written_to(tmp_path: Path) -> No
     (beneath.path(make=True) / "after").write_bytes(DATA)
     assert (place / "after").read_bytes() == DATA
     assert [path.name for path in (tmp_path / "moved").iterdir()] == ["before"]
+
+
+@pytest.mark.parametrize("path", ["link/b/f", "a/link/f", "../outside/f", "a/../../outside/f", "a//b/f", "./a/b/f"])
+def test_a_file_is_read_below_its_directory_only(tmp_path: Path, path: str) -> None:
+    for folder in ("lent/a/b", "outside/b"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "f").write_bytes(DATA)
+    (tmp_path / "outside" / "f").write_bytes(DATA)
+    (tmp_path / "lent" / "link").symlink_to(tmp_path / "outside")
+    (tmp_path / "lent" / "a" / "link").symlink_to(tmp_path / "outside")
+    with open(open_file(tmp_path / "lent", "a/b/f"), "rb") as file:
+        assert file.read() == DATA
+    with pytest.raises((FileNotFoundError, NotADirectoryError)):
+        open_file(tmp_path / "lent", path)
 
 
 @pytest.mark.parametrize("what", ["file", "folder"])

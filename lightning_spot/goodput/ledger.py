@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from lightning_spot.config import MOST_NODES
+from lightning_spot.config import HIGHEST_ATTEMPT, MOST_NODES
 from lightning_spot.errors import Malformed
 from lightning_spot.untrusted import MOST_UNIX_S, as_object, integer, items, text
 from lightning_spot.untrusted import number as number_in
@@ -15,7 +15,7 @@ from lightning_spot.untrusted import number as number_in
 MOST_SNAPSHOTS = 500
 MOST_CARRIED = 64
 ENDS = ("running", "killed", "preempted", "complete", "failed")
-_MOST_STEPS, _MOST_ATTEMPTS = 10**18, 10**9
+_MOST_STEPS = 10**18
 _GROWING = ("snapshots", "earlier")
 _CARRIED_SNAPSHOTS = 16  # of each attempt that is carried on: a record is written every few seconds
 
@@ -80,7 +80,7 @@ class AttemptRecord:
         if end not in ENDS:
             raise Malformed(f"its end is none of {', '.join(ENDS)}")
         return cls(
-            attempt=integer(record, "attempt", None, 0, _MOST_ATTEMPTS),
+            attempt=integer(record, "attempt", None, 0, HIGHEST_ATTEMPT),
             begun_unix_s=_time(record, "begun_unix_s", None),
             trained_unix_s=None if trained is None else _time(record, "trained_unix_s", None),
             from_step=integer(record, "from_step", 0, 0, _MOST_STEPS),
@@ -180,7 +180,7 @@ class Account:
         """
         closed = as_object(account.get("closed", {}))
         return cls(
-            attempts=integer(account, "attempts", 0, 0, _MOST_ATTEMPTS),
+            attempts=integer(account, "attempts", 0, 0, HIGHEST_ATTEMPT),
             closed=Spent(**{name: _time(closed, name, 0.0) for name in Spent.__slots__}),
             latest=[AttemptRecord.from_dict(as_object(item)) for item in items(account, "latest", 2 * MOST_CARRIED)],
         )

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lightning_spot import untrusted
-from lightning_spot.config import MANIFEST_VERSION, PART_BYTES
+from lightning_spot.config import HIGHEST_ATTEMPT, MANIFEST_VERSION, PART_BYTES
 from lightning_spot.errors import CorruptManifest, CorruptSnapshot, Malformed, UnknownFormat
 from lightning_spot.image.files import MODEL_FILE, FileSpan, check_files, files_from_json
 from lightning_spot.image.parts import checksum_parts, part_ranges, verify_parts
@@ -31,7 +31,6 @@ _MOST_BYTES = 2**46
 _PART_BYTES = (1, 2**30)
 _MOST_PARTS = 2**20
 _MOST_SMALL_PARTS = 2**17  # of less than the usual size: who makes a manifest large says so of the snapshot, too
-_MOST_ATTEMPTS = 10**9
 _MOST_STEPS = 10**18
 _MOST_RANKS = 10**7
 _MOST_VERSIONS = 64
@@ -312,7 +311,7 @@ class Manifest:
             run_id=untrusted.file_name(fields, "run_id", ""),
             lineage=untrusted.file_name(fields, "lineage", ""),
             step=whole(fields, "step", None, 0, _MOST_STEPS),
-            attempt=whole(fields, "attempt", None, 0, _MOST_ATTEMPTS),
+            attempt=whole(fields, "attempt", None, 0, HIGHEST_ATTEMPT),
             epoch=whole(fields, "epoch", 0, 0, _MOST_STEPS),
             nbytes=whole(fields, "nbytes", None, 0, _MOST_BYTES),
             part_bytes=whole(fields, "part_bytes", PART_BYTES, *_PART_BYTES),

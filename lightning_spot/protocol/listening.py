@@ -129,7 +129,7 @@ async def next_line(connection: socket.socket, longest: int = _LONGEST_GREETING)
     while not data.endswith(b"\n"):
         if len(data) >= longest:
             raise ValueError("a line is too long")
-        piece = await asyncio.get_running_loop().sock_recv(connection, longest)
+        piece = await asyncio.get_running_loop().sock_recv(connection, longest - len(data))
         if not piece:
             raise EOFError("the other end has hung up")
         data += piece

@@ -10,15 +10,12 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from lightning_spot.config import HIGHEST_ATTEMPT
 from lightning_spot.errors import SettingsError
 from lightning_spot.tiers.claims import Claim
 
 JUMP = 1000
 """Attempts left free above everything seen when the durable tier could not be read: what it holds lies below."""
-
-
-HIGHEST_ATTEMPT = 10**9 - 1
-"""Names of claims and snapshots hold nine digits of it."""
 
 
 def new_id() -> str:

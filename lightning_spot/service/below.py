@@ -71,7 +71,8 @@ class Below(ABC):
             TierError: if it could not be read.
             CorruptManifest: if it is damaged.
         """
-        for wanted in _manifests_for(path):
+        is_below = {"", ".", ".."}.isdisjoint(path.split("/"))
+        for wanted in _manifests_for(path) if is_below else ():
             manifest = self._manifest_at(wanted)
             if manifest is not None and (path == manifest.manifest_path or manifest.span_at(path) is not None):
                 return manifest

@@ -132,10 +132,11 @@ class Accepted(asyncio.Protocol):
         self._head_begun = True
         self._start_timer(self._connections.head_timeout_s)
         self._handler.connection_made(transport)
-        self._connections.opened(transport, self)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family == socket.AF_UNIX and not is_own_user(sock):
             self.drop()
+        else:
+            self._connections.opened(transport, self)
 
     def data_received(self, data: bytes) -> None:
         """See :class:`asyncio.Protocol`."""

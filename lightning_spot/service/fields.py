@@ -39,7 +39,6 @@ BODIES = web.AppKey("bodies", Quota)
 BODIES_BYTES = 512 * 1024 * 1024
 
 MOST_BYTES = 2**46
-MOST_ATTEMPTS = 10**9
 LONGEST_WAIT_S = 3600.0
 _BODY_TIMEOUT_S = 30.0
 _UNCOUNTED_BYTES = 4096  # of each body: those of most requests have no more

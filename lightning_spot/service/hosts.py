@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
+from lightning_spot.config import HIGHEST_ATTEMPT
 from lightning_spot.errors import NodeRefused
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.memory.joint import Shared
@@ -29,7 +30,6 @@ from lightning_spot.service.fields import (
     LAYOUT_BODY_BYTES,
     LONGEST_WAIT_S,
     MANIFEST_BODY_BYTES,
-    MOST_ATTEMPTS,
     MOST_BYTES,
     identifier,
     integer,
@@ -91,7 +91,7 @@ class HostRequests:
         upload = await self._lease(
             request,
             request.match_info["run"],
-            integer(body, "attempt", None, 0, MOST_ATTEMPTS),
+            integer(body, "attempt", None, 0, HIGHEST_ATTEMPT),
             integer(body, "nbytes", None, 1, MOST_BYTES),
             seconds(body, "wait_s", 0.0, LONGEST_WAIT_S),
             name=name,
@@ -107,7 +107,7 @@ class HostRequests:
         upload = await self._join(
             request,
             request.match_info["run"],
-            integer(body, "attempt", None, 0, MOST_ATTEMPTS),
+            integer(body, "attempt", None, 0, HIGHEST_ATTEMPT),
             text(body, "name"),
             integer(body, "host", None, 1, MOST_HOSTS),
             None,
@@ -139,7 +139,7 @@ class HostRequests:
     async def decline(self, request: web.Request) -> web.Response:
         """There will be none of a name."""
         body = await json_body(request)
-        attempt = integer(body, "attempt", None, 0, MOST_ATTEMPTS)
+        attempt = integer(body, "attempt", None, 0, HIGHEST_ATTEMPT)
         run, name, why = request.match_info["run"], text(body, "name"), text(body, "why")
         host = integer(body, "host", 0, 0, MOST_HOSTS)
         await asyncio.to_thread(self._shares.decline, run, attempt, name, why, by_hosts=True, host=host)

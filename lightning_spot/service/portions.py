@@ -16,10 +16,10 @@ import asyncio
 
 from aiohttp import web
 
-from lightning_spot.config import MOST_NODES
+from lightning_spot.config import HIGHEST_ATTEMPT, MOST_NODES
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.spread import Told
-from lightning_spot.service.fields import MOST_ATTEMPTS, integer, json_body, only_same_host, text, texts
+from lightning_spot.service.fields import integer, json_body, only_same_host, text, texts
 
 
 class PortionRequests:
@@ -49,7 +49,7 @@ class PortionRequests:
     async def whole(self, request: web.Request) -> web.Response:
         """All portions of one are at nodes."""
         body, run = await json_body(request), request.match_info["run"]
-        attempt = integer(body, "attempt", None, 0, MOST_ATTEMPTS)
+        attempt = integer(body, "attempt", None, 0, HIGHEST_ATTEMPT)
         names = texts(body, "overtaken"), texts(body, "left")
         told = Told(text(body, "name"), body.get("brings") is True, *names)
         await asyncio.to_thread(self._node.spread.whole, run, attempt, told)
@@ -58,7 +58,7 @@ class PortionRequests:
     async def torn(self, request: web.Request) -> web.Response:
         """One will never be whole."""
         body, run = await json_body(request), request.match_info["run"]
-        attempt, name = integer(body, "attempt", None, 0, MOST_ATTEMPTS), text(body, "name")
+        attempt, name = integer(body, "attempt", None, 0, HIGHEST_ATTEMPT), text(body, "name")
         why, over = text(body, "why"), body.get("over") is True
         await asyncio.to_thread(self._node.spread.torn, run, attempt, name, why, over=over)
         return web.json_response({})

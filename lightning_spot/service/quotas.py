@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-import struct
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -14,9 +13,10 @@ from typing import Any
 
 from aiohttp import web
 
+from lightning_spot.protocol.ownership import peer_of
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_CREDENTIALS = struct.Struct("3i")  # pid, user and group, see unix(7)
 _NETWORK_BITS = 64  # of IPv6: one host has at least as many addresses as these leave
 
 
@@ -98,8 +98,8 @@ def client_at(connection: Any) -> str:
     """Who is at the other end of a socket: an address of TCP, the process at a Unix socket, ``""`` if it has gone."""
     with suppress(OSError, ValueError):
         if connection.family == socket.AF_UNIX:
-            pid, _, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            return f"pid {pid}"
+            peer = peer_of(connection)
+            return f"pid {peer[0]}" if peer is not None else ""
         address = ipaddress.ip_address(connection.getpeername()[0].partition("%")[0])
         if isinstance(address, ipaddress.IPv4Address):
             return str(address)

@@ -10,12 +10,11 @@ from typing import Any
 
 from aiohttp import web
 
-from lightning_spot.config import MOST_NODES, take_environment
+from lightning_spot.config import HIGHEST_ATTEMPT, MOST_NODES, take_environment
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.service.fields import (
     LONGEST_PLACE,
-    MOST_ATTEMPTS,
     SMALL_BODY_BYTES,
     compression,
     integer,
@@ -72,7 +71,7 @@ class RunRequests:
             name=name,
             id=identity,
             location=text(body, "location", most=LONGEST_PLACE),
-            attempt=integer(body, "attempt", 0, 0, MOST_ATTEMPTS),
+            attempt=integer(body, "attempt", 0, 0, HIGHEST_ATTEMPT),
             token=text(body, "token", most=LONGEST_NAME),
             keep=integer(body, "keep", 2, 0, _MOST_KEPT),
             durable_url=_durable_url(body),
@@ -114,7 +113,7 @@ class RunRequests:
     async def settle(self, request: web.Request) -> web.Response:
         """A snapshot was made durable by its sender."""
         body = await json_body(request)
-        attempt = integer(body, "attempt", None, 0, MOST_ATTEMPTS)
+        attempt = integer(body, "attempt", None, 0, HIGHEST_ATTEMPT)
         name, lineage = text(body, "name"), text(body, "lineage")
         await asyncio.to_thread(self._node.settle, request.match_info["run"], attempt, name, lineage)
         return web.json_response({})

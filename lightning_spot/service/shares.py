@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
+from lightning_spot.config import HIGHEST_ATTEMPT
 from lightning_spot.errors import SettingsError
 from lightning_spot.image.packing import can_pack
 from lightning_spot.memory.joint import MOST_SHARES, Shared, is_by_itself
@@ -18,7 +19,6 @@ from lightning_spot.protocol.wire import BaseInfo
 from lightning_spot.service.fields import (
     LAYOUT_BODY_BYTES,
     LONGEST_WAIT_S,
-    MOST_ATTEMPTS,
     MOST_BYTES,
     identifier,
     integer,
@@ -49,7 +49,7 @@ class ShareRequests:
         only_same_host(request)
         body = await shared_body(request)
         run, name = request.match_info["run"], text(body, "name")
-        attempt = integer(body, "attempt", None, 0, MOST_ATTEMPTS)
+        attempt = integer(body, "attempt", None, 0, HIGHEST_ATTEMPT)
         if at := place(body):
             host, told = integer(body, "host", None, 1, MOST_SHARES), None
             if is_by_itself(at):
@@ -94,7 +94,7 @@ class ShareRequests:
         """There will be no snapshot of a name."""
         only_same_host(request)
         body = await json_body(request)
-        attempt = integer(body, "attempt", None, 0, MOST_ATTEMPTS)
+        attempt = integer(body, "attempt", None, 0, HIGHEST_ATTEMPT)
         run, name, why, at = request.match_info["run"], text(body, "name"), text(body, "why"), place(body)
         host, abroad = integer(body, "host", 0, 0, MOST_SHARES), self._node.uploads.abroad
         share = integer(body, "share", 1, 1, MOST_SHARES)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from aiohttp import hdrs, web
 
+from lightning_spot.config import HIGHEST_ATTEMPT
 from lightning_spot.errors import NodeRefused, SpotError, TooManyStreams
 from lightning_spot.image.floats import read_floats
 from lightning_spot.image.manifest import Manifest
@@ -22,7 +23,6 @@ from lightning_spot.protocol.wire import SENDER_HEADER, UPGRADE
 from lightning_spot.service.fields import (
     LONGEST_WAIT_S,
     MANIFEST_BODY_BYTES,
-    MOST_ATTEMPTS,
     MOST_BYTES,
     identifier,
     integer,
@@ -90,7 +90,7 @@ class UploadRequests:
         upload = await self._wait_for_slot(
             request,
             request.match_info["run"],
-            integer(body, "attempt", None, 0, MOST_ATTEMPTS),
+            integer(body, "attempt", None, 0, HIGHEST_ATTEMPT),
             integer(body, "nbytes", None, 0, MOST_BYTES),
             seconds(body, "wait_s", 0.0, LONGEST_WAIT_S),
             session=text(body, "session") if near else "",

@@ -7,6 +7,7 @@ One that was moved away is found not to be there: the way from the prefix is wal
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 import weakref
@@ -118,12 +119,14 @@ def open_file(root: Path, below: str) -> int:
     Raises:
         OSError: if it is not there, is a link, or cannot be read.
     """
-    folder, _, name = below.rpartition("/")
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe of that name would keep us for ever
-    if not folder:
-        return os.open(root / name, flags)
-    with opened(root / folder) as held:
-        return os.open(held / name, flags)
+    *folders, name = below.split("/")
+    if not {"", ".", ".."}.isdisjoint(below.split("/")):
+        raise FileNotFoundError(errno.ENOENT, "no path below a directory", below)
+    with contextlib.ExitStack() as held:
+        for folder in folders:
+            root = held.enter_context(opened(root / folder))
+        # A pipe of that name would keep us for ever.
+        return os.open(root / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _make(name: str, at: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from lightning_spot.config import KEEP, LARGEST
+from lightning_spot.config import HIGHEST_ATTEMPT, KEEP, LARGEST
 from lightning_spot.errors import CorruptManifest, Fenced, Malformed, Unclaimed
 from lightning_spot.untrusted import MOST_UNIX_S, file_name, integer, line, number, read_sealed, sealed_json
 
@@ -26,7 +26,6 @@ KEPT_ATTEMPTS = 100
 
 _MOST_FORGOTTEN = 20
 _MOST_DAMAGED = 8
-_MOST_ATTEMPTS = 10**9
 _CLAIM = re.compile(r"attempt-(\d{1,9})\.json")
 _OF_ATTEMPT = re.compile(r"attempt-(\d{1,9})(?:\.progress)?\.json")
 
@@ -71,8 +70,8 @@ class Claim:
         try:
             fields = read_sealed(text)
             return cls(
-                attempt=integer(fields, "attempt", 0, 0, _MOST_ATTEMPTS),
-                run_id=file_name(fields, "run_id"),
+                attempt=integer(fields, "attempt", None, 0, HIGHEST_ATTEMPT),
+                run_id=file_name(fields, "run_id", None),
                 digest=line(fields, "digest"),
                 location=line(fields, "location"),
                 started_unix_s=number(fields, "started_unix_s", 0.0, 0, MOST_UNIX_S),
@@ -226,6 +225,7 @@ def first_readable(names: Sequence[str], read: Callable[[str], bytes], url: str)
             continue
         if claim.attempt == attempt:
             return claim
+        damage = damage or CorruptManifest(f"{name} holds the claim of attempt {claim.attempt}")
     if damage is not None:
         raise damage
     return None
