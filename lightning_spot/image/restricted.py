@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 import torch
@@ -47,6 +47,7 @@ def _unpickler(names: Mapping[str, Any]) -> type:
     try:
         module: Any = torch._weights_only_unpickler
         safe = {**module._get_allowed_globals(), _SPARSE: _sparse_tensor}
+        safe.update((name, _whole(safe[name])) for name in _COPYING & safe.keys())
         own = {**vars(module), **dict.fromkeys(_LOOKED_UP, lambda: names), "_get_allowed_globals": lambda: safe}
         codes = {name: made.__code__ for name, made in vars(module.Unpickler).items() if hasattr(made, "__code__")}
         body = {name: types.FunctionType(code, own) for name, code in codes.items() if _LOOKED_UP & {*code.co_names}}
@@ -63,6 +64,31 @@ def _unpickler(names: Mapping[str, Any]) -> type:
     return type("Unpickler", (module.Unpickler,), body)
 
 
+# -- of tensors that are in the file ----------------------------------------------------------------------------------
+
+_COPYING = frozenset(
+    f"torch._utils._rebuild_{kind}" for kind in ("device_tensor_from_cpu_tensor", "nested_tensor", "qtensor")
+)
+"""What copies tensors that it is given, or walks through them: one number of the file may be an item without end."""
+
+
+def _whole(rebuild: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The same for tensors of which the file has every item, as torch.save writes them there."""
+
+    def rebuilt(*arguments: Any) -> torch.Tensor:
+        for argument in arguments:
+            _check_whole(argument if isinstance(argument, tuple) else (argument,))
+        return rebuild(*arguments)
+
+    return rebuilt
+
+
+def _check_whole(values: tuple[Any, ...]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.numel() * value.element_size() > value.untyped_storage().nbytes():
+            raise ValueError(f"a tensor of {value.numel()} items is larger than its storage")
+
+
 # -- sparse tensors ---------------------------------------------------------------------------------------------------
 
 _COO, _COMPRESSED = "_validate_sparse_coo_tensor_args", "_validate_sparse_compressed_tensor_args"
@@ -70,6 +96,9 @@ _COO, _COMPRESSED = "_validate_sparse_coo_tensor_args", "_validate_sparse_compre
 
 def _sparse_tensor(layout: torch.layout, data: tuple[Any, ...]) -> torch.Tensor:
     """A sparse tensor whose indices lie within it; torch checks that only by a setting for the whole process."""
+    if type(data) is not tuple:
+        raise TypeError("parts of a sparse tensor that are no tuple")
+    _check_whole(data[:1] if layout is torch.sparse_coo else data[:2])
     if layout is torch.sparse_coo:
         indices, values, size, *coalesced = data
         made = torch.sparse_coo_tensor(
