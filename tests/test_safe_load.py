@@ -178,6 +178,7 @@ def test_nested_files_are_read_in_the_same_way() -> None:
 
 # -- what is plain ----------------------------------------------------------------------------------------------------
 
+DICTS: tuple[type[dict[Any, Any]], ...] = (dict, collections.OrderedDict, collections.Counter)
 PLAIN: list[Any] = [
     *(np.dtype(code) for code in ("f4", ">i4", "S3", "U2", "M8[3D]", "m8")),
     *(np.array([1, 0, 1]).astype(code) for code in "?bhilqBHILQefdFD"),
@@ -200,6 +201,9 @@ PLAIN: list[Any] = [
     *(collections.deque([1, 2], maxlen=3), collections.deque([[1]]), collections.deque()),
     *(collections.defaultdict(list, a=[1]), collections.defaultdict(None, {1: 2}), collections.Counter("aab")),
     collections.OrderedDict(a=np.int64(1)),
+    *(kind(b) for kind in DICTS for b in ({PosixPath("b"): 3, "a": 1, np.int64(2): 2}, {"b": np.int64(5), "a": 1})),
+    collections.defaultdict(list, {PosixPath("b"): [1], "a": [np.int64(2)]}),
+    collections.Counter([np.int64(3), frozenset([1]), np.int64(3), datetime.date(2020, 1, 1)]),
     *(float, list, np.ndarray, Decimal, b"", b"\xff", bytearray(b"x"), 2**999, {1, 2}, 1j, None, True),
     {np.int64(3): (np.ones(2), [PosixPath("a")]), (PosixPath("b"), 1): {frozenset([np.float32(1)])}},
 ]

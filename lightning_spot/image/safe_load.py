@@ -169,7 +169,8 @@ class _Settling:
             keys, items = ([self.settled(item) for item in half] for half in (value.keys(), value.values()))
             if _differ(keys, value.keys()) or _differ(items, value.values()):
                 value.clear()
-                value.update(zip(keys, items, strict=True))
+                for key, item in zip(keys, items, strict=True):  # a Counter would count them in update()
+                    value[key] = item
         elif isinstance(value, set):
             items = [self.settled(item) for item in value]
             if _differ(items, value):
