@@ -44,6 +44,7 @@ def safe_load(file: IO[bytes] | str, map_location: str = "cpu") -> Any:
     Raises:
         NotSerialisable: if it holds an object that cannot be loaded that way.
         CorruptSnapshot: if it is damaged or forged.
+        NotImplementedError: if torch has a tensor of its kind not on ``"meta"``.
         MemoryError: if there is not enough memory for it.
         OSError: if the file cannot be read.
     """
@@ -60,6 +61,8 @@ def safe_load(file: IO[bytes] | str, map_location: str = "cpu") -> Any:
     except Exception as error:  # of a damaged or forged file, torch may raise anything
         if "DefaultCPUAllocator" in str(error):  # torch's only sign of it; such a file is as good as before
             raise MemoryError(str(error)) from error
+        if map_location == "meta" and isinstance(error, NotImplementedError):  # a page, about torch's inside
+            raise NotImplementedError("torch reads no quantized or nested tensor without its bytes") from error
         if stand_ins.kinds:  # such as a subclass of tensors, which torch cannot make of a stand-in
             raise NotSerialisable(
                 f"the file is not read without objects that are not loaded: {', '.join(stand_ins.kinds)}"
