@@ -202,6 +202,8 @@ PLAIN: list[Any] = [
     *(collections.defaultdict(list, a=[1]), collections.defaultdict(None, {1: 2}), collections.Counter("aab")),
     collections.OrderedDict(a=np.int64(1)),
     *(kind(b) for kind in DICTS for b in ({PosixPath("b"): 3, "a": 1, np.int64(2): 2}, {"b": np.int64(5), "a": 1})),
+    *(np.zeros(shape) for shape in ((0, 3_000_000), (2, 0, 3_000_000), (0, 0))),
+    *(collections.defaultdict(kind, a=1) for kind in (*DICTS, collections.deque, collections.defaultdict)),
     collections.defaultdict(list, {PosixPath("b"): [1], "a": [np.int64(2)]}),
     collections.Counter([np.int64(3), frozenset([1]), np.int64(3), datetime.date(2020, 1, 1)]),
     *(float, list, np.ndarray, Decimal, b"", b"\xff", bytearray(b"x"), 2**999, {1, 2}, 1j, None, True),
@@ -297,6 +299,13 @@ def test_other_protocols_are_one_clear_error() -> None:
     written = io.BytesIO()
     torch.save({"x": np.ones(2)}, written, pickle_protocol=5)
     with pytest.raises(NotSerialisable, match="opcode"):
+        safe_load(written)
+
+
+def test_an_integer_that_torch_does_not_read_is_named() -> None:
+    written = io.BytesIO()
+    torch.save({"x": 10**700}, written)
+    with pytest.raises(NotSerialisable, match=r"an integer of more than 255 bytes.*as text"):
         safe_load(written)
 
 

@@ -129,6 +129,11 @@ def _follow(pickled: bytes) -> None:
         elif name in ("REDUCE", "NEWOBJ"):
             arguments, called = stack.pop(), stack.pop()
             stack.append(_call(called, arguments))
+        elif name == "LONG4":
+            raise NotSerialisable(
+                "the file has an integer of more than 255 bytes, which torch does not read. It is not loaded. Keep"
+                " such a number as text"
+            )
         elif name not in ("PROTO", "STOP"):
             raise NotSerialisable(
                 f"the file has the opcode {name}, of another protocol than torch.save's own. It is not loaded. Save it"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import datetime
 import decimal
+import itertools
 import math
 import pathlib
 import re
@@ -263,8 +264,14 @@ def _deque(items: Any = (), maxlen: int | None = None) -> collections.deque[Any]
     return collections.deque(maxlen=maxlen)
 
 
+_FACTORIES: tuple[type, ...] = (
+    *(bool, bytes, dict, float, frozenset, int, list, set, str, tuple),
+    *(collections.Counter, collections.OrderedDict, collections.defaultdict, collections.deque),
+)
+
+
 def _defaultdict(factory: Any = None) -> collections.defaultdict[Any, Any]:
-    if factory is not None and factory not in (bool, bytes, dict, float, int, list, set, str, tuple, frozenset):
+    if factory is not None and factory not in _FACTORIES:
         raise TypeError("a factory that is not loaded")
     return collections.defaultdict(factory)
 
@@ -304,7 +311,7 @@ def _array(kind: Any, _shape: Any, _code: Any, state: tuple[Any, ...]) -> np.nda
         raise ValueError("truth values other than 0 and 1, of which numpy miscounts")
     if dtype.kind == "U" and raw and np.frombuffer(raw, f"{dtype.byteorder}u4").max() > 0x10FFFF:
         raise ValueError("no text")
-    if min(shape, default=0) < 0 or (not raw and math.prod(size or 1 for size in shape) > _MOST_EMPTY):
+    if min(shape, default=0) < 0 or (not raw and math.prod(itertools.takewhile(bool, shape)) > _MOST_EMPTY):
         raise ValueError("a shape that nothing has")
     flat = np.frombuffer(raw, dtype) if raw else np.empty(0, dtype)
     return flat.reshape(shape, order="F" if is_fortran else "C").copy(order="K")
