@@ -101,6 +101,10 @@ REFUSED = {
     "bytes that double": call("_codecs.encode", call("_codecs.encode", text("ab"), text("latin1")), text("hex")),
     **{f"{kind} of an expanded tensor": call(kind, EXPANDED) for kind in TAKING},
     **{f"the same in other words: {kind}": detour(kind, EXPANDED) for kind in TAKING},
+    "arguments that are one": call(
+        *("torch._tensor._rebuild_from_type_v2", name("torch._utils._rebuild_tensor_v2"), name("torch.Tensor")),
+        *(tensor(4, 2_000_000, 0), b"}"),
+    ),
     "the same by a name of Python 2": call("UserList.Counter", EXPANDED),
     "pairs of an expanded tensor": call("collections.OrderedDict", listed(EXPANDED)),
     "a state that is an expanded tensor": call("collections.OrderedDict") + tensor(4, 2_000_000, 0, rows=2) + b"b",

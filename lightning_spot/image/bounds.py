@@ -166,6 +166,7 @@ def _call(called: _Made, arguments: _Made) -> _Made:
     if kind == _DETOUR:  # calls its first argument: a function by its name, and none of those that are looked at
         first = kinds[0] if kinds else ""
         is_wrong |= "." not in first or first in (_DETOUR, "_codecs.encode", *_FILLED) or bool(_GROWS.fullmatch(first))
+        is_wrong |= kinds[2:3] != ("tuple",)
     if is_wrong:
         raise _refused(f"calls {kind or 'an object'} in a way that torch.save does not write")
     if is_encoding:
