@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
 import warnings
 from pathlib import Path
@@ -15,8 +16,9 @@ from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.errors import SettingsError
+from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.exact import private
+from lightning_spot.image.safe_load import safe_load
 from lightning_spot.tiers.local import LocalStore
 from tests.models import Net, data, trainer
 from tests.test_house import PACKAGE
@@ -40,7 +42,8 @@ NAMES, PARTS = sorted({name.name for name in USED}), sorted({name.part for name 
 def test_no_private_name_of_others_elsewhere() -> None:
     # What pickling cannot do, plain torch.save does: test_layout. Without its private names, rows.py takes longer.
     # By another reader of zip files than torch's, bounds.py could check another pickle than torch then reads.
-    may = ("private.py", "pickling.py", "forms.py", "rows.py", "bounds.py")
+    # Torch's restricted unpickler is private, all of it: without it, nothing can be read safely.
+    may = ("private.py", "pickling.py", "forms.py", "rows.py", "bounds.py", "restricted.py")
     assert {path.name: found for path in USERS if path.name not in may and (found := _private_names(path))} == {}
 
 
@@ -165,3 +168,50 @@ def test_no_resume_is_an_error_where_there_is_something_to_resume(
     hide(monkeypatch, "resume_start")
     with pytest.raises(SettingsError, match=r"has snapshots, and with this version of Lightning none.*resume=False"):
         fit(tmp_path)
+
+
+class _OtherUnpickler:
+    """Looks names up in another way."""
+
+    def load(self) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "other"),
+    [
+        (torch, "_weights_only_unpickler", None),
+        (torch._weights_only_unpickler, "Unpickler", None),
+        (torch._weights_only_unpickler, "Unpickler", _OtherUnpickler),
+        (torch._weights_only_unpickler, "_get_allowed_globals", None),
+        (torch.serialization, "_load", None),
+        (torch, "_validate_sparse_coo_tensor_args", None),
+        (torch, "_validate_sparse_compressed_tensor_args", None),
+    ],
+)
+def test_a_torch_with_another_unpickler_reads_nothing(
+    owner: Any, name: str, other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.BytesIO()
+    torch.save({"x": 1}, written)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, other) if other else patch.delattr(owner, name)
+        with pytest.raises(SpotError, match=rf"has another restricted unpickler \(.*{name}.*Install a torch") as raised:
+            safe_load(written)
+    assert type(raised.value) is SpotError  # the snapshot is not damaged
+    assert safe_load(written) == {"x": 1}
+
+
+def test_an_unpickler_that_looks_names_up_a_level_deeper_is_used_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = torch._weights_only_unpickler
+
+    class Deeper(module.Unpickler):  # type: ignore[misc]
+        _load = module.Unpickler.load
+
+        def load(self) -> Any:
+            return self._load()
+
+    monkeypatch.setattr(module, "Unpickler", Deeper)
+    written = io.BytesIO()
+    torch.save({"x": Path("a")}, written)
+    assert safe_load(written) == {"x": Path("a")}

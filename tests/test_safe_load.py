@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import datetime
 import io
 import threading
@@ -18,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_spot.errors import CorruptSnapshot, NotSerialisable
+from lightning_spot.errors import CorruptSnapshot, NotSerialisable, SpotError
 from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.rank_states import packed
 from lightning_spot.exact.unpickling import read_checkpoint
@@ -27,6 +28,7 @@ from lightning_spot.image.safe_load import safe_load
 from lightning_spot.sharded.layout import load_state
 from lightning_spot.sharded.reader import load_value
 from tests.pickles import (
+    FALSE,
     NONE,
     array,
     call,
@@ -35,6 +37,7 @@ from tests.pickles import (
     file,
     hunt,
     items,
+    listed,
     name,
     number,
     raw,
@@ -74,20 +77,57 @@ INERT = {
     "a date that is none": call("datetime.date", raw(b"\x07\xe4\x01\xff")),
     "a function": call("builtins.eval", text("1")),
 }
+ENDLESS = 30_000_000
+EXPANDED = tensor(4, ENDLESS, 0)
+PARAMETER = call("torch._utils._rebuild_parameter", tensor(4, 4), FALSE, b"}")
+SPARSE = tensor(4, ENDLESS, 0), items(number(4)), FALSE
+TAKING = ("builtins.set", "collections.Counter", "collections.OrderedDict", "torch.Size")
+GROWING = ("torch.Tensor", "torch.FloatTensor", "torch.storage.TypedStorage", "torch.storage.UntypedStorage")
+
+
+def sparse(data: bytes) -> bytes:
+    layout = call("torch.serialization._get_layout", text("torch.sparse_coo"))
+    return call("torch._utils._rebuild_sparse_tensor", layout, data)
+
+
+def detour(kind: str, argument: bytes) -> bytes:
+    return call("torch._tensor._rebuild_from_type_v2", name(kind), name("torch.Tensor"), items(argument), b"}")
+
+
 REFUSED = {
     "a set of a range": call("builtins.set", call("builtins.range", number(0), number(1 << 25), number(1))),
     "a bytearray of a size": call("builtins.bytearray", number(1 << 30)),
-    "the same in other words": call(
-        *("torch._tensor._rebuild_from_type_v2", name("builtins.bytearray"), name("builtins.bytearray")),
-        *(items(number(1 << 30)), b"}"),
-    ),
+    "the same in other words": detour("builtins.bytearray", number(1 << 30)),
     "bytes that double": call("_codecs.encode", call("_codecs.encode", text("ab"), text("latin1")), text("hex")),
+    **{f"{kind} of an expanded tensor": call(kind, EXPANDED) for kind in TAKING},
+    **{f"the same in other words: {kind}": detour(kind, EXPANDED) for kind in TAKING},
+    "arguments that are one": call(
+        *("torch._tensor._rebuild_from_type_v2", name("torch._utils._rebuild_tensor_v2"), name("torch.Tensor")),
+        *(tensor(4, 2_000_000, 0), b"}"),
+    ),
+    "the same by a name of Python 2": call("UserList.Counter", EXPANDED),
+    "pairs of an expanded tensor": call("collections.OrderedDict", listed(EXPANDED)),
+    "a state that is an expanded tensor": call("collections.OrderedDict") + tensor(4, 2_000_000, 0, rows=2) + b"b",
+    "a tensor's state that is one": tensor(4, 4) + EXPANDED + b"b",
+    "a parameter's state that is one": call("torch._utils._rebuild_parameter", tensor(4, 4), FALSE, b"}")
+    + EXPANDED
+    + b"b",
+    "a sparse tensor of an expanded one": sparse(EXPANDED),
+    "a sparse tensor of expanded indices": sparse(items(tensor(2, ENDLESS, 0, kind="Long", rows=1), *SPARSE)),
+    "a copy of an expanded tensor": call(
+        *("torch._utils._rebuild_device_tensor_from_cpu_tensor", EXPANDED, name("torch.float64"), text("cpu"), FALSE)
+    ),
+    "a nested tensor of expanded sizes": call(
+        *("torch._utils._rebuild_nested_tensor", tensor(4, 4), *[tensor(2, 1, 0, kind="Long", rows=ENDLESS)] * 2),
+        tensor(2, ENDLESS, 0, kind="Long"),
+    ),
+    **{f"an empty {kind}, which may grow": call(kind) for kind in GROWING},
+    **{f"the same, made anew: {kind}": name(kind) + b")\x81" for kind in GROWING},
     "a tensor of a size": call("torch.Tensor", number(1 << 31)),
     "a storage larger than its record": tensor(1 << 20, 4),
     "a tensor larger than its storage": tensor(4, 1 << 33),
-    "a sparse tensor with indices beyond its end": call(
-        *("torch._utils._rebuild_sparse_tensor", call("torch.serialization._get_layout", text("torch.sparse_coo"))),
-        items(tensor(2, 2, kind="Long", rows=1), tensor(2, 2, kind="Long"), items(number(0))),
+    "a sparse tensor with indices beyond its end": sparse(
+        items(tensor(2, 2, kind="Long", rows=1), tensor(2, 2, kind="Long"), items(number(0)))
     ),
     "a key of tuples within tuples": b"})" + b"\x85" * 200_000 + b"Ns",
     "a key that holds one tuple without end": b"})" + b"q\0h\0\x86" * 60 + b"Ns",
@@ -142,6 +182,7 @@ def test_nested_files_are_read_in_the_same_way() -> None:
 
 # -- what is plain ----------------------------------------------------------------------------------------------------
 
+DICTS: tuple[type[dict[Any, Any]], ...] = (dict, collections.OrderedDict, collections.Counter)
 PLAIN: list[Any] = [
     *(np.dtype(code) for code in ("f4", ">i4", "S3", "U2", "M8[3D]", "m8")),
     *(np.array([1, 0, 1]).astype(code) for code in "?bhilqBHILQefdFD"),
@@ -164,6 +205,11 @@ PLAIN: list[Any] = [
     *(collections.deque([1, 2], maxlen=3), collections.deque([[1]]), collections.deque()),
     *(collections.defaultdict(list, a=[1]), collections.defaultdict(None, {1: 2}), collections.Counter("aab")),
     collections.OrderedDict(a=np.int64(1)),
+    *(kind(b) for kind in DICTS for b in ({PosixPath("b"): 3, "a": 1, np.int64(2): 2}, {"b": np.int64(5), "a": 1})),
+    *(np.zeros(shape) for shape in ((0, 3_000_000), (2, 0, 3_000_000), (0, 0))),
+    *(collections.defaultdict(kind, a=1) for kind in (*DICTS, collections.deque, collections.defaultdict)),
+    collections.defaultdict(list, {PosixPath("b"): [1], "a": [np.int64(2)]}),
+    collections.Counter([np.int64(3), frozenset([1]), np.int64(3), datetime.date(2020, 1, 1)]),
     *(float, list, np.ndarray, Decimal, b"", b"\xff", bytearray(b"x"), 2**999, {1, 2}, 1j, None, True),
     {np.int64(3): (np.ones(2), [PosixPath("a")]), (PosixPath("b"), 1): {frozenset([np.float32(1)])}},
 ]
@@ -200,6 +246,52 @@ def same(found: Any, value: Any) -> bool:
     return bool(repr(found) == repr(value)) if isinstance(value, Decimal) else bool(found == value)
 
 
+class Tagged(torch.Tensor):
+    """A subclass of tensors that keeps an attribute."""
+
+
+def tagged(value: torch.Tensor) -> Tagged:
+    made = value.as_subclass(Tagged)
+    made.tag = collections.OrderedDict(a=1)  # type: ignore[attr-defined]
+    return made
+
+
+TENSORS: dict[str, Callable[[], Any]] = {
+    "expanded": lambda: torch.ones(1).expand(5),
+    "parameter": lambda: torch.nn.Parameter(tagged(torch.ones(2)).as_subclass(torch.Tensor)),
+    "subclass": lambda: tagged(torch.ones(2)),
+    "buffer": lambda: torch.nn.Buffer(torch.ones(2)),
+    "lazy": lambda: torch.nn.UninitializedParameter(),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "storage": lambda: torch.ones(3).untyped_storage(),
+    "class": lambda: torch.FloatTensor,
+    "conjugate": lambda: torch.ones(2, dtype=torch.complex64).conj(),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "of one value": lambda: torch.sparse_coo_tensor(torch.arange(3)[None], torch.ones(1).expand(3), (3,)),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "bsc": lambda: torch.eye(4).to_sparse_bsc(2),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "by channel": lambda: torch.quantize_per_channel(torch.ones(3, 2), torch.ones(3), torch.zeros(3), 0, torch.quint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "state": lambda: torch.nn.BatchNorm1d(2).state_dict(),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", TENSORS)
+def test_every_kind_of_tensor_is_read(kind: str) -> None:
+    written = io.BytesIO()
+    with torch.serialization.safe_globals([Tagged, torch.nn.UninitializedParameter]):
+        value = TENSORS[kind]()
+        torch.save({"x": value}, written)
+        found = safe_load(written)["x"]
+        plain = torch.load(io.BytesIO(written.getvalue()), weights_only=True)["x"]
+        assert type(found) is type(plain)
+        assert repr(found) == repr(plain)
+        if kind not in ("quantized", "by channel", "nested"):  # torch itself has none of them there
+            safe_load(written, "meta")
+
+
 @pytest.mark.parametrize("value", [np.array([1, None]), np.ones(2, "i4,f8"), np.void(b"ab"), np.matrix([[1]])])
 def test_other_arrays_of_numpy_are_inert(value: Any) -> None:
     written = io.BytesIO()
@@ -214,6 +306,13 @@ def test_other_protocols_are_one_clear_error() -> None:
         safe_load(written)
 
 
+def test_an_integer_that_torch_does_not_read_is_named() -> None:
+    written = io.BytesIO()
+    torch.save({"x": 10**700}, written)
+    with pytest.raises(NotSerialisable, match=r"an integer of more than 255 bytes.*as text"):
+        safe_load(written)
+
+
 def test_a_container_may_hold_itself() -> None:
     value: Any = collections.deque()
     value.append({"me": value, "again": [np.float32(1), value]})
@@ -224,42 +323,48 @@ def test_a_container_may_hold_itself() -> None:
     assert found[0]["again"][0] == np.float32(1)
 
 
-# -- torch's list of safe names ---------------------------------------------------------------------------------------
+# -- beside other threads ---------------------------------------------------------------------------------------------
 
 
-def test_what_the_user_allows_stays_as_it_was() -> None:
-    users: list[Any] = [np.dtype, (threading.Event, "a.B"), np.ndarray]
-    with torch.serialization.safe_globals(users):
-        before = set(torch.serialization.get_safe_globals())
-        for value in (array(dtype("f8"), [4], POINTERS), name("a.C"), b"(", call("os.system", text("true"))):
-            for read in (safe_load, lambda made: torch.load(made, weights_only=True)):
-                read_quietly(read, held(value))
-                assert set(torch.serialization.get_safe_globals()) == before
-    with pytest.raises(Exception, match="Unsupported global"):  # nothing of ours is left for a plain load
-        torch.load(held(array(dtype("f8"), [4], POINTERS)), weights_only=True)
-
-
-def read_quietly(read: Callable[[io.BytesIO], Any], made: io.BytesIO) -> Any:
-    try:
-        return read(made)
-    except Exception as error:
-        return error
-
-
-def test_files_may_be_read_on_several_threads() -> None:
+def test_a_load_changes_nothing_that_other_threads_share() -> None:
+    users: list[Any] = [*NUMPYS, (threading.Event, "a.B")]
+    numbers, ours = io.BytesIO(), io.BytesIO()
+    torch.save({"x": np.arange(4.0)}, numbers)
+    torch.save({"x": [np.float64(1)], "sparse": torch.eye(3).to_sparse(), **{str(at): None for at in range(999)}}, ours)
+    done = threading.Event()
     found: list[Any] = []
+    others: list[Any] = []
 
     def read() -> None:
-        made = [held(array(dtype("f8"), [4], POINTERS)) for _ in range(30)]
-        found.extend(safe_load(one)["x"] for one in made)
+        try:
+            found.extend(safe_load(io.BytesIO(ours.getvalue()))["x"][0] for _ in range(60))
+        finally:
+            done.set()
 
-    threads = [threading.Thread(target=read) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 120
-    assert {type(value) for value in found} == {np.ndarray}
+    with torch.serialization.safe_globals(users):
+        before = set(torch.serialization.get_safe_globals())
+        threads = [threading.Thread(target=read) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        while not done.is_set():
+            others.append(torch.load(io.BytesIO(numbers.getvalue()), weights_only=True)["x"])
+            assert set(torch.serialization.get_safe_globals()) == before
+            assert not torch.sparse.check_sparse_tensor_invariants.is_enabled()
+        for thread in threads:
+            thread.join()
+    assert {type(value) for value in others} == {np.ndarray}
+    assert found == [np.float64(1)] * 120
+
+
+@pytest.mark.parametrize("value", [array(dtype("f8"), [4], POINTERS), name("a.C"), call("os.system", text("true"))])
+def test_what_the_user_allows_stays_as_it_was(value: bytes) -> None:
+    with torch.serialization.safe_globals([np.dtype, (threading.Event, "a.B"), np.ndarray]):
+        before = set(torch.serialization.get_safe_globals())
+        with contextlib.suppress(NotSerialisable):
+            safe_load(held(value))
+        assert set(torch.serialization.get_safe_globals()) == before
+    with pytest.raises(Exception, match=r"Unsupported global|is blocked"):  # nothing of ours is left for a plain load
+        torch.load(held(value), weights_only=True)
 
 
 # -- made up ----------------------------------------------------------------------------------------------------------
@@ -294,3 +399,16 @@ def test_pickles_made_up_at_random(seed: int) -> None:
 @pytest.mark.parametrize("part", range(20))
 def test_many_pickles_made_up_at_random(part: int, seed: int) -> None:
     hunt(seed + part, 5_000)
+
+
+def test_a_name_in_a_file_moves_no_cursor() -> None:
+    written = io.BytesIO()
+    torch.save({"x": torch.zeros(1)}, written)
+    pickled = b"\x80\x02cm\nEvil\x1b[31m\n)\x81(K\x01K\x02e."  # appends to it, which torch refuses
+    forged = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(written.getvalue())) as good, zipfile.ZipFile(forged, "w") as bad:
+        for name in good.namelist():
+            bad.writestr(name, pickled if name.endswith("data.pkl") else good.read(name))
+    with pytest.raises(SpotError) as caught:
+        safe_load(io.BytesIO(forged.getvalue()))
+    assert str(caught.value).isprintable()

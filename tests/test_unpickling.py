@@ -443,6 +443,39 @@ def test_a_user_who_trusts_the_snapshots_is_not_warned(
     assert "NO RESUME" not in caplog.text
 
 
+NOT_TRIED = (
+    "spot: it was not found out whether a resume can read the snapshots"
+    " (NotImplementedError: torch reads no quantized or nested tensor without its bytes)"
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: torch.eye(4).to_sparse(), 0),
+        (lambda: torch.eye(4).to_sparse_csr(), 0),
+        (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), 1),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), 1),
+    ],
+    ids=["sparse", "csr", "quantized", "nested"],
+)
+def test_no_tensor_is_called_damaged_at_the_first_snapshot(
+    make: Callable[[], torch.Tensor],
+    said: int,
+    tmp_path: Path,
+    no_node: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Net()
+    model.register_buffer("special", make())
+    with pytest.raises(Stop):
+        trainer(spot(tmp_path, **no_node), StopAt(7)).fit(model, data())
+    assert manifests(tmp_path)
+    assert caplog.text.count(NOT_TRIED) == said
+    assert caplog.text.count("damaged") == caplog.text.count("NO RESUME") == 0
+
+
 class Scaler:
     """As the normalizers of pytorch-forecasting: fitted when the model is made, saved and taken back by its hooks."""
 

@@ -26,14 +26,23 @@ _MOST_AGAIN = 16
 _MOST_MET = 1_000_000
 """How many objects may be met in a walk through one tuple of a short pickle."""
 
-# Torch maps no other name of Python 2 to one of these.
-_SIZED = re.compile(r"(builtins|__builtin__)\.bytearray|torch(\.\w+)*\.\w*(Tensor|Storage)")
-"""What torch itself deems safe to call, and makes something of any size from a number."""
+_GROWS = re.compile(r"torch(\.\w+)*\.\w*(Tensor|Storage)")
+"""What torch deems safe to call, and makes something of any size, or that may grow; ``torch.save`` calls none."""
+
+_FILLED = {
+    "builtins.bytearray": ("text", "latin1", "bytes"),
+    "builtins.set": ("list",),
+    "collections.Counter": ("dict",),
+    "collections.OrderedDict": (),
+    "torch.Size": ("tuple",),
+}
+"""What may fill an object that takes all that can be walked through: a tensor of few bytes may have endless items."""
 
 _DETOUR = "torch._tensor._rebuild_from_type_v2"
+_OF_TORCH = ("torch.", "collections.")
 _VALUES = frozenset(["BINFLOAT", "NONE", "NEWTRUE", "NEWFALSE", "SHORT_BINSTRING"])
 _NUMBERS = frozenset(["BININT", "BININT1", "BININT2", "LONG1"])
-_EMPTY = frozenset(["EMPTY_DICT", "EMPTY_LIST", "EMPTY_SET"])
+_EMPTY = {"EMPTY_DICT": "dict", "EMPTY_LIST": "list", "EMPTY_SET": "set"}
 _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _POPS = {"APPEND": 1, "BUILD": 1, "SETITEM": 2}
 
@@ -42,7 +51,8 @@ class _Made(NamedTuple):
     """An object that a pickle would make.
 
     Attributes:
-        kind: ``"text"``, ``"latin1"`` (that text), ``"bytes"``, ``"tuple"``, a full name, or ``""`` for anything else.
+        kind: ``"text"``, ``"latin1"`` (that text), ``"bytes"``, ``"tuple"``, ``"list"``, ``"dict"``, ``"set"``,
+            ``"made"`` (by what torch deems safe), a full name, or ``""`` for anything else.
         items: kinds of the items of a tuple.
         depth: of tuples in it.
         met: how many objects a walk through it meets.
@@ -93,8 +103,10 @@ def _follow(pickled: bytes) -> None:
             stack.append(memo[argument])
         elif name == "BINUNICODE":
             stack.append(_Made("latin1" if argument == "latin1" else "text"))
-        elif name in _VALUES or name in _NUMBERS or name in _EMPTY:
+        elif name in _VALUES or name in _NUMBERS:
             stack.append(_ANY)
+        elif name in _EMPTY:
+            stack.append(_Made(_EMPTY[name]))
         elif name == "MARK":
             marked.append(stack)
             stack = []
@@ -106,15 +118,22 @@ def _follow(pickled: bytes) -> None:
             stack[first:] = [_tuple(stack[first:], len(pickled))]
         elif name in ("APPENDS", "SETITEMS"):
             stack = marked.pop()
+        elif name == "BUILD" and stack[-2].kind == "made" and stack[-1].kind not in ("dict", "list", "tuple"):
+            raise _refused("gives a state that torch.save does not write")
         elif name in _POPS:
             del stack[-_POPS[name] :]
         elif name == "BINPERSID":
-            stack[-1] = _ANY
+            stack[-1] = _Made("made")
         elif name == "GLOBAL":
-            stack.append(_Made(argument.replace(" ", ".")))
+            stack.append(_Made(_global(argument)))
         elif name in ("REDUCE", "NEWOBJ"):
             arguments, called = stack.pop(), stack.pop()
             stack.append(_call(called, arguments))
+        elif name == "LONG4":
+            raise NotSerialisable(
+                "the file has an integer of more than 255 bytes, which torch does not read. It is not loaded. Keep"
+                " such a number as text"
+            )
         elif name not in ("PROTO", "STOP"):
             raise NotSerialisable(
                 f"the file has the opcode {name}, of another protocol than torch.save's own. It is not loaded. Save it"
@@ -139,20 +158,27 @@ def _call(called: _Made, arguments: _Made) -> _Made:
     Raises:
         CorruptSnapshot: if it could be of any size.
     """
-    kinds = arguments.items
-    is_encoding = called.kind == "_codecs.encode"
-    is_wrong = arguments.kind != "tuple"
-    is_wrong |= _is_sized(called.kind) and not {"text", "latin1", "bytes"}.issuperset(kinds)
+    kind, kinds = called.kind, arguments.items
+    is_encoding = kind == "_codecs.encode"
+    is_wrong = arguments.kind != "tuple" or _GROWS.fullmatch(kind) is not None
+    is_wrong |= kind in _FILLED and bool(kinds) and not (len(kinds) == 1 and kinds[0] in _FILLED[kind])
     is_wrong |= is_encoding and (kinds[:1] not in (("text",), ("latin1",)) or kinds[1:] != ("latin1",))
-    if called.kind == _DETOUR:  # calls its first argument: a function by its name, and none of those that are looked at
-        is_wrong |= "." not in "".join(kinds[:1]) or kinds[0] in (_DETOUR, "_codecs.encode") or _is_sized(kinds[0])
+    if kind == _DETOUR:  # calls its first argument: a function by its name, and none of those that are looked at
+        first = kinds[0] if kinds else ""
+        is_wrong |= "." not in first or first in (_DETOUR, "_codecs.encode", *_FILLED) or bool(_GROWS.fullmatch(first))
+        is_wrong |= kinds[2:3] != ("tuple",)
     if is_wrong:
-        raise _refused(f"calls {called.kind or 'an object'} in a way that torch.save does not write")
-    return _Made("bytes") if is_encoding else _Made("", (), arguments.depth, arguments.met)
+        raise _refused(f"calls {kind or 'an object'} in a way that torch.save does not write")
+    if is_encoding:
+        return _Made("bytes")
+    return _Made("made" if kind.startswith(_OF_TORCH) else "", (), arguments.depth, arguments.met)
 
 
-def _is_sized(kind: str) -> bool:
-    return _SIZED.fullmatch(kind) is not None
+def _global(argument: str) -> str:
+    """The full name that torch makes of one in a pickle, which may be of Python 2."""
+    module, _, name = argument.partition(" ")
+    module, name = torch._utils.NAME_MAPPING.get((module, name), (module, name))
+    return f"{torch._utils.IMPORT_MAPPING.get(module, module)}.{name}"
 
 
 def _refused(why: str) -> CorruptSnapshot:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from lightning_spot.errors import NotSerialisable
+from lightning_spot.untrusted import plain
 
 ADVICE = (
     "Name its class in torch.serialization.add_safe_globals before fit, or pass weights_only=False to trainer.fit, if"
@@ -48,7 +49,7 @@ class Placeholder:
 
 def _refuse(placeholder: Placeholder, *_: Any) -> NoReturn:
     where = f"{placeholder._where} of the snapshot" if placeholder._where else "what is used here"
-    raise NotSerialisable(f"{where} is a {placeholder._kind}, which was not loaded. {ADVICE}")
+    raise NotSerialisable(f"{plain(where)} is a {plain(placeholder._kind)}, which was not loaded. {ADVICE}")
 
 
 for _name in (

@@ -12,13 +12,12 @@ from __future__ import annotations
 import collections
 import datetime
 import decimal
+import itertools
 import math
 import pathlib
 import re
-import threading
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pickle import UnpicklingError
 from typing import IO, Any
 
@@ -28,9 +27,8 @@ import torch
 from lightning_spot.errors import CorruptSnapshot, NotSerialisable, SpotError
 from lightning_spot.image.bounds import check_bounds
 from lightning_spot.image.placeholder import ADVICE, Placeholder, kind_of, parts_of, remember_places
-from lightning_spot.untrusted import plain
-
-_LOCK = threading.RLock()  # torch's list of safe names is one for the process
+from lightning_spot.image.restricted import restricted_load
+from lightning_spot.untrusted import LONGEST_TEXT, plain
 
 
 def safe_load(file: IO[bytes] | str, map_location: str = "cpu") -> Any:
@@ -47,30 +45,30 @@ def safe_load(file: IO[bytes] | str, map_location: str = "cpu") -> Any:
     Raises:
         NotSerialisable: if it holds an object that cannot be loaded that way.
         CorruptSnapshot: if it is damaged or forged.
+        NotImplementedError: if torch has a tensor of its kind not on ``"meta"``.
         MemoryError: if there is not enough memory for it.
         OSError: if the file cannot be read.
     """
     stand_ins = _StandIns()
     try:
         check_bounds(file)
-        checked = torch.sparse.check_sparse_tensor_invariants()  # type: ignore[no-untyped-call] # torch's
-        with stand_ins.of(file), checked:  # otherwise indices of sparse tensors may point anywhere
-            loaded = torch.load(file, map_location=map_location, weights_only=True, mmap=isinstance(file, str))
-        loaded = _Settling(stand_ins).settled(loaded)
+        loaded = _Settling(stand_ins).settled(restricted_load(file, map_location, stand_ins))
         if stand_ins.kinds:
             remember_places(loaded)
     except (OSError, SpotError, MemoryError):
         raise
-    except UnpicklingError as error:  # torch puts a page of its own advice around the reason
+    except UnpicklingError as error:
         raise NotSerialisable(
-            f"the file holds an object that cannot be read safely ({error.__context__ or error}). {ADVICE}"
+            f"the file holds an object that cannot be read safely ({plain(error, LONGEST_TEXT)}). {ADVICE}"
         ) from error
     except Exception as error:  # of a damaged or forged file, torch may raise anything
         if "DefaultCPUAllocator" in str(error):  # torch's only sign of it; such a file is as good as before
             raise MemoryError(str(error)) from error
+        if map_location == "meta" and isinstance(error, NotImplementedError):  # a page, about torch's inside
+            raise NotImplementedError("torch reads no quantized or nested tensor without its bytes") from error
         if stand_ins.kinds:  # such as a subclass of tensors, which torch cannot make of a stand-in
             raise NotSerialisable(
-                f"the file is not read without objects that are not loaded: {', '.join(stand_ins.kinds)}"
+                f"the file is not read without objects that are not loaded: {', '.join(map(plain, stand_ins.kinds))}"
                 f" ({type(error).__name__}: {plain(error)}). {ADVICE}"
             ) from error
         raise CorruptSnapshot(
@@ -79,50 +77,30 @@ def safe_load(file: IO[bytes] | str, map_location: str = "cpu") -> Any:
     return loaded
 
 
-class _StandIns:
-    """The classes that stand for the foreign names of one file, while torch loads it."""
+class _StandIns(dict[str, Any]):
+    """What each name in one file stands for: a class of the user's list, or one that is made when it is asked for.
+
+    A plain kind is read by us even where the user's list has its class, as torch's errors advise for numpy: its own
+    constructors take bytes for pointers to objects, and torch would call them for any file.
+    """
 
     def __init__(self) -> None:
+        known = ((_name(item), item) for item in torch.serialization.get_safe_globals())
+        super().__init__(
+            {name: item[0] if isinstance(item, tuple) else item for name, item in known if not _is_ours(name)}
+        )
         self.kinds: dict[str, type[_StandIn]] = {}
         self.containers: dict[int, tuple[Any, _StandIn]] = {}
         """Lists and dictionaries that stand for a deque or a defaultdict: torch adds to no others. By their ``id``."""
 
-    @contextmanager
-    def of(self, file: IO[bytes] | str) -> Iterator[None]:
-        """Have torch make stand-ins. Another thread that loads meanwhile may get some, too; they run nothing.
+    def __contains__(self, _: object) -> bool:
+        return True
 
-        A plain kind is read by us even where the user's list has its class, as torch's errors advise for numpy: its own
-        constructors take bytes for pointers to objects, and torch would call them for any file.
-        """
-        with _LOCK:
-            users = [item for item in torch.serialization.get_safe_globals() if _is_ours(_name(item))]
-            _take_off(users)
-            try:
-                # Asked first: a load that is refused in its middle would have read half of the tensors for nothing.
-                names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-                if not isinstance(file, str):
-                    file.seek(0)
-                for name in names:
-                    self.add(name)
-                yield
-            finally:
-                _take_off([(kind, name) for name, kind in self.kinds.items()])
-                torch.serialization.add_safe_globals(users)
-
-    def add(self, name: str) -> type[_StandIn]:
-        """The class that stands for a name, from now on."""
-        if name not in self.kinds:
-            module, _, short = name.rpartition(".")
-            body = {"__slots__": (), "__module__": module, "_name": name, "_all": self}
-            self.kinds[name] = type(short, (_StandIn,), body)
-            torch.serialization.add_safe_globals([(self.kinds[name], name)])
+    def __missing__(self, name: str) -> type[_StandIn]:
+        module, _, short = name.rpartition(".")
+        body = {"__slots__": (), "__module__": module, "_name": name, "_all": self}
+        self[name] = self.kinds[name] = type(short, (_StandIn,), body)
         return self.kinds[name]
-
-
-def _take_off(items: list[Any]) -> None:
-    """Take entries off torch's list of safe names, which has no other way to do it."""
-    with torch.serialization.safe_globals(items):
-        pass
 
 
 def _is_ours(name: str) -> bool:
@@ -143,7 +121,7 @@ class _StandIn(Placeholder):
 
     def __new__(cls, *arguments: Any) -> Any:
         if cls._name == "builtins.getattr" and _is_stand_in(arguments[0]):  # a class within a class
-            return cls._all.add(f"{arguments[0]._name}.{arguments[1]}")
+            return cls._all[f"{arguments[0]._name}.{arguments[1]}"]
         made = object.__new__(cls)
         Placeholder.__init__(made, cls._name, arguments)
         if (container := _CONTAINERS.get(cls._name)) is None:
@@ -197,7 +175,8 @@ class _Settling:
             keys, items = ([self.settled(item) for item in half] for half in (value.keys(), value.values()))
             if _differ(keys, value.keys()) or _differ(items, value.values()):
                 value.clear()
-                value.update(zip(keys, items, strict=True))
+                for key, item in zip(keys, items, strict=True):  # a Counter would count them in update()
+                    value[key] = item
         elif isinstance(value, set):
             items = [self.settled(item) for item in value]
             if _differ(items, value):
@@ -287,8 +266,14 @@ def _deque(items: Any = (), maxlen: int | None = None) -> collections.deque[Any]
     return collections.deque(maxlen=maxlen)
 
 
+_FACTORIES: tuple[type, ...] = (
+    *(bool, bytes, dict, float, frozenset, int, list, set, str, tuple),
+    *(collections.Counter, collections.OrderedDict, collections.defaultdict, collections.deque),
+)
+
+
 def _defaultdict(factory: Any = None) -> collections.defaultdict[Any, Any]:
-    if factory is not None and factory not in (bool, bytes, dict, float, int, list, set, str, tuple, frozenset):
+    if factory is not None and factory not in _FACTORIES:
         raise TypeError("a factory that is not loaded")
     return collections.defaultdict(factory)
 
@@ -328,7 +313,7 @@ def _array(kind: Any, _shape: Any, _code: Any, state: tuple[Any, ...]) -> np.nda
         raise ValueError("truth values other than 0 and 1, of which numpy miscounts")
     if dtype.kind == "U" and raw and np.frombuffer(raw, f"{dtype.byteorder}u4").max() > 0x10FFFF:
         raise ValueError("no text")
-    if min(shape, default=0) < 0 or (not raw and math.prod(size or 1 for size in shape) > _MOST_EMPTY):
+    if min(shape, default=0) < 0 or (not raw and math.prod(itertools.takewhile(bool, shape)) > _MOST_EMPTY):
         raise ValueError("a shape that nothing has")
     flat = np.frombuffer(raw, dtype) if raw else np.empty(0, dtype)
     return flat.reshape(shape, order="F" if is_fortran else "C").copy(order="K")
