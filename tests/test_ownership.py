@@ -106,7 +106,8 @@ def test_a_node_does_nothing_where_the_attempt_has_not_claimed(lent: Lent) -> No
     assert lent.put("thief", "new.txt") != []
     with pytest.raises(SpotError):
         lent.read("thief", "notes.txt")
-    lent.delete("thief", "notes.txt")
+    with pytest.raises(Unclaimed):
+        lent.delete("thief", "notes.txt")
     assert [path.name for path in victim.iterdir()] == ["notes.txt"]
 
 

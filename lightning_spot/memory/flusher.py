@@ -22,7 +22,7 @@ from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.tier import NodeTier, Sent
 from lightning_spot.memory.work import Job, Kind, Work
-from lightning_spot.tiers.claims import Standing, on_behalf
+from lightning_spot.tiers.claims import Standing, check_claimed, on_behalf
 from lightning_spot.tiers.retention import retain
 from lightning_spot.tiers.store import Store
 
@@ -308,6 +308,8 @@ class Flusher:
             if unseen := on_behalf(store, standing, lambda: retain(store, keep, job.manifest)):
                 self._say_unseen(job, unseen)
         else:
+            if standing.owner is not None and standing.claim is None and job.manifest.attempt != standing.owner.attempt:
+                check_claimed(store, job.manifest.attempt)
             put = on_behalf(store, standing, lambda: self._putting.put(store, url, job, attempt))
             with self._ring.changed:
                 if put is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import re
 import socket
@@ -36,6 +37,9 @@ LAYOUT_BODY_BYTES = 32 * 1024 * 1024
 BODIES = web.AppKey("bodies", Quota)
 """Bytes of JSON bodies that are read at the moment."""
 
+STILL_MAY = web.RequestKey("still_may", functools.partial)
+"""Raises if the attempt that a request has shown does not hold its run any more."""
+
 BODIES_BYTES = 512 * 1024 * 1024
 
 MOST_BYTES = 2**46
@@ -61,7 +65,10 @@ async def json_body(request: web.Request, most_bytes: int = SMALL_BODY_BYTES) ->
     if (request.content_length or 0) > most_bytes:
         raise NodeRefused(f"the request's body is longer than {most_bytes} bytes", status=413)
     with ExitStack() as held:
-        return await _read_json(request, most_bytes, held)
+        fields = await _read_json(request, most_bytes, held)
+    if (check := request.get(STILL_MAY)) is not None:
+        check()
+    return fields
 
 
 async def _read_json(request: web.Request, most_bytes: int, held: ExitStack) -> dict[str, Any]:

@@ -226,6 +226,9 @@ class Files:
         With ``unseen`` in its body a file, which is not looked for below: nothing waits for the tier.
         """
         text, path = request.match_info["run"], request.match_info["path"].strip("/")
+        info = self._node.registry.info(self._node.registry.key(text))
+        if info is not None and info.durable_url is not None:  # once it is queued, it may be done for a later attempt
+            await asyncio.to_thread(self._node.routes.check_readable, info.key, info.durable_url)
         if (await json_body(request)).get("unseen") is True:
             await asyncio.to_thread(self._node.remove, text, path, unseen=True)
             return web.json_response({})

@@ -38,6 +38,7 @@ are bounded (``connections``).
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import logging
 import time
@@ -79,6 +80,7 @@ from lightning_spot.service.fields import (
     BODIES,
     BODIES_BYTES,
     LONGEST_WAIT_S,
+    STILL_MAY,
     json_body,
     same_host,
     seconds,
@@ -253,15 +255,21 @@ class Service:
     def _check_attempt(self, request: web.Request) -> None:
         """Refuse to change a run for another attempt than its own; processes of this user's on this host may.
 
-        Who opens a run is asked for the token there. The id of an upload, which is random, says as much.
+        Who opens a run is asked for the token there. The id of an upload, which is random, says as much. What is done
+        then is done to the very run that was looked at, whatever its name means meanwhile; when a body has come, which
+        may take its time, the attempt is asked for once more.
 
         Raises:
             SpotError: see :meth:`Registry.check_attempt`.
         """
         run, resource = request.match_info.get("run"), request.match_info.route.resource
         opens = resource is not None and resource.canonical == OPEN_PATH
-        if run is not None and not opens and request.method not in _READING and not same_host(request):
-            self.node.registry.check_attempt(run, *read_attempt(request.headers.get(ATTEMPT_HEADER, "")))
+        if run is None or opens or request.method in _READING or same_host(request):
+            return
+        key, shown = self.node.registry.key(run), read_attempt(request.headers.get(ATTEMPT_HEADER, ""))
+        self.node.registry.check_attempt(key, *shown)
+        request.match_info["run"] = key
+        request[STILL_MAY] = functools.partial(self.node.registry.check_attempt, key, *shown)
 
     def _check_not_of_a_page(self, request: web.Request) -> None:
         """Refuse what a web page may have a browser of this host send, by its address or by a name of the page's own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import re
@@ -171,6 +172,18 @@ def check_owner(owner: Owner, existing: Claim | None, url: str) -> None:
         )
     if not owner.digest or existing.digest != owner.digest:
         raise _taken(owner.attempt, url, existing)
+
+
+def check_claimed(store: Store, attempt: int) -> None:
+    """Refuse to write for a later attempt what one has left that never claimed the run: it may be a stranger's.
+
+    Raises:
+        Unclaimed: if there is no claim of that number.
+        TierError: if it could not be read.
+    """
+    store.owner = Owner(attempt, "")
+    with contextlib.suppress(Fenced):  # there is one: whose it is, that attempt was asked when it opened the run
+        store.check_owner()
 
 
 def on_behalf(store: Store, standing: Standing, action: Callable[[], Read]) -> Read:
