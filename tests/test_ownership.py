@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -518,6 +519,52 @@ def test_another_run_of_the_node_is_neither_settled_nor_deleted(lent: Lent) -> N
     assert lent.flush() == []
     assert not (lent.root / "victim" / manifest.name).exists()
     assert victim.token not in lent.node.log.read_text()
+
+
+def test_what_an_attempt_without_a_claim_has_left_is_never_done_for_a_later_one(lent: Lent) -> None:
+    """A stranger who opened the run as its next attempt had it done with the claim of the trainer's own next one."""
+    place = lent.root / "victim"
+    victim = lent.open("run", place, claimed=True)
+    store, thief = NodeStore(f"{lent.url}/run"), NodeStore(f"{lent.url}/run")
+    store.know(victim)
+    store.put(snapshot(1), memoryview(b"x" * 100), attempt=1)
+    assert lent.flush() == []
+    there = sorted(str(path) for path in lent.root.rglob("*"))
+    thief.open_run(replace(victim, attempt=2, token="a stranger's"))
+    with pytest.raises(Unclaimed):
+        thief.delete(snapshot(1))
+    forged = snapshot(9, name=snapshot_name(9, 2), attempt=2)
+    thief.put(forged, memoryview(b"x" * 100), attempt=2)
+    again = replace(victim, attempt=3, token="the trainer's again")
+    LocalStore(place).claim(again.claim())
+    store.open_run(again)
+    lent.flush()
+    found = {str(path) for path in lent.root.rglob("*")}
+    assert found - {str(place / ATTEMPTS_DIR / claim_name(3))} == set(there)
+
+
+def test_a_request_whose_body_comes_late_changes_nothing_of_a_later_attempt(tokened: int) -> None:
+    run, head = f"late@{'b' * 12}", b""
+    store = NodeStore(f"spot://127.0.0.1:{tokened}/{run}")
+    first = replace(VICTIM, name="late", id="b" * 12, attempt=1, token="of 1")
+    store.open_run(first)
+    with socket.create_connection(("127.0.0.1", tokened), timeout=30) as connection:
+        shown = f"{ATTEMPT_HEADER}: {attempt_text(1, 'of 1')}\r\n{PROTOCOL_HEADER}: {PROTOCOL_VERSION}"
+        head = f"POST /v1/runs/{run}/close HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 2\r\n{shown}\r\n\r\n".encode()
+        connection.sendall(head)
+        until(lambda: _is_waiting_for_a_body(connection), "the head to be looked at")
+        store.open_run(replace(first, attempt=2, token="of 2"))
+        connection.sendall(b"{}")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 409")
+
+
+def _is_waiting_for_a_body(connection: socket.socket) -> bool:
+    connection.settimeout(0.3)
+    try:
+        raise AssertionError(connection.recv(65536))
+    except TimeoutError:
+        connection.settimeout(30)
+        return True
 
 
 def test_an_attempt_that_was_overtaken_is_fenced(tokened: int) -> None:
