@@ -25,7 +25,7 @@ from lightning_spot.goodput.ledger import MOST_SNAPSHOTS, Account, AttemptRecord
 from lightning_spot.protocol.ownership import open_file, read_file
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import NodeRecord, find_record
-from lightning_spot.untrusted import as_object, read_object
+from lightning_spot.untrusted import LARGE_BYTES, as_object, read_object
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _STEP = struct.Struct("<qdd")  # step, time, stall
 _STEP_AT, _STEP_BYTES = 16, 64
 _REST_AT = _STEP_AT + 2 * _STEP_BYTES
 _LEAST_REST_BYTES = 64 * 1024
-_LONGEST_FILE_BYTES = 64 * 2**20
+_LONGEST_FILE_BYTES = LARGE_BYTES
 _MOST_S, _MOST_TIMES = 60.0, 3.0  # steps take longer than before by so much; a record is written every ten seconds
 _DAMAGE = (OSError, SettingsError, struct.error, OverflowError, ValueError, KeyError, TypeError, AttributeError)
 

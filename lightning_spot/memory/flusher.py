@@ -308,7 +308,7 @@ class Flusher:
             if unseen := on_behalf(store, standing, lambda: retain(store, keep, job.manifest)):
                 self._say_unseen(job, unseen)
         else:
-            if standing.owner is not None and standing.claim is None and job.manifest.attempt != standing.owner.attempt:
+            if standing.owner is not None and standing.is_lent and job.manifest.attempt != standing.owner.attempt:
                 check_claimed(store, job.manifest.attempt)
             put = on_behalf(store, standing, lambda: self._putting.put(store, url, job, attempt))
             with self._ring.changed:

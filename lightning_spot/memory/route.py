@@ -165,7 +165,7 @@ class Routes:
             SpotError: in that case, or if the tier fails.
         """
         standing = self.standing(key, url)
-        if self._allow is not None and standing.claim is None and standing.owner is not None:
+        if self._allow is not None and standing.is_lent:
             store = self.open_store(url)
             store.owner = standing.owner
             store.check_owner()

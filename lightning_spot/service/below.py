@@ -17,7 +17,7 @@ from pathlib import Path
 import fsspec
 
 from lightning_spot.client.node_client import NodeClient, quoted
-from lightning_spot.config import PART_BYTES
+from lightning_spot.config import MOST_PART_BYTES, PART_BYTES
 from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError, TierError
 from lightning_spot.image.files import is_data_file, pieces
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, manifest_path_of, snapshot_order
@@ -25,9 +25,10 @@ from lightning_spot.image.parts import checksum
 from lightning_spot.protocol.wire import answered, file_path, parse_spot_url
 from lightning_spot.tiers.beneath import Beneath, open_file, opened
 from lightning_spot.tiers.filesystem import time_of
+from lightning_spot.untrusted import LARGE_BYTES
 
-_LARGEST_CHECKED_PART = 64 * 1024 * 1024
-_LONGEST_MANIFEST = 64 * 1024 * 1024
+_LARGEST_CHECKED_PART = MOST_PART_BYTES
+_LONGEST_MANIFEST = LARGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ import functools
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
@@ -90,7 +90,7 @@ from lightning_spot.service.fields import (
 from lightning_spot.service.files import Files
 from lightning_spot.service.hosts import HostRequests
 from lightning_spot.service.portions import PortionRequests
-from lightning_spot.service.quotas import Quota, Turns, client_of
+from lightning_spot.service.quotas import Handler, Quota, Turns, client_of
 from lightning_spot.service.readiness import not_ready
 from lightning_spot.service.runs import OPEN_PATH, RunRequests
 from lightning_spot.service.settings import is_loopback
@@ -99,8 +99,6 @@ from lightning_spot.service.uploads import UploadRequests
 from lightning_spot.service.waiting import Waiting
 
 logger = logging.getLogger(__name__)
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _OPEN_TO_ALL = ("/healthz", "/readyz")
 _READING = (hdrs.METH_GET, hdrs.METH_HEAD)

@@ -110,6 +110,11 @@ class Standing:
     owner: Owner | None = None
     claim: Claim | None = None
 
+    @property
+    def is_lent(self) -> bool:
+        """Whether only a claim that its trainer has made counts there."""
+        return self.owner is not None and self.claim is None
+
 
 def digest_of(token: str) -> str:
     """What a claim has of its attempt's token: who reads it, as readers of the directory can, does not know that."""
