@@ -7,6 +7,7 @@ import fcntl
 import functools
 import gc
 import importlib
+import logging
 import os
 import random
 import shutil
@@ -124,6 +125,24 @@ def seed(request: pytest.FixtureRequest) -> int:
 def as_new_process() -> None:
     """No test knows what an earlier one has trained."""
     new_process()
+
+
+class _SaidInThisTest(logging.Filter):
+    """What a bucket's loop says late, 20 s after the test whose bucket it was, is no later test's warning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._earlier = {thread.ident for thread in threading.enumerate() if thread.name == "spot-store-loop"}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.thread not in self._earlier
+
+
+@pytest.fixture(autouse=True)
+def warnings_of_this_test(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """What is captured is what this test had said."""
+    with caplog.filtering(_SaidInThisTest()):
+        yield
 
 
 def new_process() -> None:
