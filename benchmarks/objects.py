@@ -45,7 +45,7 @@ def measured(nbytes: int, megabytes_per_s: float, rounds: int = 1) -> Speeds:
     puts, gets, extra = [], [], [0, 0]
     with s3_behind(lambda port: Throttle(port, megabytes_per_s)):
         store = ObjectStore("s3://benchmark/run-1")
-        for step in range(rounds + 1):  # the first finds out how many connections are worth it
+        for step in range(rounds + 1):  # the first opens the connections
             manifest = Manifest(run="run-1", name=snapshot_name(step, 1), step=step, attempt=1, nbytes=nbytes)
             manifest = manifest.sealed(image)
             with peak_memory() as peak:

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from lightning_spot.client import node_client as client_module
-from lightning_spot.client import part_lanes, starting
+from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.part_encoder import OutgoingPart
@@ -296,30 +296,6 @@ def test_a_part_damaged_on_its_way_is_sent_again(start_node: StartNode, monkeypa
     buffer = bytearray(len(data))
     NodeStore(f"{node.url}/run").fetch(manifest, memoryview(buffer))
     assert bytes(buffer) == data
-
-
-def test_a_node_far_away_is_sent_to_over_more_connections(
-    start_node: StartNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node = start_node()
-    opened: list[str] = []
-    real = NodeClient.stream
-    monkeypatch.setattr(NodeClient, "stream", lambda self, *what: (opened.append(what[0]), real(self, *what))[1])
-    store = NodeStore(f"{node.url}/run")
-    counts = {}
-    for step, useful in ((1, 4), (2, 8)):
-        data = os.urandom(400_000)  # other bytes each time: what the node has already would not be sent
-        monkeypatch.setattr(part_lanes, "useful_streams", lambda _latency_s, useful=useful, **_: useful)
-        made = Manifest(run="run", name=snapshot_name(step, 1), step=step, attempt=1, nbytes=len(data), part_bytes=1000)
-        manifest = made.sealed(memoryview(data))
-        opened.clear()
-        store.put(manifest, memoryview(data), attempt=1)
-        counts[useful] = len(opened)
-        buffer = bytearray(len(data))
-        store.fetch(manifest, memoryview(buffer))
-        assert bytes(buffer) == data
-    assert counts[4] == 4
-    assert 4 < counts[8] <= 8  # the first that were added are tried in any case
 
 
 def test_what_is_damaged_on_its_way_back_is_fetched_again(

@@ -8,7 +8,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.run.location import Location
 from lightning_spot.run.patience import Patience
 from lightning_spot.run.survey import survey
-from lightning_spot.tiers import lanes, objects, sweeping
+from lightning_spot.tiers import objects, sweeping, transfers
 from lightning_spot.tiers.claims import digest_of
 from lightning_spot.tiers.filesystem import tier_errors
 from lightning_spot.tiers.multipart import _Block
@@ -186,43 +186,30 @@ def test_of_two_hosts_that_claim_at_once_one_is_fenced(
         assert newest.digest == digest_of(f"token-{won[0]}")
 
 
-def test_lanes_grow_only_while_that_is_faster() -> None:
-    """Every lane has its own bandwidth: more are better. They share one: more are not."""
-
-    def climbed(seconds_of_a_part: Callable[[int], float]) -> int:
-        now_s = 0.0
-        climb = lanes.Climb(lanes.FIRST, lanes.MOST, clock=lambda: now_s)
-        for _ in range(400):
-            now_s += seconds_of_a_part(climb.lanes)
-            climb.moved(1000)
-        return climb.best_lanes
-
-    assert climbed(lambda count: 0.004 / count) == lanes.MOST
-    assert climbed(lambda count: 0.0005) == lanes.FIRST
-    assert lanes.FIRST < climbed(lambda count: 0.004 / min(count, 16)) < lanes.MOST
-
-
-def test_small_parts_take_no_lane_from_large_ones() -> None:
+def test_small_parts_take_no_connection_from_large_ones() -> None:
     """Far away, each waits for its answer and for nothing else: all of them are asked for at once."""
-    all_there = threading.Barrier(20 + lanes.FIRST)
-    lanes.Lanes().run(((nbytes, lambda: all_there.wait(60.0)) for nbytes in [1000] * 20 + [MIB] * lanes.FIRST), MIB)
+    sizes = [1000] * (transfers.REQUESTS - transfers.CONNECTIONS) + [MIB] * transfers.CONNECTIONS
+    all_there = threading.Barrier(len(sizes))
+    transfers.move(((nbytes, lambda: all_there.wait(60.0)) for nbytes in sizes), MIB)
 
 
-def test_the_size_of_parts_follows_from_what_was_measured() -> None:
-    """Moved parts tell the bandwidth of a lane, small requests the latency; a tier nearby keeps the smallest parts."""
-    sizes = {}
-    for latency_s in (0.0, 0.5):
-        moving = lanes.Lanes()
-        moving.pace.answered(latency_s)
-        moving.run(((16 * 2**20, lambda: time.sleep(0.001)) for _ in range(8)), 16 * 2**20)
-        assert moving.pace.bytes_per_s > 0
-        sizes[latency_s] = moving.part_bytes(100 * 2**30, 5 * 2**20)
-    assert sizes[0.0] == 5 * 2**20
-    assert sizes[0.5] > sizes[0.0]
-    assert lanes.Lanes().part_bytes(100 * 2**30, 5 * 2**20) == 5 * 2**20  # nothing is known before the first
+@pytest.mark.parametrize(("part_bytes", "at_once"), [(8 * MIB, 16), (32 * MIB, 4), (512 * MIB, 1)])
+def test_large_parts_take_fewer_connections_for_memory_to_be_bounded(part_bytes: int, at_once: int) -> None:
+    under_way, lock = [0, 0], threading.Lock()
+
+    def job() -> None:
+        with lock:
+            under_way[0] += 1
+            under_way[1] = max(under_way)
+        time.sleep(0.01)
+        with lock:
+            under_way[0] -= 1
+
+    transfers.move(((part_bytes, job) for _ in range(40)), part_bytes)
+    assert 1 <= under_way[1] <= at_once
 
 
-def test_no_lane_is_left_running_after_an_error() -> None:
+def test_no_part_is_left_on_its_way_after_an_error() -> None:
     running: list[int] = []
     done: list[int] = []
 
@@ -234,7 +221,7 @@ def test_no_lane_is_left_running_after_an_error() -> None:
             raise OSError("part 5")
 
     with pytest.raises(OSError, match="part 5"):
-        lanes.Lanes().run(((MIB, lambda index=index: job(index)) for index in range(100)), MIB)  # type: ignore[misc]
+        transfers.move(((MIB, lambda index=index: job(index)) for index in range(100)), MIB)  # type: ignore[misc]
     assert sorted(running) == sorted(done)
     assert len(done) < 30
 

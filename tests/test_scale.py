@@ -8,21 +8,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks import scale
-from lightning_spot.client.node_client import NodeClient
-from lightning_spot.client.part_sender import PartStream
-from lightning_spot.client.remote import NodeStore
-from lightning_spot.image.coming import Coming
-from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import flusher, room
-from lightning_spot.memory.node import Node
-from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.slots import Slot
 from lightning_spot.memory.work import Job, Work
 from lightning_spot.service.uploads import MOST_STREAMS
-from lightning_spot.tiers import lanes
 from tests.conftest import until
-from tests.gated import RUN_ID, Bench, image_of, manifest_of
-from tests.served import served
+from tests.gated import RUN_ID, Bench
 
 OTHERS = [f"{number:012x}" for number in range(1, 4)]
 
@@ -76,54 +67,6 @@ def test_a_change_wakes_the_thread_of_its_own_tier_only(bench: Bench, monkeypatc
     bench.save(4)
     assert bench.flush() == []
     assert list(found) == [bench.tier().url]
-
-
-def test_how_far_a_node_is_shows_from_connecting_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was asked whether it is well: a busy one answers late, and was then sent to over more connections."""
-    asked: list[str] = []
-    call = NodeClient.call
-    monkeypatch.setattr(
-        NodeClient,
-        "call",
-        lambda self, method, path, *rest, **more: (asked.append(path), call(self, method, path, *rest, **more))[1],
-    )
-    node = Node(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
-    with served(node) as port:
-        store = NodeStore(f"spot://127.0.0.1:{port}/run@{RUN_ID}")
-        store.open_run(RunInfo(name="run", id=RUN_ID, location="file:///run", attempt=1, token="token"))
-        image = memoryview(image_of(1, 1000))
-        manifest = Manifest(run="run", run_id=RUN_ID, name=snapshot_name(1, 1), step=1, attempt=1, nbytes=1000)
-        store.put(manifest.sealed(image), image, attempt=1)
-        store.client.close()
-    assert [path.rpartition("/")[2] for path in asked] == ["open", "uploads", "commit"]
-    assert store._lanes._pace.latency_s > 0
-
-
-@pytest.mark.parametrize(("connect_s", "streams"), [(0.0001, 4), (0.1, 16)], ids=["near", "far"])
-def test_the_first_snapshot_to_a_far_node_has_the_streams_that_it_needs(
-    monkeypatch: pytest.MonkeyPatch, connect_s: float, streams: int
-) -> None:
-    """How far it is was known for the next one only: over an ocean, the first one had four, whatever it moved."""
-    opened: list[PartStream] = []
-    stream = NodeClient.stream
-
-    def open_stream(client: NodeClient, *what: str) -> PartStream:
-        made = stream(client, *what)
-        made.connect_s = connect_s
-        opened.append(made)  # several threads do this
-        return made
-
-    monkeypatch.setattr(NodeClient, "stream", open_stream)
-    monkeypatch.setattr(lanes, "_FASTER", 0.0)  # more are always found to be faster
-    node = Node(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
-    with served(node) as port:
-        store = NodeStore(f"spot://127.0.0.1:{port}/run@{RUN_ID}")
-        store.open_run(RunInfo(name="run", id=RUN_ID, location="file:///run", attempt=1, token="token"))
-        image = memoryview(image_of(1, 2**22))
-        plain = manifest_of(1, nbytes=len(image), part_bytes=2**14)
-        store.send(Coming(plain.sealed(image), image), attempt=1)
-        store.client.close()
-    assert len(opened) == streams
 
 
 @pytest.mark.soak

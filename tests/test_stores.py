@@ -34,7 +34,6 @@ from lightning_spot.image.parts import part_ranges
 from lightning_spot.tiers import files as local_files
 from lightning_spot.tiers import objects, temporaries, writing
 from lightning_spot.tiers.files import tier_errors
-from lightning_spot.tiers.lanes import Lanes
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.objects import ObjectStore
 from lightning_spot.tiers.retention import retain, worth_keeping
@@ -134,8 +133,7 @@ def test_files_of_a_snapshot_and_their_blocks_go_to_s3_side_by_side(monkeypatch:
     manifest, data = sharded(5)
     files = Together(5)  # two small ones, and three blocks
     ready = functools.partial(files.events.append, "ready")
-    image, lanes = memoryview(data), Lanes()
-    writing.write_files(files, "bucket/run", manifest, image, lanes=lanes, temporary="", ready=ready)
+    writing.write_files(files, "bucket/run", manifest, memoryview(data), temporary="", ready=ready)
     wanted = {f"bucket/run/{manifest.path_of(span)}": data[span.offset : span.stop] for span in FILES_OF_ONE}
     assert files.objects == wanted
     assert files.events[0] == "ready"

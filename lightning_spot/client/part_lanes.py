@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from lightning_spot.client.node_client import PING_S, NodeClient
 from lightning_spot.client.part_encoder import OutgoingPart, Part, PartEncoder
@@ -15,13 +15,10 @@ from lightning_spot.client.part_sender import PartStream
 from lightning_spot.errors import CorruptSnapshot, NodeUnreachable, TooManyStreams
 from lightning_spot.memory.tier import Sent
 from lightning_spot.protocol.wire import PartKind
-from lightning_spot.tiers.batches import Pace, useful_streams
-from lightning_spot.tiers.lanes import Climb
 
 CONNECTIONS = 4
-"""Connections a snapshot moves over, at first: a cloud VM gets about 5 Gbit/s per flow outside a placement group."""
+"""Connections a snapshot moves over: a cloud VM gets about 5 Gbit/s per flow outside a placement group."""
 
-_MOST_CONNECTIONS = 16
 _SENDS_OF_A_PART = 3
 _PAUSE_S = 1.0
 _SILENT_S = 5.0  # if nothing arrives for so long, the node is asked whether it is there
@@ -29,7 +26,7 @@ _PATIENCE = 2  # in times of a ping's: the line may be full of what is sent
 
 
 class PartLanes:
-    """The connections to a node: more of them where it is far and more of them move more.
+    """The connections to a node.
 
     Args:
         client: of the node.
@@ -39,8 +36,6 @@ class PartLanes:
     def __init__(self, client: NodeClient, url: str) -> None:
         self._client, self._url = client, url
         self._sender = uuid.uuid4().hex
-        self._pace = Pace()
-        self._connections = CONNECTIONS
 
     def send(self, upload: str, parts: Iterator[Part], count: int, encoder: PartEncoder) -> Sent:
         """Send all parts of an upload, each over the connection that is free first.
@@ -58,35 +53,15 @@ class PartLanes:
             NodeUnreachable: if the node does not answer any more.
             CorruptSnapshot: if a part arrives damaged again and again.
         """
-        most = self._useful(count, self._pace.latency_s)
-        climb, lock = Climb(min(self._connections, most), most), threading.Lock()
         open_stream = functools.partial(self._client.stream, upload, self._sender)
-        lanes: list[_Lane] = []
-        jobs: list[Future[Sent]] = []
-        sent, moved_s = Sent(), time.monotonic()
-        with ThreadPoolExecutor(max(1, min(count, _MOST_CONNECTIONS))) as pool:
-
-            def moved(nbytes: int) -> None:
-                nonlocal moved_s
-                with lock:
-                    moved_s = time.monotonic()
-                    if not self._pace.latency_s:  # the first time: how far it is shows when the first one is connected
-                        climb.most = self._useful(count, _connect_s(lanes))
-                    climb.moved(nbytes)
-                    begin()
-
-            def begin() -> None:
-                while len(jobs) < climb.lanes:
-                    lanes.append(_Lane(open_stream, self._url, shared, encoder, moved))
-                    jobs.append(pool.submit(lanes[-1].run))
-
-            shared = _Shared(parts)
-            with lock:
-                begin()
+        shared, sent = _Shared(parts), Sent()
+        lanes = [_Lane(open_stream, self._url, shared, encoder) for _ in range(min(CONNECTIONS, count))]
+        with ThreadPoolExecutor(max(1, len(lanes))) as pool:
+            jobs = [pool.submit(lane.run) for lane in lanes]
             try:
-                for job in jobs:  # which grow: a lane adds others before it ends
+                for job in jobs:
                     while not wait([job], _SILENT_S).done:
-                        if time.monotonic() - moved_s >= _SILENT_S:
+                        if time.monotonic() - shared.arrived_s >= _SILENT_S:
                             self._client.ping(_PATIENCE * PING_S)
                     sent.add(job.result())
             except BaseException:
@@ -96,13 +71,7 @@ class PartLanes:
                 raise
         if count and not shared.are_taken:
             raise TooManyStreams("this node serves no connection for the parts", tier=self._url)
-        if connect_s := _connect_s(lanes):
-            self._pace.answered(connect_s)
-        self._connections = max(CONNECTIONS, climb.best_lanes)
         return sent
-
-    def _useful(self, count: int, latency_s: float) -> int:
-        return min(count, useful_streams(latency_s, fewest=CONNECTIONS, most=_MOST_CONNECTIONS))
 
 
 class _Lane:
@@ -113,23 +82,11 @@ class _Lane:
         url: of the run there, for messages.
         parts: to take from.
         encoder: says how each is sent.
-        moved: called with the bytes that a part took.
-
-    Attributes:
-        connects_s: how long it took to connect, each time: how far away the node is, however busy.
     """
 
-    def __init__(
-        self,
-        open_stream: Callable[[], PartStream],
-        url: str,
-        parts: _Shared,
-        encoder: PartEncoder,
-        moved: Callable[[int], None],
-    ) -> None:
-        self.connects_s: list[float] = []
+    def __init__(self, open_stream: Callable[[], PartStream], url: str, parts: _Shared, encoder: PartEncoder) -> None:
         self._open_stream, self._url = open_stream, url
-        self._parts, self._encoder, self._moved = parts, encoder, moved
+        self._parts, self._encoder = parts, encoder
         self._again: dict[int, Part] = {}
         self._sent = Sent()
         self._stream: PartStream | None = None
@@ -161,14 +118,13 @@ class _Lane:
 
     def _send_over(self) -> None:
         self._stream = stream = self._open_stream()
-        self.connects_s.append(stream.connect_s)
         try:
             for part, digest in stream.send(self._outgoing()):
                 self._encoder.sent(part, stream.lap())
                 self._note(part)
                 if digest == part.digest:
                     del self._again[part.start]
-                    self._moved(len(part.content))
+                    self._parts.arrived_s = time.monotonic()
         finally:
             stream.close()
 
@@ -190,21 +146,18 @@ class _Lane:
             yield self._encoder.encode(part)
 
 
-def _connect_s(lanes: list[_Lane]) -> float:
-    """How long it took to connect, 0 if none did: the shortest time, since others waited for a processor besides."""
-    return min((connect_s for lane in lanes for connect_s in lane.connects_s), default=0.0)
-
-
 class _Shared:
     """Parts that several connections take from in turn.
 
     Attributes:
         are_taken: whether none is left.
         are_stopped: whether no more are handed out.
+        arrived_s: when the last one did, by the monotonic clock.
     """
 
     def __init__(self, parts: Iterator[Part]) -> None:
         self.are_taken = False
+        self.arrived_s = time.monotonic()
         self._parts = parts
         self._lock = threading.Lock()
         self.are_stopped = False

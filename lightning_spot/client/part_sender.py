@@ -43,9 +43,6 @@ class PartStream:
     Raises:
         NodeUnreachable: if no node answers.
         SpotError: whatever the node answered with.
-
-    Attributes:
-        connect_s: how long it took to connect.
     """
 
     def __init__(self, address: Address, token: str | None, upload: str, sender: str = "") -> None:
@@ -63,12 +60,10 @@ class PartStream:
             *([f"{SENDER_HEADER}: {sender}"] if sender else []),
             *([f"Authorization: Bearer {token}"] if token else []),
         ]
-        began_s = time.perf_counter()
         try:
             self._socket = socket.create_connection(
                 (address.host.strip("[]"), address.port), timeout=_CONNECT_TIMEOUT_S
             )
-            self.connect_s = time.perf_counter() - began_s
         except OSError as error:
             raise self._unreachable(error) from error
         try:

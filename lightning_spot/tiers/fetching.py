@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from lightning_spot.errors import CorruptSnapshot
 from lightning_spot.image.files import FileSpan, pieces
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.tiers.lanes import Job
 from lightning_spot.tiers.store import Progress
+from lightning_spot.tiers.transfers import Job
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from fsspec.asyn import AsyncFileSystem
 from lightning_spot.config import BUCKET_SCHEMES, read_environment, why_no_place, without_password
 from lightning_spot.errors import MissingCredentials, SettingsError, SnapshotNotFound, SpotError, TierError
 from lightning_spot.tiers.connections import SILENT_S, loop_of
-from lightning_spot.tiers.lanes import MOST
+from lightning_spot.tiers.transfers import REQUESTS
 
 _EXTRAS = {
     **dict.fromkeys(("gs", "gcs"), ("gcsfs", "gcs")),
@@ -127,7 +127,8 @@ def _options(url: str) -> dict[str, Any]:
     own: dict[str, Any] = {}
     for name in ("s3a", "s3"):
         own |= dict(fsspec.config.conf.get(name, {})).get("config_kwargs") or {}
-    ours = {"max_pool_connections": MOST, "read_timeout": 2 * SILENT_S}  # that of s3fs, 15 s, would come first, unnamed
+    # The read timeout of s3fs, 15 s, would come first, unnamed.
+    ours = {"max_pool_connections": REQUESTS, "read_timeout": 2 * SILENT_S}
     return {"loop": loop_of(url), "config_kwargs": {**ours, **own}}
 
 

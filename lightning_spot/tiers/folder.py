@@ -16,7 +16,6 @@ from lightning_spot.tiers.temporaries import temporary_name
 from lightning_spot.tiers.writing import ignored, nothing, write_whole
 
 if TYPE_CHECKING:
-    from lightning_spot.tiers.lanes import Lanes
     from lightning_spot.tiers.local import LocalStore
     from lightning_spot.tiers.object_files import ObjectFiles
 
@@ -158,14 +157,13 @@ class ObjectFolder:
 
     Args:
         objects: the run's.
-        lanes: that move large files.
         name: of the snapshot.
         attempt: on whose behalf it is written to.
         run_id: of its run.
     """
 
-    def __init__(self, objects: ObjectFiles, lanes: Lanes, name: str, *, attempt: int, run_id: str) -> None:
-        self._objects, self._lanes, self._name = objects, lanes, name
+    def __init__(self, objects: ObjectFiles, name: str, *, attempt: int, run_id: str) -> None:
+        self._objects, self._name = objects, name
         self._url, self._attempt, self._run_id = objects.url, attempt, run_id
 
     def sizes(self) -> dict[str, int]:
@@ -187,7 +185,6 @@ class ObjectFolder:
             write_whole(
                 self._objects.fs,
                 {path: contents[name] for path, name in names.items()},
-                lanes=self._lanes,
                 temporary=lambda: self._path(temporary_name(self._attempt, self._run_id)),
                 goes_on=goes_on,
                 done=lambda path: done(names[path]),

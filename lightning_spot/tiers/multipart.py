@@ -16,7 +16,7 @@ from lightning_spot.errors import Malformed
 from lightning_spot.image.files import is_data_file
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.tiers import store
-from lightning_spot.tiers.lanes import Job, Lanes
+from lightning_spot.tiers.transfers import Job, move
 from lightning_spot.untrusted import SMALL_BYTES, read_object, text
 
 logger = logging.getLogger(__name__)
@@ -93,16 +93,13 @@ class Upload:
     Args:
         files: an s3fs file system.
         path: bucket and key of the object.
-        lanes: told how long an answer takes.
     """
 
-    def __init__(self, files: Any, path: str, lanes: Lanes) -> None:
+    def __init__(self, files: Any, path: str) -> None:
         self._files, self._path = files, path
         bucket, key, _ = files.split_path(path)
         self._named = {"Bucket": bucket, "Key": key}
-        began_s = time.monotonic()
         self._named["UploadId"] = files.call_s3("create_multipart_upload", **self._named)["UploadId"]
-        lanes.pace.answered(time.monotonic() - began_s)
         self._tags: dict[int, str] = {}
 
     def note(self, path: str) -> None:
@@ -137,7 +134,6 @@ def upload(
     blocks: Iterable[memoryview],
     size: int,
     *,
-    lanes: Lanes,
     ready: Callable[[], None],
     note: str | None,
 ) -> None:
@@ -148,14 +144,13 @@ def upload(
         path: bucket and key.
         blocks: of ``size`` bytes each, but the last; not copied, and no more are asked for than are under way.
         size: of a block.
-        lanes: how many at once.
         ready: called when all blocks are there, before the object becomes visible.
         note: path of a small object that names the upload while it is under way; ``None`` for none.
 
     Raises:
         Exception: whatever failed; the upload is aborted, what was there before is there still.
     """
-    begun = Upload(files, path, lanes)
+    begun = Upload(files, path)
 
     def jobs() -> Iterator[Job]:
         for number, block in enumerate(blocks, 1):
@@ -164,7 +159,7 @@ def upload(
     try:
         if note is not None:
             begun.note(note)
-        lanes.run(jobs(), size)
+        move(jobs(), size)
         ready()
         begun.complete()
     except BaseException:

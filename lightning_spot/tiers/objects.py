@@ -20,12 +20,12 @@ from lightning_spot.tiers.claims import ATTEMPTS_DIR, Claim, Owner
 from lightning_spot.tiers.fetching import Fetching
 from lightning_spot.tiers.filesystem import check_bucket, make_parent, speaks, tier_errors
 from lightning_spot.tiers.folder import ObjectFolder
-from lightning_spot.tiers.lanes import Lanes
 from lightning_spot.tiers.multipart import abort_dead_uploads
 from lightning_spot.tiers.object_files import READERS, ObjectFiles
 from lightning_spot.tiers.store import Holdings, Progress
 from lightning_spot.tiers.sweeping import sweep_folder, sweep_run
 from lightning_spot.tiers.temporaries import temporary_name
+from lightning_spot.tiers.transfers import move
 from lightning_spot.tiers.writing import Parts, write_files, write_small
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,6 @@ class ObjectStore:
         self._is_lent = is_lent
         self._files = ObjectFiles(url)
         self.url, self._fs, self._root = self._files.url, self._files.fs, self._files.root
-        self._lanes = Lanes()
         self._swept_for = 0
 
     # -- what is there --------------------------------------------------------------------------------------------
@@ -123,11 +122,7 @@ class ObjectStore:
     def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
         """See :meth:`Store.fetch`; by several requests at once."""
         with tier_errors(self.url, reading=True):
-            began_s = time.monotonic()
-            sizes = self._sizes(manifest)
-            self._lanes.pace.answered(time.monotonic() - began_s)
-            size = self._lanes.part_bytes(manifest.nbytes, max(PART_BYTES, manifest.part_bytes))
-            for span, nbytes in zip(manifest.spans, sizes, strict=True):
+            for span, nbytes in zip(manifest.spans, self._sizes(manifest), strict=True):
                 if nbytes is None:
                     raise SnapshotNotFound(f"{self.url}/{manifest.path_of(span)} does not exist")
                 if nbytes < span.nbytes:
@@ -136,11 +131,12 @@ class ObjectStore:
                         where=self.url,
                     )
             fetching = Fetching(manifest, into, functools.partial(self._range, manifest), self.url, progress)
-            self._lanes.run(fetching.jobs(size), size)
+            size = max(PART_BYTES, manifest.part_bytes)
+            move(fetching.jobs(size), size)
 
     def folder(self, name: str, *, attempt: int, run_id: str) -> ObjectFolder:
         """See :meth:`HasFolders.folder`."""
-        return ObjectFolder(self._files, self._lanes, name, attempt=attempt, run_id=run_id)
+        return ObjectFolder(self._files, name, attempt=attempt, run_id=run_id)
 
     # -- changes --------------------------------------------------------------------------------------------------
 
@@ -343,7 +339,7 @@ class ObjectStore:
             temporary = f"{commit.rpartition('/')[0]}/{temporary_name(attempt, manifest.run_id)}"
             try:
                 make_parent(self._fs, commit)
-                write_files(self._fs, self._root, manifest, parts, lanes=self._lanes, temporary=temporary, ready=ready)
+                write_files(self._fs, self._root, manifest, parts, temporary=temporary, ready=ready)
                 sealed = seal()
             except BaseException:
                 with contextlib.suppress(Exception):

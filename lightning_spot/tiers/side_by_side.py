@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from lightning_spot.tiers.lanes import Job, Lanes
 from lightning_spot.tiers.multipart import Upload, block_bytes, slices_of
+from lightning_spot.tiers.transfers import Job, move
 
 
 class Once:
@@ -31,12 +31,11 @@ class Once:
 
 
 class SideBySide:
-    """Objects on their way to S3, each in one request or in blocks. The next one begins when a lane is free.
+    """Objects on their way to S3, each in one request or in blocks. The next one begins when a connection is free.
 
     Args:
         files: an s3fs file system.
         objects: their bytes, by path.
-        lanes: how many requests at once.
         ready: called before an object becomes visible: each time, on any thread.
         goes_on: called before each request; what it raises ends all of it.
         done: told the path of each object that is there.
@@ -46,13 +45,12 @@ class SideBySide:
         self,
         files: Any,
         objects: Mapping[str, memoryview],
-        lanes: Lanes,
         *,
         ready: Callable[[], None],
         goes_on: Callable[[], None],
         done: Callable[[str], None],
     ) -> None:
-        self._files, self._objects, self._lanes = files, objects, lanes
+        self._files, self._objects = files, objects
         self._ready, self._goes_on, self._done = ready, goes_on, done
         self._begun: dict[str, Upload] = {}
         self._left: dict[str, int] = {}  # blocks of each upload that are not there yet
@@ -64,18 +62,14 @@ class SideBySide:
         Raises:
             Exception: whatever failed first; what is not there as a whole is aborted, and no request is under way.
         """
-        sizes = {path: self._size(data) for path, data in self._objects.items()}
+        sizes = {path: block_bytes(len(data)) for path, data in self._objects.items()}
         try:
-            self._lanes.run(self._jobs(sizes), max(sizes.values(), default=1))
+            move(self._jobs(sizes), max(sizes.values(), default=1))
         except BaseException:
             for upload in self._begun.values():
                 with contextlib.suppress(Exception):  # the next attempt's sweep aborts it
                     upload.abort()
             raise
-
-    def _size(self, data: memoryview) -> int:
-        """Bytes of a request of an object."""
-        return self._lanes.part_bytes(len(data), block_bytes(len(data)))
 
     def _jobs(self, sizes: Mapping[str, int]) -> Iterator[Job]:
         for path, data in self._objects.items():
@@ -84,7 +78,7 @@ class SideBySide:
                 continue
             self._goes_on()
             blocks = list(slices_of(data, sizes[path]))
-            self._begun[path], self._left[path] = Upload(self._files, path, self._lanes), len(blocks)
+            self._begun[path], self._left[path] = Upload(self._files, path), len(blocks)
             for number, block in enumerate(blocks, 1):
                 yield len(block), functools.partial(self._send, path, number, block)
 

@@ -13,10 +13,10 @@ from lightning_spot.config import PART_BYTES
 from lightning_spot.image.files import FileSpan, check_zero, cut, pieces
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.tiers.filesystem import speaks
-from lightning_spot.tiers.lanes import Lanes
 from lightning_spot.tiers.multipart import block_bytes, regrouped, slices_of, upload
 from lightning_spot.tiers.requests import S3
 from lightning_spot.tiers.side_by_side import Once, SideBySide
+from lightning_spot.tiers.transfers import move
 
 Parts = memoryview | Iterable[memoryview]
 """The bytes of an object, whole or part by part."""
@@ -38,7 +38,6 @@ def write_files(
     manifest: Manifest,
     parts: Parts,
     *,
-    lanes: Lanes,
     temporary: str,
     ready: Callable[[], None],
 ) -> None:
@@ -49,7 +48,6 @@ def write_files(
         root: of the run.
         manifest: of the image.
         parts: its bytes.
-        lanes: how many at once.
         temporary: path of the temporary file.
         ready: called when the first file is about to become visible, before any other is.
 
@@ -59,19 +57,18 @@ def write_files(
     found = by_file(manifest, parts)
     if isinstance(parts, memoryview) and manifest.files:
         objects = {f"{root}/{manifest.path_of(span)}": memoryview(data) for span, data in found}  # type: ignore[arg-type]
-        write_whole(files, objects, lanes=lanes, temporary=lambda: temporary, ready=ready)
+        write_whole(files, objects, temporary=lambda: temporary, ready=ready)
         return
     first, noted = Once(ready), manifest.is_file
     for span, of_file in found:
         path = f"{root}/{manifest.path_of(span)}"
-        write_object(files, path, of_file, span.nbytes, lanes=lanes, temporary=temporary, ready=first, noted=noted)
+        write_object(files, path, of_file, span.nbytes, temporary=temporary, ready=first, noted=noted)
 
 
 def write_whole(
     files: Any,
     objects: Mapping[str, memoryview],
     *,
-    lanes: Lanes,
     temporary: Callable[[], str],
     ready: Callable[[], None] = nothing,
     goes_on: Callable[[], None] = nothing,
@@ -82,7 +79,6 @@ def write_whole(
     Args:
         files: the file system.
         objects: their bytes, by path.
-        lanes: how many at once.
         temporary: makes the path of a temporary file.
         ready: called before the first of them becomes visible.
         goes_on: called before each of them and, at S3, before each of their blocks; what it raises ends all of it.
@@ -93,13 +89,13 @@ def write_whole(
     """
     first = Once(ready)
     if speaks(files, S3):
-        SideBySide(files, objects, lanes, ready=first, goes_on=goes_on, done=done).write()
+        SideBySide(files, objects, ready=first, goes_on=goes_on, done=done).write()
         return
 
     def write(path: str, data: memoryview) -> None:
         goes_on()
         aside = temporary()
-        write_object(files, path, data, len(data), lanes=lanes, temporary=aside, ready=first)
+        write_object(files, path, data, len(data), temporary=aside, ready=first)
         done(path)
 
     if not speaks(files):  # not every library of a file system may be used by several threads
@@ -108,7 +104,7 @@ def write_whole(
         return
     # Of what its library sends, it has a copy of so many bytes.
     jobs = ((min(len(data), _WRITE_BYTES), functools.partial(write, path, data)) for path, data in objects.items())
-    lanes.run(jobs, _WRITE_BYTES)
+    move(jobs, _WRITE_BYTES)
 
 
 def by_file(manifest: Manifest, parts: Parts) -> Iterator[tuple[FileSpan, Parts]]:
@@ -133,7 +129,6 @@ def write_object(
     parts: Parts,
     nbytes: int,
     *,
-    lanes: Lanes,
     temporary: str,
     ready: Callable[[], None],
     noted: bool = False,
@@ -148,7 +143,6 @@ def write_object(
         path: of the object.
         parts: its bytes, whole; or part by part, each done with when the next one is asked for.
         nbytes: how many, about; decides into how many blocks they are cut.
-        lanes: how many at once.
         temporary: path of the temporary file.
         ready: called when all bytes are there, before the object becomes visible.
         noted: whether ``temporary`` is to name an upload to S3 while it is under way, for whoever finds it unfinished.
@@ -157,7 +151,7 @@ def write_object(
         Exception: whatever failed; what was there before is there still.
     """
     if speaks(files, S3):
-        _write_to_s3(files, path, parts, nbytes, lanes, ready, temporary if noted else None)
+        _write_to_s3(files, path, parts, nbytes, ready, temporary if noted else None)
     elif speaks(files):
         _write_in_turn(files, path, parts, ready)
     else:
@@ -188,14 +182,13 @@ def _write_to_s3(
     path: str,
     parts: Parts,
     nbytes: int,
-    lanes: Lanes,
     ready: Callable[[], None],
     note: str | None,
 ) -> None:
-    size = lanes.part_bytes(nbytes, block_bytes(nbytes))
+    size = block_bytes(nbytes)
     if nbytes > size:
         blocks = slices_of(parts, size) if isinstance(parts, memoryview) else regrouped(parts, size)
-        upload(files, path, blocks, size, lanes=lanes, ready=ready, note=note)
+        upload(files, path, blocks, size, ready=ready, note=note)
         return
     data = bytearray()
     for part in _in_turn(parts):
