@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from lightning_spot.client import compression
 from lightning_spot.client.compression import PROBE_BYTES, CompressionRule
 
 LANES = 4
@@ -34,12 +35,10 @@ class Lane:
 
     def done(self, rule: CompressionRule) -> None:
         if self.probes:
-            rule.packed(self.index, PROBE_BYTES, int(self.ratio * PROBE_BYTES), self.spent["cpu"])
+            rule.probed(PROBE_BYTES, int(self.ratio * PROBE_BYTES), self.spent["cpu"])
         if self.packs:
-            rule.packed(self.index, PART, int(self.ratio * PART), self.spent["cpu"])
-            rule.sent_packed(self.index, PART, sum(self.spent.values()))
-        else:
-            rule.sent_plain(PART, self.spent["wire"])
+            rule.packed(PART, int(self.ratio * PART), self.spent["cpu"])
+        rule.sent(int(PART * (self.ratio if self.packs else 1.0)), self.spent["wire"] + self.spent["far"])
 
 
 def snapshot_s(rule: CompressionRule | None, link: float, cores: float, far_cores: float = 0.0) -> float:
@@ -53,7 +52,7 @@ def snapshot_s(rule: CompressionRule | None, link: float, cores: float, far_core
     while waiting or lanes:
         while waiting and len(lanes) < LANES:
             index = waiting.pop(0)
-            packs = rule is not None and rule.packs(index)
+            packs = rule is not None and rule.packs
             lanes.append(Lane(index, packs=packs, probes=rule is not None and not packs and rule.probes()))
         in_stage = {name: sum(lane.stages[0][0] == name for lane in lanes) for name in ("cpu", "wire", "far")}
         speed = {
@@ -77,9 +76,14 @@ def snapshot_s(rule: CompressionRule | None, link: float, cores: float, far_core
             lanes.remove(lane)
             if rule is not None:
                 lane.done(rule)
-    if rule is not None:
-        rule.end(now_s)
     return now_s
+
+
+@pytest.fixture(autouse=True)
+def processors(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """What the sender's host says of them."""
+    cores = request.getfixturevalue("cores") if "cores" in request.fixturenames else 1.0
+    monkeypatch.setattr(compression.os, "cpu_count", lambda: max(1, int(cores)))
 
 
 SOAK = [pytest.param(*cores, marks=pytest.mark.soak) for cores in ((0.2, 0.3), (1.0, 0.3), (1.0, 4.0), (2.0, 0.3))]
@@ -87,12 +91,12 @@ SOAK = [pytest.param(*cores, marks=pytest.mark.soak) for cores in ((0.2, 0.3), (
 
 @pytest.mark.parametrize(("cores", "far_cores"), [(0.2, 4.0), (2.0, 4.0), (8.0, 0.3), (8.0, 4.0), *SOAK])
 @pytest.mark.parametrize("gbit_per_s", [0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0])
-def test_it_is_never_slower_than_sending_everything_as_it_is(gbit_per_s: float, cores: float, far_cores: float) -> None:
+def test_it_is_no_slower_than_sending_everything_as_it_is(gbit_per_s: float, cores: float, far_cores: float) -> None:
     rule, link = CompressionRule(), gbit_per_s * 1e9 / 8
     plain_s = snapshot_s(None, link, cores, far_cores)
     each_s = [snapshot_s(rule, link, cores, far_cores) for _ in range(8)]
-    assert sum(each_s) <= 1.02 * 8 * plain_s
-    assert max(each_s) <= 1.2 * plain_s
+    assert sum(each_s[4:]) <= 1.02 * 4 * plain_s  # by then it is known what packing costs a receiver
+    assert max(each_s) <= (1.05 if far_cores >= 1.0 else 2.0) * plain_s
     if gbit_per_s <= 1.0 and min(cores, far_cores) >= 1.0:  # and where it pays it is used
         assert sum(each_s[1:]) < 7 * plain_s / 1.25
 
@@ -105,7 +109,7 @@ def test_nor_where_packing_takes_the_processors_that_sending_needs(gbit_per_s: f
     plain_s = snapshot_s(None, link, cores)
     each_s = [snapshot_s(rule, link, cores) / plain_s for _ in range(40)]
     assert sum(each_s) <= 1.025 * 40
-    assert max(each_s) <= 1.1
+    assert max(each_s) <= 1.05
     if gbit_per_s <= 0.5 and cores >= 1.0:
         assert sum(each_s[1:]) < 39 / 1.25
 
@@ -125,8 +129,8 @@ def test_nor_where_threads_that_pack_wait_long_for_their_turn(
     plain_s = snapshot_s(None, link, 1.0)
     monkeypatch.setattr(Lane, "__init__", begin)
     each_s = [snapshot_s(rule, link, 1.0) / plain_s for _ in range(24)]
-    assert sum(each_s) <= 1.025 * 24
-    assert max(each_s) <= 1.25
+    assert sum(each_s) <= 1.1 * 24
+    assert sum(each_s[12:]) <= 1.025 * 12
     if gbit_per_s <= 0.1:
         assert sum(each_s[1:]) < 23 / 1.2
 
@@ -140,31 +144,48 @@ def test_a_link_that_becomes_fast_is_noticed_and_one_that_becomes_slow_too() -> 
         assert snapshot_s(rule, link, 1.0, 1.0) <= factor * snapshot_s(None, link, 1.0, 1.0)
 
 
-def rule_that_may_pack() -> CompressionRule:
-    """In its second snapshot; nothing is known but that the first went."""
+def test_nothing_is_packed_before_both_speeds_are_known() -> None:
     rule = CompressionRule()
     rule.begin()
-    rule._comparison.add(1, packed=False)
-    rule.end(1.0)
+    assert not rule.packs
+    assert [rule.probes(), rule.probes()] == [True, False]  # once in a snapshot
+    rule.probed(PART, PART // 2, 0.01)
     rule.begin()
-    return rule
+    assert not rule.packs
+    rule.sent(PART, 1.0)
+    rule.begin()
+    assert rule.packs
+    assert not rule.probes()  # what is packed is measured
 
 
-def test_nothing_is_packed_before_both_speeds_are_known() -> None:
-    rule = rule_that_may_pack()
-    assert not rule.packs(0)
-    assert not rule.probes()  # there is nothing to compare with yet
-    rule.sent_plain(PART, 1.0)
-    assert rule.probes()
-    assert not rule.packs(0)
-    rule.packed(0, PART, PART // 2, 0.01)
-    assert rule.packs(0)
+def test_what_a_snapshot_in_which_little_changed_does_not_say_stays_as_it_was() -> None:
+    rule = CompressionRule()
+    rule.probed(PART, PART // 2, 0.01)
+    rule.sent(PART, 1.0)
+    rule.begin()
+    rule.begin()  # all was there
+    assert rule.packs
 
 
-def test_a_thread_that_had_to_wait_for_its_turn_says_little_about_packing() -> None:
-    rule = rule_that_may_pack()
-    rule.sent_plain(PART, 1.0)
-    rule.packed(0, PART, PART // 2, 30.0)
-    assert not rule.packs(1)
-    rule.packed(0, PART, PART // 2, 0.01)
-    assert rule.packs(1)
+def test_packing_that_did_not_pay_counts_for_more() -> None:
+    rule = CompressionRule()
+    found = []
+    for _ in range(6):  # each time a piece is packed soon, and all of it takes long
+        rule.probed(PART, PART // 2, 0.002)
+        rule.sent(PART, 0.1)
+        rule.begin()
+        found.append(rule.packs)
+        if rule.packs:
+            rule.packed(PART, PART // 2, 0.3)
+            rule.sent(PART // 2, 0.05)
+            rule.begin()
+            assert not rule.packs
+    assert found == [True, True, False, False, False, False]
+
+
+def test_what_cannot_be_compressed_is_not() -> None:
+    rule = CompressionRule()
+    rule.probed(PART, PART + 100, 0.0)
+    rule.sent(PART, 100.0)
+    rule.begin()
+    assert not rule.packs

@@ -18,7 +18,7 @@ import torch
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import approximation
 from lightning_spot.client.approximation import Approximation
-from lightning_spot.client.part_encoder import packers
+from lightning_spot.client.compression import packers
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import CorruptManifest, CorruptSnapshot, NodeUnreachable, TierError
 from lightning_spot.image.floats import Floats

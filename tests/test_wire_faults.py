@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from lightning_spot.client.compression import CompressionRule, packers
 from lightning_spot.client.node_client import NodeClient
-from lightning_spot.client.part_encoder import OutgoingPart, Part, PartEncoder, packers
+from lightning_spot.client.part_encoder import OutgoingPart, Part, PartEncoder
 from lightning_spot.image import delta, packing
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory import bases
@@ -22,7 +23,6 @@ from lightning_spot.service import uploads
 from tests.conftest import until
 from tests.gated import MIB, manifest_of
 from tests.proxy import Proxy
-from tests.test_compression import rule_that_may_pack
 from tests.wire_pair import RUN, Pair, Sender, floats, kinds, needs_zstd, pair, state, trained
 
 __all__ = ["kinds", "pair"]
@@ -168,17 +168,19 @@ def test_nobody_waits_until_it_is_known_how_packing_goes(monkeypatch: pytest.Mon
     earlier = bases.Glance(manifest_of(1, 1, len(image), part_bytes=MIB), memoryview(floats(2, 4 * MIB)), lambda: True)
     earlier = replace(earlier, manifest=earlier.manifest.sealed(earlier.image))
     base = BaseInfo("x", len(image), MIB, earlier.manifest.checksums, unpacks=True)
-    rule = rule_that_may_pack()
-    rule.sent_plain(MIB, 1.0)
+    rule = CompressionRule()
+    rule.sent(MIB, 10.0)
     with packers() as threads:
         threads.submit(let_go.wait, 30)  # a processor that has no time
         monkeypatch.setattr(delta, "encode", lambda *_: bytes(let_go.wait(30)))
         encoder = PartEncoder(image, MIB, base, earlier, threads, rule)
         kinds = [encoder.encode((start, start + MIB, "0" * 32)).kind for start in range(0, 4 * MIB, MIB)]
         assert kinds == [PartKind.WHOLE] * 4
-        assert not rule.packs(0)
+        rule.begin()
+        assert not rule.packs
         let_go.set()
-    assert rule.packs(0)  # what came of it is known
+    rule.begin()
+    assert rule.packs  # what came of it is known
 
 
 class Upload:

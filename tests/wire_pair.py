@@ -17,6 +17,7 @@ from lightning_spot.client.part_encoder import OutgoingPart
 from lightning_spot.client.part_sender import PartStream
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.image import packing
+from lightning_spot.protocol.wire import PartKind
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
 from tests.gated import MIB, RUN_ID, Bench, manifest_of
@@ -93,7 +94,8 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     def noting(self: PartStream, part: OutgoingPart) -> None:
         with lock:  # several threads send
-            counted["PACKED" if part.pack_s else part.kind.name] += 1
+            is_packed = part.kind is PartKind.DELTA and part.content[0] == 1  # the coding of the delta
+            counted["PACKED" if is_packed else part.kind.name] += 1
         send(self, part)
 
     monkeypatch.setattr(PartStream, "_send", noting)

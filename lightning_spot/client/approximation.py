@@ -206,7 +206,7 @@ class ApproximateEncoder(PartEncoder):
         if sent.kind is PartKind.SAME or as_it_is > WORTH * (stop - start) or len(change.ranges) > MOST_RANGES:
             return sent
         content = encode_picked(self._image[start:stop], change.ranges, change.picks)
-        return OutgoingPart(start, stop - start, digest, PartKind.DELTA, content, as_it_is)
+        return OutgoingPart(start, stop - start, digest, PartKind.DELTA, content)
 
 
 def _clipped(floats: Sequence[Floats], start: int, stop: int) -> Iterator[Floats]:

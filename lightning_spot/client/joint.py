@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from lightning_spot.client.compression import CompressionRule
+from lightning_spot.client.compression import CompressionRule, packers
 from lightning_spot.client.node_client import NodeClient, quoted
-from lightning_spot.client.part_encoder import Part, PartEncoder, packers
+from lightning_spot.client.part_encoder import Part, PartEncoder
 from lightning_spot.client.part_lanes import PartLanes
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import NodeRefused, NodeUnreachable, SettingsError, SnapshotNotFound, SpotError
@@ -142,9 +142,7 @@ class JointUploads:
         encoder = PartEncoder(image, PART_BYTES, gathering.base, earlier, threads, rule, always=always)
         try:
             self._rule.begin()
-            began_s = time.perf_counter()
             sent = self._lanes.send(gathering.upload, parts(), len(pieces), encoder)
-            self._rule.end(time.perf_counter() - began_s)
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
         self.sent.add(sent)

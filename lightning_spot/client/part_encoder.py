@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import time
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
 from lightning_spot.client.compression import LEAST_BYTES, PROBE_BYTES, CompressionRule
@@ -15,9 +13,6 @@ from lightning_spot.memory.bases import Glance
 from lightning_spot.protocol.wire import BaseInfo, PartKind
 
 Part = tuple[int, int, str]  # first byte, end, checksum
-
-_PACKERS = 4
-_NICENESS = 10
 
 WORTH = 7 / 8
 """Share of a part above which naming what changed of it saves too little."""
@@ -33,8 +28,6 @@ class OutgoingPart:
         digest: its xxh3-128.
         kind: what ``content`` is.
         content: what is sent.
-        changed_bytes: how much of the part ``content`` stands for.
-        pack_s: seconds that it took to pack, 0 if it is not packed.
     """
 
     start: int
@@ -42,23 +35,11 @@ class OutgoingPart:
     digest: str
     kind: PartKind
     content: memoryview | bytes
-    changed_bytes: int = 0
-    pack_s: float = 0.0
 
     @classmethod
     def whole(cls, start: int, part: memoryview, digest: str) -> OutgoingPart:
         """A part that is sent whole."""
-        return cls(start, len(part), digest, PartKind.WHOLE, part, len(part))
-
-
-def packers() -> Executor:
-    """Threads to pack on, which stand back behind training: what processors it leaves decides how fast they are."""
-    return ThreadPoolExecutor(_PACKERS, thread_name_prefix="spot-pack", initializer=_stand_back)
-
-
-def _stand_back() -> None:
-    thread = threading.get_native_id()  # on Linux each thread has a priority of its own
-    os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
+        return cls(start, len(part), digest, PartKind.WHOLE, part)
 
 
 class PartEncoder:
@@ -90,7 +71,6 @@ class PartEncoder:
         self._earlier = earlier if self._base is not None and _is(earlier, self._base) else None
         self._rule = rule if base is not None and base.unpacks and can_pack() else None
         self._packers, self._always = packers, always
-        self._probing = threading.Lock()
 
     def whole(self, part: Part) -> OutgoingPart:
         """A part to be sent whole, because anything else went wrong."""
@@ -110,12 +90,8 @@ class PartEncoder:
 
     def sent(self, part: OutgoingPart, wire_s: float) -> None:
         """Note that a part was under way for ``wire_s`` seconds."""
-        if self._rule is None or part.changed_bytes < LEAST_BYTES:
-            return
-        if part.pack_s:
-            self._rule.sent_packed(part.start // self._part_bytes, part.changed_bytes, part.pack_s + wire_s)
-        else:
-            self._rule.sent_plain(part.changed_bytes, wire_s)
+        if self._rule is not None and len(part.content) >= LEAST_BYTES:
+            self._rule.sent(len(part.content), wire_s)
 
     def _delta(self, part: Part, earlier: Glance) -> OutgoingPart | None:
         """What changed of a part; ``None`` if that is nearly all of it and not worth packing."""
@@ -125,35 +101,29 @@ class PartEncoder:
         new, base = self._image[start:stop], part_of(earlier.image, start, stop)
         ranges = changed_ranges(new, base)
         changed = sum(end - begin for begin, end in ranges)
-        index = start // self._part_bytes
         if self._rule is not None and changed >= LEAST_BYTES:
-            if self._always or self._rule.packs(index):
+            if self._always or self._rule.packs:
                 packed, pack_s = self._pack(new, base, ranges)
-                self._rule.packed(index, changed, len(packed), pack_s)
+                self._rule.packed(changed, len(packed), pack_s)
                 if len(packed) < min(changed, len(new) * WORTH):
-                    return OutgoingPart(start, len(new), digest, PartKind.DELTA, packed, changed, pack_s)
+                    return OutgoingPart(start, len(new), digest, PartKind.DELTA, packed)
             elif self._rule.probes():
                 begin, end = max(ranges, key=lambda bounds: bounds[1] - bounds[0])
                 end = min(end, begin + PROBE_BYTES)
-                self._probe(index, new[begin:end], base[begin:end])
+                self._probe(self._rule, new[begin:end], base[begin:end])
         if changed > len(new) * WORTH:
             return None
-        content = encode(new, base, ranges, Coding.PLAIN)
-        return OutgoingPart(start, len(new), digest, PartKind.DELTA, content, changed)
+        return OutgoingPart(start, len(new), digest, PartKind.DELTA, encode(new, base, ranges, Coding.PLAIN))
 
-    def _probe(self, index: int, new: memoryview, base: memoryview) -> None:
+    def _probe(self, rule: CompressionRule, new: memoryview, base: memoryview) -> None:
         """Pack a piece of a part to see how that goes. Nothing waits for it: the part is on its way meanwhile."""
         from lightning_spot.image.delta import Coding, encode
 
-        if not self._probing.acquire(blocking=False):
-            return
         began_s = time.perf_counter()
 
         def note(done: Future[bytes]) -> None:
-            self._probing.release()
-            if done.cancelled() or self._rule is None:
-                return
-            self._rule.packed(index, len(new), len(done.result()), time.perf_counter() - began_s)
+            if not done.cancelled():
+                rule.probed(len(new), len(done.result()), time.perf_counter() - began_s)
 
         self._packers.submit(encode, new, base, [(0, len(new))], Coding.PACKED).add_done_callback(note)
 

@@ -86,9 +86,6 @@ class PartStream:
         waiting: list[OutgoingPart] = []
         try:
             for part in parts:
-                # Between packed parts and others the line is emptied, so that it is known how long either takes.
-                while waiting and bool(waiting[0].pack_s) != bool(part.pack_s):
-                    yield waiting.pop(0), self._digest()
                 self._send(part)
                 waiting.append(part)
                 if len(waiting) >= _WINDOW:

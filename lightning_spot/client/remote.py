@@ -12,10 +12,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from lightning_spot.client.approximation import ApproximateEncoder, Approximation
-from lightning_spot.client.compression import CompressionRule
+from lightning_spot.client.compression import CompressionRule, packers
 from lightning_spot.client.joint import JointUploads
 from lightning_spot.client.node_client import NodeClient, quoted
-from lightning_spot.client.part_encoder import OutgoingPart, PartEncoder, packers
+from lightning_spot.client.part_encoder import OutgoingPart, PartEncoder
 from lightning_spot.client.part_lanes import CONNECTIONS, PartLanes
 from lightning_spot.config import LARGEST
 from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError
@@ -283,9 +283,7 @@ class NodeStore:
             coming, encoder = prepare(threads)
             count = -(-coming.manifest.nbytes // coming.manifest.part_bytes)
             self._rule.begin()
-            began_s = time.perf_counter()
             sent = self._lanes.send(upload, coming.sealed_parts(), count, encoder)
-            self._rule.end(time.perf_counter() - began_s)
             manifest = coming.committed()
             self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": self._named(manifest).to_dict()})
         except BaseException:
