@@ -945,6 +945,33 @@ def test_a_bucket_that_is_not_there_is_said_to_be_so(s3: str, capsys: Said) -> N
     assert "bucket 'nowhere' of s3://nowhere/run does not exist" in capsys.readouterr().err
 
 
+def test_doctor_looks_for_the_rule_that_ends_unfinished_uploads(
+    s3: str, capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def advice() -> list[str]:
+        assert main(["doctor", f"{s3}/run", "--sample", "1MB", "--snapshot-size", "1MB", "--json"]) == 0
+        found: list[str] = json.loads(capsys.readouterr().out)["advice"]
+        return [line for line in found if "AbortIncompleteMultipartUpload" in line]
+
+    monkeypatch.setattr(doctor, "node_speed", lambda _url, _nbytes: 1e9)
+    (line,) = advice()
+    rules = json.loads(line[line.index("{") : line.rindex("}") + 1])
+    files = s3fs.S3FileSystem()
+    call = s3fs.S3FileSystem.call_s3
+
+    def refused(self: s3fs.S3FileSystem, method: str, *arguments: Any, **more: Any) -> Any:
+        if method == "get_bucket_lifecycle_configuration":
+            raise PermissionError("not allowed to")
+        return call(self, method, *arguments, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(s3fs.S3FileSystem, "call_s3", refused)
+        (line,) = advice()
+        assert "not allowed to" in line
+    files.call_s3("put_bucket_lifecycle_configuration", Bucket=s3.removeprefix("s3://"), LifecycleConfiguration=rules)
+    assert advice() == []
+
+
 def test_doctor_says_what_to_do_about_the_memory_for_slots(
     tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:

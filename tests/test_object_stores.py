@@ -25,7 +25,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.run.location import Location
 from lightning_spot.run.patience import Patience
 from lightning_spot.run.survey import survey
-from lightning_spot.tiers import objects, sweeping, transfers
+from lightning_spot.tiers import objects, requests, transfers
 from lightning_spot.tiers.claims import digest_of
 from lightning_spot.tiers.filesystem import tier_errors
 from lightning_spot.tiers.multipart import _Block
@@ -279,38 +279,28 @@ def test_a_library_that_drops_the_condition_is_refused(s3: str, monkeypatch: pyt
     s3fs.S3FileSystem.clear_instance_cache()
 
 
-def test_unfinished_uploads_of_killed_writers_of_files_are_aborted_and_no_others(
-    bucket: str, raw: s3fs.S3FileSystem, monkeypatch: pytest.MonkeyPatch
+RULE = {"ID": "abort", "Status": "Enabled", "Filter": {}, "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 7}}
+
+
+@pytest.mark.parametrize(
+    ("rule", "is_one"),
+    [
+        (RULE, True),
+        ({**RULE, "Filter": {"Prefix": "runs/"}}, True),
+        ({**RULE, "Filter": {"Prefix": "others/"}}, False),
+        ({**RULE, "Status": "Disabled"}, False),
+        ({"ID": "old", "Status": "Enabled", "Filter": {}, "Expiration": {"Days": 30}}, False),
+        (None, False),
+    ],
+    ids=["all", "prefix", "another prefix", "off", "another", "none"],
+)
+def test_the_rule_that_ends_unfinished_uploads_is_found(
+    bucket: str, raw: s3fs.S3FileSystem, rule: dict[str, Any] | None, is_one: bool
 ) -> None:
-    """They stayed in the bucket for ever."""
-    store = ObjectStore(f"{bucket}/mine")
-    abort = store._fs.call_s3
-    cut = {"list_objects_v2", "create_multipart_upload", "upload_part", "put_object"}
-
-    def killed(method: str, *arguments: Any, **more: Any) -> Any:
-        if method not in cut:
-            raise OSError("the process was killed")
-        return abort(method, *arguments, **more)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store._fs, "call_s3", killed)
-        patch.setattr(store._fs, "rm_file", lambda path: killed("delete_object"))
-        with pytest.raises(SpotError):
-            put(store, 1, 40 * KIB, name="mine.ckpt", file="")
-    name = bucket.removeprefix("s3://")
-    raw.call_s3("create_multipart_upload", Bucket=name, Key="mine/yours.ckpt")
-    assert sorted(uploads_of(raw, bucket)) == ["mine/mine.ckpt", "mine/yours.ckpt"]
-    store.sweep_files()
-    assert len(uploads_of(raw, bucket)) == 2, "its writer lives"
-    monkeypatch.setattr(sweeping, "writer_has_ended", lambda _name: True)
-    store.sweep_files()
-    assert uploads_of(raw, bucket) == ["mine/yours.ckpt"]
-    assert raw.find(f"{bucket}/mine") == []
-    put(store, 2, 40 * KIB, name="mine.ckpt", file="")
-    assert sorted(raw.find(f"{bucket}/mine")) == [
-        f"{name}/mine/.lightning_spot/mine.ckpt.manifest.json",
-        f"{name}/mine/mine.ckpt",
-    ]
+    if rule is not None:
+        name = bucket.removeprefix("s3://")
+        raw.call_s3("put_bucket_lifecycle_configuration", Bucket=name, LifecycleConfiguration={"Rules": [rule]})
+    assert requests.aborts_unfinished(raw, f"{bucket}/runs/1") == is_one
 
 
 def test_missing_credentials_are_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,8 @@ from lightning_spot.memory.runs import RunInfo
 from lightning_spot.notices.detect import CLOUDS, detect_cloud
 from lightning_spot.run.location import memory_limit_bytes
 from lightning_spot.run.patience import PATIENCE, unless_silent
-from lightning_spot.tiers.filesystem import open_filesystem, tier_errors
+from lightning_spot.tiers.filesystem import open_filesystem, speaks, tier_errors
+from lightning_spot.tiers.requests import S3, aborts_unfinished
 from lightning_spot.tiers.store import Holdings, Store
 
 if TYPE_CHECKING:
@@ -42,6 +43,17 @@ _WORTH_A_NODE = 0.01
 _USUAL_BYTES = 10**9
 """Size of a snapshot of which nothing is known."""
 _MEMORY_FILES = "memory files are used, and end with the node that holds them"
+_RULE = "set AbortIncompleteMultipartUpload, to 7 days say"
+_ABORTS = {
+    "Rules": [
+        {
+            "ID": "abort-unfinished-uploads",
+            "Status": "Enabled",
+            "Filter": {},
+            "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 7},
+        }
+    ]
+}
 _WAY_ON = (
     ". Is one running there (`lightning-spot node --listen HOST:PORT`), and does a firewall let this host through?"
 )
@@ -120,6 +132,8 @@ def doctor(arguments: argparse.Namespace) -> int:
     facts["outlook"] = {label: asdict(found) for label, found in outlooks.items()}
     replicas = min(arguments.replicas, len(nodes))
     facts["advice"] = _advice(outlooks, snapshot_bytes, location.url, nodes, replicas, facts["grace_s"])
+    if found is not None:
+        facts["advice"][:0] = _of_unfinished_uploads(location.url)
     facts["problems"] = problems
     if arguments.json:
         print(json.dumps(facts, indent=1))
@@ -279,6 +293,25 @@ def _advice(
     if not outlooks:
         return [*advice, f"{url} cannot be used: mend that, or name another, and ask again"]
     return [*advice, f"SpotCheckpoint({url!r}{memory})  # the interval finds itself"]
+
+
+def _of_unfinished_uploads(url: str) -> list[str]:
+    """What is to be said of uploads to S3 that killed processes left: a rule of the bucket must abort them."""
+    files, path = open_filesystem(url)
+    if not speaks(files, S3):
+        return []
+    try:
+        with tier_errors(url):
+            if aborts_unfinished(files, path):
+                return []
+    except TierError as error:
+        return [f"whether a lifecycle rule aborts unfinished uploads below {url} could not be read ({error}): {_RULE}"]
+    bucket = path.partition("/")[0]
+    return [
+        f"no lifecycle rule aborts unfinished uploads below {url}: parts of what a killed process was sending are"
+        f" stored, and paid for, until somebody removes them: {_RULE}. Where the bucket has no other rule: aws s3api"
+        f" put-bucket-lifecycle-configuration --bucket {bucket} --lifecycle-configuration '{json.dumps(_ABORTS)}'"
+    ]
 
 
 def _of_memory(slots: int, snapshot_bytes: int) -> list[str]:

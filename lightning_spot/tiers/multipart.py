@@ -5,19 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import json
 import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from lightning_spot.errors import Malformed
 from lightning_spot.image.files import is_data_file
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.tiers import store
 from lightning_spot.tiers.transfers import Job, move
-from lightning_spot.untrusted import SMALL_BYTES, read_object, text
 
 logger = logging.getLogger(__name__)
 
@@ -102,10 +99,6 @@ class Upload:
         self._named["UploadId"] = files.call_s3("create_multipart_upload", **self._named)["UploadId"]
         self._tags: dict[int, str] = {}
 
-    def note(self, path: str) -> None:
-        """Write a small object that names this upload."""
-        self._files.pipe_file(path, json.dumps({"key": self._named["Key"], "upload": self._named["UploadId"]}).encode())
-
     def send(self, number: int, block: memoryview) -> None:
         """Send a block, numbered from 1; it is not copied."""
         answer = self._files.call_s3(
@@ -128,15 +121,7 @@ class Upload:
         self._files.call_s3("abort_multipart_upload", **self._named)
 
 
-def upload(
-    files: Any,
-    path: str,
-    blocks: Iterable[memoryview],
-    size: int,
-    *,
-    ready: Callable[[], None],
-    note: str | None,
-) -> None:
+def upload(files: Any, path: str, blocks: Iterable[memoryview], size: int, *, ready: Callable[[], None]) -> None:
     """Upload an object in blocks, in parallel.
 
     Args:
@@ -145,7 +130,6 @@ def upload(
         blocks: of ``size`` bytes each, but the last; not copied, and no more are asked for than are under way.
         size: of a block.
         ready: called when all blocks are there, before the object becomes visible.
-        note: path of a small object that names the upload while it is under way; ``None`` for none.
 
     Raises:
         Exception: whatever failed; the upload is aborted, what was there before is there still.
@@ -157,41 +141,14 @@ def upload(
             yield len(block), functools.partial(begun.send, number, block)
 
     try:
-        if note is not None:
-            begun.note(note)
         move(jobs(), size)
         ready()
         begun.complete()
     except BaseException:
-        # No block is under way any more. What cannot be aborted now, the next attempt's sweep aborts.
+        # No block is under way any more. What cannot be aborted now, the next attempt's sweep aborts, or the bucket.
         with contextlib.suppress(Exception):
             begun.abort()
-            _remove_note(files, note)
         raise
-    _remove_note(files, note)
-
-
-def _remove_note(files: Any, note: str | None) -> None:
-    if note is not None:
-        with contextlib.suppress(FileNotFoundError):
-            files.rm_file(note)
-
-
-def abort_noted(files: Any, note: str) -> None:
-    """Abort the upload that a note names, see :func:`upload`; a temporary that is no note, or names none, is none.
-
-    Raises:
-        Exception: if it could not be aborted.
-    """
-    try:
-        noted = read_object(files.cat_file(note, start=0, end=SMALL_BYTES + 1))
-        key, begun = text(noted, "key", None), text(noted, "upload", None)
-    except (FileNotFoundError, Malformed):
-        return
-    try:
-        files.call_s3("abort_multipart_upload", Bucket=files.split_path(note)[0], Key=key, UploadId=begun)
-    except FileNotFoundError:
-        return  # it was completed, or has been aborted
 
 
 def abort_dead_uploads(files: Any, root: str, current: Manifest) -> None:

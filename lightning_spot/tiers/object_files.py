@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from lightning_spot.errors import CorruptManifest
 from lightning_spot.tiers import requests, store
 from lightning_spot.tiers.filesystem import open_filesystem, speaks
-from lightning_spot.tiers.multipart import abort_noted
 
 logger = logging.getLogger(__name__)
 
@@ -108,10 +107,10 @@ class ObjectFiles:
         info = self.fs.info(self.path(below))
         return {name: info[name] for name in _CHANGES_WITH_CONTENT if name in info}
 
-    def is_settled(self, below: str, times: int = 1) -> bool:
+    def is_settled(self, below: str) -> bool:
         """Whether an object was not written to for so long that it has no writer any more."""
         try:
-            return time.time() - float(self.fs.modified(self.path(below)).timestamp()) >= times * store.SETTLED_S
+            return time.time() - float(self.fs.modified(self.path(below)).timestamp()) >= store.SETTLED_S
         except (FileNotFoundError, NotImplementedError, AttributeError, KeyError):
             return False
 
@@ -137,12 +136,6 @@ class ObjectFiles:
         else:
             for below in belows:
                 self.remove(below)
-
-    def remove_temporary(self, below: str) -> None:
-        """Remove a temporary; if it is the note of an unfinished upload, that is aborted first."""
-        if self._is_s3:
-            abort_noted(self.fs, self.path(below))
-        self.remove(below)
 
     def remove_directory(self, name: str) -> None:
         """Object stores have no directories; elsewhere one that is not empty stays."""

@@ -90,6 +90,27 @@ def _removed_at_once(files: Any, paths: Sequence[str]) -> bool:
     return not failed
 
 
+def aborts_unfinished(files: Any, path: str) -> bool:
+    """Whether the bucket has a lifecycle rule by which unfinished uploads below a path are aborted.
+
+    Raises:
+        Exception: if that cannot be read.
+    """
+    bucket, key, _ = files.split_path(path)
+    try:
+        found = files.call_s3("get_bucket_lifecycle_configuration", Bucket=bucket)
+    except Exception as error:  # botocore's errors are made at run time, and s3fs translates some
+        if _error_code(error) == "NoSuchLifecycleConfiguration":
+            return False
+        raise
+
+    def is_one(rule: dict[str, Any]) -> bool:
+        prefix = rule.get("Filter", rule).get("Prefix", "")
+        return rule.get("Status") == "Enabled" and "AbortIncompleteMultipartUpload" in rule and key.startswith(prefix)
+
+    return any(map(is_one, found.get("Rules") or []))
+
+
 def create_object(files: Any, path: str, data: bytes) -> None:
     """Create an object unless there is one.
 

@@ -11,11 +11,8 @@ from lightning_spot.tiers import claims
 from lightning_spot.tiers.claims import ATTEMPTS_DIR
 from lightning_spot.tiers.filesystem import speaks
 from lightning_spot.tiers.object_files import READERS, ObjectFiles
-from lightning_spot.tiers.requests import S3
 from lightning_spot.tiers.store import Holdings
 from lightning_spot.tiers.temporaries import temporary_owner, writer_has_ended
-
-_LONGEST_UPLOAD = 24  # times SETTLED_S: a day
 
 
 def sweep_run(objects: ObjectFiles, current: Manifest, seen: Holdings, *, is_first: bool) -> None:
@@ -44,9 +41,8 @@ def sweep_folder(objects: ObjectFiles) -> None:
     """Remove temporaries in a folder in which other processes may save, too."""
     for below in [*objects.names(""), *(f"{OWN_DIR}/{name}" for name in objects.names(OWN_DIR))]:
         name = below.rpartition("/")[2]
-        times = _LONGEST_UPLOAD if speaks(objects.fs, S3) else 1  # S3's are notes of uploads, and not touched
-        if temporary_owner(name) is not None and (writer_has_ended(name) or objects.is_settled(below, times)):
-            objects.remove_temporary(below)
+        if temporary_owner(name) is not None and (writer_has_ended(name) or objects.is_settled(below)):
+            objects.remove(below)
 
 
 def _sweep_snapshot(objects: ObjectFiles, name: str, names: list[str], current: Manifest) -> None:
@@ -70,4 +66,4 @@ def _sweep_temporaries(objects: ObjectFiles, folder: str, names: list[str], curr
             continue
         of_earlier = owner[0] == current.run_id and 0 < owner[1] < current.attempt
         if of_earlier or writer_has_ended(name) or objects.is_settled(f"{folder}{name}"):
-            objects.remove_temporary(f"{folder}{name}")
+            objects.remove(f"{folder}{name}")

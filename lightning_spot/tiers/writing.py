@@ -59,10 +59,10 @@ def write_files(
         objects = {f"{root}/{manifest.path_of(span)}": memoryview(data) for span, data in found}  # type: ignore[arg-type]
         write_whole(files, objects, temporary=lambda: temporary, ready=ready)
         return
-    first, noted = Once(ready), manifest.is_file
+    first = Once(ready)
     for span, of_file in found:
         path = f"{root}/{manifest.path_of(span)}"
-        write_object(files, path, of_file, span.nbytes, temporary=temporary, ready=first, noted=noted)
+        write_object(files, path, of_file, span.nbytes, temporary=temporary, ready=first)
 
 
 def write_whole(
@@ -131,7 +131,6 @@ def write_object(
     *,
     temporary: str,
     ready: Callable[[], None],
-    noted: bool = False,
 ) -> None:
     """Write an object in place of what is there.
 
@@ -145,13 +144,12 @@ def write_object(
         nbytes: how many, about; decides into how many blocks they are cut.
         temporary: path of the temporary file.
         ready: called when all bytes are there, before the object becomes visible.
-        noted: whether ``temporary`` is to name an upload to S3 while it is under way, for whoever finds it unfinished.
 
     Raises:
         Exception: whatever failed; what was there before is there still.
     """
     if speaks(files, S3):
-        _write_to_s3(files, path, parts, nbytes, ready, temporary if noted else None)
+        _write_to_s3(files, path, parts, nbytes, ready)
     elif speaks(files):
         _write_in_turn(files, path, parts, ready)
     else:
@@ -177,18 +175,11 @@ def _in_turn(parts: Parts) -> Iterable[memoryview]:
     return slices_of(parts, PART_BYTES) if isinstance(parts, memoryview) else parts
 
 
-def _write_to_s3(
-    files: Any,
-    path: str,
-    parts: Parts,
-    nbytes: int,
-    ready: Callable[[], None],
-    note: str | None,
-) -> None:
+def _write_to_s3(files: Any, path: str, parts: Parts, nbytes: int, ready: Callable[[], None]) -> None:
     size = block_bytes(nbytes)
     if nbytes > size:
         blocks = slices_of(parts, size) if isinstance(parts, memoryview) else regrouped(parts, size)
-        upload(files, path, blocks, size, ready=ready, note=note)
+        upload(files, path, blocks, size, ready=ready)
         return
     data = bytearray()
     for part in _in_turn(parts):
