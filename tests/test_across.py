@@ -113,14 +113,15 @@ def test_an_urgent_snapshot_does_not_wait_for_other_hosts(
 
 
 @pytest.mark.soak
-def test_rank_0_is_on_another_host_than_before_and_the_newest_snapshot_on_the_first_one(
-    train: Train, tmp_path: Path
+@pytest.mark.parametrize("turned", [(), ("--turned",)], ids=["the same rank 0", "another rank 0"])
+def test_the_newest_snapshot_is_in_the_memory_of_one_host_and_all_go_on_from_it(
+    train: Train, tmp_path: Path, turned: tuple[str, ...]
 ) -> None:
     root = tmp_path / "run"
     assert train(tmp_path / "twin", *HOSTS) == 0
     assert train(root, *HOSTS, "--durable-every", 1000, "--kill", 0, 8) != 0
     assert max(manifest.step for manifest in manifests(root)) <= 2
-    assert train(root, *HOSTS, "--turned") == 0, (root / "log").read_text()
+    assert train(root, *HOSTS, *turned) == 0, (root / "log").read_text()
     (resumed,) = re.findall(r"resumes at step (\d+)", (root / "log").read_text())
     assert int(resumed) >= 6
     check_states(root)

@@ -15,11 +15,14 @@ import torch
 
 from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.client import starting
-from lightning_spot.errors import NodeUnreachable, SettingsError, TierError
-from lightning_spot.fit import alike, left_elsewhere
+from lightning_spot.errors import NodeUnreachable, SettingsError, SpotError, TierError
+from lightning_spot.fit import alike, left_elsewhere, one_place
+from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.alike import check_alike, check_one_model, check_one_optimizer
-from lightning_spot.fit.left_elsewhere import bring_from_other_hosts
+from lightning_spot.fit.left_elsewhere import bring_below
+from lightning_spot.fit.one_place import check_read_everywhere
 from lightning_spot.interval.costs import Costs
+from lightning_spot.memory.health import TierHealth
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.tiers.local import LocalStore
@@ -241,16 +244,23 @@ class NodeOf:
 
     def __init__(self, store: LocalStore, *, fails: bool) -> None:
         self.store, self.fails, self.disconnected = store, fails, False
+        self.turns = 2
 
     def owes(self) -> bool:
-        return True
+        return self.turns > 0
 
     def flush(self, wait_s: float) -> list[str]:
         assert wait_s > 0
         if self.fails:
             return [f"{self.store.url}: No space left on device"]
+        self.turns -= 1
+        if self.turns:
+            return [f"{self.store.url}: it takes long"]
         put(self.store, 9)
         return []
+
+    def tiers(self) -> dict[str, TierHealth]:
+        return {self.store.url: TierHealth(error="No space left on device" if self.fails else "")}
 
     def disconnect(self) -> None:
         self.disconnected = True
@@ -276,10 +286,10 @@ def test_what_the_host_of_a_former_rank_0_has_is_brought_before_it_is_looked_wha
 
     monkeypatch.setattr(left_elsewhere, "attach", attach)
     monkeypatch.setattr(left_elsewhere, "place_of", lambda _: f"host {rank_of_this_thread() // 2}")
-    on_ranks(8, lambda trainer: bring_from_other_hosts(trainer, location))  # type: ignore[arg-type]
-    assert sorted(asked) == [2, 4, 6]  # the first rank of each other host
+    on_ranks(8, lambda trainer: bring_below(trainer, location))  # type: ignore[arg-type]
+    assert sorted(asked) == [0, 2, 4, 6]  # the first rank of each host
     (line,) = [record.getMessage() for record in caplog.records if "on the host of rank 6" in record.getMessage()]
-    assert "may have left there: it stands still. This attempt goes on from what is there" in line
+    assert "may have left there: it stands still. This attempt goes on from what every host can read" in line
     assert node.disconnected
     newest, _ = survey(location).candidates[0]
     assert newest.step == (3 if fails else 9)
@@ -299,15 +309,46 @@ def test_it_is_brought_where_the_node_knows_two_runs_of_that_name(
             take(host, step, 1000)
             until(lambda step=step: step == 2 or host.safe_step() == 1, "the first to be durable")
         monkeypatch.setattr(left_elsewhere, "place_of", lambda _: f"host {rank_of_this_thread()}")
-        on_ranks(2, lambda trainer: bring_from_other_hosts(trainer, location))  # type: ignore[arg-type]
+        on_ranks(2, lambda trainer: bring_below(trainer, location))  # type: ignore[arg-type]
         assert LocalStore(location.url).survey().manifests[0].step == 2
     finally:
         host.leave(complete=True)
 
 
+@pytest.mark.parametrize("sees", [True, False])
+def test_a_directory_that_another_host_does_not_see_is_refused_when_training_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sees: bool
+) -> None:
+    """Rank 0 wrote to its own disk, and a resume failed on the other hosts."""
+    monkeypatch.setattr(one_place, "_SEEN_S", 0.0)
+    monkeypatch.setattr(one_place, "place_of", lambda _: f"host {rank_of_this_thread() // 2}")
+    info = info_of(str(tmp_path / "run"), 1)
+    LocalStore(str(tmp_path / "run")).claim(info.claim())
+    asked = list[int]()
+
+    def open_store(url: str) -> LocalStore:
+        asked.append(rank_of_this_thread())
+        return LocalStore(url if sees else f"{url}-of-another-host")
+
+    monkeypatch.setattr(one_place, "open_store", open_store)
+
+    def check(trainer: Any) -> str:
+        location = Location.of(tmp_path / "run", None, None)
+        try:
+            check_read_everywhere(Agreement(trainer), location, f"run@{info.id}", 1, info.token)
+        except SpotError as error:
+            return str(error)
+        return ""
+
+    found = on_ranks(4, check)
+    assert asked == [2]  # the first rank of the other host
+    assert all("must be one place for all of them" in error for error in found) != sees
+    assert any(found) != sees
+
+
 def test_a_single_rank_asks_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(left_elsewhere, "attach", SimpleNamespace)
-    on_ranks(1, lambda trainer: bring_from_other_hosts(trainer, Location.of(tmp_path, None, None)))  # type: ignore[arg-type]
+    on_ranks(1, lambda trainer: bring_below(trainer, Location.of(tmp_path, None, None)))  # type: ignore[arg-type]
 
 
 def trained_with(module: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> tuple[torch.nn.Module, list[Any]]:

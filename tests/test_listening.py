@@ -21,10 +21,10 @@ import pytest
 
 from lightning_spot.capture import mail
 from lightning_spot.capture.mail import Mailbox, Sender
-from lightning_spot.errors import ShareMissing, SpotError, TierError
+from lightning_spot.errors import ShareMissing, SpotError
 from lightning_spot.fit.agreement import Failed
 from lightning_spot.fit.ranks import Meeting, Ranks
-from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.notices import exchange
 from lightning_spot.notices.exchange import Exchange, ExchangeServer
 from lightning_spot.protocol.listening import (
@@ -36,9 +36,6 @@ from lightning_spot.protocol.listening import (
     next_line,
     tcp_listener,
 )
-from lightning_spot.run.giving import Giver
-from lightning_spot.run.sharing import CONNECTIONS
-from lightning_spot.run.taking import FromRank, take
 from tests.conftest import until
 from tests.network import Network, network_or_skip
 
@@ -161,27 +158,13 @@ def kinds_of_server() -> dict[str, Callable[[], tuple[Any, int, Callable[[], Any
 
         return server, server.port, ask
 
-    def giver_() -> tuple[Any, int, Callable[[], Any]]:
-        giver = Giver()
-        port = giver.give_elsewhere()
-        giver.give(1, TierError("there is none"))
-
-        def ask() -> None:
-            manifest = Manifest(run="run", name=NAME, step=1, attempt=1, nbytes=8)
-            with pytest.raises(TierError, match="there is none"):
-                FromRank((LOOPBACK, port), giver.card.secret, 1).fetch(manifest, memoryview(bytearray(8)))
-            with pytest.raises(TierError, match="there is none"):
-                take(giver.card, 1, manifest)
-
-        return giver, port, ask
-
-    return {"mail": mail_, "exchange": exchange_, "giver": giver_}
+    return {"mail": mail_, "exchange": exchange_}
 
 
-@pytest.mark.parametrize("kind", ["mail", "exchange", "giver"])
+@pytest.mark.parametrize("kind", ["mail", "exchange"])
 @pytest.mark.parametrize("said", [b"", b'{"secret":'], ids=["silent", "half a greeting"])
 def test_strangers_leave_the_trainer_its_descriptors_threads_and_ranks(kind: str, said: bytes) -> None:
-    """1,100 silent connections, and the trainer had no descriptor left; the giver had a thread for each."""
+    """1,100 silent connections, and the trainer had no descriptor left."""
     server, port, ask = kinds_of_server()[kind]()
     strangers: list[socket.socket] = []
     threads = threading.active_count()
@@ -190,8 +173,7 @@ def test_strangers_leave_the_trainer_its_descriptors_threads_and_ranks(kind: str
             strangers.append(socket.create_connection((LOOPBACK, port), LAST_S))
             strangers[-1].sendall(said)
         ask()  # which comes last
-        most = most_connections(2, CONNECTIONS if kind == "giver" else 2)
-        until(lambda: sum(map(is_open, strangers)) <= most, "those before to give way", LAST_S)
+        until(lambda: sum(map(is_open, strangers)) <= most_connections(2), "those before to give way", LAST_S)
         assert threading.active_count() <= threads + 1  # the rank's own
     finally:
         for each in strangers:

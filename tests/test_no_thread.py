@@ -16,17 +16,16 @@ import pytest
 
 from lightning_spot.client.session import Session
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import NodeUnreachable, ShareMissing, SpotError, TierError
+from lightning_spot.errors import NodeUnreachable, ShareMissing, TierError
 from lightning_spot.fit import mail
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.restore import Hosts
 from lightning_spot.memory import abroad
 from lightning_spot.memory.node import Node
-from lightning_spot.run import giving
-from lightning_spot.run.giving import Giver
+from lightning_spot.run import sharing
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
-from lightning_spot.run.taking import NotShared, take
+from lightning_spot.run.sharing import Giver, NotShared, take
 from lightning_spot.service.channel import DescriptorChannel
 from lightning_spot.tiers.local import LocalStore
 from tests.chained import FIRST, SECOND, Chained
@@ -163,7 +162,7 @@ def test_without_a_descriptor_to_give_ranks_read_for_themselves(
 
     with contextlib.closing(Giver()) as giver, open(Path(store.root) / manifest.data_path, "rb") as file:
         with monkeypatch.context() as patch:
-            patch.setattr(giving.os, "dup", no_descriptor)
+            patch.setattr(sharing.os, "dup", no_descriptor)
             giver.give(1, OpenSnapshot(manifest, "durable", "x", file.fileno()))
         with pytest.raises(NotShared, match="given it up"):
             take(giver.card, 1, manifest)
@@ -186,41 +185,13 @@ def on_two_ranks(action: Callable[[Any], Any]) -> list[Any]:
         return list(pool.map(on, range(2)))
 
 
-@pytest.mark.parametrize("listens", [True, False])
-def test_where_rank_0_cannot_give_to_other_hosts_all_ranks_hear_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listens: bool
-) -> None:
-    """They waited for it until the process group gave up."""
-
-    def no_port(*_: Any) -> socket.socket:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    hosts = iter(("a", "b"))
-    monkeypatch.setattr(giving, "this_host", lambda: next(hosts))
-    if not listens:
-        monkeypatch.setattr(giving, "tcp_listener", no_port)
-    location = Location.of(tmp_path / "run", None, None)
-
-    def begin(trainer: Any) -> Any:
-        with contextlib.closing(Hosts(Agreement(trainer), location, lambda: "127.0.0.1")) as hosts:
-            return hosts.count, hosts.rank_0 is not None
-
-    found = on_two_ranks(begin)
-    if listens:
-        assert found == [(2, True), (2, False)]
-    else:
-        assert isinstance(found[0], OSError)
-        assert isinstance(found[1], SpotError)
-        assert "rank 0: OSError: [Errno 24] Too many open files" in str(found[1])
-
-
 def test_without_a_thread_to_give_each_rank_reads_for_itself(tmp_path: Path, lacking: Lacking) -> None:
     """Rank 0 ended with an error, and the others waited for it."""
     lacking("spot-giver", 1)
     location = Location.of(tmp_path / "run", None, None)
 
     def begin(trainer: Any) -> int:
-        with contextlib.closing(Hosts(Agreement(trainer), location, lambda: "127.0.0.1")) as hosts:
+        with contextlib.closing(Hosts(Agreement(trainer), location)) as hosts:
             return hosts.count
 
     assert on_two_ranks(begin) == [2, 2]

@@ -70,6 +70,7 @@ class Attempt:
 
     Attributes:
         info: what the tiers were told of it.
+        is_claimed: whether the durable tier was claimed when it began.
         lineage: of the training state: that of the snapshot it was resumed from, or a new one.
         writer: takes the snapshots.
         where: what was committed last is, for people; known after :meth:`finish`.
@@ -98,7 +99,7 @@ class Attempt:
         self._ended = False
         self._begun: Future[Manifest] | None = None
         try:
-            self.info, is_claimed = begin_attempt(
+            self.info, self.is_claimed = begin_attempt(
                 found,
                 host,
                 keep=settings.keep,
@@ -116,7 +117,7 @@ class Attempt:
             raise
         fenced = functools.partial(setattr, weakref.proxy(self.writer), "fence")  # it is not kept alive
         try:
-            self._claim = ClaimWatch(self.location.url, self.info.claim(), is_made=is_claimed, fenced=fenced)
+            self._claim = ClaimWatch(self.location.url, self.info.claim(), is_made=self.is_claimed, fenced=fenced)
         except BaseException:
             self.writer.close()
             leave(host)

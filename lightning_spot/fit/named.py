@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from lightning_spot.client.filesystem import SpotFileSystem
 from lightning_spot.client.part_lanes import CONNECTIONS
 from lightning_spot.fit.agreement import Agreement
-from lightning_spot.fit.ranks import main_address
 from lightning_spot.fit.restore import Hosts, Try
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.run.location import Location
@@ -43,7 +42,7 @@ def fetched_once(trainer: pl.Trainer, location: Location, path: Any) -> Iterator
     if info["type"] != "file":
         yield
         return
-    hosts = Hosts(ranks, location, lambda: main_address(trainer))
+    hosts = Hosts(ranks, location)
     try:
         with contextlib.closing(_open(ranks, hosts, url, info)) as snapshot:
             strategy = trainer.strategy
@@ -72,7 +71,7 @@ def _found(url: str) -> dict[str, Any]:
 def _open(ranks: Agreement, hosts: Hosts, url: str, info: dict[str, Any]) -> OpenSnapshot:
     size = int(info["size"])
     manifest = Manifest(run="-", name="-", file="", step=0, attempt=0, nbytes=size)  # as far as sharing needs one
-    tried = Try(1, manifest.to_json(), (), hosts.rank_0)
+    tried = Try(1, manifest.to_json(), ())
     return ranks.together(lambda: hosts.open(tried, _Named(url, info)))
 
 

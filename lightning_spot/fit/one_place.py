@@ -1,4 +1,4 @@
-"""Where no memory node puts the parts of several hosts together, the durable tier must be one place for all of them."""
+"""Where no memory node serves several hosts, the durable tier must be one place for all of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import time
 
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptManifest, SettingsError, SnapshotNotFound, TierError
+from lightning_spot.fit.agreement import Agreement
+from lightning_spot.fit.hosts import place_of
 from lightning_spot.memory.runs import parse_run
+from lightning_spot.run.location import Location
 from lightning_spot.tiers.claims import ATTEMPTS_DIR, Claim, claim_name, digest_of
 from lightning_spot.tiers.folder import HasFolders
 from lightning_spot.tiers.store import Store
@@ -15,14 +18,33 @@ _LOOK_S = 0.05
 _SEEN_S = 90.0  # a network mount may show late what another host has written
 
 
-def check_place(url: str, run: str, number: int, token: str) -> None:
-    """Refuse a durable tier that is not the same place for all hosts: the parts would never come together.
+def check_read_everywhere(ranks: Agreement, location: Location, run: str, number: int, token: str) -> None:
+    """Refuse a durable tier that some host does not see: nothing could be resumed there. Every rank calls it.
+
+    Args:
+        ranks: all of them.
+        location: of the run.
+        run: as ``NAME@ID``.
+        number: of the attempt.
+        token: of its claim, which rank 0 has written.
+
+    Raises:
+        SettingsError: if one host does not see there what rank 0 has written.
+    """
+    places = ranks.gather(place_of(location))
+    leads = places[ranks.rank] != places[0] and places.index(places[ranks.rank]) == ranks.rank
+    ranks.together(lambda: check_place(location.url, run, number, token, writes=False) if leads else None)
+
+
+def check_place(url: str, run: str, number: int, token: str, *, writes: bool = True) -> None:
+    """Refuse a durable tier that is not the same place for all hosts.
 
     Args:
         url: of the durable tier.
         run: as ``NAME@ID``.
         number: of the attempt.
         token: of its claim, which rank 0 has written.
+        writes: whether this host brings its part of each snapshot there, or only reads what it resumes from.
 
     Raises:
         SettingsError: if this host does not see there what rank 0 has written, or cannot write there itself.
@@ -30,7 +52,7 @@ def check_place(url: str, run: str, number: int, token: str) -> None:
     store, deadline_s = open_store(url), time.monotonic() + _SEEN_S
     while True:
         try:
-            if _is_claimed(store, run, number, token):
+            if _is_claimed(store, run, number, token, writes=writes):
                 return
             problem = f"the claim of attempt {number}, which rank 0 has written there, is not seen"
         except TierError as error:
@@ -38,14 +60,15 @@ def check_place(url: str, run: str, number: int, token: str) -> None:
         if time.monotonic() > deadline_s:
             break
         time.sleep(_LOOK_S)
+    what = "brings its part of a snapshot there" if writes else "reads there what it resumes from"
     raise SettingsError(
-        f"{url} cannot be used from every host ({problem}): without a memory node, each host brings"
-        " its part of a snapshot there, so it must be one place for all of them. Give a bucket, or a directory that"
+        f"{url} cannot be used from every host ({problem}): without a memory node, each host {what},"
+        " so it must be one place for all of them. Give a bucket, or a directory that"
         " all hosts mount; or start a memory node that all hosts reach, and name it (memory='spot://host:7070')"
     )
 
 
-def _is_claimed(store: Store, run: str, number: int, token: str) -> bool:
+def _is_claimed(store: Store, run: str, number: int, token: str, *, writes: bool) -> bool:
     """Whether this attempt's claim is seen, by its name: a mount may list it late. Then it is written once more."""
     assert isinstance(store, HasFolders)
     folder = store.folder(ATTEMPTS_DIR, attempt=number, run_id=parse_run(run)[1])
@@ -55,5 +78,6 @@ def _is_claimed(store: Store, run: str, number: int, token: str) -> bool:
         return False
     if claim.digest != digest_of(token):
         return False
-    store.claim(claim)  # which changes nothing, and shows that this host may write
+    if writes:
+        store.claim(claim)  # which changes nothing, and shows that it may
     return True

@@ -6,7 +6,6 @@ time. Where one rank cannot use it, all turn to the next one.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -15,17 +14,12 @@ from typing import Any, Generic, TypeVar
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import SpotError, TierError
 from lightning_spot.fit.agreement import Agreement
-from lightning_spot.fit.ranks import Meeting
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.protocol.listening import resolved
-from lightning_spot.run.giving import Giver
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
-from lightning_spot.run.receiving import receive
-from lightning_spot.run.sharing import Card
+from lightning_spot.run.sharing import Card, Giver, NotShared, take
 from lightning_spot.run.sources import MemorySource, Source, StoreSource, Use
 from lightning_spot.run.survey import Survey
-from lightning_spot.run.taking import FromRank, NotShared, take
 from lightning_spot.tiers.store import Holdings, Progress
 
 logger = logging.getLogger(__name__)
@@ -41,13 +35,11 @@ class Try:
         turn: counts the tries, from 1.
         manifest: of the snapshot, as JSON.
         stores: URL and tier of the stores that hold it, nearest first.
-        rank_0: address and port at which other hosts may ask rank 0 for it, ``None`` if there are none.
     """
 
     turn: int
     manifest: str
     stores: tuple[tuple[str, str], ...]
-    rank_0: tuple[str, int] | None
 
 
 class Hosts:
@@ -56,38 +48,23 @@ class Hosts:
     Args:
         ranks: all of them; every rank makes this at the same time.
         location: of the run.
-        address: of rank 0, asked for where there are other hosts, on every rank.
 
     Attributes:
         count: how many hosts there are.
-        rank_0: address and port at which rank 0 gives to other hosts; on rank 0, where there are any.
     """
 
-    def __init__(self, ranks: Agreement, location: Location, address: Callable[[], str]) -> None:
+    def __init__(self, ranks: Agreement, location: Location) -> None:
         self._ranks = ranks
         self._location = location
         self._giver: Giver | None = Giver(ranks.size) if ranks.size > 1 else None
         cards: list[Card | None] = ranks.gather(self._giver.card if self._giver is not None else None)
         hosts = [card.host if card is not None else "" for card in cards]
         self.count = len(set(hosts))
-        self._first = cards[0]
         leader = hosts.index(hosts[ranks.rank])
         self._leader = cards[leader]
         self._leads = leader == ranks.rank
-        self.rank_0: tuple[str, int] | None = None
         if not self._leads:
             self.close()
-        if self.count > 1:
-            try:
-                main = address()
-                meeting = Meeting(main, hosts, ranks.gather(resolved(main)), ranks.rank)
-                self.rank_0 = ranks.on_rank_zero(lambda: self._give_elsewhere(meeting))
-            except BaseException:
-                self.close()
-                raise
-
-    def _give_elsewhere(self, meeting: Meeting) -> tuple[str, int] | None:
-        return (meeting.main, self._giver.give_elsewhere(meeting.listen())) if self._giver is not None else None
 
     def close(self) -> None:
         """Give nothing to others any more."""
@@ -126,22 +103,14 @@ class Hosts:
         if source is not None:
             return source.open(manifest, progress, use=use)
         reasons = []
-        for place in self._places(tried, manifest, use):
+        sources: list[Source] = [MemorySource(self._location.url, f"{manifest.run}@{manifest.run_id}")]
+        sources += [StoreSource(open_store(url), tier) for url, tier in tried.stores]
+        for place in sources:
             try:
-                return place()
+                return place.open(manifest, use=use)
             except SpotError as error:
                 reasons.append(str(error))
         raise TierError(f"{manifest.name} cannot be read on the host of rank {self._ranks.rank}: {'; '.join(reasons)}")
-
-    def _places(self, tried: Try, manifest: Manifest, use: Use) -> Iterator[Callable[[], OpenSnapshot]]:
-        """Where another rank than the first may find it: its host's node, the stores, and the first rank."""
-        sources: list[Source] = [MemorySource(self._location.url, f"{manifest.run}@{manifest.run_id}")]
-        sources += [StoreSource(open_store(url), tier) for url, tier in tried.stores]
-        for source in sources:
-            yield functools.partial(source.open, manifest, use=use)
-        if self._first is not None and tried.rank_0 is not None:
-            rank_0 = FromRank(tried.rank_0, self._first.secret, tried.turn)
-            yield functools.partial(receive, rank_0, manifest, rank_0.url, rank_0.url, None)
 
 
 class Announced:
@@ -186,7 +155,7 @@ class Restore(Generic[T]):
 
         def opening(manifest: Manifest, source: Source, progress: Progress | None) -> OpenSnapshot:
             self._turn += 1
-            tried = Try(self._turn, manifest.to_json(), tuple(_stores(found, manifest, source)), self._hosts.rank_0)
+            tried = Try(self._turn, manifest.to_json(), tuple(_stores(found, manifest, source)))
             self._ranks.tell(tried)
             return self._open(tried, source, progress)
 

@@ -29,9 +29,8 @@ from lightning_spot.fit.changes import check_model, check_optimizers, other_hype
 from lightning_spot.fit.chosen import ResumedFrom, choose
 from lightning_spot.fit.failed_resumes import OnResumeFailure, without_failed
 from lightning_spot.fit.fingerprint import Fingerprint
-from lightning_spot.fit.left_elsewhere import bring_from_other_hosts
+from lightning_spot.fit.left_elsewhere import bring_below
 from lightning_spot.fit.named import fetched_once
-from lightning_spot.fit.ranks import main_address
 from lightning_spot.fit.restore import Hosts
 from lightning_spot.fit.selection import LEAVE_OUT, Selection, select
 from lightning_spot.fit.shards import load_shards
@@ -99,12 +98,14 @@ class Resume(OfTrainer):
         """Where the run of this ``fit`` is, if runs are resumed: ``dirpath`` may have several. Every rank calls it."""
         if named not in self._selected:
             if self.is_wanted():
-                bring_from_other_hosts(self._trainer, named)
+                bring_below(self._trainer, named)
             selected = self._trainer.strategy.broadcast(
                 Agreement(self._trainer).on_rank_zero(lambda: self._select(named))
             )
             assert selected is not None  # rank 0 has found one, or an error was raised
             self._selected[named] = selected
+            if self.is_wanted() and selected.location != named:
+                bring_below(self._trainer, selected.location)
             self._say(named, selected)
         return self._selected[named].location
 
@@ -263,7 +264,7 @@ class Resume(OfTrainer):
         """Read the newest good snapshot on all ranks, and hand it to Lightning."""
         trainer = self._trainer
         ranks = Agreement(trainer)
-        hosts = Hosts(ranks, location, lambda: main_address(trainer))
+        hosts = Hosts(ranks, location)
         try:
             found = choose(
                 ranks,

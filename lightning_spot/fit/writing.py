@@ -19,6 +19,7 @@ from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.beginning import Beginning
 from lightning_spot.fit.in_shards import InShards
 from lightning_spot.fit.iterations import Iterations
+from lightning_spot.fit.one_place import check_read_everywhere
 from lightning_spot.fit.resume import Resume
 from lightning_spot.fit.settings import SnapshotSettings
 from lightning_spot.fit.together import ALONE, Together
@@ -107,11 +108,20 @@ class Writing(OfTrainer):
         named = (attempt.number, attempt.info.text, attempt.info.id) if attempt is not None else (0, "", "")
         self.number, run, resume.run_id = trainer.strategy.broadcast(named)
         resume.attempt, resume.info = self.number, attempt.info if attempt is not None else None
+        if self.in_shards is None and trainer.world_size > 1 and not self._location.nodes and resume.is_wanted():
+            self._check_place(attempt, run)
         if self.together.begin(attempt, self._location, run, self.number):
             self.iterations = Iterations(trainer, self._settings.partitions)
             self.together.write_with(self.iterations.schedule)
         if self.in_shards is not None and self.iterations is not None:
             self.in_shards.begin(attempt, run, self.number, self.iterations.schedule)
+
+    def _check_place(self, attempt: Attempt | None, run: str) -> None:
+        """Refuse a durable tier that some host could not resume from, if it can be told by now. Every rank calls it."""
+        ranks = Agreement(self._trainer)
+        token = ranks.tell(attempt.info.token if attempt is not None and attempt.is_claimed else "")
+        if token:
+            check_read_everywhere(ranks, self._location, run, self.number, token)
 
     def warm(self) -> None:
         """Have slots made in the background as soon as the first step showed how large a snapshot is. Once."""

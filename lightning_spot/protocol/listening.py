@@ -46,9 +46,9 @@ _WELCOME = b"\n"
 _TRIES = 3
 
 
-def most_connections(world_size: int, of_each: int = 2) -> int:
+def most_connections(world_size: int) -> int:
     """Connections that rank 0 has at a time: one of each rank, another while that is made anew, and strangers'."""
-    return of_each * world_size + _STRANGERS
+    return 2 * world_size + _STRANGERS
 
 
 def resolved(host: str) -> str:
@@ -118,7 +118,7 @@ def greeted(connect: Callable[[], socket.socket], secret: str, **more: Any) -> s
             raise
 
 
-async def next_line(connection: socket.socket, longest: int = _LONGEST_GREETING) -> bytes:
+async def next_line(connection: socket.socket) -> bytes:
     """The next line from a connection that does not block. Nothing may follow it: the other end awaits an answer.
 
     Raises:
@@ -127,9 +127,9 @@ async def next_line(connection: socket.socket, longest: int = _LONGEST_GREETING)
     """
     data = b""
     while not data.endswith(b"\n"):
-        if len(data) >= longest:
+        if len(data) >= _LONGEST_GREETING:
             raise ValueError("a line is too long")
-        piece = await asyncio.get_running_loop().sock_recv(connection, longest - len(data))
+        piece = await asyncio.get_running_loop().sock_recv(connection, _LONGEST_GREETING - len(data))
         if not piece:
             raise EOFError("the other end has hung up")
         data += piece
@@ -219,21 +219,16 @@ class Listening:
         self._tasks: set[asyncio.Task[None]] = set()  # nothing else keeps them: the loop does not
         self._let_in: set[asyncio.Task[None]] = set()
         self._strangers: dict[asyncio.Task[None], None] = {}  # in the order in which they came
-        self._listeners: list[socket.socket] = []
+        self._listener = listener
+        listener.setblocking(False)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.listen(listener)
+        self.call(lambda: self._tasks.add(self._loop.create_task(self._accept())))
         try:
             self._thread.start()
         except RuntimeError as error:  # no more threads can be had
             listener.close()
             self._loop.close()
             raise OSError(f"{name} cannot listen: {error}") from error
-
-    def listen(self, listener: socket.socket) -> None:
-        """Take the connections of a listener, too."""
-        listener.setblocking(False)
-        self._listeners.append(listener)
-        self.call(lambda: self._tasks.add(self._loop.create_task(self._accept(listener))))
 
     def call(self, action: Callable[[], Any]) -> None:
         """Do something on the thread of this."""
@@ -265,15 +260,14 @@ class Listening:
             if tasks:
                 self._loop.run_until_complete(asyncio.wait(tasks))
                 self._loop.run_until_complete(asyncio.sleep(0))  # their connections are closed
-            for listener in self._listeners:
-                listener.close()
+            self._listener.close()
             self._counted.write()
             self._loop.close()
 
-    async def _accept(self, listener: socket.socket) -> None:
+    async def _accept(self) -> None:
         while True:
             try:
-                connection, _ = await self._loop.sock_accept(listener)
+                connection, _ = await self._loop.sock_accept(self._listener)
             except OSError as error:  # no descriptor can be had: those who connect wait
                 self._counted.add_error("connections had to wait", error)
                 await asyncio.sleep(_AGAIN_S)
