@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import aiohttp
 import pytest
+import s3fs
 
 from lightning_spot.capture.saying import SayOnce, say_failing
 from lightning_spot.cli import doctor, main, tiers
@@ -38,8 +39,10 @@ def proxy(s3: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     """Before the bucket."""
     proxy = Proxy(s3_server, seed=0)
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    s3fs.S3FileSystem.clear_instance_cache()  # of one that an earlier test has left, which knows another way there
     yield proxy
     proxy.close()
+    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def sealed(step: int, nbytes: int) -> tuple[Manifest, memoryview]:
