@@ -21,8 +21,8 @@ import pytest
 
 from lightning_spot.client import node_client, part_lanes, part_sender, remote
 from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.encoding import PartEncoder
 from lightning_spot.client.node_client import NodeClient
-from lightning_spot.client.part_encoder import PartEncoder
 from lightning_spot.client.part_lanes import PartLanes
 from lightning_spot.client.part_sender import PartStream
 from lightning_spot.client.remote import NodeStore

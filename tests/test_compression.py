@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from lightning_spot.client import compression
-from lightning_spot.client.compression import PROBE_BYTES, CompressionRule
+from lightning_spot.client import encoding
+from lightning_spot.client.encoding import PROBE_BYTES, CompressionRule
 
 LANES = 4
 PART = 8 * 2**20
@@ -83,7 +83,7 @@ def snapshot_s(rule: CompressionRule | None, link: float, cores: float, far_core
 def processors(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """What the sender's host says of them."""
     cores = request.getfixturevalue("cores") if "cores" in request.fixturenames else 1.0
-    monkeypatch.setattr(compression.os, "cpu_count", lambda: max(1, int(cores)))
+    monkeypatch.setattr(encoding.os, "cpu_count", lambda: max(1, int(cores)))
 
 
 SOAK = [pytest.param(*cores, marks=pytest.mark.soak) for cores in ((0.2, 0.3), (1.0, 0.3), (1.0, 4.0), (2.0, 0.3))]

@@ -25,9 +25,9 @@ import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.cli.command import main
+from lightning_spot.client.embedded import Session
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.client.session import Session
 from lightning_spot.errors import (
     CorruptManifest,
     LayoutUnsupported,

@@ -23,9 +23,9 @@ from typing import Any
 import psutil
 import pytest
 
+from lightning_spot.client.embedded import Session
+from lightning_spot.client.encoding import OutgoingPart
 from lightning_spot.client.node_client import NodeClient
-from lightning_spot.client.part_encoder import OutgoingPart
-from lightning_spot.client.session import Session
 from lightning_spot.errors import SpotError
 from lightning_spot.image.delta import Coding, changed_ranges, encode
 from lightning_spot.image.manifest import Manifest, snapshot_name

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_spot.client.session import Session
+from lightning_spot.client.embedded import Session
 from lightning_spot.errors import NodeUnreachable
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory import ahead, given, portions

@@ -85,7 +85,7 @@ def test_all_json_comes_in_by_one_decoder() -> None:
 
 def test_the_architecture_names_every_module() -> None:
     page = (REPOSITORY / "docs" / "architecture.md").read_text()
-    rooms = set(re.findall(r"[a-z_]+", page[page.index("## The rooms") : page.index("Beside the package")]))
+    rooms = set(re.findall(r"[a-z0-9_]+", page[page.index("## The rooms") : page.index("Beside the package")]))
     in_words = {"cli", "notices", "interval", "simulation"}  # rooms described by what they do
     assert [
         str(path.relative_to(PACKAGE))

@@ -32,10 +32,9 @@ from lightning_spot.run.location import Location
 from lightning_spot.run.patience import Patience
 from lightning_spot.run.survey import Survey, survey
 from lightning_spot.tiers.claims import Claim
-from lightning_spot.tiers.folder import Folder, LocalFolder
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.tiers.local import LocalFolder, LocalStore
 from lightning_spot.tiers.retention import retain
-from lightning_spot.tiers.store import Store
+from lightning_spot.tiers.store import Folder, Store
 from tests import faulty
 from tests.conftest import until
 from tests.faulty import Plan

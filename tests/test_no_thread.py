@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.client.session import Session
+from lightning_spot.client.embedded import Session
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import NodeUnreachable, ShareMissing, TierError
 from lightning_spot.fit import mail

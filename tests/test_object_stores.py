@@ -25,13 +25,13 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.run.location import Location
 from lightning_spot.run.patience import Patience
 from lightning_spot.run.survey import survey
-from lightning_spot.tiers import objects, requests, transfers
+from lightning_spot.tiers import objects, transfers
+from lightning_spot.tiers import s3 as s3_requests
 from lightning_spot.tiers.claims import digest_of
 from lightning_spot.tiers.filesystem import tier_errors
-from lightning_spot.tiers.multipart import _Block
 from lightning_spot.tiers.objects import ObjectStore
-from lightning_spot.tiers.requests import list_folder, remove_objects
 from lightning_spot.tiers.retention import retain
+from lightning_spot.tiers.s3 import _Block, list_folder, remove_objects
 from lightning_spot.tiers.store import Store
 from tests.conftest import until
 from tests.oracle import claim_of
@@ -44,7 +44,7 @@ BLOCK_BYTES = 8 * KIB
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uploads in blocks, with little data."""
-    monkeypatch.setattr("lightning_spot.tiers.multipart.BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr("lightning_spot.tiers.s3.BLOCK_BYTES", BLOCK_BYTES)
 
 
 def sealed(step: int, nbytes: int, **more: Any) -> tuple[Manifest, memoryview]:
@@ -229,7 +229,7 @@ def test_no_part_is_left_on_its_way_after_an_error() -> None:
 def test_a_block_whose_connection_breaks_is_sent_again_from_its_beginning(
     s3: str, s3_server: str, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr("lightning_spot.tiers.multipart.BLOCK_BYTES", 256 * KIB)
+    monkeypatch.setattr("lightning_spot.tiers.s3.BLOCK_BYTES", 256 * KIB)
     proxy = Proxy(s3_server.replace("http://", "spot://"), seed)
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url.replace("spot://", "http://"))
     s3fs.S3FileSystem.clear_instance_cache()
@@ -300,7 +300,7 @@ def test_the_rule_that_ends_unfinished_uploads_is_found(
     if rule is not None:
         name = bucket.removeprefix("s3://")
         raw.call_s3("put_bucket_lifecycle_configuration", Bucket=name, LifecycleConfiguration={"Rules": [rule]})
-    assert requests.aborts_unfinished(raw, f"{bucket}/runs/1") == is_one
+    assert s3_requests.aborts_unfinished(raw, f"{bucket}/runs/1") == is_one
 
 
 def test_missing_credentials_are_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

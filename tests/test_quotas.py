@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_spot.client.encoding import OutgoingPart
 from lightning_spot.client.node_client import NodeClient
-from lightning_spot.client.part_encoder import OutgoingPart
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import MOST_PART_BYTES, PROTOCOL_VERSION
 from lightning_spot.errors import CorruptManifest, CorruptSnapshot, NodeRefused, RingFull, SettingsError, TooManyStreams

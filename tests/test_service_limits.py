@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 import pytest
 
+from lightning_spot.client.encoding import OutgoingPart
 from lightning_spot.client.node_client import NodeClient
-from lightning_spot.client.part_encoder import OutgoingPart
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import PROTOCOL_VERSION

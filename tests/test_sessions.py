@@ -23,10 +23,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from lightning_spot.client import session, starting
+from lightning_spot.client import embedded, starting
 from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.encoding import OutgoingPart
 from lightning_spot.client.node_client import NodeClient
-from lightning_spot.client.part_encoder import OutgoingPart
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import NodeUnreachable, RunBusy, SpotError, TierError
 from lightning_spot.image.manifest import Manifest
@@ -390,7 +390,7 @@ def test_a_slot_that_cannot_be_mapped_is_given_back(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     with monkeypatch.context() as patch:
-        patch.setattr(session, "map_shared", fails)
+        patch.setattr(embedded, "map_shared", fails)
         with pytest.raises(TierError, match="cannot map a slot"):
             host.lease(NBYTES, 0.0)
     assert filling(host) == 0

@@ -263,7 +263,7 @@ def test_every_request_of_a_put_in_blocks_to_s3(
     s3: str, what: str, kind: str, stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Afterwards it is there whole or not at all, what was overwritten is whole, and no upload is left."""
-    monkeypatch.setattr("lightning_spot.tiers.multipart.BLOCK_BYTES", 5 * KIB)
+    monkeypatch.setattr("lightning_spot.tiers.s3.BLOCK_BYTES", 5 * KIB)
     images = {step: random.Random(step).randbytes(11 * KIB) for step in (1, 2)}
     names = {"name": "last.ckpt", "file": ""} if what == "file" else {}
 

@@ -129,7 +129,7 @@ class Together:
 
 
 def test_files_of_a_snapshot_and_their_blocks_go_to_s3_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_spot.tiers.multipart.BLOCK_BYTES", 4096)
+    monkeypatch.setattr("lightning_spot.tiers.s3.BLOCK_BYTES", 4096)
     manifest, data = sharded(5)
     files = Together(5)  # two small ones, and three blocks
     ready = functools.partial(files.events.append, "ready")

@@ -14,8 +14,8 @@ from lightning_spot.errors import CorruptSnapshot, NodeUnreachable
 from lightning_spot.exact.unpickling import read_checkpoint
 from lightning_spot.fit.chosen import _load
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.run import streaming
-from lightning_spot.run.streaming import Streamed, StreamReader
+from lightning_spot.run import sources
+from lightning_spot.run.sources import Streamed, StreamReader
 
 PART_BYTES = 1 << 16
 
@@ -70,7 +70,7 @@ def saved(*more: object) -> bytes:
 @pytest.fixture(autouse=True)
 def small_ranges(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ranges of one small part each; and no thread is left."""
-    monkeypatch.setattr(streaming, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(sources, "PART_BYTES", PART_BYTES)
     monkeypatch.setattr(Manifest.ranges, "__defaults__", (PART_BYTES,))
     before = set(threading.enumerate())  # a node that another test served in this process has threads of that name
     yield

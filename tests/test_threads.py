@@ -20,7 +20,7 @@ import torch
 from lightning_spot import threads
 from lightning_spot.capture.background import Background
 from lightning_spot.capture.host_link import HostLink
-from lightning_spot.client.session import Session
+from lightning_spot.client.embedded import Session
 from lightning_spot.errors import NodeUnreachable
 from lightning_spot.image.sealing import Sealing
 from lightning_spot.memory.host import Host

@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.client import approximation
-from lightning_spot.client.approximation import Approximation
-from lightning_spot.client.compression import packers
+from lightning_spot.client import encoding
+from lightning_spot.client.encoding import Approximation, packers
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import CorruptManifest, CorruptSnapshot, NodeUnreachable, TierError
 from lightning_spot.image.floats import Floats
@@ -154,7 +153,7 @@ def test_where_there_is_room_for_one_snapshot_it_is_exact(topk: Pair) -> None:
 
 
 def test_now_and_then_one_is_exact(topk: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(approximation, "EXACT_EVERY", 3)
+    monkeypatch.setattr(encoding, "EXACT_EVERY", 3)
     image = floats(1, NBYTES)
     for step in range(1, 8):
         image = moved(image, step)
@@ -284,7 +283,7 @@ def test_where_the_exact_one_is_there_sooner_that_is_sent() -> None:
 def test_a_host_without_memory_for_it_sends_exactly(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(approximation, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(encoding, "available_bytes", lambda: 1000)
     assert sends(Approximation(), 5, exact_s=2.0, inexact_s=1.0) == []
     assert caplog.text.count("compression='topk' needs 2.10 MB more memory on this host") == 1
 

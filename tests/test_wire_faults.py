@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.client.compression import CompressionRule, packers
+from lightning_spot.client.encoding import CompressionRule, OutgoingPart, Part, PartEncoder, packers
 from lightning_spot.client.node_client import NodeClient
-from lightning_spot.client.part_encoder import OutgoingPart, Part, PartEncoder
 from lightning_spot.image import delta, packing
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory import bases

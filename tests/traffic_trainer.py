@@ -27,8 +27,8 @@ from torch.distributed.fsdp import fully_shard
 
 import lightning_spot
 from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.client.embedded import Session
 from lightning_spot.client.node_client import NodeClient
-from lightning_spot.client.session import Session
 from tests.exact_cases import loader
 from tests.exact_flat import OnCpus
 from tests.together_trainer import Wide, be_on_host

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_spot.client.part_encoder import OutgoingPart
+from lightning_spot.client.encoding import OutgoingPart
 from lightning_spot.client.part_sender import PartStream
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.image import packing

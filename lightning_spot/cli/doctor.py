@@ -32,7 +32,7 @@ from lightning_spot.notices.detect import CLOUDS, detect_cloud
 from lightning_spot.run.location import memory_limit_bytes
 from lightning_spot.run.patience import PATIENCE, unless_silent
 from lightning_spot.tiers.filesystem import open_filesystem, speaks, tier_errors
-from lightning_spot.tiers.requests import S3, aborts_unfinished
+from lightning_spot.tiers.s3 import S3, aborts_unfinished
 from lightning_spot.tiers.store import Holdings, Store
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from lightning_spot.client.compression import CompressionRule, packers
+from lightning_spot.client.encoding import CompressionRule, Part, PartEncoder, packers
 from lightning_spot.client.node_client import NodeClient, quoted
-from lightning_spot.client.part_encoder import Part, PartEncoder
 from lightning_spot.client.part_lanes import PartLanes
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import NodeRefused, NodeUnreachable, SettingsError, SnapshotNotFound, SpotError

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator
 
-from lightning_spot.client.part_encoder import OutgoingPart
+from lightning_spot.client.encoding import OutgoingPart
 from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES
 from lightning_spot.errors import NodeUnreachable, SpotError
 from lightning_spot.protocol.wire import (

@@ -11,11 +11,16 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
 
-from lightning_spot.client.approximation import ApproximateEncoder, Approximation
-from lightning_spot.client.compression import CompressionRule, packers
+from lightning_spot.client.encoding import (
+    ApproximateEncoder,
+    Approximation,
+    CompressionRule,
+    OutgoingPart,
+    PartEncoder,
+    packers,
+)
 from lightning_spot.client.joint import JointUploads
 from lightning_spot.client.node_client import NodeClient, quoted
-from lightning_spot.client.part_encoder import OutgoingPart, PartEncoder
 from lightning_spot.client.part_lanes import CONNECTIONS, PartLanes
 from lightning_spot.config import LARGEST
 from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError

@@ -11,8 +11,7 @@ from lightning_spot.fit.hosts import place_of
 from lightning_spot.memory.runs import parse_run
 from lightning_spot.run.location import Location
 from lightning_spot.tiers.claims import ATTEMPTS_DIR, Claim, claim_name, digest_of
-from lightning_spot.tiers.folder import HasFolders
-from lightning_spot.tiers.store import Store
+from lightning_spot.tiers.store import HasFolders, Store
 
 _LOOK_S = 0.05
 _SEEN_S = 90.0  # a network mount may show late what another host has written

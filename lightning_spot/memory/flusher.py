@@ -22,9 +22,9 @@ from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.tier import NodeTier, Sent
 from lightning_spot.memory.work import Job, Kind, Work
-from lightning_spot.tiers.claims import Standing, check_claimed, on_behalf
+from lightning_spot.tiers.claims import Standing
 from lightning_spot.tiers.retention import retain
-from lightning_spot.tiers.store import Store
+from lightning_spot.tiers.store import Store, check_claimed, on_behalf
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,7 @@ from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_orde
 from lightning_spot.image.notes import Note
 from lightning_spot.threads import all_at_once, both
 from lightning_spot.tiers.claims import check_fence, whole
-from lightning_spot.tiers.folder import HasFolders
-from lightning_spot.tiers.store import LONGEST_MANIFEST_BYTES, Store
+from lightning_spot.tiers.store import LONGEST_MANIFEST_BYTES, HasFolders, Store
 from lightning_spot.untrusted import plain, read_object, text
 
 logger = logging.getLogger(__name__)

@@ -1,27 +1,42 @@
-"""Where snapshots can be recovered from: the memory of this host's node, or any store. Opening one checks it."""
+"""Where snapshots can be recovered from: the memory of this host's node, or any store. Opening one checks it.
+
+What a memory node has is read while it arrives: checked part by part, and never in memory as a whole. New memory
+costs most when gigabytes are restored. Parts come ahead, over several connections, into a few buffers that stay warm,
+and go from there to where the reader wants them. Not for several readers of one snapshot.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import enum
+import mmap
+from collections import OrderedDict, deque
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.spread import SpreadStore
 from lightning_spot.client.starting import attach
+from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import SnapshotNotFound, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import verify_file
 from lightning_spot.memory.tier import Listed
-from lightning_spot.run.reading import OpenSnapshot
+from lightning_spot.run.reading import OpenSnapshot, SnapshotReader
 from lightning_spot.run.receiving import has_room, receive
-from lightning_spot.run.streaming import Streamed
 from lightning_spot.tiers.files import open_regular
 from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.store import Holdings, Progress, Store, newest_first
+from lightning_spot.tiers.store import Holdings, Progress, ReadsRanges, Store, newest_first
 
 MEMORY = "memory"
 DURABLE = "durable"
 _READERS = 4  # whoever waits for a snapshot is idle meanwhile
+
+_LANES = 4
+_BUFFERS = 6
+_KEPT_PARTS = 3
+_MOST_TURNS = 16  # torch reads the end of a file and then forwards, which takes 3 or 4
+_SMALL_BYTES = 64 * 1024  # below this Python's lock is not worth letting go
 
 
 class Use(enum.Enum):
@@ -168,3 +183,162 @@ def _checked(snapshot: OpenSnapshot, progress: Progress | None) -> OpenSnapshot:
         snapshot.close()
         raise
     return snapshot
+
+
+class Streamed(OpenSnapshot):
+    """A snapshot whose bytes are fetched, and checked, when they are read.
+
+    Args:
+        manifest: what it is.
+        tier: what to call the tier.
+        store: where it is.
+        url: what to call it in errors.
+    """
+
+    def __init__(self, manifest: Manifest, tier: str, store: ReadsRanges, url: str) -> None:
+        super().__init__(manifest, tier, url, fd=-1)
+        self._store = store
+
+    def reader(self) -> StreamReader:
+        """See :meth:`OpenSnapshot.reader`."""
+        return StreamReader(self._store, self.manifest, self.url)
+
+    def close(self) -> None:
+        """Nothing is open but what a reader has opened."""
+
+
+class StreamReader(SnapshotReader):
+    """Reads forwards fast; when it is to go back, or far ahead, the stream begins anew from there.
+
+    Args:
+        store: where it is.
+        manifest: what it is.
+        where: what to call it in errors.
+    """
+
+    def __init__(self, store: ReadsRanges, manifest: Manifest, where: str) -> None:
+        super().__init__(-1, manifest, where)
+        self._store = store
+        self._ranges = list(manifest.ranges())
+        self._span = max(1, PART_BYTES // manifest.part_bytes) * manifest.part_bytes
+        self._buffers = [memoryview(mmap.mmap(-1, self._span)) for _ in range(min(_BUFFERS, len(self._ranges)))]
+        self._pool = ThreadPoolExecutor(_LANES, thread_name_prefix="spot-stream")
+        self._ahead: _Ahead | None = None
+        self._kept: OrderedDict[int, memoryview] = OrderedDict()
+        self._unseen = set(range(len(self._ranges)))
+        self._turns = 0
+
+    def finish(self) -> None:
+        """See :meth:`SnapshotReader.finish`."""
+        for index in sorted(self._unseen):
+            self._part(index)
+
+    def close(self) -> None:
+        """Stop fetching, and let the memory go."""
+        if not self.closed:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._ahead = None
+            self._kept.clear()
+            self._buffers.clear()
+        super().close()
+
+    def _read_some(self, into: memoryview) -> int:
+        index, within = divmod(self._place, self._span)
+        part = self._part(index)
+        count = min(len(into), len(part) - within)
+        _copy(part[within : within + count], into[:count])
+        return count
+
+    def _part(self, index: int) -> memoryview:
+        """The bytes of a range, for as long as no other is asked for."""
+        if index in self._kept:
+            return self._kept[index]
+        if self._ahead is None or not 0 <= index - self._ahead.index <= len(self._buffers):
+            self._turn_to(index)
+        assert self._ahead is not None
+        while (part := self._ahead.part) is None or self._ahead.index < index:
+            try:
+                self._ahead.go_on()
+            except BaseException:  # its buffer holds what was not found to be right: nobody is to be handed that
+                self._ahead.stop()
+                self._ahead = None
+                raise
+            self._unseen.discard(self._ahead.index)
+        return part
+
+    def _turn_to(self, index: int) -> None:
+        """Begin the stream anew. What was read last is kept: torch comes back to the end of the file."""
+        if self._ahead is not None:
+            if (part := self._ahead.part) is not None:
+                self._kept[self._ahead.index] = memoryview(bytearray(part))
+                if len(self._kept) > _KEPT_PARTS:
+                    self._kept.popitem(last=False)
+            self._ahead.stop()
+        self._turns += 1
+        # Who goes on jumping gets one part at a time, not many of which most are for nothing.
+        buffers = self._buffers if self._turns <= _MOST_TURNS else self._buffers[:1]
+        self._ahead = _Ahead(self._store, self._manifest, self._ranges, index, buffers, self._pool)
+
+
+class _Ahead:
+    """Ranges of a snapshot from one on, in their order, as many under way as there are buffers.
+
+    Attributes:
+        index: of the range at hand; the first one before it is.
+        part: its bytes; ``None`` before the first :meth:`go_on`.
+    """
+
+    def __init__(
+        self,
+        store: ReadsRanges,
+        manifest: Manifest,
+        ranges: list[tuple[int, int]],
+        first: int,
+        buffers: list[memoryview],
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        self.index = first
+        self.part: memoryview | None = None
+        self._store = store
+        self._manifest = manifest
+        self._left = iter(list(enumerate(ranges))[first:])
+        self._pool = pool
+        self._buffer = buffers[0]
+        self._under_way: deque[tuple[int, memoryview, memoryview, Future[None]]] = deque()
+        for buffer in buffers:
+            self._begin(buffer)
+
+    def go_on(self) -> None:
+        """Turn to the next range; its buffer is used again when that is called the next time.
+
+        Raises:
+            SpotError: if it could not be read, or is not what was committed.
+        """
+        if self.part is not None:
+            self._begin(self._buffer)
+        self.index, self.part, self._buffer, arriving = self._under_way.popleft()
+        arriving.result()
+
+    def stop(self) -> None:
+        """Return when nobody writes to the buffers any more."""
+        for *_, arriving in self._under_way:
+            arriving.cancel()
+        wait([arriving for *_, arriving in self._under_way])
+
+    def _begin(self, buffer: memoryview) -> None:
+        index, (start, stop) = next(self._left, (-1, (0, 0)))
+        if index >= 0:
+            part = buffer[: stop - start]
+            arriving = self._pool.submit(self._store.read, self._manifest, start, part)
+            self._under_way.append((index, part, buffer, arriving))
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    """Copy bytes; many of them while other threads go on."""
+    if len(target) < _SMALL_BYTES:
+        target[:] = source
+        return
+    if len(source) != len(target):
+        raise ValueError(f"{len(source)} bytes for {len(target)}")
+    to, origin = (ctypes.c_char.from_buffer(view) for view in (target, source))
+    ctypes.memmove(ctypes.addressof(to), ctypes.addressof(origin), len(target))

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from lightning_spot.config import HIGHEST_ATTEMPT, KEEP, LARGEST
 from lightning_spot.errors import CorruptManifest, Fenced, Malformed, Unclaimed
 from lightning_spot.untrusted import MOST_UNIX_S, file_name, integer, line, number, read_sealed, sealed_json
-
-if TYPE_CHECKING:
-    from lightning_spot.tiers.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -177,36 +173,6 @@ def check_owner(owner: Owner, existing: Claim | None, url: str) -> None:
         )
     if not owner.digest or existing.digest != owner.digest:
         raise _taken(owner.attempt, url, existing)
-
-
-def check_claimed(store: Store, attempt: int) -> None:
-    """Refuse to write for a later attempt what one has left that never claimed the run: it may be a stranger's.
-
-    Raises:
-        Unclaimed: if there is no claim of that number.
-        TierError: if it could not be read.
-    """
-    store.owner = Owner(attempt, "")
-    with contextlib.suppress(Fenced):  # there is one: whose it is, that attempt was asked when it opened the run
-        store.check_owner()
-
-
-def on_behalf(store: Store, standing: Standing, action: Callable[[], Read]) -> Read:
-    """Do something at a tier for an attempt. What its trainer, who may be gone, could not claim is claimed for it.
-
-    Raises:
-        Fenced: if another one has claimed it.
-        Unclaimed: if nobody has, and this node may not.
-        SpotError: whatever else failed.
-    """
-    store.owner = standing.owner
-    try:
-        return action()
-    except Unclaimed:
-        if standing.claim is None:
-            raise
-    store.claim(standing.claim)
-    return action()
 
 
 def _taken(attempt: int, where: str, by: Claim | None) -> Fenced:

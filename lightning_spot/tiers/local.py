@@ -5,26 +5,26 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lightning_spot.config import PART_BYTES
-from lightning_spot.errors import CorruptManifest, Overtaken, SpotError, TierError
-from lightning_spot.image.files import cut
-from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
+from lightning_spot.errors import CorruptManifest, CorruptSnapshot, Overtaken, SpotError, TierError
+from lightning_spot.image.files import FileSpan, cut, is_own_file, pieces
+from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, Order, snapshot_order
 from lightning_spot.image.parts import part_ranges
 from lightning_spot.image.sealing import NotedParts
 from lightning_spot.threads import in_turn
 from lightning_spot.tiers import claims, files, store
 from lightning_spot.tiers.beneath import Beneath, opened
 from lightning_spot.tiers.claims import ATTEMPTS_DIR, Claim, Owner
-from lightning_spot.tiers.files import tier_errors
-from lightning_spot.tiers.folder import LocalFolder
-from lightning_spot.tiers.image_reader import ImageReader
-from lightning_spot.tiers.local_sweeping import remove_own, sweep_folder, sweep_run
+from lightning_spot.tiers.files import open_regular, tier_errors
 from lightning_spot.tiers.store import Holdings, Progress
-from lightning_spot.tiers.temporaries import temporary_name
+from lightning_spot.tiers.temporaries import temporary_name, temporary_owner, writer_has_ended
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class LocalStore:
         def check(bounds: tuple[int, int]) -> None:
             manifest.verify_range(bounds[0], into[bounds[0] : bounds[1]], self.url)
 
-        with tier_errors(self.url, reading=True), ImageReader(self.root, manifest, self.url) as image:
+        with tier_errors(self.url, reading=True), _ImageReader(self.root, manifest, self.url) as image:
             in_turn(take, check, 2, "spot-fetch")
 
     def folder(self, name: str, *, attempt: int, run_id: str) -> LocalFolder:
@@ -184,7 +184,7 @@ class LocalStore:
                 with self.inside(folder) as folder:
                     files.remove(folder / MANIFEST_FILE)
                     files.sync_directory(folder)  # never a manifest without its bytes, also after a loss of power
-                    remove_own(folder)
+                    _remove_own(folder)
             except FileNotFoundError:  # of several nodes that have portions of it, another one deletes it, too
                 if files.is_there(self.root / manifest.manifest_path):
                     raise
@@ -194,12 +194,12 @@ class LocalStore:
         """See :meth:`Store.sweep`."""
         self._check_owner(current.run)
         with tier_errors(self.url):
-            sweep_run(self, current)
+            _sweep_run(self, current)
 
     def sweep_files(self) -> None:
         """See :meth:`Store.sweep_files`."""
         with tier_errors(self.url):
-            sweep_folder(self)
+            _sweep_folder(self)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -266,7 +266,7 @@ class LocalStore:
     def _has_the_bytes(self, manifest: Manifest) -> bool:
         buffer = memoryview(bytearray(min(manifest.nbytes, max(manifest.part_bytes, PART_BYTES))))
         try:
-            with ImageReader(self.root, manifest, self.url) as image:
+            with _ImageReader(self.root, manifest, self.url) as image:
                 for start, stop in manifest.ranges():
                     image.read(start, buffer[: stop - start])
                     manifest.verify_range(start, buffer[: stop - start], self.url)
@@ -373,3 +373,220 @@ def _claim_in(path: Path) -> Claim | None:
 
 def _reason(error: OSError | CorruptManifest) -> str:
     return f"{error.strerror} ({error.filename})" if isinstance(error, OSError) else str(error)
+
+
+class _ImageReader:
+    """The image of a snapshot that lies in a directory; a context manager. The file that was read last stays open.
+
+    Args:
+        root: the run's directory.
+        manifest: of the snapshot.
+        where: what to call the tier in errors.
+    """
+
+    def __init__(self, root: Path, manifest: Manifest, where: str) -> None:
+        self._root = root
+        self._manifest = manifest
+        self._where = where
+        self._open: tuple[FileSpan, int] | None = None
+
+    def __enter__(self) -> _ImageReader:
+        return self
+
+    def __exit__(self, *_raised: Any) -> None:
+        self._close()
+
+    def read(self, start: int, into: memoryview, progress: Callable[[int], None] | None = None) -> None:
+        """Fill ``into`` with the image from byte ``start`` on.
+
+        Raises:
+            CorruptSnapshot: if a file is too short.
+            FileNotFoundError: if one is not there.
+            OSError: if one cannot be read.
+        """
+        for span, first, last in pieces(self._manifest.spans, start, start + len(into)):
+            target = into[first - start : last - start]
+            if span is None:
+                target[:] = bytes(len(target))
+            else:
+                self._fill(span, first - span.offset, target)
+            if progress is not None:
+                progress(len(target))
+
+    def _fill(self, span: FileSpan, place: int, target: memoryview) -> None:
+        if self._open is None or self._open[0] != span:
+            self._close()
+            self._open = span, open_regular(self._root / self._manifest.path_of(span))
+        while target:
+            count = os.preadv(self._open[1], [target], place)
+            if not count:
+                path = self._root / self._manifest.path_of(span)
+                raise CorruptSnapshot(
+                    f"{path} is cut short: {place} of {span.nbytes} bytes are there", where=self._where
+                )
+            target, place = target[count:], place + count
+
+    def _close(self) -> None:
+        if self._open is not None:
+            os.close(self._open[1])
+            self._open = None
+
+
+class LocalFolder:
+    """A folder below a directory; see :class:`Folder`.
+
+    Args:
+        store: of the run.
+        name: of the snapshot.
+        attempt: on whose behalf it is written to.
+        run_id: of its run.
+    """
+
+    def __init__(self, store: LocalStore, name: str, *, attempt: int, run_id: str) -> None:
+        self._store, self._name, self._attempt, self._run_id = store, name, attempt, run_id
+
+    @property
+    def _path(self) -> Path:
+        return self._store.root / self._name
+
+    def sizes(self) -> dict[str, int]:
+        """See :meth:`Folder.sizes`."""
+        with files.tier_errors(self._store.url):
+            found: dict[str, int] = {}
+            if not files.is_own_directory(self._path):
+                return found
+            for name in files.list_directory(self._path):
+                status = files.if_there(self._path / name, lambda name=name: os.lstat(self._path / name))  # type: ignore[misc]
+                if status is not None and stat.S_ISREG(status.st_mode):  # a pipe of such a name keeps nobody waiting
+                    found[name] = status.st_size
+            return found
+
+    def write(self, name: str, data: memoryview) -> None:
+        """See :meth:`Folder.write`."""
+        with files.tier_errors(self._store.url), self._left_as_it_was():
+            slices = (data[start:stop] for start, stop in part_ranges(len(data), _WRITE_BYTES))
+            with self._store.inside(self._store.made() / self._name, make=True) as folder:
+                temporary = files.write_aside(folder, slices, attempt=self._attempt, run_id=self._run_id)
+                try:
+                    os.replace(temporary, folder / name)
+                except BaseException:
+                    files.remove(temporary)
+                    raise
+                files.sync_directory(folder)
+
+    def write_all(
+        self, contents: Mapping[str, memoryview], goes_on: Callable[[], None], done: Callable[[str], None]
+    ) -> None:
+        """See :meth:`Folder.write_all`. A disk writes faster at one place."""
+        for name, data in contents.items():
+            goes_on()
+            self.write(name, data)
+            done(name)
+
+    @contextlib.contextmanager
+    def _left_as_it_was(self) -> Iterator[None]:
+        """Leave no empty folder where nothing can be written; another host that finds it gone makes it again."""
+        try:
+            yield
+        except BaseException:
+            files.remove_if_empty(self._path)
+            raise
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """See :meth:`Folder.read`."""
+        with files.tier_errors(self._store.url, reading=True), open(self._path / name, "rb") as file:
+            file.seek(start)
+            return file.read(stop - start if stop is not None else -1)
+
+    def remove(self, names: Sequence[str]) -> None:
+        """See :meth:`Folder.remove`."""
+        problem: OSError | None = None
+        with files.tier_errors(self._store.url):
+            if not files.is_own_directory(self._path):
+                return
+            with self._store.inside(self._path) as folder:
+                for name in names:
+                    try:
+                        files.remove(folder / name)
+                    except OSError as error:
+                        problem = error
+            if problem is not None:
+                raise problem
+
+
+def _sweep_run(local: LocalStore, current: Manifest) -> None:
+    """See :meth:`Store.sweep`."""
+    root, problem = local.root, None
+    for name in files.list_directory(root):
+        order = snapshot_order(name)
+        if not ((name in (ATTEMPTS_DIR, OWN_DIR) or order is not None) and files.is_own_directory(root / name)):
+            continue
+        try:
+            with local.inside(root / name) as folder:
+                _sweep_temporaries(folder, current)
+                if order is not None:
+                    _sweep_snapshot(folder, order, current)
+                elif name == ATTEMPTS_DIR:
+                    for old in claims.forgettable(os.listdir(folder)):
+                        files.remove(folder / old)
+            if order is not None:
+                files.remove_if_empty(root / name)
+        except FileNotFoundError:  # it has ended there, or another node removes it, too
+            continue
+        except OSError as error:  # one place that fails keeps nothing else from being swept
+            problem = error
+    _sweep_temporaries(root, current)
+    if problem is not None:
+        raise problem
+
+
+def _sweep_folder(local: LocalStore) -> None:
+    """See :meth:`Store.sweep_files`."""
+    _sweep_ended(local.root, files.list_directory(local.root))
+    if files.is_own_directory(local.root / OWN_DIR):
+        with local.inside(local.root / OWN_DIR) as folder:
+            _sweep_ended(folder, files.list_directory(folder))
+
+
+def _remove_own(folder: Path) -> None:
+    """Remove our own files in a snapshot's directory; it stays, with what is somebody else's."""
+    for name in os.listdir(folder):
+        if is_own_file(name) or temporary_owner(name) is not None:
+            files.remove(folder / name)
+
+
+def _sweep_snapshot(folder: Path, order: Order, current: Manifest) -> None:
+    names = os.listdir(folder)
+    if order >= current.order or MANIFEST_FILE in names or not all(map(is_own_file, names)):
+        return
+    newest_s = max(
+        os.stat(path, follow_symlinks=path == folder).st_mtime for path in (folder, *(folder / name for name in names))
+    )
+    if files.is_there(folder / MANIFEST_FILE):
+        return  # a listing may be older than the manifest
+    if order[0] < current.attempt or time.time() - newest_s >= store.SETTLED_S:
+        _remove_own(folder)
+
+
+def _sweep_temporaries(folder: Path, current: Manifest) -> None:
+    for name in os.listdir(folder):
+        if (owner := temporary_owner(name)) is None:
+            continue
+        run_id, attempt = owner
+        of_earlier = run_id == current.run_id and 0 < attempt < current.attempt
+        if of_earlier or writer_has_ended(name) or _is_settled(folder / name):
+            files.remove(folder / name)
+
+
+def _sweep_ended(folder: Path, names: list[str]) -> None:
+    for name in names:
+        if temporary_owner(name) is not None and (writer_has_ended(name) or _is_settled(folder / name)):
+            files.remove(folder / name)
+
+
+def _is_settled(path: Path) -> bool:
+    """Whether a file was not written to for so long that it has no writer any more."""
+    try:
+        return time.time() - os.lstat(path).st_mtime >= store.SETTLED_S
+    except FileNotFoundError:
+        return False  # its writer is done

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from lightning_spot.errors import CorruptManifest
-from lightning_spot.tiers import requests, store
+from lightning_spot.tiers import s3, store
 from lightning_spot.tiers.filesystem import open_filesystem, speaks
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class ObjectFiles:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self.fs, self.root = open_filesystem(url)
-        self._is_s3 = speaks(self.fs, requests.S3)
+        self._is_s3 = speaks(self.fs, s3.S3)
 
     def path(self, below: str) -> str:
         """Where an object is in the file system."""
@@ -130,9 +130,9 @@ class ObjectFiles:
             Exception: if one could not be removed.
         """
         if self._is_s3:
-            requests.remove_objects(self.fs, [self.path(below) for below in belows])
+            s3.remove_objects(self.fs, [self.path(below) for below in belows])
         elif speaks(self.fs):
-            requests.remove_each(self.remove, belows)
+            s3.remove_each(self.remove, belows)
         else:
             for below in belows:
                 self.remove(below)
@@ -150,6 +150,6 @@ def list_folder(files: Any, path: str) -> list[dict[str, Any]]:
     Raises:
         FileNotFoundError: if there is no such folder, where there are folders.
     """
-    if speaks(files, requests.S3):
-        return requests.list_folder(files, path)
+    if speaks(files, s3.S3):
+        return s3.list_folder(files, path)
     return list(files.ls(path, detail=True))

@@ -5,35 +5,35 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptManifest, CorruptSnapshot, SnapshotNotFound, TierError
-from lightning_spot.image.files import FileSpan
+from lightning_spot.image.files import FileSpan, is_own_file, pieces
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.image.sealing import NotedParts
 from lightning_spot.threads import all_at_once, both
-from lightning_spot.tiers import claims, requests, store
+from lightning_spot.tiers import claims, s3, store
 from lightning_spot.tiers.claims import ATTEMPTS_DIR, Claim, Owner
-from lightning_spot.tiers.fetching import Fetching
 from lightning_spot.tiers.filesystem import check_bucket, make_parent, speaks, tier_errors
-from lightning_spot.tiers.folder import ObjectFolder
-from lightning_spot.tiers.multipart import abort_dead_uploads
 from lightning_spot.tiers.object_files import READERS, ObjectFiles
+from lightning_spot.tiers.s3 import abort_dead_uploads
 from lightning_spot.tiers.store import Holdings, Progress
-from lightning_spot.tiers.sweeping import sweep_folder, sweep_run
-from lightning_spot.tiers.temporaries import temporary_name
-from lightning_spot.tiers.transfers import move
-from lightning_spot.tiers.writing import Parts, write_files, write_small
+from lightning_spot.tiers.temporaries import temporary_name, temporary_owner, writer_has_ended
+from lightning_spot.tiers.transfers import Job, move
+from lightning_spot.tiers.writing import Parts, ignored, nothing, write_files, write_small, write_whole
 
 logger = logging.getLogger(__name__)
-
 
 _RECENT_S = 1.0
 
 _Mark = dict[str, object]
+
+Piece = tuple[FileSpan, int, int]
+"""A file, and a range of the image that lies in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,15 +190,15 @@ class ObjectStore:
         self._check_owner(current.run)
         seen, is_first = seen or self.survey(), self._swept_for != current.attempt
         with tier_errors(self.url):
-            sweep_run(self._files, current, seen, is_first=is_first)
-            if speaks(self._fs, requests.S3) and is_first:
+            _sweep_run(self._files, current, seen, is_first=is_first)
+            if speaks(self._fs, s3.S3) and is_first:
                 abort_dead_uploads(self._fs, self._root, current)
             self._swept_for = current.attempt
 
     def sweep_files(self) -> None:
         """See :meth:`Store.sweep_files`."""
         with tier_errors(self.url):
-            sweep_folder(self._files)
+            _sweep_folder(self._files)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -287,11 +287,11 @@ class ObjectStore:
     def _create(self, below: str, data: bytes, claim: Claim) -> None:
         """Create an object unless there is one."""
         path = self._files.path(below)
-        if speaks(self._fs, requests.S3):
+        if speaks(self._fs, s3.S3):
             with contextlib.suppress(NotImplementedError):
-                requests.create_object(self._fs, path, data)
+                s3.create_object(self._fs, path, data)
                 return
-        if speaks(self._fs, requests.CREATE):
+        if speaks(self._fs, s3.CREATE):
             with contextlib.suppress(FileExistsError):
                 self._fs.pipe_file(path, data, mode="create")
             return
@@ -361,3 +361,197 @@ class ObjectStore:
 def _is_same(noted: Manifest | None, manifest: Manifest) -> bool:
     """Whether this very snapshot is there; ``manifest`` may have no checksums yet."""
     return noted is not None and manifest == (noted if manifest.checksums else replace(noted, checksums=()))
+
+
+@dataclass(eq=False, slots=True)
+class _Range:
+    """Some of the image that is checked as one.
+
+    Attributes:
+        start: in the image.
+        stop: in the image.
+        pieces: that it is put together of.
+        left: how many of them are not there yet.
+    """
+
+    start: int
+    stop: int
+    pieces: list[Piece]
+    left: int
+
+
+class Fetching:
+    """A snapshot on its way.
+
+    Args:
+        manifest: of it.
+        into: memory for its image.
+        read: gives a range of the image that lies in one file; called on several threads.
+        url: of the tier, for messages.
+        progress: told of the bytes of each range.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        into: memoryview,
+        read: Callable[[FileSpan, int, int], bytes],
+        url: str,
+        progress: Progress | None,
+    ) -> None:
+        self._manifest, self._into, self._read, self._url = manifest, into, read, url
+        self._progress = progress
+        self._lock = threading.Lock()
+
+    def jobs(self, nbytes: int) -> Iterator[Job]:
+        """What brings all of it, in ranges of at least ``nbytes``.
+
+        The jobs raise CorruptSnapshot if a range is not what was committed, also when it is read once more.
+        """
+        for start, stop in self._manifest.ranges(nbytes):
+            found: list[Piece] = []
+            for span, first, last in pieces(self._manifest.spans, start, stop):
+                if span is None:
+                    self._into[first:last] = bytes(last - first)
+                else:
+                    found.append((span, first, last))
+            part = _Range(start, stop, found, len(found))
+            if not found:
+                self._check(part)
+            for piece in found:
+                yield piece[2] - piece[1], functools.partial(self._bring, part, piece)
+
+    def _bring(self, part: _Range, piece: Piece) -> None:
+        self._fill(piece)
+        with self._lock:
+            part.left -= 1
+            is_whole = not part.left
+        if is_whole:
+            self._check(part)
+
+    def _fill(self, piece: Piece) -> None:
+        _span, first, last = piece
+        try:
+            data = self._read(*piece)
+        except CorruptSnapshot as error:  # there, or only on its way: what comes now tells
+            logger.info("read once more: %s", error)
+            data = self._read(*piece)
+        self._into[first:last] = data
+
+    def _check(self, part: _Range) -> None:
+        view = self._into[part.start : part.stop]
+        try:
+            self._manifest.verify_range(part.start, view, self._url)
+        except CorruptSnapshot as error:
+            logger.info("read once more: %s", error)
+            for piece in part.pieces:
+                self._fill(piece)
+            self._manifest.verify_range(part.start, view, self._url)
+        if self._progress is not None:
+            self._progress(part.stop - part.start)
+
+
+class ObjectFolder:
+    """A folder on an fsspec file system; see :class:`Folder`.
+
+    Args:
+        objects: the run's.
+        name: of the snapshot.
+        attempt: on whose behalf it is written to.
+        run_id: of its run.
+    """
+
+    def __init__(self, objects: ObjectFiles, name: str, *, attempt: int, run_id: str) -> None:
+        self._objects, self._name = objects, name
+        self._url, self._attempt, self._run_id = objects.url, attempt, run_id
+
+    def sizes(self) -> dict[str, int]:
+        """See :meth:`Folder.sizes`."""
+        with tier_errors(self._url):
+            return self._objects.sizes(self._name)
+
+    def write(self, name: str, data: memoryview) -> None:
+        """See :meth:`Folder.write`."""
+        self.write_all({name: data}, nothing, ignored)
+
+    def write_all(
+        self, contents: Mapping[str, memoryview], goes_on: Callable[[], None], done: Callable[[str], None]
+    ) -> None:
+        """See :meth:`Folder.write_all`."""
+        names = {self._path(name): name for name in contents}
+        with tier_errors(self._url):
+            make_parent(self._objects.fs, self._path("any"))
+            write_whole(
+                self._objects.fs,
+                {path: contents[name] for path, name in names.items()},
+                temporary=lambda: self._path(temporary_name(self._attempt, self._run_id)),
+                goes_on=goes_on,
+                done=lambda path: done(names[path]),
+            )
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """See :meth:`Folder.read`."""
+        with tier_errors(self._url, reading=True):
+            return bytes(self._objects.fs.cat_file(self._path(name), start=start, end=stop))
+
+    def remove(self, names: Sequence[str]) -> None:
+        """See :meth:`Folder.remove`."""
+        with tier_errors(self._url):
+            self._objects.remove_all([f"{self._name}/{name}" for name in names])
+
+    def _path(self, name: str) -> str:
+        return self._objects.path(f"{self._name}/{name}")
+
+
+def _sweep_run(objects: ObjectFiles, current: Manifest, seen: Holdings, *, is_first: bool) -> None:
+    """Remove temporaries, uncommitted snapshots older than ``current``, and claims that nobody asks for any more.
+
+    Args:
+        objects: of the run.
+        current: a snapshot that is committed.
+        seen: what has just been listed.
+        is_first: whether also snapshots that are whole are looked into, in a bucket: nothing is written aside there.
+    """
+    names, attempts = seen.names, seen.attempts
+    older = [name for name in names if (order := snapshot_order(name)) is not None and order < current.order]
+    if speaks(objects.fs) and not is_first:
+        older = [name for name in older if name in seen.unfinished]
+    insides = all_at_once([functools.partial(objects.names, name) for name in older], "spot-list", READERS)
+    for name, inside in zip(older, insides, strict=True):
+        _sweep_snapshot(objects, name, inside, current)
+    _sweep_temporaries(objects, "", names, current)
+    _sweep_temporaries(objects, f"{ATTEMPTS_DIR}/", attempts, current)
+    _sweep_temporaries(objects, f"{OWN_DIR}/", objects.names(OWN_DIR) if OWN_DIR in names else [], current)
+    objects.remove_all([f"{ATTEMPTS_DIR}/{name}" for name in claims.forgettable(attempts)])
+
+
+def _sweep_folder(objects: ObjectFiles) -> None:
+    """Remove temporaries in a folder in which other processes may save, too."""
+    for below in [*objects.names(""), *(f"{OWN_DIR}/{name}" for name in objects.names(OWN_DIR))]:
+        name = below.rpartition("/")[2]
+        if temporary_owner(name) is not None and (writer_has_ended(name) or objects.is_settled(below)):
+            objects.remove(below)
+
+
+def _sweep_snapshot(objects: ObjectFiles, name: str, names: list[str], current: Manifest) -> None:
+    """Remove an uncommitted snapshot that holds nothing but our own files."""
+    _sweep_temporaries(objects, f"{name}/", names, current)
+    order = snapshot_order(name)
+    names = [item for item in names if temporary_owner(item) is None]
+    if not names or not all(map(is_own_file, names)) or order is None or order[0] > current.attempt:
+        return
+    paths = [f"{name}/{item}" for item in names]
+    if order[0] == current.attempt and not all(map(objects.is_settled, paths)):
+        return
+    if not objects.fs.exists(objects.path(f"{name}/{MANIFEST_FILE}")):  # a listing may be older than the manifest
+        objects.remove_all(paths)
+        objects.remove_directory(name)
+
+
+def _sweep_temporaries(objects: ObjectFiles, folder: str, names: list[str], current: Manifest) -> None:
+    for name in names:
+        if (owner := temporary_owner(name)) is None:
+            continue
+        of_earlier = owner[0] == current.run_id and 0 < owner[1] < current.attempt
+        if of_earlier or writer_has_ended(name) or objects.is_settled(f"{folder}{name}"):
+            objects.remove(f"{folder}{name}")

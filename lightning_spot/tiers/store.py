@@ -11,13 +11,16 @@ How a tier lays a run out below its URL::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar, runtime_checkable
 
-from lightning_spot.errors import Fenced
+from lightning_spot.errors import Fenced, Unclaimed
 from lightning_spot.image.manifest import Manifest, snapshot_order
-from lightning_spot.tiers.claims import Claim, Owner, check_fence
+from lightning_spot.tiers.claims import Claim, Owner, Standing, check_fence
+
+Result = TypeVar("Result")
 
 Progress = Callable[[int], None]
 """Called with the number of bytes just moved."""
@@ -187,11 +190,89 @@ SETTLED_S = 3600.0
 """A temporary or uncommitted snapshot of a live attempt that was not written to for so long has no writer any more."""
 
 
+class Folder(Protocol):
+    """The files of one snapshot. Each appears whole or not at all. Methods may be called from any thread.
+
+    All of them raise :class:`~lightning_spot.errors.TierError` if the tier fails.
+    """
+
+    def sizes(self) -> dict[str, int]:
+        """The files that are there, with their sizes; empty if there is no such folder."""
+
+    def write(self, name: str, data: memoryview) -> None:
+        """Write a file, in place of what is there; when this returns it is as durable as the tier is."""
+
+    def write_all(
+        self, contents: Mapping[str, memoryview], goes_on: Callable[[], None], done: Callable[[str], None]
+    ) -> None:
+        """Write several files, each as by :meth:`write`; side by side in an object store.
+
+        Args:
+            contents: by name.
+            goes_on: called before each of them, and at S3 before each of their blocks; what it raises ends all of it.
+            done: told the name of each that is there. Both may be called on several threads.
+        """
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Some of a file, by default all of it.
+
+        Raises:
+            SnapshotNotFound: if it is not there.
+        """
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove files; nothing happens to those that are gone. Where one cannot be removed, the others are."""
+
+
+@runtime_checkable
+class HasFolders(Protocol):
+    """A store whose snapshots can be written file by file."""
+
+    def folder(self, name: str, *, attempt: int, run_id: str) -> Folder:
+        """The folder of a snapshot.
+
+        Args:
+            name: of the snapshot.
+            attempt: on whose behalf it is written to.
+            run_id: of its run.
+        """
+
+
 class ReadsRanges(Protocol):
     """A store of which parts can be read one by one."""
 
     def read(self, manifest: Manifest, start: int, into: memoryview) -> None:
         """Read one of ``manifest.ranges()`` and check it; from any thread. Errors are those of :meth:`Store.fetch`."""
+
+
+def check_claimed(store: Store, attempt: int) -> None:
+    """Refuse to write for a later attempt what one has left that never claimed the run: it may be a stranger's.
+
+    Raises:
+        Unclaimed: if there is no claim of that number.
+        TierError: if it could not be read.
+    """
+    store.owner = Owner(attempt, "")
+    with contextlib.suppress(Fenced):  # there is one: whose it is, that attempt was asked when it opened the run
+        store.check_owner()
+
+
+def on_behalf(store: Store, standing: Standing, action: Callable[[], Result]) -> Result:
+    """Do something at a tier for an attempt. What its trainer, who may be gone, could not claim is claimed for it.
+
+    Raises:
+        Fenced: if another one has claimed it.
+        Unclaimed: if nobody has, and this node may not.
+        SpotError: whatever else failed.
+    """
+    store.owner = standing.owner
+    try:
+        return action()
+    except Unclaimed:
+        if standing.claim is None:
+            raise
+    store.claim(standing.claim)
+    return action()
 
 
 def newest_first(manifests: Sequence[Manifest]) -> list[Manifest]:

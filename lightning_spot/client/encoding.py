@@ -1,0 +1,487 @@
+"""How each part of a snapshot goes to a node: not at all, as what changed of it, whole, or as an approximation.
+
+With ``compression="auto"`` it is decided for each snapshot whether what changed is compressed. Of the one before it is
+known how long a byte took on a connection; of one piece of it that was packed, how long packing takes and what is left.
+It pays where packing takes less time than what it saves on the way. What a snapshot that was packed took shows whether
+that is so: if not, what packing costs is taken for twice as much from then on.
+
+With ``compression="topk"`` what a node has of a run is kept here, too. The next snapshot is approximated from that:
+the numbers that it is most behind in are put there, and sent; everything that is no such number is put there, and sent,
+as it is. What comes out is a whole checkpoint file with checksums of its own, which the node makes in the same way, and
+checks. Now and then a snapshot is sent exactly, and all begins from it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from lightning_spot.config import format_bytes
+from lightning_spot.image.archive import read_entries
+from lightning_spot.image.coming import Coming
+from lightning_spot.image.floats import WIDTHS, Floats
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.packing import can_pack
+from lightning_spot.image.parts import part_ranges
+from lightning_spot.image.portion import Image
+from lightning_spot.image.sealing import Sealing, sealing_threads
+from lightning_spot.memory.bases import Glance
+from lightning_spot.protocol.wire import BaseInfo, PartKind
+from lightning_spot.staging.slot import available_bytes, slot_capacity
+
+logger = logging.getLogger(__name__)
+
+LEAST_BYTES = 256 * 1024
+"""Less than this is never packed: it takes no time either way."""
+
+PROBE_BYTES = 256 * 1024
+"""How much is packed to see how that would go."""
+
+_PACKERS = 4
+_NICENESS = 10
+_COST = 2.0  # of packing, in times of what it takes: the receiver unpacks, and others need the processors
+_HIGHEST_COST = 64.0
+
+Part = tuple[int, int, str]  # first byte, end, checksum
+
+WORTH = 7 / 8
+"""Share of a part above which naming what changed of it saves too little."""
+
+EXACT_EVERY = 10
+"""One in so many snapshots is sent exactly: a full base."""
+
+_CRC_BYTES = 4
+_WEIGHT = 0.3  # of the newest measurement
+
+Range = tuple[int, int]
+
+
+def packers() -> Executor:
+    """Threads to pack on, which stand back behind training: what processors it leaves decides how fast they are."""
+    return ThreadPoolExecutor(_PACKERS, thread_name_prefix="spot-pack", initializer=_stand_back)
+
+
+def _stand_back() -> None:
+    thread = threading.get_native_id()  # on Linux each thread has a priority of its own
+    os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
+
+
+@dataclass(slots=True)
+class _Measured:
+    """What was measured since it was decided last, of sending and of packing.
+
+    Attributes:
+        sent_bytes: as they went over a connection.
+        sent_s: that they took.
+        packed_bytes: of what was packed.
+        packed_s: that it took, as if all threads had packed.
+        left_bytes: of it.
+    """
+
+    sent_bytes: int = 0
+    sent_s: float = 0.0
+    packed_bytes: int = 0
+    packed_s: float = 0.0
+    left_bytes: int = 0
+
+    @property
+    def wire_s(self) -> float:
+        """For each byte that is sent."""
+        return self.sent_s / self.sent_bytes
+
+    @property
+    def pack_s(self) -> float:
+        """For each byte that is packed."""
+        return self.packed_s / self.packed_bytes
+
+    @property
+    def left(self) -> float:
+        """Of each byte that is packed."""
+        return self.left_bytes / self.packed_bytes
+
+
+class CompressionRule:
+    """Decides for the snapshots that go to one node. Methods may be called from any thread.
+
+    Attributes:
+        packs: whether the present one is packed.
+    """
+
+    def __init__(self) -> None:
+        self.packs = False
+        self._measured, self._plain_s, self._cost = _Measured(), 0.0, _COST
+        self._has_probed = False
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """A snapshot begins: it goes as what is known by now says."""
+        with self._lock:
+            self._has_probed = False
+            if self._measured.sent_bytes and self._measured.packed_bytes:
+                found, self._measured = self._measured, _Measured()
+                if not self.packs:
+                    self._plain_s = found.wire_s
+                elif found.pack_s + found.left * found.wire_s > self._plain_s:
+                    self._cost = min(2 * self._cost, _HIGHEST_COST)
+                self.packs = self._cost * found.pack_s < (1 - found.left) * found.wire_s
+
+    def probes(self) -> bool:
+        """Whether to pack a piece, and throw it away: once in a snapshot that is sent as it is."""
+        with self._lock:
+            has_probed, self._has_probed = self._has_probed, True
+            return not (has_probed or self.packs)
+
+    def probed(self, nbytes: int, left_bytes: int, seconds: float) -> None:
+        """Note that packing ``nbytes`` on one thread took ``seconds`` and left ``left_bytes``."""
+        self.packed(nbytes, left_bytes, seconds * max(1.0, _PACKERS / (os.cpu_count() or 1)))
+
+    def packed(self, nbytes: int, left_bytes: int, seconds: float) -> None:
+        """Note that packing ``nbytes`` beside other threads took ``seconds`` and left ``left_bytes``."""
+        with self._lock:
+            self._measured.packed_bytes += nbytes
+            self._measured.packed_s += seconds
+            self._measured.left_bytes += left_bytes
+
+    def sent(self, nbytes: int, seconds: float) -> None:
+        """Note that ``nbytes`` took ``seconds`` on a connection, until they had arrived."""
+        with self._lock:
+            self._measured.sent_bytes += nbytes
+            self._measured.sent_s += seconds
+
+
+@dataclass(frozen=True, slots=True)
+class OutgoingPart:
+    """A part as it is sent.
+
+    Attributes:
+        start: first byte in the file.
+        nbytes: its length.
+        digest: its xxh3-128.
+        kind: what ``content`` is.
+        content: what is sent.
+    """
+
+    start: int
+    nbytes: int
+    digest: str
+    kind: PartKind
+    content: memoryview | bytes
+
+    @classmethod
+    def whole(cls, start: int, part: memoryview, digest: str) -> OutgoingPart:
+        """A part that is sent whole."""
+        return cls(start, len(part), digest, PartKind.WHOLE, part)
+
+
+class PartEncoder:
+    """Encodes the parts of one snapshot. May be used from any thread.
+
+    Args:
+        image: the whole file, or the ranges of it that are sent.
+        part_bytes: size of its parts.
+        base: the snapshot that the receiver holds, as it said; ``None`` for none.
+        earlier: the same snapshot here, if it still is.
+        packers: threads to pack on.
+        rule: decides what is packed; ``None`` for nothing.
+        always: whether all that can be is packed, whatever the rule says.
+    """
+
+    def __init__(
+        self,
+        image: Image,
+        part_bytes: int,
+        base: BaseInfo | None,
+        earlier: Glance | None,
+        packers: Executor,
+        rule: CompressionRule | None,
+        *,
+        always: bool = False,
+    ) -> None:
+        self._image, self._part_bytes = image, part_bytes
+        self._base = base if base is not None and base.part_bytes == part_bytes else None
+        self._earlier = earlier if self._base is not None and _is(earlier, self._base) else None
+        self._rule = rule if base is not None and base.unpacks and can_pack() else None
+        self._packers, self._always = packers, always
+
+    def whole(self, part: Part) -> OutgoingPart:
+        """A part to be sent whole, because anything else went wrong."""
+        start, stop, digest = part
+        return OutgoingPart.whole(start, self._image[start:stop], digest)
+
+    def encode(self, part: Part) -> OutgoingPart:
+        """A part in the way in which it is sent."""
+        start, stop, digest = part
+        if self._base is not None and self._base.has(start, stop, digest):
+            return OutgoingPart(start, stop - start, digest, PartKind.SAME, b"")
+        earlier = self._earlier
+        delta = self._delta(part, earlier) if earlier is not None and start < earlier.manifest.nbytes else None
+        if delta is None or earlier is None or not earlier.is_there():
+            return self.whole(part)
+        return delta
+
+    def sent(self, part: OutgoingPart, wire_s: float) -> None:
+        """Note that a part was under way for ``wire_s`` seconds."""
+        if self._rule is not None and len(part.content) >= LEAST_BYTES:
+            self._rule.sent(len(part.content), wire_s)
+
+    def _delta(self, part: Part, earlier: Glance) -> OutgoingPart | None:
+        """What changed of a part; ``None`` if that is nearly all of it and not worth packing."""
+        from lightning_spot.image.delta import Coding, changed_ranges, encode, part_of  # numpy: not needed before
+
+        start, stop, digest = part
+        new, base = self._image[start:stop], part_of(earlier.image, start, stop)
+        ranges = changed_ranges(new, base)
+        changed = sum(end - begin for begin, end in ranges)
+        if self._rule is not None and changed >= LEAST_BYTES:
+            if self._always or self._rule.packs:
+                packed, pack_s = self._pack(new, base, ranges)
+                self._rule.packed(changed, len(packed), pack_s)
+                if len(packed) < min(changed, len(new) * WORTH):
+                    return OutgoingPart(start, len(new), digest, PartKind.DELTA, packed)
+            elif self._rule.probes():
+                begin, end = max(ranges, key=lambda bounds: bounds[1] - bounds[0])
+                end = min(end, begin + PROBE_BYTES)
+                self._probe(self._rule, new[begin:end], base[begin:end])
+        if changed > len(new) * WORTH:
+            return None
+        return OutgoingPart(start, len(new), digest, PartKind.DELTA, encode(new, base, ranges, Coding.PLAIN))
+
+    def _probe(self, rule: CompressionRule, new: memoryview, base: memoryview) -> None:
+        """Pack a piece of a part to see how that goes. Nothing waits for it: the part is on its way meanwhile."""
+        from lightning_spot.image.delta import Coding, encode
+
+        began_s = time.perf_counter()
+
+        def note(done: Future[bytes]) -> None:
+            if not done.cancelled():
+                rule.probed(len(new), len(done.result()), time.perf_counter() - began_s)
+
+        self._packers.submit(encode, new, base, [(0, len(new))], Coding.PACKED).add_done_callback(note)
+
+    def _pack(self, new: memoryview, base: memoryview, ranges: list[tuple[int, int]]) -> tuple[bytes, float]:
+        """A packed delta, and the seconds that it took."""
+        from lightning_spot.image.delta import Coding, encode
+
+        began_s = time.perf_counter()
+        packed = self._packers.submit(encode, new, base, ranges, Coding.PACKED).result()
+        return packed, time.perf_counter() - began_s
+
+
+def _is(earlier: Glance | None, base: BaseInfo) -> bool:
+    """Whether a snapshot that is here is the one that the receiver speaks of."""
+    return earlier is not None and (earlier.manifest.nbytes, earlier.manifest.checksums) == (
+        base.nbytes,
+        base.checksums,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What makes a part of the approximation before into that of the next one.
+
+    Attributes:
+        ranges: whose bytes are sent as they are, within the part.
+        picks: single numbers outside of them, encoded.
+    """
+
+    ranges: list[Range]
+    picks: bytes
+
+
+class Approximation:
+    """The approximation that one node has of one run. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._manifest: Manifest | None = None
+        self._memory = mmap.mmap(-1, 1)
+        self._floats: tuple[Floats, ...] = ()
+        self._since_exact = 0
+        self._skipped = 0
+        self._took_s: dict[bool, float] = {}
+        self._has_said = False
+
+    def took(self, manifest: Manifest, seconds: float) -> None:
+        """Note how long it took until a snapshot, or its approximation, was there."""
+        each_s = seconds / max(1, manifest.nbytes)
+        before_s = self._took_s.get(manifest.exact, each_s)
+        self._took_s[manifest.exact] = before_s + _WEIGHT * (each_s - before_s)
+
+    def pays(self) -> bool:
+        """Whether an approximation was there sooner than an exact snapshot; it is tried again now and then."""
+        return len(self._took_s) < 2 or self._took_s[False] < self._took_s[True] or self._skipped >= EXACT_EVERY - 1
+
+    def leads_to(self, manifest: Manifest, floats: Sequence[Floats]) -> bool:
+        """Whether the next snapshot may be approximated from it.
+
+        Args:
+            manifest: of that.
+            floats: where in it numbers lie that may be approximated.
+        """
+        if not self.pays():
+            self._skipped += 1
+            return False
+        mine = self._manifest
+        return (
+            mine is not None
+            and tuple(floats) == self._floats
+            and manifest.nbytes <= len(self._memory)
+            and (manifest.lineage, manifest.part_bytes, manifest.files) == (mine.lineage, mine.part_bytes, ())
+            and self._since_exact < EXACT_EVERY - 1
+        )
+
+    def glance(self, base: BaseInfo | None) -> Glance | None:
+        """It, if a node says that this is what it has."""
+        mine = self._manifest
+        if mine is None or base is None:
+            return None
+        is_it = (base.name, base.nbytes, base.checksums) == (mine.name, mine.nbytes, mine.checksums)
+        return Glance(mine, memoryview(self._memory)[: mine.nbytes], lambda: True) if is_it else None
+
+    def begin(self, manifest: Manifest, image: memoryview, floats: Sequence[Floats]) -> None:
+        """Begin with a snapshot that was sent exactly.
+
+        Args:
+            manifest: sealed.
+            image: its file; it is copied.
+            floats: where in it numbers lie that may be approximated in the next ones.
+        """
+        before, self._manifest = self._manifest, None
+        if manifest.files or not self.pays():
+            return
+        if manifest.nbytes > len(self._memory):
+            before = None
+            if not self._make_memory(slot_capacity(manifest.nbytes)):
+                return
+        with memoryview(self._memory) as memory:
+            memory[: manifest.nbytes] = image[: manifest.nbytes]
+            _clear(memory, manifest, before)
+        self._manifest, self._floats, self._since_exact = manifest, tuple(floats), 0
+
+    def advance(self, exact: Manifest, image: memoryview, threads: Executor) -> tuple[Coming, dict[int, Change]]:
+        """Approximate the next snapshot.
+
+        Args:
+            exact: its sealed manifest, see :meth:`leads_to`.
+            image: its file.
+            threads: to work on.
+
+        Returns:
+            the approximation, which lies here until the next call; what changed in its parts, by their first bytes.
+        """
+        before, self._manifest = self._manifest, None  # until it is done
+        self._skipped = 0
+        nbytes, parts = exact.nbytes, list(part_ranges(exact.nbytes, exact.part_bytes))
+        memory = memoryview(self._memory)
+        changes = dict(threads.map(functools.partial(self._advance, image, memory), parts))
+        _clear(memory, exact, before)
+        sealing = Sealing(exact.inexact(), memory[:nbytes])
+        sealed = sealing.run(sealing_threads())
+        sealing.commit(sealed)
+        for place in (place for record in read_entries(memory[:nbytes]) for place in record.crc_at):
+            for start, stop in parts[place // exact.part_bytes : -(-(place + _CRC_BYTES) // exact.part_bytes)]:
+                changes[start].ranges.append((max(place, start) - start, min(place + _CRC_BYTES, stop) - start))
+        for change in changes.values():
+            change.ranges[:] = _merged(change.ranges)
+        self._manifest = sealed
+        self._since_exact += 1
+        return sealing, changes
+
+    def _advance(self, image: memoryview, memory: memoryview, bounds: Range) -> tuple[int, Change]:
+        """Approximate a part; numbers of it that may be are picked, everything else is taken as it is."""
+        from lightning_spot.image.delta import changed_ranges  # numpy is not needed before
+        from lightning_spot.image.picked import pick
+
+        start, stop = bounds
+        new, has = image[start:stop], memory[start:stop]
+        within = list(_clipped(self._floats, start, stop))
+        picks = pick(new, has, within)
+        ranges, place = [], 0
+        for begin, end in [*((run.start, run.stop) for run in within), (stop - start, stop - start)]:
+            if place < begin:
+                changed = changed_ranges(new[place:begin], has[place:begin])
+                ranges += [(place + first, place + last) for first, last in changed]
+            place = end
+        for first, last in ranges:
+            has[first:last] = new[first:last]
+        return start, Change(ranges, picks)
+
+    def _make_memory(self, capacity: int) -> bool:
+        self._memory = mmap.mmap(-1, 1)
+        available = available_bytes()
+        if available is None or capacity <= available:
+            try:
+                self._memory = mmap.mmap(-1, capacity)
+                return True
+            except (OSError, OverflowError) as error:
+                logger.debug("no memory for an approximation: %s", error)
+        if not self._has_said:
+            self._has_said = True
+            logger.warning(
+                "compression='topk' needs %s more memory on this host, which has not as much left: snapshots are sent"
+                " exactly",
+                format_bytes(capacity),
+            )
+        return False
+
+
+class ApproximateEncoder(PartEncoder):
+    """Encodes the parts of an approximation by what changed in them. See :class:`PartEncoder`."""
+
+    def __init__(self, coming: Coming, changes: dict[int, Change], base: BaseInfo, threads: Executor) -> None:
+        super().__init__(coming.image, coming.manifest.part_bytes, base, None, threads, None)
+        self._changes = changes
+
+    def encode(self, part: Part) -> OutgoingPart:
+        """A part in the way in which it is sent."""
+        from lightning_spot.image.delta import MOST_RANGES, encode_picked
+
+        sent = super().encode(part)
+        start, stop, digest = part
+        change = self._changes[start]
+        as_it_is = len(change.picks) + sum(last - first for first, last in change.ranges)
+        if sent.kind is PartKind.SAME or as_it_is > WORTH * (stop - start) or len(change.ranges) > MOST_RANGES:
+            return sent
+        content = encode_picked(self._image[start:stop], change.ranges, change.picks)
+        return OutgoingPart(start, stop - start, digest, PartKind.DELTA, content)
+
+
+def _clipped(floats: Sequence[Floats], start: int, stop: int) -> Iterator[Floats]:
+    """The numbers that lie wholly in a part, by their places in it."""
+    for run in itertools.islice(floats, bisect.bisect_right(floats, start, key=_stop_of), None):
+        if run.start >= stop:
+            break
+        width = WIDTHS[run.dtype]
+        first = run.start + max(0, -(-(start - run.start) // width)) * width
+        count = (min(run.stop, stop) - first) // width
+        if count > 0:
+            yield Floats(first - start, count * width, run.dtype)
+
+
+def _stop_of(run: Floats) -> int:
+    return run.stop
+
+
+def _merged(ranges: list[Range]) -> list[Range]:
+    """Ranges in order, those that overlap or touch as one."""
+    merged: list[Range] = []
+    for start, stop in sorted(ranges):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def _clear(memory: memoryview, manifest: Manifest, before: Manifest | None) -> None:
+    """Beyond its end a file counts as zeros, see :func:`~lightning_spot.image.delta.part_of`."""
+    if before is not None and before.nbytes > manifest.nbytes:
+        memory[manifest.nbytes : before.nbytes] = bytes(before.nbytes - manifest.nbytes)
