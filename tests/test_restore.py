@@ -275,7 +275,7 @@ def test_a_host_that_sees_the_tier_reads_there(
 
 @pytest.mark.usefixtures("two_hosts")
 def test_a_host_to_which_no_tier_gives_it_is_an_error_on_all(run: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_spot.run.choice.time.sleep", lambda _s: None)
+    monkeypatch.setattr("lightning_spot.retry.time.sleep", lambda _s: None)
     for rank, error in enumerate(restored(run, 4)):
         assert isinstance(error, CorruptSnapshot)  # there are snapshots, and none can be used
         assert "on the host of rank 2" in str(error), rank

@@ -35,8 +35,7 @@ def say(what: str, attempt: int = 1) -> Any:
 @pytest.fixture
 def words(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Tells; the nodes are its attributes here."""
-    monkeypatch.setattr(telling, "_FIRST_AGAIN_S", 0.01)
-    monkeypatch.setattr(telling, "_LAST_AGAIN_S", 0.01)
+    monkeypatch.setattr(telling, "_AGAIN_S", (0.01, 0.01))
     made: Any = Telling()
     made.one, made.other = Listener("spot://one/run"), Listener("spot://other/run")
     ended = threading.Event()

@@ -25,6 +25,7 @@ from lightning_spot.memory.joint import KnownLayout, Shared
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.tier import Gathering, Sent
 from lightning_spot.protocol.wire import BaseInfo
+from lightning_spot.retry import retried
 
 logger = logging.getLogger(__name__)
 
@@ -151,37 +152,34 @@ class JointUploads:
     def placed(self, gathering: Gathering, host: int, torn: str = "") -> None:
         """See :meth:`JointTier.placed`. Said again and again: if it were lost, all hosts would have sent in vain."""
         path, body = f"/v1/uploads/{gathering.upload}/joint/placed", {"host": host, "torn": torn[:2000]}
-        pauses = list(_PAUSES_S)
-        while True:
-            try:
-                self._ask(path, body, _ASK_S)
-            except NodeUnreachable as error:
-                if not pauses:
-                    raise
-                logger.debug("%s is told again that %s is in place: %s", self._url, gathering.shared.name, error)
-                time.sleep(pauses.pop(0))
-            except SnapshotNotFound:
-                # Only an answer was lost, and the upload is over since: committed, if all is well.
-                if len(pauses) == len(_PAUSES_S) or not (torn or self._is_committed(gathering.shared.name)):
-                    raise
-                return
-            else:
-                return
+        lost: list[Exception] = []
+
+        def note(error: Exception, _pause_s: float) -> None:
+            logger.debug("%s is told again that %s is in place: %s", self._url, gathering.shared.name, error)
+            lost.append(error)
+
+        try:
+            retried(
+                lambda: self._ask(path, body, _ASK_S), _PAUSES_S, lambda error: isinstance(error, NodeUnreachable), note
+            )
+        except SnapshotNotFound:
+            # Only an answer was lost, and the upload is over since: committed, if all is well.
+            if not lost or not (torn or self._is_committed(gathering.shared.name)):
+                raise
 
     def _asked_again(self, ask: Callable[[], dict[str, Any]], name: str) -> dict[str, Any]:
         """Ask, and again where a connection broke: the node does once what it is asked for more than once.
 
         One that is silent is not asked again, since other hosts, and another node, would wait for that.
         """
-        pauses = list(_PAUSES_S)
-        while True:
-            try:
-                return ask()
-            except NodeUnreachable as error:
-                if not pauses or isinstance(error.__cause__, TimeoutError):
-                    raise
-                logger.debug("%s is asked again for %s: %s", self._url, name, error)
-                time.sleep(pauses.pop(0))
+
+        def has_broken(error: Exception) -> bool:
+            return isinstance(error, NodeUnreachable) and not isinstance(error.__cause__, TimeoutError)
+
+        def note(error: Exception, _pause_s: float) -> None:
+            logger.debug("%s is asked again for %s: %s", self._url, name, error)
+
+        return retried(ask, _PAUSES_S, has_broken, note)
 
     def _is_committed(self, name: str) -> bool:
         """Whether the node has a snapshot of the run, as it lists them."""

@@ -45,6 +45,7 @@ from lightning_spot.memory.placement import placed_portions
 from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.memory.spread import Told
 from lightning_spot.memory.tier import Gathering, JointTier, Sent
+from lightning_spot.retry import growing
 from lightning_spot.tiers.claims import Claim, Owner
 from lightning_spot.tiers.store import Holdings, Progress, newest_first
 
@@ -61,7 +62,7 @@ WAIT_S = 120.0
 GONE_S, BROUGHT_S = 8.0, 15.0
 """See :class:`Missing`; to the second one comes three times what a portion took. Who is silent is asked for 5 s."""
 
-_FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 0.5
+_LOOK_S = (0.05, 0.5, 1.5)  # the first pause, the longest, and by what they grow
 _OTHERS_S = 10.0  # at least: where that makes its first slot, it may take long
 
 Held = tuple[NodeStore, Manifest]
@@ -354,7 +355,7 @@ class JointPortions(ByItself):
         """See :meth:`JointTier.seal`."""
         name, hosts = manifest.name, Portions.read(gathering.shared.layout, gathering.nbytes).hosts
         takes_s = 3 * self._took_s.get(name, 0.0)
-        bound_s, began_s, pause_s = self.wait_s + takes_s, time.monotonic(), _FIRST_LOOK_S
+        bound_s, began_s, pauses = self.wait_s + takes_s, time.monotonic(), growing(*_LOOK_S)
         urls, replicas = self._place.urls, self._place.replicas
         order = placed_portions(urls, manifest.run_id, hosts, replicas)
         absent = Missing(order, replicas, gone_s=GONE_S, brought_s=BROUGHT_S + takes_s)
@@ -373,8 +374,7 @@ class JointPortions(ByItself):
                 self._give_up(name, manifest.attempt, why)
                 raise ShareMissing(why)
             goes_on()
-            time.sleep(pause_s)
-            pause_s = min(_LAST_LOOK_S, 1.5 * pause_s)
+            time.sleep(next(pauses))
         brings = is_to_be_brought(seen, manifest)
         if not self._known.decide(name, whole=True):
             raise ShareMissing(f"{name} was given up")

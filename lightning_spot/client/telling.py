@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import Fenced, SettingsError, SnapshotNotFound, SpotError
+from lightning_spot.retry import growing
 from lightning_spot.threads import all_at_once
 
 logger = logging.getLogger(__name__)
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 Word = Callable[[NodeStore], None]
 """Tells one node something."""
 
-_FIRST_AGAIN_S, _LAST_AGAIN_S = 1.0, 10.0
+_AGAIN_S = (1.0, 10.0, 1.5)  # the first pause, the longest, and by what they grow
 _MOST_UNHEARD = 64  # words at one node
 
 
@@ -118,10 +119,8 @@ class Telling:
             self._thread = None
 
     def _again(self) -> None:
-        pause_s = _FIRST_AGAIN_S
-        while True:
+        for pause_s in growing(*_AGAIN_S):
             time.sleep(pause_s)
-            pause_s = min(_LAST_AGAIN_S, 1.5 * pause_s)
             with self._lock:
                 if not self.unheard or self.stops():
                     self._thread = None

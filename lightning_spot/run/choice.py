@@ -5,14 +5,15 @@ A resume that could not read is no fresh start: unless all that matters was read
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from lightning_spot.errors import CorruptSnapshot, SettingsError, SnapshotNotFound, SpotError, TierError
 from lightning_spot.image.manifest import Manifest, Order, snapshot_order
+from lightning_spot.retry import growing, retried
 from lightning_spot.run import patience
 from lightning_spot.run.patience import Patience, of_tier
 from lightning_spot.run.reading import OpenSnapshot
@@ -94,11 +95,11 @@ def open_newest(
             logger.warning("lightning_spot: snapshot %s is passed over: %s", what, unreadable.pop(what))
 
     bounds = bounds or patience.PATIENCE
-    attempts_left = [bounds.tries - 1]
+    pauses = itertools.islice(growing(bounds.first_pause_s), bounds.tries - 1)  # for all of them together
     for manifest, source in found.candidates:
         pass_over_unreadable(manifest)
         try:
-            opened = _try(manifest, source, use, attempts_left, bounds)
+            opened = _try(manifest, source, use, pauses)
         except (CorruptSnapshot, SnapshotNotFound, TierError) as error:
             reasons.append(f"{manifest.name} at {source.tier}: {error}")
             logger.warning("lightning_spot: snapshot %s at %s is passed over: %s", manifest.name, source.tier, error)
@@ -121,24 +122,21 @@ def _order(what: str) -> Order:
 
 
 def _try(
-    manifest: Manifest, source: Source, use: Callable[[OpenSnapshot], T], tries_left: list[int], bounds: Patience
+    manifest: Manifest, source: Source, use: Callable[[OpenSnapshot], T], pauses: Iterator[float]
 ) -> tuple[OpenSnapshot, T]:
     """Open and use one snapshot; a tier that fails is tried again a few times in all, before an older one is taken."""
-    pause_s = bounds.first_pause_s
-    while True:
+
+    def once() -> tuple[OpenSnapshot, T]:
+        snapshot = source.open(manifest)
         try:
-            snapshot = source.open(manifest)
-            try:
-                return snapshot, use(snapshot)
-            finally:
-                snapshot.close()
-        except TierError as error:
-            if tries_left[0] <= 0:
-                raise
-            tries_left[0] -= 1
-            logger.warning("lightning_spot: %s; trying again in %.1f s", error, pause_s)
-            time.sleep(pause_s)
-            pause_s *= 2
+            return snapshot, use(snapshot)
+        finally:
+            snapshot.close()
+
+    def note(error: Exception, pause_s: float) -> None:
+        logger.warning("lightning_spot: %s; trying again in %.1f s", error, pause_s)
+
+    return retried(once, pauses, lambda error: isinstance(error, TierError), note)
 
 
 def say_what_is_left(found: Survey) -> None:

@@ -21,6 +21,7 @@ from lightning_spot.memory.host import Host
 from lightning_spot.memory.placement import placed
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.wire import parse_spot_url
+from lightning_spot.retry import growing
 from lightning_spot.run import patience
 from lightning_spot.run.identity import next_attempt
 from lightning_spot.run.survey import Survey
@@ -161,18 +162,19 @@ class ClaimWatch:
         self._thread.join(_CLOSE_S)
 
     def _work(self) -> None:
-        pause_s = _AGAIN_S if self._is_made else _FIRST_RETRY_S
+        pauses = growing(_FIRST_RETRY_S, _LAST_RETRY_S)
+        pause_s = _AGAIN_S if self._is_made else next(pauses)
         while not self._closed.wait(pause_s):
             try:
                 self._look()
-                pause_s = _AGAIN_S
+                pause_s, pauses = _AGAIN_S, growing(_FIRST_RETRY_S, _LAST_RETRY_S)
             except Fenced as error:
                 logger.warning("lightning_spot: %s", error)
                 self._fenced(error)
                 return
             except Exception as error:  # whatever it is: without a claim, no earlier attempt would be kept out
                 logger.debug("lightning_spot: the claim at %s cannot be made, or read, now: %s", self._url, error)
-                pause_s = min(2 * pause_s, _LAST_RETRY_S)
+                pause_s = next(pauses)
 
     def _look(self) -> None:
         store = open_store(self._url)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
 from lightning_spot.errors import NodeRefused, ProtocolMismatch, SpotError, TierError
+from lightning_spot.retry import growing, retried
 from lightning_spot.threads import in_background
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,14 @@ class Patience:
     no_more_tries_after_s: float = 20.0
     answer_s: float = 60.0
     silent_s: float = 8.0
+
+    def pauses(self) -> Iterator[float]:
+        """Between the tries that begin now, as long as a further one may be made."""
+        begun_s = time.monotonic()
+        for pause_s in itertools.islice(growing(self.first_pause_s), self.tries - 1):
+            if time.monotonic() - begun_s + pause_s > self.no_more_tries_after_s:
+                return
+            yield pause_s
 
 
 PATIENCE = Patience()
@@ -77,23 +87,18 @@ def patiently(action: Callable[[], T], bounds: Patience, where: str) -> T:
         Exception: of the last try; at once what says that it did answer, also with another version, or that it wants
             another token.
     """
-    begun_s, pause_s = time.monotonic(), bounds.first_pause_s
-    for number in range(1, bounds.tries + 1):
-        try:
-            return action()
-        except ProtocolMismatch:
-            raise
-        except Exception as error:
-            has_answered = isinstance(error, SpotError) and not isinstance(error, TierError)
-            has_answered |= isinstance(error, NodeRefused) and error.is_for_the_token
-            is_late = time.monotonic() - begun_s + pause_s > bounds.no_more_tries_after_s
-            if has_answered or is_late or number == bounds.tries:
-                raise
-            why = str(error) if isinstance(error, SpotError) else f"{type(error).__name__}: {error}"
-            logger.warning("lightning_spot: %s; asking again in %.1f s", unread(where, why), pause_s)
-        time.sleep(pause_s)
-        pause_s *= 2
-    raise AssertionError("unreachable")
+
+    def note(error: Exception, pause_s: float) -> None:
+        why = str(error) if isinstance(error, SpotError) else f"{type(error).__name__}: {error}"
+        logger.warning("lightning_spot: %s; asking again in %.1f s", unread(where, why), pause_s)
+
+    return retried(action, bounds.pauses(), lambda error: not _has_answered(error), note)
+
+
+def _has_answered(error: Exception) -> bool:
+    if isinstance(error, NodeRefused):
+        return error.is_for_the_token
+    return isinstance(error, ProtocolMismatch) or (isinstance(error, SpotError) and not isinstance(error, TierError))
 
 
 def of_tier(tier: str, reason: str) -> str:

@@ -35,6 +35,7 @@ from lightning_spot.memory.joint import SpreadPlace
 from lightning_spot.memory.joint_folder import commit_left
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.wire import answered, parse_spot_url
+from lightning_spot.retry import retried
 from lightning_spot.run import patience
 from lightning_spot.run.identity import Identity, NodeRun, identify, runs_of
 from lightning_spot.run.location import Location
@@ -168,6 +169,10 @@ def look_again(found: Survey) -> Survey:
     return replace(found, durable=answer.holdings, claim=answer.claim, answers=[*nodes, durable])
 
 
+class _MissesTheNewest(TierError):
+    """The newest manifest cannot be read."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Durable:
     """What the durable tier answered."""
@@ -179,29 +184,28 @@ class _Durable:
     @classmethod
     def ask(cls, store: Any, bounds: Patience, *, commits: bool) -> _Durable:
         """Ask, again and again within the bounds, until all of it could be read."""
-        begun_s, pause_s = time.monotonic(), bounds.first_pause_s
-        for number in range(1, bounds.tries + 1):
-            last = number == bounds.tries or time.monotonic() - begun_s + pause_s > bounds.no_more_tries_after_s
-            try:
-                heard = threading.Event()
-                once = functools.partial(cls._once, store, heard, commits=commits)
-                answer = patience.unless_silent(once, heard, bounds.silent_s, store.url)
-            except TierError as error:
-                last = last or time.monotonic() - begun_s + pause_s > bounds.no_more_tries_after_s
-                if last and isinstance(error, MissingCredentials):
-                    raise SettingsError(str(error)) from error
-                if last:
-                    raise
-                why = str(error)
-            else:
-                # A manifest that is damaged stays so: one more look tells it from a read that failed for a moment.
-                if last or number > 1 or not _misses_the_newest(answer.holdings):
-                    return answer
-                why = "; ".join(f"{name}: {reason}" for name, reason in answer.holdings.unreadable.items())
-            logger.warning("lightning_spot: %s could not be read (%s); asking again in %.1f s", store.url, why, pause_s)
-            time.sleep(pause_s)
-            pause_s *= 2
-        raise AssertionError("unreachable")
+        answers: list[_Durable] = []
+
+        def ask() -> _Durable:
+            heard = threading.Event()
+            once = functools.partial(cls._once, store, heard, commits=commits)
+            answers.append(patience.unless_silent(once, heard, bounds.silent_s, store.url))
+            # A manifest that is damaged stays so: one more look tells it from a read that failed for a moment.
+            if len(answers) == 1 and _misses_the_newest(answers[0].holdings):
+                unreadable = answers[0].holdings.unreadable
+                raise _MissesTheNewest("; ".join(f"{name}: {reason}" for name, reason in unreadable.items()))
+            return answers[-1]
+
+        def note(error: Exception, pause_s: float) -> None:
+            said = "lightning_spot: %s could not be read (%s); asking again in %.1f s"
+            logger.warning(said, store.url, error, pause_s)
+
+        try:
+            return retried(ask, bounds.pauses(), lambda error: isinstance(error, TierError), note)
+        except MissingCredentials as error:
+            raise SettingsError(str(error)) from error
+        except _MissesTheNewest:
+            return answers[0]
 
     @classmethod
     def _once(cls, store: Any, heard: threading.Event, *, commits: bool) -> _Durable:

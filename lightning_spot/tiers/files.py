@@ -13,12 +13,12 @@ import errno
 import fcntl
 import os
 import stat
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from lightning_spot.errors import CorruptManifest, SnapshotNotFound, SpotError, TierError
+from lightning_spot.retry import retried
 from lightning_spot.tiers.store import LONGEST_MANIFEST_BYTES
 from lightning_spot.tiers.temporaries import temporary_name
 
@@ -102,14 +102,7 @@ def why_not_writable(path: str | Path) -> str:
 
 def patiently(action: Callable[[], Result]) -> Result:
     """Do what only reads; where a disk or file server fails in a way that may pass, try twice more."""
-    for pause_s in _PAUSES_S:
-        try:
-            return action()
-        except OSError as error:
-            if error.errno not in _PASSES:
-                raise
-            time.sleep(pause_s)
-    return action()
+    return retried(action, _PAUSES_S, lambda error: isinstance(error, OSError) and error.errno in _PASSES)
 
 
 def is_there(path: Path) -> bool:

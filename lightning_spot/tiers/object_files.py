@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from lightning_spot.errors import CorruptManifest
+from lightning_spot.retry import retried
 from lightning_spot.tiers import s3, store
 from lightning_spot.tiers.filesystem import open_filesystem, speaks
 
@@ -16,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 READERS = 8  # small requests at once
 _PAUSES_S = (0.1, 0.5)
+_ANSWERS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 _CHANGES_WITH_CONTENT = ("size", "ETag", "etag", "LastModified", "last_modified", "mtime", "generation", "ino")
 
 Result = TypeVar("Result")
@@ -60,15 +62,13 @@ class ObjectFiles:
 
     def patiently(self, action: Callable[[], Result]) -> Result:
         """Do what only reads; try again where the library does not do that itself."""
-        for pause_s in () if self._is_s3 else _PAUSES_S:
-            try:
-                return action()
-            except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
-                raise
-            except Exception as error:  # every library has errors of its own
-                logger.debug("%s: %s; tried again", self.url, error)
-                time.sleep(pause_s)
-        return action()
+
+        def note(error: Exception, _pause_s: float) -> None:
+            logger.debug("%s: %s; tried again", self.url, error)
+
+        # Every library has errors of its own.
+        pauses_s = () if self._is_s3 else _PAUSES_S
+        return retried(action, pauses_s, lambda error: not isinstance(error, _ANSWERS), note)
 
     def twice(self, action: Callable[[], Result]) -> Result:
         """The same, and "nothing there" is asked for twice: a file server that fails over has said so wrongly.
