@@ -19,12 +19,11 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.client import node_client, part_lanes, part_sender, remote
+from lightning_spot.client import node_client, part_lanes, remote
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.encoding import PartEncoder
-from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.node_client import NodeClient, PartStream
 from lightning_spot.client.part_lanes import PartLanes
-from lightning_spot.client.part_sender import PartStream
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import NodeRefused, NodeUnreachable, SnapshotNotFound, SpotError
@@ -216,7 +215,7 @@ def test_a_node_that_does_not_begin_to_receive_is_not_waited_for(
     serve: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
     """Each byte of its answer was given a minute, three times over. A slot was held for that long, and nothing sent."""
-    monkeypatch.setattr(part_sender, "_UPGRADE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(node_client, "_UPGRADE_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = Address("127.0.0.1", silent.getsockname()[1])
         if answers:

@@ -20,7 +20,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lightning_spot.client import connection, joint
+from lightning_spot.client import connection, remote
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
@@ -308,7 +308,7 @@ def test_a_request_to_take_part_that_is_lost_is_sent_again(team: Team, monkeypat
         return answer
 
     monkeypatch.setattr(NodeClient, "call", call)
-    monkeypatch.setattr(joint, "_TRY_S", 0.01)
+    monkeypatch.setattr(remote, "_TRY_S", 0.01)
     checkpoint = Checkpoint(1)
     team.second.uploads.abroad.visits.join(RUN, 1, snapshot_name(1, 1), team.at, 1)
     until(lambda: len(asked) >= 3, "it to be asked for thrice", LAST_S)
@@ -383,7 +383,7 @@ def test_a_first_host_that_hangs_up_and_asks_no_more_counts_as_gone(
     team: Team, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(seals, "ASKED_AGAIN_S", 0.2)
-    monkeypatch.setattr(joint, "_PAUSES_S", ())
+    monkeypatch.setattr(remote, "_PAUSES_S", ())
     proxy = Proxy(team.at.rpartition("/")[0], 1)
     team.at = f"{proxy.url}/{RUN}"
     try:
@@ -1200,7 +1200,7 @@ def test_a_memory_node_that_stays_silent_is_not_asked_again_for_a_snapshot(is_th
         asked.append("ping")
 
     client = SimpleNamespace(call=call, ping=ping)
-    tier = joint.JointUploads(cast(NodeClient, client), "spot://node:7070/run", RUN)
+    tier = remote.JointUploads(cast(NodeClient, client), "spot://node:7070/run", RUN)
     with contextlib.nullcontext() if is_there else pytest.raises(NodeUnreachable, match="nor to this"):
         tier.join(snapshot_name(1, 1), attempt=1, host=1, wait_s=100.0)
     assert asked == (["join", "ping", "join"] if is_there else ["join"])

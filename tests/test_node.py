@@ -25,8 +25,7 @@ from lightning_spot.client import node_client as client_module
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.encoding import OutgoingPart
-from lightning_spot.client.node_client import NodeClient
-from lightning_spot.client.part_sender import PartStream
+from lightning_spot.client.node_client import NodeClient, PartStream
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import (

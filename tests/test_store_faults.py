@@ -17,7 +17,7 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshot, SpotError
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_order
-from lightning_spot.tiers import files, object_files
+from lightning_spot.tiers import files, objects
 from lightning_spot.tiers.retention import retain
 from lightning_spot.tiers.store import Store
 from tests import faulty
@@ -168,7 +168,7 @@ class Run:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(object_files, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(objects, "_PAUSES_S", (0.0, 0.0))
     monkeypatch.setattr(files, "_PAUSES_S", (0.0, 0.0))
     monkeypatch.setattr(files.os, "fsync", lambda _fd: None)  # thousands of them, and no power is lost here
     yield

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from lightning_spot.client.encoding import OutgoingPart
-from lightning_spot.client.part_sender import PartStream
+from lightning_spot.client.node_client import PartStream
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.image import packing
 from lightning_spot.protocol.wire import PartKind

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 
 from lightning_spot.client.encoding import OutgoingPart, Part, PartEncoder
-from lightning_spot.client.node_client import PING_S, NodeClient
-from lightning_spot.client.part_sender import PartStream
+from lightning_spot.client.node_client import PING_S, NodeClient, PartStream
 from lightning_spot.errors import CorruptSnapshot, NodeUnreachable, TooManyStreams
 from lightning_spot.memory.tier import Sent
 from lightning_spot.protocol.wire import PartKind

@@ -1,4 +1,4 @@
-"""The node's end of a stream of parts: puts frames straight into a slot. The other end is ``part_sender``."""
+"""The node's end of a stream of parts: puts frames straight into a slot. The other end is in ``node_client``."""
 
 from __future__ import annotations
 
