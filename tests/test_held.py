@@ -97,31 +97,6 @@ def test_the_last_word_is_said_when_the_trainers_node_ends(make: Callable[..., W
     assert bench.memory_node.committed(RUN)[0].settled
 
 
-def test_word_of_it_goes_down_the_whole_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two memory nodes in a row neither brings the run on: both are told."""
-    monkeypatch.setattr(chain, "ASK_AGAIN_S", 0.2)
-    nodes: dict[str, Node] = {}
-    stores: dict[str, Any] = {}
-
-    def store(url: str) -> Any:
-        behind = nodes.get(url.partition("/run@")[0])
-        return stores.setdefault(url, NodeBehind(url, behind) if behind is not None else GatedStore(url))
-
-    nodes["spot://second"] = Node(slots=1, memory_bytes=MIB, open_store=store)
-    nodes["spot://first"] = Node(slots=1, memory_bytes=MIB, open_store=store, flush_to="spot://second")
-    bench = Bench(tmp_path, open_store=store)
-    try:
-        bench.open(nodes=("spot://first",))
-        until(lambda: bench.node.status()["runs"][RUN]["node"], "the chain")
-        bench.save(1)
-        for node in nodes.values():
-            until(lambda node=node: node.committed(RUN) and node.committed(RUN)[0].settled, "a node to be told")  # type: ignore[misc]
-    finally:
-        bench.close()
-        nodes["spot://first"].close()
-        nodes["spot://second"].close()
-
-
 def test_only_what_is_superseded_or_durable_is_let_go(tmp_path: Path) -> None:
     bench = Bench(tmp_path, allow=(), slots=4)
     try:

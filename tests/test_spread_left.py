@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from lightning_spot.client.portions import JointPortions
-from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -32,7 +31,6 @@ from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Store
 from tests.conftest import until
 from tests.gated import image_of, manifest_of
-from tests.served import served
 from tests.small_trainer import RUN_ID, info_of
 from tests.test_spread_room import HOSTS, NBYTES, Two
 
@@ -418,24 +416,6 @@ def test_a_durable_tier_that_fails_keeps_no_portion_from_a_node(carried: Make, t
     until(lambda: nodes.nodes[0].flusher.failing(nodes.url), "it to fail")
     assert nodes.stores[0].open_run(nodes.info()).carries
     assert not nodes.stores[0].open_run(replace(nodes.info(), spread=False)).carries
-
-
-def test_a_node_that_only_passes_runs_on_takes_no_portions(tmp_path: Path) -> None:
-    """Nodes bring portions to the durable tier; this one would bring them nowhere."""
-    info = replace(info_of(str(tmp_path / "run"), 1))
-    with contextlib.ExitStack() as ends:
-
-        def start(*allow: str, flush_to: str | None = None) -> str:
-            node = Node(slots=4, memory_bytes=2**26, open_store=open_store, allow=allow, flush_to=flush_to)
-            return f"spot://127.0.0.1:{ends.enter_context(served(node))}"
-
-        far = start(str(tmp_path))
-        for allow in ((), (str(tmp_path),)):
-            near = NodeStore(f"{start(*allow, flush_to=far)}/run@{RUN_ID}")
-            until(lambda near=near: near.open_run(info).carries, "it to pass the run on")  # type: ignore[misc]
-            opened = near.open_run(replace(info, spread=True))
-            assert not opened.carries
-            assert "passes runs on" in opened.why_not or "may not write" in opened.why_not
 
 
 def test_a_node_that_shuts_down_takes_no_further_portions_and_hears_when_it_is_not_needed(carried: Make) -> None:

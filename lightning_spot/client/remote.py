@@ -233,10 +233,6 @@ class NodeStore:
         """Whether a snapshot is in the node's memory, asked for ``wait_s`` seconds at most."""
         return any(item.manifest.name == name for item in self._asked(wait_s)[1])
 
-    def check_flush_to(self, via: Sequence[str]) -> None:
-        """See :meth:`NodeTier.check_flush_to`."""
-        self.client.call("POST", "/v1/check", {"via": list(via)}, timeout_s=_ASK_S, again=True)
-
     def settle(self, manifest: Manifest, attempt: int) -> None:
         """See :meth:`NodeTier.settle`."""
         body = {"attempt": attempt, "name": manifest.name, "lineage": manifest.lineage}

@@ -45,7 +45,6 @@ class Chain:
         ring: holds the run's snapshots; is told where they go.
         open_store: makes the stores of nodes and of the durable tier.
         info: of the run; its ``nodes`` may come next, in order of preference, and ``replicas`` of them do.
-        may_write: whether this node may write to the durable tier itself.
         is_urgent: tells whether somebody waits for the run to be safe.
         is_busy: tells whether a snapshot that several hosts bring is on its way to a URL of the run.
         is_left: tells whether the trainer on this host is gone.
@@ -57,7 +56,6 @@ class Chain:
         open_store: Callable[[str], Store],
         info: RunInfo,
         *,
-        may_write: bool,
         is_urgent: Callable[[], bool] = lambda: False,
         is_busy: Callable[[str], bool] = lambda _url: False,
         is_left: Callable[[], bool] = lambda: False,
@@ -65,7 +63,6 @@ class Chain:
         self.info = info
         self.why_not = "no node has answered yet"
         self._ring = ring
-        self._may_write = may_write
         self._is_urgent, self._is_left = is_urgent, is_left
         self._nodes = [NextNode(f"{node.rstrip('/')}/{info.text}", info, ring, open_store) for node in info.nodes]
         count = len(self._nodes) if info.spread else min(max(1, info.replicas), len(self._nodes))
@@ -360,10 +357,8 @@ class Chain:
             # While there is a node that may carry it on and was not asked, this one does not begin to write itself.
             if self._carrier is not None or not all(self._is_out(replica) for replica in self._replicas):
                 carried.append(self.info.durable_url)
-            elif self._may_write:
+            else:
                 own.append(self.info.durable_url)
-        if not own and not carried and self._nodes:
-            carried.append(self._nodes[0].url)  # nobody takes it now: it is owed to whoever will
         self._ring.set_tiers(self.info.key, Tiers(tuple(own), tuple(carried)))
 
     # -- what is said ---------------------------------------------------------------------------------------------
@@ -378,7 +373,7 @@ class Chain:
         elif not node.why_not:
             logger.info("run %s goes to %s besides", self.info.text, node.url)
         elif self.info.durable_url is not None:
-            who = "this host writes there itself" if self._may_write else "nobody does"
+            who = "this host writes there itself"
             if not all(self._is_out(replica) for replica in self._replicas):
                 who = "another node is asked"
             logger.warning(

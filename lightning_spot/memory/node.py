@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -51,8 +50,7 @@ class Node:
         slots: slots of the ring; ``None`` for as many as fit the memory.
         memory_bytes: most bytes all slots together may hold.
         open_store: makes the store of a tier's URL.
-        flush_to: URL below which runs are flushed that name no durable URL, or one that is not allowed; or a node
-            behind this one, ``spot://host:port``.
+        flush_to: URL below which runs are flushed that name no durable URL, or one that is not allowed.
         area: tmpfs directory for slots. What a killed node left in it is checked and taken over: seconds for gigabytes.
         allow: prefixes of durable URLs that a trainer may have this node write to (and ``flush_to``); ``None`` for
             any, at the node of the trainer's own host.
@@ -60,7 +58,6 @@ class Node:
 
     Attributes:
         spread: what is known of snapshots of which portions are here.
-        id: of this node, as long as it lives.
     """
 
     def __init__(
@@ -77,7 +74,7 @@ class Node:
         self.ring = Ring(slots=slots, memory_bytes=memory_bytes, area=area, run_memory_bytes=run_memory_bytes)
         self.registry = Registry(self.ring, lambda info: self.routes.claimed(info))
         self.spread = Spread(self.ring, self.registry, lambda key: self.flusher.rests_s(key))
-        self.id, self._not_needed = uuid.uuid4().hex, False  # a trainer has come and gone whose attempt could not begin
+        self._not_needed = False  # a trainer has come and gone whose attempt could not begin
         below = Below(
             refuses=lambda url: self.routes.allowed(url),
             committed=lambda url, key, manifest: self.flusher.retain(url, key, manifest),

@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_spot.errors import SettingsError, TierError
 from lightning_spot.memory.chain import Chain
 from lightning_spot.memory.flusher import Flusher
 from lightning_spot.memory.prefixes import check_prefix, refusal
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Tiers
-from lightning_spot.memory.tier import NodeTier
 from lightning_spot.tiers.claims import Owner, Standing, digest_of
 from lightning_spot.tiers.store import Store
 
@@ -60,41 +58,18 @@ class Routes:
         self._chains: dict[str, Chain] = {}
         self._refusals: dict[str, str] = {}
 
-    def check_flush_to(self, node: str, via: Sequence[str] = ()) -> None:
-        """Ask what this node flushes to, so that a wrong URL shows at its start.
-
-        Args:
-            node: id of this node.
-            via: ids of the nodes that asked this one, since they flush to it.
+    def check_flush_to(self) -> None:
+        """Ask the tier to which this node flushes, so that a wrong URL shows at its start.
 
         Raises:
-            SettingsError: if nodes flush to one another in a circle.
             TierError: if it does not answer.
         """
-        url = self.flush_to
-        if node in via:
-            raise SettingsError(
-                f"--flush-to {url} leads back to this node: nodes that flush to one another in a circle make nothing"
-                " durable. Give one of them a durable directory"
-            )
-        if url is None:
-            return
-        store = self.open_store(f"{url}/probe")
-        try:
-            if isinstance(store, NodeTier):
-                store.check_flush_to((*via, node))
-            elif not via:
-                store.claimed()
-        except TierError as error:
-            if not via:
-                raise
-            logger.warning("%s cannot be asked where it flushes to: %s", url, error)
+        if self.flush_to is not None:
+            self.open_store(f"{self.flush_to}/probe").claimed()
 
     def open(self, info: RunInfo) -> None:
         """Decide where a run goes, and begin to look for the nodes behind this one."""
         key = info.key
-        if self.flush_to is not None and self.flush_to.startswith("spot://") and not info.nodes:
-            info = replace(info, nodes=(self.flush_to,), spread=False)
         refused = self.allowed(info.durable_url) if info.durable_url is not None else "no durable URL was named"
         if not info.carry:
             self.forget(key)
@@ -122,8 +97,7 @@ class Routes:
         """What to answer who opens a run: whether it is brought to its durable tier from here."""
         chain, refused = self._chains.get(info.key), self._refusals[info.key]
         if info.spread and not info.nodes:  # a tier that fails is tried again, and portions are safe here meanwhile
-            why_not = refused or ("it only passes runs on to another node" if chain is not None else "")
-            return Opened(info.attempt, not why_not, why_not)
+            return Opened(info.attempt, not refused, refused)
         if chain is not None:
             carries = chain.carries or not refused
             return Opened(info.attempt, carries, "" if carries else chain.why_not)
@@ -177,11 +151,9 @@ class Routes:
         return self.open_store(url).claimed() if url is not None else 0
 
     def below(self, text: str, key: str) -> str | None:
-        """URL of a run where what left this node's memory is: at the node behind, or in the durable directory."""
+        """URL of a run where what left this node's memory is."""
         tiers = self._ring.tiers(key)
         urls = [*tiers.own, *tiers.carried] or ([f"{self.flush_to}/{text}"] if self.flush_to else [])
-        if self.flush_to is not None and self.flush_to.startswith("spot://"):  # which shows what is below it, too
-            return next((url for url in urls if url.startswith(f"{self.flush_to}/")), f"{self.flush_to}/{text}")
         return next((url for url in urls if not url.startswith("spot:")), None)
 
     def away(self) -> dict[str, str]:
@@ -236,7 +208,6 @@ class Routes:
             self._ring,
             self.open_store,
             info,
-            may_write=not self._refusals[key],
             is_urgent=lambda: self._flusher.is_urgent(key),
             is_busy=lambda url: url in self._busy(),
             is_left=lambda: self._is_left(key),

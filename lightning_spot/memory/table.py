@@ -61,7 +61,7 @@ class SlotTable:
         return self._tiers.get(run, _NOWHERE)
 
     def carried(self) -> set[str]:
-        """URLs that nodes behind this one write, and this one does not."""
+        """URLs that other nodes write, and this one does not."""
         with self.changed:
             own = {url for tiers in self._tiers.values() for url in tiers.own}
             return {url for tiers in self._tiers.values() for url in tiers.carried} - own

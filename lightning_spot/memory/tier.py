@@ -83,9 +83,6 @@ class NodeTier(Protocol):
             TierError: if the node does not answer, or refuses.
         """
 
-    def check_flush_to(self, via: Sequence[str]) -> None:
-        """Have it ask what it flushes to, see :meth:`~lightning_spot.memory.route.Routes.check_flush_to`."""
-
     def know(self, info: RunInfo) -> None:
         """Take note of the run: its token is shown, and a node that knows it no more, restarted, is told all again."""
 

@@ -1,4 +1,4 @@
-"""What left a node's memory, as the node reads it for others: in the durable directory, or at the node behind it.
+"""What left a node's memory, as the node reads it for others: in the durable directory.
 
 Bytes are read in whole parts and each is checked, so nothing is held in memory as a whole. Calls block.
 """
@@ -16,13 +16,11 @@ from pathlib import Path
 
 import fsspec
 
-from lightning_spot.client.node_client import NodeClient, quoted
 from lightning_spot.config import MOST_PART_BYTES, PART_BYTES
 from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError, TierError
 from lightning_spot.image.files import is_data_file, pieces
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, manifest_path_of, snapshot_order
 from lightning_spot.image.parts import checksum
-from lightning_spot.protocol.wire import answered, file_path, parse_spot_url
 from lightning_spot.tiers.beneath import Beneath, open_file, opened
 from lightning_spot.tiers.filesystem import time_of
 from lightning_spot.untrusted import LARGE_BYTES
@@ -229,42 +227,6 @@ class LentDirectory(Below):
         return bytes(found)
 
 
-class NodeBelow(Below):
-    """One run at the node behind, in its memory and below it."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        address, path = parse_spot_url(url)
-        self._run = path.rpartition("/")[2]
-        self._client = NodeClient(address)
-
-    def entries(self) -> list[Entry]:
-        """See :meth:`Below.entries`."""
-        try:
-            answer = self._client.call("GET", f"/v1/runs/{quoted(self._run)}/files")
-        except SnapshotNotFound:
-            return []
-        with answered(str(self._client.address)):
-            return [
-                Entry(file_path(item["path"]), int(item["nbytes"]), float(item["created_unix_s"]))
-                for item in answer["files"]
-            ]
-
-    def _manifest_at(self, path: str) -> Manifest | None:
-        try:
-            return Manifest.from_dict(self._client.call("GET", self._path(path)))
-        except SnapshotNotFound:
-            return None
-
-    def _range(self, manifest: Manifest, first: int, last: int) -> bytes:
-        data = bytearray(last - first)
-        self._client.receive(self._path(manifest.data_path), first, memoryview(data))
-        return bytes(data)
-
-    def _path(self, below: str) -> str:
-        return f"/v1/files/{quoted(self._run, below)}"
-
-
 def open_below(url: str, prefixes: Sequence[str] | None, check: Callable[[], None]) -> Below:
     """What is at the URL of a run.
 
@@ -273,8 +235,6 @@ def open_below(url: str, prefixes: Sequence[str] | None, check: Callable[[], Non
         prefixes: below which a directory must be, of a node that acts for others.
         check: raises where the node may not read.
     """
-    if url.startswith("spot://"):
-        return NodeBelow(url)
     if prefixes is not None and ("://" not in url or url.startswith("file://")):
         return LentDirectory(url, prefixes, check)
     return DurableDirectory(url, check)

@@ -23,7 +23,6 @@ POST       /v1/uploads/ID/stream               fill it, over a connection of its
 POST       /v1/uploads/ID/commit               make it a snapshot
 POST       /v1/uploads/ID/seal                 the same for a slot filled through shared memory (this host only)
 DELETE     /v1/uploads/ID                      give it up
-POST       /v1/check                           whether this node's tier below answers, and is not who asks
 POST       /v1/flush                           bring everything to the tiers below
 GET, HEAD  /v1/files/RUN/PATH                  read (ranges too); ``last.ckpt`` is the newest snapshot
 DELETE     /v1/files/RUN/PATH                  remove a snapshot or file
@@ -85,7 +84,6 @@ from lightning_spot.service.fields import (
     same_host,
     seconds,
     text,
-    texts,
 )
 from lightning_spot.service.files import Files
 from lightning_spot.service.hosts import HostRequests
@@ -153,7 +151,6 @@ class Service:
                 web.post("/v1/uploads/{upload}/placed", shares.placed),
                 *hosts.routes(),
                 *PortionRequests(self.node).routes(),
-                web.post("/v1/check", in_turn(self._check)),
                 web.post("/v1/flush", self._flush),
                 web.get("/v1/files/{run}/{path:.+}", files.read),
                 web.delete("/v1/files/{run}/{path:.+}", in_turn(files.remove)),
@@ -308,11 +305,6 @@ class Service:
 
     async def _status(self, _request: web.Request) -> web.Response:
         return web.json_response({"protocol": PROTOCOL_VERSION, **await asyncio.to_thread(self.node.status)})
-
-    async def _check(self, request: web.Request) -> web.Response:
-        body = await json_body(request)
-        await asyncio.to_thread(self.node.routes.check_flush_to, self.node.id, texts(body, "via"))
-        return web.json_response({})
 
     async def _flush(self, request: web.Request) -> web.Response:
         body = await json_body(request)
