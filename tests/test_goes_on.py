@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import itertools
 import logging
@@ -240,12 +241,13 @@ def test_a_file_that_cannot_be_read_to_its_end_breaks_off(
     """The answer that the node had failed came in place of the rest of the file, as if it were that."""
     manifest = Manifest(run="run", run_id="0" * 32, name=snapshot_name(1, 1), step=1, attempt=1, nbytes=400)
 
-    def parts(*_: Any) -> Iterator[bytes]:
-        yield b"x" * 100
+    async def send(_files: Files, _request: Any, response: Any, *_what: Any) -> None:
+        await response.write(b"x" * 100)
         raise MemoryError("none is left")
 
-    found = AsyncMock(return_value=(None, manifest, Mock(read=parts)))
-    monkeypatch.setattr(Files, "_find", found)
+    monkeypatch.setattr(Files, "_find", AsyncMock(return_value=(Mock(), manifest)))
+    monkeypatch.setattr(node.ring, "reading", lambda *_: contextlib.nullcontext(memoryview(bytes(400))))
+    monkeypatch.setattr(Files, "_send", send)
     with served(node) as port:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SOON_S)
         headers = {PROTOCOL_HEADER: str(PROTOCOL_VERSION)}

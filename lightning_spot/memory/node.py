@@ -184,10 +184,6 @@ class Node:
         """Slots with the committed snapshots and files of a run, newest first."""
         return self.ring.committed(self.registry.key(run))
 
-    def below(self, run: str) -> str | None:
-        """URL of a run where what left this node's memory is, see :meth:`Routes.below`; ``None`` if nowhere."""
-        return self.routes.below(run, self.registry.key(run))
-
     def spread_over(self, run: str, replicas: int) -> SpreadPlace | None:
         """Where the snapshots of a run are to be spread from now on; ``None`` while no node takes portions.
 

@@ -34,7 +34,7 @@ class Routes:
         allow: likewise.
 
     Attributes:
-        prefixes: below which this node writes and reads for others; ``None`` for no bound.
+        prefixes: below which this node writes for others; ``None`` for no bound.
     """
 
     def __init__(
@@ -84,7 +84,8 @@ class Routes:
             return
         self.forget(key)
         self._refusals[key] = refused
-        self._ring.set_tiers(key, Tiers(own=tuple(self._without_nodes(info, refused))))
+        url = self._own_tier(info)
+        self._ring.set_tiers(key, Tiers(own=(url,) if url is not None else ()))
 
     def spread(self, info: RunInfo) -> Chain | None:
         """Have the snapshots of a run spread over the nodes behind this one, if there are any."""
@@ -132,29 +133,31 @@ class Routes:
             return Standing(Owner(info.attempt, digest_of(info.token)), None if is_lent else info.claim())
         return Standing(Owner(info.attempt, "") if is_lent else None)
 
-    def check_readable(self, key: str, url: str) -> None:
-        """Refuse to read for others where the run's attempt, by its claim, could not read or write itself.
+    def check_owner(self, key: str) -> None:
+        """Refuse to change anything for a run whose attempt, by its claim, may not do so itself at its durable tier.
+
+        What is queued may be done for a later attempt.
 
         Raises:
             SpotError: in that case, or if the tier fails.
         """
-        standing = self.standing(key, url)
+        info = self._run(key)
+        if info is None or info.durable_url is None:
+            return
+        standing = self.standing(key, info.durable_url)
         if self._allow is not None and standing.is_lent:
-            store = self.open_store(url)
+            store = self.open_store(info.durable_url)
             store.owner = standing.owner
             store.check_owner()
 
     def claimed(self, info: RunInfo) -> int:
         """Highest attempt that has claimed a run, as far as this node may look; 0 if that cannot be seen from here."""
-        url = info.durable_url if info.durable_url is not None and not self.allowed(info.durable_url) else None
-        url = url if url is not None else self.below(info.text, info.key)
+        url = self._own_tier(info)
         return self.open_store(url).claimed() if url is not None else 0
 
-    def below(self, text: str, key: str) -> str | None:
-        """URL of a run where what left this node's memory is."""
-        tiers = self._ring.tiers(key)
-        urls = [*tiers.own, *tiers.carried] or ([f"{self.flush_to}/{text}"] if self.flush_to else [])
-        return next((url for url in urls if not url.startswith("spot:")), None)
+    def durable(self, info: RunInfo) -> str | None:
+        """URL of the directory where what has left memory lies; ``None`` if nobody has said one."""
+        return info.durable_url if info.durable_url is not None else self._own_tier(info)
 
     def away(self) -> dict[str, str]:
         """URLs of runs at nodes behind this one that do not work, and what is wrong."""
@@ -223,10 +226,11 @@ class Routes:
         info = self._run(key)
         return info is not None and (info.left or (bool(info.nodes) and not info.session))
 
-    def _without_nodes(self, info: RunInfo, refused: str) -> list[str]:
-        if info.durable_url is not None and not refused:
-            return [info.durable_url]
-        return [f"{self.flush_to}/{info.text}"] if self.flush_to is not None else []
+    def _own_tier(self, info: RunInfo) -> str | None:
+        """Where this node makes a run durable by itself; ``None`` if nowhere."""
+        if info.durable_url is not None and not self.allowed(info.durable_url):
+            return info.durable_url
+        return f"{self.flush_to}/{info.text}" if self.flush_to is not None else None
 
 
 def _same(known: RunInfo, info: RunInfo) -> bool:

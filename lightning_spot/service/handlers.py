@@ -11,7 +11,7 @@ POST       /v1/runs/RUN/open                   let an attempt write
 POST       /v1/runs/RUN/close                  the trainer leaves
 POST       /v1/runs/RUN/settle                 a snapshot was made durable by its sender
 GET        /v1/runs/RUN/snapshots              the attempt that writes, what is in memory, what a tier has refused
-GET        /v1/runs/RUN/files                  every file of the run, in memory and at the tier below
+GET        /v1/runs/RUN/files                  every file of the run that is in memory
 POST       /v1/runs/RUN/uploads                take a slot
 POST       /v1/runs/RUN/shares                 take a share of one that several ranks fill (this host only)
 POST       /v1/runs/RUN/decline                there will be no such snapshot to share (this host only)
@@ -24,7 +24,7 @@ POST       /v1/uploads/ID/commit               make it a snapshot
 POST       /v1/uploads/ID/seal                 the same for a slot filled through shared memory (this host only)
 DELETE     /v1/uploads/ID                      give it up
 POST       /v1/flush                           bring everything to the tiers below
-GET, HEAD  /v1/files/RUN/PATH                  read (ranges too); ``last.ckpt`` is the newest snapshot
+GET, HEAD  /v1/files/RUN/PATH                  read what is in memory (ranges too); ``last.ckpt`` is the newest snapshot
 DELETE     /v1/files/RUN/PATH                  remove a snapshot or file
 =========  ==================================  =================================================================
 
@@ -144,7 +144,7 @@ class Service:
                 web.get("/v1/status", self._status),
                 *RunRequests(self.node).routes(),
                 *self._uploads.routes(),
-                web.get("/v1/runs/{run}/files", in_turn(files.listing)),
+                web.get("/v1/runs/{run}/files", files.listing),
                 web.post("/v1/runs/{run}/shares", shares.join),
                 web.post("/v1/runs/{run}/decline", shares.decline),
                 web.post("/v1/uploads/{upload}/share", shares.say),
