@@ -244,9 +244,9 @@ class EmbeddedHost:
         """Committed snapshots of the run in this node's memory, newest first."""
         return newest_first([item.manifest for item in self.listing() if not item.manifest.is_file])
 
-    def open_snapshot(self, manifest: Manifest, *, give: bool = False) -> tuple[int, bool]:
-        """Descriptor of a snapshot's memory, and whether it was given away: see :meth:`Session.open_snapshot`."""
-        return self.session.open_snapshot(self.run, manifest.name, give=give)
+    def open_snapshot(self, manifest: Manifest) -> int:
+        """See :meth:`Session.open_snapshot`."""
+        return self.session.open_snapshot(self.run, manifest.name)
 
     def leave(self, *, complete: bool) -> None:
         """See :meth:`Host.leave`."""

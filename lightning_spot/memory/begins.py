@@ -126,7 +126,6 @@ class Begins:
                 self._prepare(upload)
             elif upload.is_gathered:
                 self._prepare(upload)
-            self._ahead.renew(key, nbytes)
         except BaseException:  # nobody knows of the slot yet
             self._ring.abort(slot)
             raise

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 
 from lightning_spot.errors import RingFull
-from lightning_spot.memory.given import renewed
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.slots import Making, Slot
 
@@ -44,9 +43,6 @@ def lease(
     deadline = time.monotonic() + wait_s
     while True:
         seen = ring.changes
-        if making.is_ahead and (slot := renewed(ring, run, nbytes)) is not None:
-            slot.spare = True
-            return slot
         if (slot := ring.try_lease(run, nbytes, reuse=reuse, making=making)) is not None:
             return slot
         if not making.is_ahead and make_way():

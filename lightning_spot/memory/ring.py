@@ -374,5 +374,5 @@ class Ring(SlotTable):
                 self.notify()
             raise
         with self.changed:
-            slot.memory, slot.reserved_bytes, slot.held, slot.given = memory, 0, "", False
+            slot.memory, slot.reserved_bytes, slot.held = memory, 0, ""
             slot.generation += 1

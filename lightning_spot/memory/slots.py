@@ -101,7 +101,6 @@ class Slot:
         forsaken: likewise: whether the others' are not expected at the durable tier any more.
         portion: the ranges of a snapshot at a memory node that the memory holds; all else in it is something else.
         sent_crcs: place and content of the CRC fields as they came, if several hosts sent the snapshot.
-        given: whether other processes look at its memory for as long as they like: nothing is written to that any more.
         spare: whether it is made ready before anybody needs it: who does waits for it, and makes no other.
         followed: whether another snapshot is to follow in a moment.
         committed_s: when the snapshot was committed (monotonic).
@@ -135,14 +134,13 @@ class Slot:
     forsaken: bool = False
     portion: HeldPortion | None = None
     sent_crcs: tuple[tuple[int, bytes], ...] = ()
-    given: bool = False
     spare: bool = False
     followed: bool = False
     committed_s: float = 0.0
 
     def takes(self, nbytes: int) -> bool:
         """Whether a snapshot of ``nbytes`` can be written to its memory."""
-        return self.capacity >= nbytes and not self.given
+        return self.capacity >= nbytes
 
     @property
     def unsealed(self) -> bool:

@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spot.errors import SnapshotNotFound
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.given import give
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.slots import Slot
 from lightning_spot.protocol.listening import accepted
@@ -133,15 +131,8 @@ class DescriptorChannel:
         if found is None:
             _send(connection, {"missing": True}, None)
             return
-        slot, manifest = found
-        is_given = bool(asked.get("give")) and give(self._node.ring, slot, manifest)
-        with self._of_slot(slot.index) as (told, fd):
-            told["given"] = is_given
-            if fd is None or not is_given:
-                _send(connection, told, fd)
-                return
-            with open(f"/proc/self/fd/{fd}", "rb", buffering=0) as file:
-                _send(connection, told, file.fileno())  # which nobody can write by
+        with self._of_slot(found.index) as (told, fd):
+            _send(connection, told, fd)
 
     @contextmanager
     def _of_slot(self, index: int) -> Iterator[tuple[dict[str, Any], int | None]]:
@@ -157,8 +148,8 @@ class DescriptorChannel:
             if fd is not None:
                 os.close(fd)
 
-    def _find(self, run: str, name: str, pins: ExitStack) -> tuple[Slot, Manifest] | None:
-        """The snapshot or file of a name, sealed if it was not, and pinned until the connection closes."""
+    def _find(self, run: str, name: str, pins: ExitStack) -> Slot | None:
+        """The slot of a snapshot or file of that name: sealed if it was not, and pinned until the connection closes."""
         ring = self._node.ring
         held = ring.find(run, name)
         if held is not None and held.unsealed:
@@ -166,7 +157,7 @@ class DescriptorChannel:
         for slot, manifest in ring.readable(run, name):
             with suppress(SnapshotNotFound):  # it has just left
                 pins.enter_context(ring.reading(slot, manifest))
-                return slot, manifest
+                return slot
         return None
 
 
