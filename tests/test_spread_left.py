@@ -377,17 +377,6 @@ def test_what_is_lost_of_one_that_was_to_be_durable_keeps_no_later_one_from_bein
     assert nodes.durable()
 
 
-def test_of_the_end_of_a_run_what_was_taken_once_more_is_owed_nowhere(carried: Make) -> None:
-    """The first try was lost, and this node did not hear it: its memory is free when the second one is whole."""
-    nodes = carried()
-    nodes.bring(1, 0, complete=True)
-    first, again = (snapshot_name(1, 1, complete=True, again=again) for again in (False, True))
-    nodes.stores[0].whole(Told(again, overtaken=(first,)), attempt=1)
-    (slot,) = nodes.nodes[0].ring.committed()
-    assert slot.overtaken
-    assert not slot.dirty
-
-
 def test_while_notes_of_other_hosts_are_missing_none_is_read(carried: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each portion is looked after again and again: with hundreds of hosts, these would be tens of thousands."""
     read: list[int] = []

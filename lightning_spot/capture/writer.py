@@ -158,7 +158,7 @@ class SnapshotWriter(Finishing):
                 self._leases.say_now()
             layout, lease, manifest = opened.layout, opened.lease, opened.manifest
             view = self._copying.views.of(host, lease)
-            trusts = not (manifest.complete or manifest.is_again)
+            trusts = not manifest.complete
             plan = self._copying.plan(layout, lease, view, self._counted(owned, kept), trusts=trusts)
             if (sent := opened.sent) and plan.written is not None:
                 plan.written = in_order([*plan.written, *sent.values()])
