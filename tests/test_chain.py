@@ -22,7 +22,7 @@ from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import Fenced, SettingsError, SnapshotNotFound, TierError
 from lightning_spot.image import sealing
 from lightning_spot.image.manifest import snapshot_name
-from lightning_spot.memory import chain, portions
+from lightning_spot.memory import portions, replication
 from lightning_spot.memory.prefixes import check_prefix, refusal
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.wire import Address
@@ -178,12 +178,12 @@ def test_who_waits_for_a_run_has_its_nodes_asked_at_once(
     make: Callable[..., Chained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A notice leaves no time to wait until they are asked anyway."""
-    monkeypatch.setattr(chain, "ASK_AGAIN_S", 1000.0)
+    monkeypatch.setattr(replication, "ASK_AGAIN_S", 1000.0)
     bench = make()
     bench.start(FIRST, SECOND)
     bench.save(1)
     assert bench.flush() == []
-    chained = bench.node.routes._chains[RUN_ID]
+    chained = bench.node.routes._replications[RUN_ID]
     for node in chained._nodes:
         node.asked_s -= 5.0
     asked = bench.behind[FIRST].opened
@@ -400,7 +400,7 @@ def test_a_memory_node_that_was_stopped_is_passed_over(
     start_node: Callable[..., RunningNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGSTOP breaks no connection."""
-    monkeypatch.setattr(chain, "ASK_AGAIN_S", 0.5)
+    monkeypatch.setattr(replication, "ASK_AGAIN_S", 0.5)
     monkeypatch.setattr(remote, "_ASK_S", 2.0)
     first, second = (start_node("--allow", str(tmp_path)) for _ in range(2))
     bench = OverHttp(tmp_path, slots=4)

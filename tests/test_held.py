@@ -16,7 +16,7 @@ from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import Fenced, RingFull, SettingsError, TierError
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.interval.costs import Failure
-from lightning_spot.memory import chain
+from lightning_spot.memory import replication
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.record import find_record
@@ -61,7 +61,7 @@ class WithNode(Bench):
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WithNode]]:
-    monkeypatch.setattr(chain, "ASK_AGAIN_S", 0.2)
+    monkeypatch.setattr(replication, "ASK_AGAIN_S", 0.2)
     made: list[WithNode] = []
 
     def with_node(allow: tuple[str, ...] = ()) -> WithNode:

@@ -18,7 +18,7 @@ from lightning_spot.errors import TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.notes import Note
 from lightning_spot.image.portion import Portions
-from lightning_spot.memory import chain, later, putting, work
+from lightning_spot.memory import later, putting, replication, work
 from lightning_spot.memory.joint import SpreadPlace
 from lightning_spot.memory.joint_folder import JointFolder
 from lightning_spot.memory.node import Node
@@ -154,7 +154,7 @@ def test_a_killed_trainer_is_gone_although_the_node_of_its_host_lives(
 ) -> None:
     """That went on asking the memory nodes for a quarter of an hour, and they took it for the trainer's word."""
     monkeypatch.setattr(work, "LEFT_S", 1.0)
-    monkeypatch.setattr(chain, "ASK_AGAIN_S", 0.1)
+    monkeypatch.setattr(replication, "ASK_AGAIN_S", 0.1)
     nodes = carried()
     urls = tuple(url.rpartition("/")[0] for url in nodes.place.urls)
     host = Node(slots=2, memory_bytes=2**24, open_store=open_store)
@@ -175,7 +175,7 @@ def test_a_killed_trainer_is_gone_for_a_node_that_has_whole_snapshots_of_it_too(
     carried: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a fence refuses there would be put off for as long as the node of the trainer's host asks."""
-    monkeypatch.setattr(chain, "ASK_AGAIN_S", 0.1)
+    monkeypatch.setattr(replication, "ASK_AGAIN_S", 0.1)
     nodes = carried()
     memory, host = nodes.nodes[0], Node(slots=2, memory_bytes=2**24, open_store=open_store)
     try:

@@ -209,7 +209,7 @@ class NodeStore:
         path = f"/v1/runs/{quoted(self.run)}/portions/torn"
         self.client.call("POST", path, body, timeout_s=_ASK_S, again=True)
 
-    # -- as the next node of a chain ------------------------------------------------------------------------------
+    # -- as a node that carries snapshots on -----------------------------------------------------------------------
 
     def open_run(self, info: RunInfo) -> Opened:
         """See :meth:`NodeTier.open_run`."""

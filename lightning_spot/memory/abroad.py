@@ -36,10 +36,10 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory import portions as held_portions
 from lightning_spot.memory.bringing import Below, Bringing
-from lightning_spot.memory.chain import LeftBehind
 from lightning_spot.memory.joint import is_by_itself, is_durable, nodes_of, urls_of
 from lightning_spot.memory.leads import Begun, Lead, Leads, Passed
 from lightning_spot.memory.registry import Registry
+from lightning_spot.memory.replication import LeftBehind
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import parse_run
 from lightning_spot.memory.tier import Sent

@@ -299,7 +299,7 @@ class Flusher:
     def _do(self, store: Store, url: str, job: Job, attempt: int) -> None:
         started, standing, info = time.monotonic(), self._standing(job.run, url), self._run(job.run)
         if isinstance(store, NodeTier) and info is not None:
-            # Of several nodes the chain says which one carries the run on; this one may have forgotten the run.
+            # Of several nodes the replication says which one carries the run on; this one may have forgotten the run.
             store.know(replace(info, nodes=(), session="", carry=info.replicas == 1))
         if job.kind is Kind.DELETE:
             on_behalf(store, standing, lambda: store.delete(job.manifest))
@@ -399,6 +399,6 @@ class Flusher:
 
 
 def _level(health: TierHealth, job: Job) -> int:
-    """How loud a failure is: of a node that works no more its chain says so, once, and what follows."""
+    """How loud a failure is: of a node that works no more the replication says so, once, and what follows."""
     chained = health.kind == "node" and (job.slot is None or job.slot.places is None)
     return logging.INFO if chained else logging.WARNING

@@ -192,10 +192,10 @@ class Node:
             replicas: at how many nodes each portion is to be kept.
         """
         with self._lock:
-            chain = self.routes.spread(self.registry.find(run).info)
-        if chain is None or not (used := chain.used):
+            replication = self.routes.spread(self.registry.find(run).info)
+        if replication is None or not (used := replication.used):
             return None
-        return SpreadPlace(replicas, tuple(used), tuple(chain.besides))
+        return SpreadPlace(replicas, tuple(used), tuple(replication.besides))
 
     def begin_session(self, session: str, owner: str = "") -> None:
         """A trainer on this host is connected, see :meth:`Registry.begin_session`."""

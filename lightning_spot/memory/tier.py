@@ -1,4 +1,4 @@
-"""What a node asks of the node behind it in the chain, beyond what every store can do."""
+"""What a node asks of another one, beyond what every store can do."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Listed(NamedTuple):
 
 @runtime_checkable
 class NodeTier(Protocol):
-    """The node behind, for one run. Methods may be called from any thread; each ends within bounds of its own.
+    """Another node, for one run. Methods may be called from any thread; each ends within bounds of its own.
 
     Attributes:
         sent: how the parts of snapshots went so far.
