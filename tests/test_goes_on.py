@@ -33,7 +33,7 @@ from lightning_spot.errors import NodeFailed, NodeRefused, ShareMissing, Snapsho
 from lightning_spot.goodput import journal
 from lightning_spot.goodput.records import read_records
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory import begins
+from lightning_spot.memory import uploads
 from lightning_spot.memory.host import Host, InProcessHost, Lease
 from lightning_spot.memory.node import Node
 from lightning_spot.protocol.wire import PROTOCOL_HEADER, Address
@@ -210,7 +210,7 @@ def node() -> Iterator[Node]:
 
 
 def test_a_slot_is_free_where_nobody_comes_to_know_of_it(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(begins, "Upload", once(begins.Upload, threading.Event()))
+    monkeypatch.setattr(uploads, "Upload", once(uploads.Upload, threading.Event()))
     with pytest.raises(MemoryError):
         node.lease("run", 1, 1000)
     assert node.lease("run", 1, 1000).nbytes == 1000

@@ -38,7 +38,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.pieces import Piece
 from lightning_spot.image.portion import MOST_HOSTS, Portion, Portions, cut, is_whole, joined
 from lightning_spot.image.written import Ranges
-from lightning_spot.memory import abroad, begins, replication, visits
+from lightning_spot.memory import abroad, push, replication
 from lightning_spot.memory import uploads as uploads_module
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import Node
@@ -725,7 +725,7 @@ def test_what_is_passed_over_does_not_end_the_one_before_that_begins_late(
         assert go_on.wait(LAST_S)
         return begin(*arguments, **more)
 
-    monkeypatch.setattr(visits, "_OTHERS_S", LAST_S)
+    monkeypatch.setattr(push, "_OTHERS_S", LAST_S)
     monkeypatch.setattr(tier, "begin", late)
     first, second = Checkpoint(1), Checkpoint(2)
     manifest = pair.take(1, first)
@@ -752,7 +752,7 @@ def test_a_host_takes_part_in_what_has_begun_whatever_was_said_of_the_next(team:
 def test_with_one_of_two_replicas_lost_a_snapshot_counts_at_the_other(
     pair: Team, lost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(visits, "_OTHERS_S", 0.1)
+    monkeypatch.setattr(push, "_OTHERS_S", 0.1)
     urls = pair.at.split()
     left, nobody = urls[1 - lost], f"spot://127.0.0.1:1/{RUN}"
     pair.at = " ".join([nobody, left] if lost == 0 else [left, nobody])
@@ -971,7 +971,7 @@ def test_what_comes_late_does_not_end_what_was_begun_after_it(team: Team) -> Non
 
 def test_what_is_begun_while_a_later_attempt_begins_keeps_no_slot(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
     """The later attempt gives up what it finds: that one had its slot already, and was not noted yet."""
-    take = begins.lease
+    take = uploads_module._lease
 
     def overtaken(*arguments: Any, **more: Any) -> Any:
         slot = take(*arguments, **more)
@@ -979,7 +979,7 @@ def test_what_is_begun_while_a_later_attempt_begins_keeps_no_slot(team: Team, mo
         team.memory.open_run(info)
         return slot
 
-    monkeypatch.setattr(begins, "lease", overtaken)
+    monkeypatch.setattr(uploads_module, "_lease", overtaken)
     with pytest.raises(Fenced):
         team.memory.lease(RUN, 1, 1_000)
     assert not len(team.memory.uploads)

@@ -26,7 +26,7 @@ from lightning_spot.errors import CorruptManifest, CorruptSnapshot, NodeRefused,
 from lightning_spot.image.delta import MOST_RANGES, Coding, decode
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.parts import checksum
-from lightning_spot.memory import joint, registry, remembered, ring
+from lightning_spot.memory import joint, node, registry, ring
 from lightning_spot.memory.joint import Joint, KnownLayout, Layouts, Shared
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.registry import MOST_AHEAD
@@ -307,7 +307,7 @@ def test_a_restarted_node_knows_no_more_runs_than_it_may(tmp_path: Path, monkeyp
         view[:] = image
     before.seal(upload.id, replace(_of(1, len(image)), run="run-19"))
     before.close(keep_unsafe=True)
-    monkeypatch.setattr(remembered, "MOST_RUNS", 8)
+    monkeypatch.setattr(node, "MOST_RUNS", 8)
     after = node_of(area=tmp_path / "area")
     assert "run-19" in after.registry.runs
     assert len(after.registry.runs) == len(list((tmp_path / "area").glob("run-*.json"))) == 8

@@ -13,7 +13,7 @@ from lightning_spot.client.part_sender import PartStream
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory import flusher, room
+from lightning_spot.memory import flusher, slots
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.slots import Slot
@@ -51,7 +51,7 @@ def test_a_commit_asks_nothing_of_the_slots_of_other_runs(bench: Bench, monkeypa
         return own(work, slot)
 
     monkeypatch.setattr(Work, "_own", note)
-    monkeypatch.setattr(room, "reusable", lambda _slots: pytest.fail("there was room"))
+    monkeypatch.setattr(slots, "reusable", lambda _slots: pytest.fail("there was room"))
     bench.save(3)
     assert bench.flush() == []
     assert looked_at == {RUN_ID}
