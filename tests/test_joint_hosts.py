@@ -45,7 +45,7 @@ from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.upload import Upload
 from lightning_spot.protocol.wire import parse_spot_url
-from lightning_spot.service import seals, uploads
+from lightning_spot.service import hosts, uploads
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
 from tests.gated import MIB, RUN_ID, manifest_of
@@ -382,7 +382,7 @@ def test_a_connection_that_breaks_under_a_request_of_the_first_host_costs_no_sna
 def test_a_first_host_that_hangs_up_and_asks_no_more_counts_as_gone(
     team: Team, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seals, "ASKED_AGAIN_S", 0.2)
+    monkeypatch.setattr(hosts, "ASKED_AGAIN_S", 0.2)
     monkeypatch.setattr(joint, "_PAUSES_S", ())
     proxy = Proxy(team.at.rpartition("/")[0], 1)
     team.at = f"{proxy.url}/{RUN}"

@@ -34,8 +34,8 @@ from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, Address, Frame, PartKind
 from lightning_spot.run.files import folder_info
 from lightning_spot.service import handlers, uploads, waiting
+from lightning_spot.service.handlers import not_ready
 from lightning_spot.service.quotas import Quota, client_at
-from lightning_spot.service.readiness import not_ready
 from lightning_spot.tiers.claims import Claim, digest_of
 from tests.conftest import until
 from tests.served import served

@@ -20,16 +20,40 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_spot.errors import SnapshotNotFound
+from lightning_spot.errors import SnapshotNotFound, TierError
+from lightning_spot.goodput.reached import forget_reached, read_reached
+from lightning_spot.goodput.records import write_record
 from lightning_spot.memory.node import Node
+from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.slots import Slot
 from lightning_spot.protocol.listening import accepted
 from lightning_spot.protocol.ownership import is_own_user, own_socket, peer_of
 from lightning_spot.protocol.process import ProcessId, open_pidfd, wait_readable
-from lightning_spot.service.killed import note_killed
 from lightning_spot.untrusted import read_object
 
 logger = logging.getLogger(__name__)
+
+
+def note_killed(info: RunInfo) -> None:
+    """Write the record of an attempt to the durable tier, if its trainer was killed.
+
+    Where that fails, what is left on this host stays, and the next attempt writes it.
+
+    Args:
+        info: of a run whose trainer has gone without leaving it.
+    """
+    if info.durable_url is None:
+        return
+    record = read_reached(info.durable_url, info.attempt)
+    if record is None or record.end != "killed":
+        return  # it measured nothing, or is about to write its own end
+    try:
+        write_record(info.durable_url, info.attempt, record.as_dict())
+    except TierError as error:
+        logger.warning("how far attempt %d of %s got was not written: %s", info.attempt, info.text, error)
+    else:
+        forget_reached(info.durable_url, info.attempt)
+
 
 LONGEST_LINE = 65536
 _GREETING_TIMEOUT_S = 5.0

@@ -23,7 +23,7 @@ from lightning_spot.memory.paths import LAST, resolve
 from lightning_spot.memory.slots import Slot
 from lightning_spot.protocol.wire import DIGEST_HEADER, LONGEST_DIGESTED_BYTES, WANT_DIGEST_HEADER
 from lightning_spot.service.fields import json_body
-from lightning_spot.service.sealed import have_sealed
+from lightning_spot.service.runs import have_sealed
 
 logger = logging.getLogger(__name__)
 

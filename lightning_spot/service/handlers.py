@@ -18,7 +18,7 @@ POST       /v1/runs/RUN/decline                there will be no such snapshot to
 POST       /v1/uploads/ID/share                for which snapshot it was taken, if ranks fill it (this host only)
 POST       /v1/uploads/ID/placed               the bytes of a share are in place (this host only)
 POST       /v1/…/joint…                        one that several hosts bring together: see :mod:`.hosts`
-*          /v1/…/portions…                     what several nodes hold together: see :mod:`.portions`
+*          /v1/…/portions…                     what several nodes hold together: see :mod:`.hosts`
 POST       /v1/uploads/ID/stream               fill it, over a connection of its own: see ``protocol/wire.py``
 POST       /v1/uploads/ID/commit               make it a snapshot
 POST       /v1/uploads/ID/seal                 the same for a slot filled through shared memory (this host only)
@@ -66,14 +66,15 @@ from lightning_spot.protocol.wire import (
     read_attempt,
     target_of,
 )
-from lightning_spot.service.bad_requests import THIS_HOST, request_logger
 from lightning_spot.service.connections import (
     HEAD_TIMEOUT_S,
     IDLE_TIMEOUT_S,
     LONGEST_FIELD_BYTES,
     MOST_CONNECTIONS,
     MOST_HEADERS,
+    THIS_HOST,
     Connections,
+    request_logger,
 )
 from lightning_spot.service.fields import (
     BODIES,
@@ -86,10 +87,8 @@ from lightning_spot.service.fields import (
     text,
 )
 from lightning_spot.service.files import Files
-from lightning_spot.service.hosts import HostRequests
-from lightning_spot.service.portions import PortionRequests
+from lightning_spot.service.hosts import HostRequests, PortionRequests
 from lightning_spot.service.quotas import Handler, Quota, Turns, client_of
-from lightning_spot.service.readiness import not_ready
 from lightning_spot.service.runs import OPEN_PATH, RunRequests
 from lightning_spot.service.settings import is_loopback
 from lightning_spot.service.shares import ShareRequests
@@ -97,6 +96,19 @@ from lightning_spot.service.uploads import UploadRequests
 from lightning_spot.service.waiting import Waiting
 
 logger = logging.getLogger(__name__)
+
+
+def not_ready(node: Node) -> list[str]:
+    """Why a run would not be well at a node now, in words that tell a stranger nothing; empty if it would."""
+    reasons = ["shutting down"] if node.draining or node.closing else []
+    if node.ring.full:
+        slots, most = node.ring.files
+        enough = slots < most
+        reasons.append("memory is full" if enough else f"{slots} of {most} slots are in use, as open files allow")
+    if any(health.error for health in list(node.flusher.health.values())) or node.uploads.abroad.bringing.failing():
+        reasons.append("a tier below is failing")
+    return reasons
+
 
 _OPEN_TO_ALL = ("/healthz", "/readyz")
 _READING = (hdrs.METH_GET, hdrs.METH_HEAD)

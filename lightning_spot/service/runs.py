@@ -25,11 +25,22 @@ from lightning_spot.service.fields import (
     texts,
 )
 from lightning_spot.service.quotas import client_of
-from lightning_spot.service.sealed import have_sealed
 from lightning_spot.tiers.filesystem import forget_sessions
 from lightning_spot.untrusted import LONGEST_NAME
 
 logger = logging.getLogger(__name__)
+
+
+async def have_sealed(node: Node, run: str) -> None:
+    """Seal what a node holds of a run.
+
+    Args:
+        node: that holds it.
+        run: key of the run.
+    """
+    if any(slot.unsealed for slot in node.ring.committed(run)):
+        await asyncio.to_thread(node.seal_committed, run)
+
 
 OPEN_PATH = "/v1/runs/{run}/open"
 
