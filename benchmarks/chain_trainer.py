@@ -19,7 +19,8 @@ from lightning_spot.client import starting
 from lightning_spot.image.layout import Layout, lay_out
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.staging.copier import Copier, SlotView
+from lightning_spot.staging.batch import SlotView
+from lightning_spot.staging.copier import Copier
 
 RUN_ID = "00c0ffee0000"
 PORT = 7071

@@ -36,7 +36,8 @@ from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run.location import Location
 from lightning_spot.run.sources import MemorySource, Source, StoreSource, Use
 from lightning_spot.run.survey import Survey, survey
-from lightning_spot.staging.copier import Copier, SlotView
+from lightning_spot.staging.batch import SlotView
+from lightning_spot.staging.copier import Copier
 
 RANKS = 4
 _LIMIT_S = 300.0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.memory import chain
+from lightning_spot.memory import replication
 from lightning_spot.memory.node import Node
 from lightning_spot.tiers.local import LocalStore
 from tests.gated import MIB, RUN_ID, Bench, GatedStore, NodeBehind
@@ -66,8 +66,8 @@ class Chained(Bench):
 @contextmanager
 def chained(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Chained]]:
     """Makes benches whose chains ask again soon; closes them."""
-    monkeypatch.setattr(chain, "ASK_AGAIN_S", 0.2)
-    monkeypatch.setattr(chain, "FIRST_AWAY_S", 0.1)
+    monkeypatch.setattr(replication, "ASK_AGAIN_S", 0.2)
+    monkeypatch.setattr(replication, "FIRST_AWAY_S", 0.1)
     made: list[Chained] = []
 
     def make(allow: list[str] | None = None) -> Chained:

@@ -182,9 +182,6 @@ class NodeBehind:
         self.opened += 1
         return self._node().open_run(info)
 
-    def check_flush_to(self, via: Sequence[str]) -> None:
-        self._node().routes.check_flush_to(self._node().id, via)
-
     def know(self, info: RunInfo) -> None:
         self.known = info
 

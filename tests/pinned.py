@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_spot.staging.copier import Copier, SlotView
+from lightning_spot.staging.batch import SlotView
+from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.slot import SlotMemory, slot_capacity
 
 

@@ -13,27 +13,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 
 from benchmarks import chain as benchmark
 from lightning_spot.client import remote, starting
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.errors import Fenced, NodeUnreachable, SettingsError, SnapshotNotFound, TierError
+from lightning_spot.errors import Fenced, SettingsError, SnapshotNotFound, TierError
 from lightning_spot.image import sealing
 from lightning_spot.image.manifest import snapshot_name
-from lightning_spot.memory import chain, portions
-from lightning_spot.memory.node import Node
+from lightning_spot.memory import portions, replication
 from lightning_spot.memory.prefixes import check_prefix, refusal
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.wire import Address
 from lightning_spot.tiers.local import LocalStore
 from tests.chained import FIRST, RUN, SECOND, Chained, chained
 from tests.conftest import RunningNode, until
-from tests.folders import files_below
-from tests.gated import MIB, RUN_ID, Bench, NodeBehind, image_of, manifest_of
-from tests.test_node import put_file
+from tests.gated import MIB, RUN_ID, Bench, image_of, manifest_of
 
 
 @pytest.fixture
@@ -182,12 +178,12 @@ def test_who_waits_for_a_run_has_its_nodes_asked_at_once(
     make: Callable[..., Chained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A notice leaves no time to wait until they are asked anyway."""
-    monkeypatch.setattr(chain, "ASK_AGAIN_S", 1000.0)
+    monkeypatch.setattr(replication, "ASK_AGAIN_S", 1000.0)
     bench = make()
     bench.start(FIRST, SECOND)
     bench.save(1)
     assert bench.flush() == []
-    chained = bench.node.routes._chains[RUN_ID]
+    chained = bench.node.routes._replications[RUN_ID]
     for node in chained._nodes:
         node.asked_s -= 5.0
     asked = bench.behind[FIRST].opened
@@ -404,7 +400,7 @@ def test_a_memory_node_that_was_stopped_is_passed_over(
     start_node: Callable[..., RunningNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGSTOP breaks no connection."""
-    monkeypatch.setattr(chain, "ASK_AGAIN_S", 0.5)
+    monkeypatch.setattr(replication, "ASK_AGAIN_S", 0.5)
     monkeypatch.setattr(remote, "_ASK_S", 2.0)
     first, second = (start_node("--allow", str(tmp_path)) for _ in range(2))
     bench = OverHttp(tmp_path, slots=4)
@@ -540,98 +536,3 @@ def test_a_node_that_forgot_a_run_is_told_all_of_it_again(monkeypatch: pytest.Mo
     store.know(RunInfo(name="run", id=RUN_ID, location="", attempt=3, token="t", keep=7, durable_url="s3://b/run"))
     store._lease(manifest_of(1), 3)
     assert [(body["keep"], body["durable_url"], body["token"]) for body in told] == [(7, "s3://b/run", "t")]
-
-
-def test_what_no_node_takes_is_owed_and_outlives_an_orderly_end(
-    make: Callable[..., Chained], runtime_dir: Path
-) -> None:
-    def middle() -> Node:
-        return Node(
-            slots=None,
-            memory_bytes=8 * MIB,
-            allow=(),
-            flush_to="spot://nobody:7070",
-            area=runtime_dir / "middle",
-            open_store=lambda url: NodeBehind(url, None),
-        )
-
-    bench = make(None)
-    node, bench.node = bench.node, middle()
-    node.close()
-    bench.open()
-    bench.save(1)
-    until(lambda: bench.node.routes.status(RUN_ID)["why_not"].startswith("spot://nobody"), "the node to be away")
-    assert bench.flush(0.1)
-    assert not bench.node.settled
-    bench.node.close(keep_unsafe=True)
-    bench.node = middle()
-    assert bench.committed() == [1]
-
-
-# -- nodes that flush to nodes ----------------------------------------------------------------------------------------
-
-
-def test_what_left_memory_is_read_through_the_whole_chain(
-    start_node: Callable[..., RunningNode], tmp_path: Path
-) -> None:
-    """Node, node, directory: each holds one file in memory."""
-    last = start_node("--slots", "1", "--flush-to", str(tmp_path / "durable"))
-    first = start_node("--slots", "1", "--flush-to", last.url)
-    names = [f"file-{number}" for number in range(3)]
-    data = {name: image_of(number, MIB // 2) for number, name in enumerate(names)}
-    files = fsspec.core.url_to_fs(f"{first.url}/{RUN}")[0]
-    for name in names:
-        put_file(first, RUN, name, data[name])
-        assert NodeClient(Address(*_address(first))).call("POST", "/v1/flush", {"wait_s": 30})["unreached"] == []
-    below = tmp_path / "durable"
-    until(lambda: set(names) <= {path.name for path in files_below(below)}, "the last node to bring on what it has")
-    run = f"{first.url}/{RUN}"
-    assert sorted(path.rpartition("/")[2] for path in files.ls(run, detail=False)) == names
-    for name in names:
-        assert files.cat_file(f"{run}/{name}") == data[name]
-    assert files.cat_file(f"{run}/{names[0]}", start=1000, end=3000) == data[names[0]][1000:3000]
-    NodeClient(Address(*_address(first))).call("DELETE", f"/v1/files/{RUN}/{names[0]}")
-    until(lambda: not (tmp_path / "durable" / RUN / names[0]).exists(), "it to be removed at the end of the chain")
-    with pytest.raises(FileNotFoundError):
-        files.cat_file(f"{run}/{names[0]}")
-
-
-def test_nodes_that_flush_in_a_circle_are_refused(tmp_path: Path) -> None:
-    nodes: dict[str, Node] = {}
-
-    def node(name: str, flush_to: str) -> Node:
-        return Node(
-            slots=1,
-            memory_bytes=MIB,
-            flush_to=flush_to,
-            open_store=lambda url: NodeBehind(url, nodes.get(url.removeprefix("spot://").partition("/")[0])),
-        )
-
-    nodes.update(a=node("a", "spot://b"), b=node("b", "spot://c"), c=node("c", "spot://a"), self=node("d", "spot://d"))
-    nodes["d"] = nodes.pop("self")
-    try:
-        for name in nodes:
-            with pytest.raises(SettingsError, match="circle"):
-                nodes[name].routes.check_flush_to(nodes[name].id)
-        lost = nodes.pop("c")
-        nodes["a"].routes.check_flush_to(nodes["a"].id)  # what is behind the node behind is that one's to look after
-        with pytest.raises(NodeUnreachable):
-            nodes["b"].routes.check_flush_to(nodes["b"].id)
-        lost.close()
-    finally:
-        for each in nodes.values():
-            each.close()
-
-
-def test_a_node_that_flushes_to_itself_does_not_start(runtime_dir: Path, port: int) -> None:
-    address = f"127.0.0.1:{port}"
-    command = [sys.executable, "-m", "lightning_spot", "node", "--listen", address, "--flush-to", f"spot://{address}"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 2
-    assert "in a circle" in ended.stderr
-    assert "listening" not in ended.stdout
-
-
-def _address(node: RunningNode) -> tuple[str, int]:
-    host, _, port = node.url.removeprefix("spot://").partition(":")
-    return host, int(port)

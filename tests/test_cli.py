@@ -74,7 +74,7 @@ def test_ls_of_portions(run_dir: Path, capsys: pytest.CaptureFixture[str], monke
     """Names are whole in a pipe; a portion whose host does not know when it was taken is not 20,000 days old."""
     named = argparse.Namespace(url=str(run_dir), memory=[], run=None, json=False)
     entry = ask(named).entries[0]
-    name = portion_name("step-000000106-attempt-0003-complete-again", 1)
+    name = portion_name("step-000000106-attempt-0003-complete", 1)
     of = PortionOf(1, 2, "0" * 32)
     portion = replace(entry.manifest, name=name, portion=of, epoch=0, created_unix_s=0.0)
     source = SimpleNamespace(tier="spot://memory-node-1.example.com:7070")
@@ -319,7 +319,8 @@ WRONG = [
         (["node", "--flush-to", ""], "--flush-to '': it is empty"),
         (["node", "--allow", " "], "--allow ' ': it is empty"),
         (["node", "--allow", "nonsense://bucket"], "'nonsense://bucket' cannot be used as a tier"),
-        (["node", "--flush-to", "spot://h:0"], "no node URL"),
+        (["node", "--flush-to", "spot://h:7070"], "--flush-to spot://h:7070: a node brings runs to directories"),
+        (["node", "--allow", "spot://h:7070"], "--allow spot://h:7070: a node brings runs to directories"),
         (["drill", "--limit", "nan", "--", "true"], "--limit=nan"),
         (["drill", "--keep", "/dev/null", "--", "true"], "/dev/null is no empty directory"),
         (["simulate", "--price", "nan"], "--price=nan"),

@@ -23,7 +23,7 @@ from lightning_spot.tiers.claims import ATTEMPTS_DIR
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode, until
 from tests.folders import files_below, size_of
-from tests.gated import MIB, RUN_ID, Bench, GatedStore, NodeBehind, image_of, manifest_of
+from tests.gated import MIB, RUN_ID, Bench, GatedStore, image_of, manifest_of
 
 RUN = f"run@{RUN_ID}"
 BEHIND = "spot://behind:7070"
@@ -108,27 +108,6 @@ def test_parts_go_on_to_the_durable_tier_as_they_arrive(bench: Receiving) -> Non
     assert bench.flush() == []
     assert bench.durable() == [1]
     assert bench.tier().puts() == [1]  # the put of the committed snapshot is the one that was under way
-
-
-def test_parts_go_on_to_the_next_memory_node_as_they_arrive(tmp_path: Path) -> None:
-    second = Bench(tmp_path / "second", allow=[str(tmp_path)])
-    behind = NodeBehind(f"{BEHIND}/{RUN}", second.node)
-    first = Receiving(tmp_path / "first", flush_to=BEHIND, allow=(), open_store=lambda _url: behind)
-    try:
-        first.open()
-        until(lambda: first.node.routes.status(RUN_ID)["node"], "the chain")
-        upload = first.begin()
-        first.receive(upload, 1)
-        until(lambda: behind.sent.bytes == PART, "the first part to be sent on")
-        assert not second.committed()
-        first.receive(upload, 0, 2, 3)
-        first.commit(upload)
-        assert first.flush() == []
-        assert second.committed() == [1]
-        assert behind.sent.bytes == NBYTES
-    finally:
-        first.close()
-        second.close()
 
 
 def test_what_is_given_up_is_given_up_below_too(bench: Receiving) -> None:

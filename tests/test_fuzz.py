@@ -150,7 +150,6 @@ def requests(uploads: list[str], chance: random.Random, *, near: bool, session: 
         ("POST", f"{of}/stream", {}),
         ("POST", f"{of}/commit", {"manifest": {**manifest, "checksums": [checksum(bytes(100))]}}),
         ("DELETE", of, {"untouched": True}),
-        ("POST", "/v1/check", {"via": []}),
         ("POST", "/v1/flush", {"run": FUZZED, "wait_s": 0.0}),
         ("GET", f"{files}/{name}/model.ckpt", {}),
         ("HEAD", f"{files}/last.ckpt", {}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import itertools
 import logging
@@ -32,7 +33,7 @@ from lightning_spot.errors import NodeFailed, NodeRefused, ShareMissing, Snapsho
 from lightning_spot.goodput import journal
 from lightning_spot.goodput.records import read_records
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory.ahead import SlotsAhead
+from lightning_spot.memory import uploads
 from lightning_spot.memory.host import Host, InProcessHost, Lease
 from lightning_spot.memory.node import Node
 from lightning_spot.protocol.wire import PROTOCOL_HEADER, Address
@@ -209,7 +210,7 @@ def node() -> Iterator[Node]:
 
 
 def test_a_slot_is_free_where_nobody_comes_to_know_of_it(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SlotsAhead, "renew", once(SlotsAhead.renew, threading.Event()))
+    monkeypatch.setattr(uploads, "Upload", once(uploads.Upload, threading.Event()))
     with pytest.raises(MemoryError):
         node.lease("run", 1, 1000)
     assert node.lease("run", 1, 1000).nbytes == 1000
@@ -240,12 +241,13 @@ def test_a_file_that_cannot_be_read_to_its_end_breaks_off(
     """The answer that the node had failed came in place of the rest of the file, as if it were that."""
     manifest = Manifest(run="run", run_id="0" * 32, name=snapshot_name(1, 1), step=1, attempt=1, nbytes=400)
 
-    def parts(*_: Any) -> Iterator[bytes]:
-        yield b"x" * 100
+    async def send(_files: Files, _request: Any, response: Any, *_what: Any) -> None:
+        await response.write(b"x" * 100)
         raise MemoryError("none is left")
 
-    found = AsyncMock(return_value=(None, manifest, Mock(read=parts)))
-    monkeypatch.setattr(Files, "_find", found)
+    monkeypatch.setattr(Files, "_find", AsyncMock(return_value=(Mock(), manifest)))
+    monkeypatch.setattr(node.ring, "reading", lambda *_: contextlib.nullcontext(memoryview(bytes(400))))
+    monkeypatch.setattr(Files, "_send", send)
     with served(node) as port:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SOON_S)
         headers = {PROTOCOL_HEADER: str(PROTOCOL_VERSION)}

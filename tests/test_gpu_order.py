@@ -13,9 +13,11 @@ import torch
 from lightning_spot.fit import readings
 from lightning_spot.image.pieces import Piece
 from lightning_spot.staging import lane, page_lock
-from lightning_spot.staging.copier import Copier, SlotView, watch
+from lightning_spot.staging.batch import SlotView
+from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.partitions import Partition, Span
 from lightning_spot.staging.schedule import Schedule, Timetable
+from lightning_spot.staging.watches import watch
 from tests.conftest import until
 from tests.fake_device import FakeDevice, FakeEvent, FakeStream, StreamOfEachThread
 

@@ -20,7 +20,8 @@ from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import SpotError, TornSnapshot
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.staging import scratch
-from lightning_spot.staging.copier import Copier, SlotView
+from lightning_spot.staging.batch import SlotView
+from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.samples import Sampler, Samples
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.staging.scratch import Scratch

@@ -16,7 +16,7 @@ from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import Fenced, RingFull, SettingsError, TierError
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.interval.costs import Failure
-from lightning_spot.memory import chain
+from lightning_spot.memory import replication
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.record import find_record
@@ -61,7 +61,7 @@ class WithNode(Bench):
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WithNode]]:
-    monkeypatch.setattr(chain, "ASK_AGAIN_S", 0.2)
+    monkeypatch.setattr(replication, "ASK_AGAIN_S", 0.2)
     made: list[WithNode] = []
 
     def with_node(allow: tuple[str, ...] = ()) -> WithNode:
@@ -95,31 +95,6 @@ def test_the_last_word_is_said_when_the_trainers_node_ends(make: Callable[..., W
     assert bench.flush() == []
     bench.node.close()
     assert bench.memory_node.committed(RUN)[0].settled
-
-
-def test_word_of_it_goes_down_the_whole_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two memory nodes in a row neither brings the run on: both are told."""
-    monkeypatch.setattr(chain, "ASK_AGAIN_S", 0.2)
-    nodes: dict[str, Node] = {}
-    stores: dict[str, Any] = {}
-
-    def store(url: str) -> Any:
-        behind = nodes.get(url.partition("/run@")[0])
-        return stores.setdefault(url, NodeBehind(url, behind) if behind is not None else GatedStore(url))
-
-    nodes["spot://second"] = Node(slots=1, memory_bytes=MIB, open_store=store)
-    nodes["spot://first"] = Node(slots=1, memory_bytes=MIB, open_store=store, flush_to="spot://second")
-    bench = Bench(tmp_path, open_store=store)
-    try:
-        bench.open(nodes=("spot://first",))
-        until(lambda: bench.node.status()["runs"][RUN]["node"], "the chain")
-        bench.save(1)
-        for node in nodes.values():
-            until(lambda node=node: node.committed(RUN) and node.committed(RUN)[0].settled, "a node to be told")  # type: ignore[misc]
-    finally:
-        bench.close()
-        nodes["spot://first"].close()
-        nodes["spot://second"].close()
 
 
 def test_only_what_is_superseded_or_durable_is_let_go(tmp_path: Path) -> None:

@@ -38,14 +38,14 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.pieces import Piece
 from lightning_spot.image.portion import MOST_HOSTS, Portion, Portions, cut, is_whole, joined
 from lightning_spot.image.written import Ranges
-from lightning_spot.memory import abroad, begins, missed, visits
+from lightning_spot.memory import abroad, push, replication
 from lightning_spot.memory import uploads as uploads_module
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.upload import Upload
 from lightning_spot.protocol.wire import parse_spot_url
-from lightning_spot.service import seals, uploads
+from lightning_spot.service import hosts, uploads
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
 from tests.gated import MIB, RUN_ID, manifest_of
@@ -382,7 +382,7 @@ def test_a_connection_that_breaks_under_a_request_of_the_first_host_costs_no_sna
 def test_a_first_host_that_hangs_up_and_asks_no_more_counts_as_gone(
     team: Team, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seals, "ASKED_AGAIN_S", 0.2)
+    monkeypatch.setattr(hosts, "ASKED_AGAIN_S", 0.2)
     monkeypatch.setattr(remote, "_PAUSES_S", ())
     proxy = Proxy(team.at.rpartition("/")[0], 1)
     team.at = f"{proxy.url}/{RUN}"
@@ -463,7 +463,7 @@ def comes_back_empty(pair: Team, allow: Path, url: str) -> Iterator[Node]:
     pair.serving[url].close()
     empty = Node(slots=None, memory_bytes=64 * MIB, open_store=open_store, allow=[str(allow)])
     port = parse_spot_url(url)[0].port
-    chain = pair.first.routes._chains[RUN_ID]
+    chain = pair.first.routes._replications[RUN_ID]
     pair.first.routes.heard(url, NodeUnreachable("its connection broke"))
     until(lambda: url in chain.away(), "the loss to be noticed", LAST_S)
     with served(empty, port):
@@ -556,7 +556,7 @@ def test_a_node_is_looked_at_again_if_there_was_no_thread_for_it(
     pair: Team, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began: list[str] = []
-    original = missed.in_background
+    original = replication.in_background
 
     def in_background(work: Callable[[], Any], name: str) -> Any:
         began.append(name)
@@ -566,7 +566,7 @@ def test_a_node_is_looked_at_again_if_there_was_no_thread_for_it(
 
     pair.take(1, Checkpoint(1))
     pair.all_free()
-    monkeypatch.setattr(missed, "in_background", in_background)
+    monkeypatch.setattr(replication, "in_background", in_background)
     with comes_back_empty(pair, tmp_path, pair.at.split()[1]) as empty:
         until(lambda: began, "the first look", LAST_S)
         pair.first.routes.heard(next(url for url, node in pair.memories.items() if node is empty), NodeUnreachable("x"))
@@ -725,7 +725,7 @@ def test_what_is_passed_over_does_not_end_the_one_before_that_begins_late(
         assert go_on.wait(LAST_S)
         return begin(*arguments, **more)
 
-    monkeypatch.setattr(visits, "_OTHERS_S", LAST_S)
+    monkeypatch.setattr(push, "_OTHERS_S", LAST_S)
     monkeypatch.setattr(tier, "begin", late)
     first, second = Checkpoint(1), Checkpoint(2)
     manifest = pair.take(1, first)
@@ -752,7 +752,7 @@ def test_a_host_takes_part_in_what_has_begun_whatever_was_said_of_the_next(team:
 def test_with_one_of_two_replicas_lost_a_snapshot_counts_at_the_other(
     pair: Team, lost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(visits, "_OTHERS_S", 0.1)
+    monkeypatch.setattr(push, "_OTHERS_S", 0.1)
     urls = pair.at.split()
     left, nobody = urls[1 - lost], f"spot://127.0.0.1:1/{RUN}"
     pair.at = " ".join([nobody, left] if lost == 0 else [left, nobody])
@@ -971,7 +971,7 @@ def test_what_comes_late_does_not_end_what_was_begun_after_it(team: Team) -> Non
 
 def test_what_is_begun_while_a_later_attempt_begins_keeps_no_slot(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
     """The later attempt gives up what it finds: that one had its slot already, and was not noted yet."""
-    take = begins.lease
+    take = uploads_module._lease
 
     def overtaken(*arguments: Any, **more: Any) -> Any:
         slot = take(*arguments, **more)
@@ -979,7 +979,7 @@ def test_what_is_begun_while_a_later_attempt_begins_keeps_no_slot(team: Team, mo
         team.memory.open_run(info)
         return slot
 
-    monkeypatch.setattr(begins, "lease", overtaken)
+    monkeypatch.setattr(uploads_module, "_lease", overtaken)
     with pytest.raises(Fenced):
         team.memory.lease(RUN, 1, 1_000)
     assert not len(team.memory.uploads)
@@ -1026,7 +1026,7 @@ def test_a_memory_node_that_is_lost_is_said_and_older_snapshots_count_again(team
     ((slot,),) = [team.first.committed(RUN)]
     assert slot.surpassed
     team.first.routes.heard(team.at, None)
-    chain = team.first.routes._chains[RUN_ID]
+    chain = team.first.routes._replications[RUN_ID]
     chain._lost(chain._replicas[0], chain._nodes[0], SettingsError("gone"))
     assert not slot.surpassed
     checkpoint = Checkpoint(3)
@@ -1055,7 +1055,7 @@ def test_a_memory_node_at_which_none_begins_is_asked_how_it_is_though_a_rank_of_
 
 
 def test_an_older_snapshot_that_is_not_durable_is_owed_no_more(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
-    far = team.first.routes._chains[RUN_ID]
+    far = team.first.routes._replications[RUN_ID]
     monkeypatch.setattr(far, "_follow", lambda *_: 0.1)  # what became durable is not learned
     whole = team.first.lease(RUN, 1, 1000, session="first")
     with whole.slot.view(1000) as view:
@@ -1109,7 +1109,7 @@ def test_what_the_last_node_to_end_does_not_take_is_given_up_there(pair: Team) -
 
 
 def test_with_a_spare_replica_lost_older_snapshots_are_not_waited_for(pair: Team) -> None:
-    chain = pair.first.routes._chains[RUN_ID]
+    chain = pair.first.routes._replications[RUN_ID]
     whole = pair.first.lease(RUN, 1, 1000, session="first")
     with whole.slot.view(1000) as view:
         view[:] = bytes(978) + b"PK\x05\x06" + bytes(18)

@@ -355,15 +355,6 @@ def test_a_directory_that_cannot_be_written_to_is_an_error_at_the_start(
     assert "cannot be made" in capsys.readouterr().err
 
 
-def test_chained_nodes(start_node: StartNode, tmp_path: Path) -> None:
-    reliable = start_node("--flush-to", str(tmp_path / "durable"))
-    near = start_node("--flush-to", reliable.url)
-    manifest = put(near, 4)
-    client_of(near).call("POST", "/v1/flush", {"wait_s": 30})
-    client_of(reliable).call("POST", "/v1/flush", {"wait_s": 30})
-    assert LocalStore(tmp_path / "durable" / "run").survey().manifests == [manifest]
-
-
 def test_a_node_flushes_to_s3(start_node: StartNode, s3: str) -> None:
     node = start_node("--flush-to", s3)
     manifest = put(node, 4)

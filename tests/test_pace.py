@@ -15,8 +15,8 @@ import pytest
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import RingFull, SnapshotNotFound, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory import flusher, putting
-from lightning_spot.memory.backoff import LAST_RETRY_S, BackOff
+from lightning_spot.memory import flusher
+from lightning_spot.memory.work import LAST_RETRY_S, BackOff
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode, until
 from tests.gated import MIB, OTHER_ID, RUN_ID, Bench
@@ -85,7 +85,7 @@ def test_the_newest_of_another_lineage_is_owed_too(bench: Bench) -> None:
 
 
 def test_a_damaged_newest_makes_the_one_before_it_owed_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(putting, "CHECKED_S", 0.0)  # as if it had waited for the tier
+    monkeypatch.setattr(flusher, "CHECKED_S", 0.0)  # as if it had waited for the tier
     bench.open()
     bench.tier().open.clear()
     bench.save(1)

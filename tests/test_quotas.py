@@ -26,7 +26,7 @@ from lightning_spot.errors import CorruptManifest, CorruptSnapshot, NodeRefused,
 from lightning_spot.image.delta import MOST_RANGES, Coding, decode
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.parts import checksum
-from lightning_spot.memory import joint, registry, remembered, ring
+from lightning_spot.memory import joint, node, registry, ring
 from lightning_spot.memory.joint import Joint, KnownLayout, Layouts, Shared
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.registry import MOST_AHEAD
@@ -34,8 +34,8 @@ from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, Address, Frame, PartKind
 from lightning_spot.run.files import folder_info
 from lightning_spot.service import handlers, uploads, waiting
+from lightning_spot.service.handlers import not_ready
 from lightning_spot.service.quotas import Quota, client_at
-from lightning_spot.service.readiness import not_ready
 from lightning_spot.tiers.claims import Claim, digest_of
 from tests.conftest import until
 from tests.served import served
@@ -307,7 +307,7 @@ def test_a_restarted_node_knows_no_more_runs_than_it_may(tmp_path: Path, monkeyp
         view[:] = image
     before.seal(upload.id, replace(_of(1, len(image)), run="run-19"))
     before.close(keep_unsafe=True)
-    monkeypatch.setattr(remembered, "MOST_RUNS", 8)
+    monkeypatch.setattr(node, "MOST_RUNS", 8)
     after = node_of(area=tmp_path / "area")
     assert "run-19" in after.registry.runs
     assert len(after.registry.runs) == len(list((tmp_path / "area").glob("run-*.json"))) == 8
@@ -428,27 +428,26 @@ def test_who_hangs_up_waits_for_no_flush(monkeypatch: pytest.MonkeyPatch) -> Non
         until(lambda: status_of(say(client, "POST", "/v1/flush", {"wait_s": 0})) == 200, "its place to be free")
 
 
-def test_who_lists_many_slow_directories_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_removes_much_at_a_slow_tier_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handlers, "_LOOKS", 2)
-    node, listed, listing = node_of(flush_to=str(tmp_path)), threading.Event(), threading.Semaphore(0)
+    node, asked_it, asking = node_of(), threading.Event(), threading.Semaphore(0)
 
-    def slow(*_: Any) -> dict[str, Any]:
-        listing.release()
-        assert listed.wait(60)
-        return {}
+    def slow(_key: str) -> None:
+        asking.release()
+        assert asked_it.wait(60)
 
-    monkeypatch.setattr("lightning_spot.service.files.Files._below", slow)
+    monkeypatch.setattr(node.routes, "check_owner", slow)
     with asked(node) as client, ExitStack() as stack:
-        stack.callback(listed.set)
+        stack.callback(asked_it.set)
         open_run(client)
         for _ in range(100):
-            stack.enter_context(say(client, "GET", "/v1/runs/run/files", {}))
+            stack.enter_context(say(client, "DELETE", "/v1/files/run/file", {}))
         for _ in range(handlers._LOOKS):
-            assert listing.acquire(timeout=30)
+            assert asking.acquire(timeout=30)
         assert client.call("GET", "/v1/runs", timeout_s=30)["runs"]
-        stack.enter_context(say(client, "GET", "/v1/runs/run/files", {}, ANOTHER))
-        assert listing.acquire(timeout=30)
-        assert not listing.acquire(blocking=False)
+        stack.enter_context(say(client, "DELETE", "/v1/files/run/file", {}, ANOTHER))
+        assert asking.acquire(timeout=30)
+        assert not asking.acquire(blocking=False)
 
 
 # -- bodies ------------------------------------------------------------------------------------------------------------

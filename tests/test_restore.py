@@ -22,7 +22,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from lightning_spot.client.filesystem import SpotFileSystem
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import CorruptSnapshot, SpotError, TierError
+from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError, TierError
 from lightning_spot.fit import chosen, restore
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.chosen import ResumedFrom, choose
@@ -41,6 +41,7 @@ from lightning_spot.run.sharing import Card, Giver, NotShared, take
 from lightning_spot.run.sources import StoreSource, Use
 from lightning_spot.run.survey import Survey, survey
 from lightning_spot.tiers.local import LocalStore
+from lightning_spot.tiers.store import Holdings, Progress
 from tests.oracle import claim_of
 from tests.proxy import Proxy
 from tests.served import served
@@ -316,6 +317,23 @@ def test_what_is_damaged_is_passed_over_by_all(run: LocalStore) -> None:
         file.seek(LARGE)
         file.write(b"!")
     assert [found[0].step for found in restored(run)] == [3, 3, 3]
+
+
+def test_what_leaves_a_memory_node_before_it_is_read_is_read_where_it_is_durable_by_then(run: LocalStore) -> None:
+    """The node that listed it has brought it there since, and needed its memory."""
+    newest, older = run.survey().manifests
+
+    class Left(StoreSource):
+        def open(self, manifest: Manifest, progress: Progress | None = None, *, use: Use = Use.CHECK) -> OpenSnapshot:
+            raise SnapshotNotFound(f"{manifest.name} has left memory")
+
+    def look(location: Location) -> Survey:
+        found = survey(location)
+        (durable,) = [source for source, _ in found.answers]
+        found.answers = [(Left(run, "spot://node"), Holdings([newest])), (durable, Holdings([older]))]
+        return found
+
+    assert [found[0].step for found in restored(run, look=look)] == [6, 6, 6]
 
 
 @pytest.mark.parametrize("failing", [0, 2])

@@ -30,7 +30,7 @@ from lightning_spot.errors import (
 )
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import area as area_module
-from lightning_spot.memory import portions, putting, room, work
+from lightning_spot.memory import flusher, portions, slots, work
 from lightning_spot.memory.area import SlotArea
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
@@ -181,7 +181,7 @@ def test_slots_grow_with_the_snapshot(bench: Bench) -> None:
 def test_a_small_file_leaves_a_large_slot_to_the_snapshots(
     make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "_SMALL_BYTES", MIB)
+    monkeypatch.setattr(slots, "_SMALL_BYTES", MIB)
     bench = make(slots=None, memory_bytes=8 * MIB)
     bench.open(durable=False)
     for step in (1, 2):
@@ -583,8 +583,8 @@ def test_many_who_wait_for_a_full_ring_look_at_its_slots_once(
 ) -> None:
     """Each of them ranked all slots, twice, whenever anything had changed."""
     looked: list[int] = []
-    rank = room.reusable
-    monkeypatch.setattr(room, "reusable", lambda slots: (looked.append(len(slots)), rank(slots))[1])
+    rank = slots.reusable
+    monkeypatch.setattr(slots, "reusable", lambda slots: (looked.append(len(slots)), rank(slots))[1])
     bench = make(slots=2)
     bench.open(durable=False)
     held = [bench.node.lease(RUN, 1, nbytes) for nbytes in (100, 200)]
@@ -652,7 +652,7 @@ def test_parts_must_all_have_arrived(bench: Bench) -> None:
 
 
 def test_a_corrupted_slot_goes_nowhere(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(putting, "CHECKED_S", 0.0)  # as if it had waited for the tier
+    monkeypatch.setattr(flusher, "CHECKED_S", 0.0)  # as if it had waited for the tier
     bench.open()
     bench.tier().open.clear()
     bench.save(1)
@@ -672,7 +672,7 @@ def test_a_corrupted_slot_goes_nowhere(bench: Bench, monkeypatch: pytest.MonkeyP
 def test_a_slot_is_read_once_more_only_if_it_had_to_wait(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, lain_s: float
 ) -> None:
-    monkeypatch.setattr(putting, "CHECKED_S", 1e6)
+    monkeypatch.setattr(flusher, "CHECKED_S", 1e6)
     read: list[str] = []
     verify = Manifest.verify
     monkeypatch.setattr(Manifest, "verify", lambda self, *args: (read.append(self.name), verify(self, *args)))

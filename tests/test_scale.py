@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import scale
-from lightning_spot.memory import flusher, room
+from lightning_spot.memory import flusher, slots
 from lightning_spot.memory.slots import Slot
 from lightning_spot.memory.work import Job, Work
 from lightning_spot.service.uploads import MOST_STREAMS
@@ -42,7 +42,7 @@ def test_a_commit_asks_nothing_of_the_slots_of_other_runs(bench: Bench, monkeypa
         return own(work, slot)
 
     monkeypatch.setattr(Work, "_own", note)
-    monkeypatch.setattr(room, "reusable", lambda _slots: pytest.fail("there was room"))
+    monkeypatch.setattr(slots, "reusable", lambda _slots: pytest.fail("there was room"))
     bench.save(3)
     assert bench.flush() == []
     assert looked_at == {RUN_ID}

@@ -41,7 +41,7 @@ from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.upload import Received
 from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, Address, Frame, PartKind, parse_spot_url
-from lightning_spot.service import fields, files, part_receiver, uploads
+from lightning_spot.service import fields, files, uploads
 from lightning_spot.service.connections import Connections
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode, until
@@ -274,7 +274,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Node, NodeClient]]:
     for module, name in (
         (fields, "_BODY_TIMEOUT_S"),
         (files, "_SEND_TIMEOUT_S"),
-        (part_receiver, "FRAME_WAIT_S"),
+        (uploads, "FRAME_WAIT_S"),
     ):
         monkeypatch.setattr(module, name, 0.5)
     node = Node(slots=2, memory_bytes=2**28, open_store=open_store)

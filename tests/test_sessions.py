@@ -100,7 +100,7 @@ def safe_everywhere(dirpath: Path, host: EmbeddedHost | None) -> dict[int, Manif
         LocalStore(dirpath).fetch(manifest, memoryview(buffer))
         assert bytes(buffer) == image_of(manifest.step, manifest.nbytes)
     for manifest in host.manifests() if host is not None else []:
-        fd = host.open_snapshot(manifest)[0] if host is not None else -1
+        fd = host.open_snapshot(manifest) if host is not None else -1
         assert os.pread(fd, manifest.nbytes, 0) == image_of(manifest.step, manifest.nbytes)
         os.close(fd)
         found.setdefault(manifest.step, manifest)

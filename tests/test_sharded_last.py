@@ -31,7 +31,7 @@ from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.sharded import Dtensors
 from lightning_spot.fit.hosts import Hosts, _open
 from lightning_spot.fit.in_shards import InShards
-from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_order
+from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.memory.node import Node
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
@@ -230,39 +230,23 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
         pytest.param("auto", as_it_is_filled, marks=pytest.mark.soak),
     ],
 )
-def test_the_last_snapshot_is_taken_again_where_the_node_of_the_first_host_is_lost(
+def test_where_the_node_of_the_first_host_is_lost_with_the_last_snapshot_the_one_before_stands(
     make: Callable[[str], Ranks], monkeypatch: pytest.MonkeyPatch, memory: str, phase: Phase
 ) -> None:
     ranks = make(memory)
     ranks.write(1)
     phase(ranks, monkeypatch)
-    ranks.weights += 1
     ranks.write(2, complete=True)
-    assert ranks.finish()
-    again = snapshot_name(2, 1, complete=True, again=True)
-    assert ranks.attempt.writer.committed is not None
-    assert ranks.attempt.writer.committed.name == again
-    assert ranks.store.survey().manifests[0].name == again
-    ranks.check(again)
-
-
-def test_an_urgent_snapshot_is_taken_where_the_regular_one_of_its_step_was_lost(make: Callable[[str], Ranks]) -> None:
-    ranks = make("auto")
-    ranks.host.disconnect()  # as if its node had been killed
-    ranks.write(1, how=ranks.in_shards[0].how(ranks.attempt, waits=True))
-    assert isinstance(ranks.attempt.failure(LAST_S), NodeUnreachable)
-    ranks.attempt.writer.link.wait(LAST_S)
-    ranks.write(1)
-    assert ranks.attempt.failure(LAST_S) is None
-    ranks.finish()
-    ranks.check(snapshot_name(1, 1, again=True))
+    assert not ranks.finish()  # which is an error in the last line of the run
+    assert [manifest.name for manifest in ranks.store.survey().manifests] == [snapshot_name(1, 1)]
+    ranks.check(snapshot_name(1, 1))
 
 
 @pytest.mark.parametrize(("memory", "who"), [("auto", 0), ("auto", 3), ("", 2)])
-def test_a_regular_snapshot_at_the_step_of_a_notice_is_compared_whole_on_all_ranks(
+def test_a_regular_snapshot_at_the_step_of_a_notice_is_compared_whole_on_every_rank(
     make: Callable[[str], Ranks], monkeypatch: pytest.MonkeyPatch, memory: str, who: int
 ) -> None:
-    """A byte that was written past the counts was left for a later one, and none comes: it is taken once more."""
+    """A byte that was written past the counts was left for a later one, and none comes: it is said."""
     monkeypatch.setattr(contents, "CHECK_BYTES", 1)
     monkeypatch.setattr(contents, "_WHOLE_BYTES", 0)
     monkeypatch.setattr(contents, "_looks_alike", lambda _piece, _view: True)
@@ -283,12 +267,7 @@ def test_a_regular_snapshot_at_the_step_of_a_notice_is_compared_whole_on_all_ran
         if any(found):
             break
     assert found == [rank == who for rank in range(4)]
-    ranks.write(step)
-    assert ranks.attempt.failure(LAST_S) is None
     ranks.finish()
-    assert ranks.attempt.writer.committed is not None
-    assert ranks.attempt.writer.committed.name == snapshot_name(step, 1, again=True)
-    ranks.check(snapshot_name(step, 1, again=True))
 
 
 def test_where_rank_0_may_not_go_on_no_rank_does(make: Callable[[str], Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,11 +303,10 @@ def test_the_others_hear_of_what_fails_before_rank_0_asks_its_writer(
     decline = ranks.attempt.writer.decline
     monkeypatch.setattr(ranks.attempt.writer, "decline", lambda *what: (told.append(what[0]), decline(*what)))
     monkeypatch.setattr(LastState, "of", fails_once)
-    ranks.weights += 1
     ranks.write(2, complete=True)
     assert told == [snapshot_name(2, 1, complete=True)]
-    assert ranks.finish()
-    ranks.check(snapshot_name(2, 1, complete=True, again=True))
+    ranks.finish()
+    ranks.check(snapshot_name(1, 1))
 
 
 def test_all_ranks_wait_for_the_end_no_longer_than_was_said(
@@ -336,7 +314,7 @@ def test_all_ranks_wait_for_the_end_no_longer_than_was_said(
 ) -> None:
     ranks = make("auto")
     waited: list[float] = []
-    monkeypatch.setattr(ranks.attempt, "can_take_again", lambda wait_s: waited.append(wait_s))
+    monkeypatch.setattr(ranks.attempt, "failure", waited.append)
     ranks.write(1, complete=True, commit_s=3.0)
     assert waited == [3.0]
     ranks.finish()
@@ -352,23 +330,3 @@ def test_of_a_state_that_stands_still_nothing_is_left_for_training_to_order() ->
         task: Task[Any] = Task("step-1", "rank 1", Number(1, 0, 1), "", None, 0.0, still)
         joining._copy(task, cast(Any, None), [], cast(Any, None), [])
     assert schedules == [None, "beside training"]
-
-
-def test_what_is_taken_again_comes_after_what_it_stands_for() -> None:
-    names = [
-        snapshot_name(3, 1, exact=False),
-        snapshot_name(3, 1),
-        snapshot_name(3, 1, again=True),
-        snapshot_name(3, 1, complete=True),
-        snapshot_name(3, 1, complete=True, again=True),
-        snapshot_name(4, 1),
-    ]
-    orders = [snapshot_order(name) for name in names]
-    assert orders == sorted(set(cast(Any, orders)))
-    manifests = [
-        Manifest(
-            run="run", name=name, step=3, attempt=1, nbytes=1, complete="complete" in name, exact="inexact" not in name
-        )
-        for name in names[:-1]
-    ]
-    assert [manifest.order for manifest in manifests] == orders[:-1]

@@ -48,7 +48,8 @@ from lightning_spot.sharded.consolidate import read_folder
 from lightning_spot.sharded.flat import FlatShard
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.staging.batch import NEVER
-from lightning_spot.staging.copier import Copier, CopyJob
+from lightning_spot.staging.copier import Copier
+from lightning_spot.staging.job import CopyJob
 from lightning_spot.staging.schedule import Schedule, Timetable
 from tests.conftest import until
 from tests.fake_device import StreamOfEachThread

@@ -15,7 +15,7 @@ from lightning_spot.cli.command import main
 from lightning_spot.config import parse_bytes
 from lightning_spot.errors import SettingsError
 from lightning_spot.image.portion import MOST_HOSTS
-from lightning_spot.memory.room import Limits, capacity_for
+from lightning_spot.memory.slots import Limits, capacity_for
 from lightning_spot.simulation.sizing import COPIES, CPU_S_PER_BYTE, Demand, size
 from tests.chained import FIRST, RUN, SECOND, THIRD, chained
 

@@ -200,7 +200,7 @@ class Desk:
 
     def saved(self, manifest: Manifest) -> dict[str, Any]:
         host = self.joined()
-        fd, _ = host.open_snapshot(manifest)  # its position is the node's
+        fd = host.open_snapshot(manifest)  # its position is the node's
         saved = torch.load(io.BytesIO(os.pread(fd, manifest.nbytes, 0)), weights_only=True)
         os.close(fd)
         host.disconnect()  # which it reads no longer

@@ -1,14 +1,11 @@
-"""``spot://`` as fsspec users know a file system: what it does, what it refuses, and a run that outgrew its node."""
+"""``spot://`` as fsspec users know a file system: what it does, what it refuses, and what has left the memory."""
 
 from __future__ import annotations
 
-import asyncio
 import errno
-import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import fsspec
 import pytest
@@ -18,13 +15,10 @@ from lightning_spot.checkpoint_io import SpotCheckpointIO
 from lightning_spot.client.filesystem import SpotFileSystem
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.errors import CorruptSnapshot, SettingsError, SnapshotNotFound, SpotError
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.slots import Slot
+from lightning_spot.errors import SettingsError, SnapshotNotFound, SpotError
 from lightning_spot.protocol.wire import parse_spot_url
-from lightning_spot.service import files
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import RunningNode
+from tests.conftest import RunningNode, until
 from tests.models import Net, data, trainer
 from tests.test_node import put_file
 from tests.test_stores import sharded
@@ -45,9 +39,9 @@ def settle(node: RunningNode) -> None:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A node of two slots above a directory: most of what is written leaves its memory."""
+    """A node, and the directory to which it brings what it holds."""
     folder = tmp_path_factory.mktemp("node")
-    flags = ["--listen", "127.0.0.1:0", "--memory", "64MiB", "--slots", "2", "--flush-to", str(folder / "durable")]
+    flags = ["--listen", "127.0.0.1:0", "--memory", "512MiB", "--flush-to", str(folder / "durable")]
     environment = {"LIGHTNING_SPOT_SHM_DIR": "", "LIGHTNING_SPOT_RUNTIME_DIR": str(folder)}
     node = RunningNode(flags, folder / "node.log", environment).wait_listening()
     yield node
@@ -61,29 +55,26 @@ def run(request: pytest.FixtureRequest) -> str:
 
 
 def test_a_snapshot_of_several_files_is_a_directory_of_them(shared: RunningNode, run: str, tmp_path: Path) -> None:
-    """One in memory, one that only the directory below has."""
-    fs, made = file_system(shared), {step: sharded(step) for step in (1, 2)}
-    LocalStore(shared.log.parent / "durable" / run).put(made[1][0], memoryview(made[1][1]), attempt=1)
+    fs, (manifest, image) = file_system(shared), sharded(2)
     store = NodeStore(f"{shared.url}/{run}")
-    store.put(made[2][0], memoryview(made[2][1]), attempt=1)
-    for manifest, image in made.values():
-        folder = f"{run}/{manifest.name}"
-        assert fs.isdir(folder)
-        assert fs.ls(folder, detail=False) == sorted(f"{folder}/{span.name}" for span in manifest.files)
-        for span in manifest.files:
-            whole = image[span.offset : span.stop]
-            assert fs.info(f"{folder}/{span.name}")["size"] == span.nbytes
-            assert fs.cat_file(f"{folder}/{span.name}") == whole
-            with fs.open(f"{folder}/{span.name}") as file:
-                file.seek(5)
-                assert file.read(4100) == whole[5:4105]
-        with pytest.raises(IsADirectoryError):
-            fs.cat_file(folder)
-        fs.get(folder, str(tmp_path / manifest.name), recursive=True)
-        assert (tmp_path / manifest.name / "__0_0.distcp").read_bytes() == image[4096:13096]
-        buffer = bytearray(manifest.nbytes)
-        store.fetch(manifest, memoryview(buffer))
-        assert buffer == image
+    store.put(manifest, memoryview(image), attempt=1)
+    folder = f"{run}/{manifest.name}"
+    assert fs.isdir(folder)
+    assert fs.ls(folder, detail=False) == sorted(f"{folder}/{span.name}" for span in manifest.files)
+    for span in manifest.files:
+        whole = image[span.offset : span.stop]
+        assert fs.info(f"{folder}/{span.name}")["size"] == span.nbytes
+        assert fs.cat_file(f"{folder}/{span.name}") == whole
+        with fs.open(f"{folder}/{span.name}") as file:
+            file.seek(5)
+            assert file.read(4100) == whole[5:4105]
+    with pytest.raises(IsADirectoryError):
+        fs.cat_file(folder)
+    fs.get(folder, str(tmp_path / manifest.name), recursive=True)
+    assert (tmp_path / manifest.name / "__0_0.distcp").read_bytes() == image[4096:13096]
+    buffer = bytearray(manifest.nbytes)
+    store.fetch(manifest, memoryview(buffer))
+    assert buffer == image
     with pytest.raises(SnapshotNotFound, match="the newest snapshot is several"):
         fs.cat_file(f"{run}/last.ckpt")
 
@@ -138,15 +129,11 @@ def test_what_is_there_and_what_is_not(shared: RunningNode, run: str) -> None:
         fs.cat_file(run)
 
 
-def test_an_empty_file_in_memory_and_below(shared: RunningNode, run: str) -> None:
+def test_an_empty_file(shared: RunningNode, run: str) -> None:
     fs, path = file_system(shared), f"{run}/empty"
     put_file(shared, run, "empty", b"")
-    for _ in range(2):
-        assert (fs.size(path), fs.cat_file(path), fs.open(path).read()) == (0, b"", b"")
-        assert fs.ls(run, detail=False) == [path]
-        settle(shared)
-        for index in range(3):
-            put_file(shared, f"{run}-others", str(index), b"x")  # it leaves memory
+    assert (fs.size(path), fs.cat_file(path), fs.open(path).read()) == (0, b"", b"")
+    assert fs.ls(run, detail=False) == [path]
 
 
 # -- what it refuses --------------------------------------------------------------------------------------------------
@@ -211,12 +198,11 @@ def test_a_model_checkpoint_there_is_one_error(shared: RunningNode, run: str, pl
 
 def test_names_may_be_odd(shared: RunningNode, run: str) -> None:
     fs = file_system(shared)
-    names = ("modèle=1 é.ckpt", "epoch=3-step=40%.ckpt", "a&b#c?d.ckpt", "日本.ckpt")
-    for name in names:
+    for name in ("modèle=1 é.ckpt", "epoch=3-step=40%.ckpt", "a&b#c?d.ckpt", "日本.ckpt"):
         put_file(shared, run, name, name.encode())
         settle(shared)
         assert fs.cat_file(f"{run}/{name}") == fs.open(f"{run}/{name}").read() == name.encode()
-    assert fs.ls(run, detail=False) == sorted(f"{run}/{name}" for name in names)
+        assert f"{run}/{name}" in fs.ls(run, detail=False)
     assert not fs.exists(f"{run}-never-written")
 
 
@@ -250,50 +236,25 @@ def test_a_file_that_is_replaced_while_it_is_read_is_an_error_not_a_mixture(shar
         file.read(1_000_000)
 
 
-# -- a run that outgrew its node --------------------------------------------------------------------------------------
+# -- what has left the memory -----------------------------------------------------------------------------------------
 
 
-def test_what_left_memory_is_read_from_below_and_checked(shared: RunningNode, run: str) -> None:
-    fs = file_system(shared)
-    text = {f"{run}/{index}": bytes([index]) * 9_000_000 for index in range(5)}
-    for path, content in text.items():
-        put_file(shared, run, path.rpartition("/")[2], content)
-    settle(shared)
-    held = NodeClient(parse_spot_url(shared.url)[0]).call("GET", f"/v1/runs/{run}/snapshots")["snapshots"]
-    assert len(held) <= 2
-    assert fs.ls(run, detail=False) == list(text)
-    for path, content in text.items():
-        assert fs.cat_file(path) == content
-        assert fs.cat_file(path, start=8_388_600, end=8_388_620) == content[:20]  # over the border of two parts
-    NodeClient(parse_spot_url(shared.url)[0]).call("DELETE", f"/v1/files/{run}/0")
-    assert fs.ls(run, detail=False) == list(text)[1:]
-    assert not fs.exists(f"{run}/0")
-    durable = Path(NodeClient(parse_spot_url(shared.url)[0]).call("GET", "/v1/status")["flush_to"])
-    with open(durable / run / "1", "r+b") as file:
-        file.seek(8_500_000)
-        file.write(b"?")
-    assert fs.cat_file(f"{run}/1", end=100) == text[f"{run}/1"][:100]
-    with pytest.raises((CorruptSnapshot, SpotError)):
-        fs.cat_file(f"{run}/1")
-
-
-def test_a_file_that_leaves_memory_while_it_is_listed_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest = Manifest(run="run", name="best.ckpt", step=1, attempt=1, nbytes=1, created_unix_s=0.0, file="")
-    in_memory = [(Slot(index=0), manifest)]
-
-    class Below:
-        def entries(self) -> list[files.Entry]:
-            in_memory.clear()  # the tier below has it now, but was asked before it had
-            return []
-
-    node = SimpleNamespace(
-        below=lambda text: "file:///below",
-        routes=SimpleNamespace(prefixes=None),
-        ring=SimpleNamespace(committed=lambda key: [], readable=lambda key: list(in_memory)),
-        registry=SimpleNamespace(key=lambda text: text, runs={}),
-        flusher=SimpleNamespace(deletions=lambda key: []),
-    )
-    monkeypatch.setattr(files, "open_below", lambda *_: Below())
-    asked = SimpleNamespace(match_info={"run": "run"})
-    answer = asyncio.run(files.Files(cast(Any, node)).listing(cast(Any, asked)))
-    assert [item["path"] for item in json.loads(cast(bytes, answer.body))["files"]] == [manifest.data_path]
+def test_what_has_left_the_memory_is_not_shown_and_said_to_lie_where_the_run_is_durable(
+    start_node: StartNode, tmp_path: Path
+) -> None:
+    node = start_node("--slots", "1", "--flush-to", str(tmp_path))
+    fs, durable, (gone, image) = file_system(node), tmp_path / "run", sharded(1)
+    held = sharded(2)[0]
+    for manifest, content in ((gone, image), sharded(2)):
+        NodeStore(f"{node.url}/run").put(manifest, memoryview(content), attempt=1)
+        settle(node)
+    assert fs.ls("run", detail=False) == [f"run/{held.name}"]
+    for ask in (fs.info, fs.cat_file, fs.ls):
+        with pytest.raises(SnapshotNotFound, match=f"What has left its memory lies in {durable}"):
+            ask(f"run/{gone.name}")
+    NodeClient(parse_spot_url(node.url)[0]).call("DELETE", f"/v1/files/run/{held.name}")
+    until(lambda: not (durable / held.name).exists(), "what is removed from memory to be removed there, too")
+    assert fs.ls("run", detail=False) == []
+    into = bytearray(gone.nbytes)
+    LocalStore(durable).fetch(gone, memoryview(into))
+    assert into == image

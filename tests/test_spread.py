@@ -20,10 +20,10 @@ from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import Fenced, ShareMissing, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory import putting, work
+from lightning_spot.memory import flusher, work
+from lightning_spot.memory.flusher import put_portion
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import Node
-from lightning_spot.memory.portion_put import put_portion
 from lightning_spot.memory.spread import Told
 from lightning_spot.memory.tier import HasJoint, JointTier
 from lightning_spot.run.location import Location
@@ -216,7 +216,7 @@ def test_a_node_that_did_not_hear_what_is_to_be_brought_down_hears_it_from_who_l
 ) -> None:
     """Else nothing more went to the durable tier until that snapshot had left memory."""
     desk = make()
-    monkeypatch.setattr(putting, "put_portion", fail)
+    monkeypatch.setattr(flusher, "put_portion", fail)
     with monkeypatch.context() as deaf:
         deaf.setattr(desk.nodes[0].spread, "whole", fail)
         desk.take(1)
@@ -268,7 +268,7 @@ def test_what_a_lost_node_was_to_bring_down_is_waited_for_no_longer(
             raise TierError("its bucket does not answer")
         return put_portion(store, portion, *rest, **more)
 
-    monkeypatch.setattr(putting, "put_portion", fails)
+    monkeypatch.setattr(flusher, "put_portion", fails)
     desk.take(1)
     desk.take(2)
     first = desk.root / "run" / snapshot_name(1, 1)

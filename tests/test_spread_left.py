@@ -12,16 +12,15 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.spread import JointPortions
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.notes import Note
 from lightning_spot.image.portion import Portions
-from lightning_spot.memory import chain, later, putting, work
+from lightning_spot.memory import flusher, replication, work
 from lightning_spot.memory.joint import SpreadPlace
-from lightning_spot.memory.joint_folder import JointFolder
+from lightning_spot.memory.joint_store import JointFolder
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo
@@ -32,7 +31,6 @@ from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Store
 from tests.conftest import until
 from tests.gated import image_of, manifest_of
-from tests.served import served
 from tests.small_trainer import RUN_ID, info_of
 from tests.test_spread_room import HOSTS, NBYTES, Two
 
@@ -138,7 +136,7 @@ def test_the_rest_of_what_is_older_than_what_is_durable_is_not_waited_for_long(
 ) -> None:
     """The next attempt had one node, which brought its portion; the other let its own go. That one waited for an hour,
     and a node that was told to end for as long as it may: it ended with an error, and all was durable."""
-    monkeypatch.setattr(later, "SURPASSED_S", 2.0)
+    monkeypatch.setattr(work, "SURPASSED_S", 2.0)
     nodes = carried(durable_every_s=0.0)
     nodes.begin(3)
     nodes.bring(3, 0)
@@ -156,7 +154,7 @@ def test_a_killed_trainer_is_gone_although_the_node_of_its_host_lives(
 ) -> None:
     """That went on asking the memory nodes for a quarter of an hour, and they took it for the trainer's word."""
     monkeypatch.setattr(work, "LEFT_S", 1.0)
-    monkeypatch.setattr(chain, "ASK_AGAIN_S", 0.1)
+    monkeypatch.setattr(replication, "ASK_AGAIN_S", 0.1)
     nodes = carried()
     urls = tuple(url.rpartition("/")[0] for url in nodes.place.urls)
     host = Node(slots=2, memory_bytes=2**24, open_store=open_store)
@@ -177,7 +175,7 @@ def test_a_killed_trainer_is_gone_for_a_node_that_has_whole_snapshots_of_it_too(
     carried: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a fence refuses there would be put off for as long as the node of the trainer's host asks."""
-    monkeypatch.setattr(chain, "ASK_AGAIN_S", 0.1)
+    monkeypatch.setattr(replication, "ASK_AGAIN_S", 0.1)
     nodes = carried()
     memory, host = nodes.nodes[0], Node(slots=2, memory_bytes=2**24, open_store=open_store)
     try:
@@ -222,7 +220,7 @@ def test_what_is_not_whole_gives_way_to_others_in_the_end_and_may_still_become_w
     nodes.bring(2, 0)
     if is_told:
         nodes.tell(0, 2)
-    monkeypatch.setattr(later, "FORSAKEN_S", 1.5)  # only now: what comes before may take longer
+    monkeypatch.setattr(work, "FORSAKEN_S", 1.5)  # only now: what comes before may take longer
     until(lambda: nodes.durable() == [1], "the one before at the durable tier")
     until(lambda: forsaken(nodes) == [2], "it to be owed no longer")
     assert [nodes.nodes[0].ring.try_lease("another run", NBYTES) is not None for _ in range(5)] == [*[True] * 4, False]
@@ -244,15 +242,15 @@ def test_what_a_node_has_stays_while_another_one_does_not_reach_the_durable_tier
 ) -> None:
     """However long that takes: together they have it, and a resume finds it there."""
     nodes, fails = carried(), True
-    put = putting.put_portion
+    put = flusher.put_portion
 
     def outage(store: Store, portion: Manifest, *rest: Any, **more: Any) -> Manifest:
         if fails and portion.portion is not None and portion.portion.host == 1:
             raise TierError("its bucket does not answer")
         return put(store, portion, *rest, **more)
 
-    monkeypatch.setattr(putting, "put_portion", outage)
-    monkeypatch.setattr(later, "FORSAKEN_S", 1.0)
+    monkeypatch.setattr(flusher, "put_portion", outage)
+    monkeypatch.setattr(work, "FORSAKEN_S", 1.0)
     nodes.bring_all(1)
     if is_told:
         nodes.tell(0, 1, brings=True)
@@ -269,22 +267,22 @@ def test_a_tier_that_works_again_is_not_said_to_fail_while_others_are_waited_for
 ) -> None:
     """A new attempt would be told that this node brings nothing down, for as long as the others do not."""
     nodes, fails = carried(), [True]
-    put, url = putting.put_portion, nodes.url
+    put, url = flusher.put_portion, nodes.url
 
     def outage(store: Store, portion: Manifest, *rest: Any, **more: Any) -> Manifest:
         if portion.portion is not None and (portion.portion.host == 1 or fails):
             raise TierError("its bucket does not answer")
         return put(store, portion, *rest, **more)
 
-    monkeypatch.setattr(putting, "put_portion", outage)
+    monkeypatch.setattr(flusher, "put_portion", outage)
     nodes.bring_all(1)
-    flusher = nodes.nodes[0].flusher
-    until(lambda: flusher.failing(url), "it to fail")
+    node = nodes.nodes[0]
+    until(lambda: node.flusher.failing(url), "it to fail")
     fails.clear()
-    nodes.nodes[0].flush(None, 0.1)  # tried again soon
+    node.flush(None, 0.1)  # tried again soon
     until(lambda: nodes.store.survey().unfinished, "this node's portion at the durable tier")
-    until(lambda: not flusher.failing(url), "it to be known to work")
-    until(lambda: not nodes.nodes[0].tiers()[url].error, "it to be said to work")
+    until(lambda: not node.flusher.failing(url), "it to be known to work")
+    until(lambda: not node.tiers()[url].error, "it to be said to work")
     assert f"{url} works again" in caplog.text
 
 
@@ -293,14 +291,14 @@ def test_what_the_next_attempt_goes_on_from_stays_although_the_durable_tier_refu
 ) -> None:
     """That attempt has claimed the run there, and has nothing newer yet: it would have to go back further."""
     nodes, fails = carried(durable_every_s=0.0), [True]
-    put = putting.put_portion
+    put = flusher.put_portion
 
     def outage(*given: Any, **more: Any) -> Manifest:
         if fails:
             raise TierError("its bucket does not answer")
         return put(*given, **more)
 
-    monkeypatch.setattr(putting, "put_portion", outage)
+    monkeypatch.setattr(flusher, "put_portion", outage)
     nodes.take(1)
     nodes.store.claim(Claim(attempt=2, run_id=RUN_ID, digest="t", location=nodes.url, started_unix_s=0.0))
     fails.clear()
@@ -318,7 +316,7 @@ def test_what_the_next_attempt_goes_on_from_stays_although_the_durable_tier_refu
 def test_what_gave_way_is_brought_down_when_it_is_told_to_be_whole(
     carried: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(later, "FORSAKEN_S", 0.5)
+    monkeypatch.setattr(work, "FORSAKEN_S", 0.5)
     nodes = carried()
     nodes.begin(1)
     nodes.bring(1, 0)
@@ -335,22 +333,22 @@ def test_how_long_others_are_waited_for_begins_anew_with_what_comes_and_with_eac
     """A durable tier that fails here may fail at the others, too."""
     waits, job = Work(Ring(slots=1, memory_bytes=2**20), lambda _: None), Job(Kind.PUT, "run", MANIFEST)
     begun_s = time.monotonic() + 100.0
-    last_s = begun_s + later.FORSAKEN_S + 1e-3  # times are rounded
+    last_s = begun_s + work.FORSAKEN_S + 1e-3  # times are rounded
     assert not waits.later("/a", job, begun_s, 3)
     assert not waits.later("/a", job, last_s - 1.0, 3)
     assert waits.later("/a", job, last_s, 3)
     assert not waits.later("/a", job, last_s, 5)
-    assert not waits.later("/a", job, last_s + later.FORSAKEN_S - 1.0, 5)
+    assert not waits.later("/a", job, last_s + work.FORSAKEN_S - 1.0, 5)
     waits = Work(Ring(slots=1, memory_bytes=2**20), lambda _: None)
-    assert not waits.later("/a", job, time.monotonic() - later.FORSAKEN_S, 3)
+    assert not waits.later("/a", job, time.monotonic() - work.FORSAKEN_S, 3)
     waits.failed("/a", job, "it does not answer")
     assert not waits.later("/a", job, time.monotonic() + 60.0, 3)
-    assert waits.later("/a", job, time.monotonic() + work.LEFT_S + later.FORSAKEN_S, 3)
+    assert waits.later("/a", job, time.monotonic() + work.LEFT_S + work.FORSAKEN_S, 3)
 
 
 @pytest.mark.usefixtures("left")
 def test_what_is_at_no_durable_tier_stays(carried: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(later, "FORSAKEN_S", 0.5)
+    monkeypatch.setattr(work, "FORSAKEN_S", 0.5)
     nodes = carried()
     os.rename(tmp_path / "run", tmp_path / "away")
     (tmp_path / "run").write_text("no directory")
@@ -377,17 +375,6 @@ def test_what_is_lost_of_one_that_was_to_be_durable_keeps_no_later_one_from_bein
         step += 1
         time.sleep(0.2)
     assert nodes.durable()
-
-
-def test_of_the_end_of_a_run_what_was_taken_once_more_is_owed_nowhere(carried: Make) -> None:
-    """The first try was lost, and this node did not hear it: its memory is free when the second one is whole."""
-    nodes = carried()
-    nodes.bring(1, 0, complete=True)
-    first, again = (snapshot_name(1, 1, complete=True, again=again) for again in (False, True))
-    nodes.stores[0].whole(Told(again, overtaken=(first,)), attempt=1)
-    (slot,) = nodes.nodes[0].ring.committed()
-    assert slot.overtaken
-    assert not slot.dirty
 
 
 def test_while_notes_of_other_hosts_are_missing_none_is_read(carried: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,24 +405,6 @@ def test_a_durable_tier_that_fails_keeps_no_portion_from_a_node(carried: Make, t
     until(lambda: nodes.nodes[0].flusher.failing(nodes.url), "it to fail")
     assert nodes.stores[0].open_run(nodes.info()).carries
     assert not nodes.stores[0].open_run(replace(nodes.info(), spread=False)).carries
-
-
-def test_a_node_that_only_passes_runs_on_takes_no_portions(tmp_path: Path) -> None:
-    """Nodes bring portions to the durable tier; this one would bring them nowhere."""
-    info = replace(info_of(str(tmp_path / "run"), 1))
-    with contextlib.ExitStack() as ends:
-
-        def start(*allow: str, flush_to: str | None = None) -> str:
-            node = Node(slots=4, memory_bytes=2**26, open_store=open_store, allow=allow, flush_to=flush_to)
-            return f"spot://127.0.0.1:{ends.enter_context(served(node))}"
-
-        far = start(str(tmp_path))
-        for allow in ((), (str(tmp_path),)):
-            near = NodeStore(f"{start(*allow, flush_to=far)}/run@{RUN_ID}")
-            until(lambda near=near: near.open_run(info).carries, "it to pass the run on")  # type: ignore[misc]
-            opened = near.open_run(replace(info, spread=True))
-            assert not opened.carries
-            assert "passes runs on" in opened.why_not or "may not write" in opened.why_not
 
 
 def test_a_node_that_shuts_down_takes_no_further_portions_and_hears_when_it_is_not_needed(carried: Make) -> None:

@@ -801,11 +801,10 @@ def test_the_same_snapshot_once_more_is_durable_all_the_time(
     assert fetched(store, manifest) == data
 
 
-def test_a_snapshot_taken_again_and_its_first_try_are_kept_as_one() -> None:
+def test_the_end_of_a_run_and_the_snapshot_of_its_step_are_kept_as_one() -> None:
     def of(step: int, **kind: bool) -> Manifest:
         name = snapshot_name(step, 1, **kind)
         return Manifest(run="r", name=name, step=step, attempt=1, nbytes=1, complete=kind.get("complete", False))
 
-    again, first, older = of(9, complete=True, again=True), of(9, complete=True), of(7)
-    plain = of(9)
-    assert worth_keeping([again, first, plain, older]) == [again, older, first, plain]
+    end, plain, older = of(9, complete=True), of(9), of(7)
+    assert worth_keeping([end, plain, older]) == [end, older, plain]

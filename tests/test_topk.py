@@ -347,7 +347,6 @@ def inexact(step: int) -> dict[str, Any]:
 
 
 def test_a_node_that_sends_it_on_to_the_next_one_does_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that was started with ``--flush-to spot://…``: to it, this is the snapshot."""
     with chained(tmp_path, monkeypatch) as make:
         bench = make()
         bench.start(FIRST)

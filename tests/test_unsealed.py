@@ -509,7 +509,7 @@ def test_each_way_of_reading_from_a_node_has_it_sealed(host: EmbeddedHost, how: 
     manifest = small_trainer.take(host, 7, 3 * MIB, followed=True)
     path = f"/v1/files/{quoted(host.run, manifest.name)}"
     if how == "descriptor":
-        fd, _given = host.open_snapshot(manifest)
+        fd = host.open_snapshot(manifest)
         image = os.pread(fd, manifest.nbytes, 0)
         os.close(fd)
         assert is_sealed(host.manifests()[0], image)
@@ -532,7 +532,7 @@ def test_who_reads_one_by_its_name_has_no_other_sealed(host: EmbeddedHost) -> No
     small_trainer.take(host, 8, MIB, followed=True)
     for _ in range(2):
         host.client.receive(f"/v1/files/{quoted(host.run, first.name)}/model.ckpt", 0, memoryview(bytearray(MIB)))
-        os.close(host.open_snapshot(first)[0])
+        os.close(host.open_snapshot(first))
     names = [item["manifest"]["name"] for item in host._as_is()["snapshots"]]
     assert names == [first.name] or time.monotonic() - began_s > FOLLOWED_S  # it is sealed by then, where this was slow
 

@@ -27,16 +27,13 @@ from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import (
     Fenced,
     NodeFailed,
-    NodeUnreachable,
     NotSerialisable,
     RingFull,
     ShareMissing,
     SnapshotFailed,
-    SnapshotNotFound,
     SnapshotTooLarge,
     SpotError,
     TierError,
-    TornSnapshot,
 )
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -50,7 +47,6 @@ from lightning_spot.staging.schedule import Schedule
 logger = logging.getLogger(__name__)
 
 _UNFORESEEN = (NodeFailed, SnapshotFailed)
-_PASSING = (*_UNFORESEEN, NodeUnreachable, ShareMissing, SnapshotNotFound, TornSnapshot)
 
 
 class Attempt:
@@ -169,7 +165,6 @@ class Attempt:
         complete: bool = False,
         wait_s: float,
         ranks: Ranks | None = None,
-        again: bool = False,
         followed: bool = False,
     ) -> None:
         """Begin a snapshot. What keeps it from being taken is said once, or raised with ``strict``.
@@ -184,14 +179,13 @@ class Attempt:
             complete: whether the run is at its end.
             wait_s: how long to wait for a clean slot.
             ranks: that fill it together with this one.
-            again: whether that of the same step was begun before.
             followed: whether another one is to follow in a moment, see :meth:`Host.seal`.
         """
         manifest: Manifest | None = None
         is_asked = False  # a writer of a state in shards tells the other ranks by itself, once it is
         try:
             self._ended |= complete
-            manifest = self._manifest(step, epoch, world_size, complete=complete, again=again)
+            manifest = self._manifest(step, epoch, world_size, complete=complete)
             if self.writer.fence is not None:  # heard of beside training, perhaps after the other ranks were told
                 raise self.writer.fence
             if isinstance(checkpoint, SpotError):
@@ -207,19 +201,19 @@ class Attempt:
             self._begun.set_exception(error)
             is_shared = ranks is not None or isinstance(self.writer, ShardedWriter)
             if is_shared and not is_asked:
-                self.decline(step, str(error), complete=complete, at=ranks.at if ranks is not None else "", again=again)
+                self.decline(step, str(error), complete=complete, at=ranks.at if ranks is not None else "")
             whole = checkpoint if isinstance(checkpoint, dict) else None
             self._not_begun(whole, manifest, error, ranks)
             if self.writer.mailbox is not None:
-                self.writer.mailbox.over(snapshot_name(step, self.number, complete=complete, again=again))
+                self.writer.mailbox.over(snapshot_name(step, self.number, complete=complete))
 
-    def _manifest(self, step: int, epoch: int, world_size: int, *, complete: bool, again: bool) -> Manifest:
+    def _manifest(self, step: int, epoch: int, world_size: int, *, complete: bool) -> Manifest:
         """What a snapshot is; size and checksums are not known yet."""
         return Manifest(
             run=self.info.name,
             run_id=self.info.id,
             lineage=self.lineage,
-            name=snapshot_name(step, self.number, complete=complete, again=again),
+            name=snapshot_name(step, self.number, complete=complete),
             step=step,
             attempt=self.number,
             nbytes=0,
@@ -247,17 +241,7 @@ class Attempt:
         begun = self._begun
         return begun.exception() if begun is not None and begun.done() else None
 
-    def can_take_again(self, wait_s: float) -> bool:
-        """Whether the snapshot that was begun last is lost, for a reason that may be gone when it is begun anew.
-
-        Args:
-            wait_s: how long to wait for it, and for a node on this host, if that was lost; seconds.
-        """
-        deadline_s = time.monotonic() + wait_s
-        error = self.failure(wait_s)
-        return isinstance(error, _PASSING) and self.writer.link.wait(within(deadline_s)) is not None
-
-    def decline(self, step: int, why: str, *, complete: bool, at: str = "", again: bool = False) -> None:
+    def decline(self, step: int, why: str, *, complete: bool, at: str = "") -> None:
         """Of a sharded run: tell the other ranks that there will be no snapshot of a step.
 
         Args:
@@ -265,10 +249,8 @@ class Attempt:
             why: for people.
             complete: whether the run is at its end.
             at: URL of the run at the memory node to which other hosts would have brought their parts.
-            again: see :meth:`write`.
         """
-        name = snapshot_name(step, self.number, complete=complete, again=again)
-        self.writer.decline(name, why, at)
+        self.writer.decline(snapshot_name(step, self.number, complete=complete), why, at)
 
     def _not_begun(
         self, checkpoint: dict[str, Any] | None, manifest: Manifest | None, error: SpotError, ranks: Ranks | None

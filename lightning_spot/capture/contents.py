@@ -24,7 +24,7 @@ from lightning_spot.image.layout import Entry, Layout
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece, nbytes_of
 from lightning_spot.image.written import Ranges, in_order
-from lightning_spot.staging.copier import SlotView
+from lightning_spot.staging.batch import SlotView
 from lightning_spot.staging.spans import address_in
 
 _LEAST_BYTES = 1024  # below, comparing costs as much as copying

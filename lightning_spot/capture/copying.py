@@ -18,8 +18,11 @@ from lightning_spot.capture.turns import CHECK_EVERY
 from lightning_spot.capture.views import SlotViews
 from lightning_spot.image.layout import Layout
 from lightning_spot.memory.host import Lease
-from lightning_spot.staging.copier import Copier, CopyJob, SlotView, watch
+from lightning_spot.staging.batch import SlotView
+from lightning_spot.staging.copier import Copier
+from lightning_spot.staging.job import CopyJob
 from lightning_spot.staging.schedule import Schedule
+from lightning_spot.staging.watches import watch
 
 
 class Copying:

@@ -25,7 +25,7 @@ from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run.survey import ask_all
-from lightning_spot.staging.copier import Watches, watch
+from lightning_spot.staging.watches import Watches, watch
 from lightning_spot.tiers.store import Holdings
 
 logger = logging.getLogger(__name__)

@@ -32,8 +32,11 @@ from lightning_spot.errors import Fenced, NodeUnreachable, ShareMissing, SpotErr
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.pieces import Piece
 from lightning_spot.memory.host import Host, Lease
-from lightning_spot.staging.copier import Copier, CopyJob, SlotView, Watches
+from lightning_spot.staging.batch import SlotView
+from lightning_spot.staging.copier import Copier
+from lightning_spot.staging.job import CopyJob
 from lightning_spot.staging.schedule import Schedule
+from lightning_spot.staging.watches import Watches
 
 logger = logging.getLogger(__name__)
 

@@ -30,8 +30,9 @@ from lightning_spot.memory.joint import is_by_itself
 from lightning_spot.sharded.layout import ShardedImage, ShardedLayouter, load_state, state_archive
 from lightning_spot.sharded.places import Places
 from lightning_spot.sharded.plan import State
-from lightning_spot.staging.copier import Copier, Watches, watch
+from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
+from lightning_spot.staging.watches import Watches, watch
 from lightning_spot.untrusted import LARGE_BYTES, read_object
 
 logger = logging.getLogger(__name__)
@@ -124,7 +125,6 @@ class Joining(Follower[_Part | SpotError]):
         wait_s: float,
         at: str = "",
         still: bool = False,
-        again: bool = False,
     ) -> Task[_Part | SpotError]:
         """Begin to write this rank's part. If there is no such snapshot in the end, rank 0 says why.
 
@@ -138,16 +138,14 @@ class Joining(Follower[_Part | SpotError]):
             wait_s: how long rank 0 may wait for a slot.
             at: URL of the run at the memory node, or durable tier, to which several hosts bring it.
             still: whether nothing changes any tensor until :meth:`settle` returned. Then this waits for nothing.
-            again: whether that of the same step was begun before.
         """
-        name = snapshot_name(step, self._attempt, complete=complete, again=again)
+        name = snapshot_name(step, self._attempt, complete=complete)
         number = Number.of_hosts(self._hosts, self._rank) if at else Number(self._rank, 0, self._rank, self._rank)
         part: _Part | SpotError
         try:
             if isinstance(checkpoint, SpotError):
                 raise checkpoint
-            trusts = not (complete or again)
-            part = self._part(checkpoint, owned, kept, trusts=trusts, is_agreed=is_by_itself(at))
+            part = self._part(checkpoint, owned, kept, trusts=not complete, is_agreed=is_by_itself(at))
         except Exception as error:
             if not isinstance(error, SpotError):
                 self._lay_out_anew()  # what was laid out in part is no base for the next one

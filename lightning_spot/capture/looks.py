@@ -15,7 +15,10 @@ from lightning_spot.capture.owners import COUNTED_S
 from lightning_spot.capture.turns import CHECK_EVERY, Unchecked, same_bytes
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece
-from lightning_spot.staging.copier import Copier, CopyJob, Marks, SlotView
+from lightning_spot.staging.batch import SlotView
+from lightning_spot.staging.copier import Copier
+from lightning_spot.staging.cuda import Marks
+from lightning_spot.staging.job import CopyJob
 
 GRAIN = 64
 """Looks lie at multiples of so many bytes."""

@@ -25,7 +25,8 @@ from lightning_spot.capture.unforeseen import as_failure
 from lightning_spot.errors import ShareMissing, SpotError
 from lightning_spot.memory.shares import HOST_SILENT_S, RECONNECT_S
 from lightning_spot.protocol.listening import LOOPBACK, Listening, greeted, keep_alive, most_connections, tcp_listener
-from lightning_spot.staging.copier import Copier, Marks
+from lightning_spot.staging.copier import Copier
+from lightning_spot.staging.cuda import Marks
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,8 @@ from lightning_spot.capture.turns import CHECK_BYTES, CHECK_EVERY, Turns, Unchec
 from lightning_spot.errors import SpotError
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece
-from lightning_spot.staging.copier import Copier, SlotView
+from lightning_spot.staging.batch import SlotView
+from lightning_spot.staging.copier import Copier
 
 logger = logging.getLogger(__name__)
 

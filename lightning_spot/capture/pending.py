@@ -14,7 +14,8 @@ from lightning_spot.image.floats import Floats
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Lease
-from lightning_spot.staging.copier import CopyJob, SlotView
+from lightning_spot.staging.batch import SlotView
+from lightning_spot.staging.job import CopyJob
 
 
 class Opened(NamedTuple):

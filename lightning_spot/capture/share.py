@@ -23,9 +23,10 @@ from lightning_spot.image.pieces import Piece
 from lightning_spot.image.portion import Portion
 from lightning_spot.image.rows import said_of
 from lightning_spot.memory.host import Host, Lease
-from lightning_spot.staging.copier import Copier, Watches
+from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.samples import Samples
 from lightning_spot.staging.schedule import Schedule
+from lightning_spot.staging.watches import Watches
 
 
 class SizedBytes(Protocol):

@@ -10,7 +10,8 @@ from typing import Generic, TypeVar
 
 from lightning_spot.capture.looks import NOTHING, NoLooks
 from lightning_spot.capture.split import Number
-from lightning_spot.staging.copier import CopyJob, Marks
+from lightning_spot.staging.cuda import Marks
+from lightning_spot.staging.job import CopyJob
 
 What = TypeVar("What")
 

@@ -8,7 +8,8 @@ from weakref import WeakKeyDictionary
 
 from lightning_spot.capture.contents import Content
 from lightning_spot.memory.host import Host, Lease
-from lightning_spot.staging.copier import Copier, SlotView
+from lightning_spot.staging.batch import SlotView
+from lightning_spot.staging.copier import Copier
 
 
 class SlotViews:

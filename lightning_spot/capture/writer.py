@@ -32,7 +32,8 @@ from lightning_spot.image.layout import Layout, outline_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.written import in_order
 from lightning_spot.memory.host import Host
-from lightning_spot.staging.copier import Copier, SlotView
+from lightning_spot.staging.batch import SlotView
+from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.store import Store
 
@@ -158,7 +159,7 @@ class SnapshotWriter(Finishing):
                 self._leases.say_now()
             layout, lease, manifest = opened.layout, opened.lease, opened.manifest
             view = self._copying.views.of(host, lease)
-            trusts = not (manifest.complete or manifest.is_again)
+            trusts = not manifest.complete
             plan = self._copying.plan(layout, lease, view, self._counted(owned, kept), trusts=trusts)
             if (sent := opened.sent) and plan.written is not None:
                 plan.written = in_order([*plan.written, *sent.values()])

@@ -119,24 +119,20 @@ class Session:
         finally:
             os.close(fd)
 
-    def open_snapshot(self, run: str, name: str, *, give: bool = False) -> tuple[int, bool]:
+    def open_snapshot(self, run: str, name: str) -> int:
         """Descriptor of a committed snapshot's memory, which stays as it is until this session closes.
 
         Args:
             run: the run, as ``NAME@ID``.
             name: of the snapshot.
-            give: whether it is to stay so for good.
-
-        Returns:
-            the descriptor, and whether it does.
 
         Raises:
             SnapshotNotFound: if the node holds none of that name.
         """
-        answer, fd = self._ask({"run": run, "name": name, "give": give})
+        _, fd = self._ask({"run": run, "name": name})
         if fd is None:
             raise SnapshotNotFound(f"snapshot {name!r} of run {run!r} has left the memory of this host's node")
-        return fd, bool(answer.get("given"))
+        return fd
 
     def check(self) -> None:
         """Raise if it is over: what was told in it is not known to a node that has come in the place of this one.
@@ -411,9 +407,9 @@ class EmbeddedHost:
         """Committed snapshots of the run in this node's memory, newest first."""
         return newest_first([item.manifest for item in self.listing() if not item.manifest.is_file])
 
-    def open_snapshot(self, manifest: Manifest, *, give: bool = False) -> tuple[int, bool]:
-        """Descriptor of a snapshot's memory, and whether it was given away: see :meth:`Session.open_snapshot`."""
-        return self.session.open_snapshot(self.run, manifest.name, give=give)
+    def open_snapshot(self, manifest: Manifest) -> int:
+        """See :meth:`Session.open_snapshot`."""
+        return self.session.open_snapshot(self.run, manifest.name)
 
     def leave(self, *, complete: bool) -> None:
         """See :meth:`Host.leave`."""

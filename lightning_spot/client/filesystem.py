@@ -20,11 +20,12 @@ BLOCK_BYTES = 8 * 1024 * 1024
 
 
 class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no types
-    """The snapshots and files of the runs at a memory node, in memory and at the tier below it: to be read only.
+    """The snapshots and files of the runs that a memory node holds in its memory: to be read only.
 
-    A run is a directory, a snapshot a directory in it with ``model.ckpt`` (or the files of a sharded checkpoint) and
-    ``manifest.json``. ``RUN/last.ckpt`` reads as the newest snapshot, if that is one file, unless the run has a file
-    of that name. What would change something raises an ``OSError`` (``EROFS``).
+    What has left that memory lies where the run is durable. A run is a directory, a snapshot a directory in it with
+    ``model.ckpt`` (or the files of a sharded checkpoint) and ``manifest.json``. ``RUN/last.ckpt`` reads
+    as the newest snapshot, if that is one file, unless the run has a file of that name. What would change something
+    raises an ``OSError`` (``EROFS``).
 
     Args:
         host: host name or address of the node.
@@ -85,10 +86,11 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
         if not below:
             self._files(run)  # raises if there is no such run
             return _directory(path)
+        headers, why = {}, self.unstrip_protocol(path)
         try:
             headers = self.client.head(f"/v1/files/{quoted(path)}")
-        except SnapshotNotFound:
-            headers = {}
+        except SnapshotNotFound as error:
+            why = f"{why}: {error}"
         real = unquote(headers.get("spot-path", ""))
         if real and (real == below or ("/" not in below and unquote(headers["spot-snapshot"]) != below)):
             with answered(str(self.client.address)):
@@ -103,13 +105,13 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
         listing = self._listing(run)
         if real or any(str(item["path"]).startswith(f"{below}/") for item in listing["files"]):
             return _directory(path)
-        url = self.unstrip_protocol(path)
         if below == LAST and listing["last"]:
             raise SnapshotNotFound(
-                f"{url} names one file, and the newest snapshot is several: {self.unstrip_protocol(run)}/"
-                f"{listing['last']}. Give its directory, or make one file of it with lightning-spot pull"
+                f"{self.unstrip_protocol(path)} names one file, and the newest snapshot is several:"
+                f" {self.unstrip_protocol(run)}/{listing['last']}. Give its directory, or make one file of it with"
+                " lightning-spot pull"
             )
-        raise SnapshotNotFound(url)
+        raise SnapshotNotFound(why)
 
     def modified(self, path: str) -> datetime:
         """When a file was taken."""
@@ -180,7 +182,7 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
                 "created": item["created_unix_s"],
                 "dirty": item["dirty"],
                 "safe": item["safe"],
-                **({"step": item["step"]} if "step" in item else {}),
+                "step": item["step"],
             }
             for item in self._listing(run)["files"]
         ]

@@ -435,7 +435,7 @@ class NodeStore:
         path = f"/v1/runs/{quoted(self.run)}/portions/torn"
         self.client.call("POST", path, body, timeout_s=_ASK_S, again=True)
 
-    # -- as the next node of a chain ------------------------------------------------------------------------------
+    # -- as a node that carries snapshots on -----------------------------------------------------------------------
 
     def open_run(self, info: RunInfo) -> Opened:
         """See :meth:`NodeTier.open_run`."""
@@ -458,10 +458,6 @@ class NodeStore:
     def holds(self, name: str, wait_s: float) -> bool:
         """Whether a snapshot is in the node's memory, asked for ``wait_s`` seconds at most."""
         return any(item.manifest.name == name for item in self._asked(wait_s)[1])
-
-    def check_flush_to(self, via: Sequence[str]) -> None:
-        """See :meth:`NodeTier.check_flush_to`."""
-        self.client.call("POST", "/v1/check", {"via": list(via)}, timeout_s=_ASK_S, again=True)
 
     def settle(self, manifest: Manifest, attempt: int) -> None:
         """See :meth:`NodeTier.settle`."""

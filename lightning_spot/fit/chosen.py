@@ -11,7 +11,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_spot.config import format_bytes
-from lightning_spot.errors import CorruptSnapshot
+from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound
 from lightning_spot.exact.unpickling import read_checkpoint, with_ranks
 from lightning_spot.fit.agreement import Agreement, Failed
 from lightning_spot.fit.owned import own_small
@@ -120,12 +120,14 @@ def choose(
 
 def _newest(found: Survey, restore: Restore[Checkpoint]) -> tuple[OpenSnapshot, Checkpoint] | None:
     try:
-        return open_newest(restore.announced(found), restore.use)
-    except CorruptSnapshot:
+        return open_newest(restore.announced(found), restore.use, stays=False)
+    except (CorruptSnapshot, SnapshotNotFound) as error:
         again = look_again(found)
-        if [item[0] for item in again.candidates] == [item[0] for item in found.candidates]:
+        if isinstance(error, CorruptSnapshot) and [item[0] for item in again.candidates] == [
+            item[0] for item in found.candidates
+        ]:
             raise
-        # A write that was under way when the run was claimed took their place.
+        # A write that was under way when the run was claimed took their place, or what left a memory node is durable.
         return open_newest(restore.announced(again), restore.use)
 
 

@@ -65,7 +65,6 @@ class InShards(OfTrainer):
         self._hosts = Hosts()
         self._files = OwnFiles(trainer)
         self._keeps: Kinds | None = None  # the optimizers of this rank
-        self._begun = (-1, False)  # the step, and whether it was the end
         self._has_shown = False
 
     def check(self) -> None:
@@ -170,7 +169,7 @@ class InShards(OfTrainer):
     ) -> None:
         """Begin a snapshot. Every rank calls it, at the same place.
 
-        An urgent one, or that of the end, is waited for: if it is lost with a node or a share, all begin it once more.
+        An urgent one, or that of the end, is waited for.
 
         Args:
             attempt: on rank 0.
@@ -190,30 +189,19 @@ class InShards(OfTrainer):
             if complete and attempt is not None:
                 attempt.miss_end()  # else the run would end as if there were a snapshot of its end
             return
-        name = (self._trainer.global_step, complete)
-        again, self._begun = name == self._begun, name
-        begin = functools.partial(self._begin, attempt, checkpoint, complete=complete, still=is_last)
+        begin = functools.partial(
+            self._begin, attempt, checkpoint, how, complete=complete, still=is_last, wait_s=wait_s
+        )
         if not is_last:
-            begin(how, wait_s=wait_s, again=again)
+            begin()
             self._show(attempt)
             return
-        together = Agreement(self._trainer).together  # else ranks would wait for one that has raised an error
-        together(lambda: begin(how, wait_s=wait_s, again=again))
-        lost = self._is_lost(attempt, min(within(deadline_s), commit_s, _COMMIT_S))
-        if again or not lost:
-            return
-        if attempt is not None:
-            attempt.writer.say_once("again", "it is taken once more, by all ranks")
-        if how := self._how_last(attempt, within(deadline_s)):
-            together(lambda: begin(how, wait_s=within(deadline_s), again=True))
-
-    def _is_lost(self, attempt: Attempt | None, wait_s: float) -> bool:
-        """Whether what was begun last is to be begun once more, as rank 0 knows. Every rank calls it."""
+        agreement = Agreement(self._trainer)
+        agreement.together(begin)  # else ranks would wait for one that has raised an error
         if self._joining is not None:
             self._joining.copied_within(_HELP_S)  # where rank 0 cannot begin, nobody may know yet
-        agreement = Agreement(self._trainer)
-        lost = agreement.on_rank_zero(lambda: attempt is not None and attempt.can_take_again(wait_s))
-        return bool(agreement.tell(lost))
+        left_s = min(within(deadline_s), commit_s, _COMMIT_S)
+        agreement.on_rank_zero(lambda: attempt.failure(left_s) if attempt is not None else None)
 
     def _checkpoint(
         self, attempt: Attempt | None, dump: Dump | SpotError, how: str, interval: Callable[[], dict[str, Any]]
@@ -262,7 +250,6 @@ class InShards(OfTrainer):
         complete: bool,
         still: bool,
         wait_s: float,
-        again: bool,
     ) -> None:
         trainer, at = self._trainer, how.partition(ACROSS)[2]
         if at and not self._location.nodes:
@@ -278,12 +265,12 @@ class InShards(OfTrainer):
                 kept = {address: tensors for address, tensors in frozen.items() if address not in owned}
         except Exception as error:
             checkpoint = failure_of(error)
-        what: dict[str, Any] = {"kept": kept, "step": step, "complete": complete, "wait_s": wait_s, "again": again}
+        what: dict[str, Any] = {"kept": kept, "step": step, "complete": complete, "wait_s": wait_s}
         if self._joining is not None:
             self._joining.write(checkpoint, owned=owned.by_storage, at=at, still=still, **what)
         elif attempt is not None and attempt.fenced:
             why = "a later attempt has taken the run over"
-            attempt.decline(step, why, complete=complete, at=at, again=again)
+            attempt.decline(step, why, complete=complete, at=at)
         elif attempt is not None:
             attempt.write(
                 checkpoint,

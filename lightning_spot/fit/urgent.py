@@ -41,7 +41,9 @@ def secure(
     ranks.together(partial(_stand_still, snapshotter))
     taken = ranks.everyones(lambda: _has_taken(writing, step, deadline.left_s / 2))[0]
     differs = taken and any(ranks.everyones(lambda: _differs(writing)))
-    dump = _newest(snapshotter, ranks, seam) if differs or not taken else None
+    # Of a model in shards there is one of a step: what nodes and tiers have of it would get into a second one.
+    is_one = writing.in_shards is not None and writing.begun_step == step
+    dump = _newest(snapshotter, ranks, seam) if (differs or not taken) and not is_one else None
     if not all(ranks.gather(dump is not None)):
         dump = None
     plan = ranks.on_rank_zero(lambda: attempt.safety.plan(deadline) if attempt is not None else None)

@@ -20,9 +20,8 @@ OWN_DIR = ".lightning_spot"
 Order = tuple[int, int, int]
 """Sort key of a snapshot, see :attr:`Manifest.order`."""
 
-_SNAPSHOT_NAME = re.compile(r"step-(\d{1,18})-attempt-(\d{1,9})(-inexact|-complete)?(-again)?")
+_SNAPSHOT_NAME = re.compile(r"step-(\d{1,18})-attempt-(\d{1,9})(-inexact|-complete)?")
 _RANKS = {"-inexact": 0, None: 2, "-complete": 4}
-_AGAIN = "-again"
 _HOST = "-host-"
 _MOST_HOSTS = 512
 
@@ -39,21 +38,20 @@ _CHECKSUMS = re.compile(r"[0-9a-f]*")
 _CHECKSUM_DIGITS = 32
 
 
-def snapshot_name(step: int, attempt: int, *, complete: bool = False, exact: bool = True, again: bool = False) -> str:
+def snapshot_name(step: int, attempt: int, *, complete: bool = False, exact: bool = True) -> str:
     """Name of the snapshot of ``step`` taken by ``attempt``; two attempts never share a name.
 
     The snapshot of a finished run has a name of its own, so that it never replaces the last one before it; so has one
-    that is not exact, so that neither it nor the exact one of its step ever replaces the other; and one that several
-    hosts take ``again``, so that nothing that is left of their first try gets into it.
+    that is not exact, so that neither it nor the exact one of its step ever replaces the other.
     """
     kind = "-complete" if complete else "" if exact else "-inexact"
-    return f"step-{step:09d}-attempt-{attempt:04d}{kind}{_AGAIN if again else ''}"
+    return f"step-{step:09d}-attempt-{attempt:04d}{kind}"
 
 
 def snapshot_order(name: str) -> Order | None:
     """Sort key read from a snapshot's name, see :attr:`Manifest.order`; ``None`` for other names."""
     match = _SNAPSHOT_NAME.fullmatch(name)
-    return (int(match[2]), int(match[1]), _RANKS[match[3]] + bool(match[4])) if match else None
+    return (int(match[2]), int(match[1]), _RANKS[match[3]]) if match else None
 
 
 def portion_name(name: str, host: int) -> str:
@@ -152,15 +150,10 @@ class Manifest:
     def order(self) -> Order:
         """Sort key: a later attempt beats an earlier one, within an attempt a later step, the end beats all.
 
-        Of one step the exact snapshot beats the other, and what was taken again what was taken first.
+        Of one step the exact snapshot beats the other.
         """
         rank = _RANKS["-complete" if self.complete else None if self.exact else "-inexact"]
-        return (self.attempt, self.step, rank + self.is_again)
-
-    @property
-    def is_again(self) -> bool:
-        """Whether it was taken in the place of one of the same step."""
-        return self.snapshot.endswith(_AGAIN)
+        return (self.attempt, self.step, rank)
 
     @property
     def is_file(self) -> bool:

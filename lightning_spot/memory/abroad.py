@@ -1,11 +1,11 @@
 """Snapshots that several hosts bring to one place, each its portion: what the node of each of these hosts does.
 
-The first host begins an upload at a memory node; the others join it by the snapshot's name (see ``visits``). The
+The first host begins an upload at a memory node; the others join it by the snapshot's name (see ``push``). The
 ranks of each host fill a slot of its own node, which holds that host's portion only. When all of these are done, the
 portion is sent; when all portions are there, the first host has the memory node commit it. No host has all of it.
 With replicas this is done at several memory nodes at a time. The snapshot counts when the one that carries the run on
 has committed it, or, if that fails, another one; the next one does not wait for the others. At these, of what has come
-since, the newest has its turn (see ``leads``).
+since, the newest has its turn (see ``push``).
 
 Without a memory node, the place is the durable tier. There, no host asks another one: each is told by its own ranks
 what of the snapshot is its own, and whichever finds that all of it is there commits it (see ``joint_store``).
@@ -20,7 +20,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from lightning_spot.errors import (
     Fenced,
@@ -35,21 +35,16 @@ from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory import portions as held_portions
-from lightning_spot.memory.bringing import Below, Bringing
-from lightning_spot.memory.chain import LeftBehind
 from lightning_spot.memory.joint import is_by_itself, is_durable, nodes_of, urls_of
-from lightning_spot.memory.leads import Begun, Lead, Leads, Passed
+from lightning_spot.memory.push import Begun, Below, Bringing, Filled, Lead, Leads, Passed, Visits
 from lightning_spot.memory.registry import Registry
+from lightning_spot.memory.replication import LeftBehind
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import parse_run
 from lightning_spot.memory.tier import Sent
 from lightning_spot.memory.upload import Upload
-from lightning_spot.memory.visits import Visits
 from lightning_spot.threads import in_background
 from lightning_spot.tiers.store import Store
-
-if TYPE_CHECKING:
-    from lightning_spot.memory.uploads import Uploads
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +77,7 @@ class Abroad:
 
     def __init__(
         self,
-        uploads: Uploads,
+        uploads: Filled,
         ring: Ring,
         registry: Registry,
         open_store: Callable[[str], Store],

@@ -1,15 +1,13 @@
-"""Makes the memory of slots before it is asked for: while a snapshot is received, and where one was given away."""
+"""Makes the memory of slots before it is asked for, while a snapshot is received."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 
 from lightning_spot.errors import SpotError
-from lightning_spot.memory import given
 from lightning_spot.memory.ring import Ring
-from lightning_spot.memory.slots import Slot, SlotState
+from lightning_spot.memory.slots import SlotState
 
 logger = logging.getLogger(__name__)
 
@@ -48,20 +46,13 @@ class SlotsAhead:
             usable = sum(slot.run == run or slot.state is SlotState.FREE for slot in fitting)
             if usable >= count or run in self._making or self._closed:
                 return
-            self._begin(run, lambda: self._ring.try_lease(run, nbytes, only_new=True))
-
-    def renew(self, run: str, nbytes: int) -> None:
-        """Have a slot of a run get new memory in the background, if its own was given away and nobody misses it.
-
-        Args:
-            run: key of the run.
-            nbytes: size of its snapshots.
-        """
-        if nbytes < LEAST_BYTES:
-            return
-        with self._ring.changed:
-            if given.idle(self._ring, run) is not None and run not in self._making and not self._closed:
-                self._begin(run, lambda: given.renewed(self._ring, run, nbytes))
+            thread = threading.Thread(target=self._make, args=(run, nbytes), name="spot-slot-ahead", daemon=True)
+            self._making[run] = thread
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads can be had now: who asks for the slot makes it
+                del self._making[run]
+                logger.debug("no slot is made ahead for run %s: %s", run, error)
 
     def wait(self, run: str) -> None:
         """Wait for the slot that is being made for a run, if one is: to make another one would take longer."""
@@ -76,19 +67,9 @@ class SlotsAhead:
         for thread in threads:
             thread.join(_WAIT_S)
 
-    def _begin(self, run: str, make: Callable[[], Slot | None]) -> None:
-        thread = threading.Thread(target=self._make, args=(run, make), name="spot-slot-ahead", daemon=True)
-        self._making[run] = thread
+    def _make(self, run: str, nbytes: int) -> None:
         try:
-            thread.start()
-        except RuntimeError as error:  # no more threads can be had now: who asks for the slot makes it
-            del self._making[run]
-            logger.debug("no slot is made ahead for run %s: %s", run, error)
-
-    def _make(self, run: str, make: Callable[[], Slot | None]) -> None:
-        try:
-            slot = make()
-            if slot is not None:
+            if (slot := self._ring.try_lease(run, nbytes, only_new=True)) is not None:
                 self._ring.abort(slot)
         except SpotError as error:
             logger.debug("no slot was made ahead for run %s: %s", run, error)

@@ -95,7 +95,6 @@ class SlotArea:
                 "refused": slot.refused,
                 "settled": slot.settled,
                 "sequence": slot.sequence,
-                "given": slot.given,
                 "whole": slot.whole,
                 "overtaken": slot.overtaken,
                 "brings": slot.brings,
@@ -240,7 +239,7 @@ class SlotArea:
                 sealed = manifest if manifest.is_sealed else Sealing(manifest, view).run(sealing_threads())
             slot.places = tuple(record["places"]) if record["places"] is not None else None
             slot.safe, slot.refused = list(record["safe"]), list(record["refused"])
-            slot.settled, slot.given = bool(record.get("settled")), bool(record.get("given"))
+            slot.settled = bool(record.get("settled"))
             slot.whole, slot.brings = bool(record.get("whole")), bool(record.get("brings"))
             slot.overtaken = bool(record.get("overtaken"))
             slot.sequence, slot.generation = int(record["sequence"]), 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,9 +13,9 @@ from lightning_spot.errors import CorruptSnapshot, SettingsError, ShareMissing, 
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import part_ranges
-from lightning_spot.image.sealing import Sealing, sealing_threads
+from lightning_spot.image.portion import is_whole
+from lightning_spot.image.sealing import Sealing, crc_fields, sealing_threads
 from lightning_spot.image.written import Ranges
-from lightning_spot.memory.gathering import gather
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import key_of
@@ -22,6 +24,43 @@ from lightning_spot.tiers.claims import check_fence
 
 if TYPE_CHECKING:
     from lightning_spot.memory.uploads import Uploads
+
+_CLOSE_S = 10.0
+_LOOK_S = 0.01
+
+
+def gather(upload: Upload, manifest: Manifest) -> tuple[tuple[int, bytes], ...]:
+    """Check that every byte has come once, and that nothing more can come.
+
+    Args:
+        upload: being sealed, so that no further frame is begun.
+        manifest: of the snapshot.
+
+    Returns:
+        the CRC fields as they came: sealing writes them.
+
+    Raises:
+        CorruptSnapshot: otherwise.
+    """
+    _end_streams(upload)
+    if manifest.nbytes != upload.nbytes:
+        raise CorruptSnapshot(f"{manifest.name} has {manifest.nbytes} bytes, this upload was for {upload.nbytes}")
+    if not is_whole(upload.received.close(), upload.nbytes):
+        raise CorruptSnapshot(f"what the hosts have sent of {manifest.name} is not every byte of it once")
+    with upload.slot.view(upload.nbytes) as image:
+        return crc_fields(image, manifest)
+
+
+def _end_streams(upload: Upload) -> None:
+    """All hosts have said that they are done: what still comes is a mistake, and must not come in unseen."""
+    deadline_s = time.monotonic() + _CLOSE_S
+    while streams := list(upload.streams):
+        for connection in streams:
+            with contextlib.suppress(OSError):  # it was closed meanwhile
+                connection.shutdown(socket.SHUT_RDWR)
+        if time.monotonic() > deadline_s:
+            raise CorruptSnapshot(f"hosts are still sending {upload.name}, and have said that they are done")
+        time.sleep(_LOOK_S)
 
 
 class Commits:

@@ -5,10 +5,8 @@ The HTTP service puts this on a socket; with ``memory=None`` a trainer holds one
 
 from __future__ import annotations
 
-import logging
 import os
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -18,17 +16,17 @@ from typing import Any
 from lightning_spot.config import KEEP
 from lightning_spot.errors import NodeUnreachable, SettingsError, SnapshotNotFound, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_order
-from lightning_spot.memory.bringing import Below
+from lightning_spot.memory.area import Left
 from lightning_spot.memory.commits import Commits
 from lightning_spot.memory.flusher import Flusher
 from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.joint import SpreadPlace
 from lightning_spot.memory.paths import file_name
-from lightning_spot.memory.registry import Registry
-from lightning_spot.memory.remembered import Remembered
+from lightning_spot.memory.push import Below
+from lightning_spot.memory.registry import MOST_RUNS, Registry
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.route import Routes
-from lightning_spot.memory.runs import Opened, RunInfo, check_name
+from lightning_spot.memory.runs import Opened, Run, RunInfo, check_name
 from lightning_spot.memory.slots import Slot
 from lightning_spot.memory.spread import Spread
 from lightning_spot.memory.tier import Sent
@@ -38,7 +36,64 @@ from lightning_spot.tiers import connections
 from lightning_spot.tiers.claims import check_fence
 from lightning_spot.tiers.store import Store
 
-logger = logging.getLogger(__name__)
+
+class Remembered:
+    """Notes of runs, and of the deletions that are still to be done for them.
+
+    Called with the registry's lock, as soon as the node is made.
+
+    Args:
+        ring: of the node. Where its slots do not outlive the node, nothing is noted.
+        registry: the runs.
+        flusher: that deletes.
+        routes: of the runs.
+    """
+
+    def __init__(self, ring: Ring, registry: Registry, flusher: Flusher, routes: Routes) -> None:
+        self._ring, self._registry, self._flusher, self._routes = ring, registry, flusher, routes
+        self._area = ring.area
+        self._deleting: set[str] = set()  # runs of which deletions are noted
+
+    def note(self, run: Run) -> None:
+        """Note a run as it is now."""
+        if self._area is None:
+            return
+        key = run.info.key
+        deletions = self._flusher.deletions(key)
+        self._area.keep_run(run.info, run.complete, deletions)
+        if deletions:
+            self._deleting.add(key)
+        else:
+            self._deleting.discard(key)
+
+    def note_deletions(self) -> None:
+        """Note anew those runs of which a deletion may be done by now."""
+        for key in list(self._deleting):
+            if (run := self._registry.runs.get(key)) is not None:
+                self.note(run)
+
+    def forget(self, key: str) -> None:
+        """Keep nothing of a run."""
+        if self._area is not None:
+            self._area.forget_run(key)
+
+    def take_over(self) -> None:
+        """Go on with what a killed node left; of runs of which it left nothing else, with no more than there may be."""
+        runs = list(self._area.runs()) if self._area is not None else []
+        for left in sorted(runs, key=self._is_empty):
+            if self._is_empty(left) and len(self._registry.runs) >= MOST_RUNS:
+                self.forget(left.info.key)
+                continue
+            run = Run(replace(left.info, session=""), left.complete, time.monotonic())  # no trainer is connected yet
+            self._registry.runs[left.info.key] = run
+            self._routes.open(left.info)
+            self._ring.forget_refusals(left.info.key)
+            for url, manifest in left.deletions:
+                self._flusher.delete(url, manifest)
+
+    def _is_empty(self, left: Left) -> bool:
+        return not left.deletions and not self._ring.committed(left.info.key)
+
 
 IN_PROCESS = "in-process"
 """The session of a trainer that holds the node in its own process."""
@@ -51,8 +106,7 @@ class Node:
         slots: slots of the ring; ``None`` for as many as fit the memory.
         memory_bytes: most bytes all slots together may hold.
         open_store: makes the store of a tier's URL.
-        flush_to: URL below which runs are flushed that name no durable URL, or one that is not allowed; or a node
-            behind this one, ``spot://host:port``.
+        flush_to: URL below which runs are flushed that name no durable URL, or one that is not allowed.
         area: tmpfs directory for slots. What a killed node left in it is checked and taken over: seconds for gigabytes.
         allow: prefixes of durable URLs that a trainer may have this node write to (and ``flush_to``); ``None`` for
             any, at the node of the trainer's own host.
@@ -60,7 +114,6 @@ class Node:
 
     Attributes:
         spread: what is known of snapshots of which portions are here.
-        id: of this node, as long as it lives.
     """
 
     def __init__(
@@ -77,7 +130,7 @@ class Node:
         self.ring = Ring(slots=slots, memory_bytes=memory_bytes, area=area, run_memory_bytes=run_memory_bytes)
         self.registry = Registry(self.ring, lambda info: self.routes.claimed(info))
         self.spread = Spread(self.ring, self.registry, lambda key: self.flusher.rests_s(key))
-        self.id, self._not_needed = uuid.uuid4().hex, False  # a trainer has come and gone whose attempt could not begin
+        self._not_needed = False  # a trainer has come and gone whose attempt could not begin
         below = Below(
             refuses=lambda url: self.routes.allowed(url),
             committed=lambda url, key, manifest: self.flusher.retain(url, key, manifest),
@@ -187,10 +240,6 @@ class Node:
         """Slots with the committed snapshots and files of a run, newest first."""
         return self.ring.committed(self.registry.key(run))
 
-    def below(self, run: str) -> str | None:
-        """URL of a run where what left this node's memory is, see :meth:`Routes.below`; ``None`` if nowhere."""
-        return self.routes.below(run, self.registry.key(run))
-
     def spread_over(self, run: str, replicas: int) -> SpreadPlace | None:
         """Where the snapshots of a run are to be spread from now on; ``None`` while no node takes portions.
 
@@ -199,10 +248,10 @@ class Node:
             replicas: at how many nodes each portion is to be kept.
         """
         with self._lock:
-            chain = self.routes.spread(self.registry.find(run).info)
-        if chain is None or not (used := chain.used):
+            replication = self.routes.spread(self.registry.find(run).info)
+        if replication is None or not (used := replication.used):
             return None
-        return SpreadPlace(replicas, tuple(used), tuple(chain.besides))
+        return SpreadPlace(replicas, tuple(used), tuple(replication.besides))
 
     def begin_session(self, session: str, owner: str = "") -> None:
         """A trainer on this host is connected, see :meth:`Registry.begin_session`."""

@@ -1,4 +1,4 @@
-"""Where each run's snapshots go from a node: to the durable tier it may write to, and to the nodes behind it."""
+"""Where each run's snapshots go from a node: to the durable tier it may write to, and to its trainer's nodes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_spot.errors import SettingsError, TierError
-from lightning_spot.memory.chain import Chain
 from lightning_spot.memory.flusher import Flusher
 from lightning_spot.memory.prefixes import check_prefix, refusal
+from lightning_spot.memory.replication import Replication
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Tiers
-from lightning_spot.memory.tier import NodeTier
 from lightning_spot.tiers.claims import Owner, Standing, digest_of
 from lightning_spot.tiers.store import Store
 
@@ -36,7 +34,7 @@ class Routes:
         allow: likewise.
 
     Attributes:
-        prefixes: below which this node writes and reads for others; ``None`` for no bound.
+        prefixes: below which this node writes for others; ``None`` for no bound.
     """
 
     def __init__(
@@ -57,44 +55,21 @@ class Routes:
         self._flusher = flusher
         self._busy, self._run = busy, run
         self.open_store = open_store
-        self._chains: dict[str, Chain] = {}
+        self._replications: dict[str, Replication] = {}
         self._refusals: dict[str, str] = {}
 
-    def check_flush_to(self, node: str, via: Sequence[str] = ()) -> None:
-        """Ask what this node flushes to, so that a wrong URL shows at its start.
-
-        Args:
-            node: id of this node.
-            via: ids of the nodes that asked this one, since they flush to it.
+    def check_flush_to(self) -> None:
+        """Ask the tier to which this node flushes, so that a wrong URL shows at its start.
 
         Raises:
-            SettingsError: if nodes flush to one another in a circle.
             TierError: if it does not answer.
         """
-        url = self.flush_to
-        if node in via:
-            raise SettingsError(
-                f"--flush-to {url} leads back to this node: nodes that flush to one another in a circle make nothing"
-                " durable. Give one of them a durable directory"
-            )
-        if url is None:
-            return
-        store = self.open_store(f"{url}/probe")
-        try:
-            if isinstance(store, NodeTier):
-                store.check_flush_to((*via, node))
-            elif not via:
-                store.claimed()
-        except TierError as error:
-            if not via:
-                raise
-            logger.warning("%s cannot be asked where it flushes to: %s", url, error)
+        if self.flush_to is not None:
+            self.open_store(f"{self.flush_to}/probe").claimed()
 
     def open(self, info: RunInfo) -> None:
-        """Decide where a run goes, and begin to look for the nodes behind this one."""
+        """Decide where a run goes, and begin to look for its trainer's nodes."""
         key = info.key
-        if self.flush_to is not None and self.flush_to.startswith("spot://") and not info.nodes:
-            info = replace(info, nodes=(self.flush_to,), spread=False)
         refused = self.allowed(info.durable_url) if info.durable_url is not None else "no durable URL was named"
         if not info.carry:
             self.forget(key)
@@ -103,30 +78,30 @@ class Routes:
             return
         self._refusals[key] = refused
         if info.nodes:
-            known = self._chains.get(key)
+            known = self._replications.get(key)
             if known is None or not _same(known.info, info):
                 self._begin(info)
             return
         self.forget(key)
         self._refusals[key] = refused
-        self._ring.set_tiers(key, Tiers(own=tuple(self._without_nodes(info, refused))))
+        url = self._own_tier(info)
+        self._ring.set_tiers(key, Tiers(own=(url,) if url is not None else ()))
 
-    def spread(self, info: RunInfo) -> Chain | None:
-        """Have the snapshots of a run spread over the nodes behind this one, if there are any."""
-        known = self._chains.get(info.key)
+    def spread(self, info: RunInfo) -> Replication | None:
+        """Have the snapshots of a run spread over its trainer's nodes, if there are any."""
+        known = self._replications.get(info.key)
         if known is not None and not known.info.spread:
             self._begin(replace(known.info, spread=True))
-        return self._chains.get(info.key)
+        return self._replications.get(info.key)
 
     def opened(self, info: RunInfo) -> Opened:
         """What to answer who opens a run: whether it is brought to its durable tier from here."""
-        chain, refused = self._chains.get(info.key), self._refusals[info.key]
+        replication, refused = self._replications.get(info.key), self._refusals[info.key]
         if info.spread and not info.nodes:  # a tier that fails is tried again, and portions are safe here meanwhile
-            why_not = refused or ("it only passes runs on to another node" if chain is not None else "")
-            return Opened(info.attempt, not why_not, why_not)
-        if chain is not None:
-            carries = chain.carries or not refused
-            return Opened(info.attempt, carries, "" if carries else chain.why_not)
+            return Opened(info.attempt, not refused, refused)
+        if replication is not None:
+            carries = replication.carries or not refused
+            return Opened(info.attempt, carries, "" if carries else replication.why_not)
         why_not = refused
         if not why_not and info.durable_url is not None and self._flusher.failing(info.durable_url):
             why_not = f"its durable tier fails here: {self._flusher.health[info.durable_url].error}"
@@ -134,8 +109,8 @@ class Routes:
 
     def carries(self, key: str) -> bool:
         """Whether a run is brought to its durable tier from here."""
-        chain = self._chains.get(key)
-        return (chain is not None and chain.carries) or self._refusals.get(key, "unknown") == ""
+        replication = self._replications.get(key)
+        return (replication is not None and replication.carries) or self._refusals.get(key, "unknown") == ""
 
     def allowed(self, url: str) -> str:
         """Why this node may not write to a durable URL, for people; ``""`` if it may."""
@@ -158,92 +133,93 @@ class Routes:
             return Standing(Owner(info.attempt, digest_of(info.token)), None if is_lent else info.claim())
         return Standing(Owner(info.attempt, "") if is_lent else None)
 
-    def check_readable(self, key: str, url: str) -> None:
-        """Refuse to read for others where the run's attempt, by its claim, could not read or write itself.
+    def check_owner(self, key: str) -> None:
+        """Refuse to change anything for a run whose attempt, by its claim, may not do so itself at its durable tier.
+
+        What is queued may be done for a later attempt.
 
         Raises:
             SpotError: in that case, or if the tier fails.
         """
-        standing = self.standing(key, url)
+        info = self._run(key)
+        if info is None or info.durable_url is None:
+            return
+        standing = self.standing(key, info.durable_url)
         if self._allow is not None and standing.is_lent:
-            store = self.open_store(url)
+            store = self.open_store(info.durable_url)
             store.owner = standing.owner
             store.check_owner()
 
     def claimed(self, info: RunInfo) -> int:
         """Highest attempt that has claimed a run, as far as this node may look; 0 if that cannot be seen from here."""
-        url = info.durable_url if info.durable_url is not None and not self.allowed(info.durable_url) else None
-        url = url if url is not None else self.below(info.text, info.key)
+        url = self._own_tier(info)
         return self.open_store(url).claimed() if url is not None else 0
 
-    def below(self, text: str, key: str) -> str | None:
-        """URL of a run where what left this node's memory is: at the node behind, or in the durable directory."""
-        tiers = self._ring.tiers(key)
-        urls = [*tiers.own, *tiers.carried] or ([f"{self.flush_to}/{text}"] if self.flush_to else [])
-        if self.flush_to is not None and self.flush_to.startswith("spot://"):  # which shows what is below it, too
-            return next((url for url in urls if url.startswith(f"{self.flush_to}/")), f"{self.flush_to}/{text}")
-        return next((url for url in urls if not url.startswith("spot:")), None)
+    def durable(self, info: RunInfo) -> str | None:
+        """URL of the directory where what has left memory lies; ``None`` if nobody has said one."""
+        return info.durable_url if info.durable_url is not None else self._own_tier(info)
 
     def away(self) -> dict[str, str]:
-        """URLs of runs at nodes behind this one that do not work, and what is wrong."""
-        return {url: why for chain in list(self._chains.values()) for url, why in chain.away().items()}
+        """URLs of runs at nodes that do not work, and what is wrong."""
+        return {
+            url: why for replication in list(self._replications.values()) for url, why in replication.away().items()
+        }
 
     def heard(self, url: str, error: Exception | None) -> None:
         """Take note of how a put at a tier went."""
-        for chain in list(self._chains.values()):
-            chain.heard(url, error)
+        for replication in list(self._replications.values()):
+            replication.heard(url, error)
 
     def ask_soon(self, key: str) -> None:
-        """Have the nodes behind a run asked whether they are there, see :meth:`Chain.ask_soon`."""
-        if (chain := self._chains.get(key)) is not None:
-            chain.ask_soon()
+        """Have the nodes of a run asked whether they are there, see :meth:`Replication.ask_soon`."""
+        if (replication := self._replications.get(key)) is not None:
+            replication.ask_soon()
 
     def status(self, key: str) -> dict[str, Any]:
         """Where a run goes, as JSON-ready values."""
-        tiers, chain = self._ring.tiers(key), self._chains.get(key)
+        tiers, replication = self._ring.tiers(key), self._replications.get(key)
         return {
             "destinations": [*tiers.own, *tiers.carried],
             "carried": list(tiers.carried),
-            "node": chain.active if chain is not None else "",
-            "carrier": chain.active if chain is not None and chain.carries else "",
-            "kept_at": chain.used if chain is not None else [],
-            "nodes": chain.status() if chain is not None else {},
-            "why_not": chain.why_not if chain is not None else self._refusals.get(key, ""),
+            "node": replication.active if replication is not None else "",
+            "carrier": replication.active if replication is not None and replication.carries else "",
+            "kept_at": replication.used if replication is not None else [],
+            "nodes": replication.status() if replication is not None else {},
+            "why_not": replication.why_not if replication is not None else self._refusals.get(key, ""),
         }
 
     def forget(self, key: str) -> None:
         """Look after a run no longer."""
         self._refusals.pop(key, None)
-        if (chain := self._chains.pop(key, None)) is not None:
-            chain.close()
+        if (replication := self._replications.pop(key, None)) is not None:
+            replication.close()
 
     def close(self) -> None:
         """Look after no run any longer."""
-        chains = list(self._chains.values())
-        for chain in chains:
-            chain.close()
-        for chain in chains:
-            chain.join(_JOIN_S)
+        replications = list(self._replications.values())
+        for replication in replications:
+            replication.close()
+        for replication in replications:
+            replication.join(_JOIN_S)
 
     def _begin(self, info: RunInfo) -> None:
-        """Look for the nodes behind this one anew.
+        """Look for the nodes of a run anew.
 
         Raises:
-            RuntimeError: see :meth:`Chain.start`; who opens the run asks once more.
+            RuntimeError: see :meth:`Replication.start`; who opens the run asks once more.
         """
-        key, known = info.key, self._chains.get(info.key)
-        chain = Chain(
+        key, known = info.key, self._replications.get(info.key)
+        replication = Replication(
             self._ring,
             self.open_store,
             info,
-            may_write=not self._refusals[key],
             is_urgent=lambda: self._flusher.is_urgent(key),
             is_busy=lambda url: url in self._busy(),
             is_left=lambda: self._is_left(key),
         )
         with self._ring.changed:
-            chain.start()
-            self._chains[key] = chain
+            replication.start()
+            self._replications[key] = replication
             if known is not None:
                 known.close()
 
@@ -252,10 +228,11 @@ class Routes:
         info = self._run(key)
         return info is not None and (info.left or (bool(info.nodes) and not info.session))
 
-    def _without_nodes(self, info: RunInfo, refused: str) -> list[str]:
-        if info.durable_url is not None and not refused:
-            return [info.durable_url]
-        return [f"{self.flush_to}/{info.text}"] if self.flush_to is not None else []
+    def _own_tier(self, info: RunInfo) -> str | None:
+        """Where this node makes a run durable by itself; ``None`` if nowhere."""
+        if info.durable_url is not None and not self.allowed(info.durable_url):
+            return info.durable_url
+        return f"{self.flush_to}/{info.text}" if self.flush_to is not None else None
 
 
 def _same(known: RunInfo, info: RunInfo) -> bool:

@@ -59,7 +59,7 @@ def run_text(name: str, identity: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunInfo:
-    """What a trainer, or the node before this one in the chain, says of a run when it opens it.
+    """What a trainer, or the node on its host, says of a run when it opens it.
 
     Attributes:
         name: of the run, for people.

@@ -1,4 +1,4 @@
-"""What a node asks of the node behind it in the chain, beyond what every store can do."""
+"""What a node asks of another one, beyond what every store can do."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Listed(NamedTuple):
 
 @runtime_checkable
 class NodeTier(Protocol):
-    """The node behind, for one run. Methods may be called from any thread; each ends within bounds of its own.
+    """Another node, for one run. Methods may be called from any thread; each ends within bounds of its own.
 
     Attributes:
         sent: how the parts of snapshots went so far.
@@ -82,9 +82,6 @@ class NodeTier(Protocol):
             Fenced: if a later attempt holds the run.
             TierError: if the node does not answer, or refuses.
         """
-
-    def check_flush_to(self, via: Sequence[str]) -> None:
-        """Have it ask what it flushes to, see :meth:`~lightning_spot.memory.route.Routes.check_flush_to`."""
 
     def know(self, info: RunInfo) -> None:
         """Take note of the run: its token is shown, and a node that knows it no more, restarted, is told all again."""

@@ -1,22 +1,158 @@
-"""What each tier below still has to be done: which snapshot it takes next, what is to be deleted, what has failed."""
+"""What each tier below still has to be done: which snapshot it takes next, what is to be deleted, what has failed.
+
+What failed is tried again with back-off: each thing on its own, and a tier as a whole once several of its things fail.
+What waits for what others do is looked at again, less and less often, until nothing has come for long.
+"""
 
 from __future__ import annotations
 
 import enum
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
 
+from lightning_spot.errors import SpotError
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing
-from lightning_spot.memory import later
-from lightning_spot.memory.backoff import BackOff
-from lightning_spot.memory.later import Later
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.slots import Slot
+
+FIRST_RETRY_S = 0.5
+LAST_RETRY_S = 30.0
+
+
+@dataclass(slots=True)
+class _Failure:
+    count: int = 0
+    last_s: float = 0.0
+
+    @property
+    def due_s(self) -> float:
+        return self.last_s + min(LAST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(self.count - 1, 10))
+
+
+class BackOff:
+    """Failures at one tier. Times are monotonic seconds. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._items: dict[Hashable, _Failure] = {}
+        self._tier = _Failure()
+        self._since_success: set[Hashable] = set()
+
+    @property
+    def failing(self) -> bool:
+        """Whether nothing succeeded since the last failure."""
+        return bool(self._since_success)
+
+    def due_s(self, item: Hashable) -> float:
+        """When an item may be tried, 0 for at once: one that did not fail waits only if the whole tier fails."""
+        own = self._items[item].due_s if item in self._items else 0.0
+        others = self._since_success - {item}
+        return max(own, self._tier.due_s if others and self._tier.count else 0.0)
+
+    def failed(self, item: Hashable, now_s: float) -> None:
+        """An item failed."""
+        failure = self._items.setdefault(item, _Failure())
+        failure.count, failure.last_s = failure.count + 1, now_s
+        self._since_success.add(item)
+        if len(self._since_success) > 1:
+            self._tier.count, self._tier.last_s = self._tier.count + 1, now_s
+
+    def succeeded(self, item: Hashable) -> None:
+        """An item succeeded."""
+        self._items.pop(item, None)
+        self._since_success.clear()
+        self._tier = _Failure()
+
+    def forget(self, items: set[Hashable]) -> None:
+        """Forget all items but these: the others are not wanted any more."""
+        for item in [item for item in self._items if item not in items]:
+            del self._items[item]
+
+    def shorten(self) -> None:
+        """Let everything be tried again soon, but not at once: who hurries may do so many times a second."""
+        for failure in [*self._items.values(), self._tier]:
+            failure.count = min(failure.count, 1)
+
+
+FORSAKEN_S = 3600.0
+"""What a node has of a snapshot gives way to others when no more of it has come to the durable tier for so long."""
+
+SURPASSED_S = 30.0
+"""The same, where the tier has something newer of that run: who has the rest of it brings that at the same time."""
+
+_FIRST_S, _LAST_S = 1.0, 30.0
+
+
+class PutOff(SpotError):
+    """A put waits for what others do; its tier works.
+
+    Attributes:
+        there: files of the snapshot that are there, of all nodes.
+        is_final: whether it is waited for in vain.
+        is_surpassed: whether the tier has something newer.
+    """
+
+    def __init__(self, why: str, there: int = 0, *, is_final: bool = False) -> None:
+        super().__init__(why)
+        self.there, self.is_final, self.is_surpassed = there, is_final, False
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """A put that waits.
+
+    Attributes:
+        since_s: since when nothing more has come there, and nothing failed (monotonic).
+        due_s: when it is looked at again.
+        there: files that were there then.
+    """
+
+    since_s: float
+    due_s: float
+    there: int
+
+
+class Later:
+    """The puts of all tiers that wait, each by the URL of its tier and its own key. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._waits: dict[tuple[str, Hashable], _Wait] = {}
+
+    def __contains__(self, at: tuple[str, Hashable]) -> bool:
+        """Whether a put waits."""
+        return at in self._waits
+
+    def due_s(self, at: tuple[str, Hashable]) -> float:
+        """When a put is looked at again (monotonic), 0 for at once."""
+        return wait.due_s if (wait := self._waits.get(at)) is not None else 0.0
+
+    def wait(self, at: tuple[str, Hashable], now_s: float, there: int) -> float:
+        """Look at a put again soon, and less and less often; since when nothing more has come.
+
+        Args:
+            at: the put.
+            now_s: the time (monotonic).
+            there: files that are there now, of all nodes.
+        """
+        known = self._waits.get(at)
+        since_s = known.since_s if known is not None and known.there == there else now_s
+        pause_s = min(_LAST_S, max(_FIRST_S, (now_s - since_s) / 4))
+        self._waits[at] = _Wait(since_s, now_s + pause_s, there)
+        return since_s
+
+    def failed(self, at: tuple[str, Hashable], now_s: float) -> None:
+        """A look failed: other nodes may not reach the tier either."""
+        if (known := self._waits.get(at)) is not None:
+            self._waits[at] = replace(known, since_s=now_s)
+
+    def forget(self, url: str, wanted: set[Hashable]) -> None:
+        """Forget all puts of a tier but these: the others are not wanted any more."""
+        self._waits = {at: wait for at, wait in self._waits.items() if at[0] != url or at[1] in wanted}
+
 
 MOST_APART_S = 30.0
 """The durable tier takes one of the snapshots that follow each other in moments at least so often, if it is as fast."""
@@ -226,7 +362,7 @@ class Work:
         self.backoff(url).succeeded(job.key)
         self._errors.get(url, {}).pop(job.key, None)
         since_s = self._later.wait((url, job.key), now_s, there)
-        most_s = later.SURPASSED_S if is_surpassed else later.FORSAKEN_S
+        most_s = SURPASSED_S if is_surpassed else FORSAKEN_S
         return now_s - max(since_s, self._left_s(job.run)) >= most_s
 
     def dropped(self, url: str, job: Job) -> None:

@@ -60,7 +60,7 @@ def doubt(found: Survey) -> SpotError | None:
 
 
 def open_newest(
-    found: Survey, use: Callable[[OpenSnapshot], T], bounds: Patience | None = None
+    found: Survey, use: Callable[[OpenSnapshot], T], bounds: Patience | None = None, *, stays: bool = True
 ) -> tuple[OpenSnapshot, T] | None:
     """Use the newest snapshot whose checksums hold; ``None`` when the tiers were read and there is none.
 
@@ -70,12 +70,15 @@ def open_newest(
         found: what the tiers hold.
         use: reads the snapshot; where it raises ``CorruptSnapshot`` or ``TierError``, the next one is tried.
         bounds: how often a tier that fails is tried again.
+        stays: whether a snapshot that has left its tier since it was listed is passed over: where the tiers are asked
+            once more, it may be at another one by now.
 
     Returns:
         the snapshot, closed, and what ``use`` made of it.
 
     Raises:
         TierError, SettingsError: see :func:`doubt`.
+        SnapshotNotFound: if one has left its tier, unless it is passed over.
         CorruptSnapshot: if there are snapshots but none can be used: going on would silently start afresh.
     """
     error = doubt(found)
@@ -101,6 +104,8 @@ def open_newest(
         try:
             opened = _try(manifest, source, use, pauses)
         except (CorruptSnapshot, SnapshotNotFound, TierError) as error:
+            if isinstance(error, SnapshotNotFound) and not stays:
+                raise
             reasons.append(f"{manifest.name} at {source.tier}: {error}")
             logger.warning("lightning_spot: snapshot %s at %s is passed over: %s", manifest.name, source.tier, error)
             continue

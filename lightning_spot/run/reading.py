@@ -32,7 +32,7 @@ class OpenSnapshot:
         in_memory: whether it is a pinned slot or memory of this process: what was checked stays as it is. A file on a
             disk may not.
         sealed: whether nobody writes to that memory any more, so that tensors may look at it for as long as they live.
-            A slot that was not given away is reused once it is let go.
+            A slot is reused once it is let go.
         release: lets go of what keeps its slot from being reused, if it is one.
     """
 

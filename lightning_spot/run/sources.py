@@ -7,6 +7,7 @@ and go from there to where the reader wants them. Not for several readers of one
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
 import mmap
@@ -45,9 +46,8 @@ class Use(enum.Enum):
     Attributes:
         CHECK: every byte is checked when it is open.
         LOAD: one reader goes through it once, and then calls :meth:`SnapshotReader.finish`.
-        SHARE: many processes of this host will read it, or its image is wanted: it is in memory to which nobody writes
-            any more. This host's node gives its slot away for that, and makes another one; from elsewhere it is
-            brought into sealed memory. Where there is no room, they read it where it is.
+        SHARE: many processes of this host will read it, or its image is wanted: it is brought into memory to which
+            nobody writes any more. Where there is no room, they read it where it is.
     """
 
     CHECK = enum.auto()
@@ -118,20 +118,43 @@ class MemorySource:
             host.disconnect()
 
     def open(self, manifest: Manifest, progress: Progress | None = None, *, use: Use = Use.CHECK) -> OpenSnapshot:
-        """See :meth:`Source.open`. The slot is not copied, and stays pinned until closed."""
+        """See :meth:`Source.open`. The slot stays pinned until closed, unless it is copied to be shared."""
         host = attach(self._url, self._run)
         if host is None:
             raise SnapshotNotFound("the node on this host has gone")
-        # Of several files nothing is looked at for longer than it is open.
-        lasts = use is Use.SHARE and not manifest.files and has_room(manifest.nbytes)
         try:
-            fd, is_given = host.open_snapshot(manifest, give=lasts)
+            fd = host.open_snapshot(manifest)
         except BaseException:
             host.disconnect()
             raise
-        where, release = "this host's memory", host.disconnect
-        snapshot = OpenSnapshot(manifest, MEMORY, where, fd, in_memory=True, sealed=is_given, release=release)
-        return _checked(snapshot, progress)
+        slot = OpenSnapshot(manifest, MEMORY, "this host's memory", fd, in_memory=True, release=host.disconnect)
+        # Of several files nothing is looked at for longer than it is open.
+        if use is Use.SHARE and not manifest.files and has_room(manifest.nbytes):
+            with contextlib.closing(slot):
+                return receive(_Pinned(slot), manifest, MEMORY, slot.url, progress)
+        return _checked(slot, progress)
+
+
+class _Pinned:
+    """Copies a pinned slot; see :class:`~lightning_spot.run.receiving.Fetches`."""
+
+    def __init__(self, slot: OpenSnapshot) -> None:
+        self.url, self._fd = slot.url, slot.fd
+
+    def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
+        """See :meth:`Fetches.fetch`."""
+
+        def read(bounds: tuple[int, int]) -> None:
+            start, stop = bounds
+            with SnapshotReader(self._fd, manifest, self.url, check=False) as reader:
+                reader.seek(start)
+                reader.readinto(into[start:stop])
+            manifest.verify_range(start, into[start:stop], self.url)
+            if progress is not None:
+                progress(stop - start)
+
+        with ThreadPoolExecutor(_READERS) as pool:
+            list(pool.map(read, manifest.ranges()))
 
 
 class StoreSource:

@@ -32,7 +32,7 @@ from lightning_spot.errors import (
 )
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.memory.joint import SpreadPlace
-from lightning_spot.memory.joint_folder import commit_left
+from lightning_spot.memory.joint_store import commit_left
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.wire import answered, parse_spot_url
 from lightning_spot.retry import retried

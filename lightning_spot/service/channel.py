@@ -20,18 +20,40 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_spot.errors import SnapshotNotFound
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.given import give
+from lightning_spot.errors import SnapshotNotFound, TierError
+from lightning_spot.goodput.reached import forget_reached, read_reached
+from lightning_spot.goodput.records import write_record
 from lightning_spot.memory.node import Node
+from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.slots import Slot
 from lightning_spot.protocol.listening import accepted
 from lightning_spot.protocol.ownership import is_own_user, own_socket, peer_of
 from lightning_spot.protocol.process import ProcessId, open_pidfd, wait_readable
-from lightning_spot.service.killed import note_killed
 from lightning_spot.untrusted import read_object
 
 logger = logging.getLogger(__name__)
+
+
+def note_killed(info: RunInfo) -> None:
+    """Write the record of an attempt to the durable tier, if its trainer was killed.
+
+    Where that fails, what is left on this host stays, and the next attempt writes it.
+
+    Args:
+        info: of a run whose trainer has gone without leaving it.
+    """
+    if info.durable_url is None:
+        return
+    record = read_reached(info.durable_url, info.attempt)
+    if record is None or record.end != "killed":
+        return  # it measured nothing, or is about to write its own end
+    try:
+        write_record(info.durable_url, info.attempt, record.as_dict())
+    except TierError as error:
+        logger.warning("how far attempt %d of %s got was not written: %s", info.attempt, info.text, error)
+    else:
+        forget_reached(info.durable_url, info.attempt)
+
 
 LONGEST_LINE = 65536
 _GREETING_TIMEOUT_S = 5.0
@@ -133,15 +155,8 @@ class DescriptorChannel:
         if found is None:
             _send(connection, {"missing": True}, None)
             return
-        slot, manifest = found
-        is_given = bool(asked.get("give")) and give(self._node.ring, slot, manifest)
-        with self._of_slot(slot.index) as (told, fd):
-            told["given"] = is_given
-            if fd is None or not is_given:
-                _send(connection, told, fd)
-                return
-            with open(f"/proc/self/fd/{fd}", "rb", buffering=0) as file:
-                _send(connection, told, file.fileno())  # which nobody can write by
+        with self._of_slot(found.index) as (told, fd):
+            _send(connection, told, fd)
 
     @contextmanager
     def _of_slot(self, index: int) -> Iterator[tuple[dict[str, Any], int | None]]:
@@ -157,8 +172,8 @@ class DescriptorChannel:
             if fd is not None:
                 os.close(fd)
 
-    def _find(self, run: str, name: str, pins: ExitStack) -> tuple[Slot, Manifest] | None:
-        """The snapshot or file of a name, sealed if it was not, and pinned until the connection closes."""
+    def _find(self, run: str, name: str, pins: ExitStack) -> Slot | None:
+        """The slot of a snapshot or file of that name: sealed if it was not, and pinned until the connection closes."""
         ring = self._node.ring
         held = ring.find(run, name)
         if held is not None and held.unsealed:
@@ -166,7 +181,7 @@ class DescriptorChannel:
         for slot, manifest in ring.readable(run, name):
             with suppress(SnapshotNotFound):  # it has just left
                 pins.enter_context(ring.reading(slot, manifest))
-                return slot, manifest
+                return slot
         return None
 
 

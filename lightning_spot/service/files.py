@@ -1,4 +1,4 @@
-"""The service's routes below ``/v1/files``: a run as a folder of files, in memory and at the tier below as one."""
+"""The service's routes below ``/v1/files``: what memory holds of a run, as a folder of files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import quote
 import xxhash
 from aiohttp import hdrs, web
 
-from lightning_spot.config import SEND_BYTES
+from lightning_spot.config import SEND_BYTES, without_password
 from lightning_spot.errors import NodeRefused, SettingsError, SnapshotNotFound, SpotError
 from lightning_spot.image.files import MODEL_FILE, FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_order
@@ -22,9 +22,8 @@ from lightning_spot.memory.node import Node
 from lightning_spot.memory.paths import LAST, resolve
 from lightning_spot.memory.slots import Slot
 from lightning_spot.protocol.wire import DIGEST_HEADER, LONGEST_DIGESTED_BYTES, WANT_DIGEST_HEADER
-from lightning_spot.service.below import Below, Entry, open_below
 from lightning_spot.service.fields import json_body
-from lightning_spot.service.sealed import have_sealed
+from lightning_spot.service.runs import have_sealed
 
 logger = logging.getLogger(__name__)
 
@@ -45,73 +44,54 @@ class Files:
     # -- listing --------------------------------------------------------------------------------------------------
 
     async def listing(self, request: web.Request) -> web.Response:
-        """Every file of a run, at whichever tier."""
+        """Every file of a run that is in memory."""
         text = request.match_info["run"]
-        key, directory = self._node.registry.key(text), self._directory(text)
+        key = self._node.registry.key(text)
         await have_sealed(self._node, key)
-        in_memory = self._in_memory(key)  # before what is below: what moves there meanwhile is seen at one of the two
-        entries = {} if directory is None else await asyncio.to_thread(self._below, directory, key)
-        known = bool(entries) or key in self._node.registry.runs
-        listed = {path: _as_json(entry, [], ["below"]) for path, entry in entries.items()} | in_memory
-        if not listed and not known:
+        listed = dict(sorted(self._in_memory(key).items()))
+        if not listed and key not in self._node.registry.runs:
             raise SnapshotNotFound(f"this node has no run {text!r}")
-        last = LAST if LAST in listed else self._newest(list(listed))
-        return web.json_response({"files": [listed[path] for path in sorted(listed)], "last": last})
+        return web.json_response({"files": list(listed.values()), "last": self._newest(list(listed))})
 
     def _in_memory(self, key: str) -> dict[str, dict[str, object]]:
-        listed = {}
-        for slot, manifest in self._node.ring.readable(key):
-            for span in manifest.spans:
-                entry = Entry(manifest.path_of(span), span.nbytes, manifest.created_unix_s)
-                listed[entry.path] = {**_as_json(entry, slot.dirty, slot.safe), "step": manifest.step}
-        return listed
-
-    def _below(self, directory: Below, key: str) -> dict[str, Entry]:
-        hidden = self._hidden(key)  # before it is listed: what is gone meanwhile may be listed still
-        return {entry.path: entry for entry in directory.entries() if _name(entry.path) not in hidden}
-
-    def _hidden(self, key: str) -> set[str]:
-        """Names of what was removed here, and not below yet."""
-        return {manifest.name for _url, manifest in self._node.flusher.deletions(key)}
+        return {
+            manifest.path_of(span): {
+                "path": manifest.path_of(span),
+                "nbytes": span.nbytes,
+                "created_unix_s": manifest.created_unix_s,
+                "dirty": list(slot.dirty),
+                "safe": list(slot.safe),
+                "step": manifest.step,
+            }
+            for slot, manifest in self._node.ring.readable(key)
+            for span in manifest.spans
+        }
 
     def _newest(self, paths: list[str]) -> str | None:
-        """Path of the newest exact snapshot, or of its directory if that is of several files.
+        """What ``last.ckpt`` stands for: a file of that name, else the newest exact snapshot.
 
-        Who reads it is told of no other kind.
+        Of a snapshot of several files it is the directory. Who reads it is told of no other kind.
         """
-        names = {_name(path) for path in paths if "/" in path}
+        if LAST in paths:
+            return LAST
+        names = {path.partition("/")[0] for path in paths if "/" in path}
         orders = {name: order for name in names if (order := snapshot_order(name)) is not None and order[2]}
         newest = max(orders, key=orders.__getitem__, default=None)
         one_file = f"{newest}/{MODEL_FILE}"
         return one_file if one_file in paths else newest
 
-    def _directory(self, text: str) -> Below | None:
-        """Where what left memory of a run is, if anywhere."""
-        key, url = self._node.registry.key(text), self._node.below(text)
-        if url is None:
-            return None
-        routes = self._node.routes
-        return open_below(url, routes.prefixes, lambda: routes.check_readable(key, url))
-
     # -- reading --------------------------------------------------------------------------------------------------
 
     async def read(self, request: web.Request) -> web.StreamResponse:
-        """``GET`` and ``HEAD``: from memory, else from the tier below."""
+        """``GET`` and ``HEAD``."""
         text, path = request.match_info["run"], request.match_info["path"].strip("/")
         found = await self._find(text, path)
         try:
             return await self._answer(request, path, *found)
-        except SnapshotNotFound:  # it left memory just now; it may be below
+        except SnapshotNotFound:  # it left memory just now; something newer may have that name
             return await self._answer(request, path, *await self._find(text, path))
 
-    async def _answer(
-        self,
-        request: web.Request,
-        path: str,
-        slot: Slot | None,
-        manifest: Manifest,
-        directory: Below | None,
-    ) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, path: str, slot: Slot, manifest: Manifest) -> web.StreamResponse:
         if path.endswith("manifest.json"):
             return web.Response(text=manifest.to_json(), content_type="application/json")
         etag = f'"{xxhash.xxh3_128_hexdigest(manifest.to_json().encode())}"'
@@ -138,55 +118,36 @@ class Files:
         with_digest = WANT_DIGEST_HEADER in request.headers and stop - start <= LONGEST_DIGESTED_BYTES
         if request.method == hdrs.METH_HEAD:
             await response.prepare(request)
-        elif slot is not None:
+        else:
             with self._node.ring.reading(slot, manifest) as image:
                 if with_digest:
                     response.headers[DIGEST_HEADER] = checksum(image[start:stop])
                 await response.prepare(request)
                 with _hanging_up(request):
                     await self._send(request, response, slot, image, start, stop)
-        elif directory is not None:
-            parts = directory.read(manifest, start, stop)
-            if with_digest:
-                whole = b"".join(await asyncio.to_thread(list, parts))
-                parts, response.headers[DIGEST_HEADER] = iter([whole]), checksum(whole)
-            await self._send_parts(request, response, parts)
         await response.write_eof()
         return response
 
-    async def _find(self, text: str, path: str) -> tuple[Slot | None, Manifest, Below | None]:
-        """What a path names, in memory or below."""
-        key, directory = self._node.registry.key(text), self._directory(text)
+    async def _find(self, text: str, path: str) -> tuple[Slot, Manifest]:
+        """What a path names."""
+        key = self._node.registry.key(text)
         with contextlib.suppress(SnapshotNotFound):
-            return *resolve(self._node.ring, key, path), None  # for this one, no other is sealed
+            return resolve(self._node.ring, key, path)  # for this one, no other is sealed
         await have_sealed(self._node, key)
+        newest = self._newest(list(self._in_memory(key))) if path == LAST else None
+        if newest is not None and snapshot_order(newest) is not None:
+            raise SnapshotNotFound(
+                f"the newest snapshot of run {text!r} is a directory of several files: read it at {newest}/"
+                f" instead of {LAST}, or make one file of it with lightning-spot pull"
+            )
         try:
-            return *resolve(self._node.ring, key, path), None
+            return resolve(self._node.ring, key, newest or path)
         except SnapshotNotFound as error:
-            missing = error
-        if path == LAST and (alias := await self._alias(key, directory)) is not None:
-            if snapshot_order(alias) is not None:
-                raise SnapshotNotFound(
-                    f"the newest snapshot of run {text!r} is a directory of several files: read it at {alias}/"
-                    f" instead of {LAST}, or make one file of it with lightning-spot pull"
-                )
-            return await self._find(text, alias)
-        if directory is None or _name(path) in self._hidden(key):
-            raise missing
-        manifest = await asyncio.to_thread(directory.manifest, path)
-        return None, manifest, directory
-
-    async def _alias(self, key: str, directory: Below | None) -> str | None:
-        """Path of what ``last.ckpt`` stands for; ``None`` if it is a file below, or there is nothing."""
-        paths = list(self._in_memory(key))
-        if directory is not None:
-            try:
-                paths += await asyncio.to_thread(self._below, directory, key)
-            except SpotError as error:
-                if not paths:
-                    raise
-                logger.warning("%s; last.ckpt is the newest snapshot in memory", error)
-        return None if LAST in paths else self._newest(paths)
+            info = self._node.registry.info(key)
+            if info is None or (url := self._node.routes.durable(info)) is None:
+                raise
+            where = without_password(url)
+            raise SnapshotNotFound(f"{error}. What has left its memory lies in {where}: read it there") from error
 
     async def _send(
         self, request: web.Request, response: web.StreamResponse, slot: Slot, image: memoryview, start: int, stop: int
@@ -209,39 +170,26 @@ class Files:
             data = bytes(image[place : min(place + SEND_BYTES, stop)])
             await asyncio.wait_for(response.write(data), _SEND_TIMEOUT_S)
 
-    async def _send_parts(self, request: web.Request, response: web.StreamResponse, parts: Iterator[bytes]) -> None:
-        data = await asyncio.to_thread(next, parts, b"")  # an error shows before anything is promised
-        await response.prepare(request)
-        with _hanging_up(request):
-            while data:
-                for place in range(0, len(data), SEND_BYTES):
-                    await asyncio.wait_for(response.write(data[place : place + SEND_BYTES]), _SEND_TIMEOUT_S)
-                data = await asyncio.to_thread(next, parts, b"")
-
     # -- removing -------------------------------------------------------------------------------------------------
 
     async def remove(self, request: web.Request) -> web.Response:
-        """``DELETE``: a snapshot or file, in memory and below; never through the alias ``last.ckpt``.
+        """``DELETE``: a snapshot or file, in memory and at its tiers; never through the alias ``last.ckpt``.
 
-        With ``unseen`` in its body a file, which is not looked for below: nothing waits for the tier.
+        With ``unseen`` in its body a file, also if it is not in memory.
         """
         text, path = request.match_info["run"], request.match_info["path"].strip("/")
-        info = self._node.registry.info(self._node.registry.key(text))
-        if info is not None and info.durable_url is not None:  # once it is queued, it may be done for a later attempt
-            await asyncio.to_thread(self._node.routes.check_readable, info.key, info.durable_url)
+        key = self._node.registry.key(text)
+        await asyncio.to_thread(self._node.routes.check_owner, key)
         if (await json_body(request)).get("unseen") is True:
             await asyncio.to_thread(self._node.remove, text, path, unseen=True)
             return web.json_response({})
-        slot, manifest, directory = await self._find(text, path)
+        _, manifest = await self._find(text, path)
         if path not in (manifest.name, manifest.data_path):
             raise NodeRefused(
                 f"{path!r} is only another name, or one file, of {manifest.data_path}; remove that by its own name",
                 status=409,
             )
-        if slot is not None:
-            await asyncio.to_thread(self._node.remove, text, manifest.name)
-        elif directory is not None:
-            self._node.flusher.delete(directory.url, manifest)
+        await asyncio.to_thread(self._node.remove, text, manifest.name)
         return web.json_response({})
 
 
@@ -276,23 +224,8 @@ def byte_range(header: str | None, nbytes: int) -> tuple[int, int, int]:
     return start, stop, 206
 
 
-def _name(path: str) -> str:
-    """Name of the snapshot or file that a path below a run belongs to."""
-    return path.partition("/")[0]
-
-
 def _path_to(manifest: Manifest, span: FileSpan) -> str:
     """Where a reader finds what it was given: a file, or all files of a directory, whose path ends with a slash."""
     if span in manifest.files:
         return manifest.path_of(span)
     return f"{manifest.name}/" if manifest.files else manifest.data_path
-
-
-def _as_json(entry: Entry, dirty: list[str], safe: list[str]) -> dict[str, object]:
-    return {
-        "path": entry.path,
-        "nbytes": entry.nbytes,
-        "created_unix_s": entry.created_unix_s,
-        "dirty": list(dirty),
-        "safe": list(safe),
-    }

@@ -11,21 +11,20 @@ POST       /v1/runs/RUN/open                   let an attempt write
 POST       /v1/runs/RUN/close                  the trainer leaves
 POST       /v1/runs/RUN/settle                 a snapshot was made durable by its sender
 GET        /v1/runs/RUN/snapshots              the attempt that writes, what is in memory, what a tier has refused
-GET        /v1/runs/RUN/files                  every file of the run, in memory and at the tier below
+GET        /v1/runs/RUN/files                  every file of the run that is in memory
 POST       /v1/runs/RUN/uploads                take a slot
 POST       /v1/runs/RUN/shares                 take a share of one that several ranks fill (this host only)
 POST       /v1/runs/RUN/decline                there will be no such snapshot to share (this host only)
 POST       /v1/uploads/ID/share                for which snapshot it was taken, if ranks fill it (this host only)
 POST       /v1/uploads/ID/placed               the bytes of a share are in place (this host only)
 POST       /v1/…/joint…                        one that several hosts bring together: see :mod:`.hosts`
-*          /v1/…/portions…                     what several nodes hold together: see :mod:`.portions`
+*          /v1/…/portions…                     what several nodes hold together: see :mod:`.hosts`
 POST       /v1/uploads/ID/stream               fill it, over a connection of its own: see ``protocol/wire.py``
 POST       /v1/uploads/ID/commit               make it a snapshot
 POST       /v1/uploads/ID/seal                 the same for a slot filled through shared memory (this host only)
 DELETE     /v1/uploads/ID                      give it up
-POST       /v1/check                           whether this node's tier below answers, and is not who asks
 POST       /v1/flush                           bring everything to the tiers below
-GET, HEAD  /v1/files/RUN/PATH                  read (ranges too); ``last.ckpt`` is the newest snapshot
+GET, HEAD  /v1/files/RUN/PATH                  read what is in memory (ranges too); ``last.ckpt`` is the newest snapshot
 DELETE     /v1/files/RUN/PATH                  remove a snapshot or file
 =========  ==================================  =================================================================
 
@@ -67,38 +66,41 @@ from lightning_spot.protocol.wire import (
     read_attempt,
     target_of,
 )
-from lightning_spot.service.bad_requests import THIS_HOST, request_logger
 from lightning_spot.service.connections import (
     HEAD_TIMEOUT_S,
     IDLE_TIMEOUT_S,
     LONGEST_FIELD_BYTES,
     MOST_CONNECTIONS,
     MOST_HEADERS,
+    THIS_HOST,
     Connections,
+    request_logger,
 )
-from lightning_spot.service.fields import (
-    BODIES,
-    BODIES_BYTES,
-    LONGEST_WAIT_S,
-    STILL_MAY,
-    json_body,
-    same_host,
-    seconds,
-    text,
-    texts,
-)
+from lightning_spot.service.fields import BODIES, BODIES_BYTES, LONGEST_WAIT_S, STILL_MAY, json_body, same_host, seconds
 from lightning_spot.service.files import Files
-from lightning_spot.service.hosts import HostRequests
-from lightning_spot.service.portions import PortionRequests
+from lightning_spot.service.hosts import HostRequests, PortionRequests
 from lightning_spot.service.quotas import Handler, Quota, Turns, client_of
-from lightning_spot.service.readiness import not_ready
 from lightning_spot.service.runs import OPEN_PATH, RunRequests
 from lightning_spot.service.settings import is_loopback
 from lightning_spot.service.shares import ShareRequests
 from lightning_spot.service.uploads import UploadRequests
 from lightning_spot.service.waiting import Waiting
+from lightning_spot.untrusted import text
 
 logger = logging.getLogger(__name__)
+
+
+def not_ready(node: Node) -> list[str]:
+    """Why a run would not be well at a node now, in words that tell a stranger nothing; empty if it would."""
+    reasons = ["shutting down"] if node.draining or node.closing else []
+    if node.ring.full:
+        slots, most = node.ring.files
+        enough = slots < most
+        reasons.append("memory is full" if enough else f"{slots} of {most} slots are in use, as open files allow")
+    if any(health.error for health in list(node.flusher.health.values())) or node.uploads.abroad.bringing.failing():
+        reasons.append("a tier below is failing")
+    return reasons
+
 
 _OPEN_TO_ALL = ("/healthz", "/readyz")
 _READING = (hdrs.METH_GET, hdrs.METH_HEAD)
@@ -146,14 +148,13 @@ class Service:
                 web.get("/v1/status", self._status),
                 *RunRequests(self.node).routes(),
                 *self._uploads.routes(),
-                web.get("/v1/runs/{run}/files", in_turn(files.listing)),
+                web.get("/v1/runs/{run}/files", files.listing),
                 web.post("/v1/runs/{run}/shares", shares.join),
                 web.post("/v1/runs/{run}/decline", shares.decline),
                 web.post("/v1/uploads/{upload}/share", shares.say),
                 web.post("/v1/uploads/{upload}/placed", shares.placed),
                 *hosts.routes(),
                 *PortionRequests(self.node).routes(),
-                web.post("/v1/check", in_turn(self._check)),
                 web.post("/v1/flush", self._flush),
                 web.get("/v1/files/{run}/{path:.+}", files.read),
                 web.delete("/v1/files/{run}/{path:.+}", in_turn(files.remove)),
@@ -308,11 +309,6 @@ class Service:
 
     async def _status(self, _request: web.Request) -> web.Response:
         return web.json_response({"protocol": PROTOCOL_VERSION, **await asyncio.to_thread(self.node.status)})
-
-    async def _check(self, request: web.Request) -> web.Response:
-        body = await json_body(request)
-        await asyncio.to_thread(self.node.routes.check_flush_to, self.node.id, texts(body, "via"))
-        return web.json_response({})
 
     async def _flush(self, request: web.Request) -> web.Response:
         body = await json_body(request)

@@ -1,5 +1,7 @@
 """Requests of hosts that bring one snapshot together: begin it, join it, say what is there, commit it.
 
+Some are about portions that lie at several nodes: what is here of them, and what became of them.
+
 =========  ==============================  ===========================================================
 method     path                            what
 =========  ==============================  ===========================================================
@@ -8,23 +10,34 @@ POST       /v1/runs/RUN/joint/join         take part in it
 POST       /v1/runs/RUN/joint/decline      there will be none of that name
 POST       /v1/uploads/ID/joint/placed     what a host brings is there, or never will be
 POST       /v1/uploads/ID/joint/seal       commit it, once all is there; the first host does
+GET        /v1/runs/RUN/portions           what is here of the run's snapshots, see :meth:`Spread.look`
+POST       /v1/runs/RUN/portions/whole     all portions of one are at nodes
+POST       /v1/runs/RUN/portions/torn      one will never be whole
+POST       /v1/runs/RUN/spread             where hosts may bring the next one (this host only)
 =========  ==============================  ===========================================================
 
 The bytes come as those of other uploads, see ``protocol/wire.py``, but for ranges of the image instead of its parts.
+
+A seal is done once, however often the first host asks for it: its connection may break while hosts still bring their
+portions, or just before the answer. Then it asks again.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
 
 from aiohttp import web
 
-from lightning_spot.config import HIGHEST_ATTEMPT
-from lightning_spot.errors import NodeRefused
+from lightning_spot.config import HIGHEST_ATTEMPT, MOST_NODES
+from lightning_spot.errors import NodeRefused, ShareMissing
+from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import Node
+from lightning_spot.memory.spread import Told
 from lightning_spot.memory.upload import Upload
 from lightning_spot.service.fields import (
     LAYOUT_BODY_BYTES,
@@ -32,15 +45,147 @@ from lightning_spot.service.fields import (
     MANIFEST_BODY_BYTES,
     MOST_BYTES,
     identifier,
-    integer,
     json_body,
     long_text,
     manifest,
+    only_same_host,
     seconds,
-    text,
+    texts,
 )
-from lightning_spot.service.seals import AllThere, Seals
 from lightning_spot.service.shares import Join, base_info, joined
+from lightning_spot.service.waiting import ASKED_AGAIN_S
+from lightning_spot.untrusted import integer, text
+
+_KEPT = 16  # seals whose outcome is still told; a run brings one snapshot at a time
+
+AllThere = Callable[[Upload], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class _Seal:
+    """One that was asked for.
+
+    Attributes:
+        done: becomes the checksums.
+        asking: requests that wait for it.
+    """
+
+    done: asyncio.Task[tuple[str, ...]]
+    asking: int = 0
+
+
+class Seals:
+    """The seals of a node. All methods are called on the event loop.
+
+    Args:
+        node: whose.
+        all_there: waits for all hosts, see :meth:`Waiting.all_there`.
+    """
+
+    def __init__(self, node: Node, all_there: AllThere) -> None:
+        self._node, self._all_there = node, all_there
+        self._seals: dict[str, _Seal] = {}
+
+    async def seal(
+        self, gone: asyncio.Future[None], upload_id: str, find: Callable[[], Upload], manifest: Manifest
+    ) -> tuple[str, ...]:
+        """Have an upload committed once all hosts have brought what they bring; its checksums.
+
+        Args:
+            gone: done once who asks has hung up.
+            upload_id: which.
+            find: finds it, if this is the first time that it is asked for.
+            manifest: without checksums.
+
+        Raises:
+            ConnectionResetError: if who asks is gone. If it does not ask again, the upload is given up.
+        """
+        seal = self._seals.get(upload_id)
+        if seal is None:
+            seal = self._seals[upload_id] = _Seal(asyncio.create_task(self._sealed(find(), manifest)))
+            seal.done.add_done_callback(_look_at)
+            self._forget()
+        seal.asking += 1
+        try:
+            either: list[asyncio.Future[Any]] = [gone, seal.done]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            seal.asking -= 1
+        if seal.done.done():
+            return seal.done.result()
+        asyncio.get_running_loop().call_later(ASKED_AGAIN_S, self._give_up, upload_id, seal)
+        raise ConnectionResetError("the first host has gone")
+
+    async def _sealed(self, upload: Upload, manifest: Manifest) -> tuple[str, ...]:
+        await self._all_there(upload)  # holds no thread, however many runs wait
+        if upload.given_up and upload.joint is not None:
+            raise ShareMissing(f"{upload.name} was given up: {upload.joint.failed or 'nobody says why'}")
+        return (await asyncio.to_thread(self._node.seal, upload.id, manifest)).checksums
+
+    def _give_up(self, upload_id: str, seal: _Seal) -> None:
+        if not seal.asking and not seal.done.done():
+            asyncio.get_running_loop().run_in_executor(None, self._node.abort, upload_id)  # which ends the seal
+
+    def _forget(self) -> None:
+        over = [upload_id for upload_id, seal in self._seals.items() if seal.done.done()]
+        for upload_id in over[:-_KEPT]:
+            del self._seals[upload_id]
+
+
+def _look_at(done: asyncio.Task[tuple[str, ...]]) -> None:
+    """Asyncio would print an error of which nobody asks."""
+    if not done.cancelled():
+        done.exception()
+
+
+class PortionRequests:
+    """Handlers over the portions that a node holds.
+
+    Args:
+        node: whose.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where they are asked."""
+        return [
+            web.get("/v1/runs/{run}/portions", self.look),
+            web.post("/v1/runs/{run}/portions/whole", self.whole),
+            web.post("/v1/runs/{run}/portions/torn", self.torn),
+            web.post("/v1/runs/{run}/spread", self.spread),
+        ]
+
+    async def look(self, request: web.Request) -> web.Response:
+        """What is here of the run's snapshots."""
+        name = text(await json_body(request), "name")
+        return web.json_response(await asyncio.to_thread(self._node.spread.look, request.match_info["run"], name))
+
+    async def whole(self, request: web.Request) -> web.Response:
+        """All portions of one are at nodes."""
+        body, run = await json_body(request), request.match_info["run"]
+        attempt = integer(body, "attempt", None, 0, HIGHEST_ATTEMPT)
+        names = texts(body, "overtaken"), texts(body, "left")
+        told = Told(text(body, "name"), body.get("brings") is True, *names)
+        await asyncio.to_thread(self._node.spread.whole, run, attempt, told)
+        return web.json_response({})
+
+    async def torn(self, request: web.Request) -> web.Response:
+        """One will never be whole."""
+        body, run = await json_body(request), request.match_info["run"]
+        attempt, name = integer(body, "attempt", None, 0, HIGHEST_ATTEMPT), text(body, "name")
+        why, over = text(body, "why"), body.get("over") is True
+        await asyncio.to_thread(self._node.spread.torn, run, attempt, name, why, over=over)
+        return web.json_response({})
+
+    async def spread(self, request: web.Request) -> web.Response:
+        """Where hosts may bring the next one."""
+        only_same_host(request)
+        replicas = integer(await json_body(request), "replicas", 1, 1, MOST_NODES)
+        place = await asyncio.to_thread(self._node.spread_over, request.match_info["run"], replicas)
+        return web.json_response({"at": place.at if place is not None else ""})
+
 
 Lease = Callable[..., Awaitable[Upload]]
 

@@ -140,7 +140,7 @@ async def _serve(settings: NodeSettings, listener: socket.socket) -> int:
         server = await loop.create_server(connections, sock=listener, backlog=_AT_ONCE)
         listener.listen(_BACKLOG)
         await asyncio.to_thread(_check_writable, settings.flush_to)
-        await asyncio.to_thread(node.routes.check_flush_to, node.id)  # which may ask this node in turn
+        await asyncio.to_thread(node.routes.check_flush_to)
         _announce(settings, listener)
     else:
         server = await loop.create_unix_server(connections, sock=listener, backlog=_AT_ONCE)

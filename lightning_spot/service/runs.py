@@ -17,19 +17,28 @@ from lightning_spot.service.fields import (
     LONGEST_PLACE,
     SMALL_BODY_BYTES,
     compression,
-    integer,
     json_body,
     same_host,
     seconds,
-    text,
     texts,
 )
 from lightning_spot.service.quotas import client_of
-from lightning_spot.service.sealed import have_sealed
 from lightning_spot.tiers.filesystem import forget_sessions
-from lightning_spot.untrusted import LONGEST_NAME
+from lightning_spot.untrusted import LONGEST_NAME, integer, text
 
 logger = logging.getLogger(__name__)
+
+
+async def have_sealed(node: Node, run: str) -> None:
+    """Seal what a node holds of a run.
+
+    Args:
+        node: that holds it.
+        run: key of the run.
+    """
+    if any(slot.unsealed for slot in node.ring.committed(run)):
+        await asyncio.to_thread(node.seal_committed, run)
+
 
 OPEN_PATH = "/v1/runs/{run}/open"
 

@@ -34,7 +34,7 @@ class NodeSettings:
         host: address to listen on, ``""`` for a Unix socket only.
         port: TCP port; 0 takes a free one.
         record: sockets of an embedded node.
-        flush_to: URL below which runs are flushed.
+        flush_to: directory, or URL of a bucket, below which runs are flushed.
         allow: prefixes of durable URLs that trainers may have this node write to.
         memory_bytes: limit of the slots' memory.
         run_memory_bytes: limit of the slots' memory of one run; ``None`` for no such limit.
@@ -130,6 +130,11 @@ def settings_from(arguments: argparse.Namespace) -> NodeSettings:
 def _absolute(flag: str, url: str) -> str:
     if why := why_no_place(url):  # it would be below the directory that the node happens to be started in
         raise SettingsError(f"{flag} {without_password(url)!r}: {why}")
+    if url.startswith("spot:"):
+        raise SettingsError(
+            f"{flag} {url}: a node brings runs to directories and buckets, and to no other node. Name all nodes to the"
+            " trainer instead, memory=['spot://…', 'spot://…'], with replicas=2 to have each snapshot at two of them"
+        )
     return url if "://" in url else os.path.abspath(os.path.expanduser(url))
 
 

@@ -21,14 +21,13 @@ from lightning_spot.service.fields import (
     LONGEST_WAIT_S,
     MOST_BYTES,
     identifier,
-    integer,
     json_body,
     long_text,
     only_same_host,
     place,
     seconds,
-    text,
 )
+from lightning_spot.untrusted import integer, text
 
 Join = Callable[..., Awaitable[Upload | None]]
 

@@ -227,11 +227,6 @@ class SlotMemory:
         """The first ``nbytes`` bytes, writable. Release it before the slot is closed."""
         return memoryview(self.map)[:nbytes]
 
-    def cut(self, nbytes: int) -> None:
-        """Make it end after its first ``nbytes`` bytes, as a file does: nobody may touch what came after them."""
-        os.ftruncate(self.fd, nbytes)
-        self.capacity = nbytes
-
     def unlink(self) -> None:
         """Remove the file, so that its name is free; the memory stays until :meth:`close`."""
         if self.path is not None:

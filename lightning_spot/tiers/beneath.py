@@ -7,7 +7,6 @@ One that was moved away is found not to be there: the way from the prefix is wal
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import threading
 import weakref
@@ -111,22 +110,6 @@ def opened(folder: Path) -> Iterator[Path]:
         yield _DESCRIPTORS / str(at)
     finally:
         os.close(at)
-
-
-def open_file(root: Path, below: str) -> int:
-    """Open a plain file of a directory to read it; its descriptor. No link on the way is followed.
-
-    Raises:
-        OSError: if it is not there, is a link, or cannot be read.
-    """
-    *folders, name = below.split("/")
-    if not {"", ".", ".."}.isdisjoint(below.split("/")):
-        raise FileNotFoundError(errno.ENOENT, "no path below a directory", below)
-    with contextlib.ExitStack() as held:
-        for folder in folders:
-            root = held.enter_context(opened(root / folder))
-        # A pipe of that name would keep us for ever.
-        return os.open(root / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _make(name: str, at: int) -> None:

@@ -9,16 +9,10 @@ from lightning_spot.tiers.store import Store
 
 
 def worth_keeping(line: Sequence[Manifest]) -> list[Manifest]:
-    """Snapshots, newest first, but last those whose state is there twice: as the end of the run, or taken once more."""
-    ends = [item for item in line if item.complete]
-    seen = {(end.lineage, end.attempt, end.step, False, exact) for end in ends for exact in (True, False)}
-    first: list[Manifest] = []
-    last: list[Manifest] = []
-    for item in line:
-        state = (item.lineage, item.attempt, item.step, item.complete, item.exact)
-        (last if state in seen else first).append(item)
-        seen.add(state)
-    return [*first, *last]
+    """Snapshots, newest first, but last those whose state is there as the end of the run, too."""
+    ends = {(end.lineage, end.attempt, end.step) for end in line if end.complete}
+    twice = [item for item in line if not item.complete and (item.lineage, item.attempt, item.step) in ends]
+    return [*(item for item in line if item not in twice), *twice]
 
 
 def retain(store: Store, keep: int, current: Manifest) -> str:

@@ -1,11 +1,10 @@
-"""A slot whose memory was given to ranks that resume from it: it stays as it is, and the slot gets another."""
+"""How processes of this host get at slots: by descriptor, each by that of the very memory that is meant."""
 
 from __future__ import annotations
 
 import io
 import os
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,14 +14,12 @@ import pytest
 import torch
 
 from lightning_spot.client.embedded import Session
-from lightning_spot.errors import NodeUnreachable
+from lightning_spot.errors import CorruptSnapshot, NodeUnreachable
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory import ahead, given, portions
-from lightning_spot.run import receiving, sources
+from lightning_spot.run import sources
 from lightning_spot.run.sources import MemorySource, Use
 from lightning_spot.run.survey import Survey, survey
 from lightning_spot.service import channel
-from lightning_spot.staging.slot import SlotMemory
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings
 from tests.conftest import until
@@ -58,8 +55,8 @@ def attached(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
         def host(_url: str, run: str) -> SimpleNamespace:
             session = Session(path, None, 10.0)
 
-            def open_snapshot(manifest: Manifest, *, give: bool = False) -> tuple[int, bool]:
-                return session.open_snapshot(run, manifest.name, give=give)
+            def open_snapshot(manifest: Manifest) -> int:
+                return session.open_snapshot(run, manifest.name)
 
             return SimpleNamespace(open_snapshot=open_snapshot, disconnect=session.close)
 
@@ -68,32 +65,6 @@ def attached(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
     yield attach
     for each in channels:
         each.close()
-
-
-def give(bench: Bench, manifest: Manifest) -> int:
-    """Give the memory of a snapshot away; a descriptor of it."""
-    slot = bench.node.ring.find(RUN_ID, manifest.name)
-    assert slot is not None
-    assert slot.memory is not None
-    assert given.give(bench.node.ring, slot, manifest)
-    return os.dup(slot.memory.fd)
-
-
-def content(fd: int) -> bytes:
-    return os.pread(fd, 10_000, 0)
-
-
-def test_what_was_given_stays_while_its_slot_is_used_again_and_again(make: Callable[..., Bench]) -> None:
-    bench = make(slots=2)
-    bench.open()
-    fd = give(bench, bench.save(1))
-    for step in range(2, 7):
-        bench.save(step, wait_s=30)
-        assert bench.flush() == []
-    assert len(bench.node.ring.slots) == 2
-    assert content(fd) == image_of(1, 1000)  # which ends there, as a file does
-    assert not any(slot.given for slot in bench.node.ring.slots)
-    os.close(fd)
 
 
 def test_a_slot_that_gets_other_memory_as_it_is_handed_over_is_not_taken_for_another_file(
@@ -144,109 +115,9 @@ def test_a_slot_that_has_got_other_memory_since_it_was_leased_is_not_mapped(
     listening.close()
 
 
-def test_a_node_that_takes_the_slot_over_does_not_write_to_it_either(make: Callable[..., Bench]) -> None:
-    killed = make(slots=2)
-    killed.open(durable=False)
-    fd = give(killed, killed.save(1))
-    killed.die()
-    heir = make(slots=2)
-    assert heir.committed() == [1]
-    heir.open(attempt=2)
-    for step in range(2, 5):
-        heir.save(step, attempt=2, wait_s=30)
-        assert heir.flush() == []
-    assert content(fd) == image_of(1, 1000)
-    os.close(fd)
-
-
-def test_the_next_node_cuts_the_file_where_one_was_killed_before_it_had(
-    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+def test_ranks_look_at_one_copy_of_a_slot_that_is_used_again(
+    make: Callable[..., Bench], attached: Callable[[Bench], None], tmp_path: Path
 ) -> None:
-    """Else no rank could read it: torch looks for the end of a file at its end."""
-    killed = make(slots=2)
-    killed.open(durable=False)
-    manifest = killed.save(1)
-    slot = killed.node.ring.find(RUN_ID, manifest.name)
-    assert slot is not None
-
-    class Killed(BaseException):
-        pass
-
-    def kill(_memory: SlotMemory, _nbytes: int) -> None:
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SlotMemory, "cut", kill)
-        with pytest.raises(Killed):
-            given.give(killed.node.ring, slot, manifest)
-    killed.die()
-    heir = make(slots=2)
-    (taken,) = heir.node.committed(RUN)
-    assert taken.given
-    assert taken.manifest is not None
-    fd = give(heir, taken.manifest)
-    assert content(fd) == image_of(1, 1000)
-    os.close(fd)
-
-
-def test_what_is_left_if_a_memory_node_is_lost_gets_no_other_memory(make: Callable[..., Bench]) -> None:
-    bench = make()
-    bench.open(durable=False)
-    fd = give(bench, bench.save(1))
-    (slot,) = bench.node.committed(RUN)
-    portions.surpass(bench.node.ring, RUN_ID, manifest_of(2))
-    assert slot.surpassed
-    assert given.idle(bench.node.ring, RUN_ID) is None
-    slot.settled = True
-    assert given.idle(bench.node.ring, RUN_ID) is slot
-    os.close(fd)
-
-
-def test_without_a_record_nothing_is_given(make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = make()
-    bench.open()
-    manifest = bench.save(1)
-    slot = bench.node.ring.find(RUN_ID, manifest.name)
-    assert slot is not None
-
-    def full(*_: Any) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr("lightning_spot.memory.area.os.replace", full)
-    assert not given.give(bench.node.ring, slot, manifest)
-    monkeypatch.undo()
-    assert given.give(bench.node.ring, slot, manifest)
-
-
-def test_new_memory_is_made_while_nobody_waits_for_it(
-    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ahead, "LEAST_BYTES", 1)
-    bench = make(slots=3)
-    bench.open()
-    fd = give(bench, bench.save(1))
-    makers: list[str] = []
-    create = SlotMemory.create
-
-    def noting(capacity: int, path: Path | None) -> SlotMemory:
-        makers.append(threading.current_thread().name)
-        return create(capacity, path)
-
-    monkeypatch.setattr(SlotMemory, "create", noting)
-    for step in (2, 3, 4, 5):
-        bench.save(step, wait_s=30)
-        assert bench.flush() == []
-        until(lambda: not bench.node.uploads.begins._ahead._making, "what is made ahead")
-    assert makers.count(AHEAD) == 1
-    assert len(makers) == 3  # the two that were not used before have had none
-    assert content(fd) == image_of(1, 1000)
-    os.close(fd)
-
-
-def test_ranks_look_at_the_slot_itself_and_training_goes_on_in_others(
-    make: Callable[..., Bench], attached: Callable[[Bench], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(receiving, "receive", lambda *_: pytest.fail("it was copied"))
     bench = make(slots=2)
     bench.open()
     file = io.BytesIO()
@@ -263,11 +134,11 @@ def test_ranks_look_at_the_slot_itself_and_training_goes_on_in_others(
         return found
 
     found = restored(LocalStore(str(tmp_path / "run")), 4, look=look)
-    assert upload.slot.given
-    until(lambda: not upload.slot.readers, "the ranks have read it")
+    until(lambda: not upload.slot.readers, "the slot to be let go")
     for step in range(2, 6):
         bench.save(step, nbytes=upload.nbytes, wait_s=30)
         assert bench.flush() == []
+    assert len(bench.node.ring.slots) == 2
     for rank, (resumed, checkpoint) in enumerate(found):
         assert (resumed.step, resumed.tier) == (1, "memory")
         assert torch.equal(checkpoint["large"], torch.arange(LARGE))
@@ -275,19 +146,38 @@ def test_ranks_look_at_the_slot_itself_and_training_goes_on_in_others(
         assert checkpoint["large"][1] == 1 + rank
 
 
-def test_what_was_given_cannot_be_written_to_by_who_got_it(
+def test_what_is_shared_cannot_be_written_to_and_what_is_read_alone_is_not_copied(
     make: Callable[..., Bench], attached: Callable[[Bench], None]
 ) -> None:
     bench = make()
     bench.open()
     manifest = bench.save(1)
+    (slot,) = bench.node.committed(RUN)
     attached(bench)
     source = MemorySource("", RUN)
     snapshot = source.open(manifest, use=Use.SHARE)
+    until(lambda: not slot.readers, "the slot to be let go")
     assert snapshot.sealed
-    with pytest.raises(OSError, match="Bad file descriptor"):
+    assert os.pread(snapshot.fd, 10_000, 0) == image_of(1, 1000)
+    with pytest.raises(PermissionError):
         os.pwrite(snapshot.fd, b"x", 0)
     snapshot.close()
     alone = source.open(manifest, use=Use.LOAD)  # a single process has the slot pinned for as long as it reads
     assert not alone.sealed
+    assert slot.readers == 1
     alone.close()
+
+
+def test_a_slot_that_is_damaged_is_found_as_it_is_copied(
+    make: Callable[..., Bench], attached: Callable[[Bench], None]
+) -> None:
+    bench = make()
+    bench.open()
+    manifest = bench.save(1)
+    (slot,) = bench.node.committed(RUN)
+    with slot.view(1000) as view:
+        view[500] ^= 1
+    attached(bench)
+    with pytest.raises(CorruptSnapshot):
+        MemorySource("", RUN).open(manifest, use=Use.SHARE)
+    until(lambda: not slot.readers, "the slot to be let go")

@@ -1,26 +1,33 @@
-"""The chain: which nodes a run's snapshots go to next, and who brings them to the durable tier: one of them, or this.
+"""Where a host's snapshots go: to which nodes, and who brings them to the durable tier: one of these, or this host.
 
-A node with others behind it sends to the first of them that works, or, with replicas, to the first few. One of these is
-asked to carry the run on to its durable tier: if it says that it does, this node does not write there, and learns from
-it what is safe. When it fails or refuses, another one is asked, and while none does this node writes there itself.
+A node on a trainer's host sends to the first of the trainer's nodes that works, or, with replicas, to the first few.
+One of these is asked to carry the run on to its durable tier: if it says that it does, this host does not write there,
+and learns from it what is safe. When it fails or refuses, another is asked; while none does, this host writes there.
+
+What a node has missed, since it was away or takes another one's place, it is given. What this host has as a whole, the
+flusher sends. Of a snapshot that several hosts have brought, each has its portion only: it is copied from a node that
+has all of it, part by part, each checked, through this host, which both nodes know.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
-from lightning_spot.errors import NodeUnreachable, SpotError
-from lightning_spot.memory.missed import Missed
-from lightning_spot.memory.next_node import NextNode
-from lightning_spot.memory.portions import fall_back
-from lightning_spot.memory.replica import FIRST_LOOK_S, Replica
+from lightning_spot.errors import CorruptSnapshot, NodeUnreachable, ShareMissing, SpotError
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.parts import part_ranges
+from lightning_spot.memory.portions import fall_back, surpassing
 from lightning_spot.memory.ring import Ring
-from lightning_spot.memory.runs import RunInfo
-from lightning_spot.memory.slots import Tiers
+from lightning_spot.memory.runs import Opened, RunInfo
+from lightning_spot.memory.slots import Slot, Tiers, newest_of_lineages
+from lightning_spot.memory.tier import HasParts, NodeTier
+from lightning_spot.threads import in_background
 from lightning_spot.tiers.store import Store
 
 logger = logging.getLogger(__name__)
@@ -30,22 +37,319 @@ LAST_AWAY_S = 30.0
 ASK_AGAIN_S = 10.0
 """How often a node is asked how things are: one that does not carry the run on, and one that takes long about it."""
 
-_LAST_LOOK_S = 2.0
+FIRST_LOOK_S, _LAST_LOOK_S = 0.1, 2.0
 _MOST_FAILURES = 3
+_HURRIED_S = 0.5
+
+Waiting = list[tuple[Slot, Manifest]]
+
+
+class Peer:
+    """A node that a run may be kept at: what it is told, and what is learned from it. It decides nothing.
+
+    Its numbers change under the ring's lock only.
+
+    Args:
+        url: of the run at the node.
+        info: of the run.
+        ring: holds the run's snapshots.
+        open_store: makes the stores of nodes and of the durable tier.
+
+    Attributes:
+        url: see above.
+        failures: in a row.
+        away_until_s: not tried before (monotonic).
+        why: what was wrong last.
+        why_not: why it does not carry the run on, ``""`` if it was not asked to, or does.
+        carries: whether it carries the run on, as it said last.
+        leaves: whether it is shutting down, and takes no portions of snapshots any more.
+        asked_s: when it was asked last (monotonic).
+    """
+
+    def __init__(self, url: str, info: RunInfo, ring: Ring, open_store: Callable[[str], Store]) -> None:
+        self.url = url
+        self.failures = 0
+        self.away_until_s = 0.0
+        self.why = ""
+        self.why_not = ""
+        self.carries = self.leaves = False
+        self.asked_s = 0.0
+        self._info = info
+        self._ring = ring
+        self._open_store = open_store
+        self._store: NodeTier | None = None
+        self._informed_of: set[tuple[str, bool]] = set()  # what it knows to be durable, and whether it had it then
+
+    def tier(self) -> NodeTier:
+        """The node as a tier; it knows what it was told of the run.
+
+        Raises:
+            NodeUnreachable: if it is no node.
+        """
+        if self._store is None:
+            store = self._open_store(self.url)
+            if not isinstance(store, NodeTier):
+                raise NodeUnreachable(f"{self.url} is no node", tier=self.url)
+            self._store = store
+        return self._store
+
+    def open(self, *, carry: bool, left: bool = False) -> Opened:
+        """Open the run there, or ask once more how things are.
+
+        Args:
+            carry: whether it is to bring the run on to the durable tier.
+            left: whether the trainer is gone.
+        """
+        self.asked_s = time.monotonic()
+        return self.tier().open_run(replace(self._info, nodes=(), replicas=1, session="", carry=carry, left=left))
+
+    def hurry(self) -> None:
+        """Have it bring down what it has; nothing happens if it does not answer."""
+        try:
+            self.tier().flush(_HURRIED_S)
+        except SpotError as error:
+            logger.debug("%s cannot be asked to bring down what it has: %s", self.url, error)
+
+    def forget_told(self) -> None:
+        """It is used anew: it may have forgotten what it was told."""
+        self._informed_of.clear()
+
+    def find_lost(self, *, durable_too: bool) -> None:
+        """Have the newest snapshots sent again that were safe there, and that it has no more.
+
+        Args:
+            durable_too: also those that are durable: it may have let them go since, or have come back empty.
+        """
+        with self._ring.changed:
+            held = [
+                (slot, slot.manifest)
+                for slot in newest_of_lineages(self._ring.committed(self._info.key))
+                if slot.manifest is not None
+                and self.url in slot.safe
+                and (durable_too or not (slot.settled or self._info.durable_url in slot.safe))
+            ]
+        if not held:
+            return
+        listed = {(item.manifest.name, item.manifest.checksums) for item in self.tier().listing()}
+        for slot, manifest in held:
+            if (manifest.name, manifest.checksums) not in listed:
+                self._ring.mark_lost(slot, manifest, self.url)
+
+    def find_surpassing(self) -> None:
+        """Have older snapshots count again if the newer one is lost that several hosts had brought here."""
+        newer = surpassing(self._ring, self._info.key)
+        if newer is None or any(_same(newer, item.manifest) for item in self.tier().listing()):
+            return
+        if self._is_durable(newer) is False:
+            logger.warning("%s has lost %s, which several hosts had brought there", self.url, newer.name)
+            fall_back(self._ring, self._info.key)
+
+    def waiting(self) -> Waiting:
+        """Snapshots that the node has, and of which it is not known yet that they are durable."""
+        with self._ring.changed:
+            return [
+                (slot, slot.manifest)
+                for slot in self._ring.committed(self._info.key)
+                if slot.manifest is not None
+                and slot.places is None
+                and self.url in slot.safe
+                and self._info.durable_url in slot.dirty
+            ]
+
+    def tell(self) -> None:
+        """Say what is durable, to a node that does not bring it there: what it holds would stay there for ever."""
+        with self._ring.changed:
+            committed = self._ring.committed(self._info.key)
+            slots = [
+                slot
+                for slot in committed
+                if slot.manifest is not None
+                and slot.manifest.exact  # another one says nothing of the exact ones before it
+                and (slot.settled or self._info.durable_url in slot.safe)
+            ]
+            known = [
+                (slot.manifest, (slot.manifest.name, self.url in slot.safe))
+                for slot in newest_of_lineages(slots)
+                if slot.manifest is not None
+            ]
+        for manifest, fact in known:
+            if fact in self._informed_of:
+                continue
+            try:
+                self.tier().settle(manifest, self._info.attempt)
+            except SpotError as error:
+                logger.debug("%s could not be told what is durable: %s", self.url, error)
+                return
+            self._informed_of.add(fact)
+
+    def learn(self, waiting: Waiting, *, urgent: bool) -> None:
+        """Ask which of these snapshots it has made durable, see :meth:`waiting`."""
+        node, durable_url = self.tier(), self._info.durable_url
+        assert durable_url is not None
+        if urgent:
+            node.flush(_HURRIED_S)  # nobody there puts anything off while this is waited for
+        listed = {(item.manifest.name, item.manifest.checksums): item.safe for item in node.listing()}
+        for slot, manifest in waiting:
+            safe = listed.get((manifest.name, manifest.checksums))
+            if safe is not None and durable_url in safe:
+                self._ring.mark_safe(slot, manifest, durable_url)
+            elif safe is None:
+                self._ask_durable(slot, manifest, durable_url)
+
+    def _ask_durable(self, slot: Slot, manifest: Manifest, durable_url: str) -> None:
+        """A snapshot left the node's memory: because it is durable, or because the node lost it."""
+        durable = self._is_durable(manifest)
+        if durable:
+            self._ring.mark_safe(slot, manifest, durable_url)
+        elif durable is not None:
+            self._ring.mark_lost(slot, manifest, self.url)
+
+    def _is_durable(self, manifest: Manifest) -> bool | None:
+        """Whether the durable tier has a snapshot; ``None`` if it does not answer: it is asked again."""
+        if self._info.durable_url is None:
+            return False
+        try:
+            return self._open_store(self._info.durable_url).has(manifest)
+        except SpotError as error:
+            logger.debug("%s does not answer (%s)", self._info.durable_url, error)
+            return None
+
+
+def _same(one: Manifest, other: Manifest) -> bool:
+    return (one.name, one.checksums) == (other.name, other.checksums)
+
+
+@dataclass(eq=False, slots=True)
+class Replica:
+    """One of the nodes that a run is to be kept at.
+
+    Attributes:
+        node: which one it is now; ``None`` while none works.
+        trying: the one that is being asked whether it works; no other replica asks it meanwhile.
+        doubted: whether something is to be asked of it at once.
+        is_behind: whether it is to be let go, see :class:`LeftBehind`.
+        look_s: until it is asked next what is durable.
+    """
+
+    node: Peer | None = None
+    trying: Peer | None = None
+    doubted: bool = False
+    is_behind: bool = False
+    look_s: float = FIRST_LOOK_S
+
+
+class Missed:
+    """Gives the nodes that a run is kept at what they have missed. Methods may be called from any thread.
+
+    Args:
+        ring: of this host: what is in it is not copied from elsewhere.
+        info: of the run.
+        stops: whether nothing is to be sent now to a URL of the run, since something newer is on its way there.
+    """
+
+    def __init__(self, ring: Ring, info: RunInfo, stops: Callable[[str], bool]) -> None:
+        self._ring, self._info, self._stops = ring, info, stops
+        self._lock = threading.Lock()
+        self._looked_at: set[str] = set()
+
+    def look(self, node: Peer, others: Sequence[Peer]) -> None:
+        """Have a node given the newest snapshot, in the background, if it has missed that one.
+
+        Args:
+            node: which one.
+            others: the other nodes in use, which may have it.
+        """
+        url = node.url
+        with self._lock:
+            if not others or url in self._looked_at or self._stops(url):
+                return
+            self._looked_at.add(url)
+
+        def look() -> None:
+            try:
+                for other in others:
+                    self._try(node, other)
+            except Exception:
+                logger.exception("to give %s what it has missed failed unexpectedly", url)
+            finally:
+                with self._lock:
+                    self._looked_at.discard(url)
+
+        try:
+            in_background(look, "spot-missed")
+        except RuntimeError as error:  # no more threads can be had: it is looked at again
+            logger.info("whether %s has missed anything is not known: %s", url, error)
+            with self._lock:
+                self._looked_at.discard(url)
+
+    def _try(self, node: Peer, other: Peer) -> None:
+        try:
+            self._copy(node, other)
+        except SpotError as error:  # it is looked at again
+            logger.info("%s cannot be given what it has missed: %s", node.url, error)
+
+    def _copy(self, node: Peer, other: Peer) -> None:
+        url, source, target = node.url, other.tier(), node.tier()
+        if not (isinstance(source, HasParts) and isinstance(target, HasParts)):
+            return
+        newest, there = _newest(source), _newest(target)
+        if newest is None or self._is_here(newest) or (there is not None and there.order >= newest.order):
+            return
+        goes_on = functools.partial(self._check, newest, url)
+        sealed = target.put_parts(newest, _parts(source, newest, goes_on), attempt=self._info.attempt)
+        if sealed.checksums != newest.checksums:
+            raise CorruptSnapshot(f"{newest.name} is another one at {url} than at {other.url}", where=url)
+        logger.info("%s has %s, too, which it had missed", url, newest.name)
+
+    def _is_here(self, newest: Manifest) -> bool:
+        """Whether this host has that snapshot or a newer one, which the flusher sends."""
+        with self._ring.changed:
+            here = [slot.snapshot for slot in self._ring.committed(self._info.key)]
+        return any(manifest is not None and manifest.order >= newest.order for manifest in here)
+
+    def _check(self, manifest: Manifest, url: str) -> None:
+        """Raise if a snapshot is not to be copied any further."""
+        if self._stops(url):
+            raise ShareMissing(f"{manifest.name} is not copied any further: a newer one comes, or the run has ended")
+
+
+def _newest(node: NodeTier) -> Manifest | None:
+    """The newest snapshot that a node has, as a whole and exactly."""
+    held = [item.manifest for item in node.listing()]
+    snapshots = [each for each in held if each.exact and not each.is_file and each.portion is None]
+    return max(snapshots, key=lambda manifest: manifest.order, default=None)
+
+
+def _parts(source: HasParts, manifest: Manifest, goes_on: Callable[[], None]) -> Iterator[memoryview]:
+    """The parts of a snapshot at a node, each read while the one before is sent, and checked."""
+
+    def read(bounds: tuple[int, int]) -> memoryview:
+        start, stop = bounds
+        part = memoryview(bytearray(stop - start))
+        source.read(manifest, start, part)
+        return part
+
+    bounds = part_ranges(manifest.nbytes, manifest.part_bytes)
+    with ThreadPoolExecutor(1, thread_name_prefix="spot-missed") as reading:
+        reads = (reading.submit(read, each) for each in bounds)
+        following = next(reads, None)
+        while following is not None:
+            part, following = following.result(), next(reads, None)
+            goes_on()
+            yield part
 
 
 class LeftBehind(NodeUnreachable):
     """Another node has a snapshot that several hosts have brought, and this one, which carries the run on, has not."""
 
 
-class Chain:
-    """What follows this node for one run; a thread for each replica keeps it up to date until :meth:`close`.
+class Replication:
+    """The nodes that one run is kept at; a thread for each replica keeps them up to date until :meth:`close`.
 
     Args:
         ring: holds the run's snapshots; is told where they go.
         open_store: makes the stores of nodes and of the durable tier.
-        info: of the run; its ``nodes`` may come next, in order of preference, and ``replicas`` of them do.
-        may_write: whether this node may write to the durable tier itself.
+        info: of the run; its ``nodes`` may be used, in order of preference, and ``replicas`` of them are.
         is_urgent: tells whether somebody waits for the run to be safe.
         is_busy: tells whether a snapshot that several hosts bring is on its way to a URL of the run.
         is_left: tells whether the trainer on this host is gone.
@@ -57,7 +361,6 @@ class Chain:
         open_store: Callable[[str], Store],
         info: RunInfo,
         *,
-        may_write: bool,
         is_urgent: Callable[[], bool] = lambda: False,
         is_busy: Callable[[str], bool] = lambda _url: False,
         is_left: Callable[[], bool] = lambda: False,
@@ -65,22 +368,21 @@ class Chain:
         self.info = info
         self.why_not = "no node has answered yet"
         self._ring = ring
-        self._may_write = may_write
         self._is_urgent, self._is_left = is_urgent, is_left
-        self._nodes = [NextNode(f"{node.rstrip('/')}/{info.text}", info, ring, open_store) for node in info.nodes]
+        self._nodes = [Peer(f"{node.rstrip('/')}/{info.text}", info, ring, open_store) for node in info.nodes]
         count = len(self._nodes) if info.spread else min(max(1, info.replicas), len(self._nodes))
         self._replicas = [Replica() for _ in range(count)]
-        self._carrier: NextNode | None = None
-        self._asked: NextNode | None = None  # to carry the run on; it has not answered yet
+        self._carrier: Peer | None = None
+        self._asked: Peer | None = None  # to carry the run on; it has not answered yet
         self._closed = False
         self._missed = Missed(ring, info, lambda url: self._closed or is_busy(url))
         self._threads = [
-            threading.Thread(target=self._work, args=(replica,), name=f"spot-chain-{info.text}", daemon=True)
+            threading.Thread(target=self._work, args=(replica,), name=f"spot-replication-{info.text}", daemon=True)
             for replica in self._replicas
         ]
 
     def start(self) -> None:
-        """Begin to look for nodes, in the place of another chain of the run, if there is one.
+        """Begin to look for nodes, in the place of an earlier one of the run, if there is one.
 
         Raises:
             RuntimeError: if no thread can be had now: nothing is looked for, and the run goes where it went.
@@ -101,7 +403,7 @@ class Chain:
 
     @property
     def active(self) -> str:
-        """URL of the run at the node that comes next, of several the one that carries it on; ``""`` while none does."""
+        """URL of the run at the node that is used, of several the one that carries it on; ``""`` while none does."""
         nodes = [replica.node.url for replica in self._replicas if replica.node is not None]
         return self._carrier.url if self._carrier is not None else next(iter(nodes), "")
 
@@ -174,7 +476,7 @@ class Chain:
             self._ring.notify()
 
     def close(self) -> None:
-        """Stop looking after the chain. Its threads end once the requests under way have."""
+        """Stop looking after the nodes. Its threads end once the requests under way have."""
         with self._ring.changed:
             self._closed = True
             self._ring.notify()
@@ -192,7 +494,7 @@ class Chain:
             try:
                 wait_s = self._find(replica) if replica.node is None else self._follow(replica, replica.node)
             except Exception:  # a bug must not end the thread: nothing would be learned any more
-                logger.exception("the chain of run %s failed unexpectedly", self.info.text)
+                logger.exception("looking after the nodes of run %s failed unexpectedly", self.info.text)
                 wait_s = _LAST_LOOK_S
             with self._ring.changed:
                 if not self._closed and not replica.doubted and wait_s > 0:
@@ -217,7 +519,7 @@ class Chain:
             away = [node.away_until_s for node in self._nodes if not self._is_taken(node)]
         return max(FIRST_LOOK_S, min(away, default=time.monotonic() + ASK_AGAIN_S) - time.monotonic())
 
-    def _open(self, replica: Replica, node: NextNode) -> bool:
+    def _open(self, replica: Replica, node: Peer) -> bool:
         """Open the run at a node, or ask once more how things are; whether it works."""
         with self._ring.changed:
             anew, carry = replica.node is not node, self._is_to_carry(replica, node)
@@ -257,7 +559,7 @@ class Chain:
             self._missed.look(node, used)  # also the carrier: it may have been away for a moment only
         return True
 
-    def _lost(self, replica: Replica, node: NextNode, error: Exception) -> None:
+    def _lost(self, replica: Replica, node: Peer, error: Exception) -> None:
         with self._ring.changed:
             was_used, before = replica.node is node, self._carrier
             node.failures += 1
@@ -276,7 +578,7 @@ class Chain:
                 self._say_lost(node)
             self._ask_others(replica, before)
 
-    def _follow(self, replica: Replica, node: NextNode) -> float:
+    def _follow(self, replica: Replica, node: Peer) -> float:
         """Learn from the node what is safe, or tell it; how long to wait before the next look."""
         if replica.doubted:
             if node.failures >= _MOST_FAILURES or replica.is_behind:
@@ -310,19 +612,19 @@ class Chain:
         with self._ring.changed:
             nodes = [replica.node for replica in self._replicas if replica.node is not None]
         with ThreadPoolExecutor(len(nodes) or 1) as pool:
-            list(pool.map(NextNode.hurry, nodes))
+            list(pool.map(Peer.hurry, nodes))
 
     # -- decisions, under the ring's lock -------------------------------------------------------------------------
 
-    def _any_carrier(self) -> NextNode | None:
+    def _any_carrier(self) -> Peer | None:
         """Where all nodes carry the run on: one that does."""
         used = [replica.node for replica in self._replicas if self.info.spread]
         return next((node for node in used if node is not None and node.carries), None)
 
-    def _is_taken(self, node: NextNode) -> bool:
+    def _is_taken(self, node: Peer) -> bool:
         return any(node in (replica.node, replica.trying) for replica in self._replicas)
 
-    def _is_to_carry(self, replica: Replica, node: NextNode) -> bool:
+    def _is_to_carry(self, replica: Replica, node: Peer) -> bool:
         """Whether a node is to be asked to carry the run on: one only does, so that the bytes leave it once.
 
         Of snapshots that are spread over nodes, each carries what it holds.
@@ -342,7 +644,7 @@ class Chain:
         now_s = time.monotonic()
         return all(node.away_until_s > now_s for node in free)
 
-    def _ask_others(self, replica: Replica, before: NextNode | None) -> None:
+    def _ask_others(self, replica: Replica, before: Peer | None) -> None:
         """Have the other nodes told at once that another one carries the run on now, or asked whether they do."""
         for other in self._replicas:
             if other is not replica and other.node is not None:
@@ -360,15 +662,13 @@ class Chain:
             # While there is a node that may carry it on and was not asked, this one does not begin to write itself.
             if self._carrier is not None or not all(self._is_out(replica) for replica in self._replicas):
                 carried.append(self.info.durable_url)
-            elif self._may_write:
+            else:
                 own.append(self.info.durable_url)
-        if not own and not carried and self._nodes:
-            carried.append(self._nodes[0].url)  # nobody takes it now: it is owed to whoever will
         self._ring.set_tiers(self.info.key, Tiers(tuple(own), tuple(carried)))
 
     # -- what is said ---------------------------------------------------------------------------------------------
 
-    def _say(self, node: NextNode) -> None:
+    def _say(self, node: Peer) -> None:
         if self.info.spread and node.why_not:
             logger.warning("run %s is not spread over %s: %s", self.info.text, node.url, node.why_not)
         elif self.info.spread:
@@ -378,7 +678,7 @@ class Chain:
         elif not node.why_not:
             logger.info("run %s goes to %s besides", self.info.text, node.url)
         elif self.info.durable_url is not None:
-            who = "this host writes there itself" if self._may_write else "nobody does"
+            who = "this host writes there itself"
             if not all(self._is_out(replica) for replica in self._replicas):
                 who = "another node is asked"
             logger.warning(
@@ -389,7 +689,7 @@ class Chain:
                 who,
             )
 
-    def _say_lost(self, node: NextNode) -> None:
+    def _say_lost(self, node: Peer) -> None:
         used, wanted = sum(replica.node is not None for replica in self._replicas), len(self._replicas)
         how = "spread over" if self.info.spread else "kept at"
         left = f". The run is {how} {used} of {wanted} nodes until one works again" if wanted > 1 else ""
