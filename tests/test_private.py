@@ -32,7 +32,7 @@ ALLOWED = {
     *("_indices", "_values"),  # the page of torch on sparse tensors has them, for such as are not coalesced
     "_foreach_copy_",  # copied one by one without it: test_copier
 }
-IN_DDP = {private.BUCKETS, private.SHARING, private.FLAT}  # nothing has the names of these parts here
+IN_DDP = {private.BUCKETS, private.SHARING}  # nothing has the names of these parts here
 IN_TUNERS = {private.TUNERS}
 IN_TENSORBOARD = {private.TENSORBOARD_OPTIONS}
 USED = [name for name in private.ALL if name.part not in IN_DDP | IN_TUNERS and name not in IN_TENSORBOARD]

@@ -42,7 +42,6 @@ from lightning_spot.memory.host import InProcessHost, Lease
 from lightning_spot.memory.node import Node
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
-from lightning_spot.sharded.flat import FlatShard
 from lightning_spot.sharded.layout import ShardedLayouter, load_state, state_archive
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.tiers import files
@@ -50,6 +49,7 @@ from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
 from tests.gated import MIB
 from tests.served import served
+from tests.sharded_states import rows
 from tests.small_trainer import RUN_ID, info_of
 
 LAST_S = 600.0  # of what never takes so long
@@ -106,7 +106,7 @@ class Desk:
         parts = [tensor[slice(*self.ranges[rank])] for tensor in (self.weights, self.frozen)]
         live = self.live.setdefault(rank, [part.clone() for part in parts])
         live[0].copy_(parts[0])
-        shards = [FlatShard(tensor, (ROWS, COLUMNS), self.ranges, rank) for tensor in live]
+        shards = [rows(tensor.view(-1, COLUMNS), 4) for tensor in live]
         state = {"state_dict": {"w": shards[0], "f": shards[1]}, "groups": [{"lr": step}]}
         checkpoint = ShardedCheckpoint(
             state, {"rank": rank, "own": own}, {"epoch": 1, "text": "x" * step}, self.most_own_bytes

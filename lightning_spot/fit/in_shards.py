@@ -27,9 +27,8 @@ from lightning_spot.capture.tensors import Owned, by_storage, expected_nbytes, o
 from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.errors import NodeUnreachable, SettingsError, SpotError
 from lightning_spot.exact.dump import KEY, Dump
-from lightning_spot.exact.flat import Kinds
 from lightning_spot.exact.per_trainer import OfTrainer
-from lightning_spot.exact.sharded import holder_of, is_flat, split
+from lightning_spot.exact.sharded import holder_of, split
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.hosts import Hosts
 from lightning_spot.fit.one_place import check_place
@@ -64,7 +63,6 @@ class InShards(OfTrainer):
         self._joining: Joining | None = None
         self._hosts = Hosts()
         self._files = OwnFiles(trainer)
-        self._keeps: Kinds | None = None  # the optimizers of this rank
         self._begun = (-1, False)  # the step, and whether it was the end
         self._has_shown = False
 
@@ -97,7 +95,6 @@ class InShards(OfTrainer):
             schedule: when what only the optimizer changes is copied.
         """
         trainer, agreement = self._trainer, Agreement(self._trainer)
-        agreement.together(lambda: holder_of(trainer))  # which may refuse the model
         if trainer.world_size == 1:
             return
         self._hosts = hosts = Hosts.meet(agreement, self._location, self._ring, attempt, run, number, in_shards=True)
@@ -230,13 +227,9 @@ class InShards(OfTrainer):
                     attempt.skipped += 1
                     attempt.writer.say_once("own state", "no snapshot now, training goes on: %s", error)
                 return None
-        self._keeps = None
         if isinstance(mine, ShardedCheckpoint):
             mine = replace(mine, most_own_bytes=self._files.most_bytes)
             try:
-                holder = holder_of(self._trainer)
-                self._keeps = holder.kinds(mine.state)
-                holder.complete(mine.state, self._files.kinds)
                 if attempt is not None:
                     mine.rest[KEY] |= {"interval": interval(), **attempt.origin}
             except Exception as error:
@@ -248,7 +241,7 @@ class InShards(OfTrainer):
         if isinstance(dump, SpotError):
             return dump
         try:
-            state, rest = split(dump.apart(self._trainer), holder_of(self._trainer))
+            state, rest = split(dump.apart(self._trainer))
         except Exception as error:
             return failure_of(error)
         return ShardedCheckpoint(state, dump.state, rest, 0)
@@ -302,11 +295,10 @@ class InShards(OfTrainer):
 
     def _show(self, attempt: Attempt | None) -> None:
         """Show it for the next snapshot, where nobody leads who would tell; every rank calls it."""
-        is_agreed = self._hosts.can_bring and (not self._location.nodes or self._hosts.spread > 0)
-        if is_agreed or is_flat(self._trainer):
+        if self._hosts.can_bring and (not self._location.nodes or self._hosts.spread > 0):
             needs = self._joining.needs if self._joining is not None else 0
             said = read_outgrown(attempt.writer.missed_because) if attempt is not None else None
-            self._files.show(said.nbytes if said is not None else needs, self._keeps)
+            self._files.show(said.nbytes if said is not None else needs)
 
     def newest_differs(self, attempt: Attempt | None) -> bool:
         """Whether what this rank has left out of the newest snapshot is not as it is now. An urgent one replaces it.

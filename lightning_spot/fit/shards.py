@@ -43,7 +43,7 @@ def load_shards(trainer: pl.Trainer, image: Image, manifest: Manifest, *, trusts
         raise SettingsError(
             f"snapshot {manifest.name} is sharded, and {type(trainer.strategy).__name__} is not: make one plain file of"
             " it (`lightning-spot pull DIRPATH --consolidate --to FILE`) for fit(ckpt_path=FILE), or go on with"
-            " ModelParallelStrategy or FSDPStrategy(state_dict_type='sharded')"
+            " ModelParallelStrategy"
         )
     data = io.BytesIO(_file(image, manifest, REST_FILE))
     rest: dict[str, Any] = torch.load(data, "cpu", weights_only=False) if trusts else read_checkpoint(data)
