@@ -20,6 +20,7 @@ from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.exact import private
 from lightning_spot.image.safe_load import safe_load
 from lightning_spot.tiers.local import LocalStore
+from tests.conftest import new_process
 from tests.models import Net, data, trainer
 from tests.test_house import PACKAGE
 
@@ -165,6 +166,7 @@ def test_no_resume_is_an_error_where_there_is_something_to_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fit(tmp_path)
+    new_process()
     hide(monkeypatch, "resume_start")
     with pytest.raises(SettingsError, match=r"has snapshots, and with this version of Lightning none.*resume=False"):
         fit(tmp_path)

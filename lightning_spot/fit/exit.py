@@ -164,8 +164,8 @@ class Exit(OfTrainer):
                     f"lightning_spot: {type(error).__name__} has ended run {snapshotter.location.name!r} at step"
                     f" {self._trainer.global_step}; {snapshotter.writing.what_is_safe()}{way_on}"
                 )
-        if self._resume.named is not None and self._resume.location is not None:
-            earlier.interrupted(self._resume.named, self._resume.location, error)
+        for named in self._resume.all_named:
+            earlier.interrupted(named, error)
 
     def complete(self) -> None:
         """Return when everything committed is durable, within the time allowed. A second call does nothing."""
@@ -173,8 +173,8 @@ class Exit(OfTrainer):
             return
         self._is_complete = True
         self._finish(complete=True)
-        if self._resume.named is not None and self._resume.location is not None:
-            earlier.finished(self._resume.named, self._resume.location)
+        for named in self._resume.all_named:
+            earlier.finished(named)
 
     def let_go(self) -> None:
         """Let go of the rings, if nothing did before."""

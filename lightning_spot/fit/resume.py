@@ -7,9 +7,8 @@ it lacks for this model is an error then. What is put back at which place of the
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -28,12 +27,10 @@ from lightning_spot.fit.alike import check_one_model
 from lightning_spot.fit.changes import check_model, check_optimizers, other_hyperparameters
 from lightning_spot.fit.chosen import ResumedFrom, choose
 from lightning_spot.fit.failed_resumes import OnResumeFailure, without_failed
-from lightning_spot.fit.fingerprint import Fingerprint
 from lightning_spot.fit.left_elsewhere import bring_from_other_hosts
 from lightning_spot.fit.named import fetched_once
 from lightning_spot.fit.ranks import main_address
 from lightning_spot.fit.restore import Hosts
-from lightning_spot.fit.selection import LEAVE_OUT, Selection, select
 from lightning_spot.fit.shards import load_shards
 from lightning_spot.fit.taking_part import parts_of
 from lightning_spot.image.manifest import Manifest
@@ -55,7 +52,6 @@ class Resume(OfTrainer):
     Attributes:
         named: location that the user gave to who resumes the run; ``None`` if nobody does.
         location: where that run is; ``None`` likewise.
-        fingerprint: of this training, on rank 0.
         chosen: the snapshot it goes on from; ``None`` before the choice, for a fresh start, or with a ``ckpt_path``.
         attempt: number of the attempt that goes on, 0 while it is not known.
         info: of that attempt; on rank 0.
@@ -71,7 +67,6 @@ class Resume(OfTrainer):
         super().__init__(trainer)
         self.named: Location | None = None
         self.location: Location | None = None
-        self.fingerprint: Fingerprint | None = None
         self.chosen: ResumedFrom | None = None
         self.attempt = 0
         self.info: RunInfo | None = None
@@ -82,7 +77,7 @@ class Resume(OfTrainer):
         self.interval: dict[str, Any] | None = None
         self.on_failure: OnResumeFailure = "error"
         self._found: Survey | None = None
-        self._selected: dict[Location, Selection] = {}
+        self._locations: dict[Location, Location] = {}
         self._trusts = False
         self._is_loaded = False
         self._has_trained = False
@@ -95,55 +90,36 @@ class Resume(OfTrainer):
         is_able = FitState.of(self._trainer).can(private.RESUME)
         return is_able and any(getattr(part, "resumes", False) for part in parts_of(self._trainer))
 
+    @property
+    def all_named(self) -> Collection[Location]:
+        """Locations that the user gave, of which this ``fit`` has a run."""
+        return self._locations.keys()
+
     def location_of(self, named: Location) -> Location:
-        """Where the run of this ``fit`` is, if runs are resumed: ``dirpath`` may have several. Every rank calls it."""
-        if named not in self._selected:
+        """Where the run of this ``fit`` is: ``dirpath`` may have several. Every rank calls it."""
+        if named not in self._locations:
+            ranks = Agreement(self._trainer)
+            self._locations[named] = location = ranks.tell(earlier.next_at(named))
+            if location != named:
+                rank_zero_info(
+                    f"lightning_spot: this process has finished a fit at {named.url}: this fit is a run of its own, in"
+                    f" {location.url}"
+                )
             if self.is_wanted():
-                bring_from_other_hosts(self._trainer, named)
-            selected = self._trainer.strategy.broadcast(
-                Agreement(self._trainer).on_rank_zero(lambda: self._select(named))
-            )
-            assert selected is not None  # rank 0 has found one, or an error was raised
-            self._selected[named] = selected
-            self._say(named, selected)
-        return self._selected[named].location
+                bring_from_other_hosts(self._trainer, location)
+                ranks.on_rank_zero(lambda: self._look_first(location))
+        return self._locations[named]
 
-    def _select(self, named: Location) -> Selection:
-        self.fingerprint = Fingerprint.of(self._trainer)
-        if not self.is_wanted():
-            return Selection(named)
+    def _look_first(self, location: Location) -> None:
         if self._trainer.ckpt_path is not None:  # no snapshot that is there is chosen
-            places = (earlier.numbered(named, number) for number in itertools.count(1))
-            return Selection(next(place for place in places if not earlier.is_finished(place)))
+            return
         if any(getattr(part, "writes", False) for part in parts_of(self._trainer)):
-            named.check()  # before it is asked, again and again, why it does not answer
-        return select(named, self.fingerprint, self._has_more, self._look_first)
-
-    def _has_more(self, newest: Manifest | ResumedFrom) -> bool:
-        """Whether this ``fit`` would train on from such a snapshot."""
-        trainer = self._trainer
-        epochs, steps = trainer.max_epochs, trainer.max_steps
-        ends_by_epoch = epochs is not None and 0 <= epochs <= newest.epoch
-        return not (ends_by_epoch or 0 <= steps <= newest.step)
-
-    def _look_first(self, location: Location) -> Survey:
-        found = self._found = survey(location)
-        return found
+            location.check()  # before it is asked, again and again, why it does not answer
+        self._found = survey(location)
 
     def let_go(self) -> None:
         """Let go of what the tiers have, and with it of connections to nodes."""
         self._found = None
-
-    def _say(self, named: Location, selected: Selection) -> None:
-        if selected.warning:
-            rank_zero_warn(f"lightning_spot: {selected.warning}")
-        if selected.notice:
-            rank_zero_info(f"lightning_spot: {selected.notice}")
-        elif selected.location != named and earlier.is_finished(named):
-            rank_zero_info(
-                f"lightning_spot: this process has finished run {named.name!r}: this fit is a run of its own, in"
-                f" {selected.location.url}"
-            )
 
     def look(self, location: Location) -> Survey:
         """Ask all tiers what they hold of the run. On rank 0."""
@@ -314,26 +290,16 @@ class Resume(OfTrainer):
         if not is_sharded(trainer):  # whose model has been loaded already
             check_model(trainer, checkpoint, f"{chosen.name} ({chosen.url})")
             check_optimizers(trainer, f"{chosen.name} ({chosen.url})")
-        if said := self._what_differs(other_hyperparameters(trainer, checkpoint), chosen):
-            rank_zero_warn(f"lightning_spot: {said}")
+        if others := other_hyperparameters(trainer, checkpoint):
+            rank_zero_warn(
+                "lightning_spot: the snapshot that this fit goes on from had other hyperparameters:"
+                f" {format_names(others)}. Optimizers and schedulers go on with the settings that they had. If one of"
+                " them is drawn anew at each start, leave it out: save_hyperparameters(ignore=[…]). If the snapshot is"
+                " of another training, the weights are not this one's own: give each a dirpath of its own"
+            )
         home = namespaces.of(trainer, "utilities.migration")
         migrated, _ = private.MIGRATE.of(home)(checkpoint)
         private.LOADED_CHECKPOINT.set(private.RESUMING_CONNECTOR.of(trainer), migrated)
-
-    def _what_differs(self, others: list[str], chosen: ResumedFrom) -> str:
-        """What to say of hyperparameters that a snapshot has otherwise; ``""`` where nothing is worth it."""
-        selected = self._selected.get(self.named) if self.named is not None else None
-        if selected is None or not selected.drawn_anew:
-            had = f"the snapshot that this fit goes on from had other hyperparameters: {format_names(others)}"
-            had += ". Optimizers and schedulers go on with the settings that they had"
-            return f"{had}. {LEAVE_OUT}. If it is of another training, give each a dirpath of its own" if others else ""
-        names = f" ({format_names(others)})" if others else ""
-        wrong = "the weights are not its own" if self._has_more(chosen) else "nothing of it is trained"
-        return (
-            f"the run in {selected.location.url} is complete, and this fit differs from it only in ids, seeds, times or"
-            f" folders{names}, which are taken to be others at each start. {LEAVE_OUT}. If it is another training,"
-            f" {wrong}: give each a dirpath of its own"
-        )
 
     # -- after it -------------------------------------------------------------------------------------------------
 

@@ -257,7 +257,8 @@ def changed(
     listed = "; ".join(f"{what}: {format_names(names)}" for what, names in parts if names)
     return ModelChanged(
         f"the model has changed since snapshot {snapshot}: {listed}. Use the model it was taken of, {way}or start"
-        " afresh with resume=False or another dirpath. The snapshot is left as it is",
+        " afresh with resume=False. If it is of another training (the n-th fit of a process at one dirpath is the run"
+        " fit-n), give each a dirpath of its own. Nothing was loaded, and the snapshot is left as it is",
         missing=[*missing],
         unexpected=[*unexpected],
         reshaped=[*reshaped],
