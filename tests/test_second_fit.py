@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import uuid
 import warnings
@@ -219,10 +220,10 @@ def test_nodes_go_at_the_end_of_a_program_unless_an_exception_ends_it(
         trainer(spot(tmp_path, memory="auto"), EndAt(5)).fit(Net(), data(6))
     record = find_record(str(tmp_path / "run"))
     monkeypatch.setattr("sys.last_value", Stop(), raising=False)
-    earlier._at_exit()
+    earlier._at_exit(os.getpid())
     assert earlier._nodes
     monkeypatch.delattr("sys.last_value")
-    earlier._at_exit()
+    earlier._at_exit(os.getpid())
     until(lambda: not record.running(), "the node to end")
 
 

@@ -57,7 +57,7 @@ def node_was_left(location: Location, attempt: int, error: BaseException) -> Non
     """A node stays for a trainer that is started again. Where the program goes on instead, it is let go soon."""
     if location.embedded and not isinstance(error, (Preempted, KeyboardInterrupt)):
         if not _nodes:
-            atexit.register(_at_exit)
+            atexit.register(_at_exit, os.getpid())
         _nodes[location.url] = (location, attempt)
 
 
@@ -75,12 +75,13 @@ def forget() -> None:
     _nodes.clear()
 
 
-os.register_at_fork(after_in_child=_nodes.clear)  # a child's end is not the program's
+def _at_exit(pid: int) -> None:
+    """Where an exception ends the program, it will be started again, and goes on from the memory of its node.
 
-
-def _at_exit() -> None:
-    """Where an exception ends the program, it will be started again, and goes on from the memory of its node."""
-    if getattr(sys, "last_value", None) is None:
+    Args:
+        pid: of the program: the end of a forked child is not its own.
+    """
+    if os.getpid() == pid and getattr(sys, "last_value", None) is None:
         while _nodes:
             _let_go(*_nodes.popitem()[1])
 
