@@ -16,9 +16,9 @@ import torch
 from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.client import starting
 from lightning_spot.errors import NodeUnreachable, SettingsError, TierError
-from lightning_spot.fit import alike, left_elsewhere
+from lightning_spot.fit import alike, resume
 from lightning_spot.fit.alike import check_alike, check_one_model, check_one_optimizer
-from lightning_spot.fit.left_elsewhere import bring_from_other_hosts
+from lightning_spot.fit.resume import bring_from_other_hosts
 from lightning_spot.interval.costs import Costs
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
@@ -274,8 +274,8 @@ def test_what_the_host_of_a_former_rank_0_has_is_brought_before_it_is_looked_wha
             raise NodeUnreachable("it stands still", tier="there")
         return node if rank == 2 else None
 
-    monkeypatch.setattr(left_elsewhere, "attach", attach)
-    monkeypatch.setattr(left_elsewhere, "place_of", lambda _: f"host {rank_of_this_thread() // 2}")
+    monkeypatch.setattr(resume, "attach", attach)
+    monkeypatch.setattr(resume, "place_of", lambda _: f"host {rank_of_this_thread() // 2}")
     on_ranks(8, lambda trainer: bring_from_other_hosts(trainer, location))  # type: ignore[arg-type]
     assert sorted(asked) == [2, 4, 6]  # the first rank of each other host
     (line,) = [record.getMessage() for record in caplog.records if "on the host of rank 6" in record.getMessage()]
@@ -298,7 +298,7 @@ def test_it_is_brought_where_the_node_knows_two_runs_of_that_name(
         for step in (1, 2):
             take(host, step, 1000)
             until(lambda step=step: step == 2 or host.safe_step() == 1, "the first to be durable")
-        monkeypatch.setattr(left_elsewhere, "place_of", lambda _: f"host {rank_of_this_thread()}")
+        monkeypatch.setattr(resume, "place_of", lambda _: f"host {rank_of_this_thread()}")
         on_ranks(2, lambda trainer: bring_from_other_hosts(trainer, location))  # type: ignore[arg-type]
         assert LocalStore(location.url).survey().manifests[0].step == 2
     finally:
@@ -306,7 +306,7 @@ def test_it_is_brought_where_the_node_knows_two_runs_of_that_name(
 
 
 def test_a_single_rank_asks_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(left_elsewhere, "attach", SimpleNamespace)
+    monkeypatch.setattr(resume, "attach", SimpleNamespace)
     on_ranks(1, lambda trainer: bring_from_other_hosts(trainer, Location.of(tmp_path, None, None)))  # type: ignore[arg-type]
 
 

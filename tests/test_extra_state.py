@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_spot.errors import ModelChanged, NotSerialisable
 from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.sharded import holder_of, split
-from lightning_spot.fit.shards import load_shards
+from lightning_spot.fit.chosen import load_shards
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.sharded.consolidate import consolidated
 from lightning_spot.sharded.layout import ShardedLayouter, state_archive

@@ -772,11 +772,11 @@ def test_the_rate_of_two_machines_is_twice_as_high() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_losses_are_read_from_a_gpu_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_spot.fit import readings
+    from lightning_spot.fit import pacing
 
-    monkeypatch.setattr(readings, "READ_EVERY_S", 0.0)
+    monkeypatch.setattr(pacing, "READ_EVERY_S", 0.0)
     found = []
-    losses = readings.Readings()
+    losses = pacing.Readings()
     for step in range(1, 50):
         reading = losses.add({"loss": torch.full((), float(step), device="cuda")}, step)
         time.sleep(0.01)

@@ -64,7 +64,7 @@ WHERE = [
     "exact/dump:Dump._with",
     "exact/fit_state:FitState.capture",
     "exact/changed_values:ChangedValues.capture",
-    "fit/iterations:Iterations.ends",
+    "fit/writing:Iterations.ends",
     "fit/pacing:Pacing._learn",
     "fit/writing:Writing.warm",
     "image/layout:_Places._add",
@@ -334,8 +334,8 @@ def threads() -> set[str]:
 
 
 URGENT = [
-    (0, "fit/urgent:_has_taken"),
-    (1, "fit/iterations:Iterations.end"),
+    (0, "fit/exit:_has_taken"),
+    (1, "fit/writing:Iterations.end"),
     (0, "capture/safety:Safety.plan"),
     (1, "capture/following:Follower.check_all"),
 ]
@@ -344,7 +344,7 @@ URGENT = [
 @pytest.mark.parametrize(
     ("rank", "where"),
     [
-        (1, "fit/at_hand:AtHand.newest"),
+        (1, "fit/snapshotter:AtHand.newest"),
         *(pytest.param(*each, marks=pytest.mark.soak) for each in URGENT),
     ],
 )

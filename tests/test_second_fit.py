@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_spot import AutoResume, EverySteps, GoodputMonitor, RemoteSnapshot, SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.errors import ModelChanged
 from lightning_spot.fit import earlier
-from lightning_spot.fit.changes import other_hyperparameters
+from lightning_spot.fit.resume import other_hyperparameters
 from lightning_spot.goodput.records import read_records
 from lightning_spot.protocol.record import find_record
 from lightning_spot.tiers.local import LocalStore

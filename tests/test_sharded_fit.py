@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_spot.errors import SettingsError
 from lightning_spot.exact.compare import differences
 from lightning_spot.exact.compare import main as compare_files
-from lightning_spot.fit.shards import load_shards
+from lightning_spot.fit.chosen import load_shards
 from lightning_spot.fit.taking_part import takes_part
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.sharded.consolidate import consolidated, read_folder, write_plain

@@ -1,46 +1,58 @@
 """A resume: which snapshot a ``fit`` goes on from, agreed by all ranks, and what is said of it.
 
 Before training, rank 0 asks all tiers, reads the newest snapshot whose checksums hold, and hands it to the others; what
-it lacks for this model is an error then. What is put back at which place of the loops is in
+it lacks for this model is an error then. Others may resume the ``fit``, too, from files of their own, or end its second
+start. What is put back at which place of the loops is in
 :class:`~lightning_spot.exact.restoring.Restoring`.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import re
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.nn.parameter import is_lazy
 
+from lightning_spot.capture.tensors import shape_of
+from lightning_spot.client.starting import attach
 from lightning_spot.config import format_names
-from lightning_spot.errors import SettingsError
+from lightning_spot.errors import ModelChanged, NodeUnreachable, SettingsError, SpotError
 from lightning_spot.exact import namespaces, private, shipped
 from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.fit_state import FitState
+from lightning_spot.exact.hyperparameters import OF_DATA, OF_MODEL, held
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.resumable import Trial, check_resumable, put_in_own_objects
 from lightning_spot.exact.sharded import is_sharded
-from lightning_spot.fit import competing, earlier
+from lightning_spot.fit import earlier
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.alike import check_one_model
-from lightning_spot.fit.changes import check_model, check_optimizers, other_hyperparameters
-from lightning_spot.fit.chosen import ResumedFrom, choose
+from lightning_spot.fit.chosen import ResumedFrom, choose, load_shards
 from lightning_spot.fit.failed_resumes import OnResumeFailure, without_failed
-from lightning_spot.fit.left_elsewhere import bring_from_other_hosts
-from lightning_spot.fit.named import fetched_once
+from lightning_spot.fit.hosts import place_of
 from lightning_spot.fit.ranks import main_address
-from lightning_spot.fit.restore import Hosts
-from lightning_spot.fit.shards import load_shards
+from lightning_spot.fit.restore import Hosts, fetched_once
 from lightning_spot.fit.taking_part import parts_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.runs import RunInfo
+from lightning_spot.run import patience
 from lightning_spot.run.choice import doubt
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import Survey, hold, look_again, survey
+from lightning_spot.sharded.reader import changed
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+logger = logging.getLogger(__name__)
+
+_OF_SLURM = re.compile(r"hpc_ckpt_\d+\.ckpt")
 
 
 class Resume(OfTrainer):
@@ -163,7 +175,7 @@ class Resume(OfTrainer):
             return location
         found = self._found
         was_started = trainer.strategy.broadcast(found is not None and max(found.seen_attempts, default=0) > 0)
-        competing.let_config_be_saved_again(trainer, was_started=was_started)
+        let_config_be_saved_again(trainer, was_started=was_started)
         # All strategies pass through resume_start, on every rank, with the process group up.
         connector = private.RESUMING_CONNECTOR.of(trainer)
         vars(connector).pop(private.RESUME_START.name, None)  # of a fit that ended before it came to that
@@ -174,7 +186,7 @@ class Resume(OfTrainer):
             self._trusts = options.get("weights_only") is False
             check_one_model(trainer)
             begun_s = time.monotonic()
-            who = trainer.strategy.broadcast(competing.who_found_checkpoint(trainer, checkpoint_path))
+            who = trainer.strategy.broadcast(who_found_checkpoint(trainer, checkpoint_path))
             if who or not checkpoint_path:
                 self._choose(location)
             if who:
@@ -339,3 +351,241 @@ class Resume(OfTrainer):
             " nothing was left to train. Raise max_epochs or max_steps to go on, or choose another dirpath for a"
             " new run"
         )
+
+
+# -- what other hosts owe ---------------------------------------------------------------------------------------------
+
+
+def bring_from_other_hosts(trainer: pl.Trainer, location: Location) -> None:
+    """Have what nodes of other hosts than rank 0's owe brought below, before anybody looks there. Every rank calls it.
+
+    Rank 0 looks at its own host, memory nodes and the durable tier. Who launches ranks may deal them to the hosts in
+    another order than before: then the newest snapshot is in the memory of a host that nobody asks. What is not brought
+    in time is said.
+
+    Args:
+        trainer: whose ranks they are.
+        location: of the run.
+    """
+    ranks = Agreement(trainer)
+    if ranks.size == 1:
+        return
+    places = ranks.gather(place_of(location))
+    if len(set(places)) == 1:  # all are on rank 0's host, which is asked by whoever looks
+        return
+    place = places[ranks.rank]
+    leads = place != places[0] and places.index(place) == ranks.rank
+    everyones = ranks.gather(_late(location) if leads else [])
+    for rank, late in enumerate(everyones if ranks.rank == 0 else ()):
+        for line in late:
+            logger.warning(
+                "lightning_spot: the node on the host of rank %d has not brought below all that an earlier attempt may"
+                " have left there: %s. This attempt goes on from what is there. To go on from that host's snapshot,"
+                " start the run with rank 0 on it",
+                rank,
+                line,
+            )
+
+
+def _late(location: Location) -> list[str]:
+    """What the node of this host has not brought below in time, one line each."""
+    try:
+        host = attach(location.url, location.name)
+    except NodeUnreachable as error:  # there is one, or slots of one
+        return [str(error)]
+    except (SpotError, OSError) as error:
+        logger.debug("no node can be had here: %s", error)
+        return []
+    if host is None:
+        return []
+    try:
+        # What hosts bring together is not waited for: no host has all of it.
+        return host.flush(patience.PATIENCE.answer_s) if host.owes() else []
+    except SpotError as error:
+        return [str(error)]
+    finally:
+        host.disconnect()
+
+
+# -- what the user has changed since a snapshot was taken -------------------------------------------------------------
+
+
+def check_model(trainer: pl.Trainer, checkpoint: dict[str, Any], snapshot: str) -> None:
+    """Refuse a checkpoint of another model, before Lightning loads half of it.
+
+    Args:
+        trainer: whose model it is for.
+        checkpoint: as it was saved.
+        snapshot: its name and place, for the message.
+
+    Raises:
+        ModelChanged: naming what differs.
+    """
+    module = trainer.lightning_module
+    if not module.strict_loading or namespaces.overrides(module, "on_load_checkpoint"):
+        return  # the user's own hook sees the checkpoint before it is loaded, and may mend the difference
+    saved = checkpoint.get("state_dict", {})
+    present = trainer.strategy.lightning_module_state_dict()
+    missing, unexpected = sorted(set(present) - set(saved)), sorted(set(saved) - set(present))
+    reshaped = {
+        key: f"{key} {tuple(shape_of(saved[key]))}→{tuple(shape_of(value))}"
+        for key, value in present.items()
+        if isinstance(saved.get(key), torch.Tensor)
+        and isinstance(value, torch.Tensor)
+        and not is_lazy(value)  # it takes the shape that comes
+        and shape_of(saved[key]) != shape_of(value)
+    }
+    if missing or unexpected or not all(_loads_by_itself(module, key) for key in reshaped):
+        way = "set strict_loading=False in the LightningModule to load what fits, "
+        raise changed(snapshot, missing=missing, unexpected=unexpected, reshaped=[*reshaped.values()], way=way)
+
+
+def _loads_by_itself(module: torch.nn.Module, key: str) -> bool:
+    """Whether the module that has a tensor loads it in a way of its own, and so may take the shape that comes.
+
+    Those of torch that learn a quantisation do: what is for each channel shows in training.
+    """
+    owner = dict(module.named_modules()).get(key.rpartition(".")[0])
+    if owner is None:
+        return False
+    has_hooks = bool(getattr(owner, "_load_state_dict_pre_hooks", ()))
+    overridden = "_load_from_state_dict"  # where torch should have it no more, nobody overrides it
+    return has_hooks or getattr(type(owner), overridden, None) is not getattr(torch.nn.Module, overridden, None)
+
+
+def check_optimizers(trainer: pl.Trainer, snapshot: str) -> None:
+    """Have it named if the optimizers of a checkpoint are not those of the program, when they are loaded.
+
+    Torch would name neither. That is so late since hooks may change the checkpoint until then, and those of an
+    optimizer its state even later: only what torch refuses does not fit.
+
+    Args:
+        trainer: that resumes.
+        snapshot: its name and place, for the message.
+    """
+    strategy: Any = trainer.strategy
+    load = strategy.load_optimizer_state_dict
+
+    def load_optimizer_state_dict(checkpoint: Mapping[str, Any]) -> None:
+        vars(strategy).pop("load_optimizer_state_dict", None)
+        saved, present = checkpoint["optimizer_states"], trainer.optimizers
+        if len(saved) != len(present):
+            raise _other_optimizers(snapshot, f"{len(saved)} optimizers", f"{len(present)}")
+        try:
+            load(checkpoint)
+        except ValueError as error:
+            for number, (state, optimizer) in enumerate(zip(saved, present, strict=True)):
+                if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+                    continue
+                before, now = _groups(state["param_groups"]), _groups(optimizer.param_groups)
+                if before != now:
+                    raise _other_optimizers(snapshot, f"optimizer {number} with {before}", now) from error
+            raise
+
+    strategy.load_optimizer_state_dict = load_optimizer_state_dict
+
+
+def _groups(groups: list[dict[str, Any]]) -> str:
+    return f"groups of {', '.join(str(len(group['params'])) for group in groups)} parameters"
+
+
+def _other_optimizers(snapshot: str, before: str, now: str) -> ModelChanged:
+    return ModelChanged(
+        f"snapshot {snapshot} has {before}, and configure_optimizers makes {now}. If the program was changed, take that"
+        " back; if it replaces optimizers, or adds groups of parameters, in mid-training, make them so in"
+        " configure_optimizers when it is started again. Or start afresh with resume=False",
+        missing=[],
+        unexpected=[],
+        reshaped=[],
+    )
+
+
+def other_hyperparameters(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> list[str]:
+    """Plain ones of the model and the data module that a snapshot has otherwise, or not: ``name saved→present``."""
+    found: list[str] = []
+    for key, owner in ((OF_MODEL, trainer.lightning_module), (OF_DATA, trainer.datamodule)):  # type: ignore[attr-defined] # it has one
+        saved = checkpoint.get(key, {})  # what stands for an object that is not loaded has no truth value
+        if owner is not None and isinstance(saved, Mapping) and isinstance(owner.hparams, Mapping):
+            found += _changed(saved, owner.hparams)
+    return found
+
+
+def _changed(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[str]:
+    before, now = _plain_ones(saved), _plain_ones(present)
+    for name, value in now.items():
+        if name not in saved:
+            yield f"{name} {value!r} (new)"
+        elif name in before and repr(before[name]) != repr(value):
+            yield f"{name} {before[name]!r}→{value!r}"
+    for name, value in before.items():
+        if name not in present:
+            yield f"{name} {value!r} (gone)"
+
+
+def _plain_ones(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in held(values) if isinstance(value, (bool, int, float, str))}
+
+
+# -- others at the start ----------------------------------------------------------------------------------------------
+
+
+def who_found_checkpoint(trainer: pl.Trainer, path: Any) -> str:
+    """Who had Lightning go on from a checkpoint where ``fit`` was given none; ``""`` if the user named it.
+
+    One that is passed to ``fit`` is taken for one of these, too, if it is the very file that they would take.
+
+    Args:
+        trainer: that is about to load it.
+        path: of it; ``None`` if there is none.
+    """
+    if path is None or trainer.ckpt_path is not None:  # which only the user has set by now
+        return ""
+    folder, name = os.path.split(str(path))
+    if _OF_SLURM.fullmatch(name) and folder == str(trainer.default_root_dir).rstrip("/") and _is_slurm_job():
+        return "SLURM's requeue"
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined] # Lightning's Trainer has it
+    on_exception = [each for each in callbacks if isinstance(each, _kinds("OnExceptionCheckpoint"))]
+    if any(str(each.ckpt_path) == str(path) for each in on_exception):
+        return "OnExceptionCheckpoint"
+    for each in callbacks if on_exception else ():  # they have Lightning look for any last file
+        if isinstance(each, _kinds("ModelCheckpoint")) and name.startswith(each.CHECKPOINT_NAME_LAST):
+            return "OnExceptionCheckpoint"
+    return ""
+
+
+def _kinds(name: str) -> tuple[Any, ...]:
+    return namespaces.classes("callbacks", name)
+
+
+def _is_slurm_job() -> bool:
+    kinds = namespaces.classes("fabric.plugins.environments", "SLURMEnvironment")
+    return any(kind.detect() for kind in kinds)
+
+
+def let_config_be_saved_again(trainer: pl.Trainer, *, was_started: bool) -> None:
+    """Keep LightningCLI from ending a later start of the run, since the first one has saved its configuration.
+
+    Args:
+        trainer: that fits. Every rank calls it, in ``setup``.
+        was_started: whether this run was started before.
+    """
+    for callback in _unsaved_configs(trainer):
+        if not callback.already_saved:  # its setup comes after ours, also in the starts to come
+            callback.overwrite = was_started
+            if was_started:
+                rank_zero_info(
+                    f"lightning_spot: this start goes on with its run: {callback.config_filename} of an earlier one"
+                    " may be overwritten"
+                )
+        elif trainer.logger is None or isinstance(trainer.logger.version, str):  # the same folder each time
+            rank_zero_warn(
+                f"lightning_spot: the next start of this command will end, since {callback.config_filename} is in"
+                f" {trainer.log_dir} by then. Pass save_config_kwargs={{'overwrite': True}} to LightningCLI"
+            )
+
+
+def _unsaved_configs(trainer: pl.Trainer) -> Iterator[Any]:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined] # Lightning's Trainer has it
+        names = {kind.__name__ for kind in type(callback).__mro__}  # to import it would cost each start time
+        if "SaveConfigCallback" in names and callback.save_to_log_dir and not callback.overwrite:
+            yield callback
