@@ -18,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 from lightning_spot import EverySteps, SpotCheckpoint
 from tests.conftest import new_process
 from tests.exact_cases import loader
-from tests.exact_flat import OnCpus
 from tests.exact_models import ByParameter
 from tests.exact_sharded import Stop, StopAt
 
@@ -104,13 +103,11 @@ class Kernels(Own):
         return [OnShards(self.parameters())]
 
 
-def strategy_of(name: str, module: Own, ranks: int) -> Any:
+def strategy_of(name: str, ranks: int) -> Any:
     """A strategy that leaves the embedding to each rank."""
     if name in ("ddp", "manual"):
         return DDPStrategy(process_group_backend="gloo")
-    if name in ("fsdp2", "kernels"):
-        return ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
-    return OnCpus(ignored_modules=[module.own])
+    return ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
 
 
 def train(root: Path, name: str, rows: int, *callbacks: pl.Callback, seed: int) -> dict[str, torch.Tensor]:
@@ -121,7 +118,7 @@ def train(root: Path, name: str, rows: int, *callbacks: pl.Callback, seed: int) 
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=strategy_of(name, module, 2),
+        strategy=strategy_of(name, 2),
         max_steps=8,
         logger=False,
         enable_checkpointing=False,
@@ -144,7 +141,7 @@ def train(root: Path, name: str, rows: int, *callbacks: pl.Callback, seed: int) 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("root", type=Path)
-    parser.add_argument("strategy", choices=("ddp", "manual", "fsdp2", "fsdp1", "kernels"))
+    parser.add_argument("strategy", choices=("ddp", "manual", "fsdp2", "kernels"))
     parser.add_argument("--rows", type=int, default=ROWS)
     given = parser.parse_args()
     whole = train(given.root / "whole", given.strategy, given.rows, seed=11)

@@ -1,4 +1,4 @@
-"""Trains a model in shards (FSDP2 or FSDP1, gloo) whose ranks believe to be on several hosts: ``… ROOT --memory URL``.
+"""Trains a model in shards (FSDP2, gloo) whose ranks believe to be on several hosts: ``… ROOT --memory URL``.
 
 Rank 0 leaves an account in ``ROOT/rank-0.json``, and the state of each step in ``ROOT/steps`` as a checksum.
 """
@@ -23,7 +23,6 @@ from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.client.embedded import EmbeddedHost
 from tests.conftest import until
 from tests.exact_cases import loader
-from tests.exact_flat import OnCpus
 from tests.test_every_step import digest
 from tests.together_trainer import be_on_host
 
@@ -37,9 +36,7 @@ class Wide(pl.LightningModule):
         self.net = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.Linear(width, 1))
 
     def configure_model(self) -> None:
-        if self.device_mesh is None:
-            return  # FSDP1
-        mesh = self.device_mesh["data_parallel"]
+        mesh = self.device_mesh["data_parallel"]  # type: ignore[index] # set by the strategy
         for layer in self.net:
             if isinstance(layer, nn.Linear) and not hasattr(layer, "set_reshard_after_backward"):
                 fully_shard(layer, mesh=mesh)
@@ -78,7 +75,7 @@ class Account(pl.Callback):
         state = {name: value.full_tensor() for name, value in module.state_dict().items() if is_sharded(value)}
         if trainer.is_global_zero:
             self.wait_for_carrier()
-            with open(self.root / "steps", "a") as file:  # under FSDP1, no state: that would be gathered
+            with open(self.root / "steps", "a") as file:
                 file.write(f"{trainer.global_step} {digest(state)}\n")
 
     def wait_for_carrier(self) -> None:
@@ -129,7 +126,6 @@ def main() -> int:
     parser.add_argument("--dir", help="the durable tier, if not below ROOT")
     parser.add_argument("--hosts", type=int, default=2, help="ranks believe to be on so many hosts")
     parser.add_argument("--nodes", type=int, default=1, help="machines, on each of which this was started")
-    parser.add_argument("--flat", action="store_true", help="FSDP1")
     parser.add_argument("--kill", type=int, nargs=2, default=(-1, -1), help="rank and step")
     parser.add_argument("--notice", type=int, nargs=2, default=(-1, -1), help="rank and step of a SIGTERM")
     parser.add_argument("--lose-node", action="store_true", help="of rank 0's host, as the last snapshot begins")
@@ -152,7 +148,7 @@ def main() -> int:
         accelerator="cpu",
         devices=arguments.ranks // arguments.nodes,
         num_nodes=arguments.nodes,
-        strategy=OnCpus() if arguments.flat else ModelParallelStrategy(arguments.ranks, 1),
+        strategy=ModelParallelStrategy(arguments.ranks, 1),
         enable_progress_bar=False,
         enable_model_summary=False,
         logger=False,

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing
-from lightning_spot.sharded.flat import FlatShard, ranges_of
 from lightning_spot.sharded.layout import ShardedImage, ShardedLayouter, state_archive
 from lightning_spot.sharded.private import box_of
 
@@ -60,25 +60,17 @@ class Sharded:
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-@dataclass(frozen=True)
-class Flattened(Sharded):
-    """A tensor that lies in a flat one, which is cut into equal parts.
+def rows(local: torch.Tensor, world_size: int) -> DTensor:
+    """A tensor of which each rank has as many rows, without a process group.
 
-    Attributes:
-        around: numbers of elements before it and behind it.
+    Args:
+        local: those of this rank.
+        world_size: how many ranks there are.
     """
-
-    around: tuple[int, int] = (0, 0)
-
-    def on(self, mesh: DeviceMesh, *, empty: bool = False) -> FlatShard:  # type: ignore[override]
-        """What this rank has of it."""
-        before, behind = self.around
-        numels = (before, self.whole.numel(), behind)
-        ranges = ranges_of(numels, (True, False, True), mesh.size())[0]
-        start, stop = ranges[dist.get_rank()]
-        local = self.whole.reshape(-1)[start:stop]
-        local = torch.zeros_like(local) if empty else local.clone()
-        return FlatShard(local, tuple(self.whole.shape), ranges, dist.get_rank())
+    mesh = DeviceMesh("cpu", torch.arange(world_size), _init_backend=False, _rank=0)
+    shape = torch.Size((local.shape[0] * world_size, *local.shape[1:]))
+    meta = TensorMeta(shape, tuple(torch.empty(shape, device="meta").stride()), local.dtype)
+    return DTensor(local, DTensorSpec(mesh, (Shard(0),), meta), requires_grad=False)
 
 
 def on_rank(state: Any, mesh: DeviceMesh, *, empty: bool = False) -> Any:

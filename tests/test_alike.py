@@ -16,11 +16,11 @@ import torch
 from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.client import starting
 from lightning_spot.errors import NodeUnreachable, SettingsError, SpotError, TierError
-from lightning_spot.fit import alike, left_elsewhere, one_place
+from lightning_spot.fit import alike, in_shards, resume
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.alike import check_alike, check_one_model, check_one_optimizer
-from lightning_spot.fit.left_elsewhere import bring_below
-from lightning_spot.fit.one_place import check_read_everywhere
+from lightning_spot.fit.in_shards import check_read_everywhere
+from lightning_spot.fit.resume import bring_below
 from lightning_spot.interval.costs import Costs
 from lightning_spot.memory.health import TierHealth
 from lightning_spot.run.location import Location
@@ -284,8 +284,8 @@ def test_what_the_host_of_a_former_rank_0_has_is_brought_before_it_is_looked_wha
             raise NodeUnreachable("it stands still", tier="there")
         return node if rank == 2 else None
 
-    monkeypatch.setattr(left_elsewhere, "attach", attach)
-    monkeypatch.setattr(left_elsewhere, "place_of", lambda _: f"host {rank_of_this_thread() // 2}")
+    monkeypatch.setattr(resume, "attach", attach)
+    monkeypatch.setattr(resume, "place_of", lambda _: f"host {rank_of_this_thread() // 2}")
     on_ranks(8, lambda trainer: bring_below(trainer, location))  # type: ignore[arg-type]
     assert sorted(asked) == [0, 2, 4, 6]  # the first rank of each host
     (line,) = [record.getMessage() for record in caplog.records if "on the host of rank 6" in record.getMessage()]
@@ -308,7 +308,7 @@ def test_it_is_brought_where_the_node_knows_two_runs_of_that_name(
         for step in (1, 2):
             take(host, step, 1000)
             until(lambda step=step: step == 2 or host.safe_step() == 1, "the first to be durable")
-        monkeypatch.setattr(left_elsewhere, "place_of", lambda _: f"host {rank_of_this_thread()}")
+        monkeypatch.setattr(resume, "place_of", lambda _: f"host {rank_of_this_thread()}")
         on_ranks(2, lambda trainer: bring_below(trainer, location))  # type: ignore[arg-type]
         assert LocalStore(location.url).survey().manifests[0].step == 2
     finally:
@@ -320,8 +320,8 @@ def test_a_directory_that_another_host_does_not_see_is_refused_when_training_beg
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sees: bool
 ) -> None:
     """Rank 0 wrote to its own disk, and a resume failed on the other hosts."""
-    monkeypatch.setattr(one_place, "_SEEN_S", 0.0)
-    monkeypatch.setattr(one_place, "place_of", lambda _: f"host {rank_of_this_thread() // 2}")
+    monkeypatch.setattr(in_shards, "_SEEN_S", 0.0)
+    monkeypatch.setattr(in_shards, "place_of", lambda _: f"host {rank_of_this_thread() // 2}")
     info = info_of(str(tmp_path / "run"), 1)
     LocalStore(str(tmp_path / "run")).claim(info.claim())
     asked = list[int]()
@@ -330,7 +330,7 @@ def test_a_directory_that_another_host_does_not_see_is_refused_when_training_beg
         asked.append(rank_of_this_thread())
         return LocalStore(url if sees else f"{url}-of-another-host")
 
-    monkeypatch.setattr(one_place, "open_store", open_store)
+    monkeypatch.setattr(in_shards, "open_store", open_store)
 
     def check(trainer: Any) -> str:
         location = Location.of(tmp_path / "run", None, None)
@@ -347,7 +347,7 @@ def test_a_directory_that_another_host_does_not_see_is_refused_when_training_beg
 
 
 def test_a_single_rank_asks_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(left_elsewhere, "attach", SimpleNamespace)
+    monkeypatch.setattr(resume, "attach", SimpleNamespace)
     on_ranks(1, lambda trainer: bring_below(trainer, Location.of(tmp_path, None, None)))  # type: ignore[arg-type]
 
 

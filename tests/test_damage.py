@@ -475,7 +475,7 @@ def test_many_greetings_are_answered_or_hung_up_on(runtime_dir: Path, bench: Ben
 def test_a_command_prints_nothing_that_a_terminal_obeys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     write_record(str(run), 1, {**RECORD.as_dict(), "attempt": 1})
-    made = manifest(versions={"torch": HOSTILE[:-1], HOSTILE[:-1]: "1"}, fingerprint="x")
+    made = manifest(versions={"torch": HOSTILE[:-1], HOSTILE[:-1]: "1"})
     folder = run / made.name
     folder.mkdir()
     (folder / "manifest.json").write_text(made.to_json())

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from lightning_spot.errors import ModelChanged, NotSerialisable
 from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.sharded import holder_of, split
-from lightning_spot.fit.shards import load_shards
+from lightning_spot.fit.chosen import load_shards
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.sharded.consolidate import consolidated
 from lightning_spot.sharded.layout import ShardedLayouter, state_archive
@@ -50,11 +50,8 @@ class Counting(nn.Linear):
 def on_rank(strategy: Any, mesh: Any, *layers: nn.Module) -> Any:
     """A trainer, as far as it is asked, of a model in shards."""
     model: nn.Module = nn.Sequential(*layers)
-    if isinstance(strategy, FSDPStrategy):
-        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)  # type: ignore[arg-type]
-    else:
-        fully_shard(model, mesh=mesh)
-        strategy._device_mesh = {"data_parallel": mesh}
+    fully_shard(model, mesh=mesh)
+    strategy._device_mesh = {"data_parallel": mesh}
     strategy.model, strategy.optimizers = model, []
     return SimpleNamespace(
         strategy=strategy,
@@ -72,7 +69,7 @@ def saved(strategy: Any, extra: Any) -> tuple[memoryview, Manifest]:
         with as_rank(rank, (2,)) as mesh:
             holder = holder_of(on_rank(strategy, mesh, nn.Linear(4, 4), Counting(extra)))
             exact = {KEY: {"world_size": 2, "ranks": []}}
-            state, rest = split({"state_dict": holder.model_state(), "optimizer_states": [], **exact}, holder)
+            state, rest = split({"state_dict": holder.model_state(), "optimizer_states": [], **exact})
             layouter = ShardedLayouter(rank, 2)
             written = layouter.lay_out(state, state_archive({}, 4096), [4096, 4096], rest)
             assert layouter.unreadable == ""  # which counts for what is read from the shards
@@ -82,9 +79,9 @@ def saved(strategy: Any, extra: Any) -> tuple[memoryview, Manifest]:
     return memoryview(image), Manifest(run="r", name="n", step=1, attempt=1, nbytes=len(image), files=files)
 
 
-@pytest.fixture(params=["FSDP2", "FSDP1"])
-def strategy(request: pytest.FixtureRequest) -> Any:
-    return ModelParallelStrategy() if request.param == "FSDP2" else FSDPStrategy(state_dict_type="sharded")
+@pytest.fixture
+def strategy() -> Any:
+    return ModelParallelStrategy()
 
 
 @pytest.mark.parametrize("extra", [PLAIN, torch.arange(4), None, {}, 3], ids=str)

@@ -651,15 +651,6 @@ def test_fast_dev_run_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run-1").exists()
 
 
-def test_sharded_strategies_are_refused_clearly(tmp_path: Path) -> None:
-    from lightning.pytorch.strategies import FSDPStrategy
-
-    run = trainer()
-    run.strategy.__class__ = type("Sharded", (FSDPStrategy,), {})
-    with pytest.raises(SettingsError, match=r"FSDPStrategy is not supported: .* ModelParallelStrategy"):
-        spot(tmp_path).setup(run, Net(), "fit")
-
-
 def test_ctrl_c_flushes(tmp_path: Path) -> None:
     class Interrupt(pl.Callback):
         def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
@@ -97,50 +96,6 @@ def test_a_child_can_be_told_to_end(tmp_path: Path) -> None:
     finally:
         child.kill()
     assert signal.getsignal(signal.SIGTERM) == handler
-
-
-def test_a_child_that_hears_of_its_end_before_it_has_left_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the fork and the first thing that the child does."""
-    leave, leaving = SignalSource.leave, [True]
-    monkeypatch.setattr(SignalSource, "leave", lambda source: None if leaving else leave(source))
-    source = SignalSource(["SIGTERM"])
-    source.install()
-    try:
-        child = os.fork()
-        if child == 0:
-            leaving.clear()
-            os.kill(os.getpid(), signal.SIGTERM)
-            os._exit(0)
-        ended = until(lambda: (found := os.waitpid(child, os.WNOHANG))[0] and found, "the child to end")
-    finally:
-        source.restore()
-    assert os.waitstatus_to_exitcode(ended[1]) == -signal.SIGTERM
-    assert source.notice is None
-
-
-def test_a_child_that_is_told_to_end_as_soon_as_it_is_there_ends() -> None:
-    """Python forgets in a child what came before it began: most of such signals were lost."""
-    source = SignalSource(["SIGTERM"])
-    source.install()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    codes = []
-    try:
-        for _ in range(5):
-            child = os.fork()
-            if child == 0:
-                try:
-                    time.sleep(60)
-                finally:
-                    os._exit(0)
-            os.kill(child, signal.SIGTERM)
-            with contextlib.suppress(AssertionError):
-                until(lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT), "its end", 20)  # noqa: B023
-            os.kill(child, signal.SIGKILL)
-            codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    finally:
-        source.restore()
-    assert codes == [-signal.SIGTERM] * 5
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
 
 
 def test_a_child_ends_also_where_somebody_has_wrapped_our_handler() -> None:

@@ -40,7 +40,6 @@ from lightning_spot.errors import NodeUnreachable, SettingsError
 from lightning_spot.fit.pacing import Pacing
 from lightning_spot.goodput.journal import Journal
 from lightning_spot.goodput.ledger import (
-    MOST_SNAPSHOTS,
     Account,
     AttemptRecord,
     account_after,
@@ -49,7 +48,7 @@ from lightning_spot.goodput.ledger import (
     spent,
     total,
 )
-from lightning_spot.goodput.reached import Reached, read_reached
+from lightning_spot.goodput.reached import completed, forget_reached, keep_reached, read_reached
 from lightning_spot.goodput.records import read_records, write_record
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.policy import IntervalPolicy
@@ -293,90 +292,38 @@ def test_a_clock_that_is_set_in_mid_training_is_no_training(
     assert written(str(tmp_path)).unix_s - written(str(tmp_path)).begun_unix_s <= passed_s
 
 
-def test_what_an_attempt_reached_is_on_this_host_at_every_step(tmp_path: Path) -> None:
+def test_what_an_attempt_reached_is_on_this_host(tmp_path: Path) -> None:
     record = attempt(7, 100.0, 110.0, (5, 5), 110.0)
-    reached = Reached(str(tmp_path), record)
     for step in range(6, 60):
         record.step, record.unix_s, record.stall_s = step, 110.0 + step, step / 100
         if step % 20 == 0:
             record.begin_snapshot(step, record.unix_s)
-            reached.keep_own(record)
-        else:
-            reached.note(record)
+        keep_reached(str(tmp_path), record)
         assert read_reached(str(tmp_path), 7) == record
     assert read_reached(str(tmp_path), 8) is None
-    path = next(path for path in read_environment().runtime_dir.glob("*.attempt-0007.reached"))
+    (path,) = read_environment().runtime_dir.glob("*.attempt-0007.reached*")
     whole = path.read_bytes()
-    for place in (16, 80):  # a kill in mid-write leaves the step before
-        path.write_bytes(whole[:place] + bytes(8) + whole[place + 8 :])
-        left = read_reached(str(tmp_path), 7)
-        assert left is not None
-        assert left.step in (58, 59)
-    for damaged in (whole[:100], b"\xff" * 8 + whole[8:], whole[:16] + b"\1" + bytes(127) + whole[144:]):
+    for damaged in (b"", whole[:100], b"\xff" * 8 + whole[8:], b"[]", b"{}"):
         path.write_bytes(damaged)
         assert read_reached(str(tmp_path), 7) is None
-    reached.remove()
+    forget_reached(str(tmp_path), 7)
     assert not path.exists()
 
 
-def test_what_is_kept_on_this_host_is_the_whole_record(tmp_path: Path) -> None:
-    """Also of one with many snapshots and attempts, of which the text is kept from one time to the next."""
-    earlier = account_after(attempt(6, 50.0, 60.0, (0, 5), 90.0))
-    record = replace(attempt(7, 100.0, 110.0, (5, 5), 110.0), earlier=earlier)
-    reached = Reached(str(tmp_path), record)
-    for step in range(MOST_SNAPSHOTS + 20):
-        record.step, record.unix_s = step, 110.0 + step / 3
-        record.begin_snapshot(step, record.unix_s)
-        record.restore_s = step / 7
-        if step % 100 == 20 and record.earlier is not None:  # as where training begins
-            record.earlier.latest[-1].snapshots = [(step, 1.5)]
-        if step % 100 == 50:
-            record.earlier = account_after(replace(record, attempt=step, snapshots=record.snapshots[-3:]))
-        reached.keep(record)
-        assert read_reached(str(tmp_path), 7) == record
-    record.earlier, record.end = None, "failed"
-    reached.keep(record)
-    assert read_reached(str(tmp_path), 7) == record
-    reached.remove()
-
-
-class Looked(Account):
-    """Tells when it is looked at by the thread that made it."""
-
-    def __init__(self, **values: Any) -> None:
-        self.by, self.by_training = threading.get_ident(), 0
-        super().__init__(**values)
-
-    def __getattribute__(self, name: str) -> Any:
-        if name == "latest" and threading.get_ident() == self.by:
-            self.by_training += 1
-        return super().__getattribute__(name)
-
-
-def test_the_attempts_before_are_told_once(tmp_path: Path) -> None:
-    """To tell those of a long run takes milliseconds, and a snapshot may begin at each step."""
-    before = [attempt(number, 10.0 * number, 10.0 * number, (0, 9), 10.0 * number + 9) for number in (1, 2)]
-    write_record(str(tmp_path), 1, before[0].as_dict())
-    kept = journal(str(tmp_path), 2)
-    earlier = Looked(latest=list(before))
-    kept.record.earlier = kept.earlier = earlier
-    kept.train(9, 0.0)
-    counted = earlier.by_training
-    for step in range(10, 20):
+def test_steps_are_kept_on_this_host_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    kept = journal(str(tmp_path), 1)
+    kept.train(0, 0.0)
+    found = []
+    for step in range(1, 8):
+        now[0] += 0.4
         kept.note(step, 0.0, step)
-    assert earlier.by_training == counted > 0
-    left = read_reached(str(tmp_path), 2)
-    assert left is not None
-    assert [number for number, _ in left.snapshots] == list(range(10, 20))
-    assert left.earlier == Account(latest=before)
+        left = read_reached(str(tmp_path), 1)
+        assert left is not None
+        found.append(left.step)
+    assert found == [0, 0, 3, 3, 3, 6, 6]
     kept.leave()
-
-
-def test_what_is_noted_at_every_step_has_its_place_from_the_start(tmp_path: Path) -> None:
-    """Where a full file system has none for a page of it, writing to that would kill the trainer (SIGBUS)."""
-    Reached(str(tmp_path / "run-1"), AttemptRecord(attempt=1, begun_unix_s=1.0, unix_s=1.0))
-    (noted,) = read_environment().runtime_dir.glob("*.reached")
-    assert noted.stat().st_blocks * 512 >= noted.stat().st_size
 
 
 def test_a_trainer_that_is_gone_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,7 +333,7 @@ def test_a_trainer_that_is_gone_was_killed(tmp_path: Path, monkeypatch: pytest.M
     assert process is not None
     with monkeypatch.context() as patch:
         patch.setattr("lightning_spot.goodput.reached.ProcessId.of", lambda _pid: process)
-        Reached(url, attempt(1, 100.0, 110.0, (0, 9), 120.0))
+        keep_reached(url, attempt(1, 100.0, 110.0, (0, 9), 120.0))
     alive = read_reached(url, 1)
     info = RunInfo(name="run", id="0123456789ab", location=url, attempt=1, token="t", durable_url=url)
     note_killed(info)
@@ -396,9 +343,12 @@ def test_a_trainer_that_is_gone_was_killed(tmp_path: Path, monkeypatch: pytest.M
     assert alive is not None
     assert dead is not None
     assert (alive.end, dead.end) == ("running", "killed")
-    assert read_records(url) == []
+    note_killed(info)
+    assert read_records(url) == []  # nobody else knows the attempts before it
+    before = account_after(attempt(0, 10.0, 20.0, (0, 3), 30.0))
+    write_record(url, 1, replace(attempt(1, 100.0, 110.0, (0, 2), 113.0), earlier=before).as_dict())
     note_killed(info)  # as its node does
-    assert (written(url).end, written(url).step) == ("killed", 9)
+    assert (written(url).end, written(url).step, written(url).earlier) == ("killed", 9, before)
     assert read_reached(url, 1) is None
 
 
@@ -440,20 +390,24 @@ def test_a_trainer_whose_connection_closes_first_is_waited_for(tmp_path: Path, m
     process = ProcessId.of(child.pid)
     with monkeypatch.context() as patch:
         patch.setattr("lightning_spot.goodput.reached.ProcessId.of", lambda _pid: process)
-        Reached(url, attempt(1, 100.0, 110.0, (0, 9), 120.0))
+        keep_reached(url, attempt(1, 100.0, 110.0, (0, 9), 120.0))
+    write_record(url, 1, attempt(1, 100.0, 110.0, (0, 2), 113.0).as_dict())
     child.stdin.write("\n")
     child.stdin.flush()
     assert ended.wait(30)
     time.sleep(0.5)  # a node that does not wait has looked by then, and found a living trainer
-    assert not read_records(url)
+    assert written(url).end == "running"
     child.kill()
     child.wait()
-    until(lambda: read_records(url), "what the node writes")
-    assert (written(url).end, written(url).step) == ("killed", 9)
+    until(lambda: written(url).end == "killed", "what the node writes")
+    assert written(url).step == 9
     channel.close()
 
 
-def test_the_next_attempt_completes_the_record_of_one_that_was_killed(tmp_path: Path) -> None:
+def test_the_next_attempt_completes_the_record_of_one_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_spot.goodput.journal.KEEP_S", 0.0)
     url = str(tmp_path / "run")
     killed = journal(url, 1)
     killed.train(0, 0.0)
@@ -473,6 +427,12 @@ def test_the_next_attempt_completes_the_record_of_one_that_was_killed(tmp_path: 
     assert [written(url, number).end for number in (0, 1)] == ["killed", "complete"]
     assert not list(read_environment().runtime_dir.glob("*.reached"))
     killed.close("failed")
+
+
+@pytest.mark.parametrize(("end", "step"), [("running", 8), ("killed", 8), ("failed", 5)])
+def test_a_snapshot_that_is_left_tells_of_later_steps_than_were_kept(tmp_path: Path, end: str, step: int) -> None:
+    record = replace(attempt(1, 100.0, 110.0, (0, 5), 115.0), end=end)
+    assert completed(str(tmp_path), record, [(8, 118.0)]).step == step
 
 
 def test_the_snapshots_tell_where_the_machine_is_gone(tmp_path: Path) -> None:
@@ -538,9 +498,10 @@ KILLED = """
 import os, signal, sys, time
 import lightning.pytorch as pl
 from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.goodput import journal
 from tests.models import Net, data, trainer
 
-url, last = sys.argv[1], int(sys.argv[2])
+url, last, journal.KEEP_S = sys.argv[1], int(sys.argv[2]), 0.0
 spot = SpotCheckpoint(url, interval=EverySteps(5), on_full="wait", notices=None)
 
 class Kill(pl.Callback):
@@ -811,11 +772,11 @@ def test_the_rate_of_two_machines_is_twice_as_high() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_losses_are_read_from_a_gpu_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_spot.fit import readings
+    from lightning_spot.fit import pacing
 
-    monkeypatch.setattr(readings, "READ_EVERY_S", 0.0)
+    monkeypatch.setattr(pacing, "READ_EVERY_S", 0.0)
     found = []
-    losses = readings.Readings()
+    losses = pacing.Readings()
     for step in range(1, 50):
         reading = losses.add({"loss": torch.full((), float(step), device="cuda")}, step)
         time.sleep(0.01)

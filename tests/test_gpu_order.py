@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_spot.fit import readings
+from lightning_spot.fit import pacing
 from lightning_spot.image.pieces import Piece
 from lightning_spot.staging import lane, page_lock
 from lightning_spot.staging.batch import SlotView
@@ -231,13 +231,13 @@ def test_what_a_thread_of_ours_reads_itself_comes_after_the_seam_and_not_after_w
 @pytest.mark.parametrize("inference", [True, False])
 def test_what_is_logged_is_read_from_a_gpu_without_waiting(monkeypatch: pytest.MonkeyPatch, inference: bool) -> None:
     """The metric that an interval follows: to ask for its number waited for all that training had ordered."""
-    monkeypatch.setattr(readings, "READ_EVERY_S", 0.0)
-    monkeypatch.setattr(readings, "_is_on_gpu", lambda _value: True)
+    monkeypatch.setattr(pacing, "READ_EVERY_S", 0.0)
+    monkeypatch.setattr(pacing, "_is_on_gpu", lambda _value: True)
     device = FakeDevice()
-    read = readings.Readings(device)
+    read = pacing.Readings(device)
     with torch.inference_mode(inference):
         values = [torch.zeros(()) for _ in range(4)]
-    found: list[readings.Reading | None] = []
+    found: list[pacing.Reading | None] = []
     for step, value in enumerate(values):
         device.do(lambda step=step, value=value: value.data.fill_(step + 1.0))  # type: ignore[misc]
         found.append(read.read_at_times(lambda value=value: value, step))  # type: ignore[misc]
@@ -252,14 +252,14 @@ def test_what_is_logged_is_read_from_a_gpu_without_waiting(monkeypatch: pytest.M
 
 def test_losses_arrive_however_far_the_host_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """What had not arrived at the next reading was given up: with a host that is always ahead, all of them."""
-    monkeypatch.setattr(readings, "READ_EVERY_S", 0.0)
-    monkeypatch.setattr(readings, "_is_on_gpu", lambda _value: True)
+    monkeypatch.setattr(pacing, "READ_EVERY_S", 0.0)
+    monkeypatch.setattr(pacing, "_is_on_gpu", lambda _value: True)
     device, ahead, found = FakeDevice(), 5, []
-    read = readings.Readings(device)
+    read = pacing.Readings(device)
     for step in range(20):
         found.append(read.add({"loss": torch.full((), float(step))}, step))
         device.run(lambda step=step: device.training.done >= step - ahead)  # type: ignore[misc]
     assert [reading for reading in found if reading is not None] == [(step, step) for step in range(20 - ahead - 2)]
     for step in range(200):
         read.add({"loss": torch.ones(())}, step)
-    assert len(read._arriving) == readings._MOST_ARRIVING
+    assert len(read._arriving) == pacing._MOST_ARRIVING

@@ -20,7 +20,6 @@ from lightning_spot.capture.split import Number
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import ShareMissing
 from lightning_spot.sharded.consolidate import read_folder
-from lightning_spot.sharded.flat import FlatShard
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.staging import cuda
 from lightning_spot.staging.copier import Copier
@@ -29,6 +28,7 @@ from tests import test_sharded_writer, test_split
 from tests.fake_device import Emulated, StreamOfEachThread
 from tests.gpus import copied
 from tests.models import data, trainer
+from tests.sharded_states import rows
 from tests.test_every_step import Adapted, LooksOn, Unhurried, found
 from tests.test_lost_device import Fallible, LoseAt
 
@@ -142,8 +142,8 @@ class InShards(test_sharded_writer.Desk):
         """Begin a snapshot on both ranks; and what the second one's frozen part is."""
         whole: list[torch.Tensor] = []
         self.device.do(lambda: whole.append(self.frozen.detach().clone()))
-        parts = [FlatShard(self.frozen, (2 * COUNT,), ((0, COUNT), (COUNT, 2 * COUNT)), rank) for rank in (0, 1)]
-        dones = [self.begin(rank, step, part=parts[rank]) for rank in (0, 1)]
+        part = rows(self.frozen.detach(), 2)
+        dones = [self.begin(rank, step, part=part) for rank in (0, 1)]
         self.copied()
         return whole, dones
 

@@ -19,10 +19,10 @@ from lightning_spot.capture import pausing, unforeseen
 from lightning_spot.capture.pausing import Failures
 from lightning_spot.capture.unforeseen import failure_of, is_of_user
 from lightning_spot.errors import RingFull, SnapshotFailed
-from lightning_spot.fit import earlier
 from lightning_spot.fit.harmless import Harmless
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.local import LocalStore
+from tests.conftest import new_process
 from tests.models import Net, data, trainer
 from tests.struck import Strike
 from tests.test_together import check_states, manifests, run_trainer
@@ -64,7 +64,7 @@ WHERE = [
     "exact/dump:Dump._with",
     "exact/fit_state:FitState.capture",
     "exact/changed_values:ChangedValues.capture",
-    "fit/iterations:Iterations.ends",
+    "fit/writing:Iterations.ends",
     "fit/pacing:Pacing._learn",
     "fit/writing:Writing.warm",
     "image/layout:_Places._add",
@@ -321,8 +321,7 @@ def test_an_error_of_ours_in_the_last_snapshot_ends_no_training(
     assert LocalStore(tmp_path / "run").survey().manifests[0].step == BATCHES
     (said,) = (record.getMessage() for record in caplog.records if "none is left" in record.getMessage())
     assert "the run ends all the same" in said
-    for known in (earlier._finished, earlier._interrupted, earlier._complete):
-        known.clear()  # as in another process
+    new_process()
     again, spot = fit(tmp_path / "run")
     assert spot.resumed_from is not None
     assert spot.resumed_from.step == BATCHES
@@ -335,8 +334,8 @@ def threads() -> set[str]:
 
 
 URGENT = [
-    (0, "fit/urgent:_has_taken"),
-    (1, "fit/iterations:Iterations.end"),
+    (0, "fit/exit:_has_taken"),
+    (1, "fit/writing:Iterations.end"),
     (0, "capture/safety:Safety.plan"),
     (1, "capture/following:Follower.check_all"),
 ]
@@ -345,7 +344,7 @@ URGENT = [
 @pytest.mark.parametrize(
     ("rank", "where"),
     [
-        (1, "fit/at_hand:AtHand.newest"),
+        (1, "fit/snapshotter:AtHand.newest"),
         *(pytest.param(*each, marks=pytest.mark.soak) for each in URGENT),
     ],
 )

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_spot import EverySteps, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import RingFull, SettingsError
-from lightning_spot.fit import iterations
+from lightning_spot.fit import writing
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import InProcessHost, Lease
 from lightning_spot.staging import schedule
@@ -54,7 +54,7 @@ class Seen:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """Small states count as large ones, so that they are cut."""
     monkeypatch.setattr(schedule, "LEAST_BYTES", 64)
-    monkeypatch.setattr(iterations, "BUCKET_BYTES", 300)
+    monkeypatch.setattr(writing, "BUCKET_BYTES", 300)
     found = Seen()
     real_seal, real_timetable, real_release = InProcessHost.seal, Schedule.timetable, CopyJob.release
 

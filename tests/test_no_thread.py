@@ -17,7 +17,7 @@ import pytest
 from lightning_spot.client.embedded import Session
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import NodeUnreachable, ShareMissing, TierError
-from lightning_spot.fit import mail
+from lightning_spot.fit import together
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.restore import Hosts
 from lightning_spot.memory import abroad
@@ -201,16 +201,16 @@ def test_without_a_thread_to_send_by_mail_what_a_rank_knows_is_gathered(
     monkeypatch: pytest.MonkeyPatch, lacking: Lacking
 ) -> None:
     monkeypatch.setattr("lightning_spot.fit.ranks.main_address", lambda _: "127.0.0.1")
-    monkeypatch.setattr(mail, "allow_ranks", lambda _: None)
+    monkeypatch.setattr(together, "allow_ranks", lambda _: None)
 
     def no_sender(*_: Any) -> Any:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(mail, "Sender", no_sender)
+    monkeypatch.setattr(together, "Sender", no_sender)
 
     def begin(trainer: Any) -> bool:
         attempt: Any = SimpleNamespace(writer=SimpleNamespace()) if trainer.global_rank == 0 else None
-        letters = mail.Mail(trainer, attempt)
+        letters = together.Mail(trainer, attempt)
         if attempt is not None:
             attempt.writer.mailbox.close()
         return letters.works

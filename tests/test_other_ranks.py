@@ -1,4 +1,4 @@
-"""A run goes on with another number of ranks: the rest of its epoch is dealt anew, sums stay what they were."""
+"""A run goes on with another number of ranks: the rest of its epoch is dealt anew."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from lightning_spot.exact import logged_values, merging
+from lightning_spot.exact import logged_values
 from lightning_spot.exact.data_shares import are_these, share_of
 from lightning_spot.exact.other_ranks import OtherRanks, random_of
 from lightning_spot.exact.position import PositionedLoader, batches_done, position_of
@@ -253,18 +251,6 @@ def test_what_cannot_be_dealt_is_named_and_passed_over(data: Any, more: State, n
     assert f"of {name if name == 'Backwards' else 'a DataLoader'} is not known" in reason
 
 
-def test_whether_the_rest_of_an_epoch_can_be_dealt_with_other_batches() -> None:
-    ranks = Ranks(2, 40)
-    ranks.train(3)
-    states, loader = ranks.states(), Ranks(2, 40, batch_size=5).loaders[1]
-    assert OtherRanks(states, 1, 2).can_deal(loader, 0)
-    assert not OtherRanks([states[0], {}], 1, 2).can_deal(loader, 0)  # in shards, a rank reads its own only
-    states[0]["loaders"][0]["yielded"] += 1
-    assert not OtherRanks(states, 1, 2).can_deal(loader, 0)
-    ranks.train()
-    assert not OtherRanks(ranks.states(), 1, 2).can_deal(loader, 0)
-
-
 def test_a_rank_that_was_not_there_draws_other_numbers() -> None:
     states = []
     for seed in (1, 2):
@@ -278,81 +264,10 @@ def test_a_rank_that_was_not_there_draws_other_numbers() -> None:
     assert random_of([states[0]] * 2, 3) is states[0]  # ranks that were seeded alike stay alike
 
 
-class Metrics(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.error = torchmetrics.MeanAbsoluteError()
-        self.highest = torchmetrics.MaxMetric()
-        self.all = torchmetrics.CatMetric()
-        self.correlation = torchmetrics.PearsonCorrCoef()
-        self.own = torchmetrics.MeanMetric(sync_on_compute=False)
-
-    def update(self, values: torch.Tensor) -> None:
-        for metric in (self.error, self.correlation):
-            metric.update(values, 2 * values + values**2)
-        self.highest.update(values)
-        self.all.update(values)
-        self.own.update(values)
-
-
-@pytest.mark.parametrize("updates", [0, 1])
-@pytest.mark.parametrize("world", [1, 2])
-def test_what_ranks_join_has_as_many_dimensions_on_each_of_them(world: int, updates: int) -> None:
-    """Also where a rank has one number only: torchmetrics gathers that as it is, and ranks that differ in it hang."""
-    states = []
-    for number in range(world):
-        metric = torchmetrics.CatMetric()
-        metric.update(torch.tensor(float(number)))
-        states.append(logged_values.metrics_of(torch.nn.ModuleList([metric])))
-    sent: list[list[int]] = []
-    for rank in range(3):
-        metric = torchmetrics.CatMetric(
-            dist_sync_fn=lambda value, **_: [sent[-1].append(value.ndim), value][1:],  # type: ignore[func-returns-value]
-            distributed_available_fn=lambda: True,
-        )
-        module = torch.nn.ModuleList([metric])
-        logged_values.restore_metrics_of(module, merging.metrics(module, states, rank)[0])
-        for number in range(updates):
-            metric.update(torch.tensor(float(10 + number)))
-        sent.append([])
-        metric.compute()
-    assert sent == [[1]] * 3
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_metrics_of_ranks_that_are_gone_are_in_the_value_of_the_epoch(world: int) -> None:
-    values, states, whole = torch.rand(8, 5), [], Metrics()
-    for part in values:
-        module = Metrics()
-        module.update(part)
-        whole.update(part)
-        states.append(logged_values.metrics_of(module))
-    new = []
-    for rank in range(world):
-        module = Metrics()
-        merged, lost = merging.metrics(module, states, rank)
-        assert lost == ["correlation"]
-        logged_values.restore_metrics_of(module, merged)
-        new.append(module)
-    assert torch.isclose(
-        sum(module.error.sum_abs_error for module in new) / sum(module.error.total for module in new),  # type: ignore[arg-type]
-        whole.error.compute(),
-    )
-    assert max(float(module.highest.compute()) for module in new) == float(values.max())
-    joined = [item for module in new for item in module.all.value]  # type: ignore[union-attr]
-    assert torch.equal(torch.cat(joined), values.flatten())
-    assert {item.ndim for item in joined} == {1}  # what ranks gather has as many dimensions on all of them
-    for module, own in zip(new, values, strict=False):  # what is not reduced stays each rank's own
-        assert torch.isclose(module.own.compute(), own.mean())
-
-
-def test_gradients_in_mid_accumulation_keep_their_mean() -> None:
-    held = [{"weight": torch.full((2,), float(rank))} for rank in range(4)]
-    assert merging.gradients(held)["weight"].tolist() == [1.5, 1.5]
-
-
 @pytest.mark.parametrize(("strategy", "kept"), [(DDPStrategy(), [1.0]), (ModelParallelStrategy(), [])])
-def test_gradients_in_shards_are_named(strategy: Any, kept: list[float]) -> None:
+def test_gradients_in_mid_accumulation_keep_their_mean_and_those_in_shards_are_named(
+    strategy: Any, kept: list[float]
+) -> None:
     """A shard of one number of ranks is none of another."""
     trainer: Any = SimpleNamespace(strategy=strategy, lightning_module=torch.nn.Linear(1, 1))
     state = {"random": capture_random(), "metrics": {}, "buffers": {}}
@@ -362,83 +277,18 @@ def test_gradients_in_shards_are_named(strategy: Any, kept: list[float]) -> None
     assert ["in shards" in reason for reason in others.reasons] == [True] * (not kept)
 
 
-def test_logged_means_keep_their_sum() -> None:
-    def item(value: float, size: int, *, sync: bool, reduce: str = "mean") -> State:
-        tensors = {"value": torch.tensor(value), "batch_size": torch.tensor(size) if reduce == "mean" else None}
-        base = {"fx": "training_step", "name": reduce, "dataloader_idx": None, "is_tensor": True, "reduce_fx": reduce}
-        return {**base, **tensors, "sync": (sync, False)}
-
-    ranks = [[item(1.0 + rank, 3, sync=True), item(float(rank), 0, sync=True, reduce="max")] for rank in range(4)]
-    first, second = (merging.results(ranks, rank, is_distributed=True) for rank in range(2))
-    assert [float(entry["value"]) for entry in (*first, *second)] == [10.0, 3.0, 0.0, 3.0]
-    assert [int(entry["batch_size"]) for entry in (first[0], second[0])] == [12, 0]
-    assert all(entry["batch_size"].is_floating_point() for entry in (first[0], second[0]))
-    own = [[item(1.0 + rank, 3, sync=False)] for rank in range(2)]
-    found = [merging.results(own, rank, is_distributed=True)[0] for rank in range(3)]
-    assert [(float(entry["value"]), int(entry["batch_size"])) for entry in found] == [(1.0, 3), (2.0, 3), (1.0, 3)]
-    alone, _ = merging.results(ranks, 0, is_distributed=False)
-    assert (float(alone["value"]), alone["sync"]) == (10.0, (False, False))
-    assert merging.results(own[:1], 1, is_distributed=True) == [{**own[0][0], "open": True}]
-
-
-def test_what_one_rank_alone_has_logged_is_that_rank_s() -> None:
-    def item(name: str) -> State:
-        value = {"value": torch.tensor(1.0), "batch_size": torch.tensor(1)}
-        return {"fx": "f", "name": name, "dataloader_idx": None, "is_tensor": True, "reduce_fx": "mean", **value} | {
-            "sync": (False, False)
-        }
-
-    ranks = [[item("all")], [item("of 1"), item("all")], [item("all")]]
-    names = [[entry["name"] for entry in merging.results(ranks, rank, is_distributed=True)] for rank in range(5)]
-    assert names == [["all"], ["all", "of 1"], ["all"], ["all"], ["all", "of 1"]]
-
-
-def trainer_with_results(rank: int) -> Any:
-    """A trainer, as far as its accumulators are asked for."""
-    strategy = SimpleNamespace(reduce=lambda value, **_: value, root_device=torch.device("cpu"))
-    results = _ResultCollection(training=True)
-    loop = SimpleNamespace(epoch_loop=SimpleNamespace(_results=results))
-    return SimpleNamespace(is_global_zero=rank == 0, strategy=strategy, fit_loop=loop)
-
-
-def log(trainer: Any, *names: str, reduced: bool) -> None:
-    for name in names:
-        reduce_fx = {"max": torch.max, "sum": torch.sum}.get(name, torch.mean)
-        how = {"reduce_fx": reduce_fx, "sync_dist": reduced, "sync_dist_fn": trainer.strategy.reduce, "batch_size": 2}
-        trainer.fit_loop.epoch_loop._results.log("training_step", name, torch.tensor(3.0), **how)
-
-
-def accumulated(trainer: Any) -> dict[str, tuple[float, float]]:
-    items = trainer.fit_loop.epoch_loop._results.values()
-    return {item.meta.name: (float(item.value), float(getattr(item, "cumulated_batch_size", 0))) for item in items}
-
-
-@pytest.mark.parametrize("again", [False, True], ids=["", "through another snapshot"])
-def test_whether_what_one_rank_has_logged_is_reduced_is_known_when_it_is_logged_again(again: bool) -> None:
-    alone = trainer_with_results(0)
-    log(alone, "mean", "max", "sum", "own", "rare", reduced=False)
-    states = [[logged_values._result_state(item) for item in alone.fit_loop.epoch_loop._results.values()]]
-    for _ in range(1 + again):
-        ranks = [trainer_with_results(rank) for rank in range(2)]
-        for rank, each in enumerate(ranks):
-            for saved in merging.results(states, rank, is_distributed=True):
-                logged_values._restore_result(each, each.fit_loop.epoch_loop._results, saved)
-        states = [
-            [logged_values._result_state(item) for item in each.fit_loop.epoch_loop._results.values()] for each in ranks
-        ]
-    for each in ranks:
-        each.fit_loop.epoch_loop._results["training_step.mean"].to("cpu")  # which copies how it is reduced
-        log(each, "mean", "max", "sum", reduced=True)
-        log(each, "own", reduced=False)
-    first, second = map(accumulated, ranks)
-    assert first == {"mean": (12.0, 4.0), "max": (3.0, 0.0), "sum": (6.0, 0.0), "own": (12.0, 4.0), "rare": (6.0, 2.0)}
-    assert second == {**first, "mean": (6.0, 2.0), "sum": (3.0, 0.0)}
-    for each in ranks:
-        mean = each.fit_loop.epoch_loop._results["training_step.mean"]
-        assert mean.cumulated_batch_size.is_floating_point()  # the mean of 4 and 1 over ranks is none of whole numbers
-        assert mean.meta.sync.should
-        with pytest.raises(MisconfigurationException, match="different arguments"):  # from now on it is known
-            log(each, "mean", reduced=False)
+@pytest.mark.parametrize("is_over", [False, True])
+def test_what_was_gathered_in_the_epoch_begins_anew_and_is_named(is_over: bool) -> None:
+    metrics = torch.nn.ModuleDict({"error": torchmetrics.SumMetric(), "unused": torchmetrics.SumMetric()})
+    metrics["error"].update(torch.ones(1))  # type: ignore[operator]
+    state = {"random": capture_random(), "metrics": logged_values.metrics_of(metrics), "gradients": {}, "buffers": {}}
+    others = OtherRanks([state, {**state, "results": [{"name": "loss"}]}], 1, 3)
+    values = others.values(SimpleNamespace(strategy=DDPStrategy()))  # type: ignore[arg-type]
+    others.gather_anew(values, is_over=is_over)
+    assert bool(values["metrics"]) is bool(values["results"]) is is_over
+    (said,) = others.reasons
+    assert "error, loss" in said
+    assert "unused" not in said
 
 
 # -- trainers ---------------------------------------------------------------------------------------------------------
@@ -452,21 +302,24 @@ def notes_of(root: Path, attempts: list[tuple[str, int]]) -> list[State]:
     ]
     begins = [ranks[0][0]["begins_at"] for ranks in noted]
     counted = []
-    for ranks, until in zip(noted, [*begins[1:], 10**9], strict=True):
-        counted += [note for notes in ranks for note in notes if note.get("step", until) < until or "ended" in note]
+    for number, (ranks, until) in enumerate(zip(noted, [*begins[1:], 10**9], strict=True)):
+        kept = (note for notes in ranks for note in notes if note.get("step", until) < until or "ended" in note)
+        counted += [{**note, "attempt": number} for note in kept]
     return counted
 
 
 def check_epochs(notes: list[State], epochs: int, *, fill_up: int = 0) -> None:
-    """Every sample once, or twice what fills an epoch up; what was summed up in it is the sum of these."""
+    """Every sample once, or twice what fills an epoch up; what was summed up is of those since the ranks changed."""
     for epoch in range(epochs):
         samples = [number for note in notes if note.get("epoch") == epoch for number in note["samples"]]
         assert set(samples) == set(range(LENGTH)), f"epoch {epoch}"
         assert len(samples) - LENGTH <= fill_up
         for note in notes:
             if note.get("ended") == epoch:
-                assert note["total"] == sum(samples)
-                assert note["mean"] == pytest.approx(sum(samples) / len(samples))
+                last = (one for one in notes if (one.get("epoch"), one["attempt"]) == (epoch, note["attempt"]))
+                gathered = [number for one in last for number in one["samples"]]
+                assert note["total"] == sum(gathered)
+                assert note["mean"] == pytest.approx(sum(gathered) / len(gathered))
 
 
 def killed(python: str, root: Path, ranks: int, kill_at: int, *more: str) -> None:

@@ -26,7 +26,7 @@ from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.errors import NodeRefused, NodeUnreachable, SettingsError
 from lightning_spot.goodput.ledger import AttemptRecord
-from lightning_spot.goodput.reached import Reached, read_reached
+from lightning_spot.goodput.reached import keep_reached, read_reached
 from lightning_spot.memory.area import SlotArea
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.slots import Slot
@@ -148,13 +148,12 @@ def test_what_is_made_is_this_users_alone_whatever_the_umask(
         assert fd is not None
         os.close(fd)
         own_socket(runtime_dir / "sock").close()
-        reached = Reached(str(tmp_path), AttemptRecord(attempt=1, begun_unix_s=1.0))
+        keep_reached(str(tmp_path), AttemptRecord(attempt=1, begun_unix_s=1.0))
     with umask(mask & 0o077):
         area = SlotArea(tmp_path / "area")
         make_directory(tmp_path / "one" / "two")
         area.keep_run(RUN, False, [])
         SlotMemory.create(4096, area.image(Slot(1))).map.close()
-    reached.note(AttemptRecord(attempt=1, begun_unix_s=1.0))
     for path in (*tmp_path.rglob("*"), *runtime_dir.iterdir()):
         wanted = 0o700 if path.is_dir() else 0o600 & ~mask if path.is_socket() else 0o600
         assert stat.S_IMODE(path.stat().st_mode) == wanted, path
@@ -278,8 +277,8 @@ def test_what_is_in_the_place_of_how_far_an_attempt_got(
     place = runtime / f"{find_record(str(tmp_path)).key}.attempt-0001.reached"
     squat(place, mine)
     assert read_reached(str(tmp_path), 1) is None
-    with contextlib.suppress(SettingsError):  # of a directory, which cannot be replaced
-        Reached(str(tmp_path), record).keep(record)
+    with contextlib.suppress(SettingsError, OSError):  # of a directory, which cannot be replaced
+        keep_reached(str(tmp_path), record)
         assert stat.S_ISREG(place.lstat().st_mode)
         assert (found := read_reached(str(tmp_path), 1)) is not None
         assert found.begun_unix_s == 1.0

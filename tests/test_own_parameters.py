@@ -24,7 +24,7 @@ SAME = "weight there differ: []\n"
 NAMED = "each rank trains parameters of its own, and those above 16 MiB are in snapshots as rank 0 has them"
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "manual", "fsdp2", "fsdp1", "kernels"])
+@pytest.mark.parametrize("strategy", ["ddp", "manual", "fsdp2", "kernels"])
 def test_each_rank_goes_on_with_its_own(strategy: str, tmp_path: Path, warm_python: str) -> None:
     two_ranks([warm_python, "-m", "tests.exact_own", str(tmp_path), strategy], tmp_path)
     said = log(tmp_path)

@@ -20,6 +20,7 @@ from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.exact import private
 from lightning_spot.image.safe_load import safe_load
 from lightning_spot.tiers.local import LocalStore
+from tests.conftest import new_process
 from tests.models import Net, data, trainer
 from tests.test_house import PACKAGE
 
@@ -32,7 +33,7 @@ ALLOWED = {
     *("_indices", "_values"),  # the page of torch on sparse tensors has them, for such as are not coalesced
     "_foreach_copy_",  # copied one by one without it: test_copier
 }
-IN_DDP = {private.BUCKETS, private.SHARING, private.FLAT}  # nothing has the names of these parts here
+IN_DDP = {private.BUCKETS, private.SHARING}  # nothing has the names of these parts here
 IN_TUNERS = {private.TUNERS}
 IN_TENSORBOARD = {private.TENSORBOARD_OPTIONS}
 USED = [name for name in private.ALL if name.part not in IN_DDP | IN_TUNERS and name not in IN_TENSORBOARD]
@@ -165,6 +166,7 @@ def test_no_resume_is_an_error_where_there_is_something_to_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fit(tmp_path)
+    new_process()
     hide(monkeypatch, "resume_start")
     with pytest.raises(SettingsError, match=r"has snapshots, and with this version of Lightning none.*resume=False"):
         fit(tmp_path)

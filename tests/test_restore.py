@@ -25,10 +25,8 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError, TierError
 from lightning_spot.fit import chosen, restore
 from lightning_spot.fit.agreement import Agreement
-from lightning_spot.fit.chosen import ResumedFrom, choose
-from lightning_spot.fit.named import fetched_once
-from lightning_spot.fit.owned import own_small
-from lightning_spot.fit.restore import Hosts
+from lightning_spot.fit.chosen import ResumedFrom, choose, own_small
+from lightning_spot.fit.restore import Hosts, fetched_once
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.portion import Image

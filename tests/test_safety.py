@@ -26,8 +26,8 @@ from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import NodeUnreachable, RingFull, SpotError
 from lightning_spot.exact.seams import Seam
+from lightning_spot.fit.exit import secure
 from lightning_spot.fit.fit import Fit
-from lightning_spot.fit.urgent import secure
 from lightning_spot.interval.deadline import Deadline, Plan
 from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.host import Host, InProcessHost

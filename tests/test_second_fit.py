@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import uuid
 import warnings
@@ -18,8 +19,9 @@ from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
 
 from lightning_spot import AutoResume, EverySteps, GoodputMonitor, RemoteSnapshot, SpotCheckpoint, SpotCheckpointIO
+from lightning_spot.errors import ModelChanged
 from lightning_spot.fit import earlier
-from lightning_spot.fit.changes import other_hyperparameters
+from lightning_spot.fit.resume import other_hyperparameters
 from lightning_spot.goodput.records import read_records
 from lightning_spot.protocol.record import find_record
 from lightning_spot.tiers.local import LocalStore
@@ -84,25 +86,45 @@ class Tried(Net):
         self.save_hyperparameters()
 
 
-def test_the_next_trial_of_a_sweep_that_was_started_again_has_a_run_of_its_own(tmp_path: Path) -> None:
-    """It is the first one in this process."""
-
+def test_a_sweep_that_is_started_again_finds_its_trials_by_their_order(tmp_path: Path) -> None:
     def trial(rate: float, *callbacks: pl.Callback) -> SpotCheckpoint:
         callback = spot(tmp_path)
         trainer(callback, *callbacks, max_epochs=1).fit(Tried(rate), data(6))
         return callback
 
-    trial(0.1)
-    new_process()
-    with pytest.warns(UserWarning, match=r"with other hyperparameters: this fit is a run of its own, in .*fit-2"):
-        assert trial(0.01).resumed_from is None
+    with pytest.raises(TrialPruned):
+        trial(0.1, EndAt(3, TrialPruned))
+    trial(0.01)
+    with pytest.raises(Stop):
+        trial(0.001, EndAt(5))
     new_process()
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*lightning_spot")
-        assert trial(0.01).location.name == "run-fit-2"
-        again = trial(0.1)
-    assert again.location.name == "run"
-    assert again.resumed_from is not None
+        warnings.filterwarnings("error", message=".*lightning_spot: (?!1 start)")
+        again = [trial(0.1), trial(0.01), trial(0.001), trial(0.0001)]
+    assert [each.location.name for each in again] == ["run", "run-fit-2", "run-fit-3", "run-fit-4"]
+    assert [each.resumed_from and each.resumed_from.step for each in again] == [2, 6, 4, None]
+
+
+class Deeper(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = torch.nn.Linear(1, 1)
+
+
+@pytest.mark.parametrize("other", [Deeper, lambda: Net(width=8)], ids=["names", "shapes"])
+def test_a_program_that_leaves_a_training_out_is_given_no_others_weights(tmp_path: Path, other: Any) -> None:
+    """The first ``fit`` of a process is the first run, whatever it trains."""
+    fold(tmp_path, start=0.0)
+    store = LocalStore(tmp_path / "run")
+    before = {each.name: (store.root / each.data_path).read_bytes() for each in store.survey().manifests}
+    new_process()
+    model = other()
+    untouched = copy.deepcopy(model.state_dict())
+    with pytest.raises(ModelChanged, match=r"fit-n.*a dirpath of its own") as error:
+        trainer(spot(tmp_path), max_epochs=9).fit(model, data(6))
+    assert error.value.missing or error.value.reshaped
+    assert all(torch.equal(value, untouched[name]) for name, value in model.state_dict().items())
+    assert {each.name: (store.root / each.data_path).read_bytes() for each in store.survey().manifests} == before
 
 
 def test_hyperparameters_that_have_changed_since_a_snapshot_are_said(tmp_path: Path) -> None:
@@ -114,27 +136,19 @@ def test_hyperparameters_that_have_changed_since_a_snapshot_are_said(tmp_path: P
 
 
 def test_a_hyperparameter_that_is_drawn_at_each_start_is_said_once_with_the_cure(tmp_path: Path) -> None:
-    """Two warnings overlapped, neither named a cure, and one denied what was then trained."""
-
-    def said(*callbacks: pl.Callback, epochs: int = 1) -> str:
+    def said(*callbacks: pl.Callback) -> str:
         new_process()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            trainer(spot(tmp_path), *callbacks, max_epochs=epochs).fit(Tried(str(uuid.uuid4())), data(6))
+            trainer(spot(tmp_path), *callbacks, max_epochs=1).fit(Tried(str(uuid.uuid4())), data(6))
         (text,) = (str(item.message) for item in caught if "rate '" in str(item.message))
-        assert text.endswith("give each a dirpath of its own")
-        assert "If one of them is drawn anew at each start, leave it out: save_hyperparameters(ignore=[…])" in text
-        assert not [item for item in caught if "is complete" in str(item.message) and str(item.message) != text]
         return text
 
     with pytest.raises(Stop):
         trainer(spot(tmp_path), EndAt(5), max_epochs=1).fit(Tried(str(uuid.uuid4())), data(6))
-    assert "this fit goes on from had other hyperparameters: rate '" in said()
-    assert "run is complete, and this fit differs from it only in ids" in (finished := said())
-    assert "nothing of it is trained" in finished
-    more = said(epochs=2)
-    assert "nothing of it is trained" not in more
-    assert "the weights are not its own" in more
+    for text in (said(), said()):  # it is complete then
+        assert "If one of them is drawn anew at each start, leave it out: save_hyperparameters(ignore=[…])" in text
+    assert not (tmp_path / "run" / "fit-2").exists()
 
 
 class Fold(pl.LightningDataModule):
@@ -159,17 +173,6 @@ def test_hyperparameters_that_are_new_or_gone_are_said() -> None:
     assert other_hyperparameters(run, {"hyper_parameters": {"rate": 0.1}}) == []
     assert other_hyperparameters(run, {"hyper_parameters": {"depth": 2}}) == ["rate 0.1 (new)", "depth 2 (gone)"]
     assert other_hyperparameters(run, {}) == ["rate 0.1 (new)"]
-
-
-def test_a_second_phase_finds_its_run_when_the_first_one_is_skipped(tmp_path: Path) -> None:
-    fold(tmp_path, start=0.0)
-    with pytest.raises(Stop):
-        trainer(spot(tmp_path), EndAt(5), max_epochs=1).fit(Tried(0.1), data(6))
-    new_process()
-    second = spot(tmp_path)
-    trainer(second, max_epochs=1).fit(Tried(0.1), data(6))
-    assert second.resumed_from is not None
-    assert (second.resumed_from.step, second.location.name) == (4, "run-fit-2")
 
 
 def test_one_trainer_and_callback_for_two_models(tmp_path: Path) -> None:
@@ -217,10 +220,10 @@ def test_nodes_go_at_the_end_of_a_program_unless_an_exception_ends_it(
         trainer(spot(tmp_path, memory="auto"), EndAt(5)).fit(Net(), data(6))
     record = find_record(str(tmp_path / "run"))
     monkeypatch.setattr("sys.last_value", Stop(), raising=False)
-    earlier._at_exit()
+    earlier._at_exit(os.getpid())
     assert earlier._nodes
     monkeypatch.delattr("sys.last_value")
-    earlier._at_exit()
+    earlier._at_exit(os.getpid())
     until(lambda: not record.running(), "the node to end")
 
 

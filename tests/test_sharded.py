@@ -29,7 +29,7 @@ from lightning_spot.cli.command import main
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported, ModelChanged, NotSerialisable
 from lightning_spot.exact.optimizer_states import keep_dtypes, precise_of
-from lightning_spot.exact.sharded import Dtensors, _put_back_optimizer
+from lightning_spot.exact.sharded import MODEL, Dtensors, _put_back_optimizer
 from lightning_spot.image.files import check_files
 from lightning_spot.image.layout import filled
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -38,12 +38,11 @@ from lightning_spot.image.shards import SHARDS_FILE, Shards, archived
 from lightning_spot.run.reading import ReadImage, SnapshotReader
 from lightning_spot.sharded import places
 from lightning_spot.sharded.consolidate import write_plain
-from lightning_spot.sharded.flat import FlatShard, boxes
 from lightning_spot.sharded.layout import ShardedLayouter, load_state, state_archive
 from lightning_spot.sharded.metadata import metadata_of
 from lightning_spot.sharded.plan import Planner
 from lightning_spot.sharded.reader import ImageReader, load, load_all
-from tests.sharded_states import Flattened, Shape, Sharded, as_rank, at_rest, fill, on_rank, snapshot, whole, write
+from tests.sharded_states import Shape, Sharded, as_rank, at_rest, fill, on_rank, snapshot, whole, write
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.uint8)
 
@@ -63,8 +62,6 @@ def random_state(dice: Random, mesh_dims: int) -> dict[str, Any]:
         kinds: list[Any] = [Replicate(), Shard(0), Shard(len(shape) - 1)]
         placements = tuple(dice.choice(kinds) for _ in range(dice.choice((1, mesh_dims))))
         model[f"layer.{number}"] = Sharded(random_tensor(dice, shape), placements)
-        around = (dice.randrange(9), dice.randrange(40))
-        model[f"flat.{number}"] = Flattened(random_tensor(dice, shape), (), around)
     model["buffer"] = random_tensor(dice, (3,))
     model["scalar"] = torch.tensor(dice.random())
     state = {name: {"step": torch.tensor(4.0), "exp_avg": value} for name, value in model.items()}
@@ -124,8 +121,6 @@ def test_it_is_read_bit_for_bit_by_torch_and_by_us_on_any_number_of_ranks(seed: 
 
 def local(tensor: Any) -> torch.Tensor:
     """What this rank has."""
-    if isinstance(tensor, FlatShard):
-        return tensor.local
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -136,21 +131,6 @@ def on_rank_whole(state: Any) -> Any:
     if isinstance(state, list):
         return [on_rank_whole(value) for value in state]
     return torch.zeros_like(whole(state)) if isinstance(whole(state), torch.Tensor) else "another"
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 4), (1, 7), (4, 1), (2, 3, 4), (3, 1, 2, 2), (2, 2, 2, 3)])
-def test_a_range_of_a_tensor_is_a_few_boxes_without_gaps(shape: Shape) -> None:
-    tensor = torch.arange(int(torch.Size(shape).numel())).view(shape)
-    for start in range(tensor.numel() + 1):
-        for stop in range(start, tensor.numel() + 1):
-            found: list[int] = []
-            for offsets, sizes in boxes(shape, start, stop):
-                box = tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
-                assert box.numel() > 0
-                assert box.shape == torch.Size(sizes)
-                found += box.reshape(-1).tolist()  # in the order of rows, as it lies in the range
-            assert found == list(range(start, stop))
-            assert len(boxes(shape, start, stop)) < max(2, 2 * len(shape))
 
 
 @pytest.fixture(scope="module")
@@ -468,13 +448,13 @@ def test_names_of_parameters_are_those_of_now(kind: type[torch.nn.Linear]) -> No
             module.append(torch.nn.Linear(2, 2))
         optimizer = torch.optim.Adam(module.parameters())
         holder = Dtensors(module)
-        state = {holder.key: holder.model_state()}
+        state = {MODEL: holder.model_state()}
         expected = [name for name, _ in module.named_parameters()]
         assert holder.optimizer_state(optimizer)["param_groups"][0]["params"] == expected
         module[0].requires_grad_(False)
         shown = {id(parameter) for parameter in holder.frozen(state)}
         named = module.named_parameters()
-        assert shown == {id(one) for name, one in named if name in state[holder.key] and not one.requires_grad}
+        assert shown == {id(one) for name, one in named if name in state[MODEL] and not one.requires_grad}
 
 
 def resumed(
@@ -492,11 +472,11 @@ def resumed(
     (holder, optimizer), (other, resuming) = optimizers
     optimizer.step()
     tweak(optimizer)
-    state = {holder.key: holder.model_state(), "optimizer_0": holder.optimizer_state(optimizer)}
+    state = {MODEL: holder.model_state(), "optimizer_0": holder.optimizer_state(optimizer)}
     image = ShardedLayouter(0, 1).lay_out(state, state_archive({}, 4096), [4096], {})
     data = filled(image.layout)
     manifest = Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=len(data), files=image.files)
-    _put_back_optimizer(other, resuming, ImageReader(memoryview(data), manifest), "optimizer_0", "state_dict")
+    _put_back_optimizer(other, resuming, ImageReader(memoryview(data), manifest), "optimizer_0")
     resuming.step()
     return optimizer.state_dict(), resuming.state_dict()
 

@@ -33,16 +33,13 @@ from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import NodeUnreachable, SettingsError, ShareMissing, TierError
 from lightning_spot.fit.hosts import Hosts
-from lightning_spot.fit.in_shards import InShards
-from lightning_spot.fit.one_place import check_place
-from lightning_spot.fit.where_to import WhereTo
+from lightning_spot.fit.in_shards import InShards, WhereTo, check_place
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import joint
 from lightning_spot.memory.host import InProcessHost, Lease
 from lightning_spot.memory.node import Node
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
-from lightning_spot.sharded.flat import FlatShard
 from lightning_spot.sharded.layout import ShardedLayouter, load_state, state_archive
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.tiers import files
@@ -50,6 +47,7 @@ from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
 from tests.gated import MIB
 from tests.served import served
+from tests.sharded_states import rows
 from tests.small_trainer import RUN_ID, info_of
 
 LAST_S = 600.0  # of what never takes so long
@@ -106,7 +104,7 @@ class Desk:
         parts = [tensor[slice(*self.ranges[rank])] for tensor in (self.weights, self.frozen)]
         live = self.live.setdefault(rank, [part.clone() for part in parts])
         live[0].copy_(parts[0])
-        shards = [FlatShard(tensor, (ROWS, COLUMNS), self.ranges, rank) for tensor in live]
+        shards = [rows(tensor.view(-1, COLUMNS), 4) for tensor in live]
         state = {"state_dict": {"w": shards[0], "f": shards[1]}, "groups": [{"lr": step}]}
         checkpoint = ShardedCheckpoint(
             state, {"rank": rank, "own": own}, {"epoch": 1, "text": "x" * step}, self.most_own_bytes
@@ -399,7 +397,7 @@ def test_a_durable_tier_that_is_not_one_place_for_all_hosts_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each host looks at the place as it knows it, and writes there what is there already."""
-    monkeypatch.setattr("lightning_spot.fit.one_place._SEEN_S", 0.0)
+    monkeypatch.setattr("lightning_spot.fit.in_shards._SEEN_S", 0.0)
     url, run = str(tmp_path / "run"), f"run@{RUN_ID}"
     claim_at(tmp_path / "run", "this")
     check_place(url, run, 1, "this")
@@ -452,7 +450,7 @@ def test_that_no_memory_node_carries_a_run_on_is_not_said_while_they_are_asked_f
     where_to.begin()
     assert where_to.how(attempt, waits=False) == ""
     assert said == []
-    monkeypatch.setattr("lightning_spot.fit.where_to._ASKED_S", 0.0)
+    monkeypatch.setattr("lightning_spot.fit.in_shards._ASKED_S", 0.0)
     assert where_to.how(attempt, waits=False) == ""
     assert said == ["no carrier"]
 

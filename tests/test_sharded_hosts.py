@@ -19,7 +19,7 @@ from tests.gated import MIB
 from tests.machines import STEPS, Sharded, started, twin, twins
 from tests.served import served
 from tests.test_every_step import digest
-from tests.test_sharded_fit import check_states, content, final, snapshots, without_what_came_later
+from tests.test_sharded_fit import check_states, final, snapshots, without_what_came_later
 from tests.test_together import run_trainer
 
 __all__ = ["twin", "twins"]
@@ -72,24 +72,6 @@ def test_ranks_of_two_hosts_put_the_snapshots_of_their_shards_together(
     assert len(at_node) >= 5
     for manifest, state in at_node:
         assert digest(state["state_dict"]) == steps[str(manifest.step)]
-
-
-@pytest.mark.soak
-def test_four_ranks_of_two_hosts_under_fsdp1_have_the_snapshots_of_one_host(
-    train: Train, tmp_path: Path, memory: tuple[Node, str]
-) -> None:
-    root, alone = tmp_path / "run", tmp_path / "alone"
-    assert train(root, "--memory", memory[1], "--flat", "--ranks", 4) == 0, log(root)
-    assert train(alone, "--hosts", 1, "--flat", "--ranks", 4) == 0, log(alone)
-    assert told(root)["missed"] == 0
-    assert told(root)["brought"] >= 6
-    whole = {manifest.name: manifest for manifest in snapshots(alone)}
-    found = snapshots(root)
-    assert len(found) >= 2
-    for manifest in found:
-        there, here = content(alone, whole[manifest.name]), content(root, manifest)
-        assert list(differences(there["model"], here["model"])) == []
-        assert list(differences(there["optimizer_0"], here["optimizer_0"])) == []
 
 
 @pytest.mark.soak

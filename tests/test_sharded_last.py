@@ -36,12 +36,12 @@ from lightning_spot.memory.node import Node
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.sharded.consolidate import read_folder
-from lightning_spot.sharded.flat import FlatShard
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
 from tests.gated import MIB
 from tests.served import served
+from tests.sharded_states import rows
 
 LAST_S = 100.0  # of what never takes so long
 HOSTS = ((0, 2), (1, 3))
@@ -141,7 +141,7 @@ class Ranks:
     def _write(self, rank: int, step: int, complete: bool, how: str, commit_s: float = LAST_S) -> None:
         self.trainers[rank].global_step = step
         parts = {"w": self.weights[slice(*RANGES[rank])].clone(), "f": self.trainers[rank].lightning_module.f.data}
-        state = {name: FlatShard(part, (ROWS, COLUMNS), RANGES, rank) for name, part in parts.items()}
+        state = {name: rows(part.view(-1, COLUMNS), 4) for name, part in parts.items()}
         checkpoint = {"state_dict": state, "optimizer_states": [], "epoch": 0}
         dump = Dump(
             checkpoint=checkpoint, state={"rank": rank}, validation_progress=None, loggers=[], unsaved=[], lost=[]

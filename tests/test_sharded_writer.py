@@ -45,7 +45,6 @@ from lightning_spot.memory.host import InProcessHost, Lease
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.sharded.consolidate import read_folder
-from lightning_spot.sharded.flat import FlatShard
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.staging.batch import NEVER
 from lightning_spot.staging.copier import Copier
@@ -53,6 +52,7 @@ from lightning_spot.staging.job import CopyJob
 from lightning_spot.staging.schedule import Schedule, Timetable
 from tests.conftest import until
 from tests.fake_device import StreamOfEachThread
+from tests.sharded_states import rows
 from tests.small_trainer import RUN_ID, info_of
 
 LAST_S = 600.0  # of what never takes so long
@@ -93,7 +93,7 @@ class Desk:
         return host
 
     def begin(
-        self, rank: int, step: int, wait_s: float = LAST_S, part: FlatShard | None = None, **rest: Any
+        self, rank: int, step: int, wait_s: float = LAST_S, part: torch.Tensor | None = None, **rest: Any
     ) -> Future[Any]:
         tensors: dict[str, Any] = {"w": self.weights, "f": self.frozen}
         state: dict[str, Any] = {"state_dict": tensors, "groups": self.groups}
@@ -386,11 +386,10 @@ def test_a_part_that_training_could_not_wait_for_is_not_written(desk: Desk, monk
 
 
 def test_the_first_write_past_the_counts_drops_the_snapshot_also_before_the_slot_is_there(desk: Desk) -> None:
-    desk.kept, count = [], len(desk.weights)
-    parts = [FlatShard(desk.weights, (2 * count,), ((0, count), (count, 2 * count)), rank) for rank in range(2)]
-    other = desk.begin(1, 1, part=parts[1])
+    desk.kept, part = [], rows(desk.weights, 2)
+    other = desk.begin(1, 1, part=part)
     desk.weights.numpy()[:] *= 2.0
-    done = desk.begin(0, 1, part=parts[0])
+    done = desk.begin(0, 1, part=part)
     desk.copied()
     with pytest.raises(TornSnapshot):
         other.result(60.0)
@@ -472,11 +471,11 @@ def test_what_is_frozen_is_copied_as_it_is_at_the_seam_whatever_stream_trains(
     desk.other._copier = Copier(device=device)
     desk.other._views = SlotViews(desk.other._copier)
     count = len(desk.frozen)
-    parts = [FlatShard(desk.frozen, (2 * count,), ((0, count), (count, 2 * count)), rank) for rank in range(2)]
+    part = rows(desk.frozen, 2)
     for _ in range(20):  # what is ordered before that takes its time
         device.do(lambda: None)
     device.do(lambda: desk.frozen.fill_(2.0))
-    dones = [desk.begin(rank, 1, part=parts[rank]) for rank in (0, 1)]
+    dones = [desk.begin(rank, 1, part=part) for rank in (0, 1)]
     desk.copied()
     manifest, _ = [done.result(LAST_S) for done in dones]
     assert desk.first.flush(60.0) == []

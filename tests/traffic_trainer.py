@@ -30,7 +30,6 @@ from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.client.embedded import Session
 from lightning_spot.client.node_client import NodeClient
 from tests.exact_cases import loader
-from tests.exact_flat import OnCpus
 from tests.together_trainer import Wide, be_on_host
 
 _OURS = str(Path(lightning_spot.__file__).parent)
@@ -154,8 +153,6 @@ class WideInShards(Wide):
 
 
 def _strategy(arguments: argparse.Namespace) -> Strategy:
-    if arguments.flat:
-        return OnCpus()
     if arguments.sharded:
         return ModelParallelStrategy(data_parallel_size=arguments.ranks, tensor_parallel_size=1)
     return DDPStrategy(process_group_backend="gloo", broadcast_buffers=False)
@@ -170,7 +167,6 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=1, help="ranks believe to be on so many hosts")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--every", type=int)
-    parser.add_argument("--flat", action="store_true", help="in shards, by FSDP1")
     parser.add_argument("--late", type=int, default=-1, help="a rank that comes to each seam later than the others")
     parser.add_argument("--late-ms", type=float, default=50.0)
     arguments = parser.parse_args()

@@ -126,12 +126,16 @@ class GoodputMonitor(SpotCallback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Note how it ended."""
+        if Fit.of(trainer).is_forked:
+            return
         if (journal := self._journal) is not None:
             self._try(lambda: self._note(trainer, journal))
         self._try(lambda: self._close("preempted" if isinstance(exception, Preempted) else "failed"))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Let go, if nothing did before: the run had ended before, and nothing was left to train."""
+        if Fit.of(trainer).is_forked:
+            return
         self._try(lambda: self._close("complete"))
 
     # -- what is known --------------------------------------------------------------------------------------------

@@ -53,6 +53,8 @@ class Part(SpotCallback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Bring what is committed to safety, and let the trainer go."""
         fit = Fit.of(trainer)
+        if fit.is_forked:
+            return
         try:
             fit.exit.fail(exception)
         finally:
@@ -61,6 +63,8 @@ class Part(SpotCallback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Let the trainer go, if nothing did before."""
         fit = Fit.of(trainer)
+        if fit.is_forked:
+            return
         try:
             fit.exit.let_go()
         finally:

@@ -146,6 +146,8 @@ class PreemptionGuard(Part):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Stop watching, once what is committed is in safety: until then a signal does not end the process."""
+        if Fit.of(trainer).is_forked:
+            return
         try:
             super().on_exception(trainer, pl_module, exception)
         finally:
@@ -153,6 +155,8 @@ class PreemptionGuard(Part):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Stop watching."""
+        if Fit.of(trainer).is_forked:
+            return
         try:
             super().teardown(trainer, pl_module, stage)
         finally:

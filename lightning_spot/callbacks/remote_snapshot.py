@@ -21,10 +21,9 @@ from lightning_spot.config import (
 from lightning_spot.errors import SettingsError
 from lightning_spot.exact.seams import Seams
 from lightning_spot.fit.fit import Fit
-from lightning_spot.fit.iterations import Iterations
-from lightning_spot.fit.settings import SnapshotSettings
 from lightning_spot.fit.snapshotter import Snapshotter
 from lightning_spot.fit.taking_part import takes_part
+from lightning_spot.fit.writing import Iterations, SnapshotSettings
 from lightning_spot.image.packing import Compression, check_compression
 from lightning_spot.interval.convergence import ConvergenceAware
 from lightning_spot.interval.policy import EverySeconds, IntervalPolicy

@@ -57,7 +57,6 @@ class Attempt:
         host: ring on this host; let go here if the attempt cannot begin.
         settings: of the ring.
         look: looks at the outline of each snapshot, see :class:`SnapshotWriter`.
-        fingerprint: of the training, for the manifests.
         schedule: when the parts of each snapshot are copied; ``None`` for at once.
         sharded_over: number of ranks that each write their part; 0 if one rank writes all.
 
@@ -80,7 +79,6 @@ class Attempt:
         host: Host,
         settings: RingSettings,
         look: Callable[[Layout], str | None] = lambda _outline: None,
-        fingerprint: str = "",
         schedule: Schedule | None = None,
         sharded_over: int = 0,
     ) -> None:
@@ -90,7 +88,6 @@ class Attempt:
         self.skipped = 0
         self.failures = Failures()
         self._settings = settings
-        self._fingerprint = fingerprint
         self._last: LastState | None = None
         self._ended = False
         self._begun: Future[Manifest] | None = None
@@ -222,7 +219,6 @@ class Attempt:
             created_unix_s=time.time(),
             world_size=world_size,
             versions=versions(),
-            fingerprint=self._fingerprint,
         )
 
     def count_failure(self) -> None:

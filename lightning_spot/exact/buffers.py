@@ -15,7 +15,6 @@ from torch.nn.parameter import is_lazy
 
 from lightning_spot.capture.tensors import shape_of, storage_address
 from lightning_spot.exact import private
-from lightning_spot.exact.flat import live_state, units_of
 from lightning_spot.exact.parameter_names import clean
 
 _NORMS = (
@@ -59,9 +58,8 @@ class Buffers:
 
     def begin(self, module: torch.nn.Module) -> None:
         """Note how they are when training begins."""
-        live = live_state(module)
-        if not units_of(module):  # FSDP1 calls parameters by names of its own
-            self._left_out = {name for name, _ in module.named_parameters() if name not in live}
+        live = module.state_dict(keep_vars=True)
+        self._left_out = {name for name, _ in module.named_parameters() if name not in live}
         norms = ((name, part) for name, part in module.named_modules() if isinstance(part, _NORMS))
         self._norms = [(name, part) for name, part in norms if f"{name}.running_mean" not in live]
         self._first = Noted.of(self._values(module))
@@ -100,7 +98,7 @@ class Buffers:
                 self._changed |= {f"{name}.running_mean", f"{name}.running_var"} & buffers.keys()
         if not buffers or (is_first and not self._changed):
             return {}
-        in_checkpoint = set(live_state(module)) & set(buffers)
+        in_checkpoint = set(module.state_dict(keep_vars=True)) & set(buffers)
         lacking = self._changed - in_checkpoint
         if not is_first:
             lacking |= in_checkpoint
@@ -115,7 +113,7 @@ class Buffers:
             made: those that are to be what they were, whatever the module has there: see :meth:`made`.
         """
         present = _all(module)
-        in_checkpoint = live_state(module) if made else {}
+        in_checkpoint = module.state_dict(keep_vars=True) if made else {}
         for name, value in saved.items():
             if name in made and name not in in_checkpoint:
                 _make(module, name, value, present.get(name))
@@ -208,7 +206,7 @@ def dtypes_of(checkpoint: dict[str, Any]) -> dict[str, torch.dtype]:
 
 def more_precise(module: torch.nn.Module, checkpoint: dict[str, Any]) -> Values:
     """Weights that Lightning rounds when it loads them: it converts a module to double precision only after that."""
-    present = live_state(module)
+    present = module.state_dict(keep_vars=True)
     return {
         name: value
         for name, value in _saved(checkpoint).items()

@@ -167,11 +167,6 @@ def without_moments(text: str) -> str:
     return str(_last_part(_MOMENT.sub("", text).rstrip(os.sep)))
 
 
-def without_drawn(text: str) -> str:
-    """A string without times and random ids, and of a path the last part."""
-    return without_moments(_RANDOM_ID.sub("", text))
-
-
 def is_drawn(folder: str) -> bool:
     """Whether the path of a folder looks as if it were another one in each start."""
     is_temporary = re.search(rf"{re.escape(tempfile.gettempdir())}/tmp[a-z0-9_]{{8}}(/|$)", folder) is not None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torchmetrics import Metric
 
-from lightning_spot.exact import namespaces, private, undecided
+from lightning_spot.exact import namespaces, private
 from lightning_spot.exact.tree import Modules, NamedModule
 from lightning_spot.image.rows import kinds_of
 
@@ -125,7 +125,6 @@ def _result_state(item: Any) -> State:
         "reduce_fx": meta.reduce_fx.__name__,
         "metric_attribute": meta.metric_attribute,
         "sync": (getattr(meta.sync, private.SHOULD_SYNC), meta.sync.rank_zero_only),
-        **({"open": True} if undecided.is_open(meta.sync) else {}),
         "is_tensor": item.is_tensor,
         "value": _copy(item.value) if item.is_tensor else None,
         "batch_size": _copy(item.cumulated_batch_size) if item.is_tensor and meta.is_mean_reduction else None,
@@ -161,10 +160,9 @@ def _restore_result(trainer: pl.Trainer, results: Any, saved: State) -> None:
     private.FORWARD_CACHE.set(item, _to(saved["last"], device))
     private.UPDATE_COUNT.set(item, saved["updates"])
     suffix = f".{meta.dataloader_idx}" if meta.add_dataloader_idx and meta.dataloader_idx is not None else ""
-    key = f"{meta.fx.removesuffix(suffix)}.{meta.name}{suffix}"
-    results[key] = item
-    if saved.get("open"):
-        undecided.leave_open(results, key, is_first=trainer.is_global_zero)
+    # What other ranks have left would be refused when it is logged in the next epoch, as something else.
+    apart = "of other ranks: " if saved.get("apart") else ""
+    results[f"{apart}{meta.fx.removesuffix(suffix)}.{meta.name}{suffix}"] = item
 
 
 def _last(metric: Any) -> torch.Tensor | None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import os
 import sys
-import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -98,10 +96,6 @@ class Copied:
         """The attributes that belong to a ``fit``, as they are before it."""
         return {}
 
-    def leave_fit(self) -> None:
-        """Be as before a ``fit``: in a forked child, the one under way is its parent's."""
-        vars(self).update(self.of_a_fit())
-
     def __getstate__(self) -> dict[str, Any]:
         """Everything else; and not what Lightning hangs on a callback, through which it would take the model along."""
         left_out = {*self.of_a_fit(), "log", "log_dict"}
@@ -118,9 +112,7 @@ class SpotCallback(Copied, Callback):
     def __new__(cls, *_: Any, **__: Any) -> SpotCallback:
         """Belong to what was imported since."""
         join_namespaces()
-        made = super().__new__(cls)
-        _made[id(made)] = made
-        return made
+        return super().__new__(cls)
 
     def __init_subclass__(cls, **named: Any) -> None:
         """Have the first hook that Lightning calls say so if it is called on the class."""
@@ -147,9 +139,7 @@ class SpotIO(Copied, TorchCheckpointIO):
     def __new__(cls, *_: Any, **__: Any) -> SpotIO:
         """Belong to what was imported since."""
         join_namespaces()
-        made = super().__new__(cls)
-        _made[id(made)] = made
-        return made
+        return super().__new__(cls)
 
 
 def join_namespaces() -> None:
@@ -160,15 +150,3 @@ def join_namespaces() -> None:
     for base in classes("fabric.plugins", "TorchCheckpointIO"):
         if not issubclass(SpotIO, base):
             base.register(SpotIO)  # an abstract class: it can take others in
-
-
-_made: weakref.WeakValueDictionary[int, Copied] = weakref.WeakValueDictionary()
-"""By their ids: a user's own callback may have no hash, or none before it is made."""
-
-
-def _leave_fits() -> None:
-    for item in list(_made.values()):
-        item.leave_fit()
-
-
-os.register_at_fork(after_in_child=_leave_fits)

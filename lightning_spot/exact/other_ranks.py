@@ -1,21 +1,22 @@
 """The exact state of a snapshot that other ranks have taken, as one of the ranks that go on from it has it.
 
-There were more of them, or fewer, or as many that had other shares of the data (another size of tensor parallelism) or
-other batches.
+There were more of them, or fewer, or as many that had other shares of the data (another size of tensor parallelism).
 What all ranks had in common, and what each of them had for itself and this one can have, is as it was: the samples of
-the epoch that are left are dealt anew, what was summed up over ranks keeps its sum. The rest is named.
+the epoch that are left are dealt anew. What was gathered in it begins anew. The rest is named.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from lightning_spot.exact import merging, order
+from lightning_spot.config import format_names
+from lightning_spot.exact import order, private
 from lightning_spot.exact.own_parameters import what_other_ranks_kept
 from lightning_spot.exact.position import loader_itself
 from lightning_spot.exact.randomness import State, capture_generator
@@ -53,7 +54,7 @@ class OtherRanks:
         self.is_between_batches = True
 
     def values(self, trainer: pl.Trainer) -> State:
-        """The state of this rank, but for its place in the data and its :meth:`results`."""
+        """The state of this rank, but for its place in the data."""
         values = dict(self._own)
         values["random"] = random_of([state["random"] for state in self._ranks], self._rank)
         values["gradients"] = self._gradients(trainer)
@@ -63,44 +64,40 @@ class OtherRanks:
             values["own_parameters"] = self._ranks[0].get("own_parameters", {})
         values.pop("own_values", None)
         self.reasons += what_other_ranks_kept([state.get("own_values", {}) for state in self._ranks])
-        values["metrics"], lost = merging.metrics(
-            trainer.lightning_module, [state["metrics"] for state in self._ranks], self._rank
-        )
-        if lost:
-            self.reasons.append(
-                f"what other ranks had of {', '.join(lost)} cannot be merged (its states have no known reduction):"
-                " it is not in its value of this epoch"
-            )
         return values
 
-    def results(self, *, is_distributed: bool) -> list[State]:
-        """What was logged in this epoch, for this rank.
+    def gather_anew(self, values: State, *, is_over: bool) -> None:
+        """Have what was gathered in the epoch begin anew: metrics, and what was logged of it.
 
         Args:
-            is_distributed: whether Lightning reduces what ranks log, as it may do with one rank, too.
+            values: of this rank.
+            is_over: whether no batch of the epoch is left. Then there would be no values of it, which callbacks ask
+                for: each rank has those of one that was there.
         """
-        found = [state.get("results", []) for state in self._ranks]
-        return merging.results(found, self._rank, is_distributed=is_distributed)
+        names = sorted({name for state in self._ranks for name in _gathered(state)})
+        if is_over:
+            values["results"] = [{**item, "apart": True} for item in values.get("results", ())]
+            what = "are in this epoch those of some of the ranks that were there"
+        else:
+            values.update(metrics={}, results=[])
+            what = "begin anew in this epoch: their values of it are those of the batches that are left"
+        if names:
+            self.reasons.append(
+                f"metrics and logged means ({format_names(names)}) {what}. Those of later epochs are whole"
+            )
 
     def _gradients(self, trainer: pl.Trainer) -> State:
+        """In mid-accumulation, every rank has the mean, so that the mean over ranks is what it was."""
         found = [state["gradients"] for state in self._ranks]
         if not (any(found) and is_sharded(trainer)):
-            return merging.gradients(found)
+            names = dict.fromkeys(name for state in found for name in state)
+            held = {name: [state[name] for state in found if name in state] for name in names}
+            return {name: torch.stack(each).sum(0) / len(found) for name, each in held.items()}
         self.reasons.append(
             "gradients in mid-accumulation are in shards of the ranks that were there: the batches of that window are"
             " missing in its step"
         )
         return {}
-
-    def can_deal(self, loader: Any, index: int) -> bool:
-        """Whether what is left of an epoch can be dealt anew through a loader, with other batches maybe."""
-        if not all(self._ranks):  # of a model in shards, each rank reads its own state only
-            return False
-        positions = self._positions(index)
-        own = positions[self._rank % len(positions)]
-        if own is None or "at_iter" not in own or own["exhausted"] or not self._is_common(positions):
-            return False
-        return order.is_dealt_to(loader_itself(loader), own["order"], self._share[1])
 
     def _positions(self, index: int) -> list[Any]:
         return [(state["loaders"] or [None] * (index + 1))[index] for state in self._ranks]
@@ -148,12 +145,18 @@ class OtherRanks:
         what = "weights, optimizers and schedulers go on as they were"
         if self._left is not None:
             what += f"; the {self._left} samples of epoch {trainer.current_epoch} that no rank has seen are dealt anew"
-        if len(self._ranks) == self._world and self._shares == self._share[1]:
-            return f"the batch size is another one: {what}"
         if len(self._ranks) == self._world:
             return f"{self._world} ranks with {self._shares} shares of the data -> {self._share[1]}: {what}"
         old = "1 rank" if len(self._ranks) == 1 else f"{len(self._ranks)} ranks"
         return f"{old} -> {self._world}: {what}"
+
+
+def _gathered(state: State) -> Iterator[str]:
+    """Names of what a rank has gathered in an epoch: of metrics that were updated, and of what was logged."""
+    yield from (item["name"] for item in state.get("results", ()))
+    for name, metric in state["metrics"].items():
+        if metric["counters"].get(private.UPDATE_COUNT.name):
+            yield name
 
 
 def random_of(ranks: list[State], rank: int) -> State:

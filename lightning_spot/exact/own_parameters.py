@@ -20,7 +20,7 @@ from lightning_spot.exact import private
 from lightning_spot.exact.data_shares import share_of
 from lightning_spot.exact.parameter_names import names_of
 from lightning_spot.exact.plain_values import MOST_BYTES
-from lightning_spot.exact.sharded import holder_of, is_flat, is_sharded
+from lightning_spot.exact.sharded import holder_of, is_sharded
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -40,7 +40,7 @@ def capture_values(trainer: pl.Trainer) -> State:
     Those of torch keep the same on all ranks, but for DTensors. Of another one, all that is in no shards may be it.
     """
     is_asked = any(map(_is_others, trainer.optimizers)) and trainer.world_size > 1
-    if not is_asked or not is_sharded(trainer) or is_flat(trainer):
+    if not is_asked or not is_sharded(trainer):
         return {}
     names = {id(parameter): name for parameter, name in _named(trainer)}
     states = [_values_of(optimizer, names) for optimizer in trainer.optimizers]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import Module
 
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""Of ``torch.compile``, of activation checkpointing and of FSDP1."""
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""Of ``torch.compile`` and of activation checkpointing."""
 
 
 def clean(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -34,11 +33,9 @@ class PerTrainer(OfTrainer):
     """Base of what each trainer has one of, shared by all callbacks that ask for it. Made by :meth:`of` only."""
 
     _all: ClassVar[weakref.WeakKeyDictionary[pl.Trainer, Any]]
-    _kinds: ClassVar[list[type[PerTrainer]]] = []
 
     def __init_subclass__(cls) -> None:
         cls._all = weakref.WeakKeyDictionary()
-        cls._kinds.append(cls)
 
     @classmethod
     def of(cls: type[T], trainer: pl.Trainer) -> T:
@@ -46,17 +43,3 @@ class PerTrainer(OfTrainer):
         if trainer not in cls._all:
             cls._all[trainer] = cls(trainer)
         return cls._all[trainer]  # type: ignore[no-any-return] # see __init_subclass__
-
-    def leave(self) -> None:
-        """Have nothing to do with the training any more: this is a forked child, and its parent goes on."""
-
-    @classmethod
-    def leave_all(cls) -> None:
-        """Have each trainer begin anew with all of these. See :meth:`leave`."""
-        for kind in cls._kinds:
-            left, kind._all = list(kind._all.values()), weakref.WeakKeyDictionary()
-            for item in left:
-                item.leave()
-
-
-os.register_at_fork(after_in_child=PerTrainer.leave_all)

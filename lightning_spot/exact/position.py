@@ -158,16 +158,16 @@ def batches_done(loader: Any) -> int | None:
     return max(0, len(loader) - (0 if epoch.exhausted else left))
 
 
-def other_batches(loader: Any, position: State | None) -> str:
+def other_batches(loader: Any, position: State | None) -> Iterator[str]:
     """What to say where a loader goes on in the middle of its epoch with larger or smaller batches than before."""
     if position is None or "at_iter" not in position or position["exhausted"]:
-        return ""
+        return
     was, now = position.get("batch"), batch_of(loader_itself(loader))
     passed = position["yielded"]
     if was is None or now is None or was == now or not passed or "state" in position:
-        return ""
+        return
     what = "passed over" if now > was else "seen twice"
-    return (
+    yield (
         f"the batch size was {was} when the snapshot was taken and is {now} now: this epoch goes on after as many"
         f" batches as were trained on ({passed}), and {passed * abs(now - was)} of its samples are {what}, on each"
         " rank. The next epoch is a whole one"

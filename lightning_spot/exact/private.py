@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -41,7 +40,6 @@ SIGNALS = "Lightning's signal handlers"
 ENVIRONMENT = "the ranks' address"
 BUCKETS = "DDP's buckets"
 SHARING = "DDP's sharing of buffers"
-FLAT = "FSDP1's flat parameters"
 AVERAGING = "StochasticWeightAveraging"
 PRUNING = "ModelPruning"
 TUNERS = "the tuners"
@@ -128,11 +126,6 @@ def problems(trainer: pl.Trainer) -> dict[str, str]:
     return found
 
 
-def problem_of(part: str, trainer: pl.Trainer) -> str | None:
-    """Why a part whose names are there later than at ``setup`` cannot do its work; ``None`` if it can."""
-    return next((problem for name in ALL if name.part == part and (problem := name.problem(trainer))), None)
-
-
 def _trainer(trainer: pl.Trainer) -> Any:
     return trainer
 
@@ -170,34 +163,6 @@ def _first_logger(*names: str) -> Callable[[pl.Trainer], Any]:
 def _ddp(trainer: pl.Trainer) -> Any:
     """DDP is there from ``on_train_start`` on only: it is looked for in a model that has it already."""
     return trainer.model if hasattr(trainer.model, "reducer") else None
-
-
-def _unit(trainer: pl.Trainer) -> Any:
-    """The first module that FSDP1 has wrapped and that has a flat parameter; there from the strategy's setup on."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # where it was never imported, there are none
-    model = trainer.strategy.model
-    if fsdp is None or model is None:
-        return None
-    units = (each for each in model.modules() if isinstance(each, fsdp.FullyShardedDataParallel))
-    return next((unit for unit in units if HANDLE.of(unit) is not None), None)
-
-
-def _handle(trainer: pl.Trainer) -> Any:
-    unit = _unit(trainer)
-    return HANDLE.of(unit) if unit is not None else None
-
-
-def _flat(trainer: pl.Trainer) -> Any:
-    handle = _handle(trainer)
-    return FLAT_PARAMETER.of(handle) if handle is not None else None
-
-
-def _first_of(infos: Name) -> Callable[[pl.Trainer], Any]:
-    def find(trainer: pl.Trainer) -> Any:
-        flat = _flat(trainer)
-        return next(iter(infos.of(flat)), None) if flat is not None else None
-
-    return find
 
 
 @cache
@@ -280,7 +245,6 @@ METADATA = Name(LOGGED, "_Metadata", _of_results, type)
 SYNC = Name(LOGGED, "_Sync", _of_results, type)
 RESULT_METRIC = Name(LOGGED, "_ResultMetric", _of_results, type)
 DEFAULTS = Name(METRICS, "_defaults", lambda _: _metric(), dict)
-REDUCTIONS = Name(METRICS, "_reductions", lambda _: _metric(), dict)
 UPDATE_COUNT = Name(METRICS, "_update_count", lambda _: _metric(), int)
 FORWARD_CACHE = Name(METRICS, "_forward_cache", lambda _: _metric())
 COMPUTED = Name(METRICS, "_computed", lambda _: _metric())
@@ -302,35 +266,6 @@ TOGGLED = Name(TOGGLES, "_param_requires_grad_state", lambda t: t.lightning_modu
 
 COMPOSABLE = "__composable_api_state_key_"
 """How the names of attributes begin in which torch keeps, at a module, what FSDP2 and its like do with it."""
-
-# -- FSDP1 ------------------------------------------------------------------------------------------------------------
-
-HANDLE = Name(FLAT, "_handle", _unit)
-STATE_DICT_HOOKS = Name(FLAT, "_state_dict_hooks", _unit, dict)
-STATE_DICT_PRE_HOOKS = Name(FLAT, "_state_dict_pre_hooks", _unit, dict)
-FLAT_PARAMETER = Name(FLAT, "flat_param", _handle, torch.Tensor)
-IS_SHARDED = Name(FLAT, "uses_sharded_strategy", _handle, bool)
-GROUP_OF_FLAT = Name(FLAT, "process_group", _handle)
-RANK_OF_FLAT = Name(FLAT, "rank", _handle, int)
-PARAM_INFOS = Name(FLAT, "_param_infos", _flat, Sequence)
-SHARD_INFOS = Name(FLAT, "_shard_param_infos", _flat, Sequence)
-SHARED_INFOS = Name(FLAT, "_shared_param_infos", _flat, Sequence)
-SHAPES = Name(FLAT, "_shapes", _flat, Sequence)
-NUMELS = Name(FLAT, "_numels", _flat, Sequence)
-PADDED_NUMELS = Name(FLAT, "_numels_with_padding", _flat, Sequence)
-IS_PADDING = Name(FLAT, "_is_padding_mask", _flat, Sequence)
-ORIGINALS = Name(FLAT, "_params", _flat, (list, type(None)))
-FLAT_NAMES = Name(FLAT, "_fqns", _flat, Sequence)
-EXTENSIONS = Name(FLAT, "_param_extensions", _flat, Sequence)
-CONTIGUITIES = Name(FLAT, "_contiguities", _flat, Sequence)
-LOCAL_SHARD = "_local_shard"  # of a flat parameter, which has it from its first forward on
-for _infos, _names in (
-    (PARAM_INFOS, ("module", "param_name")),
-    (SHARED_INFOS, ("module", "param_name", "prim_module", "prim_param_name")),
-    (SHARD_INFOS, ("in_shard", "offset_in_shard", "numel_in_shard", "intra_param_start_idx")),
-):
-    for _name in _names:
-        Name(FLAT, _name, _first_of(_infos))
 
 # -- callbacks and loggers that Lightning ships -----------------------------------------------------------------------
 

@@ -89,8 +89,6 @@ class Restoring(OfTrainer):
         self._loaded: dict[str, torch.Tensor] = {}  # weights, until hooks at the start of training are done
         self._loads: Callable[[Mapping[str, Any]], None] | None = None
         self._others: OtherRanks | None = None  # where those that took the snapshot had other shares of the data
-        self._with_other_batches: OtherRanks | None = None  # where they are the same, and may have had other batches
-        self._dealt_anew: OtherRanks | None = None
 
     @property
     def is_due(self) -> bool:
@@ -155,12 +153,10 @@ class Restoring(OfTrainer):
 
     def _of_this_rank(self, shared: State) -> State:
         trainer, ranks = self._trainer, shared["ranks"]
-        share, shares = share_of(trainer), shared.get("shares")  # which earlier versions did not say
-        others = OtherRanks(ranks, trainer.global_rank, trainer.world_size, share, shares)
         if are_these(shared, trainer):
-            self._with_other_batches = others
             return ranks[trainer.global_rank]  # type: ignore[no-any-return]
-        self._others = others
+        share, shares = share_of(trainer), shared.get("shares")  # which earlier versions did not say
+        self._others = OtherRanks(ranks, trainer.global_rank, trainer.world_size, share, shares)
         return self._others.values(trainer)
 
     def restore_masks(self) -> None:
@@ -184,10 +180,7 @@ class Restoring(OfTrainer):
                 self._switches.run(part.what, lambda part=part, key=key: part.restore(trainer, values["shipped"][key]))  # type: ignore[misc]
         self._restore_hooked(values)
         if self._others is not None:
-            is_distributed = bool(private.ACCELERATOR_CONNECTOR.of(trainer).is_distributed)
-            values["results"] = self._others.results(is_distributed=is_distributed)
-        if (others := self._others or self._dealt_anew) is not None:
-            self._go_on_from(others, values)
+            self._go_on_from(self._others, values)
         if self._val_total is not None and not self._validates(should_stop=values["should_stop"]):
             self._count_validations()
 
@@ -239,7 +232,7 @@ class Restoring(OfTrainer):
             self._switches.run(private.TOGGLES, lambda: toggled.restore(self._trainer.lightning_module, kept))
 
     def _go_on_from(self, others: OtherRanks, values: State) -> None:
-        """Of a run that other ranks have left, or these with other batches: its epoch has more batches now, or less."""
+        """Of a run that other ranks have left: its epoch has more batches now, or less."""
         trainer = self._trainer
         loaders = self.loaders.training if self.loaders is not None else []
         done = max((done for loader in loaders if (done := batches_done(loader)) is not None), default=None)
@@ -248,6 +241,7 @@ class Restoring(OfTrainer):
             self._switches.run(private.PROGRESS, lambda: progress.number_batches(trainer, done))
         ended = all(position is not None and position.get("exhausted") for position in values["loaders"] or [None])
         is_over = ended or (done is not None and done >= trainer.num_training_batches)
+        others.gather_anew(values, is_over=is_over)
         # Batches that these ranks would have seen by now may end with a validation, where those of the others had none.
         is_place = is_over or bool(done and others.is_between_batches)
         if is_place and self._val_total is None and not self._steps_are_over and self._validates(should_stop=False):
@@ -291,17 +285,9 @@ class Restoring(OfTrainer):
             return None
         if self._others is not None:
             return self._others.position(loader, index)
-        said = other_batches(loader, positions[index])
         changed = differences(positions[index] or {}, loader_itself(loader))
-        if said:
-            others = self._with_other_batches
-            if others is not None and len(loaders) == 1 and others.can_deal(loader, index):
-                self._dealt_anew = others
-                said = ""
-        if reasons := [*changed, *([said] if said else [])]:
+        if reasons := [*changed, *other_batches(loader, positions[index])]:
             rank_zero_warn(f"lightning_spot: {'. '.join(reasons)}")
-        if self._dealt_anew is not None:
-            return self._dealt_anew.position(loader, index)
         return positions[index]  # type: ignore[no-any-return]
 
     def has_positions(self) -> bool:

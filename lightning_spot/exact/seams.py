@@ -80,10 +80,6 @@ class Seams(PerTrainer):
             if not self._listeners:
                 self._trainer.fit_loop.epoch_loop.__dict__.pop(private.ADVANCE_END.name, None)
 
-    def leave(self) -> None:
-        """See :meth:`PerTrainer.leave`."""
-        self._listeners.clear()
-
     def _wrap(self) -> None:
         loop = self._trainer.fit_loop.epoch_loop
         original = private.ADVANCE_END.of(loop)

@@ -1,4 +1,4 @@
-"""The state of a model and its optimizers in shards, as FSDP and tensor parallelism have it: taken and given back.
+"""The state of a model and its optimizers in shards, as FSDP2 and tensor parallelism have it: taken and given back.
 
 Nothing here calls a collective, and no optimizer steps. (``torch.distributed.checkpoint`` has one step that has not
 stepped yet when it is asked for its state.)
@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, compress, count, islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,10 +20,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from lightning_spot.errors import ModelChanged, NotSerialisable, SettingsError
-from lightning_spot.exact import namespaces, private
+from lightning_spot.errors import ModelChanged, NotSerialisable
+from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import KEY
-from lightning_spot.exact.flat import INSTEAD, Flat, Kinds
 from lightning_spot.exact.optimizer_states import keep_dtypes
 from lightning_spot.exact.parameter_names import clean, names_of
 from lightning_spot.exact.tree import state_of
@@ -44,45 +43,6 @@ MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
 _GROUPS, _STATE, _NAMES = "param_groups", "state", "params"
 
 
-class Holder(Protocol):
-    """How a strategy holds a model, of which each rank has a part.
-
-    Attributes:
-        key: of the model's state in Lightning's sharded checkpoints.
-    """
-
-    key: str
-
-    def names(self, parameter: torch.Tensor) -> list[str]:
-        """The names of the parameters that one of an optimizer's stands for."""
-
-    def outside(self) -> Collection[int]:
-        """Identities of the parameters of which each rank has all."""
-
-    def model_state(self) -> State:
-        """The live state of the model."""
-
-    def frozen(self, state: State) -> Iterable[torch.Tensor]:
-        """Parameters that are not trained, of those of the model that are in a state, as :func:`split` gives it."""
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
-        """The live state of an optimizer by the names of its parameters; of one that has not stepped yet, none."""
-
-    def kinds(self, state: State) -> Kinds:
-        """What of the optimizers' states the other ranks may have to be told of."""
-
-    def complete(self, state: State, kinds: Iterable[Kinds]) -> None:
-        """Add to a state what its rank knows by the ``kinds`` of all ranks only."""
-
-    def to_load(self) -> State:
-        """The model's state, whose tensors are to be given their values."""
-
-    def load_optimizer(
-        self, optimizer: torch.optim.Optimizer, reader: ImageReader, key: str
-    ) -> dict[int, dict[str, Any]]:
-        """The saved state of an optimizer, as this rank has it, by the numbers of its parameters."""
-
-
 _known: WeakKeyDictionary[Module, tuple[Any, dict[int, str]]] = WeakKeyDictionary()
 """Of models: keys and identities in their state, and the names of their parameters as :func:`names_of` found them."""
 
@@ -94,8 +54,6 @@ class Dtensors:
         module: as the strategy has it.
     """
 
-    key = "state_dict"
-
     def __init__(self, module: Module) -> None:
         self._module = module
 
@@ -105,16 +63,16 @@ class Dtensors:
         self._module.state_dict(keep_vars=True)  # FSDP2 puts its own back then
         return names_of(self._module)
 
-    def names(self, parameter: torch.Tensor) -> list[str]:
-        """See :class:`Holder`."""
-        return [self._names[id(parameter)]]
+    def name(self, parameter: torch.Tensor) -> str:
+        """The name of one of an optimizer's parameters."""
+        return self._names[id(parameter)]
 
     def outside(self) -> set[int]:
-        """See :class:`Holder`."""
+        """Identities of the parameters of which each rank has all."""
         return {id(one) for one in self._module.parameters() if not isinstance(one, DTensor)}
 
     def model_state(self) -> State:
-        """See :class:`Holder`; its own tensors, since to detach a DTensor takes 0.1 ms."""
+        """The live state of the model: its own tensors, since to detach a DTensor takes 0.1 ms."""
         if (state := state_of(self._module)) is None:
             state = {clean(name): value for name, value in self._module.state_dict(keep_vars=True).items()}
         values = list(state.values())
@@ -127,15 +85,18 @@ class Dtensors:
         return state
 
     def frozen(self, state: State) -> list[torch.Tensor]:
-        """See :class:`Holder`; to ask the modules takes ten times as long."""
-        values = list(state[self.key].values())
+        """Parameters that are not trained, of those in a state, as :func:`split` gives it.
+
+        To ask the modules takes ten times as long.
+        """
+        values = list(state[MODEL].values())
         if not all(issubclass(kind, torch.Tensor) for kind in kinds_of(values)):  # a module's extra state is any value
             values = [value for value in values if isinstance(value, torch.Tensor)]
         others = compress(values, map(operator.not_, each_of(which_train(values))))
         return [value for value in others if isinstance(value, torch.nn.Parameter)]
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
-        """See :class:`Holder`."""
+        """The live state of an optimizer by the names of its parameters; of one that has not stepped yet, none."""
         names = self._names
         groups = [
             {**group, _NAMES: [names[id(parameter)] for parameter in group[_NAMES]]} for group in optimizer.param_groups
@@ -151,19 +112,12 @@ class Dtensors:
             ) from None
         return {_STATE: state, _GROUPS: groups}
 
-    def kinds(self, state: State) -> Kinds:
-        """None: every rank has some of each, if it is nothing but its form."""
-        return {}
-
-    def complete(self, state: State, kinds: Iterable[Kinds]) -> None:
-        """Nothing to do."""
-
     def to_load(self) -> State:
-        """See :class:`Holder`."""
+        """The model's state, whose tensors are to be given their values."""
         return get_model_state_dict(self._module)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, reader: ImageReader, key: str) -> dict[int, State]:
-        """See :class:`Holder`."""
+        """The saved state of an optimizer, as this rank has it, by the numbers of its parameters."""
         parameters = {self._names[id(one)]: one for group in optimizer.param_groups for one in group[_NAMES]}
 
         def room(tensor: ShardedTensor) -> torch.Tensor:
@@ -175,31 +129,13 @@ class Dtensors:
 
 def is_sharded(trainer: pl.Trainer) -> bool:
     """Whether each rank has a part of the model only."""
-    return isinstance(trainer.strategy, namespaces.classes("strategies", "ModelParallelStrategy")) or is_flat(trainer)
+    return isinstance(trainer.strategy, namespaces.classes("strategies", "ModelParallelStrategy"))
 
 
-def is_flat(trainer: pl.Trainer) -> bool:
-    """Whether FSDP1 has the model, and is to save it in shards."""
-    strategy = trainer.strategy
-    is_fsdp = isinstance(strategy, namespaces.classes("strategies", "FSDPStrategy"))
-    return is_fsdp and getattr(strategy, "_state_dict_type", "full") == "sharded"
-
-
-def holder_of(trainer: pl.Trainer) -> Holder:
-    """How the strategy of a trainer holds its model, once that is set up.
-
-    Raises:
-        SettingsError: if it is not known which rank has what of it.
-    """
+def holder_of(trainer: pl.Trainer) -> Dtensors:
+    """How the strategy of a trainer holds its model, once that is set up."""
     module: Any = trainer.strategy.model
-    if not is_flat(trainer):
-        return Dtensors(module)
-    if (problem := private.problem_of(private.FLAT, trainer)) is not None:
-        raise SettingsError(
-            f"FSDPStrategy is not supported with torch {torch.__version__}, whose flat parameters are made in another"
-            f" way ({problem}): {INSTEAD}"
-        )
-    return Flat(module)
+    return Dtensors(module)
 
 
 @contextlib.contextmanager
@@ -219,7 +155,7 @@ def live_states(trainer: pl.Trainer) -> Iterator[None]:
         vars(strategy).pop("optimizer_state", None)
 
 
-def split(checkpoint: dict[str, Any], holder: Holder) -> tuple[State, dict[str, Any]]:
+def split(checkpoint: dict[str, Any]) -> tuple[State, dict[str, Any]]:
     """What of a checkpoint is in shards, by the keys of Lightning's sharded checkpoints, and the rest.
 
     Extra states of modules are in both: torch looks for them among the shards, where keys of dicts become strings.
@@ -228,17 +164,9 @@ def split(checkpoint: dict[str, Any], holder: Holder) -> tuple[State, dict[str, 
     model: State = rest.pop(MODEL, {})
     extra = [name for name in model if name.endswith(EXTRA_SUFFIX)]  # of thousands, none as a rule
     rest[KEY] = {**rest[KEY], EXTRA: {name: model[name] for name in extra if is_extra(name)}}
-    state: State = {holder.key: model}
+    state: State = {MODEL: model}
     state.update({_key(number): item for number, item in enumerate(rest.pop(OPTIMIZERS, []))})
     return state, rest
-
-
-def kinds_at_hand(trainer: pl.Trainer) -> Kinds:
-    """What this rank's optimizers keep at present, as :meth:`Holder.kinds` has it of a state."""
-    if not is_flat(trainer):
-        return {}
-    holder = holder_of(trainer)
-    return holder.kinds({_key(number): holder.optimizer_state(each) for number, each in enumerate(trainer.optimizers)})
 
 
 def put_back(trainer: pl.Trainer, image: Image, manifest: Manifest, extra: State) -> None:
@@ -255,16 +183,14 @@ def put_back(trainer: pl.Trainer, image: Image, manifest: Manifest, extra: State
     """
     reader = ImageReader(image, manifest)
     holder = holder_of(trainer)
-    saved = {str(path[0]) for path in reader.shards.paths}
-    key = next((kind.key for kind in (Dtensors, Flat) if kind.key in saved), holder.key)  # either reads both
     model = holder.to_load()
     own = {name for name in model if is_extra(name)}
     if own != extra.keys():
         raise changed(reader.name, missing=sorted(own - extra.keys()), unexpected=sorted(extra.keys() - own))
-    load({key: {name: value for name, value in model.items() if name not in own}}, reader, whole=(key,))
+    load({MODEL: {name: value for name, value in model.items() if name not in own}}, reader, whole=(MODEL,))
     _set_extra(trainer.strategy.model, extra)
     for number, optimizer in enumerate(trainer.strategy.optimizers):
-        _put_back_optimizer(holder, optimizer, reader, _key(number), key)
+        _put_back_optimizer(holder, optimizer, reader, _key(number))
 
 
 def _set_extra(module: Module | None, extra: State) -> None:
@@ -276,12 +202,10 @@ def _set_extra(module: Module | None, extra: State) -> None:
             part.set_extra_state(extra[key])
 
 
-def _put_back_optimizer(
-    holder: Holder, optimizer: torch.optim.Optimizer, reader: ImageReader, key: str, model_key: str
-) -> None:
+def _put_back_optimizer(holder: Dtensors, optimizer: torch.optim.Optimizer, reader: ImageReader, key: str) -> None:
     groups = _groups_of(reader, key)
     saved = [sorted(group[_NAMES]) for group in groups]
-    present = [[name for one in group[_NAMES] for name in holder.names(one)] for group in optimizer.param_groups]
+    present = [list(map(holder.name, group[_NAMES])) for group in optimizer.param_groups]
     if saved != [sorted(names) for names in present]:
         before, now = set(chain.from_iterable(saved)), set(chain.from_iterable(present))
         raise ModelChanged(
@@ -294,11 +218,11 @@ def _put_back_optimizer(
     values = holder.load_optimizer(optimizer, reader, key)
     numbers = count()
     for group, own in zip(groups, optimizer.param_groups, strict=True):
-        group[_NAMES] = list(islice(numbers, len(own[_NAMES])))  # FSDP1 may have several in one
+        group[_NAMES] = list(islice(numbers, len(own[_NAMES])))
     state = {_STATE: values, _GROUPS: groups}
     optimizer.load_state_dict(state)
-    dtypes = {str(tensor.path[1]): dtype_of(tensor) for tensor in reader.shards.tensors if tensor.path[0] == model_key}
-    keep_dtypes(optimizer, state, lambda parameter: dtypes.get(holder.names(parameter)[0]))
+    dtypes = {str(tensor.path[1]): dtype_of(tensor) for tensor in reader.shards.tensors if tensor.path[0] == MODEL}
+    keep_dtypes(optimizer, state, lambda parameter: dtypes.get(holder.name(parameter)))
 
 
 def _empty_like(parameter: torch.Tensor, saved: ShardedTensor) -> torch.Tensor:

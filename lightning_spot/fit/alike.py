@@ -21,7 +21,6 @@ from lightning_spot.capture.versions import versions
 from lightning_spot.errors import SettingsError
 from lightning_spot.exact import private
 from lightning_spot.exact.parameter_names import names_of
-from lightning_spot.exact.sharded import is_flat
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.taking_part import parts_in, parts_of
 
@@ -61,7 +60,7 @@ def check_one_model(trainer: pl.Trainer) -> None:
     ranks = Agreement(trainer)
     if ranks.size == 1:
         return
-    tensors = _tensors(trainer.lightning_module, whole=not is_flat(trainer))
+    tensors = _tensors(trainer.lightning_module)
     if found := _first_difference(ranks, tensors, "its tensors come in another order on one of them"):
         raise SettingsError(f"all ranks must build the same model, and {found}: {_START}")
 
@@ -143,19 +142,15 @@ def _facts(trainer: pl.Trainer) -> dict[str, str]:
     return facts
 
 
-def _tensors(module: Module, *, whole: bool) -> dict[str, str]:
+def _tensors(module: Module) -> dict[str, str]:
     """What a model has on every rank, by name: dtype, shape, and whether it is trained.
 
     Ranks of DDP may have tensors of their own, which it is told to leave alone. A buffer in no checkpoint may be any.
-
-    Args:
-        module: the model.
-        whole: whether a parameter has the same shape on all ranks; of FSDP1, each has some of it.
     """
     own = _own_of(module)
     found: dict[str, str] = {}
     for name, parameter in module.named_parameters():
-        shape = f" {tuple(shape_of(parameter))}" if whole and not is_lazy(parameter) else ""
+        shape = "" if is_lazy(parameter) else f" {tuple(shape_of(parameter))}"
         found[name] = f"{parameter.dtype}{shape}{'' if parameter.requires_grad else ', frozen'}"
     for above, each in module.named_modules():
         for name, buffer in each.named_buffers(above, recurse=False):

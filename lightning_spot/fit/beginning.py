@@ -85,7 +85,6 @@ class Beginning:
             host,
             self._settings,
             self._resume.trial(),
-            fingerprint=str(self._resume.fingerprint or ""),
             schedule=schedule,
             sharded_over=self._trainer.world_size if self._in_shards is not None else 0,
         )

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_spot.config import format_bytes
-from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound
+from lightning_spot.errors import CorruptSnapshot, SettingsError, SnapshotNotFound
+from lightning_spot.exact.dump import KEY
+from lightning_spot.exact.rank_states import states_in_files
+from lightning_spot.exact.resumable import check_resumable
+from lightning_spot.exact.sharded import is_sharded, put_back
 from lightning_spot.exact.unpickling import read_checkpoint, with_ranks
 from lightning_spot.fit.agreement import Agreement, Failed
-from lightning_spot.fit.owned import own_small
 from lightning_spot.fit.restore import Hosts, Restore
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Image
 from lightning_spot.run.choice import open_newest
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import Survey, look_again
+from lightning_spot.sharded.items import EXTRA
+from lightning_spot.sharded.metadata import REST_FILE
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 Checkpoint = dict[str, Any]
+
+_SMALL_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,3 +169,88 @@ def _read(file: IO[bytes] | str, manifest: Manifest, *, trusts: bool) -> Checkpo
 
 def _read_trusted(file: IO[bytes]) -> Any:
     return torch.load(file, map_location="cpu", weights_only=False)
+
+
+# -- how it is loaded -------------------------------------------------------------------------------------------------
+
+
+def own_small(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Copy the storages below 1 MiB of a checkpoint that looks at mapped memory.
+
+    That memory is kept for as long as one tensor looks at it.
+    Weights and moments are copied into the model and the optimizer, but a callback may keep a score for the whole run.
+    Tensors that share a storage share it still.
+
+    Returns:
+        the same checkpoint.
+    """
+    _Owner().visit(checkpoint)
+    return checkpoint
+
+
+class _Owner:
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._copies: dict[int, torch.UntypedStorage] = {}
+
+    def visit(self, item: Any) -> None:
+        if isinstance(item, torch.Tensor):
+            self._own(item)
+        elif isinstance(item, (dict, list, tuple, set)) and id(item) not in self._seen:
+            self._seen.add(id(item))
+            for value in item.values() if isinstance(item, dict) else item:
+                self.visit(value)
+
+    def _own(self, tensor: torch.Tensor) -> None:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+            return
+        if tensor.device.type != "cpu" or tensor.is_quantized:
+            return
+        storage = tensor.untyped_storage()
+        if storage.nbytes() >= _SMALL_BYTES or not storage.nbytes() or id(tensor) in self._seen:
+            return
+        self._seen.add(id(tensor))
+        copy = self._copies.get(storage.data_ptr())
+        if copy is None:
+            copy = self._copies[storage.data_ptr()] = storage.clone()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            tensor.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def load_shards(trainer: pl.Trainer, image: Image, manifest: Manifest, *, trusts: bool) -> dict[str, Any]:
+    """Load a sharded snapshot on this rank.
+
+    Args:
+        trainer: whose model and optimizers are set up.
+        image: of the snapshot, checked.
+        manifest: of the snapshot.
+        trusts: whether to load objects of any class.
+
+    Returns:
+        the checkpoint without the states of the model and its optimizers.
+
+    Raises:
+        SettingsError: if the strategy of this trainer has no shards.
+        ModelChanged: if it is the snapshot of another model.
+        NotSerialisable: if a module's extra state was not loaded.
+    """
+    if not is_sharded(trainer):
+        raise SettingsError(
+            f"snapshot {manifest.name} is sharded, and {type(trainer.strategy).__name__} is not: make one plain file of"
+            " it (`lightning-spot pull DIRPATH --consolidate --to FILE`) for fit(ckpt_path=FILE), or go on with"
+            " ModelParallelStrategy"
+        )
+    data = io.BytesIO(_file(image, manifest, REST_FILE))
+    rest: dict[str, Any] = torch.load(data, "cpu", weights_only=False) if trusts else read_checkpoint(data)
+    shared = rest.get(KEY)
+    extra = shared.get(EXTRA, {}) if shared is not None else {}
+    check_resumable(trainer, {KEY: {EXTRA: extra}})  # the rest, once hooks have their own objects
+    put_back(trainer, image, manifest, extra)
+    if shared is not None:
+        shared["ranks"] = states_in_files(trainer, shared, lambda name: _file(image, manifest, name))
+    return rest
+
+
+def _file(image: Image, manifest: Manifest, name: str) -> memoryview:
+    span = manifest.span_of(name)
+    return image[span.offset : span.stop]

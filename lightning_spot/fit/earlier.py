@@ -1,8 +1,8 @@
-"""What this process has trained before: so that no second training is given the first one's weights.
+"""What this process has trained before: the n-th ``fit`` at one ``dirpath`` is the run ``dirpath/fit-n``.
 
-A ``fit`` that follows a finished one at the same ``dirpath`` (a fold, another model, a second phase) is a run of its
-own, in ``dirpath/fit-2`` and so on; ``selection`` finds it again when the program is killed and started again. One that
-follows a ``fit`` which an exception ended goes on from there, and says so.
+So no second training (a fold, another model, a second phase) is given the first one's weights, and each finds its own
+run again when the program is killed and started again. A ``fit`` that an exception ended is not counted: the next one
+goes on from there, and says so.
 """
 
 from __future__ import annotations
@@ -11,55 +11,39 @@ import atexit
 import logging
 import os
 import sys
+from collections import Counter
 from dataclasses import replace
 
 from lightning_spot.client.starting import attach
 from lightning_spot.errors import Preempted, SpotError
-from lightning_spot.image.manifest import Manifest
 from lightning_spot.run.location import Location
 
 logger = logging.getLogger(__name__)
 
-_finished: set[str] = set()
+_finished: Counter[str] = Counter()
 _interrupted: dict[str, str] = {}
-_complete: dict[str, Manifest] = {}
 _nodes: dict[str, tuple[Location, int]] = {}
 _GIVEN_UP = "TrialPruned"  # Optuna's word for a trial that shall not go on
 
 
-def numbered(named: Location, number: int) -> Location:
-    """Where the ``number``-th run is of those at the location that the user named."""
+def next_at(named: Location) -> Location:
+    """Where the run is of the ``fit`` that begins, of those at the location that the user named: the first is there."""
+    number = _finished[named.url] + 1
     if number == 1:
         return named
     return replace(named, url=f"{named.url.rstrip('/')}/fit-{number}", name=f"{named.name}-fit-{number}")
 
 
-def is_finished(location: Location) -> bool:
-    """Whether a ``fit`` of this process has come to its end there: no other one is that run."""
-    return location.url in _finished
-
-
-def complete_at(location: Location) -> Manifest | None:
-    """The last snapshot of a run that was seen to be complete: it is not asked for twice."""
-    return _complete.get(location.url)
-
-
-def seen(location: Location, newest: Manifest) -> None:
-    """This is the newest snapshot of the run there."""
-    if newest.complete:
-        _complete[location.url] = newest
-
-
-def finished(named: Location, location: Location) -> None:
-    """A ``fit`` has come to its end at ``location``, one of those that were named so."""
-    _finished.add(location.url)
+def finished(named: Location) -> None:
+    """A ``fit`` has come to its end, of those at the location that the user named."""
+    _finished[named.url] += 1
     _interrupted.pop(named.url, None)
 
 
-def interrupted(named: Location, location: Location, error: BaseException) -> None:
+def interrupted(named: Location, error: BaseException) -> None:
     """An exception has ended a ``fit`` there."""
     if any(kind.__name__ == _GIVEN_UP for kind in type(error).__mro__):
-        finished(named, location)
+        finished(named)
     else:
         _interrupted[named.url] = type(error).__name__
 
@@ -73,7 +57,7 @@ def node_was_left(location: Location, attempt: int, error: BaseException) -> Non
     """A node stays for a trainer that is started again. Where the program goes on instead, it is let go soon."""
     if location.embedded and not isinstance(error, (Preempted, KeyboardInterrupt)):
         if not _nodes:
-            atexit.register(_at_exit)
+            atexit.register(_at_exit, os.getpid())
         _nodes[location.url] = (location, attempt)
 
 
@@ -87,17 +71,17 @@ def goes_on_at(location: Location) -> None:
 def forget() -> None:
     """Be as a new process is."""
     _finished.clear()
-    _complete.clear()
     _interrupted.clear()
     _nodes.clear()
 
 
-os.register_at_fork(after_in_child=_nodes.clear)  # a child's end is not the program's
+def _at_exit(pid: int) -> None:
+    """Where an exception ends the program, it will be started again, and goes on from the memory of its node.
 
-
-def _at_exit() -> None:
-    """Where an exception ends the program, it will be started again, and goes on from the memory of its node."""
-    if getattr(sys, "last_value", None) is None:
+    Args:
+        pid: of the program: the end of a forked child is not its own.
+    """
+    if os.getpid() == pid and getattr(sys, "last_value", None) is None:
         while _nodes:
             _let_go(*_nodes.popitem()[1])
 

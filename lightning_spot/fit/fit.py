@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, TypeVar
 
 from lightning_spot.exact.fit_state import FitState
@@ -31,6 +32,7 @@ class Fit(PerTrainer):
     exit: Exit
     snapshotters: list[Snapshotter]
     _has_begun: bool
+    _pid: int
 
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
@@ -53,11 +55,10 @@ class Fit(PerTrainer):
         self.resume.let_go()
         self._renew()
 
-    def leave(self) -> None:
-        """See :meth:`PerTrainer.leave`."""
-        for snapshotter in self.snapshotters:
-            snapshotter.close()
-            snapshotter.writing.attempt = None
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a forked child, whose end is not that of the ``fit``."""
+        return os.getpid() != self._pid
 
     def callbacks(self, kind: type[C]) -> list[C]:
         """Our callbacks of one kind, also those that another one is composed of."""
@@ -65,7 +66,7 @@ class Fit(PerTrainer):
 
     def _renew(self) -> None:
         trainer = self._trainer
-        self._has_begun = False
+        self._has_begun, self._pid = False, os.getpid()
         self.snapshotters = []
         self.resume = Resume(trainer)
         self.exit = Exit(trainer, self.resume, self.snapshotters)

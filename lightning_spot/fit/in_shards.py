@@ -21,24 +21,34 @@ from lightning_spot.capture.joining import Joining
 from lightning_spot.capture.outgrown import read_outgrown
 from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.ring_settings import RingSettings
+from lightning_spot.capture.saying import say_failing
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint
 from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.tensors import Owned, by_storage, expected_nbytes, optimizer_tensors
 from lightning_spot.capture.unforeseen import failure_of
-from lightning_spot.errors import NodeUnreachable, SettingsError, SpotError
+from lightning_spot.client.stores import open_store
+from lightning_spot.errors import (
+    CorruptManifest,
+    NodeUnreachable,
+    SettingsError,
+    SnapshotNotFound,
+    SpotError,
+    TierError,
+)
 from lightning_spot.exact.dump import KEY, Dump
-from lightning_spot.exact.flat import Kinds
 from lightning_spot.exact.per_trainer import OfTrainer
-from lightning_spot.exact.sharded import holder_of, is_flat, split
+from lightning_spot.exact.sharded import holder_of, split
 from lightning_spot.fit.agreement import Agreement
-from lightning_spot.fit.hosts import Hosts
-from lightning_spot.fit.one_place import check_place
+from lightning_spot.fit.hosts import Hosts, place_of
 from lightning_spot.fit.own_states import OwnFiles
-from lightning_spot.fit.together import ACROSS, GATHERED
-from lightning_spot.fit.where_to import WhereTo
+from lightning_spot.fit.together import ACROSS, ALONE, GATHERED
+from lightning_spot.image.portion import MOST_HOSTS
+from lightning_spot.memory.runs import parse_run
 from lightning_spot.run.location import Location
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
+from lightning_spot.tiers.claims import ATTEMPTS_DIR, Claim, claim_name, digest_of
+from lightning_spot.tiers.store import HasFolders, Store
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -46,6 +56,17 @@ if TYPE_CHECKING:
 _LEAST_TORCH = "2.9"  # the first whose checkpoints know their version, and which reads them without a process group
 _COMMIT_S = 300.0  # until it is known whether an urgent one, or that of the end, is there
 _HELP_S = 2.0
+
+_LOOK_S = 0.05
+_CARRIER_S = 60.0
+_HEALTH_S = 5.0
+_ASKED_S = 10.0  # so long may it take at a start until nodes were asked and carry the run on
+_NO_CARRIER = (
+    "no snapshot now, training goes on: each host has a part of the model, and no memory node that carries the run on"
+    " is there to put them together (%s); it may be starting, or lack --allow for the durable tier"
+)
+
+_SEEN_S = 90.0  # a network mount may show late what another host has written
 
 
 class InShards(OfTrainer):
@@ -64,7 +85,6 @@ class InShards(OfTrainer):
         self._joining: Joining | None = None
         self._hosts = Hosts()
         self._files = OwnFiles(trainer)
-        self._keeps: Kinds | None = None  # the optimizers of this rank
         self._has_shown = False
 
     def check(self) -> None:
@@ -96,7 +116,6 @@ class InShards(OfTrainer):
             schedule: when what only the optimizer changes is copied.
         """
         trainer, agreement = self._trainer, Agreement(self._trainer)
-        agreement.together(lambda: holder_of(trainer))  # which may refuse the model
         if trainer.world_size == 1:
             return
         self._hosts = hosts = Hosts.meet(agreement, self._location, self._ring, attempt, run, number, in_shards=True)
@@ -218,13 +237,9 @@ class InShards(OfTrainer):
                     attempt.skipped += 1
                     attempt.writer.say_once("own state", "no snapshot now, training goes on: %s", error)
                 return None
-        self._keeps = None
         if isinstance(mine, ShardedCheckpoint):
             mine = replace(mine, most_own_bytes=self._files.most_bytes)
             try:
-                holder = holder_of(self._trainer)
-                self._keeps = holder.kinds(mine.state)
-                holder.complete(mine.state, self._files.kinds)
                 if attempt is not None:
                     mine.rest[KEY] |= {"interval": interval(), **attempt.origin}
             except Exception as error:
@@ -236,7 +251,7 @@ class InShards(OfTrainer):
         if isinstance(dump, SpotError):
             return dump
         try:
-            state, rest = split(dump.apart(self._trainer), holder_of(self._trainer))
+            state, rest = split(dump.apart(self._trainer))
         except Exception as error:
             return failure_of(error)
         return ShardedCheckpoint(state, dump.state, rest, 0)
@@ -289,11 +304,10 @@ class InShards(OfTrainer):
 
     def _show(self, attempt: Attempt | None) -> None:
         """Show it for the next snapshot, where nobody leads who would tell; every rank calls it."""
-        is_agreed = self._hosts.can_bring and (not self._location.nodes or self._hosts.spread > 0)
-        if is_agreed or is_flat(self._trainer):
+        if self._hosts.can_bring and (not self._location.nodes or self._hosts.spread > 0):
             needs = self._joining.needs if self._joining is not None else 0
             said = read_outgrown(attempt.writer.missed_because) if attempt is not None else None
-            self._files.show(said.nbytes if said is not None else needs, self._keeps)
+            self._files.show(said.nbytes if said is not None else needs)
 
     def newest_differs(self, attempt: Attempt | None) -> bool:
         """Whether what this rank has left out of the newest snapshot is not as it is now. An urgent one replaces it.
@@ -318,3 +332,175 @@ class InShards(OfTrainer):
             if self._hosts.is_guest:
                 joining.flush(within(deadline_s))
             joining.close(complete=self._hosts.is_guest)  # its node ends when all that it still sends is there
+
+
+# -- where hosts bring it ---------------------------------------------------------------------------------------------
+
+
+class WhereTo:
+    """Knows it of each snapshot, on rank 0, and says why there is no place.
+
+    Args:
+        location: where the run is.
+        ring: how the ring on this host is opened.
+    """
+
+    def __init__(self, location: Location, ring: RingSettings) -> None:
+        self._location, self._ring = location, ring
+        self._missed, self._brought_s, self._looked_s = 0, float("-inf"), float("-inf")
+        self._begun_s = float("-inf")
+
+    def begin(self) -> None:
+        """An attempt has begun: its memory nodes are asked from now on."""
+        self._begun_s = time.monotonic()
+
+    def check(self, hosts: int) -> None:
+        """Refuse several hosts whose parts of a snapshot would come together nowhere.
+
+        Args:
+            hosts: how many there are.
+
+        Raises:
+            SettingsError: if it is so.
+        """
+        why = ""
+        if hosts > MOST_HOSTS:
+            why = f"more than {MOST_HOSTS} hosts. Take fewer, larger ones"
+        elif self._location.nodes and self._ring.compression == "topk":
+            why = "compression='topk'. Leave compression= as it is"
+        if why:
+            raise SettingsError(
+                f"a model that is sharded over {hosts} hosts is saved at one place, to which each host brings the"
+                f" parts of its own ranks; this run has {why}; or use DDP, or Lightning's ModelCheckpoint"
+            )
+
+    def how(self, attempt: Attempt, *, waits: bool) -> str:
+        """How the next snapshot is written, ``""`` if there is none now.
+
+        Args:
+            attempt: that writes it.
+            waits: whether what is on its way to a memory node is waited for.
+        """
+        writer, across = attempt.writer, attempt.writer.across
+        missed = writer.missed > self._missed
+        at = ""
+        if across.hosts:
+            if across.is_under_way and not waits:
+                writer.say_once("under way", "a snapshot that is due while the one before is on its way is skipped")
+                self._say_why(attempt)
+                return ""
+            if not self._location.nodes:
+                now_s = time.monotonic()
+                if now_s - self._brought_s < (self._ring.durable_every_s or 0.0):
+                    return ""
+                self._brought_s = now_s
+            if not (at := self._carrier(attempt, anew=missed)):
+                if time.monotonic() - self._begun_s >= _ASKED_S:
+                    self._say_no_carrier(attempt)
+                return ""
+        self._missed = writer.missed
+        return ALONE + (ACROSS + at if at else "")
+
+    def awaited(self, attempt: Attempt, wait_s: float) -> str:
+        """Where several hosts bring an urgent snapshot, or that of the end; ``""`` if there is no place.
+
+        Args:
+            attempt: that writes it.
+            wait_s: how long to wait for a memory node; a minute at most.
+        """
+        if not attempt.writer.across.hosts or attempt.fenced:
+            return ""
+        deadline_s = time.monotonic() + min(wait_s, _CARRIER_S)
+        while not (at := self._carrier(attempt, anew=True)):
+            if time.monotonic() >= deadline_s:
+                self._say_no_carrier(attempt)
+                break
+            time.sleep(_LOOK_S)
+        return at
+
+    def _carrier(self, attempt: Attempt, *, anew: bool) -> str:
+        """URL of the run at the memory node that carries it on; ``""`` if none does.
+
+        Where no memory node is named, that of its durable tier.
+        """
+        across = attempt.writer.across
+        if not self._location.nodes:
+            return self._location.url
+        if anew or not across.carrier:
+            across.look()
+        return across.carrier
+
+    def _say_no_carrier(self, attempt: Attempt) -> None:
+        attempt.writer.say_once("no carrier", _NO_CARRIER, ", ".join(self._location.nodes))
+
+    def _say_why(self, attempt: Attempt) -> None:
+        """Say if a tier fails: then the one before is on its way for long."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s > _HEALTH_S:
+            self._looked_s = now_s
+            say_failing(attempt.writer.say_once, attempt.writer.link)
+
+
+def check_read_everywhere(ranks: Agreement, location: Location, run: str, number: int, token: str) -> None:
+    """Refuse a durable tier that some host does not see: nothing could be resumed there. Every rank calls it.
+
+    Args:
+        ranks: all of them.
+        location: of the run.
+        run: as ``NAME@ID``.
+        number: of the attempt.
+        token: of its claim, which rank 0 has written.
+
+    Raises:
+        SettingsError: if one host does not see there what rank 0 has written.
+    """
+    places = ranks.gather(place_of(location))
+    leads = places[ranks.rank] != places[0] and places.index(places[ranks.rank]) == ranks.rank
+    ranks.together(lambda: check_place(location.url, run, number, token, writes=False) if leads else None)
+
+
+def check_place(url: str, run: str, number: int, token: str, *, writes: bool = True) -> None:
+    """Refuse a durable tier that is not the same place for all hosts.
+
+    Args:
+        url: of the durable tier.
+        run: as ``NAME@ID``.
+        number: of the attempt.
+        token: of its claim, which rank 0 has written.
+        writes: whether this host brings its part of each snapshot there, or only reads what it resumes from.
+
+    Raises:
+        SettingsError: if this host does not see there what rank 0 has written, or cannot write there itself.
+    """
+    store, deadline_s = open_store(url), time.monotonic() + _SEEN_S
+    while True:
+        try:
+            if _is_claimed(store, run, number, token, writes=writes):
+                return
+            problem = f"the claim of attempt {number}, which rank 0 has written there, is not seen"
+        except TierError as error:
+            problem = str(error)
+        if time.monotonic() > deadline_s:
+            break
+        time.sleep(_LOOK_S)
+    what = "brings its part of a snapshot there" if writes else "reads there what it resumes from"
+    raise SettingsError(
+        f"{url} cannot be used from every host ({problem}): without a memory node, each host {what},"
+        " so it must be one place for all of them. Give a bucket, or a directory that"
+        " all hosts mount; or start a memory node that all hosts reach, and name it (memory='spot://host:7070')"
+    )
+
+
+def _is_claimed(store: Store, run: str, number: int, token: str, *, writes: bool) -> bool:
+    """Whether this attempt's claim is seen, by its name: a mount may list it late. Then it is written once more."""
+    assert isinstance(store, HasFolders)
+    folder = store.folder(ATTEMPTS_DIR, attempt=number, run_id=parse_run(run)[1])
+    try:
+        claim = Claim.from_json(folder.read(claim_name(number)))
+    except (SnapshotNotFound, CorruptManifest):
+        return False
+    if claim.digest != digest_of(token):
+        return False
+    if writes:
+        store.claim(claim)  # which changes nothing, and shows that it may
+    return True

@@ -1,4 +1,4 @@
-"""How much room ranks need for what only they know, and, with FSDP1, what their optimizers keep: shown ahead.
+"""How much room ranks need for what only they know: shown ahead.
 
 All ranks show it after the first step, and see it when the first snapshot is due. (Where that is at once, they wait.)
 Later on, who needs more says so in place of its bytes.
@@ -6,9 +6,7 @@ Later on, who needs more says so in place of its bytes.
 
 from __future__ import annotations
 
-import json
 import logging
-import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -17,14 +15,11 @@ from lightning_spot.capture.sharded_writer import ShardedCheckpoint
 from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.errors import SpotError
 from lightning_spot.exact.fit_state import FitState
-from lightning_spot.exact.flat import Kinds
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.rank_states import Packing, Rooms, State
-from lightning_spot.exact.sharded import holder_of, kinds_at_hand
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.word import Shown
 from lightning_spot.sharded.layout import state_archive
-from lightning_spot.untrusted import LARGE_BYTES, read_json
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -32,7 +27,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NUMBER_BYTES = 20
-_KINDS_BYTES = 8 * 1024  # packed, those of a thousand parameters
 
 
 class OwnStates(OfTrainer):
@@ -92,49 +86,32 @@ class OwnFiles(OfTrainer):
 
     Attributes:
         most_bytes: that one of them was seen to need; all ranks have seen the same.
-        kinds: what each rank's optimizers keep, which the others may have to be told of.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
         self.most_bytes = 0
-        self.kinds: list[Kinds] = [{} for _ in range(trainer.world_size)]
-        self._last: Kinds | None = None  # that this rank has shown
-        self._shown = Shown(trainer, _NUMBER_BYTES + _KINDS_BYTES)
+        self._shown = Shown(trainer, _NUMBER_BYTES)
 
     def show_first(self) -> None:
-        """Show what this rank needs, and what its optimizers keep. Every rank calls it, after the first step."""
-        nbytes = _length(lambda: len(state_archive(FitState.of(self._trainer).capture())))
-        try:
-            kinds: Kinds | None = kinds_at_hand(self._trainer)
-        except Exception as error:  # the first snapshot meets it too, and says so
-            logger.debug("what the optimizers keep is not known: %s", error)
-            kinds = None
-        self.show(nbytes, kinds)
+        """Show what this rank needs. Every rank calls it, after the first step."""
+        self.show(_length(lambda: len(state_archive(FitState.of(self._trainer).capture()))))
 
-    def show(self, nbytes: int, kinds: Kinds | None) -> None:
+    def show(self, nbytes: int) -> None:
         """Show it with a snapshot that was begun, for the next one. Every rank calls it.
 
         Args:
             nbytes: that the state of this rank needs; 0 where it has the room.
-            kinds: what its optimizers keep, if that is known.
         """
-        told = None if kinds == self._last else kinds
-        self._last = kinds if kinds is not None else self._last
-        self._shown.show(zlib.compress(json.dumps([nbytes, told]).encode(), 1))
+        self._shown.show(str(nbytes).encode())
 
     def see(self) -> bool:
         """Look at what was shown last. Every rank calls it, at the same place; whether ranks have to ask each other.
 
-        So it is where a rank had more to show than there was room for, or none knew what to show: all of them see that.
+        So it is where none knew what to show: all of them see that.
         """
-        everyones = self._shown.seen() or []
-        for rank, shown in enumerate(everyones):
-            if shown is not None:
-                nbytes, kinds = read_json(zlib.decompress(shown), LARGE_BYTES)
-                self.most_bytes = max(self.most_bytes, nbytes)
-                self.kinds[rank] = self.kinds[rank] if kinds is None else kinds
-        return None in everyones or not self.most_bytes
+        self.most_bytes = max(self.most_bytes, *(int(shown or 0) for shown in self._shown.seen() or [b"0"]))
+        return not self.most_bytes
 
     def ask(self, mine: ShardedCheckpoint | SpotError) -> None:
         """Have all ranks tell each other, and wait for it. Every rank calls it.
@@ -146,18 +123,16 @@ class OwnFiles(OfTrainer):
             SpotError: on all ranks, if one of them cannot.
         """
         self._shown.forget()
-        everyones = Agreement(self._trainer).everyones(lambda: self._told(mine))
-        self.most_bytes = max(self.most_bytes, *(nbytes for nbytes, _ in everyones))
-        self.kinds = [kinds for _, kinds in everyones]
-        self._last = self.kinds[self._trainer.global_rank]
+        self.most_bytes = max(self.most_bytes, *Agreement(self._trainer).everyones(lambda: _needed(mine)))
 
-    def _told(self, mine: ShardedCheckpoint | SpotError) -> tuple[int, Kinds]:
-        if isinstance(mine, SpotError):
-            raise mine
-        try:
-            return len(state_archive(mine.own)), holder_of(self._trainer).kinds(mine.state)
-        except Exception as error:
-            raise failure_of(error) from error
+
+def _needed(mine: ShardedCheckpoint | SpotError) -> int:
+    if isinstance(mine, SpotError):
+        raise mine
+    try:
+        return len(state_archive(mine.own))
+    except Exception as error:
+        raise failure_of(error) from error
 
 
 def _length(measure: Callable[[], int]) -> int:

@@ -1,48 +1,60 @@
 """A resume: which snapshot a ``fit`` goes on from, agreed by all ranks, and what is said of it.
 
 Before training, rank 0 asks all tiers, reads the newest snapshot whose checksums hold, and hands it to the others; what
-it lacks for this model is an error then. What is put back at which place of the loops is in
+it lacks for this model is an error then. Others may resume the ``fit``, too, from files of their own, or end its second
+start. What is put back at which place of the loops is in
 :class:`~lightning_spot.exact.restoring.Restoring`.
 """
 
 from __future__ import annotations
 
-import itertools
+import logging
+import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.nn.parameter import is_lazy
 
+from lightning_spot.capture.tensors import shape_of
+from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.starting import attach
 from lightning_spot.config import format_names
-from lightning_spot.errors import SettingsError
+from lightning_spot.errors import ModelChanged, NodeUnreachable, SettingsError, SpotError
 from lightning_spot.exact import namespaces, private, shipped
 from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.fit_state import FitState
+from lightning_spot.exact.hyperparameters import OF_DATA, OF_MODEL, held
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.resumable import Trial, check_resumable, put_in_own_objects
 from lightning_spot.exact.sharded import is_sharded
-from lightning_spot.fit import competing, earlier
+from lightning_spot.fit import earlier
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.alike import check_one_model
-from lightning_spot.fit.changes import check_model, check_optimizers, other_hyperparameters
-from lightning_spot.fit.chosen import ResumedFrom, choose
+from lightning_spot.fit.chosen import ResumedFrom, choose, load_shards
 from lightning_spot.fit.failed_resumes import OnResumeFailure, without_failed
-from lightning_spot.fit.fingerprint import Fingerprint
-from lightning_spot.fit.left_elsewhere import bring_below
-from lightning_spot.fit.named import fetched_once
-from lightning_spot.fit.restore import Hosts
-from lightning_spot.fit.selection import LEAVE_OUT, Selection, select
-from lightning_spot.fit.shards import load_shards
+from lightning_spot.fit.hosts import place_of
+from lightning_spot.fit.restore import Hosts, fetched_once
 from lightning_spot.fit.taking_part import parts_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.runs import RunInfo
+from lightning_spot.run import patience
 from lightning_spot.run.choice import doubt
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import Survey, hold, look_again, survey
+from lightning_spot.sharded.reader import changed
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_S = 600.0  # that is waited for what an earlier attempt has left elsewhere
+
+_OF_SLURM = re.compile(r"hpc_ckpt_\d+\.ckpt")
 
 
 class Resume(OfTrainer):
@@ -54,7 +66,6 @@ class Resume(OfTrainer):
     Attributes:
         named: location that the user gave to who resumes the run; ``None`` if nobody does.
         location: where that run is; ``None`` likewise.
-        fingerprint: of this training, on rank 0.
         chosen: the snapshot it goes on from; ``None`` before the choice, for a fresh start, or with a ``ckpt_path``.
         attempt: number of the attempt that goes on, 0 while it is not known.
         info: of that attempt; on rank 0.
@@ -70,7 +81,6 @@ class Resume(OfTrainer):
         super().__init__(trainer)
         self.named: Location | None = None
         self.location: Location | None = None
-        self.fingerprint: Fingerprint | None = None
         self.chosen: ResumedFrom | None = None
         self.attempt = 0
         self.info: RunInfo | None = None
@@ -81,7 +91,7 @@ class Resume(OfTrainer):
         self.interval: dict[str, Any] | None = None
         self.on_failure: OnResumeFailure = "error"
         self._found: Survey | None = None
-        self._selected: dict[Location, Selection] = {}
+        self._locations: dict[Location, Location] = {}
         self._trusts = False
         self._is_loaded = False
         self._has_trained = False
@@ -94,57 +104,36 @@ class Resume(OfTrainer):
         is_able = FitState.of(self._trainer).can(private.RESUME)
         return is_able and any(getattr(part, "resumes", False) for part in parts_of(self._trainer))
 
+    @property
+    def all_named(self) -> Collection[Location]:
+        """Locations that the user gave, of which this ``fit`` has a run."""
+        return self._locations.keys()
+
     def location_of(self, named: Location) -> Location:
-        """Where the run of this ``fit`` is, if runs are resumed: ``dirpath`` may have several. Every rank calls it."""
-        if named not in self._selected:
+        """Where the run of this ``fit`` is: ``dirpath`` may have several. Every rank calls it."""
+        if named not in self._locations:
+            ranks = Agreement(self._trainer)
+            self._locations[named] = location = ranks.tell(earlier.next_at(named))
+            if location != named:
+                rank_zero_info(
+                    f"lightning_spot: this process has finished a fit at {named.url}: this fit is a run of its own, in"
+                    f" {location.url}"
+                )
             if self.is_wanted():
-                bring_below(self._trainer, named)
-            selected = self._trainer.strategy.broadcast(
-                Agreement(self._trainer).on_rank_zero(lambda: self._select(named))
-            )
-            assert selected is not None  # rank 0 has found one, or an error was raised
-            self._selected[named] = selected
-            if self.is_wanted() and selected.location != named:
-                bring_below(self._trainer, selected.location)
-            self._say(named, selected)
-        return self._selected[named].location
+                bring_below(self._trainer, location)
+                ranks.on_rank_zero(lambda: self._look_first(location))
+        return self._locations[named]
 
-    def _select(self, named: Location) -> Selection:
-        self.fingerprint = Fingerprint.of(self._trainer)
-        if not self.is_wanted():
-            return Selection(named)
+    def _look_first(self, location: Location) -> None:
         if self._trainer.ckpt_path is not None:  # no snapshot that is there is chosen
-            places = (earlier.numbered(named, number) for number in itertools.count(1))
-            return Selection(next(place for place in places if not earlier.is_finished(place)))
+            return
         if any(getattr(part, "writes", False) for part in parts_of(self._trainer)):
-            named.check()  # before it is asked, again and again, why it does not answer
-        return select(named, self.fingerprint, self._has_more, self._look_first)
-
-    def _has_more(self, newest: Manifest | ResumedFrom) -> bool:
-        """Whether this ``fit`` would train on from such a snapshot."""
-        trainer = self._trainer
-        epochs, steps = trainer.max_epochs, trainer.max_steps
-        ends_by_epoch = epochs is not None and 0 <= epochs <= newest.epoch
-        return not (ends_by_epoch or 0 <= steps <= newest.step)
-
-    def _look_first(self, location: Location) -> Survey:
-        found = self._found = survey(location)
-        return found
+            location.check()  # before it is asked, again and again, why it does not answer
+        self._found = survey(location)
 
     def let_go(self) -> None:
         """Let go of what the tiers have, and with it of connections to nodes."""
         self._found = None
-
-    def _say(self, named: Location, selected: Selection) -> None:
-        if selected.warning:
-            rank_zero_warn(f"lightning_spot: {selected.warning}")
-        if selected.notice:
-            rank_zero_info(f"lightning_spot: {selected.notice}")
-        elif selected.location != named and earlier.is_finished(named):
-            rank_zero_info(
-                f"lightning_spot: this process has finished run {named.name!r}: this fit is a run of its own, in"
-                f" {selected.location.url}"
-            )
 
     def look(self, location: Location) -> Survey:
         """Ask all tiers what they hold of the run. On rank 0."""
@@ -188,7 +177,7 @@ class Resume(OfTrainer):
             return location
         found = self._found
         was_started = trainer.strategy.broadcast(found is not None and max(found.seen_attempts, default=0) > 0)
-        competing.let_config_be_saved_again(trainer, was_started=was_started)
+        let_config_be_saved_again(trainer, was_started=was_started)
         # All strategies pass through resume_start, on every rank, with the process group up.
         connector = private.RESUMING_CONNECTOR.of(trainer)
         vars(connector).pop(private.RESUME_START.name, None)  # of a fit that ended before it came to that
@@ -199,7 +188,7 @@ class Resume(OfTrainer):
             self._trusts = options.get("weights_only") is False
             check_one_model(trainer)
             begun_s = time.monotonic()
-            who = trainer.strategy.broadcast(competing.who_found_checkpoint(trainer, checkpoint_path))
+            who = trainer.strategy.broadcast(who_found_checkpoint(trainer, checkpoint_path))
             if who or not checkpoint_path:
                 self._choose(location)
             if who:
@@ -315,26 +304,16 @@ class Resume(OfTrainer):
         if not is_sharded(trainer):  # whose model has been loaded already
             check_model(trainer, checkpoint, f"{chosen.name} ({chosen.url})")
             check_optimizers(trainer, f"{chosen.name} ({chosen.url})")
-        if said := self._what_differs(other_hyperparameters(trainer, checkpoint), chosen):
-            rank_zero_warn(f"lightning_spot: {said}")
+        if others := other_hyperparameters(trainer, checkpoint):
+            rank_zero_warn(
+                "lightning_spot: the snapshot that this fit goes on from had other hyperparameters:"
+                f" {format_names(others)}. Optimizers and schedulers go on with the settings that they had. If one of"
+                " them is drawn anew at each start, leave it out: save_hyperparameters(ignore=[…]). If the snapshot is"
+                " of another training, the weights are not this one's own: give each a dirpath of its own"
+            )
         home = namespaces.of(trainer, "utilities.migration")
         migrated, _ = private.MIGRATE.of(home)(checkpoint)
         private.LOADED_CHECKPOINT.set(private.RESUMING_CONNECTOR.of(trainer), migrated)
-
-    def _what_differs(self, others: list[str], chosen: ResumedFrom) -> str:
-        """What to say of hyperparameters that a snapshot has otherwise; ``""`` where nothing is worth it."""
-        selected = self._selected.get(self.named) if self.named is not None else None
-        if selected is None or not selected.drawn_anew:
-            had = f"the snapshot that this fit goes on from had other hyperparameters: {format_names(others)}"
-            had += ". Optimizers and schedulers go on with the settings that they had"
-            return f"{had}. {LEAVE_OUT}. If it is of another training, give each a dirpath of its own" if others else ""
-        names = f" ({format_names(others)})" if others else ""
-        wrong = "the weights are not its own" if self._has_more(chosen) else "nothing of it is trained"
-        return (
-            f"the run in {selected.location.url} is complete, and this fit differs from it only in ids, seeds, times or"
-            f" folders{names}, which are taken to be others at each start. {LEAVE_OUT}. If it is another training,"
-            f" {wrong}: give each a dirpath of its own"
-        )
 
     # -- after it -------------------------------------------------------------------------------------------------
 
@@ -374,3 +353,245 @@ class Resume(OfTrainer):
             " nothing was left to train. Raise max_epochs or max_steps to go on, or choose another dirpath for a"
             " new run"
         )
+
+
+# -- what other hosts owe ---------------------------------------------------------------------------------------------
+
+
+def bring_below(trainer: pl.Trainer, location: Location) -> None:
+    """Have it brought there before anybody looks; what is not, is said. Every rank calls it.
+
+    Args:
+        trainer: whose ranks they are.
+        location: of the run.
+    """
+    ranks = Agreement(trainer)
+    if ranks.size == 1:
+        return
+    places = ranks.gather(place_of(location))
+    if len(set(places)) == 1:  # this host's node is asked by whoever looks
+        return
+    leads = places.index(places[ranks.rank]) == ranks.rank
+    everyones = ranks.gather(_late(location) if leads else [])
+    for rank, late in enumerate(everyones if ranks.rank == 0 else ()):
+        for line in late:
+            logger.warning(
+                "lightning_spot: the node on the host of rank %d has not brought below all that an earlier attempt may"
+                " have left there: %s. This attempt goes on from what every host can read. To go on from that host's"
+                " snapshot, mend that and start again",
+                rank,
+                line,
+            )
+
+
+def _late(location: Location) -> list[str]:
+    """What the node of this host has not brought below in time, one line each."""
+    try:
+        host = attach(location.url, location.name)
+    except NodeUnreachable as error:  # there is one, or slots of one
+        return [str(error)]
+    except (SpotError, OSError) as error:
+        logger.debug("no node can be had here: %s", error)
+        return []
+    if host is None:
+        return []
+    try:
+        return _flushed(host)
+    except SpotError as error:
+        return [str(error)]
+    finally:
+        host.disconnect()
+
+
+# -- what the user has changed since a snapshot was taken -------------------------------------------------------------
+
+
+def check_model(trainer: pl.Trainer, checkpoint: dict[str, Any], snapshot: str) -> None:
+    """Refuse a checkpoint of another model, before Lightning loads half of it.
+
+    Args:
+        trainer: whose model it is for.
+        checkpoint: as it was saved.
+        snapshot: its name and place, for the message.
+
+    Raises:
+        ModelChanged: naming what differs.
+    """
+    module = trainer.lightning_module
+    if not module.strict_loading or namespaces.overrides(module, "on_load_checkpoint"):
+        return  # the user's own hook sees the checkpoint before it is loaded, and may mend the difference
+    saved = checkpoint.get("state_dict", {})
+    present = trainer.strategy.lightning_module_state_dict()
+    missing, unexpected = sorted(set(present) - set(saved)), sorted(set(saved) - set(present))
+    reshaped = {
+        key: f"{key} {tuple(shape_of(saved[key]))}→{tuple(shape_of(value))}"
+        for key, value in present.items()
+        if isinstance(saved.get(key), torch.Tensor)
+        and isinstance(value, torch.Tensor)
+        and not is_lazy(value)  # it takes the shape that comes
+        and shape_of(saved[key]) != shape_of(value)
+    }
+    if missing or unexpected or not all(_loads_by_itself(module, key) for key in reshaped):
+        way = "set strict_loading=False in the LightningModule to load what fits, "
+        raise changed(snapshot, missing=missing, unexpected=unexpected, reshaped=[*reshaped.values()], way=way)
+
+
+def _loads_by_itself(module: torch.nn.Module, key: str) -> bool:
+    """Whether the module that has a tensor loads it in a way of its own, and so may take the shape that comes.
+
+    Those of torch that learn a quantisation do: what is for each channel shows in training.
+    """
+    owner = dict(module.named_modules()).get(key.rpartition(".")[0])
+    if owner is None:
+        return False
+    has_hooks = bool(getattr(owner, "_load_state_dict_pre_hooks", ()))
+    overridden = "_load_from_state_dict"  # where torch should have it no more, nobody overrides it
+    return has_hooks or getattr(type(owner), overridden, None) is not getattr(torch.nn.Module, overridden, None)
+
+
+def check_optimizers(trainer: pl.Trainer, snapshot: str) -> None:
+    """Have it named if the optimizers of a checkpoint are not those of the program, when they are loaded.
+
+    Torch would name neither. That is so late since hooks may change the checkpoint until then, and those of an
+    optimizer its state even later: only what torch refuses does not fit.
+
+    Args:
+        trainer: that resumes.
+        snapshot: its name and place, for the message.
+    """
+    strategy: Any = trainer.strategy
+    load = strategy.load_optimizer_state_dict
+
+    def load_optimizer_state_dict(checkpoint: Mapping[str, Any]) -> None:
+        vars(strategy).pop("load_optimizer_state_dict", None)
+        saved, present = checkpoint["optimizer_states"], trainer.optimizers
+        if len(saved) != len(present):
+            raise _other_optimizers(snapshot, f"{len(saved)} optimizers", f"{len(present)}")
+        try:
+            load(checkpoint)
+        except ValueError as error:
+            for number, (state, optimizer) in enumerate(zip(saved, present, strict=True)):
+                if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+                    continue
+                before, now = _groups(state["param_groups"]), _groups(optimizer.param_groups)
+                if before != now:
+                    raise _other_optimizers(snapshot, f"optimizer {number} with {before}", now) from error
+            raise
+
+    strategy.load_optimizer_state_dict = load_optimizer_state_dict
+
+
+def _groups(groups: list[dict[str, Any]]) -> str:
+    return f"groups of {', '.join(str(len(group['params'])) for group in groups)} parameters"
+
+
+def _other_optimizers(snapshot: str, before: str, now: str) -> ModelChanged:
+    return ModelChanged(
+        f"snapshot {snapshot} has {before}, and configure_optimizers makes {now}. If the program was changed, take that"
+        " back; if it replaces optimizers, or adds groups of parameters, in mid-training, make them so in"
+        " configure_optimizers when it is started again. Or start afresh with resume=False",
+        missing=[],
+        unexpected=[],
+        reshaped=[],
+    )
+
+
+def other_hyperparameters(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> list[str]:
+    """Plain ones of the model and the data module that a snapshot has otherwise, or not: ``name saved→present``."""
+    found: list[str] = []
+    for key, owner in ((OF_MODEL, trainer.lightning_module), (OF_DATA, trainer.datamodule)):  # type: ignore[attr-defined] # it has one
+        saved = checkpoint.get(key, {})  # what stands for an object that is not loaded has no truth value
+        if owner is not None and isinstance(saved, Mapping) and isinstance(owner.hparams, Mapping):
+            found += _changed(saved, owner.hparams)
+    return found
+
+
+def _changed(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[str]:
+    before, now = _plain_ones(saved), _plain_ones(present)
+    for name, value in now.items():
+        if name not in saved:
+            yield f"{name} {value!r} (new)"
+        elif name in before and repr(before[name]) != repr(value):
+            yield f"{name} {before[name]!r}→{value!r}"
+    for name, value in before.items():
+        if name not in present:
+            yield f"{name} {value!r} (gone)"
+
+
+def _plain_ones(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in held(values) if isinstance(value, (bool, int, float, str))}
+
+
+# -- others at the start ----------------------------------------------------------------------------------------------
+
+
+def who_found_checkpoint(trainer: pl.Trainer, path: Any) -> str:
+    """Who had Lightning go on from a checkpoint where ``fit`` was given none; ``""`` if the user named it.
+
+    One that is passed to ``fit`` is taken for one of these, too, if it is the very file that they would take.
+
+    Args:
+        trainer: that is about to load it.
+        path: of it; ``None`` if there is none.
+    """
+    if path is None or trainer.ckpt_path is not None:  # which only the user has set by now
+        return ""
+    folder, name = os.path.split(str(path))
+    if _OF_SLURM.fullmatch(name) and folder == str(trainer.default_root_dir).rstrip("/") and _is_slurm_job():
+        return "SLURM's requeue"
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined] # Lightning's Trainer has it
+    on_exception = [each for each in callbacks if isinstance(each, _kinds("OnExceptionCheckpoint"))]
+    if any(str(each.ckpt_path) == str(path) for each in on_exception):
+        return "OnExceptionCheckpoint"
+    for each in callbacks if on_exception else ():  # they have Lightning look for any last file
+        if isinstance(each, _kinds("ModelCheckpoint")) and name.startswith(each.CHECKPOINT_NAME_LAST):
+            return "OnExceptionCheckpoint"
+    return ""
+
+
+def _kinds(name: str) -> tuple[Any, ...]:
+    return namespaces.classes("callbacks", name)
+
+
+def _is_slurm_job() -> bool:
+    kinds = namespaces.classes("fabric.plugins.environments", "SLURMEnvironment")
+    return any(kind.detect() for kind in kinds)
+
+
+def let_config_be_saved_again(trainer: pl.Trainer, *, was_started: bool) -> None:
+    """Keep LightningCLI from ending a later start of the run, since the first one has saved its configuration.
+
+    Args:
+        trainer: that fits. Every rank calls it, in ``setup``.
+        was_started: whether this run was started before.
+    """
+    for callback in _unsaved_configs(trainer):
+        if not callback.already_saved:  # its setup comes after ours, also in the starts to come
+            callback.overwrite = was_started
+            if was_started:
+                rank_zero_info(
+                    f"lightning_spot: this start goes on with its run: {callback.config_filename} of an earlier one"
+                    " may be overwritten"
+                )
+        elif trainer.logger is None or isinstance(trainer.logger.version, str):  # the same folder each time
+            rank_zero_warn(
+                f"lightning_spot: the next start of this command will end, since {callback.config_filename} is in"
+                f" {trainer.log_dir} by then. Pass save_config_kwargs={{'overwrite': True}} to LightningCLI"
+            )
+
+
+def _unsaved_configs(trainer: pl.Trainer) -> Iterator[Any]:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined] # Lightning's Trainer has it
+        names = {kind.__name__ for kind in type(callback).__mro__}  # to import it would cost each start time
+        if "SaveConfigCallback" in names and callback.save_to_log_dir and not callback.overwrite:
+            yield callback
+
+
+def _flushed(host: EmbeddedHost) -> list[str]:
+    """Have a node bring what it owes; what is late is waited for as long as nothing fails."""
+    deadline_s, late = time.monotonic() + _LONGEST_S, list[str]()
+    while host.owes():  # what hosts bring together is not: no host has all of it
+        late = host.flush(patience.PATIENCE.answer_s)
+        if not late or time.monotonic() > deadline_s or any(tier.error for tier in host.tiers().values()):
+            return late
+    return []

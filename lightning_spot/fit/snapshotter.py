@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,22 +12,22 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_spot.capture.leases import AHEAD_S
-from lightning_spot.errors import SettingsError
+from lightning_spot.capture.unforeseen import failure_of
+from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.exact import namespaces
+from lightning_spot.exact.dump import Dump
+from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.per_trainer import OfTrainer
-from lightning_spot.exact.seams import Seams
+from lightning_spot.exact.seams import Seam, Seams
 from lightning_spot.fit import earlier
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.alike import check_one_optimizer
-from lightning_spot.fit.at_hand import AtHand
 from lightning_spot.fit.beginning import Beginning
 from lightning_spot.fit.harmless import STILL_ENDS, THE_END, Harmless
 from lightning_spot.fit.pacing import Pacing
 from lightning_spot.fit.resume import Resume
-from lightning_spot.fit.settings import SnapshotSettings
-from lightning_spot.fit.together import ALONE, checked
-from lightning_spot.fit.train_end import after_train_end
-from lightning_spot.fit.writing import Writing
+from lightning_spot.fit.together import ALONE, Together, checked
+from lightning_spot.fit.writing import SnapshotSettings, Writing
 from lightning_spot.interval.costs import TierPace
 from lightning_spot.memory.unsealed import FOLLOWED_S
 from lightning_spot.run.choice import say_what_is_left
@@ -34,6 +35,8 @@ from lightning_spot.run.location import Location
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+logger = logging.getLogger(__name__)
 
 WAIT_FOR_SLOT_S = 600.0
 _SEAMS = 64  # that are looked ahead at for another snapshot: of steps of a tenth of a second as many as count
@@ -328,3 +331,84 @@ class Snapshotter(OfTrainer):
 def _is_of(trainer: pl.Trainer, optimizer: torch.optim.Optimizer) -> bool:
     """Whether Lightning was given an optimizer, or one that is made of it, as ``ZeroRedundancyOptimizer``."""
     return any(own is optimizer or any(part is optimizer for part in vars(own).values()) for own in trainer.optimizers)
+
+
+class AtHand(OfTrainer):
+    """The state of this rank that a snapshot is taken of: as it is now, or as it was in front of a validation.
+
+    Args:
+        trainer: whose state it is.
+        together: writes snapshots with other ranks.
+        harmless: runs what training can do without.
+        strict: whether an error is raised that would only cost a snapshot.
+
+    Attributes:
+        keeps: whether the state in front of a validation is kept, for a stop in the middle.
+    """
+
+    def __init__(self, trainer: pl.Trainer, together: Together, harmless: Harmless, *, strict: bool) -> None:
+        super().__init__(trainer)
+        self.keeps = False
+        self._together, self._harmless, self._strict = together, harmless, strict
+        self._kept: Dump | None = None
+
+    def state(self, *, before_validation: bool, at_end: bool = False) -> Dump | SpotError:
+        """The state of this rank; or why it cannot be had, which costs a snapshot.
+
+        Args:
+            before_validation: whether a validation follows the step.
+            at_end: whether the run has come to its end, outside any epoch.
+        """
+        try:
+            return FitState.of(self._trainer).dump(before_validation=before_validation, at_end=at_end)
+        except Exception as error:
+            # Where ranks wait for each other in their optimizers' states, the others do not wait for what comes next.
+            if self._strict or (self._trainer.world_size > 1 and self._together.hold_their_own):
+                raise
+            return failure_of(error)
+
+    def newest(self, seam: Seam) -> Dump | None:
+        """The newest state that a run can resume from exactly: in the middle of a validation, the one before it."""
+        if seam is Seam.SANITY_CHECK:
+            return None
+        if seam is Seam.VALIDATION:
+            kept, self._kept = self._kept, None
+            return kept if kept is not None and kept.is_unchanged else None
+        dump = self.state(before_validation=seam is Seam.BEFORE_VALIDATION)
+        if isinstance(dump, SpotError):
+            logger.warning("lightning_spot: no snapshot of step %d: %s", self._trainer.global_step, dump)
+            return None
+        return dump
+
+    def before_validation(self) -> None:
+        """Keep the state for the time of the validation, if it may be needed."""
+        if self.keeps:
+            self._kept = self._harmless.run("keeping the state in front of a validation", self._keep, None)
+
+    def after_validation(self) -> None:
+        """Let go what was kept."""
+        self._kept = None
+
+    def _keep(self) -> Dump:
+        return FitState.of(self._trainer).dump(before_validation=True).kept()
+
+
+def after_train_end(trainer: pl.Trainer, action: Callable[[], None]) -> Callable[[], None]:
+    """Have ``action`` called once training has ended, also for the module, whose own hook follows those of callbacks.
+
+    Returns:
+        takes that back.
+    """
+    strategy: Any = trainer.strategy
+    original = strategy.on_train_end  # the last that Lightning calls then
+
+    def undo() -> None:
+        vars(strategy).pop("on_train_end", None)
+
+    def on_train_end() -> None:
+        undo()
+        original()
+        action()
+
+    strategy.on_train_end = on_train_end
+    return undo

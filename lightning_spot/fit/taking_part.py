@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.errors import SettingsError
-from lightning_spot.exact.sharded import is_flat
 from lightning_spot.exact.shipped import is_tuned
 
 if TYPE_CHECKING:
@@ -14,8 +13,7 @@ if TYPE_CHECKING:
 
 _INSTEAD = {
     "DeepSpeedStrategy": "its engine keeps weights and optimizers to itself. Use ModelParallelStrategy (FSDP2), or DDP",
-    "FSDPStrategy": "with state_dict_type='full' it gathers the weights on rank 0. Use state_dict_type='sharded', or"
-    " ModelParallelStrategy with fully_shard (FSDP2)",
+    "FSDPStrategy": "torch has deprecated FSDP1. Use ModelParallelStrategy with fully_shard (FSDP2)",
 }
 """Strategies that are not supported: why, and what to use."""
 
@@ -29,14 +27,10 @@ def takes_part(trainer: pl.Trainer, stage: str) -> bool:
     if stage != "fit" or getattr(trainer, "fast_dev_run", False) or is_tuned(trainer):
         return False
     for kind in type(trainer.strategy).__mro__:
-        if (instead := _INSTEAD.get(kind.__name__)) and not is_flat(trainer):
+        if instead := _INSTEAD.get(kind.__name__):
             raise SettingsError(
                 f"{kind.__name__} is not supported: {instead}; or Lightning's ModelCheckpoint with this one"
             )
-    if is_flat(trainer) and getattr(getattr(trainer.strategy, "cpu_offload", None), "offload_params", False):
-        raise SettingsError(
-            "FSDPStrategy is not supported with cpu_offload: leave that out, or use ModelParallelStrategy (FSDP2)"
-        )
     return True
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_spot.capture.attempt import Attempt
+from lightning_spot.capture.order import overwritten
 from lightning_spot.capture.owners import Owners
+from lightning_spot.capture.ring_settings import RingSettings
 from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.tensors import by_storage, optimizer_owned
 from lightning_spot.capture.unforeseen import failure_of
@@ -17,14 +20,16 @@ from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.sharded import is_sharded
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.beginning import Beginning
-from lightning_spot.fit.in_shards import InShards
-from lightning_spot.fit.iterations import Iterations
-from lightning_spot.fit.one_place import check_read_everywhere
+from lightning_spot.fit.in_shards import InShards, check_read_everywhere
 from lightning_spot.fit.resume import Resume
-from lightning_spot.fit.settings import SnapshotSettings
 from lightning_spot.fit.together import ALONE, Together
 from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.run.location import Location
+from lightning_spot.staging.device import DeviceClock
+from lightning_spot.staging.gradients import GradientWatch
+from lightning_spot.staging.modes import Partitions
+from lightning_spot.staging.schedule import BUCKET_BYTES, Schedule
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -256,3 +261,75 @@ class Writing(OfTrainer):
             ranks=ranks,
             followed=followed,
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotSettings:
+    """How the snapshots of a run are taken.
+
+    Attributes:
+        policy: that decides when.
+        ring: how the ring on this host is opened.
+        on_full: what to do when all slots are dirty: ``"skip"`` this snapshot, or ``"wait"`` for the flusher.
+        flush_timeout_s: how long the end waits until all is durable, seconds.
+        partitions: how copying is spread over the iteration that follows.
+    """
+
+    policy: IntervalPolicy
+    ring: RingSettings
+    on_full: Literal["skip", "wait"]
+    flush_timeout_s: float
+    partitions: Partitions
+
+
+class Iterations(OfTrainer):
+    """The iterations of one ``fit``, on the rank that writes.
+
+    Args:
+        trainer: that fits.
+        partitions: how copying is spread over an iteration.
+
+    Attributes:
+        schedule: that is told.
+    """
+
+    def __init__(self, trainer: pl.Trainer, partitions: Partitions) -> None:
+        super().__init__(trainer)
+        self.schedule = Schedule(partitions)
+        self._gradients: GradientWatch | None = None
+
+    def begin(self) -> None:
+        """Training begins."""
+        trainer = self._trainer
+        device = trainer.strategy.root_device
+        # With a hook at a parameter that it keeps in the memory of the CPU, FSDP waits for each gradient to come there.
+        parameters = (item for item in trainer.lightning_module.parameters() if item.device.type == device.type)
+        watch = GradientWatch(parameters, self.schedule.gradient_ready)
+        numbers = {id(parameter): number for number, parameter in enumerate(watch.parameters)}
+        self.schedule.owned = lambda: overwritten(trainer.optimizers, numbers)
+        self.schedule.begin(
+            watch.nbytes,
+            int(getattr(trainer.model, "bucket_bytes_cap", BUCKET_BYTES)),  # DDP's
+            DeviceClock(device.index or 0) if device.type == "cuda" else None,
+            may_stand=device.type == "cpu" and trainer.world_size == 1,
+        )
+        watch.keep(self.schedule.watched)
+        self._gradients = watch
+
+    def end(self) -> None:
+        """Let the model go."""
+        if self._gradients is not None:
+            self._gradients.close()
+            self._gradients = None
+        self.schedule.end()
+        self.schedule.owned = dict
+
+    def ends(self) -> None:
+        """The optimizer has stepped: one iteration is over."""
+        self.schedule.iteration_ends()
+        if self._gradients is not None:
+            self._gradients.keep(self.schedule.watched)
+
+    def begins(self) -> None:
+        """The next one begins: a snapshot has begun, or none is due."""
+        self.schedule.iteration_begins()

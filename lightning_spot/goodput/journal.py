@@ -1,4 +1,4 @@
-"""Keeps the record of the attempt that runs: on this host at every step, at the durable tier every few seconds."""
+"""Keeps the record of the attempt that runs: on this host once a second, at the durable tier every few seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from lightning_spot.errors import SettingsError, TierError
 from lightning_spot.goodput.ledger import Account, AttemptRecord, Spent, account_after
-from lightning_spot.goodput.reached import Reached, completed, forget_reached
+from lightning_spot.goodput.reached import completed, forget_reached, keep_reached
 from lightning_spot.goodput.records import newest_record, write_record
 from lightning_spot.image.manifest import Manifest
 
@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
 """How long the end of ``fit`` waits for a record to be written, where the tier is slow."""
+KEEP_S = 1.0
+"""So much of a killed attempt may be missing, and the step that it was in."""
 
 
 class Journal:
@@ -55,7 +57,8 @@ class Journal:
         self.record = AttemptRecord(
             attempt=number, begun_unix_s=begun_unix_s, unix_s=self._now(), replicas=replicas, earlier=self.earlier
         )
-        self._reached = self._reach()
+        self._is_kept, self._kept_s = True, 0.0  # on this host
+        self._keep()
         self._wake, self._stopping = threading.Event(), False
         self._wake.set()
         self._thread = threading.Thread(target=self._beat, name="spot-goodput", daemon=True)
@@ -83,7 +86,7 @@ class Journal:
         self._wake.set()
 
     def note(self, step: int, stall_s: float, begun_step: int) -> None:
-        """Note where training is; costs microseconds.
+        """Note where training is; costs microseconds, and once a second some more.
 
         Args:
             step: of the optimizer.
@@ -94,10 +97,8 @@ class Journal:
         record.step, record.unix_s, record.stall_s = step, self._now(), stall_s
         if begun_step >= 0 and (not record.snapshots or record.snapshots[-1][0] != begun_step):
             record.begin_snapshot(begun_step, record.unix_s)
-            if self._reached is not None:
-                self._reached.keep_own(record)
-        elif self._reached is not None:
-            self._reached.note(record)
+        if time.monotonic() - self._kept_s >= KEEP_S:
+            self._keep()
 
     def close(self, end: str) -> None:
         """Note how the attempt ended, and wait for that to be written."""
@@ -131,20 +132,19 @@ class Journal:
         self._mended = previous if previous != written else None
         return previous
 
-    def _reach(self) -> Reached | None:
+    def _keep(self) -> None:
+        if not self._is_kept:
+            return
+        self._kept_s = time.monotonic()
         try:
-            return Reached(self._url, self.record)
+            keep_reached(self._url, self.record)
         except (SettingsError, OSError) as error:
+            self._is_kept = False
             logger.warning(
                 "lightning_spot: if this trainer is killed, up to %.0f s of its work count as down (%s)",
                 self._heartbeat_s,
                 error,
             )
-            return None
-
-    def _keep(self) -> None:
-        if self._reached is not None:
-            self._reached.keep(self.record)
 
     def _beat(self) -> None:
         stopping = is_said = False
@@ -162,8 +162,8 @@ class Journal:
                     logger.warning("lightning_spot: goodput is not noted now: %s: %s", type(error).__name__, error)
                 is_said = True
             else:
-                if stopping and self._reached is not None:
-                    self._reached.remove()
+                if stopping:
+                    forget_reached(self._url, self.record.attempt)
 
     def _mend(self) -> None:
         """Write what was found out of the attempt before in place of what it could write itself."""

@@ -16,7 +16,6 @@ MOST_SNAPSHOTS = 500
 MOST_CARRIED = 64
 ENDS = ("running", "killed", "preempted", "complete", "failed")
 _MOST_STEPS = 10**18
-_GROWING = ("snapshots", "earlier")
 _CARRIED_SNAPSHOTS = 16  # of each attempt that is carried on: a record is written every few seconds
 
 
@@ -61,12 +60,10 @@ class AttemptRecord:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
-        earlier = asdict(self.earlier) if self.earlier is not None else None
-        return self.own_values() | {"snapshots": list(self.snapshots), "earlier": earlier}
-
-    def own_values(self) -> dict[str, Any]:
-        """Those that are of a length that does not grow: the training thread asks for them at each snapshot."""
-        return {name: getattr(self, name) for name in self.__slots__ if name not in _GROWING}
+        return {name: getattr(self, name) for name in self.__slots__} | {
+            "snapshots": list(self.snapshots),
+            "earlier": asdict(self.earlier) if self.earlier is not None else None,
+        }
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> AttemptRecord:

@@ -1,27 +1,21 @@
-"""How far an attempt got: a small file of this host, mapped into the trainer's memory and written at every step.
+"""How far an attempt got: a small file of this host, which its trainer writes once a second.
 
 It outlives a killed trainer. The node on the host reads it as soon as its trainer is gone, the next attempt when it
 begins, ``report`` at any time; the record at the durable tier is written every few seconds only.
-
-Everything is kept twice and written in turn, each with a checksum, so that a kill in mid-write leaves the one before.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
-import mmap
 import os
-import struct
-import zlib
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from lightning_spot.errors import SettingsError
-from lightning_spot.goodput.ledger import MOST_SNAPSHOTS, Account, AttemptRecord
+from lightning_spot.goodput.ledger import AttemptRecord
 from lightning_spot.protocol.ownership import open_file, read_file
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import NodeRecord, find_record
@@ -29,110 +23,43 @@ from lightning_spot.untrusted import LARGE_BYTES, as_object, read_object
 
 logger = logging.getLogger(__name__)
 
-_FRAME = struct.Struct("<QII")  # a count, the length of what follows, its CRC-32
-_STEP = struct.Struct("<qdd")  # step, time, stall
-_STEP_AT, _STEP_BYTES = 16, 64
-_REST_AT = _STEP_AT + 2 * _STEP_BYTES
-_LEAST_REST_BYTES = 64 * 1024
-_LONGEST_FILE_BYTES = LARGE_BYTES
 _MOST_S, _MOST_TIMES = 60.0, 3.0  # steps take longer than before by so much; a record is written every ten seconds
-_DAMAGE = (OSError, SettingsError, struct.error, OverflowError, ValueError, KeyError, TypeError, AttributeError)
+_DAMAGE = (OSError, SettingsError, ValueError, KeyError, TypeError, AttributeError)
 
 
-class Reached:
-    """Writes how far an attempt got. Of one thread.
+def keep_reached(run_url: str, record: AttemptRecord) -> None:
+    """Keep how far the attempt of this process got, in place of what was kept before. A reader never sees half of it.
 
     Args:
         run_url: durable directory or URL of the run.
-        record: of the attempt.
+        record: of the attempt. The account of those before it is not kept: the durable tier has it.
 
     Raises:
         SettingsError: if this host has no place for it.
+        OSError: likewise.
     """
-
-    def __init__(self, run_url: str, record: AttemptRecord) -> None:
-        self._run_url, self._attempt = run_url, record.attempt
-        process = ProcessId.of(os.getpid())
-        self._process = json.dumps(process.to_json() if process is not None else None)
-        self._counts = {_STEP_AT: 0, _REST_AT: 0}
-        self._earlier = _told(record.earlier)
-        rest = self._rest(record)
-        self._rest_bytes = max(_LEAST_REST_BYTES, 4 * len(rest))
-        size = _REST_AT + 2 * self._rest_bytes
-        place = find_record(run_url)
-        try:
-            with place.opened() as opened:
-                path = _path(opened, record.attempt)
-                path.unlink(missing_ok=True)  # of another run that was here: who reads it goes on reading that one
-                with open(open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), "rb+") as file:
-                    try:
-                        os.posix_fallocate(file.fileno(), 0, size)  # what is full shows here, not as a SIGBUS in a step
-                        self._map = mmap.mmap(file.fileno(), size)
-                    except OSError:
-                        path.unlink(missing_ok=True)
-                        raise
-        except OSError as error:
-            raise SettingsError(f"{_path(place, record.attempt)} cannot be written ({error.strerror})") from error
-        self._map[:8] = self._rest_bytes.to_bytes(8, "little")
-        self.keep(record)
-
-    def note(self, record: AttemptRecord) -> None:
-        """Note the step, its time and the stall: microseconds."""
-        data = _STEP.pack(record.step, record.unix_s, record.stall_s)
-        self._write(_STEP_AT, _STEP_BYTES, data)
-
-    def keep(self, record: AttemptRecord) -> None:
-        """Note the whole record: when it begins, trains, or ends."""
-        self._earlier = _told(record.earlier)
-        self.keep_own(record)
-
-    def keep_own(self, record: AttemptRecord) -> None:
-        """Note all of it but the attempts before: when it takes a snapshot. Those of a long run take 5 ms to tell."""
-        self._write(_REST_AT, self._rest_bytes, self._rest(record))
-        self.note(record)
-
-    def remove(self) -> None:
-        """The record is at the durable tier."""
-        forget_reached(self._run_url, self._attempt)
-
-    def _rest(self, record: AttemptRecord) -> bytes:
-        """The record as JSON; the text of snapshots, of which there may be hundreds, is kept."""
-        own = json.dumps(record.own_values())
-        snapshots = ", ".join(map(_text_of, record.snapshots))
-        rest = f'"snapshots": [{snapshots}], "earlier": {self._earlier}'
-        return f'{{"record": {{{own[1:-1]}, {rest}}}, "process": {self._process}}}'.encode()
-
-    def _write(self, begin: int, size: int, data: bytes) -> None:
-        if len(data) > size - _FRAME.size:
-            return  # the record has grown fourfold: what was kept before stands, and the step goes on
-        count = self._counts[begin] = self._counts[begin] + 1
-        at = begin + count % 2 * size
-        self._map[at : at + _FRAME.size + len(data)] = _FRAME.pack(count, len(data), zlib.crc32(data)) + data
-
-
-def _told(earlier: Account | None) -> str:
-    return json.dumps(asdict(earlier) if earlier is not None else None)
-
-
-@functools.lru_cache(maxsize=2 * MOST_SNAPSHOTS)
-def _text_of(snapshot: tuple[int, float]) -> str:
-    return json.dumps(snapshot)
+    process = ProcessId.of(os.getpid())
+    kept = {
+        "record": replace(record, earlier=None).as_dict(),
+        "process": process.to_json() if process is not None else None,
+    }
+    with find_record(run_url).opened() as opened:
+        path = _path(opened, record.attempt)
+        new = path.with_name(f"{path.name}-new")
+        new.unlink(missing_ok=True)  # of a killed trainer
+        with open(open_file(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            file.write(json.dumps(kept).encode())
+        os.replace(new, path)
 
 
 def read_reached(run_url: str, attempt: int) -> AttemptRecord | None:
-    """How far an attempt on this host got; ``None`` if nothing is left of it here.
+    """How far an attempt on this host got, but for those before it; ``None`` if nothing is left of it here.
 
     Its ``end`` is ``"killed"`` where it runs no more and did not say how it ended.
     """
     try:
-        data = read_file(_path(find_record(run_url), attempt), _LONGEST_FILE_BYTES)
-        size = int.from_bytes(data[:8], "little")
-        rest, step = _newest(data, _REST_AT, size), _newest(data, _STEP_AT, _STEP_BYTES)
-        if rest is None or step is None:
-            return None
-        kept = read_object(rest, len(rest))
+        kept = read_object(read_file(_path(find_record(run_url), attempt), LARGE_BYTES), LARGE_BYTES)
         record = AttemptRecord.from_dict(as_object(kept["record"]))
-        record.step, record.unix_s, record.stall_s = _STEP.unpack(step)
         process = ProcessId.from_json(kept["process"] or "")
     except _DAMAGE as error:  # a machine that crashed may leave anything, and no start depends on it
         logger.debug("nothing is left of attempt %d on this host: %s", attempt, error)
@@ -157,9 +84,9 @@ def completed(run_url: str, record: AttemptRecord, snapshots: Iterable[tuple[int
         record: of an attempt; unchanged if it said itself how it ended.
         snapshots: step and time of those of the attempt that are left, at whatever tier.
     """
-    if record.end != "running":
+    if record.end not in ("running", "killed"):
         return record
-    here = read_reached(run_url, record.attempt)
+    here = read_reached(run_url, record.attempt) if record.end == "running" else None
     if here is not None and here.begun_unix_s == record.begun_unix_s:
         record = replace(here, earlier=record.earlier)
     snapshots = _by_its_clock(record, snapshots)
@@ -202,14 +129,3 @@ def _step_s(record: AttemptRecord) -> float:
 
 def _path(record: NodeRecord, attempt: int) -> Path:
     return record.folder / f"{record.key}.attempt-{attempt:04d}.reached"
-
-
-def _newest(data: bytes, begin: int, size: int) -> bytes | None:
-    """The newer one of two that is whole."""
-    found: list[tuple[int, bytes]] = []
-    for at in (begin, begin + size):
-        count, length, crc = _FRAME.unpack_from(data, at)
-        content = data[at + _FRAME.size : at + _FRAME.size + length]
-        if count and len(content) == length <= size and zlib.crc32(content) == crc:
-            found.append((count, content))
-    return max(found)[1] if found else None

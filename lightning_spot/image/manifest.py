@@ -114,7 +114,6 @@ class Manifest:
         created_unix_s: wall-clock time of the capture, seconds since 1970.
         world_size: number of ranks that trained.
         versions: versions of torch, lightning and lightning_spot that wrote it.
-        fingerprint: tells the trainings of one program apart; ``""`` if unknown.
         exact: whether it holds the very bits of the training state; not what ``compression="topk"`` made of it.
         portion: what of a snapshot it is, if it is one host's portion of it; then :attr:`name` is that of the portion.
         format: version of the format that it is written in; one that was read from an earlier one has the present one.
@@ -136,7 +135,6 @@ class Manifest:
     run_id: str = ""
     lineage: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
-    fingerprint: str = ""
     exact: bool = True
     portion: PortionOf | None = None
     format: int = MANIFEST_VERSION
@@ -314,7 +312,6 @@ class Manifest:
             complete=untrusted.flag(fields, "complete"),
             created_unix_s=untrusted.number(fields, "created_unix_s", 0.0, 0, untrusted.MOST_UNIX_S),
             versions={_shown(name): _shown(value) for name, value in [*versions.items()][:_MOST_VERSIONS]},
-            fingerprint=untrusted.line(fields, "fingerprint"),
             exact=untrusted.flag(fields, "exact", True),
             portion=PortionOf.from_dict(fields.get("portion")),
         )

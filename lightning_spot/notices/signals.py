@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -70,12 +69,6 @@ class SignalSource:
             self._previous[number] = former = signal.signal(number, self._handle)
             self._first.setdefault(number, former)
         self._pid = os.getpid()
-        _installed.add(self)
-
-    @property
-    def watched(self) -> tuple[signal.Signals, ...]:
-        """The signals that it catches at present."""
-        return tuple(self._previous)
 
     def expect_workers(self) -> None:
         """Be the first to hear of workers that end, since they may hear of a signal to the whole group before this one.
@@ -120,15 +113,6 @@ class SignalSource:
         if number is not None:
             signal.raise_signal(number)
 
-    def leave(self) -> None:
-        """In a forked child, have signals do what they did before training: a process that is told to end, ends.
-
-        Lightning's handlers, which were put in place since, would only tell a training of it that is the parent's.
-        """
-        if self._previous:
-            self._previous.update(self._first)
-            self.restore()
-
     def poll(self) -> Notice | None:
         """The first signal that came."""
         return self.notice
@@ -137,10 +121,7 @@ class SignalSource:
         """See :meth:`NoticeSource.close`; handlers are put back by :meth:`restore`."""
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if (
-            os.getpid() != self._pid
-        ):  # a forked child that was told to end before it had left, or by who has wrapped this
-            self.leave()
+        if os.getpid() != self._pid:  # a forked child: the training is its parent's
             self._do_as_before(number, frame)
             return
         if self._is_over:
@@ -163,7 +144,7 @@ class SignalSource:
             self._expect_ends_of_children()
 
     def _do_as_before(self, number: int, frame: FrameType | None) -> None:
-        """Do what a signal did before training."""
+        """Do what a signal did before training: Lightning's handlers would only tell a training of it."""
         former = self._first[signal.Signals(number)]
         if callable(former):
             former(number, frame)
@@ -197,26 +178,3 @@ class SignalSource:
         while self.notice is None and not self.is_held and time.monotonic() < deadline_s:
             time.sleep(0.01)
         return self.notice is not None or self.is_held
-
-
-_installed: weakref.WeakSet[SignalSource] = weakref.WeakSet()
-_masks = threading.local()  # of each thread that forks: its signal mask before
-
-
-def _hold_back() -> None:
-    """What is sent to a forked child comes once it has left: Python forgets, in a child, what came before that."""
-    watched = {number for source in list(_installed) for number in source.watched}
-    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
-
-
-def _let_come() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
-
-
-def _leave_all() -> None:
-    for source in list(_installed):
-        source.leave()
-    _let_come()
-
-
-os.register_at_fork(before=_hold_back, after_in_parent=_let_come, after_in_child=_leave_all)

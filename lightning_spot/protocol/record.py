@@ -215,7 +215,7 @@ def sweep(folder: Path) -> None:
     How far a killed attempt got is kept for a month: its run may go on until then.
     """
     now_s = time.time()
-    for path in folder.glob("*.reached"):
+    for path in folder.glob("*.reached*"):
         with contextlib.suppress(OSError):
             if now_s - path.lstat().st_mtime > _FORGOTTEN_S:
                 path.unlink()

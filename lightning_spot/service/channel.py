@@ -17,12 +17,13 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning_spot.errors import SnapshotNotFound, TierError
 from lightning_spot.goodput.reached import forget_reached, read_reached
-from lightning_spot.goodput.records import write_record
+from lightning_spot.goodput.records import newest_record, write_record
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.slots import Slot
@@ -48,7 +49,10 @@ def note_killed(info: RunInfo) -> None:
     if record is None or record.end != "killed":
         return  # it measured nothing, or is about to write its own end
     try:
-        write_record(info.durable_url, info.attempt, record.as_dict())
+        written = newest_record(info.durable_url, before=info.attempt + 1)
+        if written is None or written.attempt != info.attempt:
+            return  # which alone knows the attempts before
+        write_record(info.durable_url, info.attempt, replace(record, earlier=written.earlier).as_dict())
     except TierError as error:
         logger.warning("how far attempt %d of %s got was not written: %s", info.attempt, info.text, error)
     else:

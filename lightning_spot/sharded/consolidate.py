@@ -26,7 +26,6 @@ from lightning_spot.sharded.plan import State
 from lightning_spot.sharded.reader import ImageReader, load_all
 
 _MODEL, _OPTIMIZER = "state_dict", "optimizer_"
-_MODEL_OF_FSDP1 = "model"
 _OWN = "lightning_spot"  # exact state, which is that of the ranks there were
 
 
@@ -66,7 +65,7 @@ def consolidated(image: memoryview, manifest: Manifest) -> dict[str, Any]:
     state = load_all(ImageReader(image, manifest))
     checkpoint = rest_of(image, manifest)
     extra = checkpoint.pop(_OWN, {}).get(EXTRA, {})
-    model = state.pop(_MODEL, None) or state.pop(_MODEL_OF_FSDP1, {})
+    model = state.pop(_MODEL, {})
     checkpoint[_MODEL] = {name: value for name, value in model.items() if not is_extra(name)} | extra
     optimizers = sorted(
         (key for key in state if key.startswith(_OPTIMIZER)), key=lambda key: int(key.rpartition("_")[2])

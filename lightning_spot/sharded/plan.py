@@ -1,7 +1,7 @@
 """Which rank writes which box of which tensor of a sharded training state. Every rank finds the same, by itself.
 
-A ``DTensor`` says of all ranks what they have of it: its placements over a mesh; so does a ``FlatShard``. No rank has
-to ask another one, and it is enough to compare the digests of what they found.
+A ``DTensor`` says of all ranks what they have of it: its placements over a mesh. No rank has to ask another one, and it
+is enough to compare the digests of what they found.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from torch.distributed.tensor import DTensor
 from lightning_spot.errors import NotSerialisable
 from lightning_spot.image.rows import PLAIN, are_of_kinds, have
 from lightning_spot.image.shards import Path
-from lightning_spot.sharded.flat import FlatShard, Refused, boxes
 from lightning_spot.sharded.items import Items
 from lightning_spot.sharded.private import SPEC, box_of, root_of, spec_of
 
 State = dict[str, Any]
-"""Nested state: DTensors, flat shards, tensors and plain values in dicts and lists."""
+"""Nested state: DTensors, tensors and plain values in dicts and lists."""
 
 _Box = tuple[list[int], tuple[int, ...], tuple[int, ...]]
 """Ranks that have some of a tensor, the offsets of its first element, and its sizes."""
@@ -107,7 +106,7 @@ class Planned(NamedTuple):
     """
 
     plan: Plan
-    tensors: list[torch.Tensor | FlatShard]
+    tensors: list[torch.Tensor]
     values: list[Any]
 
 
@@ -154,7 +153,7 @@ class Planner:
             return True
         for number, (seen, item) in enumerate(zip(self._seen, items, strict=True)):
             if seen is None:
-                if is_tensor(item) or isinstance(item, Refused):
+                if isinstance(item, torch.Tensor):
                     return False
                 continue
             spec, form = seen
@@ -176,10 +175,7 @@ class Planner:
             raise NotSerialisable(
                 f"{_name(path)} has the key {key!r}, and in snapshots of a model in shards all keys are text"
             )
-        for path, item in zip(paths, items, strict=True):
-            if isinstance(item, Refused):
-                raise NotSerialisable(f"{_name(path)} cannot be saved in shards: {item.reason}")
-        which = list(map(is_tensor, items))
+        which = [isinstance(item, torch.Tensor) for item in items]
         for path, value in zip(compress(paths, which), compress(items, which), strict=True):
             chunks = []
             for ranks, offsets, sizes in self._boxes_of(path, value):
@@ -194,16 +190,14 @@ class Planner:
         self._plan = plan = Plan(self._world_size, tuple(tensors), values)
         return plan
 
-    def _boxes_of(self, path: Path, tensor: torch.Tensor | FlatShard) -> list[_Box]:
+    def _boxes_of(self, path: Path, tensor: torch.Tensor) -> list[_Box]:
         """The boxes of a tensor, each with the ranks that have it."""
-        if isinstance(tensor, torch.Tensor) and (kind := _kind_without_elements(tensor)):
+        if kind := _kind_without_elements(tensor):
             raise NotSerialisable(
                 f"{_name(path)} is a {kind} tensor: sharded snapshots take those with all their elements side by side."
                 " A buffer that is registered with persistent=False may be of any kind, and is resumed as well"
             )
         shape = tuple(tensor.shape)
-        if isinstance(tensor, FlatShard):
-            return _flat_boxes(tensor)
         if not isinstance(tensor, DTensor):
             if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
                 raise NotSerialisable(
@@ -269,13 +263,8 @@ class _Row:
 _dtype, _shape = map(operator.attrgetter, ("dtype", "shape"))
 
 
-def _seen(tensor: torch.Tensor | FlatShard) -> _Seen:
+def _seen(tensor: torch.Tensor) -> _Seen:
     return _Seen(spec_of(tensor), _form_of(tensor))
-
-
-def is_tensor(value: Any) -> bool:
-    """Whether an item of a state is a tensor, or what this rank has of one."""
-    return isinstance(value, (torch.Tensor, FlatShard))
 
 
 def _kind_without_elements(tensor: torch.Tensor) -> str:
@@ -285,19 +274,8 @@ def _kind_without_elements(tensor: torch.Tensor) -> str:
     return "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.").removesuffix("strided")
 
 
-def _flat_boxes(tensor: FlatShard) -> list[_Box]:
-    owners: dict[tuple[int, int], list[int]] = {}
-    for rank, (start, stop) in enumerate(tensor.ranges):
-        if start < stop:
-            owners.setdefault((start, stop), []).append(rank)
-    found = [(ranks, *box) for part, ranks in owners.items() for box in boxes(tensor.shape, *part)]
-    return found or [([0], (0,) * len(tensor.shape), tensor.shape)]  # it has no elements
-
-
 def _form_of(value: Any) -> Any:
     """What has to be the same for a plan to stay as it is."""
-    if isinstance(value, FlatShard):
-        return (value.dtype, value.shape, value.ranges)
     if isinstance(value, DTensor):
         return (value.dtype, value.shape, value.placements, value.device_mesh)
     return (value.dtype, value.shape) if isinstance(value, torch.Tensor) else None

@@ -32,10 +32,9 @@ from lightning_spot.image.placeholder import kind_of, placeholders_in
 from lightning_spot.image.portion import Image
 from lightning_spot.image.safe_load import safe_load
 from lightning_spot.image.shards import Path, Shard, ShardedTensor, Shards, archived
-from lightning_spot.sharded.flat import FlatShard
 from lightning_spot.sharded.items import is_extra
 from lightning_spot.sharded.metadata import dtype_of, metadata_of, name_of
-from lightning_spot.sharded.plan import State, is_tensor
+from lightning_spot.sharded.plan import State
 from lightning_spot.sharded.private import box_of, is_strided
 
 
@@ -177,16 +176,14 @@ def load(state: State, reader: ImageReader, whole: Path | None = None) -> None:
     rest: State = {}
     for_torch: list[str] = []
     for name, value in flat.items():
-        if isinstance(value, FlatShard):
-            reader.fill(paths[name], ((offsets, value.part(offsets, sizes)) for offsets, sizes in value.boxes()))
-        elif isinstance(value, DTensor) and any(map(is_strided, value.placements)):
+        if isinstance(value, DTensor) and any(map(is_strided, value.placements)):
             reader.fill(paths[name], _part_of(name, value))
         else:
             set_element(rest, paths[name], value)
             for_torch.append(name)
     _load_rest(rest, reader)
     for name in for_torch:
-        if not is_tensor(value := get_element(rest, paths[name])):
+        if not isinstance(value := get_element(rest, paths[name]), torch.Tensor):
             set_element(state, paths[name], value)
 
 
@@ -206,7 +203,7 @@ def _part_of(name: str, tensor: DTensor) -> Iterator[tuple[tuple[int, ...], torc
 
 
 def _load_rest(state: State, reader: ImageReader) -> None:
-    """What is no flat shard, as torch does it."""
+    """What is cut as torch cuts it, as torch does it."""
     if not state:
         return
     with warnings.catch_warnings():
@@ -233,7 +230,7 @@ def _check(flat: State, reader: ImageReader, whole: Path | None) -> None:
     reshaped = [
         f"{name} {saved[name]}→{tuple(value.shape)}"
         for name, value in flat.items()
-        if is_tensor(value) and name in saved and tuple(value.shape) != saved[name]
+        if isinstance(value, torch.Tensor) and name in saved and tuple(value.shape) != saved[name]
     ]
     if missing or unexpected or reshaped:
         raise changed(reader.name, missing=missing, unexpected=unexpected, reshaped=reshaped)
@@ -260,7 +257,8 @@ def changed(
     listed = "; ".join(f"{what}: {format_names(names)}" for what, names in parts if names)
     return ModelChanged(
         f"the model has changed since snapshot {snapshot}: {listed}. Use the model it was taken of, {way}or start"
-        " afresh with resume=False or another dirpath. The snapshot is left as it is",
+        " afresh with resume=False. If it is of another training (the n-th fit of a process at one dirpath is the run"
+        " fit-n), give each a dirpath of its own. Nothing was loaded, and the snapshot is left as it is",
         missing=[*missing],
         unexpected=[*unexpected],
         reshaped=[*reshaped],

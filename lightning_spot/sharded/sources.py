@@ -20,7 +20,6 @@ from lightning_spot.image.rows import are_given_by, called, unwrapped
 from lightning_spot.image.shards import Path
 from lightning_spot.image.whereabouts import whereabouts
 from lightning_spot.sharded import metadata
-from lightning_spot.sharded.flat import FlatShard
 from lightning_spot.sharded.places import Placed
 
 _is_complex = operator.methodcaller("is_complex")
@@ -42,7 +41,7 @@ class Sources:
         self._identities: object = None
         self._places: Places | None = None
 
-    def pieces(self, tensors: Sequence[torch.Tensor | FlatShard]) -> Pieces:
+    def pieces(self, tensors: Sequence[torch.Tensor]) -> Pieces:
         """The elements of all boxes, and where they go.
 
         Args:
@@ -103,14 +102,12 @@ class Source:
         self.local: Callable[[], torch.Tensor | None] = lambda: None
         self._named: Named | None = None
 
-    def piece(self, tensor: torch.Tensor | FlatShard) -> Piece:
+    def piece(self, tensor: torch.Tensor) -> Piece:
         """The elements, and where they go.
 
         Raises:
             NotSerialisable: if this rank has others than the tensor's placements say.
         """
-        if isinstance(tensor, FlatShard):
-            tensor = tensor.part(self._chunk.offsets, self._chunk.sizes)
         # to_local() asks autograd, which takes 50 times as long
         local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
         if (
