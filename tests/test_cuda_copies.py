@@ -194,7 +194,7 @@ def test_a_graph_may_be_recorded_while_slots_are_pinned_and_copies_awaited(desk:
             errors.append(error)
 
     torch.cuda._sleep(SOON)  # type: ignore[no-untyped-call]
-    job = copier.start(layout.pieces, view, trains=threading.get_ident())
+    job = copier.start(layout.pieces, view)
     job.wait_cpu()
     copier.fence()
     job.settle()

@@ -32,7 +32,6 @@ from lightning_spot.errors import (
     SettingsError,
     ShareMissing,
     SpotError,
-    TornSnapshot,
 )
 from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.resumable import Outline
@@ -382,19 +381,6 @@ def test_a_part_that_training_could_not_wait_for_is_not_written(desk: Desk, monk
     with pytest.raises(ShareMissing):
         done.result(60.0)
     assert desk.take(3).step == 3
-
-
-def test_the_first_write_past_the_counts_drops_the_snapshot_also_before_the_slot_is_there(desk: Desk) -> None:
-    desk.kept, count = [], len(desk.weights)
-    parts = [FlatShard(desk.weights, (2 * count,), ((0, count), (count, 2 * count)), rank) for rank in range(2)]
-    other = desk.begin(1, 1, part=parts[1])
-    desk.weights.numpy()[:] *= 2.0
-    done = desk.begin(0, 1, part=parts[0])
-    desk.copied()
-    with pytest.raises(TornSnapshot):
-        other.result(60.0)
-    with pytest.raises(ShareMissing):
-        done.result(60.0)
 
 
 def test_other_ranks_hear_at_once_that_rank_0_is_fenced(desk: Desk) -> None:

@@ -271,27 +271,6 @@ def test_parameters_may_be_swapped(desk: FrozenDesk) -> None:
     assert desk.take(7) > 2 * WEIGHT
 
 
-def test_writes_past_the_counts_in_mid_copy_are_seen(desk: FrozenDesk) -> None:
-    """As optimizers do that step in the hooks of gradients, or look ahead, by ``tensor.data``."""
-    for step_ in range(6, 9):
-        with torch.no_grad():
-            torch._foreach_add_(desk.weights, 1.0)
-        gate = threading.Event()
-        hold(desk, gate)
-        wanted = [weight.detach().clone() for weight in desk.weights]
-        done = desk.begin(step_, desk.checkpoint())
-        for weight in desk.weights[1:3]:
-            weight.data.mul_(2)
-        desk.writer.copied()
-        gate.set()
-        if step_ == 6:
-            with pytest.raises(TornSnapshot, match="2 tensors"):
-                done.result(30)
-        else:  # these are copied at once by now
-            done.result(30)
-            assert same(desk.saved(step_), wanted, desk.buffer)
-
-
 @pytest.mark.parametrize("among", [1, 2, 3, 6, CHECK_EVERY])
 def test_every_share_has_its_turn_in_every_slot(among: int) -> None:
     turns = Turns()

@@ -3,7 +3,8 @@
 Torch counts the writes to a tensor, but not those that go past it (``tensor.data``, some kernels). So only parameters
 and states of optimizers are left out, whose writes are counted as a rule, and their bytes are looked at: some of each
 as the snapshot begins, and before it is committed all of them, or, above :data:`CHECK_BYTES`, a share of them such
-that each byte has its turn within :data:`CHECK_EVERY` snapshots. Of what lies on GPUs, see :mod:`.on_gpus`.
+that each byte has its turn within :data:`CHECK_EVERY` snapshots. What lies on a GPU is copied each time: fused kernels,
+compiled steps and the replays of CUDA graphs write there without torch's counting it.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lightning_spot.capture.looks import NOTHING, NoLooks
-from lightning_spot.capture.on_gpus import OnGpus, may_leave_out
 from lightning_spot.capture.owners import Mark, Owner, Owners
 from lightning_spot.capture.turns import CHECK_BYTES, CHECK_EVERY, Turns, Unchecked, dice, same_bytes, share_of
 from lightning_spot.image.layout import Entry, Layout
@@ -86,7 +85,6 @@ class Plan:
         unchecked: pieces that are there, by the counts of their owners, and whose bytes are compared this time.
         found: of these, how many were compared and differ.
         looking: held by whoever compares them.
-        looks: at pieces on GPUs that are there, by the counts of their owners.
         at_once: addresses of storages that were written to past the counts before: nobody would see such a write after
             the snapshot has begun.
         marks: see :class:`Known`.
@@ -101,7 +99,6 @@ class Plan:
     found: int = 0
     looking: threading.Lock = field(default_factory=threading.Lock)
     at_once: frozenset[int] = frozenset()
-    looks: NoLooks = NOTHING
 
     @property
     def nbytes(self) -> int:
@@ -112,17 +109,13 @@ class Plan:
 class Unchanged:
     """Finds what has not changed.
 
-    Args:
-        on_gpus: finds it on GPUs; ``None`` if all that lies there is copied each time.
-
     Attributes:
         distrusted: storages that were written to past the counts; they are always copied.
         checks_all: whether all that is left out is compared each time: no later snapshot would find a difference.
     """
 
-    def __init__(self, on_gpus: OnGpus | None = None) -> None:
+    def __init__(self) -> None:
         self.distrusted: set[Named] = set()
-        self._on_gpus = on_gpus
         self.checks_all = False
         self._trusted: set[Named] = set()  # left out of a snapshot before
         self._owners: dict[Named, Owner] = {}
@@ -148,21 +141,16 @@ class Unchanged:
         left_out = set()
         if not owners:
             plan.pieces = layout.pieces
-        on_gpus = self._on_gpus if owners else None
-        which = on_gpus.which(layout.pieces) if on_gpus is not None else None
-        frozen: list[Piece] = []
-        same: list[Unchecked] = []
-        are_far = which if which is not None else itertools.repeat(False)
-        for piece, is_far in zip(layout.pieces, are_far, strict=False) if owners else ():
+        for piece in layout.pieces if owners else ():
             storage, offset, nbytes, _, named, start = piece
             tensors = owners.get(storage.data_ptr())
-            if named is None or tensors is None or (is_far and not may_leave_out(nbytes, tensors)):
+            if named is None or tensors is None:
                 copied.append(piece)
                 continue
             owner, first = known_owners.get(named), tensors[0]
             if owner is not None and owner.only() is first and len(tensors) == 1:  # so it is nearly always
                 mark: Mark = (offset, start, nbytes, owner.number, first._version)
-            elif is_far or first.is_cpu:
+            elif first.is_cpu:
                 if owner is None or not owner.is_that_of(tensors):
                     owner = self._new_owner(tensors)
                 mark = (offset, start, nbytes, *owner.mark(tensors))
@@ -171,13 +159,7 @@ class Unchanged:
                 continue
             present[named] = owner
             found[named] = mark
-            if is_far:
-                frozen.append(piece)
-                if there.get(named) != mark or named in self.distrusted:
-                    copied.append(piece)
-                else:
-                    same.append(Unchecked(piece, tensors, owner, mark[_PLACED:], 0, nbytes))
-            elif nbytes < _LEAST_BYTES or there.get(named) != mark or named in self.distrusted:
+            if nbytes < _LEAST_BYTES or there.get(named) != mark or named in self.distrusted:
                 copied.append(piece)
             elif not _looks_alike(piece, view):
                 self.distrusted.add(named)
@@ -187,20 +169,13 @@ class Unchanged:
                 left_out.add(named)
                 if nbytes > _WHOLE_BYTES:
                     plan.unchecked.append(Unchecked(piece, tensors, owner, mark[_PLACED:], 0, nbytes))
-        if on_gpus is not None:
-            plan.looks, again = on_gpus.plan(frozen, same, view, trusts=not self.checks_all)
-            copied += again
-        try:
-            if owners and known is not None and 2 * plan.nbytes < layout.nbytes:
-                entries = [(offset, len(data)) for offset, data in plan.frame]
-                plan.written = in_order([*entries, *((piece.offset, piece.nbytes) for piece in plan.pieces)])
-            if self.distrusted:
-                plan.at_once = frozenset(piece.storage.data_ptr() for piece in copied if piece.named in self.distrusted)
-            unchecked = plan.unchecked
-            self._leave_for_later(plan)
-        except BaseException:  # nobody else has the plan yet
-            plan.looks.end()
-            raise
+        if owners and known is not None and 2 * plan.nbytes < layout.nbytes:
+            entries = [(offset, len(data)) for offset, data in plan.frame]
+            plan.written = in_order([*entries, *((piece.offset, piece.nbytes) for piece in plan.pieces)])
+        if self.distrusted:
+            plan.at_once = frozenset(piece.storage.data_ptr() for piece in copied if piece.named in self.distrusted)
+        unchecked = plan.unchecked
+        self._leave_for_later(plan)
         self._of_newest = (unchecked, view) if plan.unchecked is not unchecked else None
         self._trusted = {named for named in self._trusted | left_out if named in plan.marks}
         self.distrusted &= plan.marks.keys()
@@ -227,30 +202,16 @@ class Unchanged:
             plan.found += len(found)
             return plan.found
 
-    def looked(self, looks: NoLooks) -> int:
-        """Wait for what is looked at on GPUs, beside training; how many storages differ from the slot.
-
-        Raises:
-            SpotError: if it does not come.
-        """
-        if self._on_gpus is None:
-            return 0
-        found = self._on_gpus.found(looks)
-        self.distrusted.update(found.past_counts, found.distrusted)
-        return len(found.past_counts)
-
     def newest_differs(self) -> bool:
         """Compare all of the newest snapshot that was left out of it, if that was left to later ones.
 
         Call it once it is committed, when nothing was begun since, and no optimizer has stepped.
         """
         newest, self._of_newest = self._of_newest, None
-        far = self._on_gpus.newest_differs() if self._on_gpus is not None else frozenset()
-        self.distrusted.update(far)
         if newest is None:
-            return bool(far)
+            return False
         unchecked, view = newest
-        return self.written_past_counts(Plan([], [], {}, unchecked=unchecked), view) > 0 or bool(far)
+        return self.written_past_counts(Plan([], [], {}, unchecked=unchecked), view) > 0
 
     def _leave_for_later(self, plan: Plan) -> None:
         """Compare a share only where all of it would take long."""

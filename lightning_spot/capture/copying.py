@@ -6,10 +6,7 @@ copy is over.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from lightning_spot.capture.contents import PAST_COUNTS, Known, Plan, Unchanged
-from lightning_spot.capture.on_gpus import OnGpus
 from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.parting import Parting
 from lightning_spot.capture.pending import Pending
@@ -29,26 +26,17 @@ class Copying:
         copier: that does.
         schedule: when what only the optimizer changes is copied; ``None`` for at once.
         say_once: of the same writer.
-        put: has something done on its background thread.
 
     Attributes:
         copier: that does.
         views: of the slots.
-        on_gpus: finds what a slot has already of what lies there.
         unchanged: finds what a slot has already.
     """
 
-    def __init__(
-        self,
-        copier: Copier,
-        schedule: Schedule | None,
-        say_once: SayOnce,
-        put: Callable[[Callable[[], None]], None],
-    ) -> None:
+    def __init__(self, copier: Copier, schedule: Schedule | None, say_once: SayOnce) -> None:
         self.copier = copier
         self.views = SlotViews(copier)
-        self.on_gpus = OnGpus(copier, put)
-        self.unchanged = Unchanged(self.on_gpus)
+        self.unchanged = Unchanged()
         self._schedule, self._say_once = schedule, say_once
         self._parting = Parting()
         self._unsteady: frozenset[int] = frozenset()
@@ -68,13 +56,12 @@ class Copying:
         known = self.views.content(view).take(lease.held)
         plan = self.unchanged.plan(layout, owners, known if trusts else None, view)
         if plan.past_counts:
-            self._say_past_counts(plan.past_counts, CHECK_EVERY)
+            self._say_past_counts(plan.past_counts)
         return plan
 
     def start(self, plan: Plan, view: SlotView, owned: Owners) -> CopyJob:
         """Copy now what forward may change, and let the optimizer's own follow until its next step."""
         parted = self._parting.part(plan.pieces, owned, self._unsteady | plan.at_once)
-        plan.looks.begin_at_once()
         first = self.copier.start(parted.first, view)
         for offset, data in plan.frame:
             view.map[offset : offset + len(data)] = data
@@ -82,34 +69,21 @@ class Copying:
         self.copier.fence()  # before what may take longer: a GPU's training would wait for that too
         job = self.copier.start(parted.later, view, watch(parted.owners), self._schedule)
         job.follow(first)  # there may be nothing more to copy from its GPUs
-        plan.looks.begin()
         plan.pieces = ()  # no storage is kept alive longer than its copy takes
         return job
 
     def copied(self, pending: Pending) -> None:
         """Return when the tensors of a snapshot may change."""
         self.unchanged.written_past_counts(pending.plan, pending.view)
-        pending.plan.looks.close()
         pending.job.wait_cpu()
         self.copier.fence()
         pending.job.settle()
         self._unsteady |= pending.job.moved
 
-    def give_up(self, view: SlotView, plan: Plan | None) -> None:
-        """Return when nothing is copied any more for a snapshot that there will not be.
-
-        Args:
-            view: of its slot.
-            plan: what was to be copied there, if that was known.
-        """
-        self.copier.give_up(view)
-        if plan is not None:
-            plan.looks.end()
-
     def newest_differs(self) -> bool:
         """See :meth:`Unchanged.newest_differs`."""
         if differs := self.unchanged.newest_differs():
-            self._say_past_counts(1, CHECK_EVERY)
+            self._say_past_counts(1)
         return differs
 
     def close(self) -> None:
@@ -128,10 +102,9 @@ class Copying:
         """
         found = self.unchanged.written_past_counts(pending.plan, pending.view)
         pending.job.wait()
-        found += self.unchanged.looked(pending.plan.looks)
         if (torn := pending.torn(found)) is not None:
             if not pending.job.moved:
-                self._say_past_counts(found, pending.plan.looks.within)
+                self._say_past_counts(found)
             raise torn
 
     def sealed(self, pending: Pending) -> None:
@@ -139,5 +112,5 @@ class Copying:
         known = Known(pending.lease.id, pending.outline.frame, pending.plan.marks)
         self.views.content(pending.view).sealed(known)
 
-    def _say_past_counts(self, count: int, within: int) -> None:
-        self._say_once("past-counts", PAST_COUNTS, count, within)
+    def _say_past_counts(self, count: int) -> None:
+        self._say_once("past-counts", PAST_COUNTS, count, CHECK_EVERY)

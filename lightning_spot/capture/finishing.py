@@ -72,7 +72,7 @@ class Finishing:
         except BaseException:  # nobody else closes what was given
             copier.close()
             raise
-        self._copying = copying = Copying(copier, schedule, self.say_once, self._tasks.put)
+        self._copying = copying = Copying(copier, schedule, self.say_once)
         self._maker = SlotMaker(copying.views, copying.copier, self.link.lose)
         self._supply = Supply(self._maker, leases)
 
@@ -132,10 +132,8 @@ class Finishing:
     def _failed(self, host: Host, pending: Pending, error: BaseException) -> None:
         error = as_failure(error) if isinstance(error, Exception) else error  # who waits for it expects no other kind
         self.torn += isinstance(error, TornSnapshot)
-        if pending.job.is_done:
-            pending.plan.looks.end()
-        else:  # the slot is given back: nothing is to come into it any more
-            self._copying.give_up(pending.view, pending.plan)
+        if not pending.job.is_done:  # the slot is given back: nothing is to come into it any more
+            self._copying.copier.give_up(pending.view)
         if self.mailbox is not None:
             self.mailbox.over(pending.manifest.name)  # else what has come, or comes yet, would be kept until the end
         if isinstance(error, NodeUnreachable):

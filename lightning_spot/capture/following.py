@@ -17,19 +17,16 @@ from concurrent import futures
 from typing import Generic
 
 from lightning_spot.capture.background import Background
-from lightning_spot.capture.contents import Known, Plan, Unchanged
+from lightning_spot.capture.contents import Plan, Unchanged
 from lightning_spot.capture.declined import Declined
 from lightning_spot.capture.entrusted import Entrusted
 from lightning_spot.capture.host_link import leave, within
 from lightning_spot.capture.leases import give_back, have_made
-from lightning_spot.capture.on_gpus import OnGpus
-from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.saying import SAY_S, SayOnce
 from lightning_spot.capture.task import Task, What
 from lightning_spot.capture.unforeseen import as_failure
 from lightning_spot.capture.views import SlotViews
 from lightning_spot.errors import Fenced, NodeUnreachable, ShareMissing, SpotError, TornSnapshot
-from lightning_spot.image.layout import Layout
 from lightning_spot.image.pieces import Piece
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.staging.copier import Copier, CopyJob, SlotView, Watches
@@ -72,13 +69,13 @@ class Follower(ABC, Generic[What]):
         self._declined, self._entrusted = Declined(), Entrusted()
         self._is_closed = False
         self._say_once = SayOnce()
+        self._unchanged = Unchanged()
         try:
             self._tasks = Background("spot-share", self._look, self._look_s)
         except BaseException:  # nobody else closes what was given
             self._copier.close()
             host.disconnect()
             raise
-        self._unchanged = Unchanged(OnGpus(self._copier, self._tasks.put))
 
     # -- on the training thread -----------------------------------------------------------------------------------
 
@@ -90,7 +87,6 @@ class Follower(ABC, Generic[What]):
                 if (job := task.job) is None:
                     continue
                 task.look()
-                task.looks.close()
                 job.wait_cpu()
                 self._copier.fence()
                 job.settle()
@@ -225,12 +221,6 @@ class Follower(ABC, Generic[What]):
         """A part was not written. Rank 0 says why there is no snapshot."""
         logger.debug("%s's part of %s: %s", task.who, task.name, error)
 
-    def _plan(self, task: Task[What], layout: Layout, owners: Owners, known: Known | None, view: SlotView) -> Plan:
-        """What is not in the slot yet."""
-        plan = self._unchanged.plan(layout, owners, known, view)
-        task.looks = plan.looks
-        return plan
-
     def _copy(self, task: Task[What], plan: Plan, pieces: Sequence[Piece], view: SlotView, watches: Watches) -> CopyJob:
         """Start the copies for which training waits before its optimizer steps.
 
@@ -242,8 +232,7 @@ class Follower(ABC, Generic[What]):
                 raise ShareMissing("training went on before its slot was there")
             task.look = functools.partial(self._unchanged.written_past_counts, plan, view)
             schedule = None if task.still else self._schedule
-            task.job = job = self._copier.start(pieces, view, watches, schedule, task.thread, task.after)
-            task.looks.begin(task.thread, task.after)
+            task.job = job = self._copier.start(pieces, view, watches, schedule, task.after)
         task.begun.set()
         return job
 
@@ -251,7 +240,6 @@ class Follower(ABC, Generic[What]):
         """Wait; raise if a tensor was written to before it was copied, or one that was left out had been."""
         found = task.look()
         job.wait()
-        found += self._unchanged.looked(task.looks)
         if job.moved:
             self._unsteady |= job.moved
             self.torn += 1
@@ -291,7 +279,6 @@ class Follower(ABC, Generic[What]):
             try:
                 if problem is not None and task.job is not None:
                     self._end(task.job)
-                task.looks.end()
                 if lease is not None and self._host is not None:
                     self._say(self._host, lease, "" if problem is None else f"{task.who}: {_text(problem)}")
             finally:  # whatever fails, nobody waits for it after

@@ -193,8 +193,7 @@ class Joining(Follower[_Part | SpotError]):
         watched = [address for address in by_address if address in owned and address not in self._unsteady]
         others = by_address.keys() - kept.keys() - set(watched)
         copies = copies_of({address: by_address[address] for address in others})
-        noted = self._copier.note(len(watched), lambda number: by_address[watched[number]])
-        watches = watch(chain.from_iterable(map(owned.__getitem__, watched)), noted)
+        watches = watch(chain.from_iterable(map(owned.__getitem__, watched)))
         return _Part(checkpoint.state, own, room, image, kept, copies, watches, trusts, threading.Event())
 
     def newest_differs(self) -> bool:
@@ -239,9 +238,8 @@ class Joining(Follower[_Part | SpotError]):
             view = self._views.of(host, lease)
             known = self._views.content(view).take(lease.held)
             # Of the optimizers' nothing is left out: theirs may write past the counts, see ShardedWriter.
-            plan = self._plan(task, layout, what.kept, known if what.trusts else None, view)
+            plan = self._unchanged.plan(layout, what.kept, known if what.trusts else None, view)
             self.copied_bytes += plan.nbytes
-            task.looks.begin_at_once(task.thread, task.after)
             if frozen := [piece for piece in plan.pieces if piece.storage.data_ptr() in what.kept]:
                 job = self._copier.start(frozen, view, after=task.after)
                 job.wait_cpu()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +24,6 @@ from lightning_spot.image.portion import Portion
 from lightning_spot.image.rows import said_of
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.staging.copier import Copier, Watches
-from lightning_spot.staging.samples import Samples
 from lightning_spot.staging.schedule import Schedule
 
 
@@ -47,7 +46,6 @@ class _Share:
         copies: of the memory of tensors that change while training computes, by address.
         state: what only this rank knows.
         sample: see :func:`~lightning_spot.capture.split.sample`.
-        samples: some bytes of them.
     """
 
     owned: Owners
@@ -56,7 +54,6 @@ class _Share:
     copies: dict[int, torch.UntypedStorage]
     state: SizedBytes
     sample: str
-    samples: Samples
 
 
 class ShareWriter(Follower[_Share | SpotError]):
@@ -121,15 +118,7 @@ class ShareWriter(Follower[_Share | SpotError]):
             copies=copies,
             state=state,
             sample=sample(owned, name),
-            samples=self._noted(owned, copies.keys()),
         )
-
-    def _noted(self, owned: Owners, copied: Collection[int]) -> Samples:
-        """Bytes of what is this rank's share, as far as that is known by now, but for what is copied already."""
-        addresses = list(owned)
-        indices = [index for index in self._named if index < len(addresses)] or range(len(addresses))
-        mine = [address for index in indices if (address := addresses[index]) not in copied]
-        return self._copier.note(len(mine), lambda number: owned[mine[number]][0].untyped_storage())
 
     def _written_past_counts(self, owned: Owners) -> set[int]:
         """Addresses of what was written to past the counts before: nobody would see such a write until it is copied."""
@@ -151,7 +140,7 @@ class ShareWriter(Follower[_Share | SpotError]):
         pieces, watches = self._pieces(split, portion, task.number, what)
         known = self._views.content(view).take(lease.held)
         layout = Layout(lease.nbytes, (), tuple(pieces))
-        plan = self._plan(task, layout, owners_of(what.owned, {}), known, view)
+        plan = self._unchanged.plan(layout, owners_of(what.owned, {}), known, view)
         kept = [
             piece._replace(storage=what.copies.get(piece.storage.data_ptr(), piece.storage)) for piece in plan.pieces
         ]
@@ -206,4 +195,4 @@ class ShareWriter(Follower[_Share | SpotError]):
                 watched += [tensor for tensor in owned[index] if not tensor.is_inference()]
                 versions += what.versions[index]
         self._named = named
-        return pieces, Watches(watched, said_of(versions), what.samples)
+        return pieces, Watches(watched, said_of(versions))

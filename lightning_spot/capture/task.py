@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from lightning_spot.capture.looks import NOTHING, NoLooks
 from lightning_spot.capture.split import Number
 from lightning_spot.staging.copier import CopyJob, Marks
 
@@ -29,10 +28,8 @@ class Task(Generic[What]):
         still: whether no tensor changes until it is there. Then nothing is left for training to copy, or to order.
         told: at a durable tier: what the node of this host has to know of the snapshot, and a checksum of all of it.
         after: what that had ordered on GPUs at the seam.
-        thread: number of the thread that trains.
         job: the copies, once the slot is there.
         look: compares what the slot had already with the tensors, which must not change before; how many differ.
-        looks: at what is left out on GPUs.
         begun: whether the copies have begun, or never will.
         late: whether training has gone on without them.
         done: becomes ``None`` when the bytes are in place.
@@ -47,10 +44,8 @@ class Task(Generic[What]):
     still: bool = False
     told: tuple[str, str] = ("", "")
     after: Marks = field(default_factory=dict)
-    thread: int = field(default_factory=threading.get_ident)
     job: CopyJob | None = None
     look: Callable[[], int] = int
-    looks: NoLooks = NOTHING
     begun: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
     late: bool = False

@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from lightning_spot.capture.contents import Plan
 from lightning_spot.capture.finishing import Finishing
 from lightning_spot.capture.floating import floats_of
 from lightning_spot.capture.host_link import within
@@ -85,11 +84,6 @@ class SnapshotWriter(Finishing):
         """Whether a snapshot can begin now without waiting for its slot to be made."""
         return self._maker.ready
 
-    @property
-    def looked_bytes(self) -> int:
-        """What came from GPUs so far only to be compared with what slots held already."""
-        return self._copying.on_gpus.looked_bytes
-
     def warm(self, nbytes: int, *, gpu: int | None = None, beyond: bool = False) -> None:
         """Make, map and (for a GPU) pin slots in the background, so that no snapshot meets a cold one.
 
@@ -149,7 +143,6 @@ class SnapshotWriter(Finishing):
         divide = functools.partial(self._divider.divide, name=manifest.name, owned=owned, kept=kept, ranks=ranks)
         opened: Opened | None = None
         view: SlotView | None = None
-        plan: Plan | None = None
         done: Future[Manifest] = Future()
         try:
             opened = self._open(host, checkpoint, manifest, within(deadline_s), divide)
@@ -174,7 +167,7 @@ class SnapshotWriter(Finishing):
             self._lay_out_anew(error)
             if opened and done.cancel():  # else the background has it already, and Ctrl-C came a moment late
                 if view is not None:
-                    self._copying.give_up(view, plan)
+                    self._copying.copier.give_up(view)
                 self._forget_done()
                 give_back(host, opened.lease)
             raise

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from lightning_spot.image.rows import each_of, versions_of
-from lightning_spot.staging.samples import Samples
 
 
 class Watches:
@@ -18,18 +17,12 @@ class Watches:
     Args:
         tensors: the tensors.
         versions: their version counters when the copy was ordered, as :func:`versions_of` them.
-        samples: some of their bytes at that time; ``None`` where the copy begins at once, and notes them.
-
-    Attributes:
-        samples: likewise.
     """
 
-    __slots__ = ("_tensors", "_versions", "samples")
+    __slots__ = ("_tensors", "_versions")
 
-    def __init__(
-        self, tensors: Sequence[torch.Tensor] = (), versions: object = None, samples: Samples | None = None
-    ) -> None:
-        self._tensors, self.samples = list(tensors), samples
+    def __init__(self, tensors: Sequence[torch.Tensor] = (), versions: object = None) -> None:
+        self._tensors = list(tensors)
         self._versions = versions if versions is not None else versions_of([])
 
     def __len__(self) -> int:
@@ -44,7 +37,7 @@ class Watches:
         return list(itertools.compress(self._tensors, itertools.starmap(operator.ne, pairs)))
 
 
-def watch(tensors: Iterable[torch.Tensor], samples: Samples | None = None) -> Watches:
+def watch(tensors: Iterable[torch.Tensor]) -> Watches:
     """Note the version counters of ``tensors``. Inference tensors have none and are left out: nothing tracks them."""
     watched = list(tensors)
     try:
@@ -52,4 +45,4 @@ def watch(tensors: Iterable[torch.Tensor], samples: Samples | None = None) -> Wa
     except RuntimeError:  # to ask each of them first takes longer than all else
         watched = [tensor for tensor in watched if not tensor.is_inference()]
         versions = versions_of(watched)
-    return Watches(watched, versions, samples)
+    return Watches(watched, versions)
