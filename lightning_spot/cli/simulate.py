@@ -1,7 +1,4 @@
-"""``lightning-spot simulate``: what a job would cost with each interval policy, and whether it needs a memory node.
-
-With ``--gpus``, what to rent for it: see ``sizing``.
-"""
+"""``lightning-spot simulate``: what a job would cost with each interval policy, and whether it needs a memory node."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from lightning_spot.cli import sizing
 from lightning_spot.cli.output import plain_table, wide_console
 from lightning_spot.config import check_number, format_seconds, parse_flag_bytes
 from lightning_spot.errors import SettingsError
@@ -61,9 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``simulate``."""
     job = parser.add_argument_group("the job")
     job.add_argument("--work", type=seconds, default=86400.0, metavar="TIME", help="training time without losses (24h)")
-    job.add_argument(
-        *("--snapshot-size", "--state"), type=_bytes, default=10**9, metavar="SIZE", help="one of the whole job (1GB)"
-    )
+    job.add_argument("--snapshot-size", type=_bytes, default=10**9, metavar="SIZE", help="one of the whole job (1GB)")
     job.add_argument(
         "--stall", type=seconds, default=1.0, metavar="TIME", help="how long training waits for a snapshot (1s)"
     )
@@ -114,7 +108,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TIME",
         help="mean of the memory node's, no spot machine (30d)",
     )
-    sizing.add_arguments(parser, _bytes)
     parser.add_argument(
         "--policy", action="append", metavar="NAME", help="simulate only this policy; may be given several times (all)"
     )
@@ -129,16 +122,13 @@ def simulate(arguments: argparse.Namespace) -> int:
     from lightning_spot.simulation.compare import POLICIES, compare
 
     for flag in ("--price", "--memory-node-price", "--loss-rate", "--seed"):
-        check_number(flag, sizing.given(arguments, flag), 0)
+        check_number(flag, _given(arguments, flag), 0)
     for flag in ("--work", "--lifetime", "--crash-every", "--memory-node-lifetime"):
-        if sizing.given(arguments, flag) is not None:
-            check_number(flag, sizing.given(arguments, flag), 0, above=True)
+        if (value := _given(arguments, flag)) is not None:
+            check_number(flag, value, 0, above=True)
     check_number("--nodes", arguments.nodes, 1, whole=True)
     if not 1 <= arguments.correlated <= arguments.nodes:
         raise SettingsError(f"--correlated={arguments.correlated}: of --nodes={arguments.nodes}, 1 to all go at a time")
-    if arguments.gpus is not None:
-        return sizing.rent(arguments)
-    sizing.check_none(arguments)
     check_number("--runs", arguments.runs, 1, whole=True)
     if arguments.runs > _MOST_RUNS:
         raise SettingsError(f"--runs={arguments.runs}: at most {_MOST_RUNS}, which fit the memory; a thousand will do")
@@ -168,6 +158,11 @@ def simulate(arguments: argparse.Namespace) -> int:
     if verdict:
         console.print(verdict)
     return 0
+
+
+def _given(arguments: argparse.Namespace, flag: str) -> object:
+    value: object = getattr(arguments, flag[2:].replace("-", "_"))
+    return value
 
 
 def _failures(arguments: argparse.Namespace) -> Failures:
