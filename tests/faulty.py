@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -134,7 +134,7 @@ class FaultyFileSystem(AbstractFileSystem):
 
     def modified(self, path: str) -> datetime:
         self._fail(plan.strike("modified"), path)
-        return datetime.fromtimestamp(os.stat(self._strip_protocol(path)).st_mtime, timezone.utc)
+        return datetime.fromtimestamp(os.stat(self._strip_protocol(path)).st_mtime, UTC)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         path = self._strip_protocol(path)

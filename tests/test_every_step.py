@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from torch import nn
 
 from lightning_spot import EverySteps, RemoteSnapshot
@@ -180,16 +181,15 @@ def test_every_snapshot_is_its_step_with_averages_that_are_swapped(
     tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each validation swaps them, right after a snapshot has begun."""
-    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
     swaps: list[int] = []
-    swap = averaging.WeightAveraging._swap_models
+    swap = WeightAveraging._swap_models
 
     def counted(self: Any, module: pl.LightningModule) -> None:
         swaps.append(module.global_step)
         swap(self, module)
 
-    monkeypatch.setattr(averaging.WeightAveraging, "_swap_models", counted)
-    check(tmp_path, steps, OfOneSize(), averaging.EMAWeightAveraging(decay=0.9), val_check_interval=3)
+    monkeypatch.setattr(WeightAveraging, "_swap_models", counted)
+    check(tmp_path, steps, OfOneSize(), EMAWeightAveraging(decay=0.9), val_check_interval=3)
     assert set(swaps) >= set(range(3, steps, 3))
 
 

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,6 @@ def test_what_is_printed_says_what_it_is() -> None:
 
 
 def test_the_version_is_one() -> None:
-    tomllib = pytest.importorskip("tomllib", reason="from Python 3.11 on")
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert project["version"] == lightning_spot.__version__
 

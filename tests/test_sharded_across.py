@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch.torch_version import TorchVersion
 
 from lightning_spot.capture import ending
 from lightning_spot.capture.attempt import Attempt
@@ -380,14 +379,6 @@ def test_hosts_whose_parts_would_come_together_nowhere_are_refused(
     trainer = cast(Any, OnTwoHosts())
     with pytest.raises(SettingsError, match=rf"sharded over 2 hosts is saved at one place.*{way_on}"):
         InShards(trainer, Location.of("/nowhere", memory, None), ring).check()
-
-
-def test_a_torch_that_cannot_read_them_by_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each snapshot would fail."""
-    ring = RingSettings(slots=2, memory_bytes=2**20, idle_timeout_s=9.0, keep=1, strict=False)
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.8.0+cu128"))
-    with pytest.raises(SettingsError, match=r"with torch 2\.9 or later, and this is 2\.8\.0\+cu128: take a later one"):
-        InShards(cast(Any, OnTwoHosts()), Location.of("/nowhere", "auto", None), ring).check()
 
 
 def claim_at(root: Path, token: str) -> None:

@@ -98,7 +98,7 @@ class Across:
             if wait_s > SAY_S and not before.done.done():
                 self._waits(full, wait_s - SAY_S)
             before.done.result(timeout=max(0.0, wait_s - SAY_S))
-        except futures.TimeoutError:
+        except TimeoutError:
             self._last = before
             raise full from None
         except SpotError as error:

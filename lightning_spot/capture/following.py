@@ -13,7 +13,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from typing import Generic
 
 from lightning_spot.capture.background import Background
@@ -127,7 +126,7 @@ class Follower(ABC, Generic[What]):
         for task in self._pending:
             try:
                 task.done.result(within(deadline_s))
-            except (SpotError, futures.TimeoutError) as error:
+            except (SpotError, TimeoutError) as error:
                 logger.debug("%s's part of %s: %s", task.who, task.name, error)
 
     def close(self, *, complete: bool = False) -> None:

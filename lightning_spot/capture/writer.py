@@ -206,7 +206,7 @@ class SnapshotWriter(Finishing):
         for pending in list(self._pending):
             try:
                 pending.done.result(timeout=max(0.0, deadline - time.monotonic()))
-            except (SpotError, futures.TimeoutError) as error:
+            except (SpotError, TimeoutError) as error:
                 logger.debug("snapshot %s: %s", pending.manifest.name, error)
 
     def close(self) -> None:

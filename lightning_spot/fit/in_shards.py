@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import within
 from lightning_spot.capture.joining import Joining
@@ -43,7 +41,6 @@ from lightning_spot.staging.schedule import Schedule
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_LEAST_TORCH = "2.9"  # the first whose checkpoints know their version, and which reads them without a process group
 _COMMIT_S = 300.0  # until it is known whether an urgent one, or that of the end, is there
 _HELP_S = 2.0
 
@@ -69,16 +66,11 @@ class InShards(OfTrainer):
         self._has_shown = False
 
     def check(self) -> None:
-        """Refuse a ring that others cannot fill, several hosts that can put nothing together, and an old torch.
+        """Refuse a ring that others cannot fill, and several hosts that can put nothing together.
 
         Raises:
             SettingsError: if it is one.
         """
-        if torch.__version__ < _LEAST_TORCH:
-            raise SettingsError(
-                f"models in shards are saved with torch {_LEAST_TORCH} or later, and this is {torch.__version__}: take"
-                " a later one, or DDP, or Lightning's ModelCheckpoint"
-            )
         if self._trainer.world_size > 1 and not self._location.embedded:
             raise SettingsError(
                 "a sharded model needs a memory node on this host, which its ranks fill together: leave memory= as it"

@@ -15,12 +15,12 @@ def seconds_until(text: str) -> float:
         NoticeUnavailable: if it is no time.
     """
     try:
-        when = datetime.datetime.fromisoformat(text.replace("Z", "+00:00"))
+        when = datetime.datetime.fromisoformat(text)
     except ValueError:
         try:
             when = parsedate_to_datetime(text)
         except (TypeError, ValueError) as error:
             raise NoticeUnavailable(f"{text!r} is no time") from error
     if when.tzinfo is None:
-        when = when.replace(tzinfo=datetime.timezone.utc)
-    return max(0.0, (when - datetime.datetime.now(datetime.timezone.utc)).total_seconds())
+        when = when.replace(tzinfo=datetime.UTC)
+    return max(0.0, (when - datetime.datetime.now(datetime.UTC)).total_seconds())
