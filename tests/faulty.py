@@ -333,20 +333,9 @@ CALLS = (
 @contextlib.contextmanager
 def faulty_calls(new: Plan, below: Path) -> Iterator[Plan]:
     """Count, and strike, system calls of this thread that name a path below a directory or one of its open files."""
-    thread = threading.get_ident()
     real = {name: getattr(os, name) for name in CALLS}
     real_open = builtins.open
-    readlink, prefix = os.readlink, os.path.realpath(below)
-
-    def concerns(argument: Any) -> bool:
-        if threading.get_ident() != thread:
-            return False
-        if isinstance(argument, int):
-            try:
-                argument = readlink(f"/proc/self/fd/{argument}")
-            except OSError:
-                return False
-        return os.fspath(argument).startswith((prefix, str(below)))
+    concerns = _concerns(below)
 
     def watched(name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **more: Any) -> Any:
@@ -381,6 +370,24 @@ def faulty_calls(new: Plan, below: Path) -> Iterator[Plan]:
         builtins.open = real_open
         for name, function in real.items():
             setattr(os, name, function)
+
+
+def _concerns(below: Path) -> Callable[[Any], bool]:
+    """Tells whether this thread calls with a path below a directory, or one of its open files."""
+    thread = threading.get_ident()
+    readlink, prefix = os.readlink, os.path.realpath(below)
+
+    def concerns(argument: Any) -> bool:
+        if threading.get_ident() != thread:
+            return False
+        if isinstance(argument, int):
+            try:
+                argument = readlink(f"/proc/self/fd/{argument}")
+            except OSError:
+                return False
+        return os.fspath(argument).startswith((prefix, str(below)))
+
+    return concerns
 
 
 def _short(name: str, real: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

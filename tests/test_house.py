@@ -1,4 +1,4 @@
-"""The house keeps its rules: public names, layers, file sizes, no unpickling of what comes over the network."""
+"""The house keeps its rules: public names, layers, no circles, no unpickling of what comes over the network."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,22 @@ PACKAGE = Path(lightning_spot.__file__).parent
 
 REPOSITORY = PACKAGE.parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+MODULES = {
+    ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES
+}
 NODES = [path for path in SOURCES if path.parent.name in ("memory", "protocol", "client", "service")]
+
+# Names that several rooms have. Both lists only ever get shorter.
+SHARED_BY_MODULES = {
+    "claims", "compare", "connections", "filesystem", "files", "flat", "folder", "given", "hosts", "job",
+    "joint", "layout", "mail", "metadata", "named", "objects", "order", "portions", "private", "runs",
+    "settings", "shards", "shares", "sources", "spread", "streaming", "uploads", "writing",
+}  # fmt: skip
+SHARED_BY_CLASSES = {
+    "Below", "Entry", "Failures", "Fit", "Glance", "Glances", "Held", "Hosts", "ImageReader", "Job", "Kind",
+    "Known", "Once", "Opened", "Owner", "Part", "Places", "Plan", "Ranks", "Row", "Seen", "Source", "Turns",
+    "Upload",
+}  # fmt: skip
 
 
 def test_public_names_are_there_and_listed() -> None:
@@ -83,15 +100,65 @@ def test_all_json_comes_in_by_one_decoder() -> None:
     assert found == ["untrusted.py"]
 
 
-def test_the_architecture_names_every_module() -> None:
-    page = (REPOSITORY / "docs" / "architecture.md").read_text()
-    rooms = set(re.findall(r"[a-z_]+", page[page.index("## The rooms") : page.index("Beside the package")]))
-    in_words = {"cli", "notices", "interval", "simulation"}  # rooms described by what they do
-    assert [
-        str(path.relative_to(PACKAGE))
+def test_no_module_imports_itself_by_others() -> None:
+    imports = {name: _modules_imported(path) - {name} for name, path in MODULES.items()}
+    assert _circles(imports) == []
+
+
+def test_circles_of_imports_are_found() -> None:
+    assert _circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"a", "f"}, "f": {"e"}}) == [
+        ["b", "c"],
+        ["e", "f"],
+    ]
+
+
+def _modules_imported(path: Path) -> set[str]:
+    """Modules of ours that a file imports, anywhere in it but for type checkers."""
+    found: set[str] = set()
+
+    def look(nodes: Iterable[ast.AST]) -> None:
+        for node in nodes:
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                look(node.orelse)
+            elif isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                inner = [f"{node.module}.{alias.name}" for alias in node.names]
+                found.update(name if name in MODULES else str(node.module) for name in inner)
+            else:
+                look(ast.iter_child_nodes(node))
+
+    look([ast.parse(path.read_text())])
+    return found & MODULES.keys()
+
+
+def _circles(imports: Mapping[str, set[str]]) -> list[list[str]]:
+    """Modules from each of which imports lead to all others of the same list, and back."""
+    reached = {name: _reached(imports, name) for name in imports}
+    circles = {tuple(sorted(other for other in reached[name] if name in reached[other])) for name in imports}
+    return sorted(map(list, circles - {()}))
+
+
+def _reached(imports: Mapping[str, set[str]], name: str) -> set[str]:
+    found: set[str] = set()
+    left = list(imports[name])
+    while left:
+        if (module := left.pop()) not in found:
+            found.add(module)
+            left += imports[module]
+    return found
+
+
+def test_no_two_modules_and_no_two_classes_have_one_name() -> None:
+    modules = Counter(name.rpartition(".")[2] for name, path in MODULES.items() if not path.stem.startswith("_"))
+    classes = Counter(
+        node.name
         for path in SOURCES
-        if not path.stem.startswith("_") and path.parent.name not in in_words and path.stem not in rooms
-    ] == []
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert {name for name, count in modules.items() if count > 1} <= SHARED_BY_MODULES
+    assert {name for name, count in classes.items() if count > 1} <= SHARED_BY_CLASSES
 
 
 def test_the_changelog_names_the_formats_and_they_change_together() -> None:
