@@ -12,7 +12,7 @@ import torch
 from lightning_spot.errors import SpotError
 from lightning_spot.image.pieces import Piece, Pieces, places_of
 from lightning_spot.staging import batch as batch_module
-from lightning_spot.staging import cuda, moving
+from lightning_spot.staging import cuda
 from lightning_spot.staging import job as job_module
 from lightning_spot.staging.batch import Batch, SlotView
 from lightning_spot.staging.copier import Copier
@@ -22,7 +22,7 @@ from lightning_spot.staging.partitions import Partition, Span
 from lightning_spot.staging.schedule import Held, Schedule, Timetable
 from lightning_spot.staging.spans import SlotSpan, address_in, cut_end
 from lightning_spot.staging.watches import watch
-from tests.conftest import compiled, until
+from tests.conftest import until
 from tests.fake_device import FakeDevice, FakeStream
 
 SIZES = (3000, 1, 50_000, 700)
@@ -81,10 +81,8 @@ def desk() -> Desk:
     return Desk()
 
 
-@pytest.fixture(params=["by the C library", pytest.param("past the caches", marks=compiled)])
-def copier(request: pytest.FixtureRequest, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[Copier]:
-    if request.param == "past the caches":
-        monkeypatch.setattr(moving, "_LARGE_BYTES", 0)
+@pytest.fixture
+def copier(desk: Desk) -> Iterator[Copier]:
     made = Copier(clock=lambda: desk.now_s)
     yield made
     made.close()
@@ -248,17 +246,15 @@ def test_closing_copies_what_is_held(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "call", "number", "large_bytes"),
+    ("owner", "call", "number"),
     [
-        pytest.param(SlotSpan, "target", 2, 10**9, id="large"),
-        pytest.param(batch_module, "memmove_small", 0, 10**9, id="small"),
-        pytest.param(batch_module, "move_past_caches", 0, 0, id="past the caches", marks=compiled),
+        pytest.param(SlotSpan, "target", 2, id="large"),
+        pytest.param(batch_module, "memmove_small", 0, id="small"),
     ],
 )
 def test_a_failed_copy_is_told_to_who_waits(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch, owner: object, call: str, number: int, large_bytes: int
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, owner: object, call: str, number: int
 ) -> None:
-    monkeypatch.setattr(moving, "_LARGE_BYTES", large_bytes)
     monkeypatch.setattr(owner, call, lambda *_: 1 / 0)
     copier = Copier()
     job = copier.start([desk.pieces[number]], desk.view)

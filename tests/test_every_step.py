@@ -19,7 +19,7 @@ from torch import nn
 from lightning_spot import EverySteps, RemoteSnapshot
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import InProcessHost, Lease
-from lightning_spot.staging import cuda, moving, schedule
+from lightning_spot.staging import cuda, schedule
 from lightning_spot.tiers.local import LocalStore
 from tests.fake_device import Emulated
 from tests.models import EachDurable, TwoOptimizers, data, state_of, trainer
@@ -166,10 +166,7 @@ STEPS = [pytest.param(16), pytest.param(500, marks=[pytest.mark.soak, pytest.mar
 
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("kind", [Adapted, RunsAhead])
-def test_every_snapshot_is_its_step(
-    tmp_path: Path, kind: type[Adapted], steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(moving, "_LARGE_BYTES", 0)  # where it was compiled, as large snapshots are copied
+def test_every_snapshot_is_its_step(tmp_path: Path, kind: type[Adapted], steps: int) -> None:
     witness = check(tmp_path, steps, kind())
     newest = LocalStore(tmp_path / "run").survey().manifests[0]
     assert newest.complete

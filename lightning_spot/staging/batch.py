@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import mmap
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from lightning_spot.staging.moving import memmove, memmove_small, move_past_caches
 from lightning_spot.staging.spans import SlotSpan, between, gone, nbytes_of, outside, rows_of, sizes_of
 
 _LEAST_BATCH_BYTES = 16 * 1024 * 1024
 _SMALL_BYTES = 32 * 1024  # copied in less time than it takes to hand a tensor over to torch, or to get the GIL back
 NOW, NEVER = float("-inf"), float("inf")
+
+memmove = ctypes.CDLL(None).memmove  # lets go of the GIL
+memmove_small = ctypes.PyDLL(None).memmove  # keeps it
+memmove.argtypes = memmove_small.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+memmove.restype = memmove_small.restype = None
 
 
 class SlotView:
@@ -54,7 +59,6 @@ class Batch:
         place: of the iteration, until which it is held.
         after_s: it is held so long after that.
         ready_s: when background threads may take it, whatever was reached.
-        past_caches: whether it is copied past them.
 
     Attributes:
         taken_by: number of the thread that copies it; ``None`` while nobody does.
@@ -67,17 +71,15 @@ class Batch:
         place: int,
         after_s: float,
         ready_s: float,
-        past_caches: bool = False,
     ) -> None:
         self.taken_by: int | None = None
         self._spans = spans
         self._slot = slot
-        self._past_caches = past_caches
         self.place, self.after_s, self.ready_s = place, after_s, ready_s
 
     def at_once(self) -> None:
         """Copy all of it without the GIL in between, which the training thread holds for milliseconds at a time."""
-        if self._past_caches or not hasattr(torch, "_foreach_copy_"):  # private; only time depends on it
+        if not hasattr(torch, "_foreach_copy_"):  # private; only time depends on it
             self.helping()
             return
         self._move(_SMALL_BYTES)
@@ -91,9 +93,6 @@ class Batch:
 
     def _move(self, most: float = NEVER) -> None:
         """Copy spans of up to so many bytes."""
-        if self._past_caches:
-            move_past_caches(self._moves(most), self._slot.address, self._slot.nbytes)
-            return
         for target, source, nbytes in self._moves(most):  # thousands of small ones, by a thread that keeps the GIL
             (memmove if nbytes > _SMALL_BYTES else memmove_small)(target, source, nbytes)
 
@@ -110,15 +109,15 @@ class Batch:
 
 
 def batches_of(
-    spans: Sequence[SlotSpan], slot: SlotView, place: int, after_s: float, ready_s: float, past_caches: bool = False
+    spans: Sequence[SlotSpan], slot: SlotView, place: int, after_s: float, ready_s: float
 ) -> Iterator[Batch]:
     """Cut into batches, large ones first: those run while nobody can help; the last even the load out."""
     begin, total = 0, nbytes_of(spans)
     if 0 < total <= _LEAST_BATCH_BYTES:
-        yield Batch((spans,), slot, place, after_s, ready_s, past_caches)
+        yield Batch((spans,), slot, place, after_s, ready_s)
         return
     ends = list(itertools.accumulate(sizes_of(spans), initial=0))
     while begin < total:
         end = min(total, begin + max((total - begin) // 3, _LEAST_BATCH_BYTES))
-        yield Batch(between(spans, ends, begin, end), slot, place, after_s, ready_s, past_caches)
+        yield Batch(between(spans, ends, begin, end), slot, place, after_s, ready_s)
         begin = end

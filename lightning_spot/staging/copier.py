@@ -12,13 +12,12 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
-from lightning_spot.image.pieces import Piece, Pieces, Places, nbytes_of
+from lightning_spot.image.pieces import Piece, Pieces, Places
 from lightning_spot.staging.alone import LoneThread
 from lightning_spot.staging.batch import NEVER, NOW, Batch, SlotView, batches_of
 from lightning_spot.staging.cuda import CudaCopier, Marks
 from lightning_spot.staging.job import CopyJob
 from lightning_spot.staging.lane import Held
-from lightning_spot.staging.moving import goes_past_caches
 from lightning_spot.staging.spans import SlotSpan, Spans, sizes_of, some, storages_of, whole
 from lightning_spot.staging.watches import Watches, watch
 
@@ -182,7 +181,6 @@ class Copier:
         parts = [(0, 0.0, spans)]
         if timetable is not None:
             parts = [(part.point, part.after_s, some(pieces, part.spans)) for part in timetable.partitions]
-        past_caches = goes_past_caches(nbytes_of(pieces))
         batches: list[Batch] = []
         on_gpu: list[Held] = []
         for place, after_s, spans in parts:
@@ -196,7 +194,7 @@ class Copier:
                     on_gpu.append((place, [span]))
                 else:  # MPS, XPU, …: no side stream is known here; copied in order, by the caller
                     span.target(slot.tensor).copy_(span.source())
-            batches += batches_of(on_cpu, slot, place, after_s, latest_s, past_caches)
+            batches += batches_of(on_cpu, slot, place, after_s, latest_s)
         cuda = self._cuda.begin(on_gpu, slot.tensor, buffered=buffered, after=after) if on_gpu else None
         job.hold(batches, cuda, latest_s if timetable is not None else self._clock() + _HELD_S)
 
