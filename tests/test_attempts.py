@@ -14,9 +14,8 @@ import pytest
 
 from lightning_spot.capture import background
 from lightning_spot.capture.attempt import Attempt
-from lightning_spot.capture.host_link import HostLink
+from lightning_spot.capture.host_link import HostLink, RingSettings
 from lightning_spot.capture.joining import Joining
-from lightning_spot.capture.ring_settings import RingSettings
 from lightning_spot.capture.share import ShareWriter
 from lightning_spot.capture.split import Number, Ranks
 from lightning_spot.client.stores import open_store

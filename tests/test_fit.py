@@ -19,9 +19,8 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot, SpotCheckpoint
-from lightning_spot.capture.finishing import Finishing
-from lightning_spot.capture.pending import Pending
-from lightning_spot.capture.writer import SnapshotWriter
+from lightning_spot.capture.copying import Pending
+from lightning_spot.capture.writer import Finishing, SnapshotWriter
 from lightning_spot.cli import main
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.capture import pausing, unforeseen
-from lightning_spot.capture.pausing import Failures
-from lightning_spot.capture.unforeseen import failure_of, is_of_user
+from lightning_spot.capture import unforeseen
+from lightning_spot.capture.unforeseen import Failures, failure_of, is_of_user
 from lightning_spot.errors import RingFull, SnapshotFailed
 from lightning_spot.fit import earlier
 from lightning_spot.fit.harmless import Harmless
@@ -58,9 +57,9 @@ WHERE = [
     "capture/writer:SnapshotWriter.begin",
     "capture/copying:Copying.start",
     "capture/writer:SnapshotWriter.copied",
-    "capture/leases:Leases.take",
+    "capture/slot_pool:Leases.take",
     "capture/contents:Unchanged.written_past_counts",
-    "capture/parting:Parting.part",
+    "capture/copying:Parting.part",
     "exact/dump:Dump._with",
     "exact/fit_state:FitState.capture",
     "exact/changed_values:ChangedValues.capture",
@@ -135,7 +134,7 @@ def test_after_some_failures_in_a_row_there_is_a_pause_and_the_last_snapshot_is_
 
 def test_a_pause_grows_and_is_forgotten_when_one_was_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
-    monkeypatch.setattr(pausing.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(unforeseen.time, "monotonic", lambda: now_s)
     failures, first, second = Failures(), object(), object()
     assert [failures.add(first) for _ in range(3)] == [False, False, True]
     assert failures.are_too_many

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_spot.capture.outline import Outliner
+from lightning_spot.capture.writer import Outliner
 from lightning_spot.image import layout as layout_module
 from lightning_spot.image import marks, pickling
 from lightning_spot.image.archive import read_entries

@@ -20,7 +20,7 @@ from lightning_spot.capture.across import Across
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.safety import Safety
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
-from lightning_spot.capture.warming import SlotMaker
+from lightning_spot.capture.slot_pool import SlotMaker
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store

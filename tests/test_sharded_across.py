@@ -22,8 +22,8 @@ import torch
 from lightning_spot.capture import ending
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.ending import Ending
+from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.capture.joining import Joining
-from lightning_spot.capture.ring_settings import RingSettings
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
 from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.tensors import by_storage, expected_nbytes

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from lightning_spot.capture.attempt import Attempt
+from lightning_spot.capture.contents import SlotViews
+from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.capture.joining import Joining
-from lightning_spot.capture.ring_settings import RingSettings
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
 from lightning_spot.capture.tensors import Owned, by_storage
-from lightning_spot.capture.views import SlotViews
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 from lightning_spot.capture import following
-from lightning_spot.capture.outgrown import outgrown
+from lightning_spot.capture.saying import outgrown
 from lightning_spot.capture.share import ShareWriter
 from lightning_spot.capture.split import ALIKE, BY_ONE_RANK, Divider, Number, Ranks, Split, held_by, sample
 from lightning_spot.capture.tensors import by_storage

@@ -21,9 +21,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_spot import EverySteps, RemoteSnapshot, SpotCheckpoint
-from lightning_spot.capture import contents, leases
+from lightning_spot.capture import contents, slot_pool
+from lightning_spot.capture.contents import CHECK_EVERY, Turns, Unchecked, share_of
 from lightning_spot.capture.tensors import by_storage, storage_address
-from lightning_spot.capture.turns import CHECK_EVERY, Turns, Unchecked, share_of
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import TornSnapshot
 from lightning_spot.image.manifest import snapshot_name
@@ -328,11 +328,11 @@ def test_a_slot_that_was_leased_ahead_in_vain_still_holds_what_it_held(
     desk: FrozenDesk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where snapshots come a second apart: the next one would copy, and seal, all of a frozen model anew."""
-    monkeypatch.setattr(leases, "AHEAD_S", 600.0)
+    monkeypatch.setattr(slot_pool, "AHEAD_S", 600.0)
     desk.take(6)
     until(lambda: desk.writer._leases.is_ahead, "a slot leased ahead")
     desk.writer._leases.give_back()
-    monkeypatch.setattr(leases, "AHEAD_S", 0.0)
+    monkeypatch.setattr(slot_pool, "AHEAD_S", 0.0)
     assert [desk.take(step_) < SMALL for step_ in range(7, 12)] == [True] * 5
 
 

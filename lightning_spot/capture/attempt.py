@@ -9,20 +9,21 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import torch
+
+from lightning_spot._version import __version__
 from lightning_spot.capture.ending import Ending, LastState
-from lightning_spot.capture.host_link import leave, within
+from lightning_spot.capture.host_link import RingSettings, leave, open_host, within
 from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.past_memory import PastMemory
-from lightning_spot.capture.pausing import Failures
-from lightning_spot.capture.ring_settings import RingSettings, open_host
 from lightning_spot.capture.safety import Safety
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
 from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.tensors import expected_nbytes, tensors_in
-from lightning_spot.capture.unforeseen import failure_of
-from lightning_spot.capture.versions import versions
+from lightning_spot.capture.unforeseen import Failures, failure_of
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import (
     Fenced,
@@ -46,6 +47,19 @@ from lightning_spot.run.identity import new_id
 from lightning_spot.run.survey import Survey
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
+
+
+@functools.cache  # read from files, and the training thread asks
+def versions() -> dict[str, str]:
+    """Of what writes a snapshot: this package, torch and Lightning."""
+    present = {"lightning_spot": __version__, "torch": str(torch.__version__)}
+    for name in ("lightning", "pytorch-lightning"):  # the same by two names, and one may be there alone
+        try:
+            return {"lightning": version(name), **present}
+        except PackageNotFoundError:
+            continue
+    return present
+
 
 logger = logging.getLogger(__name__)
 

@@ -9,22 +9,91 @@ compiled steps and the replays of CUDA graphs write there without torch's counti
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import itertools
+import mmap
 import operator
+import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
 from lightning_spot.capture.owners import Mark, Owner, Owners
-from lightning_spot.capture.turns import CHECK_BYTES, CHECK_EVERY, Turns, Unchecked, dice, same_bytes, share_of
 from lightning_spot.image.layout import Entry, Layout
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece, nbytes_of
 from lightning_spot.image.written import Ranges, in_order
-from lightning_spot.staging.copier import SlotView
+from lightning_spot.memory.host import Host, Lease
+from lightning_spot.staging.copier import Copier, SlotView
 from lightning_spot.staging.spans import address_in
+
+CHECK_BYTES = 64 * 1024 * 1024
+"""How much is compared for each snapshot (some 5 ms in the background), of which nothing is left to be found later."""
+
+CHECK_EVERY = 10
+"""Every byte that is not copied again is compared with the tensor once in so many snapshots, if not each time."""
+
+dice = random.Random()
+"""Draws what is looked at; training's own generator is left alone."""
+
+
+_memcmp = ctypes.CDLL(None).memcmp  # lets go of the GIL
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+def same_bytes(first: int, other: int, nbytes: int) -> bool:
+    """Whether so many bytes at two addresses are the same."""
+    return not _memcmp(first, other, nbytes)
+
+
+class Unchecked(NamedTuple):
+    """A piece that its slot holds already, as far as the counts of its storage's owners tell.
+
+    Attributes:
+        start: first byte of it that is compared this time.
+        stop: behind the last one.
+    """
+
+    piece: Piece
+    tensors: Sequence[torch.Tensor]
+    owner: Owner
+    mark: Mark
+    start: int
+    stop: int
+
+
+class Turns:
+    """Which share is compared for a snapshot: each in its turn, in an order drawn anew each time around.
+
+    An old byte may lie in one slot only. With a fixed order, slots that are used one after the other might meet the
+    same share each time.
+    """
+
+    def __init__(self) -> None:
+        self._among = 0
+        self._left: list[int] = []
+
+    def next(self, among: int) -> int:
+        """The share, of so many."""
+        if not self._left or among != self._among:
+            self._among, self._left = among, dice.sample(range(among), among)
+        return self._left.pop()
+
+
+def share_of(unchecked: Iterable[Unchecked], start: int, nbytes: int) -> Iterator[Unchecked]:
+    """What lies in a range of all bytes, one piece behind the other: one may be larger than all others together."""
+    before = 0
+    for item in unchecked:
+        first, last = max(start - before, 0), min(start + nbytes - before, item.stop)
+        if first < last:
+            yield item._replace(start=first, stop=last)
+        before += item.stop
+
 
 _LEAST_BYTES = 1024  # below, comparing costs as much as copying
 _WHOLE_BYTES = 64 * 1024  # up to here all of a storage is compared each time
@@ -240,3 +309,49 @@ def _looks_alike(piece: Piece, view: SlotView) -> bool:
 def _same(piece: Piece, view: SlotView, start: int, nbytes: int) -> bool:
     here = address_in(piece.storage, piece.start + start, nbytes)
     return same_bytes(here, view.at(piece.offset + start, nbytes), nbytes)
+
+
+class SlotViews:
+    """Views of slots, by ring and place in it. One slot is used by one thread at a time, which leased it.
+
+    Args:
+        copier: pins slots, and unpins them before they are unmapped.
+    """
+
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
+        self._views: dict[Host, dict[int, SlotView]] = {}
+        self._contents: WeakKeyDictionary[SlotView, Content] = WeakKeyDictionary()
+
+    def of(self, host: Host, lease: Lease) -> SlotView:
+        """The view of a leased slot; made anew if the slot has other memory than last time."""
+        if host not in self._views:
+            self._views[host] = {}
+            host.released = functools.partial(self._release, host)
+        views = self._views[host]
+        view = views.get(lease.slot)
+        if view is None or view.map is not lease.map:
+            if view is not None:
+                self._copier.unpin(view)
+            view = views[lease.slot] = SlotView(lease.map)
+        return view
+
+    def content(self, view: SlotView) -> Content:
+        """What a slot holds, as far as it is known."""
+        return self._contents.setdefault(view, Content())
+
+    def others(self, host: Host | None) -> list[Host]:
+        """Rings beside ``host`` of which there are views: they were lost."""
+        return [other for other in list(self._views) if other is not host]
+
+    def drop(self, host: Host) -> None:
+        """Let the slots of a ring go; nothing may be copied into them any more."""
+        host.released = None
+        for view in self._views.pop(host, {}).values():
+            self._copier.unpin(view)
+
+    def _release(self, host: Host, shared: mmap.mmap) -> None:
+        """The ring has replaced a slot: let its memory go before it is unmapped."""
+        views = self._views.get(host, {})
+        for slot in [slot for slot, view in list(views.items()) if view.map is shared]:  # another thread may add one
+            self._copier.unpin(views.pop(slot))

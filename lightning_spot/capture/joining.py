@@ -11,16 +11,13 @@ from itertools import chain
 
 import torch
 
-from lightning_spot.capture.contents import PAST_COUNTS, Known
-from lightning_spot.capture.following import Follower
-from lightning_spot.capture.outgrown import outgrown
+from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, Known
+from lightning_spot.capture.following import Follower, Task
 from lightning_spot.capture.owners import Owners
-from lightning_spot.capture.portioned import Portioned, fitting, own_of, portions_of
-from lightning_spot.capture.sharded_writer import ShardedCheckpoint, room_for
+from lightning_spot.capture.saying import outgrown
+from lightning_spot.capture.sharded_writer import Portioned, ShardedCheckpoint, fitting, own_of, portions_of, room_for
 from lightning_spot.capture.split import Number
-from lightning_spot.capture.task import Task
 from lightning_spot.capture.tensors import copies_of
-from lightning_spot.capture.turns import CHECK_EVERY
 from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.errors import Fenced, LayoutUnsupported, ShareMissing, SpotError
 from lightning_spot.image.layout import Layout, Layouter

@@ -9,11 +9,10 @@ from typing import Protocol
 import torch
 
 from lightning_spot.capture.contents import Known
-from lightning_spot.capture.following import Follower
-from lightning_spot.capture.outgrown import outgrown
+from lightning_spot.capture.following import Follower, Task
 from lightning_spot.capture.owners import Owners, owners_of
+from lightning_spot.capture.saying import outgrown
 from lightning_spot.capture.split import ALIKE, Held, Number, Split, held_by, sample
-from lightning_spot.capture.task import Task
 from lightning_spot.capture.tensors import copies_of
 from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.errors import ShareMissing, SpotError

@@ -14,11 +14,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.capture.attempt import Attempt
-from lightning_spot.capture.host_link import within
+from lightning_spot.capture.host_link import RingSettings, within
 from lightning_spot.capture.joining import Joining
-from lightning_spot.capture.outgrown import read_outgrown
 from lightning_spot.capture.owners import Owners
-from lightning_spot.capture.ring_settings import RingSettings
+from lightning_spot.capture.saying import read_outgrown
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint
 from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.tensors import Owned, by_storage, expected_nbytes, optimizer_tensors

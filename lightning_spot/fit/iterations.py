@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_spot.capture.order import overwritten
+from lightning_spot.capture.tensors import overwritten
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.staging.device import DeviceClock
 from lightning_spot.staging.gradients import GradientWatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_spot.capture.ring_settings import RingSettings
+from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.staging.modes import Partitions
 

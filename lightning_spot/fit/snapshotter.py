@@ -10,7 +10,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_spot.capture.leases import AHEAD_S
+from lightning_spot.capture.slot_pool import AHEAD_S
 from lightning_spot.errors import SettingsError
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.per_trainer import OfTrainer

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_spot.capture.attempt import Attempt
-from lightning_spot.capture.pausing import Pause
-from lightning_spot.capture.ring_settings import RingSettings
+from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.capture.share import ShareWriter
 from lightning_spot.capture.split import ALIKE, BY_ONE_RANK, Number, Owners, Ranks
 from lightning_spot.capture.tensors import expected_nbytes, optimizer_owned
-from lightning_spot.capture.unforeseen import failure_of
+from lightning_spot.capture.unforeseen import Pause, failure_of
 from lightning_spot.errors import ShareMissing, SpotError
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import Dump, gather

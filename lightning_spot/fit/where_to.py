@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from lightning_spot.capture.attempt import Attempt
-from lightning_spot.capture.ring_settings import RingSettings
+from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.capture.saying import say_failing
 from lightning_spot.errors import SettingsError
 from lightning_spot.fit.together import ACROSS, ALONE
