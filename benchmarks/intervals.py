@@ -25,10 +25,10 @@ from lightning_spot.goodput.ledger import AttemptRecord
 from lightning_spot.goodput.records import read_records
 from lightning_spot.simulation import losses
 from lightning_spot.simulation.closed_form import FailureClass, expected_total_s
-from lightning_spot.simulation.compare import Row, compare
 from lightning_spot.simulation.engine import simulate
 from lightning_spot.simulation.failures import Bathtub, Exponential, Failures, Fleet, Trace, Weibull
 from lightning_spot.simulation.job import Job, Loss, Tier
+from lightning_spot.simulation.policies import Row, compare
 
 ROOT = Path(__file__).parent.parent
 HOUR_S = 3600.0

@@ -16,10 +16,10 @@ from lightning_spot.interval.costs import Failure
 from lightning_spot.interval.policy import EverySeconds
 from lightning_spot.simulation import losses
 from lightning_spot.simulation.closed_form import FailureClass, expected_total_s
-from lightning_spot.simulation.compare import Row, row_of
 from lightning_spot.simulation.engine import simulate
 from lightning_spot.simulation.failures import Exponential, Fleet, Mixed, Weibull
 from lightning_spot.simulation.job import Job, Tier, chain, durable_tier, memory_node
+from lightning_spot.simulation.policies import Row, row_of
 
 HOUR_S = 3600.0
 NODE_BYTES_PER_S = 600e6

@@ -12,16 +12,15 @@ import torch
 from lightning_spot.errors import SpotError
 from lightning_spot.image.pieces import Piece, Pieces, places_of
 from lightning_spot.staging import batch as batch_module
+from lightning_spot.staging import copy_job as job_module
 from lightning_spot.staging import cuda
-from lightning_spot.staging import job as job_module
-from lightning_spot.staging.batch import Batch, SlotView
+from lightning_spot.staging.batch import Batch, SlotSpan, SlotView, address_in, cut_end
 from lightning_spot.staging.copier import Copier
+from lightning_spot.staging.copy_job import watch
 from lightning_spot.staging.cuda import CudaCopier
 from lightning_spot.staging.device import DeviceClock
 from lightning_spot.staging.partitions import Partition, Span
 from lightning_spot.staging.schedule import Held, Schedule, Timetable
-from lightning_spot.staging.spans import SlotSpan, address_in, cut_end
-from lightning_spot.staging.watches import watch
 from tests.conftest import until
 from tests.fake_device import FakeDevice, FakeStream
 

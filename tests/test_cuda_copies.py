@@ -15,9 +15,8 @@ from lightning_spot.exact.rank_states import Packing, Rooms, unpacked
 from lightning_spot.image.layout import Layout, lay_out
 from lightning_spot.staging.copier import SlotView, watch
 from lightning_spot.staging.device import DeviceClock
-from lightning_spot.staging.gradients import GradientWatch
 from lightning_spot.staging.modes import BESIDE, Mode
-from lightning_spot.staging.schedule import Schedule
+from lightning_spot.staging.schedule import GradientWatch, Schedule
 from tests import pinned
 from tests.gpus import NEEDS_GPU
 from tests.pinned import Desk

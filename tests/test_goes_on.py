@@ -39,7 +39,7 @@ from lightning_spot.run.patience import Patience, patiently
 from lightning_spot.service import program
 from lightning_spot.service.files import Files
 from lightning_spot.staging.copier import Copier
-from lightning_spot.staging.job import CopyJob
+from lightning_spot.staging.copy_job import CopyJob
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import named_run, until

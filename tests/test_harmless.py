@@ -70,8 +70,8 @@ WHERE = [
     "image/pickling:TensorPickler.dump",
     "interval/policy:EverySteps.due",
     "staging/copier:Copier.start",
-    "staging/job:CopyJob.settle",
-    "staging/job:CopyJob.wait_cpu",
+    "staging/copy_job:CopyJob.settle",
+    "staging/copy_job:CopyJob.wait_cpu",
     "staging/schedule:Schedule._at",
     "goodput/journal:Journal.note",
 ]

@@ -25,9 +25,8 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import InProcessHost, Lease
 from lightning_spot.staging import schedule
 from lightning_spot.staging.copier import Copier
-from lightning_spot.staging.job import CopyJob
-from lightning_spot.staging.profile import Kind, Profile
-from lightning_spot.staging.schedule import Schedule, Timetable
+from lightning_spot.staging.copy_job import CopyJob
+from lightning_spot.staging.schedule import Kind, Profile, Schedule, Timetable
 from tests.models import Net, Probe, TwoOptimizers, data, equal, state_of, trainer
 
 MODES = ("eager", "asymmetric", "backward", "still", "auto")

@@ -10,8 +10,7 @@ import pytest
 from lightning_spot.errors import SettingsError
 from lightning_spot.staging.modes import MODES, Drift, Mode, ModeTrial, check_partitions
 from lightning_spot.staging.partitions import LEAST_BYTES
-from lightning_spot.staging.profile import START, HostClock, Kind, Point, Profiler
-from lightning_spot.staging.schedule import Schedule, Timetable
+from lightning_spot.staging.schedule import START, HostClock, Kind, Point, Profiler, Schedule, Timetable
 
 MIB = LEAST_BYTES
 GRADIENTS = [30 * MIB, 10 * MIB, 30 * MIB, 2 * MIB]  # of parameters 0 to 3; ready from the last to the first

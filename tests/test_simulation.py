@@ -19,10 +19,10 @@ from lightning_spot.errors import SettingsError
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.simulation import engine, losses
 from lightning_spot.simulation.closed_form import FailureClass, expected_total_s
-from lightning_spot.simulation.compare import POLICIES, compare
 from lightning_spot.simulation.engine import places, simulate
 from lightning_spot.simulation.failures import Bathtub, Exponential, Fleet, Lifetimes, Mixed, Trace, Weibull
 from lightning_spot.simulation.job import Job, Tier, chain, durable_tier, memory_node
+from lightning_spot.simulation.policies import POLICIES, compare
 
 DAY_S = 86400.0
 TIERS = (Tier(name="durable", drain_s=3.0),)

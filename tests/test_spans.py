@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from lightning_spot.staging import batch as batch_module
-from lightning_spot.staging.batch import SlotView, batches_of
-from lightning_spot.staging.spans import SlotSpan
+from lightning_spot.staging.batch import SlotSpan, SlotView, batches_of
 
 
 @pytest.mark.parametrize("sizes", [(), (1,), (64,), (64, 64, 0, 64), (63, 1, 64), (1000,), (1, 200, 3, 128, 5)])

@@ -29,8 +29,8 @@ from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece, nbytes_of
 from lightning_spot.image.written import Ranges, in_order
 from lightning_spot.memory.host import Host, Lease
+from lightning_spot.staging.batch import address_in
 from lightning_spot.staging.copier import Copier, SlotView
-from lightning_spot.staging.spans import address_in
 
 CHECK_BYTES = 64 * 1024 * 1024
 """How much is compared for each snapshot (some 5 ms in the background), of which nothing is left to be found later."""

@@ -13,21 +13,22 @@ import shutil
 import threading
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_spot.cli.given import check_replicas_given, location_of
+from lightning_spot.cli.arguments import check_replicas_given, location_of
 from lightning_spot.cli.output import error_console, wide_console
 from lightning_spot.cli.simulate import seconds
-from lightning_spot.cli.trying import together, why_not_carried
+from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import check_number, format_bytes, format_seconds, parse_flag_bytes, read_environment
 from lightning_spot.errors import NodeUnreachable, SettingsError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory.runs import RunInfo
+from lightning_spot.memory.runs import RunInfo, run_text
 from lightning_spot.notices.detect import CLOUDS, detect_cloud
 from lightning_spot.run.location import memory_limit_bytes
 from lightning_spot.run.patience import PATIENCE, unless_silent
@@ -35,7 +36,39 @@ from lightning_spot.tiers.filesystem import open_filesystem, tier_errors
 from lightning_spot.tiers.store import Holdings, Store
 
 if TYPE_CHECKING:
-    from lightning_spot.simulation.outlook import Outlook
+    from lightning_spot.simulation.closed_form import Outlook
+
+
+def why_not_carried(node: str, durable_url: str) -> str:
+    """Why a node would not bring runs to a durable directory, ``""`` if it would.
+
+    Args:
+        node: its URL.
+        durable_url: below which, or at which, runs are to be durable.
+
+    Raises:
+        SpotError: if it does not answer.
+    """
+    run = RunInfo(
+        name="doctor", id=secrets.token_hex(6), location="", attempt=1, token="", durable_url=durable_url, spread=True
+    )
+    store = NodeStore(f"{node.rstrip('/')}/{run_text(run.name, run.id)}")
+    try:
+        return store.open_run(run).why_not
+    finally:
+        store.open_run(replace(run, durable_url=None, carry=False))  # nothing is brought there for it any more
+
+
+def together(nodes: Sequence[str], speed: Callable[[str], float]) -> float:
+    """Bytes per second that several nodes take at the same time.
+
+    Args:
+        nodes: their URLs.
+        speed: bytes per second that one takes.
+    """
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        return sum(pool.map(speed, nodes))
+
 
 ALONE, WITH_NODE = "durable tier only", "with the memory node"
 _WORTH_A_NODE = 0.01
@@ -236,8 +269,8 @@ def _outlooks(
     snapshot_bytes: int, copy_bytes_per_s: float, tiers: dict[str, float], durable_url: str, lifetime_s: float
 ) -> dict[str, Outlook]:
     """What to expect without a memory node, and with the first one that works."""
+    from lightning_spot.simulation.closed_form import outlook
     from lightning_spot.simulation.job import Job, chain, durable_tier, memory_node
-    from lightning_spot.simulation.outlook import outlook
 
     if durable_url not in tiers:
         return {}

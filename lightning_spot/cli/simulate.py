@@ -17,9 +17,9 @@ from lightning_spot.config import check_number, format_seconds, parse_flag_bytes
 from lightning_spot.errors import SettingsError
 
 if TYPE_CHECKING:
-    from lightning_spot.simulation.compare import Row
     from lightning_spot.simulation.failures import Failures
     from lightning_spot.simulation.job import Job
+    from lightning_spot.simulation.policies import Row
 
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _SMALL = 0.01
@@ -119,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def simulate(arguments: argparse.Namespace) -> int:
     """Simulate, and print a table for each choice of tiers."""
-    from lightning_spot.simulation.compare import POLICIES, compare
+    from lightning_spot.simulation.policies import POLICIES, compare
 
     for flag in ("--price", "--memory-node-price", "--loss-rate", "--seed"):
         check_number(flag, _given(arguments, flag), 0)

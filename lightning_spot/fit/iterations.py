@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from lightning_spot.capture.tensors import overwritten
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.staging.device import DeviceClock
-from lightning_spot.staging.gradients import GradientWatch
 from lightning_spot.staging.modes import Partitions
-from lightning_spot.staging.schedule import BUCKET_BYTES, Schedule
+from lightning_spot.staging.schedule import BUCKET_BYTES, GradientWatch, Schedule
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

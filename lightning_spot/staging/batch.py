@@ -1,15 +1,209 @@
-"""What one thread copies from the CPU into a slot in one go: how spans are cut into such batches, and moved."""
+"""What one thread copies from the CPU into a slot in one go: spans of storages, cut into batches, and moved."""
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import itertools
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple, overload
 
 import torch
 
-from lightning_spot.staging.spans import SlotSpan, between, gone, nbytes_of, outside, rows_of, sizes_of
+from lightning_spot.errors import SpotError
+from lightning_spot.image.pieces import Piece, Pieces
+from lightning_spot.staging.partitions import Span
+
+
+class SlotSpan(NamedTuple):
+    """Some bytes of a storage and their place in a slot.
+
+    Attributes:
+        storage: they belong to; on any device.
+        start: first byte in it.
+        place: first byte in the slot.
+        nbytes: length.
+    """
+
+    storage: torch.UntypedStorage
+    start: int
+    place: int
+    nbytes: int
+
+    def source(self) -> torch.Tensor:
+        """The bytes, as a uint8 tensor that shares them.
+
+        Raises:
+            SpotError: if the storage was made smaller since, or its memory given back.
+        """
+        if not 0 <= self.start <= self.start + self.nbytes <= self.storage.nbytes():
+            raise gone()
+        found = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return found.set_(self.storage, self.start, (self.nbytes,), (1,))
+
+    def target(self, slot: torch.Tensor) -> torch.Tensor:
+        """Their place in the slot, as a uint8 tensor that shares it.
+
+        Raises:
+            SpotError: if they do not all lie in it: a slice would be cut short.
+        """
+        if not 0 <= self.place <= self.place + self.nbytes <= slot.numel():
+            raise outside()
+        return slot[self.place : self.place + self.nbytes]
+
+    def cut(self, nbytes: int) -> tuple[SlotSpan, SlotSpan]:
+        """The first ``nbytes`` and the rest."""
+        rest = SlotSpan(self.storage, self.start + nbytes, self.place + nbytes, self.nbytes - nbytes)
+        return self._replace(nbytes=nbytes), rest
+
+
+class Spans(Sequence[SlotSpan]):
+    """Whole pieces as spans, of which an object is made where one is asked for only.
+
+    Args:
+        storages: of the spans.
+        starts: first byte of each in its storage.
+        places: its place in the slot.
+        sizes: its length.
+        nbytes: of all of them; ``None`` if that is not at hand.
+    """
+
+    __slots__ = ("_nbytes", "_places", "_starts", "sizes", "storages")
+
+    def __init__(
+        self,
+        storages: Sequence[torch.UntypedStorage],
+        starts: Sequence[int],
+        places: Sequence[int],
+        sizes: Sequence[int],
+        nbytes: int | None = None,
+    ) -> None:
+        self.storages, self._starts, self._places, self.sizes = storages, starts, places, sizes
+        self._nbytes = nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of them."""
+        return sum(self.sizes) if self._nbytes is None else self._nbytes
+
+    def __len__(self) -> int:
+        return len(self.storages)
+
+    def __iter__(self) -> Iterator[SlotSpan]:
+        return map(_span, self.rows())
+
+    def rows(self) -> Iterator[tuple[torch.UntypedStorage, int, int, int]]:
+        """What each consists of, see :class:`SlotSpan`."""
+        return zip(self.storages, self._starts, self._places, self.sizes, strict=True)
+
+    @overload
+    def __getitem__(self, number: int) -> SlotSpan: ...
+    @overload
+    def __getitem__(self, number: slice) -> Spans: ...
+    def __getitem__(self, number: int | slice) -> SlotSpan | Spans:
+        if isinstance(number, slice):
+            return Spans(self.storages[number], self._starts[number], self._places[number], self.sizes[number])
+        return SlotSpan(self.storages[number], self._starts[number], self._places[number], self.sizes[number])
+
+
+def between(spans: Sequence[SlotSpan], ends: Sequence[int], begin: int, end: int) -> Sequence[Sequence[SlotSpan]]:
+    """What lies between two places, counted in bytes over all spans; ``ends`` says where each begins."""
+    first, behind = bisect.bisect_right(ends, begin) - 1, bisect.bisect_left(ends, end)
+    if (begin, end) == (ends[first], ends[behind]):
+        return (spans[first:behind],)
+    if behind - first == 1:
+        return ([spans[first].cut(end - ends[first])[0].cut(begin - ends[first])[1]],)
+    head, tail = spans[first].cut(begin - ends[first])[1], spans[behind - 1].cut(end - ends[behind - 1])[0]
+    return ([head], spans[first + 1 : behind - 1], [tail])
+
+
+def gone() -> SpotError:
+    """What to raise of a storage that is shorter than it was: beyond its end is memory of somebody else, or none."""
+    return SpotError("its storage was resized, or its memory given back, before it was copied")
+
+
+def outside() -> SpotError:
+    """What to raise of a place that is not in the slot: what lies beside it is memory of somebody else, or none."""
+    return SpotError("its place is not in the slot: that is smaller than what was laid out")
+
+
+def address_in(storage: torch.UntypedStorage, start: int, nbytes: int) -> int:
+    """Address of some bytes of a storage on the CPU.
+
+    Raises:
+        SpotError: if it has not as many.
+    """
+    if not 0 <= start <= start + nbytes <= storage.nbytes():
+        raise gone()
+    return storage.data_ptr() + start
+
+
+_span: Callable[[tuple[Any, ...]], SlotSpan] = partial(tuple.__new__, SlotSpan)
+"""Makes one of thousands of spans: to call the class takes six times as long."""
+
+_parts_of = itemgetter(0, 5, 1, 2)  # of a piece
+
+
+def whole(pieces: Sequence[Piece]) -> Sequence[SlotSpan]:
+    """Whole pieces."""
+    if isinstance(pieces, Pieces):
+        places = pieces.places
+        return Spans(pieces.storages, places.starts, places.offsets, places.sizes, places.nbytes)
+    return list(map(_span, map(_parts_of, pieces)))
+
+
+def storages_of(spans: Sequence[SlotSpan]) -> Sequence[torch.UntypedStorage]:
+    """The storage of each."""
+    return spans.storages if isinstance(spans, Spans) else [span.storage for span in spans]
+
+
+def sizes_of(spans: Sequence[SlotSpan]) -> Sequence[int]:
+    """The length of each."""
+    return spans.sizes if isinstance(spans, Spans) else [span.nbytes for span in spans]
+
+
+def nbytes_of(spans: Sequence[SlotSpan]) -> int:
+    """The length of all of them."""
+    return spans.nbytes if isinstance(spans, Spans) else sum(sizes_of(spans))
+
+
+def rows_of(spans: Sequence[SlotSpan]) -> Iterable[tuple[torch.UntypedStorage, int, int, int]]:
+    """What each consists of."""
+    return spans.rows() if isinstance(spans, Spans) else spans
+
+
+def some(pieces: Sequence[Piece], spans: Iterable[Span]) -> list[SlotSpan]:
+    """Parts of pieces, which ``spans`` name by number."""
+    found = ((pieces[span.piece], span) for span in spans)
+    return [
+        SlotSpan(piece.storage, piece.start + span.start, piece.offset + span.start, span.nbytes)
+        for piece, span in found
+    ]
+
+
+def cut_at(span: SlotSpan, every: int) -> Iterator[SlotSpan]:
+    """Cut a span where its place in the slot is a multiple of ``every``."""
+    while (until := every - span.place % every) < span.nbytes:
+        first, span = span.cut(until)
+        yield first
+    yield span
+
+
+def cut_end(spans: Sequence[SlotSpan], nbytes: int) -> tuple[list[SlotSpan], list[SlotSpan]]:
+    """Cut the last ``nbytes`` off: what is before them, and they."""
+    before, end = list(spans), []
+    while before and nbytes > 0:
+        span = before.pop()
+        if span.nbytes > nbytes:
+            first, span = span.cut(span.nbytes - nbytes)
+            before.append(first)
+        end.append(span)
+        nbytes -= span.nbytes
+    return before, end[::-1]
+
 
 _LEAST_BATCH_BYTES = 16 * 1024 * 1024
 _SMALL_BYTES = 32 * 1024  # copied in less time than it takes to hand a tensor over to torch, or to get the GIL back

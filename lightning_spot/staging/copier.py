@@ -14,12 +14,21 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from lightning_spot.image.pieces import Piece, Pieces, Places
 from lightning_spot.staging.alone import LoneThread
-from lightning_spot.staging.batch import NEVER, NOW, Batch, SlotView, batches_of
-from lightning_spot.staging.cuda import CudaCopier, Marks
-from lightning_spot.staging.job import CopyJob
-from lightning_spot.staging.lane import Held
-from lightning_spot.staging.spans import SlotSpan, Spans, sizes_of, some, storages_of, whole
-from lightning_spot.staging.watches import Watches, watch
+from lightning_spot.staging.batch import (
+    NEVER,
+    NOW,
+    Batch,
+    SlotSpan,
+    SlotView,
+    Spans,
+    batches_of,
+    sizes_of,
+    some,
+    storages_of,
+    whole,
+)
+from lightning_spot.staging.copy_job import CopyJob, Watches, watch
+from lightning_spot.staging.cuda import CudaCopier, Held, Marks
 
 if TYPE_CHECKING:
     from lightning_spot.staging.device import Device
