@@ -16,7 +16,7 @@ import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.capture import unforeseen
-from lightning_spot.capture.unforeseen import Failures, failure_of, is_of_user
+from lightning_spot.capture.unforeseen import UnforeseenFailures, failure_of, is_of_user
 from lightning_spot.errors import RingFull, SnapshotFailed
 from lightning_spot.fit import earlier
 from lightning_spot.fit.harmless import Harmless
@@ -135,7 +135,7 @@ def test_after_some_failures_in_a_row_there_is_a_pause_and_the_last_snapshot_is_
 def test_a_pause_grows_and_is_forgotten_when_one_was_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr(unforeseen.time, "monotonic", lambda: now_s)
-    failures, first, second = Failures(), object(), object()
+    failures, first, second = UnforeseenFailures(), object(), object()
     assert [failures.add(first) for _ in range(3)] == [False, False, True]
     assert failures.are_too_many
     now_s = 60.0

@@ -26,7 +26,7 @@ from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.past_memory import PastMemory
 from lightning_spot.capture.safety import Safety
 from lightning_spot.capture.slot_pool import Leases
-from lightning_spot.capture.streaming import stream_parts
+from lightning_spot.capture.streamed_file import stream_parts
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.remote import NodeStore

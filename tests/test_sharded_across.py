@@ -25,7 +25,7 @@ from lightning_spot.capture.ending import Ending
 from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.capture.joining import Joining
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
-from lightning_spot.capture.split import Ranks
+from lightning_spot.capture.split import SharingRanks
 from lightning_spot.capture.tensors import by_storage, expected_nbytes
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
@@ -118,7 +118,7 @@ class Desk:
         if rank:
             return self.others[rank - 1].write(checkpoint, step=step, at=self.at, **how).done
         manifest = Manifest(run="run", run_id=RUN_ID, name=snapshot_name(step, 1), step=step, attempt=1, nbytes=0)
-        return self.first.begin(checkpoint, manifest, ranks=Ranks(4, {}, (2, 2), self.at), **how)
+        return self.first.begin(checkpoint, manifest, ranks=SharingRanks(4, {}, (2, 2), self.at), **how)
 
     def copied(self) -> None:
         """The tensors may change."""

@@ -266,7 +266,9 @@ def test_a_regular_snapshot_at_the_step_of_a_notice_is_compared_whole_on_all_ran
     monkeypatch.setattr(contents, "CHECK_BYTES", 1)
     monkeypatch.setattr(contents, "_WHOLE_BYTES", 0)
     monkeypatch.setattr(contents, "_looks_alike", lambda _piece, _view: True)
-    monkeypatch.setattr(contents.Turns, "next", lambda _, among: among - 1)  # another share than the first number's
+    monkeypatch.setattr(
+        contents.ShareTurns, "next", lambda _, among: among - 1
+    )  # another share than the first number's
     frozen = lambda holder, _state: [one for one in holder._module.parameters() if not one.requires_grad]  # noqa: E731
     monkeypatch.setattr(Dtensors, "frozen", frozen)
     ranks = make(memory)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_spot import EverySteps, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.capture import contents, slot_pool
-from lightning_spot.capture.contents import CHECK_EVERY, Turns, Unchecked, share_of
+from lightning_spot.capture.contents import CHECK_EVERY, ShareTurns, Unchecked, share_of
 from lightning_spot.capture.tensors import by_storage, storage_address
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import TornSnapshot
@@ -273,7 +273,7 @@ def test_parameters_may_be_swapped(desk: FrozenDesk) -> None:
 
 @pytest.mark.parametrize("among", [1, 2, 3, 6, CHECK_EVERY])
 def test_every_share_has_its_turn_in_every_slot(among: int) -> None:
-    turns = Turns()
+    turns = ShareTurns()
     shares = [turns.next(among) for _ in range(300 * among)]
     for start in range(0, len(shares), among):
         assert set(shares[start : start + among]) == set(range(among))
@@ -301,7 +301,7 @@ def test_what_ctrl_c_keeps_from_being_compared_is_compared_later(monkeypatch: py
     storage = torch.zeros(1000).untyped_storage()
     piece: Any = SimpleNamespace(named=Named(1, storage), storage=storage, nbytes=storage.nbytes())
     owner: Any = SimpleNamespace(is_still=lambda *_: True)
-    plan = contents.Plan([], [], {}, unchecked=[Unchecked(piece, (), owner, (), 0, piece.nbytes)])
+    plan = contents.CopyPlan([], [], {}, unchecked=[Unchecked(piece, (), owner, (), 0, piece.nbytes)])
     outcomes: list[Any] = [KeyboardInterrupt, False]
 
     def compared(*_: Any) -> bool:
@@ -426,7 +426,7 @@ def last_of(
     There are two slots, each filled before: one that is made late holds nothing to compare, and is filled anew.
     """
     monkeypatch.setattr(contents, "CHECK_BYTES", 1)
-    monkeypatch.setattr(Turns, "next", lambda _, among: among - 1)  # another share than that number's
+    monkeypatch.setattr(ShareTurns, "next", lambda _, among: among - 1)  # another share than that number's
     monkeypatch.setattr(contents, "_looks_alike", lambda _piece, _view: True)
     usual: dict[str, Any] = {"interval": EverySteps(1), "on_full": "wait", "slots": 2, "notices": "signal"}
     spot = SpotCheckpoint(str(tmp_path / "run"), **usual, grace_s=60.0)

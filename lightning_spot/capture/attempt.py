@@ -21,9 +21,9 @@ from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.past_memory import PastMemory
 from lightning_spot.capture.safety import Safety
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
-from lightning_spot.capture.split import Ranks
+from lightning_spot.capture.split import SharingRanks
 from lightning_spot.capture.tensors import expected_nbytes, tensors_in
-from lightning_spot.capture.unforeseen import Failures, failure_of
+from lightning_spot.capture.unforeseen import UnforeseenFailures, failure_of
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import (
     Fenced,
@@ -105,7 +105,7 @@ class Attempt:
         self.lineage = new_id()
         self.where = ""
         self.skipped = 0
-        self.failures = Failures()
+        self.failures = UnforeseenFailures()
         self._settings = settings
         self._fingerprint = fingerprint
         self._last: LastState | None = None
@@ -181,7 +181,7 @@ class Attempt:
         world_size: int,
         complete: bool = False,
         wait_s: float,
-        ranks: Ranks | None = None,
+        ranks: SharingRanks | None = None,
         again: bool = False,
         followed: bool = False,
     ) -> None:
@@ -284,7 +284,7 @@ class Attempt:
         self.writer.decline(name, why, at)
 
     def _not_begun(
-        self, checkpoint: dict[str, Any] | None, manifest: Manifest | None, error: SpotError, ranks: Ranks | None
+        self, checkpoint: dict[str, Any] | None, manifest: Manifest | None, error: SpotError, ranks: SharingRanks | None
     ) -> None:
         """Say why there is no snapshot, and find another way for it where there is one.
 
@@ -320,7 +320,7 @@ class Attempt:
             # That the node is lost was said when it was.
             self._complain(type(error).__name__, error, was_said=self.writer.link.is_loss(error))
 
-    def _has_all(self, name: str, ranks: Ranks | None) -> bool:
+    def _has_all(self, name: str, ranks: SharingRanks | None) -> bool:
         """Whether all of a checkpoint is here; what other ranks send is waited for, and put into its rooms."""
         if ranks is None:
             return True

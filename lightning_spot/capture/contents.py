@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lightning_spot.capture.owners import Mark, Owner, Owners
+from lightning_spot.capture.owners import Mark, Owners, StorageOwner
 from lightning_spot.image.layout import Entry, Layout
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece, nbytes_of
@@ -61,13 +61,13 @@ class Unchecked(NamedTuple):
 
     piece: Piece
     tensors: Sequence[torch.Tensor]
-    owner: Owner
+    owner: StorageOwner
     mark: Mark
     start: int
     stop: int
 
 
-class Turns:
+class ShareTurns:
     """Which share is compared for a snapshot: each in its turn, in an order drawn anew each time around.
 
     An old byte may lie in one slot only. With a fixed order, slots that are used one after the other might meet the
@@ -109,7 +109,7 @@ _PLACED = 3  # of a mark, what says where something lies
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class SealedContent:
     """What a slot held when it was sealed.
 
     Attributes:
@@ -127,9 +127,9 @@ class Content:
     """What one slot holds, as far as the writer put it there; unknown from when it is leased until it is sealed."""
 
     def __init__(self) -> None:
-        self._known: Known | None = None
+        self._known: SealedContent | None = None
 
-    def take(self, held: str) -> Known | None:
+    def take(self, held: str) -> SealedContent | None:
         """What it holds, if nobody else has filled it since; from now on that is unknown.
 
         Args:
@@ -138,13 +138,13 @@ class Content:
         known, self._known = self._known, None
         return known if known is not None and known.upload == held else None
 
-    def sealed(self, known: Known) -> None:
+    def sealed(self, known: SealedContent) -> None:
         """Note what it holds now."""
         self._known = known
 
 
 @dataclass(slots=True)
-class Plan:
+class CopyPlan:
     """What is to be copied into a slot.
 
     Attributes:
@@ -156,7 +156,7 @@ class Plan:
         looking: held by whoever compares them.
         at_once: addresses of storages that were written to past the counts before: nobody would see such a write after
             the snapshot has begun.
-        marks: see :class:`Known`.
+        marks: see :class:`SealedContent`.
     """
 
     frame: list[Entry]
@@ -187,12 +187,12 @@ class Unchanged:
         self.distrusted: set[Named] = set()
         self.checks_all = False
         self._trusted: set[Named] = set()  # left out of a snapshot before
-        self._owners: dict[Named, Owner] = {}
+        self._owners: dict[Named, StorageOwner] = {}
         self._generation = 0
-        self._turns = Turns()
+        self._turns = ShareTurns()
         self._of_newest: tuple[list[Unchecked], SlotView] | None = None  # if a share of it is compared only
 
-    def plan(self, layout: Layout, owners: Owners, known: Known | None, view: SlotView) -> Plan:
+    def plan(self, layout: Layout, owners: Owners, known: SealedContent | None, view: SlotView) -> CopyPlan:
         """What of a layout has to be copied into a slot.
 
         Args:
@@ -204,9 +204,9 @@ class Unchanged:
         frame, there = (known.frame, known.marks) if known is not None else ((), {})
         copied: list[Piece] = []
         is_new = map(operator.is_not, layout.frame, itertools.chain(frame, itertools.repeat(None)))
-        plan = Plan(list(itertools.compress(layout.frame, is_new)), copied, {})
+        plan = CopyPlan(list(itertools.compress(layout.frame, is_new)), copied, {})
         found, known_owners = plan.marks, self._owners
-        present: dict[Named, Owner] = {}
+        present: dict[Named, StorageOwner] = {}
         left_out = set()
         if not owners:
             plan.pieces = layout.pieces
@@ -251,7 +251,7 @@ class Unchanged:
         self._owners = present
         return plan
 
-    def written_past_counts(self, plan: Plan, view: SlotView) -> int:
+    def written_past_counts(self, plan: CopyPlan, view: SlotView) -> int:
         """Compare the bytes that were left to be checked, on any thread; how many storages differ from the slot.
 
         A storage that was written to in the right way meanwhile says nothing: so it is to be over before the optimizer
@@ -280,9 +280,9 @@ class Unchanged:
         if newest is None:
             return False
         unchecked, view = newest
-        return self.written_past_counts(Plan([], [], {}, unchecked=unchecked), view) > 0
+        return self.written_past_counts(CopyPlan([], [], {}, unchecked=unchecked), view) > 0
 
-    def _leave_for_later(self, plan: Plan) -> None:
+    def _leave_for_later(self, plan: CopyPlan) -> None:
         """Compare a share only where all of it would take long."""
         if self.checks_all:
             return
@@ -292,10 +292,10 @@ class Unchanged:
             share = -(-nbytes // turns)
             plan.unchecked = list(share_of(plan.unchecked, share * self._turns.next(turns), share))
 
-    def _new_owner(self, tensors: Sequence[torch.Tensor]) -> Owner:
+    def _new_owner(self, tensors: Sequence[torch.Tensor]) -> StorageOwner:
         """The owners of a storage, with a number that no others have: another tensor counts from zero."""
         self._generation += 1
-        return Owner(tensors, self._generation)
+        return StorageOwner(tensors, self._generation)
 
 
 def _looks_alike(piece: Piece, view: SlotView) -> bool:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, Known, Plan, SlotViews, Unchanged
+from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, CopyPlan, SealedContent, SlotViews, Unchanged
 from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.saying import SayOnce
 from lightning_spot.capture.tensors import Owned, locals_of, storage_addresses
@@ -31,7 +31,7 @@ from lightning_spot.staging.copier import Copier, CopyJob, SlotView, watch
 from lightning_spot.staging.schedule import Schedule
 
 
-class Opened(NamedTuple):
+class OpenedSnapshot(NamedTuple):
     """A snapshot whose slot is there.
 
     Attributes:
@@ -73,7 +73,7 @@ class Pending:
     done: Future[Manifest]
     destinations: list[str] | None
     outline: Layout
-    plan: Plan
+    plan: CopyPlan
     view: SlotView
     sent: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     floats: tuple[Floats, ...] = ()
@@ -236,7 +236,7 @@ class Copying:
 
     # -- on the training thread -----------------------------------------------------------------------------------
 
-    def plan(self, layout: Layout, lease: Lease, view: SlotView, owners: Owners, *, trusts: bool) -> Plan:
+    def plan(self, layout: Layout, lease: Lease, view: SlotView, owners: Owners, *, trusts: bool) -> CopyPlan:
         """What of a layout is not in the slot yet.
 
         Args:
@@ -252,7 +252,7 @@ class Copying:
             self._say_past_counts(plan.past_counts)
         return plan
 
-    def start(self, plan: Plan, view: SlotView, owned: Owners) -> CopyJob:
+    def start(self, plan: CopyPlan, view: SlotView, owned: Owners) -> CopyJob:
         """Copy now what forward may change, and let the optimizer's own follow until its next step."""
         parted = self._parting.part(plan.pieces, owned, self._unsteady | plan.at_once)
         first = self.copier.start(parted.first, view)
@@ -302,7 +302,7 @@ class Copying:
 
     def sealed(self, pending: Pending) -> None:
         """A slot holds a snapshot now: note what."""
-        known = Known(pending.lease.id, pending.outline.frame, pending.plan.marks)
+        known = SealedContent(pending.lease.id, pending.outline.frame, pending.plan.marks)
         self.views.content(pending.view).sealed(known)
 
     def _say_past_counts(self, count: int) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from lightning_spot.capture.background import Background
-from lightning_spot.capture.contents import Plan, SlotViews, Unchanged
+from lightning_spot.capture.contents import CopyPlan, SlotViews, Unchanged
 from lightning_spot.capture.host_link import leave, within
 from lightning_spot.capture.saying import SAY_S, SayOnce
 from lightning_spot.capture.slot_pool import give_back, have_made
@@ -345,7 +345,9 @@ class Follower(ABC, Generic[What]):
         """A part was not written. Rank 0 says why there is no snapshot."""
         logger.debug("%s's part of %s: %s", task.who, task.name, error)
 
-    def _copy(self, task: Task[What], plan: Plan, pieces: Sequence[Piece], view: SlotView, watches: Watches) -> CopyJob:
+    def _copy(
+        self, task: Task[What], plan: CopyPlan, pieces: Sequence[Piece], view: SlotView, watches: Watches
+    ) -> CopyJob:
         """Start the copies for which training waits before its optimizer steps.
 
         Raises:

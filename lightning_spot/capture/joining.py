@@ -11,7 +11,7 @@ from itertools import chain
 
 import torch
 
-from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, Known
+from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, SealedContent
 from lightning_spot.capture.following import Follower, Task
 from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.saying import outgrown
@@ -255,7 +255,7 @@ class Joining(Follower[_Part | SpotError]):
         for offset, data in plan.frame:
             view.map[offset : offset + len(data)] = data
         self._check_steady(task, job)
-        self._views.content(view).sealed(Known(lease.id, layout.frame, plan.marks))
+        self._views.content(view).sealed(SealedContent(lease.id, layout.frame, plan.marks))
 
     def _failed(self, task: Task[_Part | SpotError], error: SpotError) -> None:
         super()._failed(task, error)

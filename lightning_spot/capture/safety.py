@@ -10,7 +10,7 @@ from lightning_spot.config import format_bytes
 from lightning_spot.errors import SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.costs import Failure, TierPace
-from lightning_spot.interval.deadline import Deadline, Plan, plan_urgent
+from lightning_spot.interval.deadline import Deadline, DeadlinePlan, plan_urgent
 from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.joint import nodes_of
 
@@ -30,7 +30,7 @@ class Safety:
         self._writer = writer
         self._durable_every_s = durable_every_s
 
-    def plan(self, deadline: Deadline | None) -> Plan:
+    def plan(self, deadline: Deadline | None) -> DeadlinePlan:
         """Plan an urgent snapshot of the size of the last one (any size fits if there was none).
 
         Args:
@@ -63,7 +63,11 @@ class Safety:
         return paces_of(self._writer.link.ask(lambda host: host.tiers(), {}), self._durable_every_s)
 
     def bring(
-        self, deadline: Deadline, plan: Plan, cut_short: Callable[[], bool], again: Callable[[], None] | None = None
+        self,
+        deadline: Deadline,
+        plan: DeadlinePlan,
+        cut_short: Callable[[], bool],
+        again: Callable[[], None] | None = None,
     ) -> str:
         """Wait until the newest snapshot is committed, and safe at one tier below.
 

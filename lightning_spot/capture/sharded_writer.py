@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from lightning_spot.capture.copying import Opened, Pending
+from lightning_spot.capture.copying import OpenedSnapshot, Pending
 from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.saying import outgrown, read_outgrown
-from lightning_spot.capture.split import Ranks
+from lightning_spot.capture.split import SharingRanks
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import LayoutUnsupported, NodeUnreachable, ShareMissing, SpotError
 from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, FileSpan
@@ -171,7 +171,7 @@ class ShardedWriter(SnapshotWriter):
 
     def begin(self, checkpoint: Any, manifest: Manifest, **how: Any) -> Future[Manifest]:
         """See :meth:`SnapshotWriter.begin`. Where rank 0 cannot, the others are told: they do not wait for the slot."""
-        ranks: Ranks | None = how.get("ranks")
+        ranks: SharingRanks | None = how.get("ranks")
         self._at = ranks.at if ranks is not None else ""
         if checkpoint.most_own_bytes > (0 if self._is_by_itself else self._own_bytes):  # as all do, whatever fails here
             self._own_bytes = room_for(checkpoint.most_own_bytes)
@@ -193,13 +193,13 @@ class ShardedWriter(SnapshotWriter):
             self._layouter = ShardedLayouter(0, self._world_size, self._token)
             self._own_layouter = Layouter()
 
-    def _open(self, host: Host, checkpoint: Any, manifest: Manifest, wait_s: float, divide: object) -> Opened:
+    def _open(self, host: Host, checkpoint: Any, manifest: Manifest, wait_s: float, divide: object) -> OpenedSnapshot:
         try:
             layout, lease, manifest = self._lead(host, checkpoint, manifest, wait_s)
         except NodeUnreachable as error:
             self.link.lose(host, error)
             raise
-        return Opened(layout, lease, manifest, layout, {})
+        return OpenedSnapshot(layout, lease, manifest, layout, {})
 
     def _lead(
         self, host: Host, checkpoint: ShardedCheckpoint, manifest: Manifest, wait_s: float

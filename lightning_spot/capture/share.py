@@ -8,11 +8,11 @@ from typing import Protocol
 
 import torch
 
-from lightning_spot.capture.contents import Known
+from lightning_spot.capture.contents import SealedContent
 from lightning_spot.capture.following import Follower, Task
 from lightning_spot.capture.owners import Owners, owners_of
 from lightning_spot.capture.saying import outgrown
-from lightning_spot.capture.split import ALIKE, Held, Number, Split, held_by, sample
+from lightning_spot.capture.split import ALIKE, HeldTensor, Number, Split, held_by, sample
 from lightning_spot.capture.tensors import copies_of
 from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.errors import ShareMissing, SpotError
@@ -48,7 +48,7 @@ class _Share:
     """
 
     owned: Owners
-    held: tuple[Held, ...]
+    held: tuple[HeldTensor, ...]
     versions: list[list[int]]
     copies: dict[int, torch.UntypedStorage]
     state: SizedBytes
@@ -152,7 +152,7 @@ class ShareWriter(Follower[_Share | SpotError]):
         self.copied_bytes += sum(piece.nbytes for piece in kept) + len(what.state)
         kept.clear()
         self._check_steady(task, job)
-        self._views.content(view).sealed(Known(lease.id, (), plan.marks))
+        self._views.content(view).sealed(SealedContent(lease.id, (), plan.marks))
 
     def _check(self, lease: Lease, number: Number, what: _Share) -> tuple[Split, Portion | None]:
         """What rank 0 said of the file, if its tensors are those of this rank; what the slot has of it, if not all."""

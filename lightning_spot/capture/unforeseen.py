@@ -38,7 +38,7 @@ class Pause:
         self._next_s = _FIRST_PAUSE_S
 
 
-class Failures:
+class UnforeseenFailures:
     """Snapshots that failed in a way that nobody has foreseen. After some in a row there is a pause."""
 
     def __init__(self) -> None:

@@ -20,14 +20,14 @@ import torch
 
 from lightning_spot.capture.across import Across
 from lightning_spot.capture.background import Background
-from lightning_spot.capture.copying import Copying, Opened, Pending
+from lightning_spot.capture.copying import Copying, OpenedSnapshot, Pending
 from lightning_spot.capture.host_link import HostLink, within
-from lightning_spot.capture.mail import Mailbox
+from lightning_spot.capture.mailbox import Mailbox
 from lightning_spot.capture.owners import NOBODY, Owners, owners_of
 from lightning_spot.capture.saying import SayOnce, SayWhyNot, say_failing, say_waiting
 from lightning_spot.capture.slot_pool import Leases, SlotMaker, Supply, give_back, say_backing
-from lightning_spot.capture.split import Divided, Divider, Ranks
-from lightning_spot.capture.streaming import store_streamed
+from lightning_spot.capture.split import Divided, Divider, SharingRanks
+from lightning_spot.capture.streamed_file import store_streamed
 from lightning_spot.capture.unforeseen import as_failure
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import Fenced, NodeUnreachable, NotSerialisable, ShareMissing, SpotError, TornSnapshot
@@ -305,7 +305,7 @@ class SnapshotWriter(Finishing):
         kept: Owners = NOBODY,
         wait_s: float = 0.0,
         destinations: list[str] | None = None,
-        ranks: Ranks | None = None,
+        ranks: SharingRanks | None = None,
         followed: bool = False,
     ) -> Future[Manifest]:
         """Begin a snapshot. What is not in ``owned`` is copied before this returns.
@@ -336,7 +336,7 @@ class SnapshotWriter(Finishing):
             for other in lost:
                 self._copying.views.drop(other)
         divide = functools.partial(self._divider.divide, name=manifest.name, owned=owned, kept=kept, ranks=ranks)
-        opened: Opened | None = None
+        opened: OpenedSnapshot | None = None
         view: SlotView | None = None
         done: Future[Manifest] = Future()
         try:
@@ -445,13 +445,13 @@ class SnapshotWriter(Finishing):
         if not isinstance(error, SpotError):
             self._outliner = Outliner(self.say_once)
 
-    def _open(self, host: Host, checkpoint: Any, manifest: Manifest, wait_s: float, divide: _Divide) -> Opened:
+    def _open(self, host: Host, checkpoint: Any, manifest: Manifest, wait_s: float, divide: _Divide) -> OpenedSnapshot:
         """Lay a snapshot out, and take the slot for it."""
         deadline_s = time.monotonic() + wait_s
         whole = self._outliner.lay_out(checkpoint)
         shared, layout, sent = divide(whole)
         lease = self._supply.take(host, layout.nbytes, within(deadline_s), shared)
-        return Opened(layout, lease, replace(manifest, nbytes=layout.nbytes), whole, sent)
+        return OpenedSnapshot(layout, lease, replace(manifest, nbytes=layout.nbytes), whole, sent)
 
     def _counted(self, owned: Owners, kept: Owners) -> Owners:
         """Tensors whose counts of writes tell whether they have changed."""

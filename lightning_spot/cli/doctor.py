@@ -270,7 +270,7 @@ def _outlooks(
 ) -> dict[str, Outlook]:
     """What to expect without a memory node, and with the first one that works."""
     from lightning_spot.simulation.closed_form import outlook
-    from lightning_spot.simulation.job import Job, chain, durable_tier, memory_node
+    from lightning_spot.simulation.job import SimulatedJob, chain, durable_tier, memory_node
 
     if durable_url not in tiers:
         return {}
@@ -279,7 +279,7 @@ def _outlooks(
     for url in tiers:
         if url != durable_url:
             chains.setdefault(WITH_NODE, chain(replace(memory_node(snapshot_bytes, tiers[url]), name=url), durable))
-    job = Job(work_s=lifetime_s, stall_s=snapshot_bytes / copy_bytes_per_s)
+    job = SimulatedJob(work_s=lifetime_s, stall_s=snapshot_bytes / copy_bytes_per_s)
     return {label: outlook(replace(job, tiers=links), lifetime_s) for label, links in chains.items()}
 
 

@@ -18,8 +18,8 @@ from lightning_spot.errors import SettingsError
 
 if TYPE_CHECKING:
     from lightning_spot.simulation.failures import Failures
-    from lightning_spot.simulation.job import Job
-    from lightning_spot.simulation.policies import Row
+    from lightning_spot.simulation.job import SimulatedJob
+    from lightning_spot.simulation.policies import PolicyRow
 
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _SMALL = 0.01
@@ -182,9 +182,9 @@ def _failures(arguments: argparse.Namespace) -> Failures:
     return failures.Mixed(machines, process_s, node_s, back_s)
 
 
-def _jobs(arguments: argparse.Namespace) -> dict[str, Job]:
+def _jobs(arguments: argparse.Namespace) -> dict[str, SimulatedJob]:
     from lightning_spot.simulation import losses
-    from lightning_spot.simulation.job import Job, chain, durable_tier, memory_node
+    from lightning_spot.simulation.job import SimulatedJob, chain, durable_tier, memory_node
 
     loss = {
         "exponential": lambda: losses.exponential(arguments.loss_rate),
@@ -192,7 +192,7 @@ def _jobs(arguments: argparse.Namespace) -> dict[str, Job]:
         "floor": losses.floor,
         "steps": losses.step_schedule,
     }[arguments.loss]()
-    job = Job(
+    job = SimulatedJob(
         work_s=arguments.work,
         stall_s=arguments.stall,
         restart_s=arguments.restart,
@@ -209,7 +209,7 @@ def _jobs(arguments: argparse.Namespace) -> dict[str, Job]:
     return jobs
 
 
-def _verdict(groups: Mapping[str, Sequence[Row]]) -> str:
+def _verdict(groups: Mapping[str, Sequence[PolicyRow]]) -> str:
     """Whether the memory node is worth it, for the best policy of each."""
     if len(groups) < 2:
         return ""
@@ -229,7 +229,7 @@ def _verdict(groups: Mapping[str, Sequence[Row]]) -> str:
     return f"{verdict}: {'it is worth having' if needed else 'you need no memory node'}."
 
 
-def _table(name: str, rows: Sequence[Row], priced: bool) -> Table:
+def _table(name: str, rows: Sequence[PolicyRow], priced: bool) -> Table:
     headings = ["POLICY", "SNAPSHOTS", "TIME h", "GOODPUT", "STALL", "LOST", "FAILURES", "PROGRESS LOST"]
     table = plain_table([*headings, *(["PRICE"] if priced else [])], left=["POLICY"], title=name)
     for row in rows:
@@ -240,7 +240,7 @@ def _table(name: str, rows: Sequence[Row], priced: bool) -> Table:
     return table
 
 
-def _tier_table(row: Row, priced: bool) -> Table:
+def _tier_table(row: PolicyRow, priced: bool) -> Table:
     headings = ["TIER", "OUTLIVES THE", "TAKES ONE IN", "NEWEST IS BEHIND", "RESUMED FROM", "LOST EACH"]
     table = plain_table([*headings, *(["PRICE"] if priced else [])], left=headings[:2], title=f"  under {row.name}")
     for tier in row.tiers:

@@ -19,7 +19,7 @@ from lightning_spot.capture.joining import Joining
 from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.saying import read_outgrown
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint
-from lightning_spot.capture.split import Ranks
+from lightning_spot.capture.split import SharingRanks
 from lightning_spot.capture.tensors import Owned, by_storage, expected_nbytes, optimizer_tensors
 from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.errors import NodeUnreachable, SettingsError, SpotError
@@ -259,7 +259,7 @@ class InShards(OfTrainer):
         if at and not self._location.nodes:
             at = self._location.url  # the same place may have another path on each host
         hosts = tuple(map(len, self._hosts.ranks))
-        ranks = Ranks(sum(hosts), {}, hosts, at) if at else None
+        ranks = SharingRanks(sum(hosts), {}, hosts, at) if at else None
         step, owned = trainer.global_step, Owned(())
         kept: Owners = {}
         try:

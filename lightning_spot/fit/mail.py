@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_spot.capture.attempt import Attempt
-from lightning_spot.capture.mail import Mailbox, Sender
+from lightning_spot.capture.mailbox import Mailbox, Sender
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.ranks import Meeting, allow_ranks
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.owners import Owners
-from lightning_spot.capture.split import Ranks
+from lightning_spot.capture.split import SharingRanks
 from lightning_spot.capture.tensors import by_storage, optimizer_owned
 from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.errors import SpotError
@@ -221,7 +221,7 @@ class Writing(OfTrainer):
         *,
         complete: bool = False,
         wait_s: float,
-        ranks: Ranks | None,
+        ranks: SharingRanks | None,
         followed: bool = False,
     ) -> None:
         """Begin a snapshot on rank 0; on the others nothing happens. See :meth:`Attempt.write`."""

@@ -125,7 +125,7 @@ def _slopes(x: Array) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class CurveFit:
     """A falling curve.
 
     Attributes:
@@ -163,7 +163,7 @@ class LossCurve:
     def __init__(self, *, averaged: bool = False) -> None:
         self._buckets = Buckets(1 if averaged else LEAST_IN_BUCKET)
         self._unreadable = 0
-        self.fit: Fit | None = None
+        self.fit: CurveFit | None = None
         self.version = 0
 
     def add(self, step: int, value: float, total_steps: float) -> None:
@@ -203,17 +203,17 @@ class LossCurve:
         """Take the readings of an earlier attempt; :meth:`refit` fits them."""
         self._buckets.load_state_dict(state)
 
-    def _set(self, fit: Fit | None) -> None:
+    def _set(self, fit: CurveFit | None) -> None:
         if fit is not self.fit:
             self.version += 1
         self.fit = fit
 
 
-BREAK = Fit(np.zeros(0), np.zeros(0), 0.0)
+BREAK = CurveFit(np.zeros(0), np.zeros(0), 0.0)
 """Stands for: the curve broke off lately."""
 
 
-def fit_points(x: Array, y: Array, counts: Array) -> Fit | None:
+def fit_points(x: Array, y: Array, counts: Array) -> CurveFit | None:
     """Fit a falling curve.
 
     Args:
@@ -249,7 +249,7 @@ def fit_points(x: Array, y: Array, counts: Array) -> Fit | None:
     if abs(miss) > max(BROKEN * sigma / math.sqrt(tail.sum()), 0.1):
         return BREAK
     shares = np.exp(-(losses - losses[best]) / (2 * sigma**2))
-    return Fit(np.maximum(drops, 0.0) * spread, shares / shares.sum(), lowest + float(floors[best]) * spread)
+    return CurveFit(np.maximum(drops, 0.0) * spread, shares / shares.sum(), lowest + float(floors[best]) * spread)
 
 
 def _least_squares(shapes: Array, y: Array, weights: Array) -> tuple[Array, Array, Array]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_spot.interval.adaptive import YoungDaly
-from lightning_spot.simulation.job import Job
+from lightning_spot.simulation.job import SimulatedJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class Outlook:
     behind_s: dict[str, float]
 
 
-def outlook(job: Job, mtbf_s: float) -> Outlook:
+def outlook(job: SimulatedJob, mtbf_s: float) -> Outlook:
     """Say what to expect of a job that loses a machine every ``mtbf_s`` seconds."""
     costs = job.costs(mtbf_s)
     policy = YoungDaly()

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from lightning_spot.interval.costs import Failure
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.simulation.failures import Failures
-from lightning_spot.simulation.job import Job, Loss
+from lightning_spot.simulation.job import Loss, SimulatedJob
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -110,7 +110,7 @@ class AtTier:
     lost_s: float = 0.0
 
 
-def places(policy: IntervalPolicy, job: Job, mtbf_s: float, seed: int = 0, noise: float = 0.0) -> Array:
+def places(policy: IntervalPolicy, job: SimulatedJob, mtbf_s: float, seed: int = 0, noise: float = 0.0) -> Array:
     """Where in the work a policy takes its snapshots, in seconds of work, if nothing goes wrong.
 
     Args:
@@ -147,7 +147,7 @@ def _readings(loss: Loss, steps: int, seed: int, noise: float) -> list[float]:
     return readings
 
 
-def simulate(job: Job, taken: Array, failures: Failures, *, runs: int, seed: int = 0) -> Outcome:
+def simulate(job: SimulatedJob, taken: Array, failures: Failures, *, runs: int, seed: int = 0) -> Outcome:
     """Simulate a job.
 
     Args:
@@ -202,7 +202,7 @@ def simulate(job: Job, taken: Array, failures: Failures, *, runs: int, seed: int
 class _Tiers:
     """What each tier holds, run by run, and what a failure leaves of it."""
 
-    def __init__(self, job: Job, committed: Array, runs: int) -> None:
+    def __init__(self, job: SimulatedJob, committed: Array, runs: int) -> None:
         self.found = [AtTier() for _ in job.tiers]
         self.restore_s = np.zeros(runs)  # of the attempt that runs
         self.down_s = np.zeros(runs)  # before it

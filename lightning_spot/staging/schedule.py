@@ -77,7 +77,7 @@ _FORWARD_SLICES = 4
 """A forward pass has no places of its own that could be watched without touching the model: its time is cut instead."""
 
 
-class Kind(IntEnum):
+class PlaceKind(IntEnum):
     """What happens at a place of an iteration."""
 
     BEGIN = 0
@@ -99,11 +99,11 @@ class Point(NamedTuple):
     """
 
     batch: int
-    kind: Kind
+    kind: PlaceKind
     gradient: int = -1
 
 
-START = Point(-1, Kind.BEGIN)
+START = Point(-1, PlaceKind.BEGIN)
 
 
 class Clock(Protocol):
@@ -169,7 +169,7 @@ class Profile:
 
     def gradients(self) -> list[int]:
         """Numbers of the parameters whose gradients became ready, in the order of the last micro-batch of each."""
-        last = {point.gradient: place for point, place in self.places.items() if point.kind is Kind.GRADIENT}
+        last = {point.gradient: place for point, place in self.places.items() if point.kind is PlaceKind.GRADIENT}
         return sorted(last, key=last.__getitem__)
 
 
@@ -233,7 +233,7 @@ class Profiler:
 
 def _windows(place: int, point: Point, times: Sequence[tuple[float, float]]) -> Iterator[Window]:
     seconds, idle_s = median(found[0] for found in times), median(found[1] for found in times)
-    slices = _FORWARD_SLICES if point.kind is Kind.FORWARD else 1
+    slices = _FORWARD_SLICES if point.kind is PlaceKind.FORWARD else 1
     for number in range(slices):
         yield Window(place, seconds * number / slices, idle_s / slices)
 
@@ -369,22 +369,22 @@ class Schedule:
     def batch_begins(self) -> None:
         """The forward pass of the next micro-batch begins."""
         self._batch += 1
-        self._at(Kind.FORWARD)
+        self._at(PlaceKind.FORWARD)
 
     @_told
     def backward_begins(self) -> None:
         """The backward pass begins."""
-        self._at(Kind.BACKWARD)
+        self._at(PlaceKind.BACKWARD)
 
     @_told
     def gradient_ready(self, gradient: int) -> None:
         """The gradient of a parameter is accumulated. Called from the thread that computes it."""
-        self._at(Kind.GRADIENT, gradient)
+        self._at(PlaceKind.GRADIENT, gradient)
 
     @_told
     def backward_ends(self) -> None:
         """All gradients of a micro-batch are there."""
-        self._at(Kind.BACKWARD_END)
+        self._at(PlaceKind.BACKWARD_END)
 
     @_told
     def stepping(self) -> None:
@@ -486,7 +486,7 @@ class Schedule:
         self._buckets, self._ends = {}, []
         self._measured.clear()
 
-    def _at(self, kind: Kind, gradient: int = -1) -> None:
+    def _at(self, kind: PlaceKind, gradient: int = -1) -> None:
         if not self._is_open:
             return
         point = Point(self._batch, kind, gradient)
@@ -510,7 +510,7 @@ class Schedule:
             self._ends.append(ready[end])
             begin = end + 1
         wanted = frozenset(self._ends)
-        self._profile = profiler.profile(lambda point: point.kind is not Kind.GRADIENT or point.gradient in wanted)
+        self._profile = profiler.profile(lambda point: point.kind is not PlaceKind.GRADIENT or point.gradient in wanted)
         self._profiler = None
         modes = MODES if self._may_stand else BESIDE
         self._trial = ModeTrial(modes, usual_s=self._profile.length_s) if self.setting == "auto" else None
@@ -551,7 +551,7 @@ class Schedule:
         places, latest = [], 0
         for bucket, gradient in enumerate(self._ends):
             batches = range(bucket * profile.batches // len(self._ends), profile.batches)
-            found = [profile.places.get(Point(batch, Kind.GRADIENT, gradient)) for batch in batches]
+            found = [profile.places.get(Point(batch, PlaceKind.GRADIENT, gradient)) for batch in batches]
             latest = max(latest, next((place for place in found if place is not None), latest))
             places.append(latest)
         return places

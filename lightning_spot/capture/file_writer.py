@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from lightning_spot.capture.streaming import store_streamed
+from lightning_spot.capture.streamed_file import store_streamed
 from lightning_spot.capture.writer import Outliner, SnapshotWriter
 from lightning_spot.errors import Overtaken, SpotError
 from lightning_spot.image.manifest import Manifest
