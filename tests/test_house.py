@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -67,8 +68,12 @@ def test_layers() -> None:
 
 
 def test_files_say_what_they_are_for() -> None:
-    texts = {str(path.relative_to(PACKAGE)): path.read_text() for path in SOURCES}
-    assert [name for name, text in texts.items() if not ast.get_docstring(ast.parse(text))] == []
+    assert [str(path.relative_to(PACKAGE)) for path in SOURCES if not ast.get_docstring(_tree(path))] == []
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def test_nodes_never_unpickle() -> None:
@@ -81,7 +86,7 @@ def _imported(path: Path) -> set[str]:
     """Packages of which a file imports anything, anywhere in it."""
     return {
         alias.name.split(".")[0]
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(_tree(path))
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for alias in ([ast.alias(node.module or "")] if isinstance(node, ast.ImportFrom) else node.names)
     }
@@ -128,7 +133,7 @@ def _modules_imported(path: Path) -> set[str]:
             else:
                 look(ast.iter_child_nodes(node))
 
-    look([ast.parse(path.read_text())])
+    look([_tree(path)])
     return found & MODULES.keys()
 
 
@@ -154,7 +159,7 @@ def test_no_two_modules_and_no_two_classes_have_one_name() -> None:
     classes = Counter(
         node.name
         for path in SOURCES
-        for node in ast.parse(path.read_text()).body
+        for node in _tree(path).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert {name for name, count in modules.items() if count > 1} <= SHARED_BY_MODULES
