@@ -336,7 +336,7 @@ def threads() -> set[str]:
 URGENT = [
     (0, "fit/urgent:_has_taken"),
     (1, "fit/iterations:Iterations.end"),
-    (0, "capture/safety:Safety.plan"),
+    (0, "capture/ending:Safety.plan"),
     (1, "capture/following:Follower.check_all"),
 ]
 

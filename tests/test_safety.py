@@ -17,8 +17,8 @@ import torch
 
 from lightning_spot import AutoResume, EverySteps, RemoteSnapshot
 from lightning_spot.capture.across import Across
+from lightning_spot.capture.ending import Safety
 from lightning_spot.capture.host_link import HostLink
-from lightning_spot.capture.safety import Safety
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
 from lightning_spot.capture.slot_pool import SlotMaker
 from lightning_spot.capture.writer import SnapshotWriter

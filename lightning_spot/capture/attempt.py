@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from lightning_spot._version import __version__
-from lightning_spot.capture.ending import Ending, LastState
+from lightning_spot.capture.ending import Ending, LastState, Safety
 from lightning_spot.capture.host_link import RingSettings, leave, open_host, within
 from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.past_memory import PastMemory
-from lightning_spot.capture.safety import Safety
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
 from lightning_spot.capture.split import SharingRanks
 from lightning_spot.capture.tensors import expected_nbytes, tensors_in
