@@ -47,6 +47,11 @@ from lightning_spot.run.survey import Survey
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
 
+logger = logging.getLogger(__name__)
+
+_UNFORESEEN = (NodeFailed, SnapshotFailed)
+_PASSING = (*_UNFORESEEN, NodeUnreachable, ShareMissing, SnapshotNotFound, TornSnapshot)
+
 
 @functools.cache  # read from files, and the training thread asks
 def versions() -> dict[str, str]:
@@ -58,12 +63,6 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return present
-
-
-logger = logging.getLogger(__name__)
-
-_UNFORESEEN = (NodeFailed, SnapshotFailed)
-_PASSING = (*_UNFORESEEN, NodeUnreachable, ShareMissing, SnapshotNotFound, TornSnapshot)
 
 
 class Attempt:

@@ -41,9 +41,18 @@ CHECK_EVERY = 10
 dice = random.Random()
 """Draws what is looked at; training's own generator is left alone."""
 
-
 _memcmp = ctypes.CDLL(None).memcmp  # lets go of the GIL
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+_LEAST_BYTES = 1024  # below, comparing costs as much as copying
+_WHOLE_BYTES = 64 * 1024  # up to here all of a storage is compared each time
+_SPOTS = 4
+_SPOT_BYTES = 64
+PAST_COUNTS = (
+    "%d tensors were written to past torch's count of writes (tensor.data, or code of your own); the last %d snapshots"
+    " may hold what they were before. From now on these are copied each time, and at once"
+)
+_PLACED = 3  # of a mark, what says where something lies
 
 
 def same_bytes(first: int, other: int, nbytes: int) -> bool:
@@ -93,19 +102,6 @@ def share_of(unchecked: Iterable[Unchecked], start: int, nbytes: int) -> Iterato
         if first < last:
             yield item._replace(start=first, stop=last)
         before += item.stop
-
-
-_LEAST_BYTES = 1024  # below, comparing costs as much as copying
-_WHOLE_BYTES = 64 * 1024  # up to here all of a storage is compared each time
-_SPOTS = 4
-_SPOT_BYTES = 64
-
-PAST_COUNTS = (
-    "%d tensors were written to past torch's count of writes (tensor.data, or code of your own); the last %d snapshots"
-    " may hold what they were before. From now on these are copied each time, and at once"
-)
-
-_PLACED = 3  # of a mark, what says where something lies
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,11 @@ logger = logging.getLogger(__name__)
 
 _MOST = 8  # newer ones count: what came before is over by then
 
+What = TypeVar("What")
+_JOIN_S = 600.0  # as long as rank 0 may wait for a slot; a node says at once if there will be none
+_CLOSE_S = 10.0
+_AGAIN_S = 5.0  # until a node is told once more what it has not heard
+
 
 class Declined:
     """Snapshots of which the node of this host has not heard that a rank writes nothing. Not thread-safe."""
@@ -73,9 +78,6 @@ class Declined:
                 logger.debug("nobody waits for what a rank does not write: %s", error)
             self._untold.pop(name, None)
         return True
-
-
-What = TypeVar("What")
 
 
 @dataclass(eq=False, slots=True)
@@ -156,11 +158,6 @@ class Entrusted:
             host.decline(task.name, why, task.at, number.host, number.here)
         except SpotError as error:
             logger.debug("nobody could be told that the node on this host was lost: %s", error)
-
-
-_JOIN_S = 600.0  # as long as rank 0 may wait for a slot; a node says at once if there will be none
-_CLOSE_S = 10.0
-_AGAIN_S = 5.0  # until a node is told once more what it has not heard
 
 
 class Follower(ABC, Generic[What]):

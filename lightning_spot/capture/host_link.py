@@ -17,6 +17,13 @@ from lightning_spot.image.packing import Compression
 from lightning_spot.memory.host import Host
 from lightning_spot.run.location import Location
 
+logger = logging.getLogger(__name__)
+
+_FIRST_RETRY_S = 1.0
+_LAST_RETRY_S = 30.0
+_MOST_UNTOLD = 8  # newer ones count: nobody waits for what they are later than
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingSettings:
@@ -58,15 +65,6 @@ def open_host(location: Location, settings: RingSettings) -> Host:
         max_stall_s=settings.max_stall_s,
         strict=settings.strict,
     )
-
-
-logger = logging.getLogger(__name__)
-
-_FIRST_RETRY_S = 1.0
-_LAST_RETRY_S = 30.0
-_MOST_UNTOLD = 8  # newer ones count: nobody waits for what they are later than
-
-T = TypeVar("T")
 
 
 class HostLink:

@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 SAY_S = 10.0
 """Who waits longer is told what for."""
 
+_SAID = re.compile(r"(?:rank (\d+): )?its own state has (\d+) bytes, there is room for")
+
 
 class SayOnce:
     """Warns, but only the first time for each key. Whoever warns through it need not know whose warnings they are."""
@@ -72,9 +74,6 @@ def say_failing(say_once: SayOnce, link: HostLink) -> None:
             say_once(f"{url} is silent", why, tier.silent)
         if tier.dropped:
             say_once(tier.dropped, "a snapshot was damaged in memory and dropped: %s", tier.dropped)
-
-
-_SAID = re.compile(r"(?:rank (\d+): )?its own state has (\d+) bytes, there is room for")
 
 
 class Outgrown(NamedTuple):

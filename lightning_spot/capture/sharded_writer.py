@@ -36,6 +36,8 @@ from lightning_spot.sharded.plan import State
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
 
+_HEADROOM_BYTES = 64 * 1024
+
 
 def portions_of(files: Sequence[FileSpan], hosts: Sequence[Sequence[int]]) -> Portions:
     """What each host but the first brings: the files of its ranks, with the zeros behind them.
@@ -112,9 +114,6 @@ class Portioned:
             frame.append(kept[1])
         pieces = tuple([piece._replace(offset=place(piece.offset), crc_at=()) for piece in layout.pieces])
         return Layout(self._portion.nbytes, tuple(frame), pieces)
-
-
-_HEADROOM_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)

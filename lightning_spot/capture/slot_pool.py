@@ -29,6 +29,14 @@ AHEAD_S = 1.0
 _SLICE_S = 2.0
 _ALLOCATE_S, _ALLOCATED_BYTES_PER_S = 60.0, 200e6  # a slot's pages are made by the kernel at 3 GB/s; swapping is slower
 
+_ROOM_TO_GROW = 8
+"""Slots of a state that has grown have room for so much of it again: an eighth."""
+_MOST_ASKED = 8
+"""So often a further slot is asked for in vain: there is no memory, or one more would not help."""
+_LEAST_SLOTS = 2
+"""One stays whole while the other is filled: room to grow never takes the memory of the second."""
+_LONG_S = 0.05  # who waits longer for a slot waits for one that is in use
+
 
 class Leases:
     """Leases slots of a ring. Methods may be called from any thread.
@@ -256,14 +264,6 @@ def say_backing(say_once: Callable[..., None], lease: Lease) -> None:
         )
 
 
-_ROOM_TO_GROW = 8
-"""Slots of a state that has grown have room for so much of it again: an eighth."""
-_MOST_ASKED = 8
-"""So often a further slot is asked for in vain: there is no memory, or one more would not help."""
-_LEAST_SLOTS = 2
-"""One stays whole while the other is filled: room to grow never takes the memory of the second."""
-
-
 class SlotMaker:
     """Has slots made, mapped and (for a GPU) pinned on a thread of its own: the first one, then each that is wanted.
 
@@ -459,9 +459,6 @@ def _with_room(nbytes: int, memory_bytes: int) -> int:
     """What a slot for a state that has grown to ``nbytes`` is made for."""
     grown, most = nbytes + nbytes // _ROOM_TO_GROW, most_in(memory_bytes // _LEAST_SLOTS)
     return min(grown, most) if most >= nbytes else grown
-
-
-_LONG_S = 0.05  # who waits longer for a slot waits for one that is in use
 
 
 class Supply:

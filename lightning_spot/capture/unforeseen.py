@@ -13,8 +13,19 @@ from typing import Any
 
 from lightning_spot.errors import SnapshotFailed, SpotError
 
+logger = logging.getLogger(__name__)
+
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 60.0, 3600.0
 _MOST_IN_A_ROW = 3
+
+_OURS = frozenset(
+    (
+        *("lightning_spot", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"),
+        *("torch", "torchmetrics", "numpy", "xxhash", "zlib_ng", "backports", "rich"),
+        *("aiohttp", "yarl", "multidict", "fsspec", "s3fs", "aiobotocore", "botocore", "gcsfs", "adlfs", "ossfs"),
+    )
+)
+"""Packages that work for us. With Python's own modules, whatever else is on the way to an error is the user's."""
 
 
 class Pause:
@@ -68,18 +79,6 @@ class UnforeseenFailures:
             return False
         self._pause.begin()
         return True
-
-
-logger = logging.getLogger(__name__)
-
-_OURS = frozenset(
-    (
-        *("lightning_spot", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"),
-        *("torch", "torchmetrics", "numpy", "xxhash", "zlib_ng", "backports", "rich"),
-        *("aiohttp", "yarl", "multidict", "fsspec", "s3fs", "aiobotocore", "botocore", "gcsfs", "adlfs", "ossfs"),
-    )
-)
-"""Packages that work for us. With Python's own modules, whatever else is on the way to an error is the user's."""
 
 
 def failure_of(error: Exception) -> SpotError:

@@ -40,6 +40,14 @@ from lightning_spot.staging.copier import Copier, SlotView
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.store import Store
 
+logger = logging.getLogger(__name__)
+
+LEAST_BYTES = 64 * 1024
+"""Less is sent as it is: counters of optimizers are floating-point numbers, too."""
+_NAMES = {getattr(torch, name): name for name in WIDTHS}
+_CLOSE_S = 10.0
+_Divide = Callable[[Layout], Divided]
+
 
 class Outliner:
     """Makes layouts.
@@ -76,12 +84,6 @@ class Outliner:
             ) from error
         self._say_once("layout", "%s; snapshots are serialised with plain torch.save (slower)", problem)
         return layout
-
-
-LEAST_BYTES = 64 * 1024
-"""Less is sent as it is: counters of optimizers are floating-point numbers, too."""
-
-_NAMES = {getattr(torch, name): name for name in WIDTHS}
 
 
 def floats_of(layout: Layout, owned: Owners) -> tuple[Floats, ...]:
@@ -228,12 +230,6 @@ class Finishing:
         elif not self.link.is_loss(error):  # of which it was said
             self._say_why_not(pending.manifest.name, str(error))
         pending.done.set_exception(error)
-
-
-logger = logging.getLogger(__name__)
-
-_CLOSE_S = 10.0
-_Divide = Callable[[Layout], Divided]
 
 
 class SnapshotWriter(Finishing):

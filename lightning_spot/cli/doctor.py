@@ -38,6 +38,15 @@ from lightning_spot.tiers.store import Holdings, Store
 if TYPE_CHECKING:
     from lightning_spot.simulation.closed_form import Outlook
 
+ALONE, WITH_NODE = "durable tier only", "with the memory node"
+_WORTH_A_NODE = 0.01
+_USUAL_BYTES = 10**9
+"""Size of a snapshot of which nothing is known."""
+_MEMORY_FILES = "memory files are used, and end with the node that holds them"
+_WAY_ON = (
+    ". Is one running there (`lightning-spot node --listen HOST:PORT`), and does a firewall let this host through?"
+)
+
 
 def why_not_carried(node: str, durable_url: str) -> str:
     """Why a node would not bring runs to a durable directory, ``""`` if it would.
@@ -68,16 +77,6 @@ def together(nodes: Sequence[str], speed: Callable[[str], float]) -> float:
     """
     with ThreadPoolExecutor(len(nodes)) as pool:
         return sum(pool.map(speed, nodes))
-
-
-ALONE, WITH_NODE = "durable tier only", "with the memory node"
-_WORTH_A_NODE = 0.01
-_USUAL_BYTES = 10**9
-"""Size of a snapshot of which nothing is known."""
-_MEMORY_FILES = "memory files are used, and end with the node that holds them"
-_WAY_ON = (
-    ". Is one running there (`lightning-spot node --listen HOST:PORT`), and does a firewall let this host through?"
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

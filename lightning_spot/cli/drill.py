@@ -26,6 +26,12 @@ from lightning_spot.protocol.record import find_record
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.untrusted import LARGE_BYTES, read_object
 
+WAYS = ("notice", "SIGTERM", "SIGKILL")
+_POLL_S = 0.02
+_SHOWN = 10
+_ENDED = (143, -signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGKILL)
+"""With what a training ends that was disturbed."""
+
 
 class Training:
     """The command that trains, while it runs.
@@ -98,13 +104,6 @@ def training(command: list[str], folder: Path, notice: Path) -> Iterator[Trainin
     finally:
         found.send(signal.SIGKILL)  # its ranks, if it was killed itself
         process.wait()
-
-
-WAYS = ("notice", "SIGTERM", "SIGKILL")
-_POLL_S = 0.02
-_SHOWN = 10
-_ENDED = (143, -signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGKILL)
-"""With what a training ends that was disturbed."""
 
 
 class DrillFailed(SpotError):

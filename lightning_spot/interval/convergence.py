@@ -33,6 +33,13 @@ SIGNIFICANT = 4.0
 BROKEN = 6.0
 """How many standard errors the latest buckets may miss the fit by before it is given up."""
 
+Stretch = TypeVar("Stretch", float, Array)
+WIDEST = 2.0
+"""An interval is at most so many times the evenly spaced one, and at least its inverse."""
+PLACES = 64
+_REPLAN = 1 / 256  # of the run
+Mode = Literal["min", "max"]
+
 
 class Buckets:
     """Medians of a metric over ranges of steps.
@@ -271,12 +278,6 @@ def _falls(y: Array, weights: Array, sigma: float) -> bool:
     return bool(first - last > SIGNIFICANT * error)
 
 
-Stretch = TypeVar("Stretch", float, Array)
-
-WIDEST = 2.0
-"""An interval is at most so many times the evenly spaced one, and at least its inverse."""
-
-
 @dataclass(frozen=True, slots=True)
 class Price:
     """What stretching an interval costs, to first order, as shares of the training time.
@@ -345,12 +346,6 @@ def _with_count(weight: Array, snapshots: float) -> Array:
     counts = np.clip(inverse / edges[:, None], 1 / WIDEST, WIDEST).mean(axis=1)
     scale = 1 / np.interp(snapshots, counts[::-1], 1 / edges[::-1])
     return np.clip(scale / inverse, 1 / WIDEST, WIDEST)
-
-
-PLACES = 64
-_REPLAN = 1 / 256  # of the run
-
-Mode = Literal["min", "max"]
 
 
 class ConvergenceAware(YoungDaly):

@@ -14,6 +14,9 @@ from urllib.parse import urlsplit
 from lightning_spot.errors import Malformed, NoticeUnavailable
 from lightning_spot.untrusted import plain, read_object
 
+ASK_S = 2.0
+_MOST_BYTES = 1024 * 1024
+
 
 def seconds_until(text: str) -> float:
     """Seconds from now until a time such as ``2026-01-01T12:00:00Z`` or ``Mon, 19 Sep 2026 18:29:47 GMT``; at least 0.
@@ -31,10 +34,6 @@ def seconds_until(text: str) -> float:
     if when.tzinfo is None:
         when = when.replace(tzinfo=datetime.UTC)
     return max(0.0, (when - datetime.datetime.now(datetime.UTC)).total_seconds())
-
-
-ASK_S = 2.0
-_MOST_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,9 @@ Indices = NDArray[np.int64]
 NEVER_S = 1e15
 ALWAYS_S = -1e15
 
+MOST_FAILURES = 5_000
+"""A run that was stopped so often is given up: its total time is infinite."""
+
 
 class Delivery:
     """The snapshots of an undisturbed job on their way to one tier.
@@ -64,10 +67,6 @@ class Delivery:
             sent_s = np.where(self._busy[place], opened_s + turns * self.drain_s, sent_s)
         found = np.searchsorted(self._ready_s, sent_s, side="right") - 1
         return np.where(sent_s >= opened_s, found, np.where(now_s >= caught_up_s, resumed, stored))
-
-
-MOST_FAILURES = 5_000
-"""A run that was stopped so often is given up: its total time is infinite."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,15 @@ from lightning_spot.errors import SpotError
 from lightning_spot.image.pieces import Piece, Pieces
 from lightning_spot.staging.partitions import Span
 
+_parts_of = itemgetter(0, 5, 1, 2)  # of a piece
+_LEAST_BATCH_BYTES = 16 * 1024 * 1024
+_SMALL_BYTES = 32 * 1024  # copied in less time than it takes to hand a tensor over to torch, or to get the GIL back
+NOW, NEVER = float("-inf"), float("inf")
+memmove = ctypes.CDLL(None).memmove  # lets go of the GIL
+memmove_small = ctypes.PyDLL(None).memmove  # keeps it
+memmove.argtypes = memmove_small.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+memmove.restype = memmove_small.restype = None
+
 
 class SlotSpan(NamedTuple):
     """Some bytes of a storage and their place in a slot.
@@ -144,8 +153,6 @@ def address_in(storage: torch.UntypedStorage, start: int, nbytes: int) -> int:
 _span: Callable[[tuple[Any, ...]], SlotSpan] = partial(tuple.__new__, SlotSpan)
 """Makes one of thousands of spans: to call the class takes six times as long."""
 
-_parts_of = itemgetter(0, 5, 1, 2)  # of a piece
-
 
 def whole(pieces: Sequence[Piece]) -> Sequence[SlotSpan]:
     """Whole pieces."""
@@ -203,16 +210,6 @@ def cut_end(spans: Sequence[SlotSpan], nbytes: int) -> tuple[list[SlotSpan], lis
         end.append(span)
         nbytes -= span.nbytes
     return before, end[::-1]
-
-
-_LEAST_BATCH_BYTES = 16 * 1024 * 1024
-_SMALL_BYTES = 32 * 1024  # copied in less time than it takes to hand a tensor over to torch, or to get the GIL back
-NOW, NEVER = float("-inf"), float("inf")
-
-memmove = ctypes.CDLL(None).memmove  # lets go of the GIL
-memmove_small = ctypes.PyDLL(None).memmove  # keeps it
-memmove.argtypes = memmove_small.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-memmove.restype = memmove_small.restype = None
 
 
 class SlotView:

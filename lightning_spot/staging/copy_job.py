@@ -19,6 +19,10 @@ from lightning_spot.staging.batch import NEVER, NOW, Batch
 from lightning_spot.staging.cuda import CudaCopy
 from lightning_spot.threads import processors, work_together
 
+logger = logging.getLogger(__name__)
+
+_MOST_THREADS = 4
+
 
 class Watches:
     """Tensors that must not change until they are copied; on any device, and kept alive meanwhile.
@@ -55,11 +59,6 @@ def watch(tensors: Iterable[torch.Tensor]) -> Watches:
         watched = [tensor for tensor in watched if not tensor.is_inference()]
         versions = versions_of(watched)
     return Watches(watched, versions)
-
-
-logger = logging.getLogger(__name__)
-
-_MOST_THREADS = 4
 
 
 class CopyJob:

@@ -21,6 +21,16 @@ from lightning_spot import threads
 from lightning_spot.staging.modes import BESIDE, MODES, Drift, Mode, ModeTrial, Partitions
 from lightning_spot.staging.partitions import LEAST_BYTES, Partition, Window, bucket_ends, by_bucket, by_idle_time
 
+logger = logging.getLogger(__name__)
+
+_FORWARD_SLICES = 4
+"""A forward pass has no places of its own that could be watched without touching the model: its time is cut instead."""
+P = ParamSpec("P")
+BUCKET_BYTES = 25 * 1024 * 1024
+"""What fills a bucket of gradients, where there is no DDP that says: its default."""
+_PROFILED = 5
+_MOST_BUCKETS = 32
+
 
 class GradientWatch:
     """Hooks at the parameters of a model. Copies and pickles of a parameter do not have them.
@@ -71,10 +81,6 @@ class GradientWatch:
 
     def _accumulated(self, number: int, _: torch.Tensor) -> None:
         self._ready(number)
-
-
-_FORWARD_SLICES = 4
-"""A forward pass has no places of its own that could be watched without touching the model: its time is cut instead."""
 
 
 class PlaceKind(IntEnum):
@@ -236,17 +242,6 @@ def _windows(place: int, point: Point, times: Sequence[tuple[float, float]]) -> 
     slices = _FORWARD_SLICES if point.kind is PlaceKind.FORWARD else 1
     for number in range(slices):
         yield Window(place, seconds * number / slices, idle_s / slices)
-
-
-logger = logging.getLogger(__name__)
-
-P = ParamSpec("P")
-
-BUCKET_BYTES = 25 * 1024 * 1024
-"""What fills a bucket of gradients, where there is no DDP that says: its default."""
-
-_PROFILED = 5
-_MOST_BUCKETS = 32
 
 
 class Held(Protocol):
