@@ -6,15 +6,14 @@ WORKERS ?= 6
 # What is compiled is kept, also for the processes that tests start: they would compile it all anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-# The oldest Lightning that is supported with what else it takes, and what is tested with it. aiohttp and torch are not
-# here: their floors are those of advisories, and constraints.txt is above them.
-OLDEST := lightning==2.5.0 pytorch-lightning==2.5.0 torchmetrics==1.4.0 fsspec==2025.12.0 s3fs==2025.12.0 \
-	aiobotocore==2.26.0 boto3==1.41.5 numpy==1.26.4
+# The floors in pyproject.toml, and what is tested with them; but for torch's, of which PyPI has builds for CUDA only.
+OLDEST := lightning==2.6.0 pytorch-lightning==2.6.0 torchmetrics==1.4.0 fsspec==2025.12.0 s3fs==2025.12.0 \
+	aiobotocore==2.26.0 boto3==1.41.5 aiohttp==3.14.1 numpy==1.26.4
 OLDEST_TESTS := tests/test_exact.py tests/test_exact_guards.py tests/test_exact_table.py tests/test_fit.py \
 	tests/test_loggers.py tests/test_namespaces.py tests/test_private.py tests/test_second_fit.py
 
 # Compiled when the package is installed, where there is a compiler.
-COMPILED := lightning_spot/staging/_past_caches.c lightning_spot/image/_whereabouts.c lightning_spot/image/_rows.c
+COMPILED := lightning_spot/image/_whereabouts.c lightning_spot/image/_rows.c
 
 # Where `make stores` installs servers that are no AWS, and the libraries for them, apart from what development needs.
 STORES ?= .stores
@@ -80,7 +79,7 @@ $(VENV)/.ready-%: pyproject.toml constraints.txt scripts/environment $(COMPILED)
 
 $(VENV)-oldest/.ready: Makefile pyproject.toml constraints.txt scripts/environment
 	mkdir -p $(VENV)-oldest
-	grep -vE '^(lightning|pytorch-lightning|torchmetrics|fsspec|s3fs|aiobotocore|boto3)==' constraints.txt > $(VENV)-oldest/constraints.txt
+	grep -vE '^(lightning|pytorch-lightning|torchmetrics|fsspec|s3fs|aiobotocore|boto3|aiohttp|numpy)==' constraints.txt > $(VENV)-oldest/constraints.txt
 	printf '%s\n' $(OLDEST) >> $(VENV)-oldest/constraints.txt
 	CONSTRAINTS=$(VENV)-oldest/constraints.txt PYTHON="$(PYTHON)" scripts/environment $(VENV)-oldest dev
 	@touch $@

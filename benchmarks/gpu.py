@@ -1,14 +1,12 @@
 """A snapshot at every step of a training on a GPU, copied in each way, against the same training without snapshots.
 
 A transformer of a billion parameters in 32 bits with AdamW, computed in bfloat16: 12 GB for each snapshot, at steps of
-about half a second; and one of 98 million, 1.2 GB, at steps of about a tenth. And the same frozen, with adapters: how
-many bytes leave the GPU for a snapshot then is counted, too. One training goes through all ways in turn. The first step
-of each turn is left out; what a turn has begun is over before the next begins.
+about half a second; and one of 98 million, 1.2 GB, at steps of about a tenth. One training goes through all ways in
+turn. The first step of each turn is left out; what a turn has begun is over before the next begins.
 """
 
 from __future__ import annotations
 
-import copy
 import random
 import time
 from dataclasses import dataclass
@@ -33,7 +31,6 @@ WAYS = (NONE, *BESIDE)
 WORDS, LENGTH = 8192, 1024
 CASES = ((768, 12, 0.1, None), (2048, 19, 0.5, 3.0))
 """Width, layers, seconds of a step, and the target in percent."""
-RANK = 16
 
 
 class Model(pl.LightningModule):
@@ -51,24 +48,7 @@ class Model(pl.LightningModule):
         return nn.functional.cross_entropy(said.flatten(0, 1), batch[0].flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([weight for weight in self.parameters() if weight.requires_grad], lr=1e-5, fused=True)
-
-
-class Adapters(Model):
-    """The same frozen, with an adapter behind each layer."""
-
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__(width, layers)
-        self.requires_grad_(False)
-        halves = [nn.Linear(width, RANK, bias=False), nn.Linear(RANK, width, bias=False)]
-        self.adapters = nn.ModuleList(nn.Sequential(*map(copy.deepcopy, halves)) for _ in range(layers))
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        x = self.words(batch[0])
-        for layer, adapter in zip(self.layers.layers, self.adapters, strict=True):
-            x = layer(x)
-            x = x + adapter(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), batch[0].flatten())
+        return torch.optim.AdamW(self.parameters(), lr=1e-5, fused=True)
 
 
 @dataclass
@@ -81,7 +61,6 @@ class Turn:
         skipped: snapshots that found no slot.
         behind: steps from the newest committed snapshot to the end of the turn.
         settle_s: until the last one was committed.
-        moved_bytes: left the GPU for a snapshot, on average: copied, or looked at.
     """
 
     step_s: float
@@ -89,7 +68,6 @@ class Turn:
     skipped: int
     behind: int
     settle_s: float
-    moved_bytes: float
 
 
 class Clock(pl.Callback):
@@ -98,7 +76,7 @@ class Clock(pl.Callback):
     def __init__(self, spot: SpotCheckpoint, turns: Turns) -> None:
         self.turns: list[Turn] = []
         self._spot, self._turns = spot, turns
-        self._before, self._skipped, self._moved = self._now(), 0, 0
+        self._before, self._skipped = self._now(), 0
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._turns.decide_for(self._spot)
@@ -114,13 +92,8 @@ class Clock(pl.Callback):
             writer.settle(60.0)
             per_step = [(later - earlier) / (STEPS - 1) for later, earlier in zip(now, before, strict=True)]
             skipped = self._spot.skipped - self._skipped
-            moved = (self._moved_bytes() - self._moved) / max(1, STEPS - 1 - skipped)
-            self.turns.append(Turn(*per_step, skipped, behind, time.perf_counter() - now[0], moved))
-        self._before, self._skipped, self._moved = self._now(), self._spot.skipped, self._moved_bytes()
-
-    def _moved_bytes(self) -> int:
-        writer = writer_of(self._spot)
-        return writer.copied_bytes + writer.looked_bytes if writer is not None else 0
+            self.turns.append(Turn(*per_step, skipped, behind, time.perf_counter() - now[0]))
+        self._before, self._skipped = self._now(), self._spot.skipped
 
     def _now(self) -> tuple[float, float]:
         return time.perf_counter(), self._spot.stall_s
@@ -145,8 +118,7 @@ def run(quick: bool) -> list[Result]:
         print("  it needs a GPU")
         return []
     cases, rounds = CASES[: 1 if quick else None], 3 if quick else 5
-    kinds = [(kind, case) for kind in (Model, Adapters) for case in cases]
-    return [result for kind, case in kinds for result in measure(kind(*case[:2]), *case[2:], rounds)]
+    return [result for case in cases for result in measure(Model(*case[:2]), *case[2:], rounds)]
 
 
 def measure(model: Model, step_s: float, target: float | None, rounds: int) -> list[Result]:
@@ -161,18 +133,10 @@ def measure(model: Model, step_s: float, target: float | None, rounds: int) -> l
         clock = Clock(spot, turns)
         trainer = bare_trainer(len(order) * STEPS, [clock, spot], accelerator="gpu", devices=1, precision="bf16-mixed")
         trainer.fit(model, batches)
-    frozen = sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
-    trained = 3 * sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)  # with moments
+    nbytes = 3 * sum(parameter.nbytes for parameter in model.parameters())  # with moments
     timed = list(zip(order, clock.turns, strict=True))[WARM_UP * len(WAYS) :]
     by_way = {way: [turn for whose, turn in timed if whose == way] for way in WAYS}
-    return results(by_way, frozen + trained, size, target) + (moved(by_way, frozen, trained) if frozen else [])
-
-
-def moved(turns: dict[str, list[Turn]], frozen: int, trained: int) -> list[Result]:
-    """What left the GPU for a snapshot, as a share of all of it."""
-    shares = [100 * turn.moved_bytes / (frozen + trained) for way in BESIDE for turn in turns[way]]
-    print(f"  of {frozen} bytes frozen and {trained} trained, with moments, {median(shares):.2f} % leave the GPU")
-    return [Result(f"adapters on {frozen / 1e9:.1f} GB: of a snapshot leaves the GPU", shares, None, unit="%")]
+    return results(by_way, nbytes, size, target)
 
 
 def results(turns: dict[str, list[Turn]], nbytes: int, size: int, target: float | None) -> list[Result]:

@@ -25,10 +25,10 @@ from lightning_spot.goodput.ledger import AttemptRecord
 from lightning_spot.goodput.records import read_records
 from lightning_spot.simulation import losses
 from lightning_spot.simulation.closed_form import FailureClass, expected_total_s
-from lightning_spot.simulation.compare import Row, compare
 from lightning_spot.simulation.engine import simulate
 from lightning_spot.simulation.failures import Bathtub, Exponential, Failures, Fleet, Trace, Weibull
-from lightning_spot.simulation.job import Job, Loss, Tier
+from lightning_spot.simulation.job import Loss, SimulatedJob, Tier
+from lightning_spot.simulation.policies import PolicyRow, compare
 
 ROOT = Path(__file__).parent.parent
 HOUR_S = 3600.0
@@ -62,10 +62,10 @@ class RealRun:
     predicted_s: float
 
 
-def study(runs: int) -> dict[tuple[str, str], dict[str, Row]]:
+def study(runs: int) -> dict[tuple[str, str], dict[str, PolicyRow]]:
     found = {}
     for (curve, loss), (hazard, failures) in itertools.product(CURVES.items(), HAZARDS.items()):
-        job = Job(work_s=48 * HOUR_S, stall_s=2.0, tiers=DURABLE, restart_s=600.0, restore_s=60.0, loss=loss)
+        job = SimulatedJob(work_s=48 * HOUR_S, stall_s=2.0, tiers=DURABLE, restart_s=600.0, restore_s=60.0, loss=loss)
         found[curve, hazard] = {row.name: row for row in compare(job, failures, runs=runs, noise=NOISE)}
         print(f"  {curve}, {hazard}", file=sys.stderr, flush=True)
     return found
@@ -82,7 +82,7 @@ def closed_form(runs: int) -> list[float]:
     ):
         count = int(24 * HOUR_S / interval_s)
         tiers = (Tier(name="durable tier", drain_s=drain_s),)
-        job = Job(work_s=count * interval_s, stall_s=stall_s, tiers=tiers, restore_s=60, restart_s=300)
+        job = SimulatedJob(work_s=count * interval_s, stall_s=stall_s, tiers=tiers, restore_s=60, restart_s=300)
         taken = np.arange(1, count + 1) * float(interval_s)
         outcome = simulate(job, taken, Fleet(Exponential(mtbf_s)), runs=runs)
         one = FailureClass(drain_s=drain_s, restore_s=60 + drain_s, restart_s=300)
@@ -108,7 +108,7 @@ def real_run(mean_s: float, epochs: int, seed: int = 7) -> RealRun:
     training_s = alone.unix_s - alone.trained_unix_s
     stall_s = alone.stall_s / max(1, alone.step // every)
     work_s = training_s - alone.stall_s
-    job = Job(work_s=work_s, steps=alone.step, stall_s=stall_s, restore_s=start_s)
+    job = SimulatedJob(work_s=work_s, steps=alone.step, stall_s=stall_s, restore_s=start_s)
     taken = np.arange(every, alone.step, every) * work_s / alone.step
     trace = Trace((uptimes[0] - start_s, *uptimes[1:], 1e9))
     outcome = simulate(job, taken, trace, runs=1)
@@ -143,7 +143,7 @@ def _train(run: Path, epochs: int, uptimes: list[float]) -> tuple[float, list[fl
     raise RuntimeError("the training did not come to its end")
 
 
-def _gains(found: dict[tuple[str, str], dict[str, Row]]) -> str:
+def _gains(found: dict[tuple[str, str], dict[str, PolicyRow]]) -> str:
     lines = []
     for (curve, hazard), rows in found.items():
         ours, evenly = rows["ConvergenceAware"], rows["YoungDaly"]
@@ -153,7 +153,7 @@ def _gains(found: dict[tuple[str, str], dict[str, Row]]) -> str:
     return "\n".join(lines)
 
 
-def _times(found: dict[tuple[str, str], dict[str, Row]]) -> str:
+def _times(found: dict[tuple[str, str], dict[str, PolicyRow]]) -> str:
     names = ("ConvergenceAware", "COCI", "every 1 min", "every 10 min", "every 60 min")
     lines = []
     for (curve, hazard), rows in found.items():
@@ -164,7 +164,7 @@ def _times(found: dict[tuple[str, str], dict[str, Row]]) -> str:
     return "\n".join(lines)
 
 
-def _verdicts(found: dict[tuple[str, str], dict[str, Row]]) -> str:
+def _verdicts(found: dict[tuple[str, str], dict[str, PolicyRow]]) -> str:
     """What was aimed at, and whether it was reached."""
     steep = [rows for (curve, _), rows in found.items() if curve.startswith("exponential") and curve[-2:] != " 3"]
     least = max(rows["ConvergenceAware"].progress_lost / rows["YoungDaly"].progress_lost for rows in steep)

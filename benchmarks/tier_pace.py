@@ -16,10 +16,10 @@ from lightning_spot.interval.costs import Failure
 from lightning_spot.interval.policy import EverySeconds
 from lightning_spot.simulation import losses
 from lightning_spot.simulation.closed_form import FailureClass, expected_total_s
-from lightning_spot.simulation.compare import Row, row_of
 from lightning_spot.simulation.engine import simulate
 from lightning_spot.simulation.failures import Exponential, Fleet, Mixed, Weibull
-from lightning_spot.simulation.job import Job, Tier, chain, durable_tier, memory_node
+from lightning_spot.simulation.job import SimulatedJob, Tier, chain, durable_tier, memory_node
+from lightning_spot.simulation.policies import PolicyRow, row_of
 
 HOUR_S = 3600.0
 NODE_BYTES_PER_S = 600e6
@@ -31,11 +31,11 @@ MIXES = ((168.0, 720.0, 16.7, 125.0), (4.0, 720.0, 16.7, 125.0), (4.0, 2.0, 1.7,
 """Hours between crashes and between losses of the memory node, seconds that node and durable tier take."""
 
 
-def job_of(snapshot_bytes: float, bucket_bytes_per_s: float, *, with_node: bool) -> Job:
+def job_of(snapshot_bytes: float, bucket_bytes_per_s: float, *, with_node: bool) -> SimulatedJob:
     """24 hours of work."""
     durable = durable_tier(snapshot_bytes, bucket_bytes_per_s)
     node = memory_node(snapshot_bytes, NODE_BYTES_PER_S)
-    return Job(
+    return SimulatedJob(
         work_s=24 * HOUR_S,
         stall_s=STALL_S_PER_GB * snapshot_bytes / 1e9,
         tiers=chain(node, durable) if with_node else chain(durable),
@@ -71,12 +71,12 @@ def gains(runs: int) -> str:
     return "\n".join(lines)
 
 
-def _period_s(row: Row, snapshot_bytes: float) -> float:
+def _period_s(row: PolicyRow, snapshot_bytes: float) -> float:
     """From one snapshot's begin to the next's, on average over an undisturbed run."""
     return 24 * HOUR_S / row.snapshots + STALL_S_PER_GB * snapshot_bytes / 1e9
 
 
-def _lost_s(row: Row) -> float:
+def _lost_s(row: PolicyRow) -> float:
     return sum(tier.resumed * tier.lost_s for tier in row.tiers)
 
 
@@ -94,7 +94,9 @@ def mixed_closed_form(runs: int) -> list[float]:
         count = int(5 * 24 * HOUR_S / interval_s)
         node = Tier(name="node", drain_s=node_s, survives=Failure.MACHINE)
         tiers = chain(node, Tier(name="durable", drain_s=durable_s))
-        job = Job(work_s=count * interval_s, stall_s=stall_s, tiers=tiers, restore_s=RESTORE_S, restart_s=RESTART_S)
+        job = SimulatedJob(
+            work_s=count * interval_s, stall_s=stall_s, tiers=tiers, restore_s=RESTORE_S, restart_s=RESTART_S
+        )
         failures = Mixed(Fleet(Exponential(HOUR_S)), process_h * HOUR_S, node_h * HOUR_S, RESTART_S + node_s)
         taken = np.arange(1, count + 1) * interval_s
         outcome = simulate(job, taken, failures, runs=runs)

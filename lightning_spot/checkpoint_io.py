@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import torch
 
 from lightning_spot._version import __version__
-from lightning_spot.capture.folder import FolderWriter, write_now
+from lightning_spot.capture.file_writer import FolderWriter, write_now
 from lightning_spot.capture.host_link import leave
 from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store

@@ -29,7 +29,6 @@ import pytest
 
 from lightning_spot.client import starting
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.staging import moving
 from tests import folders, warm
 
 DEADLINE_S = 30.0
@@ -172,9 +171,6 @@ def runtime_dir(own_folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> Ite
     folders.end_nodes(folder)
     shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(shm, ignore_errors=True)
-
-
-compiled = pytest.mark.skipif(moving._move is None, reason="installed where there was no compiler")
 
 
 def until(holds: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:

@@ -63,7 +63,6 @@ class Case:
         stops: batches (or validation batches, if negative) of each attempt after which it is stopped.
         covers: names of Lightning's that this case stands for.
         soak: whether it is left to the long run.
-        since: the first Lightning that has it, or trains with it to the end.
     """
 
     model: Callable[[], pl.LightningModule] = Lean
@@ -79,7 +78,6 @@ class Case:
     stops: tuple[int, ...] = (9, 5)
     covers: tuple[str, ...] = ()
     soak: bool = False
-    since: str = ""
 
 
 STREAM = "not exact unless this stream yields the same samples each time"
@@ -125,7 +123,6 @@ CALLBACKS: dict[str, Case] = {
     "weight-averaging-ema": Case(
         callbacks=lambda: [shipped.EMAWeightAveraging(decay=0.8)],
         covers=("EMAWeightAveraging", "WeightAveraging"),
-        since="2.6",
     ),
     "pruning": Case(callbacks=m.prune, covers=("ModelPruning",)),
     "pruning-kept-apart": Case(
@@ -164,7 +161,6 @@ CALLBACKS: dict[str, Case] = {
         callbacks=lambda: [shipped.BatchSizeFinder(max_trials=2, steps_per_trial=1)],
         covers=("BatchSizeFinder",),
         soak=True,  # tuned as by the one above
-        since="2.6",
     ),
     "learning-rate-finder-later": Case(
         model=m.Net,
@@ -267,7 +263,7 @@ SETTINGS: dict[str, Case] = {
         settings={"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0, "max_epochs": 4},
         soak=True,
     ),
-    "val-by-time": Case(settings={"val_check_interval": "00:00:00:10"}, says="val_check_interval", since="2.6"),
+    "val-by-time": Case(settings={"val_check_interval": "00:00:00:10"}, says="val_check_interval"),
     "limited": Case(
         model=Model,
         settings={"limit_train_batches": 3, "limit_val_batches": 1},
@@ -496,9 +492,7 @@ _Plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
 
 LOOPS: dict[str, Case] = {
     "manual": Case(model=Gan),
-    "manual-clipped": Case(
-        model=Gan, callbacks=lambda: [shipped.EMAWeightAveraging(decay=0.5)], soak=True, since="2.6"
-    ),
+    "manual-clipped": Case(model=Gan, callbacks=lambda: [shipped.EMAWeightAveraging(decay=0.5)], soak=True),
     "lbfgs": Case(model=lambda: m.Optimized(partial(torch.optim.LBFGS, lr=0.01, max_iter=2)), soak=True),
     "adagrad": Case(model=lambda: m.Optimized(partial(torch.optim.Adagrad, lr=0.01)), soak=True),
     "fused-adam": Case(model=lambda: m.Optimized(partial(torch.optim.AdamW, lr=0.01, fused=True)), soak=True),

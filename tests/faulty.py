@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -134,7 +134,7 @@ class FaultyFileSystem(AbstractFileSystem):
 
     def modified(self, path: str) -> datetime:
         self._fail(plan.strike("modified"), path)
-        return datetime.fromtimestamp(os.stat(self._strip_protocol(path)).st_mtime, timezone.utc)
+        return datetime.fromtimestamp(os.stat(self._strip_protocol(path)).st_mtime, UTC)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         path = self._strip_protocol(path)
@@ -333,20 +333,9 @@ CALLS = (
 @contextlib.contextmanager
 def faulty_calls(new: Plan, below: Path) -> Iterator[Plan]:
     """Count, and strike, system calls of this thread that name a path below a directory or one of its open files."""
-    thread = threading.get_ident()
     real = {name: getattr(os, name) for name in CALLS}
     real_open = builtins.open
-    readlink, prefix = os.readlink, os.path.realpath(below)
-
-    def concerns(argument: Any) -> bool:
-        if threading.get_ident() != thread:
-            return False
-        if isinstance(argument, int):
-            try:
-                argument = readlink(f"/proc/self/fd/{argument}")
-            except OSError:
-                return False
-        return os.fspath(argument).startswith((prefix, str(below)))
+    concerns = _concerns(below)
 
     def watched(name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **more: Any) -> Any:
@@ -381,6 +370,24 @@ def faulty_calls(new: Plan, below: Path) -> Iterator[Plan]:
         builtins.open = real_open
         for name, function in real.items():
             setattr(os, name, function)
+
+
+def _concerns(below: Path) -> Callable[[Any], bool]:
+    """Tells whether this thread calls with a path below a directory, or one of its open files."""
+    thread = threading.get_ident()
+    readlink, prefix = os.readlink, os.path.realpath(below)
+
+    def concerns(argument: Any) -> bool:
+        if threading.get_ident() != thread:
+            return False
+        if isinstance(argument, int):
+            try:
+                argument = readlink(f"/proc/self/fd/{argument}")
+            except OSError:
+                return False
+        return os.fspath(argument).startswith((prefix, str(below)))
+
+    return concerns
 
 
 def _short(name: str, real: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 
 
 def in_seconds(seconds: float) -> str:
-    when = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=seconds)
+    when = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=seconds)
     return when.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -138,7 +138,7 @@ class MetadataServer:
             "NotBefore": "",
         }
         if self.stop_s is not None:
-            when = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=self.stop_s)
+            when = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=self.stop_s)
             event["NotBefore"] = when.strftime("%a, %d %b %Y %H:%M:%S GMT")
         return 200, json.dumps({"DocumentIncarnation": 1, "Events": [event] if self.stop_s is not None else []}), {}
 

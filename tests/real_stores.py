@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+from datetime import UTC
 from pathlib import Path
 from typing import Any
 
@@ -163,12 +164,12 @@ class Azurite(Server):
         return self._connection(f"AccountKey={key}")
 
     def read_only(self) -> dict[str, str]:
-        from datetime import datetime, timedelta, timezone
+        from datetime import datetime, timedelta
 
         from azure.storage.blob import AccountSasPermissions, ResourceTypes, generate_account_sas
 
         everything = ResourceTypes(service=True, container=True, object=True)
-        may, until_then = AccountSasPermissions(read=True, list=True), datetime.now(timezone.utc) + timedelta(hours=1)
+        may, until_then = AccountSasPermissions(read=True, list=True), datetime.now(UTC) + timedelta(hours=1)
         return self._connection(
             f"SharedAccessSignature={generate_account_sas(self._account, self._key, everything, may, until_then)}"
         )

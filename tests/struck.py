@@ -39,9 +39,7 @@ class Strike(pl.Callback):
         path = f"{PACKAGE}{file}.py"
 
         def is_there(code: types.CodeType) -> bool:
-            there = getattr(code, "co_qualname", None)  # from Python 3.11 on
-            found = name == there if there is not None else name.rpartition(".")[2] == code.co_name
-            return code.co_filename == path and found
+            return code.co_filename == path and code.co_qualname == name
 
         self.strike = _INJECTED.striking(is_there, error, self.left)
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_spot.capture.ring_settings import RingSettings
+from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.exact.compare import differences

@@ -14,11 +14,10 @@ import pytest
 
 from lightning_spot.capture import background
 from lightning_spot.capture.attempt import Attempt
-from lightning_spot.capture.host_link import HostLink
+from lightning_spot.capture.host_link import HostLink, RingSettings
 from lightning_spot.capture.joining import Joining
-from lightning_spot.capture.ring_settings import RingSettings
 from lightning_spot.capture.share import ShareWriter
-from lightning_spot.capture.split import Number, Ranks
+from lightning_spot.capture.split import Number, SharingRanks
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import Fenced, NodeUnreachable
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -118,7 +117,7 @@ def test_ranks_hear_that_there_will_be_none_of_what_rank_0_was_fenced_from_since
     attempt.writer.fence = Fenced("attempt 2 has taken over", run="run", attempt=1, current=2)
     how: dict[str, Any] = {"owned": {}, "kept": {}, "epoch": 0, "world_size": 2, "wait_s": 0.0}
     try:
-        attempt.write({}, step=4, ranks=Ranks(2, {}), **how)
+        attempt.write({}, step=4, ranks=SharingRanks(2, {}), **how)
         until(lambda: told, "the others to be told")
         attempt.write({}, step=5, **how)  # of what it writes alone, nobody waits for anything
     finally:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from operator import methodcaller
-from queue import Queue
 
 import pytest
 import torch
@@ -14,19 +12,16 @@ import torch
 from lightning_spot.errors import SpotError
 from lightning_spot.image.pieces import Piece, Pieces, places_of
 from lightning_spot.staging import batch as batch_module
-from lightning_spot.staging import cuda, moving, operations
-from lightning_spot.staging import job as job_module
-from lightning_spot.staging.batch import Batch, SlotView
+from lightning_spot.staging import copy_job as job_module
+from lightning_spot.staging import cuda
+from lightning_spot.staging.batch import Batch, SlotSpan, SlotView, address_in, cut_end
 from lightning_spot.staging.copier import Copier
+from lightning_spot.staging.copy_job import watch
 from lightning_spot.staging.cuda import CudaCopier
 from lightning_spot.staging.device import DeviceClock
-from lightning_spot.staging.job import CopyJob
 from lightning_spot.staging.partitions import Partition, Span
-from lightning_spot.staging.samples import STORAGES, Sampler, Samples
 from lightning_spot.staging.schedule import Held, Schedule, Timetable
-from lightning_spot.staging.spans import SlotSpan, address_in, cut_end
-from lightning_spot.staging.watches import watch
-from tests.conftest import compiled, until
+from tests.conftest import until
 from tests.fake_device import FakeDevice, FakeStream
 
 SIZES = (3000, 1, 50_000, 700)
@@ -85,10 +80,8 @@ def desk() -> Desk:
     return Desk()
 
 
-@pytest.fixture(params=["by the C library", pytest.param("past the caches", marks=compiled)])
-def copier(request: pytest.FixtureRequest, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[Copier]:
-    if request.param == "past the caches":
-        monkeypatch.setattr(moving, "_LARGE_BYTES", 0)
+@pytest.fixture
+def copier(desk: Desk) -> Iterator[Copier]:
     made = Copier(clock=lambda: desk.now_s)
     yield made
     made.close()
@@ -145,36 +138,6 @@ def test_a_held_tensor_that_changes_is_noticed(desk: Desk, copier: Copier) -> No
     job.wait_cpu()
     job.wait()
     assert job.moved == {desk.tensors[2].untyped_storage().data_ptr()}
-
-
-@pytest.mark.parametrize("writes", [True, False])
-def test_a_write_that_is_under_way_when_the_copy_ends_is_noticed(
-    desk: Desk, copier: Copier, monkeypatch: pytest.MonkeyPatch, writes: bool
-) -> None:
-    monkeypatch.setattr(operations, "LONGEST_S", 1e9)
-    jobs: Queue[CopyJob] = Queue()
-    begun, operation = threading.Lock(), threading.Lock()
-    begun.acquire()
-    operation.acquire()
-    # One call, as far as Python sees it, which takes its time and writes to a tensor at its end.
-    steps = [begun.release, operation.acquire, desk.tensors[2].zero_ if writes else desk.tensors[2].sum]
-    call = methodcaller("__call__")
-
-    def train() -> None:
-        jobs.put(copier.start(desk.pieces, desk.view, watch(desk.tensors)))
-        list(map(call, steps))
-
-    training = threading.Thread(target=train)
-    training.start()
-    job = jobs.get(timeout=30)
-    until(lambda: job.is_done, "the last byte")
-    begun.acquire()
-    waiting = threading.Thread(target=job.wait)
-    waiting.start()
-    operation.release()
-    waiting.join(30)
-    training.join()
-    assert bool(job.moved) == writes
 
 
 def test_where_training_stands_still_it_copies_by_itself(desk: Desk) -> None:
@@ -249,8 +212,6 @@ def test_what_is_looked_at_lies_in_the_slot_and_in_its_storage(desk: Desk, place
     for start, nbytes in ((-1, 10), (601, 100), (place, 700)):
         with pytest.raises(SpotError, match="its storage was resized"):
             address_in(storage, start, nbytes)
-    with pytest.raises(SpotError, match="its storage was resized"):
-        Samples([(storage, 0, 10_000_000)], 10_000_000)
 
 
 def test_storages_are_copied_one_by_one_where_torch_cannot_otherwise(
@@ -284,17 +245,15 @@ def test_closing_copies_what_is_held(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "call", "number", "large_bytes"),
+    ("owner", "call", "number"),
     [
-        pytest.param(SlotSpan, "target", 2, 10**9, id="large"),
-        pytest.param(batch_module, "memmove_small", 0, 10**9, id="small"),
-        pytest.param(batch_module, "move_past_caches", 0, 0, id="past the caches", marks=compiled),
+        pytest.param(SlotSpan, "target", 2, id="large"),
+        pytest.param(batch_module, "memmove_small", 0, id="small"),
     ],
 )
 def test_a_failed_copy_is_told_to_who_waits(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch, owner: object, call: str, number: int, large_bytes: int
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, owner: object, call: str, number: int
 ) -> None:
-    monkeypatch.setattr(moving, "_LARGE_BYTES", large_bytes)
     monkeypatch.setattr(owner, call, lambda *_: 1 / 0)
     copier = Copier()
     job = copier.start([desk.pieces[number]], desk.view)
@@ -519,14 +478,6 @@ def test_what_pieces_lie_on_is_known_as_long_as_they_lie_where_they_lay(monkeypa
         assert on_gpu == (tensor is there)
     assert asked == [1, 1, 1]
     copier.close()
-
-
-def test_of_many_storages_some_are_drawn_from_all_over_them() -> None:
-    memory = torch.arange(100, dtype=torch.uint8)
-    pieces = [Piece(memory.untyped_storage(), 0, 1, start=number) for number in range(100)]
-    drawn = [[place for _, place, _, _ in Sampler().take(pieces)._noted] for _ in range(400)]
-    assert all(len(set(places)) == STORAGES and places == sorted(places) for places in drawn)
-    assert set().union(*drawn) == set(range(100))
 
 
 def test_what_shares_the_memory_of_a_slot_keeps_it_mapped() -> None:

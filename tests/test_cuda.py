@@ -18,10 +18,10 @@ from lightning_spot.image.layout import lay_out
 from lightning_spot.staging import page_lock, schedule
 from lightning_spot.staging.batch import SlotView
 from lightning_spot.staging.copier import Copier
+from lightning_spot.staging.copy_job import watch
 from lightning_spot.staging.device import Cuda
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.staging.slot import SlotMemory, slot_capacity
-from lightning_spot.staging.watches import watch
 from tests.conftest import new_process
 from tests.gpus import NEEDS_GPU
 from tests.models import Net, Probe, TwoOptimizers, data, trainer

@@ -14,11 +14,10 @@ from torch import nn
 from lightning_spot.exact.rank_states import Packing, Rooms, unpacked
 from lightning_spot.image.layout import Layout, lay_out
 from lightning_spot.staging.batch import SlotView
+from lightning_spot.staging.copy_job import watch
 from lightning_spot.staging.device import DeviceClock
-from lightning_spot.staging.gradients import GradientWatch
 from lightning_spot.staging.modes import BESIDE, Mode
-from lightning_spot.staging.schedule import Schedule
-from lightning_spot.staging.watches import watch
+from lightning_spot.staging.schedule import GradientWatch, Schedule
 from tests import pinned
 from tests.gpus import NEEDS_GPU
 from tests.pinned import Desk
@@ -195,7 +194,7 @@ def test_a_graph_may_be_recorded_while_slots_are_pinned_and_copies_awaited(desk:
             errors.append(error)
 
     torch.cuda._sleep(SOON)  # type: ignore[no-untyped-call]
-    job = copier.start(layout.pieces, view, trains=threading.get_ident())
+    job = copier.start(layout.pieces, view)
     job.wait_cpu()
     copier.fence()
     job.settle()

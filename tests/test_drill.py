@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_spot.cli import drill as trainings
 from lightning_spot.cli import main
-from lightning_spot.cli import training as trainings
 from lightning_spot.cli.drill import Drill, Verdict
 from lightning_spot.config import DRILL_VARIABLE
 from lightning_spot.exact.compare import compare, differences

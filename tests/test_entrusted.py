@@ -9,9 +9,8 @@ from typing import Any, cast
 import pytest
 
 from lightning_spot.capture import following
-from lightning_spot.capture.following import Follower
+from lightning_spot.capture.following import Follower, Task
 from lightning_spot.capture.split import Number
-from lightning_spot.capture.task import Task
 from lightning_spot.errors import NodeUnreachable
 from lightning_spot.memory.host import Host, Lease
 from tests.conftest import until

@@ -13,12 +13,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from torch import nn
 
 from lightning_spot import EverySteps, RemoteSnapshot
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import InProcessHost, Lease
-from lightning_spot.staging import cuda, moving, schedule
+from lightning_spot.staging import cuda, schedule
 from lightning_spot.tiers.local import LocalStore
 from tests.fake_device import Emulated
 from tests.models import EachDurable, TwoOptimizers, data, state_of, trainer
@@ -165,10 +166,7 @@ STEPS = [pytest.param(16), pytest.param(500, marks=[pytest.mark.soak, pytest.mar
 
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("kind", [Adapted, RunsAhead])
-def test_every_snapshot_is_its_step(
-    tmp_path: Path, kind: type[Adapted], steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(moving, "_LARGE_BYTES", 0)  # where it was compiled, as large snapshots are copied
+def test_every_snapshot_is_its_step(tmp_path: Path, kind: type[Adapted], steps: int) -> None:
     witness = check(tmp_path, steps, kind())
     newest = LocalStore(tmp_path / "run").survey().manifests[0]
     assert newest.complete
@@ -180,16 +178,15 @@ def test_every_snapshot_is_its_step_with_averages_that_are_swapped(
     tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each validation swaps them, right after a snapshot has begun."""
-    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
     swaps: list[int] = []
-    swap = averaging.WeightAveraging._swap_models
+    swap = WeightAveraging._swap_models
 
     def counted(self: Any, module: pl.LightningModule) -> None:
         swaps.append(module.global_step)
         swap(self, module)
 
-    monkeypatch.setattr(averaging.WeightAveraging, "_swap_models", counted)
-    check(tmp_path, steps, OfOneSize(), averaging.EMAWeightAveraging(decay=0.9), val_check_interval=3)
+    monkeypatch.setattr(WeightAveraging, "_swap_models", counted)
+    check(tmp_path, steps, OfOneSize(), EMAWeightAveraging(decay=0.9), val_check_interval=3)
     assert set(swaps) >= set(range(3, steps, 3))
 
 

@@ -23,7 +23,7 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Lease
 from lightning_spot.memory.node import Node
-from lightning_spot.staging import moving, schedule
+from lightning_spot.staging import schedule
 from lightning_spot.tiers.local import LocalStore
 from tests.gated import MIB
 from tests.models import data, trainer
@@ -81,9 +81,8 @@ def read(image: bytes) -> str:
 
 @pytest.fixture
 def tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tiers]:
-    """A memory node in this process, that carries the run on. Small states are cut, and copied, as large ones are."""
+    """A memory node in this process, that carries the run on. Small states are cut as large ones are."""
     monkeypatch.setattr(schedule, "LEAST_BYTES", 64)
-    monkeypatch.setattr(moving, "_LARGE_BYTES", 0)
     found = Tiers()
     real_seal = EmbeddedHost.seal
 

@@ -48,8 +48,6 @@ def _marked(name: str, case: Case) -> list[Any]:
 
 @pytest.mark.parametrize(("case", "stops"), [item for name, case in CASES.items() for item in _marked(name, case)])
 def test_equal_or_warned_of(case: Case, stops: tuple[int, ...], tmp_path: Path) -> None:
-    if pl.__version__ < case.since:
-        pytest.skip(f"Lightning {case.since} is the first that has it")
     broken = tmp_path / "broken"
     for attempt, stop in enumerate(stops):
         with pytest.raises(Stop):

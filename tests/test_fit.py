@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import re
@@ -16,13 +15,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot, SpotCheckpoint
-from lightning_spot.capture.finishing import Finishing
-from lightning_spot.capture.pending import Pending
-from lightning_spot.capture.writer import SnapshotWriter
+from lightning_spot.capture.copying import Pending
+from lightning_spot.capture.writer import Finishing, SnapshotWriter
 from lightning_spot.cli import main
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
@@ -158,9 +156,8 @@ def test_compiled_module(tmp_path: Path) -> None:
 
 
 def test_weight_averaging(tmp_path: Path) -> None:
-    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
     probe = Probe()
-    callbacks = (spot(tmp_path), averaging.EMAWeightAveraging(decay=0.9), probe)
+    callbacks = (spot(tmp_path), EMAWeightAveraging(decay=0.9), probe)
     trainer(*callbacks, max_epochs=3).fit(Net(), data(), models.data(3))
     during = [manifest for manifest in manifests(tmp_path) if not manifest.complete]
     assert during
@@ -589,10 +586,7 @@ def test_two_callbacks_do_not_take_each_others_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [SpotCheckpoint, AutoResume])
 def test_a_class_in_the_place_of_a_callback_is_named(kind: Any) -> None:
     """A method of it was said to lack an argument."""
-    try:
-        run = trainer(kind)
-    except ValueError as error:  # of Lightning 2.5.0, before it asks any callback
-        pytest.skip(f"Lightning's own error: {error}")
+    run = trainer(kind)
     with pytest.raises(SettingsError, match=rf"callbacks= holds the class {kind.__name__} itself"):
         run.fit(Net(), data())
 
@@ -683,10 +677,9 @@ def test_state_that_is_not_safe_to_load_is_left_alone_until_a_hook_wants_it(tmp_
     with pytest.raises(Stop):
         trainer(callback, StopAt(19)).fit(Odd(), data())
     assert callback.resumed_from is not None
-    if "weights_only" in inspect.signature(pl.Trainer.fit).parameters:  # from Lightning 2.6 on
-        callback = spot(tmp_path)
-        trainer(callback).fit(Odd(), data(), weights_only=False)
-        assert callback.resumed_from is not None
+    callback = spot(tmp_path)
+    trainer(callback).fit(Odd(), data(), weights_only=False)
+    assert callback.resumed_from is not None
 
 
 def test_state_that_cannot_be_pickled_does_not_stop_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,12 +12,12 @@ import torch
 
 from lightning_spot.fit import pacing
 from lightning_spot.image.pieces import Piece
-from lightning_spot.staging import lane, page_lock
+from lightning_spot.staging import cuda, page_lock
 from lightning_spot.staging.batch import SlotView
 from lightning_spot.staging.copier import Copier
+from lightning_spot.staging.copy_job import watch
 from lightning_spot.staging.partitions import Partition, Span
 from lightning_spot.staging.schedule import Schedule, Timetable
-from lightning_spot.staging.watches import watch
 from tests.conftest import until
 from tests.fake_device import FakeDevice, FakeEvent, FakeStream, StreamOfEachThread
 
@@ -105,7 +105,7 @@ def test_what_is_saved_is_kept_until_it_is_copied(view: SlotView, copiers: list[
 def test_many_small_ones_are_written_together(
     monkeypatch: pytest.MonkeyPatch, copiers: list[Copier], buffer_bytes: int, number: int, sees: bool
 ) -> None:
-    monkeypatch.setattr(lane, "_SMALL_BYTES", 100)
+    monkeypatch.setattr(cuda, "_SMALL_BYTES", 100)
     sizes = [1, 100, 7, 101, 64, 3000] * 8
     tensors = [torch.full((nbytes,), 1, dtype=torch.uint8) for nbytes in sizes]
     device = FakeDevice(number)

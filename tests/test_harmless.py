@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.capture import pausing, unforeseen
-from lightning_spot.capture.pausing import Failures
-from lightning_spot.capture.unforeseen import failure_of, is_of_user
+from lightning_spot.capture import unforeseen
+from lightning_spot.capture.unforeseen import UnforeseenFailures, failure_of, is_of_user
 from lightning_spot.errors import RingFull, SnapshotFailed
 from lightning_spot.fit.harmless import Harmless
 from lightning_spot.staging.schedule import Schedule
@@ -58,9 +57,9 @@ WHERE = [
     "capture/writer:SnapshotWriter.begin",
     "capture/copying:Copying.start",
     "capture/writer:SnapshotWriter.copied",
-    "capture/leases:Leases.take",
+    "capture/slot_pool:Leases.take",
     "capture/contents:Unchanged.written_past_counts",
-    "capture/parting:Parting.part",
+    "capture/copying:Parting.part",
     "exact/dump:Dump._with",
     "exact/fit_state:FitState.capture",
     "exact/changed_values:ChangedValues.capture",
@@ -71,8 +70,8 @@ WHERE = [
     "image/pickling:TensorPickler.dump",
     "interval/policy:EverySteps.due",
     "staging/copier:Copier.start",
-    "staging/job:CopyJob.settle",
-    "staging/job:CopyJob.wait_cpu",
+    "staging/copy_job:CopyJob.settle",
+    "staging/copy_job:CopyJob.wait_cpu",
     "staging/schedule:Schedule._at",
     "goodput/journal:Journal.note",
 ]
@@ -135,8 +134,8 @@ def test_after_some_failures_in_a_row_there_is_a_pause_and_the_last_snapshot_is_
 
 def test_a_pause_grows_and_is_forgotten_when_one_was_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
-    monkeypatch.setattr(pausing.time, "monotonic", lambda: now_s)
-    failures, first, second = Failures(), object(), object()
+    monkeypatch.setattr(unforeseen.time, "monotonic", lambda: now_s)
+    failures, first, second = UnforeseenFailures(), object(), object()
     assert [failures.add(first) for _ in range(3)] == [False, False, True]
     assert failures.are_too_many
     now_s = 60.0
@@ -336,7 +335,7 @@ def threads() -> set[str]:
 URGENT = [
     (0, "fit/exit:_has_taken"),
     (1, "fit/writing:Iterations.end"),
-    (0, "capture/safety:Safety.plan"),
+    (0, "capture/ending:Safety.plan"),
     (1, "capture/following:Follower.check_all"),
 ]
 

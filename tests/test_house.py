@@ -1,11 +1,15 @@
-"""The house keeps its rules: public names, layers, file sizes, no unpickling of what comes over the network."""
+"""The house keeps its rules: public names, layers, no circles, no unpickling of what comes over the network."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,7 +21,22 @@ PACKAGE = Path(lightning_spot.__file__).parent
 
 REPOSITORY = PACKAGE.parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+MODULES = {
+    ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES
+}
 NODES = [path for path in SOURCES if path.parent.name in ("memory", "protocol", "client", "service")]
+
+# Names that several rooms have. Both lists only ever get shorter.
+SHARED_BY_MODULES = {
+    "claims", "connections", "filesystem", "files", "flat", "hosts",
+    "joint", "layout", "named", "objects", "portions", "private", "runs",
+    "settings", "shards", "shares", "sources", "spread", "uploads", "writing",
+}  # fmt: skip
+SHARED_BY_CLASSES = {
+    "Below", "Entry", "Glance", "Glances", "Hosts", "ImageReader",
+    "Once", "Part", "Places", "Seen", "Source",
+    "Upload",
+}  # fmt: skip
 
 
 def test_public_names_are_there_and_listed() -> None:
@@ -38,7 +57,6 @@ def test_what_is_printed_says_what_it_is() -> None:
 
 
 def test_the_version_is_one() -> None:
-    tomllib = pytest.importorskip("tomllib", reason="from Python 3.11 on")
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert project["version"] == lightning_spot.__version__
 
@@ -50,8 +68,12 @@ def test_layers() -> None:
 
 
 def test_files_say_what_they_are_for() -> None:
-    texts = {str(path.relative_to(PACKAGE)): path.read_text() for path in SOURCES}
-    assert [name for name, text in texts.items() if not ast.get_docstring(ast.parse(text))] == []
+    assert [str(path.relative_to(PACKAGE)) for path in SOURCES if not ast.get_docstring(_tree(path))] == []
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def test_nodes_never_unpickle() -> None:
@@ -64,7 +86,7 @@ def _imported(path: Path) -> set[str]:
     """Packages of which a file imports anything, anywhere in it."""
     return {
         alias.name.split(".")[0]
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(_tree(path))
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for alias in ([ast.alias(node.module or "")] if isinstance(node, ast.ImportFrom) else node.names)
     }
@@ -72,7 +94,7 @@ def _imported(path: Path) -> set[str]:
 
 def test_the_environment_is_read_in_one_place() -> None:
     # These two hand the environment on to a process that they start.
-    may = {PACKAGE / "config.py", PACKAGE / "client" / "starting.py", PACKAGE / "cli" / "training.py"}
+    may = {PACKAGE / "config.py", PACKAGE / "client" / "starting.py", PACKAGE / "cli" / "drill.py"}
     assert [path for path in SOURCES if path not in may and re.search(r"os\.environ|getenv", path.read_text())] == []
 
 
@@ -83,15 +105,65 @@ def test_all_json_comes_in_by_one_decoder() -> None:
     assert found == ["untrusted.py"]
 
 
-def test_the_architecture_names_every_module() -> None:
-    page = (REPOSITORY / "docs" / "architecture.md").read_text()
-    rooms = set(re.findall(r"[a-z0-9_]+", page[page.index("## The rooms") : page.index("Beside the package")]))
-    in_words = {"cli", "notices", "interval", "simulation"}  # rooms described by what they do
-    assert [
-        str(path.relative_to(PACKAGE))
+def test_no_module_imports_itself_by_others() -> None:
+    imports = {name: _modules_imported(path) - {name} for name, path in MODULES.items()}
+    assert _circles(imports) == []
+
+
+def test_circles_of_imports_are_found() -> None:
+    assert _circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"a", "f"}, "f": {"e"}}) == [
+        ["b", "c"],
+        ["e", "f"],
+    ]
+
+
+def _modules_imported(path: Path) -> set[str]:
+    """Modules of ours that a file imports, anywhere in it but for type checkers."""
+    found: set[str] = set()
+
+    def look(nodes: Iterable[ast.AST]) -> None:
+        for node in nodes:
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                look(node.orelse)
+            elif isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                inner = [f"{node.module}.{alias.name}" for alias in node.names]
+                found.update(name if name in MODULES else str(node.module) for name in inner)
+            else:
+                look(ast.iter_child_nodes(node))
+
+    look([_tree(path)])
+    return found & MODULES.keys()
+
+
+def _circles(imports: Mapping[str, set[str]]) -> list[list[str]]:
+    """Modules from each of which imports lead to all others of the same list, and back."""
+    reached = {name: _reached(imports, name) for name in imports}
+    circles = {tuple(sorted(other for other in reached[name] if name in reached[other])) for name in imports}
+    return sorted(map(list, circles - {()}))
+
+
+def _reached(imports: Mapping[str, set[str]], name: str) -> set[str]:
+    found: set[str] = set()
+    left = list(imports[name])
+    while left:
+        if (module := left.pop()) not in found:
+            found.add(module)
+            left += imports[module]
+    return found
+
+
+def test_no_two_modules_and_no_two_classes_have_one_name() -> None:
+    modules = Counter(name.rpartition(".")[2] for name, path in MODULES.items() if not path.stem.startswith("_"))
+    classes = Counter(
+        node.name
         for path in SOURCES
-        if not path.stem.startswith("_") and path.parent.name not in in_words and path.stem not in rooms
-    ] == []
+        for node in _tree(path).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert {name for name, count in modules.items() if count > 1} <= SHARED_BY_MODULES
+    assert {name for name, count in classes.items() if count > 1} <= SHARED_BY_CLASSES
 
 
 def test_the_changelog_names_the_formats_and_they_change_together() -> None:

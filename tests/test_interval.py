@@ -17,10 +17,9 @@ from scipy import optimize
 from lightning_spot import COCI, ConvergenceAware, EverySeconds, EverySteps, OverheadBudget, YoungDaly
 from lightning_spot.errors import SettingsError
 from lightning_spot.interval.adaptive import FIRST_S, young_daly_s
+from lightning_spot.interval.convergence import BREAK, WIDEST, LossCurve, Price, fit_points, spread
 from lightning_spot.interval.costs import Costs, FailureRate, RobustMean, TierPace
-from lightning_spot.interval.curve import BREAK, LossCurve, fit_points
 from lightning_spot.interval.policy import IntervalPolicy
-from lightning_spot.interval.spread import WIDEST, Price, spread
 
 STEPS = 4000
 STEP_S = 10.0

@@ -25,9 +25,8 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import InProcessHost, Lease
 from lightning_spot.staging import schedule
 from lightning_spot.staging.copier import Copier
-from lightning_spot.staging.job import CopyJob
-from lightning_spot.staging.profile import Kind, Profile
-from lightning_spot.staging.schedule import Schedule, Timetable
+from lightning_spot.staging.copy_job import CopyJob
+from lightning_spot.staging.schedule import PlaceKind, Profile, Schedule, Timetable
 from tests.models import Net, Probe, TwoOptimizers, data, equal, state_of, trainer
 
 MODES = ("eager", "asymmetric", "backward", "still", "auto")
@@ -109,7 +108,7 @@ def test_every_snapshot_is_its_step(tmp_path: Path, seen: Seen, partitions: str)
         kinds = {place: point.kind for point, place in profile.places.items()}
         points = [kinds[part.point] for part in timetable.partitions]
         assert partitions == "auto" or len(points) > 1
-        assert partitions != "backward" or set(points) == {Kind.GRADIENT}
+        assert partitions != "backward" or set(points) == {PlaceKind.GRADIENT}
 
 
 class WritesWhereAnEpochEnds(pl.Callback):

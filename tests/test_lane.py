@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_spot.staging.lane import Lane
-from lightning_spot.staging.spans import SlotSpan
+from lightning_spot.staging.batch import SlotSpan
+from lightning_spot.staging.cuda import Lane
 from tests.fake_device import FakeDevice
 
 

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_spot.capture.outline import Outliner
+from lightning_spot.capture.writer import Outliner
 from lightning_spot.image import layout as layout_module
 from lightning_spot.image import marks, pickling
 from lightning_spot.image.archive import read_entries
@@ -176,8 +176,7 @@ def test_torch_computes_no_places_of_its_own(tmp_path: Path) -> None:
     layouter.lay_out({"gone": torch.randn(7), "kept": kept, "second": torch.ones(3)})
     path = tmp_path / "model.ckpt"
     path.write_bytes(fill(layouter.lay_out({"new": torch.zeros(5), "kept": kept})))
-    config = pytest.importorskip("torch.utils.serialization", reason="from torch 2.7 on").config
-    with config.patch("load.calculate_storage_offsets", True):
+    with torch.utils.serialization.config.patch("load.calculate_storage_offsets", True):
         found = torch.load(path, weights_only=True, mmap=True)
     assert torch.equal(found["kept"], kept)
     assert torch.equal(found["new"], torch.zeros(5))

@@ -21,12 +21,11 @@ import torch
 
 from lightning_spot import SpotCheckpoint
 from lightning_spot.capture import ending as ending_module
-from lightning_spot.capture.ending import Ending, LastState
+from lightning_spot.capture.ending import Ending, LastState, Safety
 from lightning_spot.capture.host_link import HostLink
-from lightning_spot.capture.leases import Leases
 from lightning_spot.capture.past_memory import PastMemory
-from lightning_spot.capture.safety import Safety
-from lightning_spot.capture.streaming import stream_parts
+from lightning_spot.capture.slot_pool import Leases
+from lightning_spot.capture.streamed_file import stream_parts
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.remote import NodeStore

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_spot.capture import mail
-from lightning_spot.capture.mail import Mailbox, Sender
-from lightning_spot.capture.split import Ranks
+from lightning_spot.capture import mailbox
+from lightning_spot.capture.mailbox import Mailbox, Sender
+from lightning_spot.capture.split import SharingRanks
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
@@ -35,8 +35,8 @@ LAST_S = 20.0
 
 @pytest.fixture
 def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mailbox]:
-    monkeypatch.setattr(mail, "RECONNECT_S", LAST_S)
-    monkeypatch.setattr(mail, "_PAUSES_S", (0.0, 0.1, 0.1))
+    monkeypatch.setattr(mailbox, "RECONNECT_S", LAST_S)
+    monkeypatch.setattr(mailbox, "_PAUSES_S", (0.0, 0.1, 0.1))
     made = Mailbox(SECRET)
     yield made
     made.close()
@@ -45,7 +45,7 @@ def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mailbox]:
 @pytest.fixture
 def soon_gone(box: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank has little time to connect anew. Where one is to come back it has more: the machine may be slow."""
-    monkeypatch.setattr(mail, "RECONNECT_S", 0.3)
+    monkeypatch.setattr(mailbox, "RECONNECT_S", 0.3)
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_nobody_waits_for_a_rank_that_has_gone(box: Mailbox, connect: Callable[.
 def test_a_rank_that_is_there_and_sends_nothing_is_not_waited_for_for_ever(
     box: Mailbox, connect: Callable[..., Sender], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mail, "HOST_SILENT_S", 0.3)
+    monkeypatch.setattr(mailbox, "HOST_SILENT_S", 0.3)
     connect(1)
     with pytest.raises(ShareMissing, match="did not come in time"):
         taken(box, 1)
@@ -204,7 +204,7 @@ class Desk:
             manifest,
             owned=by_storage(self.weights),
             wait_s=LAST_S,
-            ranks=Ranks(1, {}, sent=self.rooms.known),
+            ranks=SharingRanks(1, {}, sent=self.rooms.known),
         )
         self.writer.copied()
         return done

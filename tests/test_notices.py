@@ -16,16 +16,14 @@ from typing import Any
 import pytest
 
 from lightning_spot.errors import NoticeUnavailable, SettingsError
-from lightning_spot.notices import detect, metadata, signals
+from lightning_spot.notices import detect, metadata_service, signals
 from lightning_spot.notices.alibaba import AlibabaSource
 from lightning_spot.notices.aws import AwsSource
 from lightning_spot.notices.azure import AzureSource
 from lightning_spot.notices.ballot import Ballot, Place
-from lightning_spot.notices.call import CallSource
-from lightning_spot.notices.choose import open_sources
+from lightning_spot.notices.choose import CallSource, FileSource, open_sources
 from lightning_spot.notices.detect import AutoSource, detect_cloud
 from lightning_spot.notices.exchange import Exchange, ExchangeServer
-from lightning_spot.notices.file import FileSource
 from lightning_spot.notices.gcp import GcpSource
 from lightning_spot.notices.notice import Notice, NoticeSource
 from lightning_spot.notices.signals import SignalSource
@@ -37,7 +35,7 @@ from tests.metadata_server import MetadataServer
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MetadataServer]:
     """It is given more time than one beside a real machine, which has its processors to itself."""
-    monkeypatch.setitem(metadata.ask.__kwdefaults__, "wait_s", 20.0)
+    monkeypatch.setitem(metadata_service.ask.__kwdefaults__, "wait_s", 20.0)
     running = MetadataServer()
     yield running
     running.close()
@@ -121,7 +119,7 @@ def test_a_hanging_service_is_given_up(server: MetadataServer) -> None:
     server.hang = True
     started = time.monotonic()
     with pytest.raises(NoticeUnavailable):
-        metadata.ask(server.url, "/", source="aws", headers={}, wait_s=0.2)
+        metadata_service.ask(server.url, "/", source="aws", headers={}, wait_s=0.2)
     assert time.monotonic() - started < 15  # it would hang for 30 s
 
 

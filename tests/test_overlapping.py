@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_spot.capture import warming
+from lightning_spot.capture import slot_pool
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import RingFull
@@ -118,7 +118,7 @@ def test_a_gpu_whose_snapshots_overlap_gets_one_more_slot_and_skips_none_from_th
     monkeypatch: pytest.MonkeyPatch, pipelines: list[Pipeline]
 ) -> None:
     """A third was skipped, however fast they were sealed: two on the way, and the newest one, are three slots."""
-    monkeypatch.setattr(warming, "LEAST_BYTES", 1000)
+    monkeypatch.setattr(slot_pool, "LEAST_BYTES", 1000)
     pipelines.append(pipeline := Pipeline(lag=3))
     pipeline.train(STEPS)
     assert 1 <= len(pipeline.skipped) <= 3  # one for each slot but the first, at most
@@ -176,7 +176,7 @@ def test_training_never_makes_a_large_slot_itself(
     monkeypatch: pytest.MonkeyPatch, pipelines: list[Pipeline], gpu: bool, wait_s: float
 ) -> None:
     """It stood for as long as it takes to make and pin it. Where it did not wait, the node counted as lost."""
-    monkeypatch.setattr(warming, "LEAST_BYTES", 1000)
+    monkeypatch.setattr(slot_pool, "LEAST_BYTES", 1000)
     made: list[str] = []
 
     def create(capacity: int, path: Path | None, real: Any = SlotMemory.create) -> SlotMemory:
@@ -195,7 +195,7 @@ def test_a_slot_that_is_leased_ahead_is_one_that_is_made(
     monkeypatch: pytest.MonkeyPatch, pipelines: list[Pipeline]
 ) -> None:
     """To make one for the next step kept the thread that seals, and the node counted as lost."""
-    monkeypatch.setattr(warming, "LEAST_BYTES", 1000)
+    monkeypatch.setattr(slot_pool, "LEAST_BYTES", 1000)
     pipelines.append(pipeline := Pipeline(lag=0))
     pipeline.take(1)
     pipeline.come_to(1)

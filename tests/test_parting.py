@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-from lightning_spot.capture.parting import Parting
+from lightning_spot.capture.copying import Parting
 from lightning_spot.capture.tensors import Owned
 from lightning_spot.image.pieces import Piece, Pieces
 from lightning_spot.sharded.layout import ShardedLayouter, state_archive

@@ -9,7 +9,6 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -491,7 +490,7 @@ def test_a_taker_waits_until_it_is_ready_and_hears_why_it_is_not(
     monkeypatch.setattr(sharing, "_PULSE_S", 0.01)  # the taker hears that the giver lives, many times
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(take, giver.card, 1, manifest_of(run))
-        with pytest.raises(futures.TimeoutError):
+        with pytest.raises(TimeoutError):
             waiting.result(0.1)
         giver.give(1, CorruptSnapshot("part 3 is bad", part=3))
         with pytest.raises(CorruptSnapshot, match="part 3 is bad"):
@@ -506,7 +505,7 @@ def test_nobody_waits_for_a_giver_that_has_ended_or_hangs(
 ) -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(take, giver.card, 1, manifest_of(run))
-        with pytest.raises(futures.TimeoutError):
+        with pytest.raises(TimeoutError):
             waiting.result(0.05)
         giver.close()
         with pytest.raises(NotShared):

@@ -17,10 +17,10 @@ import torch
 
 from lightning_spot import AutoResume, EverySteps, RemoteSnapshot
 from lightning_spot.capture.across import Across
+from lightning_spot.capture.ending import Safety
 from lightning_spot.capture.host_link import HostLink
-from lightning_spot.capture.safety import Safety
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
-from lightning_spot.capture.warming import SlotMaker
+from lightning_spot.capture.slot_pool import SlotMaker
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
@@ -28,7 +28,7 @@ from lightning_spot.errors import NodeUnreachable, RingFull, SpotError
 from lightning_spot.exact.seams import Seam
 from lightning_spot.fit.exit import secure
 from lightning_spot.fit.fit import Fit
-from lightning_spot.interval.deadline import Deadline, Plan
+from lightning_spot.interval.deadline import Deadline, DeadlinePlan
 from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.memory.node import Node
@@ -74,7 +74,7 @@ def at_notice(url: str) -> str:
     writer.across = Across(link, lambda *_: None)
     writer.across.at = url
     safety = Safety(cast(SnapshotWriter, writer))
-    return safety.bring(Deadline.of(None, 600.0), Plan(take=True, url=None, expected_s=None), lambda: False)
+    return safety.bring(Deadline.of(None, 600.0), DeadlinePlan(take=True, url=None, expected_s=None), lambda: False)
 
 
 def test_what_only_a_lost_memory_node_had_is_not_called_safe() -> None:

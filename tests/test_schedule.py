@@ -10,8 +10,7 @@ import pytest
 from lightning_spot.errors import SettingsError
 from lightning_spot.staging.modes import MODES, Drift, Mode, ModeTrial, check_partitions
 from lightning_spot.staging.partitions import LEAST_BYTES
-from lightning_spot.staging.profile import START, HostClock, Kind, Point, Profiler
-from lightning_spot.staging.schedule import Schedule, Timetable
+from lightning_spot.staging.schedule import START, HostClock, PlaceKind, Point, Profiler, Schedule, Timetable
 
 MIB = LEAST_BYTES
 GRADIENTS = [30 * MIB, 10 * MIB, 30 * MIB, 2 * MIB]  # of parameters 0 to 3; ready from the last to the first
@@ -120,7 +119,7 @@ def test_a_window_in_which_all_processors_work_gets_nothing() -> None:
     plan = training.iteration(snapshot=True)
     assert plan is not None
     places = training.schedule._profile.places  # type: ignore[union-attr]
-    assert places[Point(0, Kind.FORWARD)] not in [part.point for part in plan.partitions]
+    assert places[Point(0, PlaceKind.FORWARD)] not in [part.point for part in plan.partitions]
 
 
 def test_backward_lets_each_bucket_go_with_its_gradients() -> None:
@@ -132,7 +131,7 @@ def test_backward_lets_each_bucket_go_with_its_gradients() -> None:
     assert [[span.piece for span in part.spans] for part in plan.partitions] == [[3], [2], [0, 1]]
     places = training.schedule._profile.places  # type: ignore[union-attr]
     assert [part.point for part in plan.partitions] == [
-        places[Point(0, Kind.GRADIENT, gradient)] for gradient in (3, 2, 0)
+        places[Point(0, PlaceKind.GRADIENT, gradient)] for gradient in (3, 2, 0)
     ]
     assert training.job.places[-1] >= plan.partitions[-1].point
 
@@ -143,7 +142,7 @@ def test_over_all_micro_batches() -> None:
     assert plan is not None
     places = training.schedule._profile.places  # type: ignore[union-attr]
     assert [part.point for part in plan.partitions] == [
-        places[Point(batch, Kind.GRADIENT, gradient)] for batch, gradient in ((0, 3), (1, 2), (2, 0))
+        places[Point(batch, PlaceKind.GRADIENT, gradient)] for batch, gradient in ((0, 3), (1, 2), (2, 0))
     ]
     asymmetric = Training("asymmetric", batches=3).profiled()
     plan = asymmetric.iteration(snapshot=True)
@@ -344,13 +343,13 @@ def test_a_point_that_few_iterations_reach_is_no_place() -> None:
     for number in range(5):
         profiler.begin()
         now_s += 1.0
-        profiler.reached(Point(0, Kind.FORWARD))
+        profiler.reached(Point(0, PlaceKind.FORWARD))
         if number == 0:
-            profiler.reached(Point(0, Kind.GRADIENT, 7))
+            profiler.reached(Point(0, PlaceKind.GRADIENT, 7))
         now_s += 1.0
         profiler.stepping()
     profile = profiler.profile()
-    assert list(profile.places) == [START, Point(0, Kind.FORWARD)]
+    assert list(profile.places) == [START, Point(0, PlaceKind.FORWARD)]
     assert profile.length_s == 2.0
 
 

@@ -238,7 +238,6 @@ class Tuned(Net):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
-@pytest.mark.skipif(pl.__version__ < "2.6", reason="Lightning 2.5 itself does not train to its end after a finder")
 def test_a_finder_that_keeps_nothing_does_not_undo_a_resume(tmp_path: Path) -> None:
     first: list[int] = []
 

@@ -18,15 +18,14 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch.torch_version import TorchVersion
 
 from lightning_spot.capture import ending
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.ending import Ending
+from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.capture.joining import Joining
-from lightning_spot.capture.ring_settings import RingSettings
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
-from lightning_spot.capture.split import Ranks
+from lightning_spot.capture.split import SharingRanks
 from lightning_spot.capture.tensors import by_storage, expected_nbytes
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
@@ -117,7 +116,7 @@ class Desk:
         if rank:
             return self.others[rank - 1].write(checkpoint, step=step, at=self.at, **how).done
         manifest = Manifest(run="run", run_id=RUN_ID, name=snapshot_name(step, 1), step=step, attempt=1, nbytes=0)
-        return self.first.begin(checkpoint, manifest, ranks=Ranks(4, {}, (2, 2), self.at), **how)
+        return self.first.begin(checkpoint, manifest, ranks=SharingRanks(4, {}, (2, 2), self.at), **how)
 
     def copied(self) -> None:
         """The tensors may change."""
@@ -378,14 +377,6 @@ def test_hosts_whose_parts_would_come_together_nowhere_are_refused(
     trainer = cast(Any, OnTwoHosts())
     with pytest.raises(SettingsError, match=rf"sharded over 2 hosts is saved at one place.*{way_on}"):
         InShards(trainer, Location.of("/nowhere", memory, None), ring).check()
-
-
-def test_a_torch_that_cannot_read_them_by_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each snapshot would fail."""
-    ring = RingSettings(slots=2, memory_bytes=2**20, idle_timeout_s=9.0, keep=1, strict=False)
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.8.0+cu128"))
-    with pytest.raises(SettingsError, match=r"with torch 2\.9 or later, and this is 2\.8\.0\+cu128: take a later one"):
-        InShards(cast(Any, OnTwoHosts()), Location.of("/nowhere", "auto", None), ring).check()
 
 
 def claim_at(root: Path, token: str) -> None:

@@ -16,13 +16,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lightning_spot.capture import contents, turns
+from lightning_spot.capture import contents
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.ending import LastState
+from lightning_spot.capture.following import Task
+from lightning_spot.capture.host_link import RingSettings, open_host
 from lightning_spot.capture.joining import Joining
-from lightning_spot.capture.ring_settings import RingSettings, open_host
 from lightning_spot.capture.split import Number
-from lightning_spot.capture.task import Task
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.starting import attach
 from lightning_spot.client.stores import open_store
@@ -250,7 +250,9 @@ def test_a_regular_snapshot_at_the_step_of_a_notice_is_compared_whole_on_every_r
     monkeypatch.setattr(contents, "CHECK_BYTES", 1)
     monkeypatch.setattr(contents, "_WHOLE_BYTES", 0)
     monkeypatch.setattr(contents, "_looks_alike", lambda _piece, _view: True)
-    monkeypatch.setattr(turns.Turns, "next", lambda _, among: among - 1)  # another share than the first number's
+    monkeypatch.setattr(
+        contents.ShareTurns, "next", lambda _, among: among - 1
+    )  # another share than the first number's
     frozen = lambda holder, _state: [one for one in holder._module.parameters() if not one.requires_grad]  # noqa: E731
     monkeypatch.setattr(Dtensors, "frozen", frozen)
     ranks = make(memory)

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from lightning_spot.capture.attempt import Attempt
+from lightning_spot.capture.contents import SlotViews
+from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.capture.joining import Joining
-from lightning_spot.capture.ring_settings import RingSettings
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
 from lightning_spot.capture.tensors import Owned, by_storage
-from lightning_spot.capture.views import SlotViews
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
@@ -32,7 +32,6 @@ from lightning_spot.errors import (
     SettingsError,
     ShareMissing,
     SpotError,
-    TornSnapshot,
 )
 from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.resumable import Outline
@@ -48,7 +47,7 @@ from lightning_spot.sharded.consolidate import read_folder
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.staging.batch import NEVER
 from lightning_spot.staging.copier import Copier
-from lightning_spot.staging.job import CopyJob
+from lightning_spot.staging.copy_job import CopyJob
 from lightning_spot.staging.schedule import Schedule, Timetable
 from tests.conftest import until
 from tests.fake_device import StreamOfEachThread
@@ -383,18 +382,6 @@ def test_a_part_that_training_could_not_wait_for_is_not_written(desk: Desk, monk
     with pytest.raises(ShareMissing):
         done.result(60.0)
     assert desk.take(3).step == 3
-
-
-def test_the_first_write_past_the_counts_drops_the_snapshot_also_before_the_slot_is_there(desk: Desk) -> None:
-    desk.kept, part = [], rows(desk.weights, 2)
-    other = desk.begin(1, 1, part=part)
-    desk.weights.numpy()[:] *= 2.0
-    done = desk.begin(0, 1, part=part)
-    desk.copied()
-    with pytest.raises(TornSnapshot):
-        other.result(60.0)
-    with pytest.raises(ShareMissing):
-        done.result(60.0)
 
 
 def test_other_ranks_hear_at_once_that_rank_0_is_fenced(desk: Desk) -> None:

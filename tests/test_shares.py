@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import pytest
 
 from lightning_spot.capture.host_link import HostLink
-from lightning_spot.capture.leases import Leases
+from lightning_spot.capture.slot_pool import Leases
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.errors import Fenced, NodeUnreachable, RingFull, SettingsError, ShareMissing, SnapshotNotFound

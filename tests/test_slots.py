@@ -13,8 +13,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lightning_spot.capture import leases, warming
-from lightning_spot.capture.leases import Leases
+from lightning_spot.capture import slot_pool
+from lightning_spot.capture.slot_pool import Leases
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
@@ -198,7 +198,7 @@ def test_the_writer_has_slots_made_one_after_the_other(desk: Desk) -> None:
 
 def test_who_waits_takes_one_that_is_clean_before_another_is_made(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waited until that was made, which takes a minute for a state of tens of GB, however soon one was clean."""
-    monkeypatch.setattr(warming, "LEAST_BYTES", 1000)
+    monkeypatch.setattr(slot_pool, "LEAST_BYTES", 1000)
     desk.writer.warm(700_000)
     idle(desk)
     lease, asked, go_on = desk.host.lease, threading.Event(), threading.Event()
@@ -229,7 +229,7 @@ def test_a_state_that_goes_on_growing_is_not_skipped_each_time(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, made_by: list[threading.Thread], least: int
 ) -> None:
     """As with a metric that keeps all it has seen: each slot that was made in the background was too small again."""
-    monkeypatch.setattr(warming, "LEAST_BYTES", least)
+    monkeypatch.setattr(slot_pool, "LEAST_BYTES", least)
     desk.writer.warm(700_000)
     skipped = []
     for step in range(1, 6):
@@ -245,7 +245,7 @@ def test_a_state_that_goes_on_growing_is_not_skipped_each_time(
 @LARGE
 def test_a_state_that_has_grown_once_has_superseded_ones_replaced(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
     """All slots held snapshots, too small ones: the second was made anew only when one had been skipped for it."""
-    monkeypatch.setattr(warming, "LEAST_BYTES", least)
+    monkeypatch.setattr(slot_pool, "LEAST_BYTES", least)
     host = InProcessHost(slots=2, memory_bytes=2**28, open_store=lambda url: pytest.fail(url))
     host.open_run(named_run("run"))
     writer = SnapshotWriter(host)
@@ -404,7 +404,7 @@ def test_who_waits_for_a_slot_waits_for_its_memory_to_be_made(
     host: Any = SimpleNamespace(lease=lease, max_stall_s=5.0)
     link: Any = SimpleNamespace(host=host, lose=lambda *_: None)
     clock = iter([0.0, 0.0, 0.0, *[wait_s] * 9])
-    monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(slot_pool, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     with pytest.raises(RingFull):
         Leases(link, lambda _lease: None, lambda _full, _left_s: None).take(host, 10**10, wait_s)
     assert asked == [pytest.approx(longest_s, abs=3)]
@@ -449,7 +449,7 @@ def test_who_waits_long_for_a_slot_says_what_for(
 
     desk.writer.warm(700_000)
     assert desk.writer._maker.wait(30)
-    monkeypatch.setattr(leases, "SAY_S", 0.0)
+    monkeypatch.setattr(slot_pool, "SAY_S", 0.0)
     monkeypatch.setattr(desk.host, "lease", full)
     monkeypatch.setattr(desk.host, "tiers", lambda: {"s3://b/run": TierHealth(error="access denied")})
     desk.writer.begin(desk.checkpoint(), manifest_of(1, run_id=""), wait_s=600.0).result(30)

@@ -9,16 +9,11 @@ import pytest
 import torch
 
 from lightning_spot.staging import batch as batch_module
-from lightning_spot.staging.batch import SlotView, batches_of
-from lightning_spot.staging.spans import SlotSpan
-from tests.conftest import compiled
+from lightning_spot.staging.batch import SlotSpan, SlotView, batches_of
 
 
 @pytest.mark.parametrize("sizes", [(), (1,), (64,), (64, 64, 0, 64), (63, 1, 64), (1000,), (1, 200, 3, 128, 5)])
-@pytest.mark.parametrize("past_caches", [False, pytest.param(True, marks=compiled)], ids=["", "past the caches"])
-def test_batches_end_where_they_are_full(
-    sizes: tuple[int, ...], past_caches: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_end_where_they_are_full(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """A third of what is left each, and 64 bytes at least; the last may have less."""
     monkeypatch.setattr(batch_module, "_LEAST_BATCH_BYTES", 64)
     slot = SlotView(mmap.mmap(-1, 4096))
@@ -28,7 +23,7 @@ def test_batches_end_where_they_are_full(
         SlotSpan(source.untyped_storage(), start, start, nbytes) for start, nbytes in zip(starts, sizes, strict=False)
     ]
     left, filled = sum(sizes), 0
-    for number, batch in enumerate(batches_of(spans, slot, 0, 0.0, 0.0, past_caches)):
+    for number, batch in enumerate(batches_of(spans, slot, 0, 0.0, 0.0)):
         full = max(left // 3, 64)
         before = slot.tensor.clone()
         (batch.helping if number % 2 else batch.at_once)()

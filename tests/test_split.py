@@ -19,9 +19,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 from lightning_spot.capture import following
-from lightning_spot.capture.outgrown import outgrown
+from lightning_spot.capture.saying import outgrown
 from lightning_spot.capture.share import ShareWriter
-from lightning_spot.capture.split import ALIKE, BY_ONE_RANK, Divider, Number, Ranks, Split, held_by, sample
+from lightning_spot.capture.split import ALIKE, BY_ONE_RANK, Divider, Number, SharingRanks, Split, held_by, sample
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import starting
@@ -56,7 +56,7 @@ def test_every_byte_is_written_by_one_rank_and_shares_are_equal(shares: int, buf
     owned, rooms = by_storage(weights), Rooms()
     rooms.put(1, packed({"a": 1}))
     layout = lay_out({"w": weights, "b": buffer, "r": list(rooms.known.values())})
-    split = Split.of(layout, owned, {}, Ranks(shares, rooms.known if shares > 1 else {}))
+    split = Split.of(layout, owned, {}, SharingRanks(shares, rooms.known if shares > 1 else {}))
     assert Split.from_json(split.to_json()) == split
     mine = split.left_to_rank_0(layout)
     image = bytearray(layout.nbytes)
@@ -80,7 +80,7 @@ def test_a_state_that_only_torch_can_write_is_not_divided() -> None:
     rooms = Rooms()
     rooms.put(1, b"x")
     with pytest.raises(ShareMissing, match=r"plain torch\.save"):
-        Divider().divide(lay_out_plain({"r": rooms.known}), snapshot_name(1, 1), {}, {}, Ranks(2, rooms.known))
+        Divider().divide(lay_out_plain({"r": rooms.known}), snapshot_name(1, 1), {}, {}, SharingRanks(2, rooms.known))
 
 
 def test_the_first_difference_between_two_ranks_is_named() -> None:
@@ -184,7 +184,7 @@ class Desk:
         first, rooms = self.ranks[0], self.rooms.known
         checkpoint = {"w": first.weights, "b": torch.zeros(9), "ranks": [first.state, *rooms.values()]}
         manifest = Manifest(run="run", run_id=RUN_ID, name=name, step=step, attempt=1, nbytes=0)
-        ranks = Ranks(len(self.ranks), rooms)
+        ranks = SharingRanks(len(self.ranks), rooms)
         return self.writer.begin(checkpoint, manifest, owned=by_storage(first.weights), wait_s=30.0, ranks=ranks)
 
     def copied(self) -> None:
@@ -303,29 +303,6 @@ def test_a_tensor_of_another_rank_that_changes_meanwhile_drops_the_snapshot(desk
     desk.begin_shares(3)
     weight.add_(1.0)  # from now on it is copied before training goes on
     assert torch.equal(desk.saved(desk.begin_first(3).result(LAST_S))["w"][-1], before)
-
-
-@pytest.mark.parametrize("before", [0, 1], ids=["the first snapshot", "a later one"])
-def test_the_first_write_past_the_counts_on_another_rank_drops_the_snapshot(desk: Desk, before: int) -> None:
-    """It comes before the slot does, and so before the copy begins."""
-    for step in range(1, before + 1):
-        desk.begin(step).result(LAST_S)
-    step = before + 1
-    desk.begin_shares(step)
-    for weight in desk.ranks[2].weights:
-        weight.numpy()[:] *= 2.0
-    done = desk.begin_first(step)
-    desk.copied()
-    with pytest.raises(ShareMissing, match=r"rank 2: [0-9]+ tensors changed between two optimizer steps"):
-        done.result(LAST_S)
-    for weight in desk.ranks[2].weights:
-        weight.numpy()[:] /= 2.0
-    desk.begin_shares(step + 1)
-    wanted = [weight.clone() for weight in desk.ranks[2].weights]
-    for weight in desk.ranks[2].weights:
-        weight.numpy()[:] *= 2.0
-    saved = desk.saved(desk.begin_first(step + 1).result(LAST_S))  # now they were copied before training went on
-    assert all(torch.equal(*pair) for pair in zip(saved["w"], wanted, strict=True))
 
 
 @pytest.mark.parametrize("desk", [2], indirect=True)
@@ -716,7 +693,7 @@ def test_every_byte_is_brought_by_one_host(hosts: tuple[int, ...]) -> None:
         rooms.put(share, packed({"rank": share}))
     layout = lay_out({"w": weights, "b": torch.zeros(50_000), "r": list(rooms.known.values())})
     divider = Divider()
-    ranks = Ranks(shares, rooms.known, hosts, "spot://a:7070/run")
+    ranks = SharingRanks(shares, rooms.known, hosts, "spot://a:7070/run")
     shared, mine, _ = divider.divide(layout, snapshot_name(1, 1), by_storage(weights), {}, ranks)
     assert shared is not None
     assert (shared.shares, shared.at) == (hosts[0], "spot://a:7070/run")
@@ -770,7 +747,7 @@ def test_storages_at_one_address_are_both_written() -> None:
     array = torch.rand(20_000).numpy()
     weight, alias = torch.from_numpy(array), torch.from_numpy(array)
     layout, owned = lay_out({"w": weight, "b": alias}), by_storage([weight])
-    split = Split.of(layout, owned, {}, Ranks(4, {}))
+    split = Split.of(layout, owned, {}, SharingRanks(4, {}))
     written = sum(piece.nbytes for piece in split.left_to_rank_0(layout).pieces)
     written += sum(nbytes for share in (1, 2, 3) for _, _, nbytes in split.share(share))
     assert written == sum(piece.nbytes for piece in layout.pieces) == 2 * array.nbytes

@@ -17,7 +17,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lightning_spot import COCI, ConvergenceAware, EverySeconds, OverheadBudget, RemoteSnapshot, YoungDaly
-from lightning_spot.capture.safety import paces_of
+from lightning_spot.capture.ending import paces_of
 from lightning_spot.cli import main
 from lightning_spot.errors import SettingsError
 from lightning_spot.interval.adaptive import Adaptive, young_daly_s
@@ -26,7 +26,7 @@ from lightning_spot.memory.health import TierHealth
 from lightning_spot.simulation.closed_form import FailureClass, expected_total_s, lost_s, overhead
 from lightning_spot.simulation.engine import Outcome, simulate
 from lightning_spot.simulation.failures import Event, Exponential, Failures, Fleet, Mixed, Weibull
-from lightning_spot.simulation.job import Job, Tier, chain
+from lightning_spot.simulation.job import SimulatedJob, Tier, chain
 from tests.conftest import RunningNode
 from tests.models import Net, data, trainer
 
@@ -153,7 +153,7 @@ class Pause(pl.Callback):
 )
 def test_one_tier(interval_s: float, stall_s: float, drain_s: float, mtbf_s: float) -> None:
     count = int(5 * DAY_S / interval_s)
-    job = Job(
+    job = SimulatedJob(
         work_s=count * interval_s,
         stall_s=stall_s,
         tiers=(Tier(name="durable", drain_s=drain_s),),
@@ -182,7 +182,7 @@ def test_several_classes_of_failures(
 ) -> None:
     interval_s, stall_s = 82.0, 1.0
     count = int(5 * DAY_S / interval_s)
-    job = Job(
+    job = SimulatedJob(
         work_s=count * interval_s, stall_s=stall_s, tiers=tiers(node_s, durable_s), restore_s=60.0, restart_s=600.0
     )
     failures = Mixed(Fleet(Exponential(3600.0)), process_mtbf_s, node_mtbf_s, 620.0)
@@ -200,7 +200,7 @@ def test_several_classes_of_failures(
 @pytest.mark.parametrize(("period_s", "drain_s"), [(100.0, 0.0), (100.0, 40.0), (100.0, 137.0), (20.0, 333.0)])
 def test_what_a_failure_takes_to_first_order(period_s: float, drain_s: float) -> None:
     count = int(30 * DAY_S / period_s)
-    job = Job(work_s=count * period_s, stall_s=0.0, tiers=(Tier(name="durable", drain_s=drain_s),))
+    job = SimulatedJob(work_s=count * period_s, stall_s=0.0, tiers=(Tier(name="durable", drain_s=drain_s),))
     outcome = simulate(job, evenly(job.work_s, count), Fleet(Exponential(DAY_S)), runs=2000)
     assert outcome.lost_s.sum() / outcome.failures.sum() == pytest.approx(lost_s(period_s, drain_s), rel=0.02)
 
@@ -220,13 +220,13 @@ class Listed:
             yield np.full(runs, up_s), np.full(runs, int(kind))
 
 
-def lost_by(job: Job, taken: Any, *listed: tuple[float, Failure]) -> float:
+def lost_by(job: SimulatedJob, taken: Any, *listed: tuple[float, Failure]) -> float:
     return float(simulate(job, taken, Listed(listed), runs=1).lost_s[0])
 
 
 def test_a_failure_goes_back_to_the_nearest_tier_that_outlives_it() -> None:
     """Snapshots each 10 s; a memory node takes 15 s for one, a bucket 40 s, both the newest when they are free."""
-    job = Job(work_s=1000.0, stall_s=0.0, tiers=tiers(15.0, 40.0))
+    job = SimulatedJob(work_s=1000.0, stall_s=0.0, tiers=tiers(15.0, 40.0))
     taken = np.arange(10.0, 1000.0, 10.0)
     assert lost_by(job, taken, (99.0, Failure.PROCESS)) == 9  # 90 is in memory
     assert lost_by(job, taken, (99.0, Failure.MACHINE)) == 29  # begun at 10, 25, 40, 55, 70: that one is there since 85
@@ -242,7 +242,7 @@ def test_tiers_catch_up_while_machines_come_back() -> None:
     """The second failure takes host and node, at once after the first one: what the bucket has got meanwhile counts."""
     taken = np.arange(10.0, 1000.0, 10.0)
     twice = ((99.0, Failure.MACHINE), (1.0, Failure.NODE))
-    job = Job(work_s=1000.0, stall_s=0.0, tiers=tiers(15.0, 40.0), restart_s=60.0)
+    job = SimulatedJob(work_s=1000.0, stall_s=0.0, tiers=tiers(15.0, 40.0), restart_s=60.0)
     assert lost_by(job, taken, *twice) == 29  # the node's snapshot at 70 became durable in those 60 s
     assert lost_by(replace(job, restart_s=30.0), taken, *twice) == 89  # and not in 30 s
 
@@ -263,7 +263,7 @@ def test_another_tier_never_makes_a_failure_take_more(
         return Tier(name=f"{survives.name} {drain_s}", drain_s=drain_s, survives=survives)
 
     least = tier(700.0, Failure.NODE)
-    few = Job(work_s=3000.0, tiers=(*(tier(*one) for one in drains), least))
+    few = SimulatedJob(work_s=3000.0, tiers=(*(tier(*one) for one in drains), least))
     more = replace(few, tiers=(tier(*extra), *few.tiers))
     taken = np.arange(gap_s, 3000.0, gap_s)
     assert lost_by(more, taken, (at_s, kind)) <= lost_by(few, taken, (at_s, kind))
@@ -286,7 +286,7 @@ def test_a_memory_node_never_makes_a_failure_take_more_at_the_pace_it_allows(
 
     def lost(found: tuple[Tier, ...]) -> float:
         policy = YoungDaly()
-        policy.learn(Job(work_s=1.0, stall_s=stall_s, tiers=found).costs(mtbf_s))
+        policy.learn(SimulatedJob(work_s=1.0, stall_s=stall_s, tiers=found).costs(mtbf_s))
         period_s = policy.interval_s(0)
         nearest = {kind: next(tier for tier in found if tier.survives >= kind) for kind in Failure}
         return sum(
@@ -302,7 +302,7 @@ def test_where_snapshots_come_unevenly_a_tier_is_close_to_what_it_would_be(
 ) -> None:
     """Against a simulation of every transfer: at most one transfer apart, and never ahead of what is in memory."""
     taken = np.cumsum(gaps)
-    job = Job(work_s=float(taken[-1]) + 1000.0, stall_s=0.0, tiers=(Tier(name="durable", drain_s=drain_s),))
+    job = SimulatedJob(work_s=float(taken[-1]) + 1000.0, stall_s=0.0, tiers=(Tier(name="durable", drain_s=drain_s),))
     work_s = min(at_s, job.work_s - 1.0)
     kept_s = work_s - lost_by(job, taken, (work_s, Failure.MACHINE))
     at_best = [place for place in (0.0, *taken) if place + drain_s <= work_s or place == 0.0]
@@ -361,7 +361,7 @@ def test_bad_mixes(wrong: dict[str, float]) -> None:
 
 def test_a_job_needs_a_tier_that_outlives_everything() -> None:
     with pytest.raises(SettingsError, match="durable"):
-        Job(work_s=1.0, tiers=(Tier(name="node", survives=Failure.MACHINE),))
+        SimulatedJob(work_s=1.0, tiers=(Tier(name="node", survives=Failure.MACHINE),))
     with pytest.raises(SettingsError, match="drain_s"):
         Tier(name="durable", drain_s=-1.0)
 
@@ -391,7 +391,7 @@ def test_a_memory_node_makes_snapshots_several_times_as_frequent(capsys: pytest.
 
 
 def test_results_of_a_run_without_failures() -> None:
-    outcome: Outcome = simulate(Job(work_s=100.0), np.array([50.0]), Listed(()), runs=2)
+    outcome: Outcome = simulate(SimulatedJob(work_s=100.0), np.array([50.0]), Listed(()), runs=2)
     assert outcome.total_s.tolist() == [101.0, 101.0]
     assert outcome.tiers[0].resumed == 0
     assert young_daly_s(1.0, 7200.0) > 0

@@ -21,9 +21,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_spot import EverySteps, RemoteSnapshot, SpotCheckpoint
-from lightning_spot.capture import contents, leases
+from lightning_spot.capture import contents, slot_pool
+from lightning_spot.capture.contents import CHECK_EVERY, ShareTurns, Unchecked, share_of
 from lightning_spot.capture.tensors import by_storage, storage_address
-from lightning_spot.capture.turns import CHECK_EVERY, Turns, Unchecked, share_of
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import TornSnapshot
 from lightning_spot.image.manifest import snapshot_name
@@ -271,30 +271,9 @@ def test_parameters_may_be_swapped(desk: FrozenDesk) -> None:
     assert desk.take(7) > 2 * WEIGHT
 
 
-def test_writes_past_the_counts_in_mid_copy_are_seen(desk: FrozenDesk) -> None:
-    """As optimizers do that step in the hooks of gradients, or look ahead, by ``tensor.data``."""
-    for step_ in range(6, 9):
-        with torch.no_grad():
-            torch._foreach_add_(desk.weights, 1.0)
-        gate = threading.Event()
-        hold(desk, gate)
-        wanted = [weight.detach().clone() for weight in desk.weights]
-        done = desk.begin(step_, desk.checkpoint())
-        for weight in desk.weights[1:3]:
-            weight.data.mul_(2)
-        desk.writer.copied()
-        gate.set()
-        if step_ == 6:
-            with pytest.raises(TornSnapshot, match="2 tensors"):
-                done.result(30)
-        else:  # these are copied at once by now
-            done.result(30)
-            assert same(desk.saved(step_), wanted, desk.buffer)
-
-
 @pytest.mark.parametrize("among", [1, 2, 3, 6, CHECK_EVERY])
 def test_every_share_has_its_turn_in_every_slot(among: int) -> None:
-    turns = Turns()
+    turns = ShareTurns()
     shares = [turns.next(among) for _ in range(300 * among)]
     for start in range(0, len(shares), among):
         assert set(shares[start : start + among]) == set(range(among))
@@ -322,7 +301,7 @@ def test_what_ctrl_c_keeps_from_being_compared_is_compared_later(monkeypatch: py
     storage = torch.zeros(1000).untyped_storage()
     piece: Any = SimpleNamespace(named=Named(1, storage), storage=storage, nbytes=storage.nbytes())
     owner: Any = SimpleNamespace(is_still=lambda *_: True)
-    plan = contents.Plan([], [], {}, unchecked=[Unchecked(piece, (), owner, (), 0, piece.nbytes)])
+    plan = contents.CopyPlan([], [], {}, unchecked=[Unchecked(piece, (), owner, (), 0, piece.nbytes)])
     outcomes: list[Any] = [KeyboardInterrupt, False]
 
     def compared(*_: Any) -> bool:
@@ -349,11 +328,11 @@ def test_a_slot_that_was_leased_ahead_in_vain_still_holds_what_it_held(
     desk: FrozenDesk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where snapshots come a second apart: the next one would copy, and seal, all of a frozen model anew."""
-    monkeypatch.setattr(leases, "AHEAD_S", 600.0)
+    monkeypatch.setattr(slot_pool, "AHEAD_S", 600.0)
     desk.take(6)
     until(lambda: desk.writer._leases.is_ahead, "a slot leased ahead")
     desk.writer._leases.give_back()
-    monkeypatch.setattr(leases, "AHEAD_S", 0.0)
+    monkeypatch.setattr(slot_pool, "AHEAD_S", 0.0)
     assert [desk.take(step_) < SMALL for step_ in range(7, 12)] == [True] * 5
 
 
@@ -447,7 +426,7 @@ def last_of(
     There are two slots, each filled before: one that is made late holds nothing to compare, and is filled anew.
     """
     monkeypatch.setattr(contents, "CHECK_BYTES", 1)
-    monkeypatch.setattr(Turns, "next", lambda _, among: among - 1)  # another share than that number's
+    monkeypatch.setattr(ShareTurns, "next", lambda _, among: among - 1)  # another share than that number's
     monkeypatch.setattr(contents, "_looks_alike", lambda _piece, _view: True)
     usual: dict[str, Any] = {"interval": EverySteps(1), "on_full": "wait", "slots": 2, "notices": "signal"}
     spot = SpotCheckpoint(str(tmp_path / "run"), **usual, grace_s=60.0)

@@ -14,7 +14,7 @@ import torch
 
 from lightning_spot import SpotCheckpoint
 from lightning_spot.capture.attempt import Attempt
-from lightning_spot.capture.ring_settings import RingSettings
+from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import SettingsError
 from lightning_spot.image import delta, packing

@@ -13,13 +13,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lightning_spot.capture import across, following, leases
-from lightning_spot.capture.following import Follower
+from lightning_spot.capture import across, following, slot_pool
+from lightning_spot.capture.copying import Pending
+from lightning_spot.capture.following import Follower, Task
 from lightning_spot.capture.host_link import HostLink
-from lightning_spot.capture.pending import Pending
 from lightning_spot.capture.saying import SayOnce, SayWhyNot
 from lightning_spot.capture.split import Number
-from lightning_spot.capture.task import Task
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
@@ -201,7 +200,7 @@ def test_warm_slots_are_all_there(desk: Desk) -> None:
 
 
 def test_while_snapshots_follow_closely_none_asks_the_ring(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "AHEAD_S", 30.0)
+    monkeypatch.setattr(slot_pool, "AHEAD_S", 30.0)
     for step in range(2):
         desk.begin(step, desk.checkpoint()).result(30)
     until(lambda: desk.writer._leases.is_ahead, "a slot leased ahead")
@@ -229,7 +228,7 @@ def test_the_slot_of_a_snapshot_that_is_known_to_come_is_leased_meanwhile(
     asked: list[threading.Thread] = []
     lease = desk.host.lease
     monkeypatch.setattr(desk.host, "lease", lambda *a, **m: asked.append(threading.current_thread()) or lease(*a, **m))
-    monkeypatch.setattr(leases, "AHEAD_S", 30.0)
+    monkeypatch.setattr(slot_pool, "AHEAD_S", 30.0)
     desk.writer.next_comes()  # how large the first one is, is not known
     desk.begin(0, desk.checkpoint()).result(30)
     assert asked == [threading.current_thread()]
@@ -239,7 +238,7 @@ def test_the_slot_of_a_snapshot_that_is_known_to_come_is_leased_meanwhile(
     assert same(desk.saved(1), desk.weights, desk.buffer)
     assert threading.current_thread() not in asked[1:]
     desk.writer.settle(30)
-    monkeypatch.setattr(leases, "AHEAD_S", 0.5)
+    monkeypatch.setattr(slot_pool, "AHEAD_S", 0.5)
     until(lambda: not desk.writer._leases.is_ahead, "none leased ahead")
     given_back: list[Any] = []
     abort = desk.host.abort

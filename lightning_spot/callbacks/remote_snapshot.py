@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_spot.callbacks.part import Part, move_to_the_end
-from lightning_spot.capture.ring_settings import RingSettings
+from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.config import (
     DEVICE_BUFFER,
     FLUSH_TIMEOUT_S,

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable
 from concurrent import futures
 
+from lightning_spot.capture.copying import Pending
 from lightning_spot.capture.host_link import HostLink
-from lightning_spot.capture.leases import give_back
-from lightning_spot.capture.pending import Pending
 from lightning_spot.capture.saying import SAY_S
+from lightning_spot.capture.slot_pool import give_back
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import RingFull, SpotError
 from lightning_spot.memory.host import Host
@@ -98,7 +98,7 @@ class Across:
             if wait_s > SAY_S and not before.done.done():
                 self._waits(full, wait_s - SAY_S)
             before.done.result(timeout=max(0.0, wait_s - SAY_S))
-        except futures.TimeoutError:
+        except TimeoutError:
             self._last = before
             raise full from None
         except SpotError as error:

@@ -9,20 +9,20 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from lightning_spot.capture.ending import Ending, LastState
-from lightning_spot.capture.host_link import leave, within
+import torch
+
+from lightning_spot._version import __version__
+from lightning_spot.capture.ending import Ending, LastState, Safety
+from lightning_spot.capture.host_link import RingSettings, leave, open_host, within
 from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.past_memory import PastMemory
-from lightning_spot.capture.pausing import Failures
-from lightning_spot.capture.ring_settings import RingSettings, open_host
-from lightning_spot.capture.safety import Safety
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
-from lightning_spot.capture.split import Ranks
+from lightning_spot.capture.split import SharingRanks
 from lightning_spot.capture.tensors import expected_nbytes, tensors_in
-from lightning_spot.capture.unforeseen import failure_of
-from lightning_spot.capture.versions import versions
+from lightning_spot.capture.unforeseen import UnforeseenFailures, failure_of
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import (
     Fenced,
@@ -47,6 +47,18 @@ from lightning_spot.staging.schedule import Schedule
 logger = logging.getLogger(__name__)
 
 _UNFORESEEN = (NodeFailed, SnapshotFailed)
+
+
+@functools.cache  # read from files, and the training thread asks
+def versions() -> dict[str, str]:
+    """Of what writes a snapshot: this package, torch and Lightning."""
+    present = {"lightning_spot": __version__, "torch": str(torch.__version__)}
+    for name in ("lightning", "pytorch-lightning"):  # the same by two names, and one may be there alone
+        try:
+            return {"lightning": version(name), **present}
+        except PackageNotFoundError:
+            continue
+    return present
 
 
 class Attempt:
@@ -86,7 +98,7 @@ class Attempt:
         self.lineage = new_id()
         self.where = ""
         self.skipped = 0
-        self.failures = Failures()
+        self.failures = UnforeseenFailures()
         self._settings = settings
         self._last: LastState | None = None
         self._ended = False
@@ -161,7 +173,7 @@ class Attempt:
         world_size: int,
         complete: bool = False,
         wait_s: float,
-        ranks: Ranks | None = None,
+        ranks: SharingRanks | None = None,
         followed: bool = False,
     ) -> None:
         """Begin a snapshot. What keeps it from being taken is said once, or raised with ``strict``.
@@ -249,7 +261,7 @@ class Attempt:
         self.writer.decline(snapshot_name(step, self.number, complete=complete), why, at)
 
     def _not_begun(
-        self, checkpoint: dict[str, Any] | None, manifest: Manifest | None, error: SpotError, ranks: Ranks | None
+        self, checkpoint: dict[str, Any] | None, manifest: Manifest | None, error: SpotError, ranks: SharingRanks | None
     ) -> None:
         """Say why there is no snapshot, and find another way for it where there is one.
 
@@ -285,7 +297,7 @@ class Attempt:
             # That the node is lost was said when it was.
             self._complain(type(error).__name__, error, was_said=self.writer.link.is_loss(error))
 
-    def _has_all(self, name: str, ranks: Ranks | None) -> bool:
+    def _has_all(self, name: str, ranks: SharingRanks | None) -> bool:
         """Whether all of a checkpoint is here; what other ranks send is waited for, and put into its rooms."""
         if ranks is None:
             return True

@@ -3,45 +3,109 @@
 Torch counts the writes to a tensor, but not those that go past it (``tensor.data``, some kernels). So only parameters
 and states of optimizers are left out, whose writes are counted as a rule, and their bytes are looked at: some of each
 as the snapshot begins, and before it is committed all of them, or, above :data:`CHECK_BYTES`, a share of them such
-that each byte has its turn within :data:`CHECK_EVERY` snapshots. Of what lies on GPUs, see :mod:`.on_gpus`.
+that each byte has its turn within :data:`CHECK_EVERY` snapshots. What lies on a GPU is copied each time: fused kernels,
+compiled steps and the replays of CUDA graphs write there without torch's counting it.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import itertools
+import mmap
 import operator
+import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
-from lightning_spot.capture.looks import NOTHING, NoLooks
-from lightning_spot.capture.on_gpus import OnGpus, may_leave_out
-from lightning_spot.capture.owners import Mark, Owner, Owners
-from lightning_spot.capture.turns import CHECK_BYTES, CHECK_EVERY, Turns, Unchecked, dice, same_bytes, share_of
+from lightning_spot.capture.owners import Mark, Owners, StorageOwner
 from lightning_spot.image.layout import Entry, Layout
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece, nbytes_of
 from lightning_spot.image.written import Ranges, in_order
-from lightning_spot.staging.batch import SlotView
-from lightning_spot.staging.spans import address_in
+from lightning_spot.memory.host import Host, Lease
+from lightning_spot.staging.batch import SlotView, address_in
+from lightning_spot.staging.copier import Copier
+
+CHECK_BYTES = 64 * 1024 * 1024
+"""How much is compared for each snapshot (some 5 ms in the background), of which nothing is left to be found later."""
+
+CHECK_EVERY = 10
+"""Every byte that is not copied again is compared with the tensor once in so many snapshots, if not each time."""
+
+dice = random.Random()
+"""Draws what is looked at; training's own generator is left alone."""
+
+_memcmp = ctypes.CDLL(None).memcmp  # lets go of the GIL
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 _LEAST_BYTES = 1024  # below, comparing costs as much as copying
 _WHOLE_BYTES = 64 * 1024  # up to here all of a storage is compared each time
 _SPOTS = 4
 _SPOT_BYTES = 64
-
 PAST_COUNTS = (
     "%d tensors were written to past torch's count of writes (tensor.data, or code of your own); the last %d snapshots"
     " may hold what they were before. From now on these are copied each time, and at once"
 )
-
 _PLACED = 3  # of a mark, what says where something lies
 
 
+def same_bytes(first: int, other: int, nbytes: int) -> bool:
+    """Whether so many bytes at two addresses are the same."""
+    return not _memcmp(first, other, nbytes)
+
+
+class Unchecked(NamedTuple):
+    """A piece that its slot holds already, as far as the counts of its storage's owners tell.
+
+    Attributes:
+        start: first byte of it that is compared this time.
+        stop: behind the last one.
+    """
+
+    piece: Piece
+    tensors: Sequence[torch.Tensor]
+    owner: StorageOwner
+    mark: Mark
+    start: int
+    stop: int
+
+
+class ShareTurns:
+    """Which share is compared for a snapshot: each in its turn, in an order drawn anew each time around.
+
+    An old byte may lie in one slot only. With a fixed order, slots that are used one after the other might meet the
+    same share each time.
+    """
+
+    def __init__(self) -> None:
+        self._among = 0
+        self._left: list[int] = []
+
+    def next(self, among: int) -> int:
+        """The share, of so many."""
+        if not self._left or among != self._among:
+            self._among, self._left = among, dice.sample(range(among), among)
+        return self._left.pop()
+
+
+def share_of(unchecked: Iterable[Unchecked], start: int, nbytes: int) -> Iterator[Unchecked]:
+    """What lies in a range of all bytes, one piece behind the other: one may be larger than all others together."""
+    before = 0
+    for item in unchecked:
+        first, last = max(start - before, 0), min(start + nbytes - before, item.stop)
+        if first < last:
+            yield item._replace(start=first, stop=last)
+        before += item.stop
+
+
 @dataclass(frozen=True, slots=True)
-class Known:
+class SealedContent:
     """What a slot held when it was sealed.
 
     Attributes:
@@ -59,9 +123,9 @@ class Content:
     """What one slot holds, as far as the writer put it there; unknown from when it is leased until it is sealed."""
 
     def __init__(self) -> None:
-        self._known: Known | None = None
+        self._known: SealedContent | None = None
 
-    def take(self, held: str) -> Known | None:
+    def take(self, held: str) -> SealedContent | None:
         """What it holds, if nobody else has filled it since; from now on that is unknown.
 
         Args:
@@ -70,13 +134,13 @@ class Content:
         known, self._known = self._known, None
         return known if known is not None and known.upload == held else None
 
-    def sealed(self, known: Known) -> None:
+    def sealed(self, known: SealedContent) -> None:
         """Note what it holds now."""
         self._known = known
 
 
 @dataclass(slots=True)
-class Plan:
+class CopyPlan:
     """What is to be copied into a slot.
 
     Attributes:
@@ -86,10 +150,9 @@ class Plan:
         unchecked: pieces that are there, by the counts of their owners, and whose bytes are compared this time.
         found: of these, how many were compared and differ.
         looking: held by whoever compares them.
-        looks: at pieces on GPUs that are there, by the counts of their owners.
         at_once: addresses of storages that were written to past the counts before: nobody would see such a write after
             the snapshot has begun.
-        marks: see :class:`Known`.
+        marks: see :class:`SealedContent`.
     """
 
     frame: list[Entry]
@@ -101,7 +164,6 @@ class Plan:
     found: int = 0
     looking: threading.Lock = field(default_factory=threading.Lock)
     at_once: frozenset[int] = frozenset()
-    looks: NoLooks = NOTHING
 
     @property
     def nbytes(self) -> int:
@@ -112,25 +174,21 @@ class Plan:
 class Unchanged:
     """Finds what has not changed.
 
-    Args:
-        on_gpus: finds it on GPUs; ``None`` if all that lies there is copied each time.
-
     Attributes:
         distrusted: storages that were written to past the counts; they are always copied.
         checks_all: whether all that is left out is compared each time: no later snapshot would find a difference.
     """
 
-    def __init__(self, on_gpus: OnGpus | None = None) -> None:
+    def __init__(self) -> None:
         self.distrusted: set[Named] = set()
-        self._on_gpus = on_gpus
         self.checks_all = False
         self._trusted: set[Named] = set()  # left out of a snapshot before
-        self._owners: dict[Named, Owner] = {}
+        self._owners: dict[Named, StorageOwner] = {}
         self._generation = 0
-        self._turns = Turns()
+        self._turns = ShareTurns()
         self._of_newest: tuple[list[Unchecked], SlotView] | None = None  # if a share of it is compared only
 
-    def plan(self, layout: Layout, owners: Owners, known: Known | None, view: SlotView) -> Plan:
+    def plan(self, layout: Layout, owners: Owners, known: SealedContent | None, view: SlotView) -> CopyPlan:
         """What of a layout has to be copied into a slot.
 
         Args:
@@ -142,27 +200,22 @@ class Unchanged:
         frame, there = (known.frame, known.marks) if known is not None else ((), {})
         copied: list[Piece] = []
         is_new = map(operator.is_not, layout.frame, itertools.chain(frame, itertools.repeat(None)))
-        plan = Plan(list(itertools.compress(layout.frame, is_new)), copied, {})
+        plan = CopyPlan(list(itertools.compress(layout.frame, is_new)), copied, {})
         found, known_owners = plan.marks, self._owners
-        present: dict[Named, Owner] = {}
+        present: dict[Named, StorageOwner] = {}
         left_out = set()
         if not owners:
             plan.pieces = layout.pieces
-        on_gpus = self._on_gpus if owners else None
-        which = on_gpus.which(layout.pieces) if on_gpus is not None else None
-        frozen: list[Piece] = []
-        same: list[Unchecked] = []
-        are_far = which if which is not None else itertools.repeat(False)
-        for piece, is_far in zip(layout.pieces, are_far, strict=False) if owners else ():
+        for piece in layout.pieces if owners else ():
             storage, offset, nbytes, _, named, start = piece
             tensors = owners.get(storage.data_ptr())
-            if named is None or tensors is None or (is_far and not may_leave_out(nbytes, tensors)):
+            if named is None or tensors is None:
                 copied.append(piece)
                 continue
             owner, first = known_owners.get(named), tensors[0]
             if owner is not None and owner.only() is first and len(tensors) == 1:  # so it is nearly always
                 mark: Mark = (offset, start, nbytes, owner.number, first._version)
-            elif is_far or first.is_cpu:
+            elif first.is_cpu:
                 if owner is None or not owner.is_that_of(tensors):
                     owner = self._new_owner(tensors)
                 mark = (offset, start, nbytes, *owner.mark(tensors))
@@ -171,13 +224,7 @@ class Unchanged:
                 continue
             present[named] = owner
             found[named] = mark
-            if is_far:
-                frozen.append(piece)
-                if there.get(named) != mark or named in self.distrusted:
-                    copied.append(piece)
-                else:
-                    same.append(Unchecked(piece, tensors, owner, mark[_PLACED:], 0, nbytes))
-            elif nbytes < _LEAST_BYTES or there.get(named) != mark or named in self.distrusted:
+            if nbytes < _LEAST_BYTES or there.get(named) != mark or named in self.distrusted:
                 copied.append(piece)
             elif not _looks_alike(piece, view):
                 self.distrusted.add(named)
@@ -187,27 +234,20 @@ class Unchanged:
                 left_out.add(named)
                 if nbytes > _WHOLE_BYTES:
                     plan.unchecked.append(Unchecked(piece, tensors, owner, mark[_PLACED:], 0, nbytes))
-        if on_gpus is not None:
-            plan.looks, again = on_gpus.plan(frozen, same, view, trusts=not self.checks_all)
-            copied += again
-        try:
-            if owners and known is not None and 2 * plan.nbytes < layout.nbytes:
-                entries = [(offset, len(data)) for offset, data in plan.frame]
-                plan.written = in_order([*entries, *((piece.offset, piece.nbytes) for piece in plan.pieces)])
-            if self.distrusted:
-                plan.at_once = frozenset(piece.storage.data_ptr() for piece in copied if piece.named in self.distrusted)
-            unchecked = plan.unchecked
-            self._leave_for_later(plan)
-        except BaseException:  # nobody else has the plan yet
-            plan.looks.end()
-            raise
+        if owners and known is not None and 2 * plan.nbytes < layout.nbytes:
+            entries = [(offset, len(data)) for offset, data in plan.frame]
+            plan.written = in_order([*entries, *((piece.offset, piece.nbytes) for piece in plan.pieces)])
+        if self.distrusted:
+            plan.at_once = frozenset(piece.storage.data_ptr() for piece in copied if piece.named in self.distrusted)
+        unchecked = plan.unchecked
+        self._leave_for_later(plan)
         self._of_newest = (unchecked, view) if plan.unchecked is not unchecked else None
         self._trusted = {named for named in self._trusted | left_out if named in plan.marks}
         self.distrusted &= plan.marks.keys()
         self._owners = present
         return plan
 
-    def written_past_counts(self, plan: Plan, view: SlotView) -> int:
+    def written_past_counts(self, plan: CopyPlan, view: SlotView) -> int:
         """Compare the bytes that were left to be checked, on any thread; how many storages differ from the slot.
 
         A storage that was written to in the right way meanwhile says nothing: so it is to be over before the optimizer
@@ -227,32 +267,18 @@ class Unchanged:
             plan.found += len(found)
             return plan.found
 
-    def looked(self, looks: NoLooks) -> int:
-        """Wait for what is looked at on GPUs, beside training; how many storages differ from the slot.
-
-        Raises:
-            SpotError: if it does not come.
-        """
-        if self._on_gpus is None:
-            return 0
-        found = self._on_gpus.found(looks)
-        self.distrusted.update(found.past_counts, found.distrusted)
-        return len(found.past_counts)
-
     def newest_differs(self) -> bool:
         """Compare all of the newest snapshot that was left out of it, if that was left to later ones.
 
         Call it once it is committed, when nothing was begun since, and no optimizer has stepped.
         """
         newest, self._of_newest = self._of_newest, None
-        far = self._on_gpus.newest_differs() if self._on_gpus is not None else frozenset()
-        self.distrusted.update(far)
         if newest is None:
-            return bool(far)
+            return False
         unchecked, view = newest
-        return self.written_past_counts(Plan([], [], {}, unchecked=unchecked), view) > 0 or bool(far)
+        return self.written_past_counts(CopyPlan([], [], {}, unchecked=unchecked), view) > 0
 
-    def _leave_for_later(self, plan: Plan) -> None:
+    def _leave_for_later(self, plan: CopyPlan) -> None:
         """Compare a share only where all of it would take long."""
         if self.checks_all:
             return
@@ -262,10 +288,10 @@ class Unchanged:
             share = -(-nbytes // turns)
             plan.unchecked = list(share_of(plan.unchecked, share * self._turns.next(turns), share))
 
-    def _new_owner(self, tensors: Sequence[torch.Tensor]) -> Owner:
+    def _new_owner(self, tensors: Sequence[torch.Tensor]) -> StorageOwner:
         """The owners of a storage, with a number that no others have: another tensor counts from zero."""
         self._generation += 1
-        return Owner(tensors, self._generation)
+        return StorageOwner(tensors, self._generation)
 
 
 def _looks_alike(piece: Piece, view: SlotView) -> bool:
@@ -279,3 +305,49 @@ def _looks_alike(piece: Piece, view: SlotView) -> bool:
 def _same(piece: Piece, view: SlotView, start: int, nbytes: int) -> bool:
     here = address_in(piece.storage, piece.start + start, nbytes)
     return same_bytes(here, view.at(piece.offset + start, nbytes), nbytes)
+
+
+class SlotViews:
+    """Views of slots, by ring and place in it. One slot is used by one thread at a time, which leased it.
+
+    Args:
+        copier: pins slots, and unpins them before they are unmapped.
+    """
+
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
+        self._views: dict[Host, dict[int, SlotView]] = {}
+        self._contents: WeakKeyDictionary[SlotView, Content] = WeakKeyDictionary()
+
+    def of(self, host: Host, lease: Lease) -> SlotView:
+        """The view of a leased slot; made anew if the slot has other memory than last time."""
+        if host not in self._views:
+            self._views[host] = {}
+            host.released = functools.partial(self._release, host)
+        views = self._views[host]
+        view = views.get(lease.slot)
+        if view is None or view.map is not lease.map:
+            if view is not None:
+                self._copier.unpin(view)
+            view = views[lease.slot] = SlotView(lease.map)
+        return view
+
+    def content(self, view: SlotView) -> Content:
+        """What a slot holds, as far as it is known."""
+        return self._contents.setdefault(view, Content())
+
+    def others(self, host: Host | None) -> list[Host]:
+        """Rings beside ``host`` of which there are views: they were lost."""
+        return [other for other in list(self._views) if other is not host]
+
+    def drop(self, host: Host) -> None:
+        """Let the slots of a ring go; nothing may be copied into them any more."""
+        host.released = None
+        for view in self._views.pop(host, {}).values():
+            self._copier.unpin(view)
+
+    def _release(self, host: Host, shared: mmap.mmap) -> None:
+        """The ring has replaced a slot: let its memory go before it is unmapped."""
+        views = self._views.get(host, {})
+        for slot in [slot for slot, view in list(views.items()) if view.map is shared]:  # another thread may add one
+            self._copier.unpin(views.pop(slot))

@@ -6,23 +6,212 @@ copy is over.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import chain, compress
+from operator import not_
+from typing import NamedTuple
 
-from lightning_spot.capture.contents import PAST_COUNTS, Known, Plan, Unchanged
-from lightning_spot.capture.on_gpus import OnGpus
+import torch
+
+from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, CopyPlan, SealedContent, SlotViews, Unchanged
 from lightning_spot.capture.owners import Owners
-from lightning_spot.capture.parting import Parting
-from lightning_spot.capture.pending import Pending
 from lightning_spot.capture.saying import SayOnce
-from lightning_spot.capture.turns import CHECK_EVERY
-from lightning_spot.capture.views import SlotViews
+from lightning_spot.capture.tensors import Owned, locals_of, storage_addresses
+from lightning_spot.errors import TornSnapshot
+from lightning_spot.image.floats import Floats
 from lightning_spot.image.layout import Layout
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.pieces import Piece, Pieces, some
+from lightning_spot.image.rows import identities
 from lightning_spot.memory.host import Lease
 from lightning_spot.staging.batch import SlotView
 from lightning_spot.staging.copier import Copier
-from lightning_spot.staging.job import CopyJob
+from lightning_spot.staging.copy_job import CopyJob, watch
 from lightning_spot.staging.schedule import Schedule
-from lightning_spot.staging.watches import watch
+
+
+class OpenedSnapshot(NamedTuple):
+    """A snapshot whose slot is there.
+
+    Attributes:
+        layout: what rank 0 copies.
+        lease: the slot.
+        manifest: with its size.
+        whole: the layout of the whole file.
+        sent: first byte and length of the room for what other ranks send, by rank.
+    """
+
+    layout: Layout
+    lease: Lease
+    manifest: Manifest
+    whole: Layout
+    sent: Mapping[int, tuple[int, int]]
+
+
+@dataclass(slots=True)
+class Pending:
+    """A snapshot on its way.
+
+    Attributes:
+        manifest: what it will be.
+        lease: its slot.
+        job: copies that may go on until the next optimizer step.
+        done: becomes the manifest when committed, or the error.
+        destinations: tiers below, if not the run's.
+        outline: of its file, without the tensors.
+        plan: what is copied.
+        view: its slot, as the writer sees it.
+        sent: first byte and length of the room for what other ranks send, by rank.
+        floats: where in it numbers lie that may be approximated on their way to a memory node.
+        followed: whether another one is to follow in a moment, see :meth:`Host.seal`.
+    """
+
+    manifest: Manifest
+    lease: Lease
+    job: CopyJob
+    done: Future[Manifest]
+    destinations: list[str] | None
+    outline: Layout
+    plan: CopyPlan
+    view: SlotView
+    sent: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    floats: tuple[Floats, ...] = ()
+    followed: bool = False
+
+    @contextlib.contextmanager
+    def rooms(self) -> Iterator[dict[int, memoryview]]:
+        """The room for what other ranks send, by rank. It is let go of behind this: the slot may be closed then."""
+        with contextlib.ExitStack() as held:
+            whole = held.enter_context(memoryview(self.view.map))
+            yield {
+                rank: held.enter_context(whole[start : start + nbytes]) for rank, (start, nbytes) in self.sent.items()
+            }
+
+    def torn(self, found: int) -> TornSnapshot | None:
+        """Why what was copied is worthless, if it is.
+
+        Args:
+            found: how many tensors were left out, and are not as they were thought to be.
+        """
+        name = self.manifest.name
+        if self.job.moved:
+            return TornSnapshot(
+                f"snapshot {name} was dropped: {len(self.job.moved)} tensors changed between two optimizer steps while"
+                " they were copied. From now on these are copied before the step goes on"
+            )
+        if found:
+            return TornSnapshot(f"snapshot {name} was dropped: {found} tensors were not as they were thought to be")
+        return None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether no other host takes part in it."""
+        return self.lease.shared is None or not self.lease.shared.at
+
+    @property
+    def tried(self) -> Layout:
+        """What of it is tried to be read back: of a sharded one, the rest of the checkpoint, which lies behind."""
+        if not self.manifest.files:
+            return self.outline
+        rest = self.outline.frame[-1][1][: self.manifest.files[-1].nbytes]
+        return Layout(len(rest), ((0, rest),), ())
+
+
+class Parted(NamedTuple):
+    """The pieces of a snapshot.
+
+    Attributes:
+        first: what forward may change.
+        later: what only the optimizers do.
+        owners: of what is in ``later``.
+    """
+
+    first: Sequence[Piece]
+    later: Sequence[Piece]
+    owners: Sequence[torch.Tensor]
+
+
+class Parting:
+    """Parts one snapshot after the other."""
+
+    def __init__(self) -> None:
+        self._known: _Known | None = None
+
+    def part(self, pieces: Sequence[Piece], owned: Owners, unsteady: frozenset[int]) -> Parted:
+        """Part the pieces of a snapshot.
+
+        Args:
+            pieces: all of them.
+            owned: tensors that only the optimizers change, by the address of their storage.
+            unsteady: addresses of storages that something else changed all the same.
+        """
+        known, self._known = self._known, None
+        if isinstance(pieces, Pieces) and isinstance(owned, Owned):
+            if known is not None and known.is_of(pieces, owned, unsteady):
+                self._known = known
+                return known.part(pieces, owned)
+            if pieces.tensors:
+                self._known = _Known(pieces, owned, unsteady)
+        addresses = [piece.storage.data_ptr() for piece in pieces]
+        follow = _follow(addresses, owned, unsteady)
+        watched = dict.fromkeys(compress(addresses, follow))  # each once, of however many pieces
+        owners = list(chain.from_iterable(map(owned.__getitem__, watched)))
+        return Parted(list(compress(pieces, map(not_, follow))), list(compress(pieces, follow)), owners)
+
+
+class _Known:
+    """How pieces were parted, and what tells that those of a later snapshot are parted likewise. It keeps none alive.
+
+    Of the optimizers' tensors that are those of pieces it is known that they are in the same memory: they are the
+    same objects. Where the others are is looked up each time.
+
+    Args:
+        pieces: that were parted; they have tensors.
+        owned: see :meth:`Parting.part`.
+        unsteady: see there.
+    """
+
+    def __init__(self, pieces: Pieces, owned: Owned, unsteady: frozenset[int]) -> None:
+        addresses = [storage.data_ptr() for storage in pieces.storages]
+        follow = _follow(addresses, owned, unsteady)
+        first = list(map(not_, follow))
+        local = locals_of(owned.tensors)
+        saved = set(map(id, pieces.tensors))
+        followed = set(compress(addresses, follow))
+        of_owned = storage_addresses(local)
+        self._places, self._unsteady = pieces.places, unsteady
+        self._ids = identities(local)
+        self._is_elsewhere = [id(tensor) not in saved for tensor in local]
+        self._elsewhere = list(compress(of_owned, self._is_elsewhere))
+        self._is_watched = [address in followed for address in of_owned]
+        self._parts = (
+            None if all(follow) else ((first, some(pieces.places, first)), (follow, some(pieces.places, follow)))
+        )
+
+    def is_of(self, pieces: Pieces, owned: Owned, unsteady: frozenset[int]) -> bool:
+        """Whether these pieces are to be parted in the same way."""
+        if pieces.places is not self._places or unsteady != self._unsteady:
+            return False
+        local = locals_of(owned.tensors)
+        return (
+            identities(local) == self._ids and storage_addresses(compress(local, self._is_elsewhere)) == self._elsewhere
+        )
+
+    def part(self, pieces: Pieces, owned: Owned) -> Parted:
+        """Part them."""
+        owners = list(compress(owned.tensors, self._is_watched))
+        if self._parts is None:
+            return Parted((), pieces, owners)
+        first, later = (Pieces(list(compress(pieces.storages, which)), places) for which, places in self._parts)
+        return Parted(first, later, owners)
+
+
+def _follow(addresses: Sequence[int], owned: Owners, unsteady: frozenset[int]) -> list[bool]:
+    """Of each storage, whether only the optimizers change it."""
+    return list(map((owned.keys() - unsteady if unsteady else owned).__contains__, addresses))
 
 
 class Copying:
@@ -32,33 +221,24 @@ class Copying:
         copier: that does.
         schedule: when what only the optimizer changes is copied; ``None`` for at once.
         say_once: of the same writer.
-        put: has something done on its background thread.
 
     Attributes:
         copier: that does.
         views: of the slots.
-        on_gpus: finds what a slot has already of what lies there.
         unchanged: finds what a slot has already.
     """
 
-    def __init__(
-        self,
-        copier: Copier,
-        schedule: Schedule | None,
-        say_once: SayOnce,
-        put: Callable[[Callable[[], None]], None],
-    ) -> None:
+    def __init__(self, copier: Copier, schedule: Schedule | None, say_once: SayOnce) -> None:
         self.copier = copier
         self.views = SlotViews(copier)
-        self.on_gpus = OnGpus(copier, put)
-        self.unchanged = Unchanged(self.on_gpus)
+        self.unchanged = Unchanged()
         self._schedule, self._say_once = schedule, say_once
         self._parting = Parting()
         self._unsteady: frozenset[int] = frozenset()
 
     # -- on the training thread -----------------------------------------------------------------------------------
 
-    def plan(self, layout: Layout, lease: Lease, view: SlotView, owners: Owners, *, trusts: bool) -> Plan:
+    def plan(self, layout: Layout, lease: Lease, view: SlotView, owners: Owners, *, trusts: bool) -> CopyPlan:
         """What of a layout is not in the slot yet.
 
         Args:
@@ -71,13 +251,12 @@ class Copying:
         known = self.views.content(view).take(lease.held)
         plan = self.unchanged.plan(layout, owners, known if trusts else None, view)
         if plan.past_counts:
-            self._say_past_counts(plan.past_counts, CHECK_EVERY)
+            self._say_past_counts(plan.past_counts)
         return plan
 
-    def start(self, plan: Plan, view: SlotView, owned: Owners) -> CopyJob:
+    def start(self, plan: CopyPlan, view: SlotView, owned: Owners) -> CopyJob:
         """Copy now what forward may change, and let the optimizer's own follow until its next step."""
         parted = self._parting.part(plan.pieces, owned, self._unsteady | plan.at_once)
-        plan.looks.begin_at_once()
         first = self.copier.start(parted.first, view)
         for offset, data in plan.frame:
             view.map[offset : offset + len(data)] = data
@@ -85,34 +264,21 @@ class Copying:
         self.copier.fence()  # before what may take longer: a GPU's training would wait for that too
         job = self.copier.start(parted.later, view, watch(parted.owners), self._schedule)
         job.follow(first)  # there may be nothing more to copy from its GPUs
-        plan.looks.begin()
         plan.pieces = ()  # no storage is kept alive longer than its copy takes
         return job
 
     def copied(self, pending: Pending) -> None:
         """Return when the tensors of a snapshot may change."""
         self.unchanged.written_past_counts(pending.plan, pending.view)
-        pending.plan.looks.close()
         pending.job.wait_cpu()
         self.copier.fence()
         pending.job.settle()
         self._unsteady |= pending.job.moved
 
-    def give_up(self, view: SlotView, plan: Plan | None) -> None:
-        """Return when nothing is copied any more for a snapshot that there will not be.
-
-        Args:
-            view: of its slot.
-            plan: what was to be copied there, if that was known.
-        """
-        self.copier.give_up(view)
-        if plan is not None:
-            plan.looks.end()
-
     def newest_differs(self) -> bool:
         """See :meth:`Unchanged.newest_differs`."""
         if differs := self.unchanged.newest_differs():
-            self._say_past_counts(1, CHECK_EVERY)
+            self._say_past_counts(1)
         return differs
 
     def close(self) -> None:
@@ -131,16 +297,15 @@ class Copying:
         """
         found = self.unchanged.written_past_counts(pending.plan, pending.view)
         pending.job.wait()
-        found += self.unchanged.looked(pending.plan.looks)
         if (torn := pending.torn(found)) is not None:
             if not pending.job.moved:
-                self._say_past_counts(found, pending.plan.looks.within)
+                self._say_past_counts(found)
             raise torn
 
     def sealed(self, pending: Pending) -> None:
         """A slot holds a snapshot now: note what."""
-        known = Known(pending.lease.id, pending.outline.frame, pending.plan.marks)
+        known = SealedContent(pending.lease.id, pending.outline.frame, pending.plan.marks)
         self.views.content(pending.view).sealed(known)
 
-    def _say_past_counts(self, count: int, within: int) -> None:
-        self._say_once("past-counts", PAST_COUNTS, count, within)
+    def _say_past_counts(self, count: int) -> None:
+        self._say_once("past-counts", PAST_COUNTS, count, CHECK_EVERY)

@@ -13,36 +13,153 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent import futures
-from typing import Generic
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 from lightning_spot.capture.background import Background
-from lightning_spot.capture.contents import Known, Plan, Unchanged
-from lightning_spot.capture.declined import Declined
-from lightning_spot.capture.entrusted import Entrusted
+from lightning_spot.capture.contents import CopyPlan, SlotViews, Unchanged
 from lightning_spot.capture.host_link import leave, within
-from lightning_spot.capture.leases import give_back, have_made
-from lightning_spot.capture.on_gpus import OnGpus
-from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.saying import SAY_S, SayOnce
-from lightning_spot.capture.task import Task, What
+from lightning_spot.capture.slot_pool import give_back, have_made
+from lightning_spot.capture.split import Number
 from lightning_spot.capture.unforeseen import as_failure
-from lightning_spot.capture.views import SlotViews
-from lightning_spot.errors import Fenced, NodeUnreachable, ShareMissing, SpotError, TornSnapshot
-from lightning_spot.image.layout import Layout
+from lightning_spot.errors import Fenced, NodeFailed, NodeUnreachable, ShareMissing, SpotError, TornSnapshot
 from lightning_spot.image.pieces import Piece
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.staging.batch import SlotView
-from lightning_spot.staging.copier import Copier
-from lightning_spot.staging.job import CopyJob
+from lightning_spot.staging.copier import Copier, Marks
+from lightning_spot.staging.copy_job import CopyJob, Watches
 from lightning_spot.staging.schedule import Schedule
-from lightning_spot.staging.watches import Watches
 
 logger = logging.getLogger(__name__)
 
+_MOST = 8  # newer ones count: what came before is over by then
+
+What = TypeVar("What")
 _JOIN_S = 600.0  # as long as rank 0 may wait for a slot; a node says at once if there will be none
 _CLOSE_S = 10.0
 _AGAIN_S = 5.0  # until a node is told once more what it has not heard
+
+
+class Declined:
+    """Snapshots of which the node of this host has not heard that a rank writes nothing. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._untold: dict[str, Callable[[Host], None]] = {}  # by the name of the snapshot, the oldest first
+
+    def __bool__(self) -> bool:
+        return bool(self._untold)
+
+    def note(self, name: str, say: Callable[[Host], None]) -> None:
+        """Note one that is to be said; of two for one snapshot, the first."""
+        self._untold.setdefault(name, say)
+        if len(self._untold) > _MOST:
+            del self._untold[next(iter(self._untold))]
+
+    def forget(self) -> None:
+        """Nobody waits for any of them any more."""
+        self._untold.clear()
+
+    def say(self, host: Callable[[], Host]) -> bool:
+        """Tell the node; what it does not hear now is told again.
+
+        Args:
+            host: its connection, made if need be.
+
+        Returns:
+            whether the connection is still good.
+        """
+        for name, say in list(self._untold.items()):
+            try:
+                say(host())
+            except (NodeUnreachable, NodeFailed, OSError) as error:
+                logger.debug("it is told again that a rank writes nothing: %s", error)
+                return not isinstance(error, NodeUnreachable)
+            except SpotError as error:  # it is another node, or another attempt's: nobody waits there
+                logger.debug("nobody waits for what a rank does not write: %s", error)
+            self._untold.pop(name, None)
+        return True
+
+
+@dataclass(eq=False, slots=True)
+class Task(Generic[What]):
+    """A part on its way.
+
+    Attributes:
+        name: of the snapshot.
+        who: writes it, for messages.
+        number: which share of it is this rank's.
+        at: URL of the run at the memory node, or durable tier, to which this host brings it; ``""`` on that of rank 0.
+        what: is written, as at the seam; ``None`` once it is, so that nothing is kept alive.
+        wait_s: how long rank 0 may wait for a clean slot.
+        still: whether no tensor changes until it is there. Then nothing is left for training to copy, or to order.
+        told: at a durable tier: what the node of this host has to know of the snapshot, and a checksum of all of it.
+        after: what that had ordered on GPUs at the seam.
+        job: the copies, once the slot is there.
+        look: compares what the slot had already with the tensors, which must not change before; how many differ.
+        begun: whether the copies have begun, or never will.
+        late: whether training has gone on without them.
+        done: becomes ``None`` when the bytes are in place.
+    """
+
+    name: str
+    who: str
+    number: Number
+    at: str
+    what: What | None
+    wait_s: float
+    still: bool = False
+    told: tuple[str, str] = ("", "")
+    after: Marks = field(default_factory=dict)
+    job: CopyJob | None = None
+    look: Callable[[], int] = int
+    begun: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    late: bool = False
+    done: Future[None] = field(default_factory=Future)
+
+    def give_up(self, error: Exception | None) -> None:
+        """Training goes on without the copies: they do not begin any more.
+
+        Args:
+            error: for which nobody may use those that have begun; ``None`` if training waits for these.
+        """
+        with self.lock:
+            job = self.job
+            self.late = job is None
+        if job is not None and error is not None:
+            job.fail(error)
+
+
+class Entrusted:
+    """The last such part of a rank; the one before it was brought, or given up."""
+
+    def __init__(self) -> None:
+        self._task: Task[Any] | None = None
+
+    def __bool__(self) -> bool:
+        """Whether the node may have something to bring."""
+        return self._task is not None
+
+    def note(self, task: Task[Any]) -> None:
+        """A part is in the slot; where it goes nowhere from there, there is nothing to look after."""
+        self._task = task if task.at else None
+
+    def forget(self) -> None:
+        """Look after it no longer."""
+        self._task = None
+
+    def lost(self, host: Host) -> None:
+        """Another node is there now: let the other hosts know that nothing will come."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        why, number = f"{task.who}: the node of its host was lost", task.number
+        try:
+            host.decline(task.name, why, task.at, number.host, number.here)
+        except SpotError as error:
+            logger.debug("nobody could be told that the node on this host was lost: %s", error)
 
 
 class Follower(ABC, Generic[What]):
@@ -75,13 +192,13 @@ class Follower(ABC, Generic[What]):
         self._declined, self._entrusted = Declined(), Entrusted()
         self._is_closed = False
         self._say_once = SayOnce()
+        self._unchanged = Unchanged()
         try:
             self._tasks = Background("spot-share", self._look, self._look_s)
         except BaseException:  # nobody else closes what was given
             self._copier.close()
             host.disconnect()
             raise
-        self._unchanged = Unchanged(OnGpus(self._copier, self._tasks.put))
 
     # -- on the training thread -----------------------------------------------------------------------------------
 
@@ -93,7 +210,6 @@ class Follower(ABC, Generic[What]):
                 if (job := task.job) is None:
                     continue
                 task.look()
-                task.looks.close()
                 job.wait_cpu()
                 self._copier.fence()
                 job.settle()
@@ -134,7 +250,7 @@ class Follower(ABC, Generic[What]):
         for task in self._pending:
             try:
                 task.done.result(within(deadline_s))
-            except (SpotError, futures.TimeoutError) as error:
+            except (SpotError, TimeoutError) as error:
                 logger.debug("%s's part of %s: %s", task.who, task.name, error)
 
     def close(self, *, complete: bool = False) -> None:
@@ -228,13 +344,9 @@ class Follower(ABC, Generic[What]):
         """A part was not written. Rank 0 says why there is no snapshot."""
         logger.debug("%s's part of %s: %s", task.who, task.name, error)
 
-    def _plan(self, task: Task[What], layout: Layout, owners: Owners, known: Known | None, view: SlotView) -> Plan:
-        """What is not in the slot yet."""
-        plan = self._unchanged.plan(layout, owners, known, view)
-        task.looks = plan.looks
-        return plan
-
-    def _copy(self, task: Task[What], plan: Plan, pieces: Sequence[Piece], view: SlotView, watches: Watches) -> CopyJob:
+    def _copy(
+        self, task: Task[What], plan: CopyPlan, pieces: Sequence[Piece], view: SlotView, watches: Watches
+    ) -> CopyJob:
         """Start the copies for which training waits before its optimizer steps.
 
         Raises:
@@ -245,8 +357,7 @@ class Follower(ABC, Generic[What]):
                 raise ShareMissing("training went on before its slot was there")
             task.look = functools.partial(self._unchanged.written_past_counts, plan, view)
             schedule = None if task.still else self._schedule
-            task.job = job = self._copier.start(pieces, view, watches, schedule, task.thread, task.after)
-            task.looks.begin(task.thread, task.after)
+            task.job = job = self._copier.start(pieces, view, watches, schedule, task.after)
         task.begun.set()
         return job
 
@@ -254,7 +365,6 @@ class Follower(ABC, Generic[What]):
         """Wait; raise if a tensor was written to before it was copied, or one that was left out had been."""
         found = task.look()
         job.wait()
-        found += self._unchanged.looked(task.looks)
         if job.moved:
             self._unsteady |= job.moved
             self.torn += 1
@@ -294,7 +404,6 @@ class Follower(ABC, Generic[What]):
             try:
                 if problem is not None and task.job is not None:
                     self._end(task.job)
-                task.looks.end()
                 if lease is not None and self._host is not None:
                     self._say(self._host, lease, "" if problem is None else f"{task.who}: {_text(problem)}")
             finally:  # whatever fails, nobody waits for it after

@@ -11,16 +11,13 @@ from itertools import chain
 
 import torch
 
-from lightning_spot.capture.contents import PAST_COUNTS, Known
-from lightning_spot.capture.following import Follower
-from lightning_spot.capture.outgrown import outgrown
+from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, SealedContent
+from lightning_spot.capture.following import Follower, Task
 from lightning_spot.capture.owners import Owners
-from lightning_spot.capture.portioned import Portioned, fitting, own_of, portions_of
-from lightning_spot.capture.sharded_writer import ShardedCheckpoint, room_for
+from lightning_spot.capture.saying import outgrown
+from lightning_spot.capture.sharded_writer import Portioned, ShardedCheckpoint, fitting, own_of, portions_of, room_for
 from lightning_spot.capture.split import Number
-from lightning_spot.capture.task import Task
 from lightning_spot.capture.tensors import copies_of
-from lightning_spot.capture.turns import CHECK_EVERY
 from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.errors import Fenced, LayoutUnsupported, ShareMissing, SpotError
 from lightning_spot.image.layout import Layout, Layouter
@@ -31,8 +28,8 @@ from lightning_spot.sharded.layout import ShardedImage, ShardedLayouter, load_st
 from lightning_spot.sharded.places import Places
 from lightning_spot.sharded.plan import State
 from lightning_spot.staging.copier import Copier
+from lightning_spot.staging.copy_job import Watches, watch
 from lightning_spot.staging.schedule import Schedule
-from lightning_spot.staging.watches import Watches, watch
 from lightning_spot.untrusted import LARGE_BYTES, read_object
 
 logger = logging.getLogger(__name__)
@@ -191,8 +188,7 @@ class Joining(Follower[_Part | SpotError]):
         watched = [address for address in by_address if address in owned and address not in self._unsteady]
         others = by_address.keys() - kept.keys() - set(watched)
         copies = copies_of({address: by_address[address] for address in others})
-        noted = self._copier.note(len(watched), lambda number: by_address[watched[number]])
-        watches = watch(chain.from_iterable(map(owned.__getitem__, watched)), noted)
+        watches = watch(chain.from_iterable(map(owned.__getitem__, watched)))
         return _Part(checkpoint.state, own, room, image, kept, copies, watches, trusts, threading.Event())
 
     def newest_differs(self) -> bool:
@@ -237,9 +233,8 @@ class Joining(Follower[_Part | SpotError]):
             view = self._views.of(host, lease)
             known = self._views.content(view).take(lease.held)
             # Of the optimizers' nothing is left out: theirs may write past the counts, see ShardedWriter.
-            plan = self._plan(task, layout, what.kept, known if what.trusts else None, view)
+            plan = self._unchanged.plan(layout, what.kept, known if what.trusts else None, view)
             self.copied_bytes += plan.nbytes
-            task.looks.begin_at_once(task.thread, task.after)
             if frozen := [piece for piece in plan.pieces if piece.storage.data_ptr() in what.kept]:
                 job = self._copier.start(frozen, view, after=task.after)
                 job.wait_cpu()
@@ -258,7 +253,7 @@ class Joining(Follower[_Part | SpotError]):
         for offset, data in plan.frame:
             view.map[offset : offset + len(data)] = data
         self._check_steady(task, job)
-        self._views.content(view).sealed(Known(lease.id, layout.frame, plan.marks))
+        self._views.content(view).sealed(SealedContent(lease.id, layout.frame, plan.marks))
 
     def _failed(self, task: Task[_Part | SpotError], error: SpotError) -> None:
         super()._failed(task, error)

@@ -37,7 +37,7 @@ def owners_of(owned: Owners, kept: Owners) -> Owners:
     return owners
 
 
-class Owner:
+class StorageOwner:
     """The tensors whose counts tell of a storage; but for parameters, they are not kept alive.
 
     Where there is a weak reference to a parameter, ``torch.utils.swap_tensors`` fails, and with it what torch does by

@@ -9,29 +9,111 @@ is whose.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from lightning_spot.capture.outgrown import outgrown, read_outgrown
+from lightning_spot.capture.copying import OpenedSnapshot, Pending
 from lightning_spot.capture.owners import Owners
-from lightning_spot.capture.pending import Opened, Pending
-from lightning_spot.capture.portioned import Portioned, own_of, portions_of
-from lightning_spot.capture.split import Ranks
+from lightning_spot.capture.saying import outgrown, read_outgrown
+from lightning_spot.capture.split import SharingRanks
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import LayoutUnsupported, NodeUnreachable, ShareMissing, SpotError
-from lightning_spot.image.layout import Layout, Layouter
+from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, FileSpan
+from lightning_spot.image.layout import Entry, Layout, Layouter
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.notes import Own
+from lightning_spot.image.pieces import end_of
+from lightning_spot.image.portion import Portion, Portions, joined
+from lightning_spot.image.written import in_order
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.memory.joint import Shared, is_by_itself
 from lightning_spot.sharded.layout import ShardedImage, ShardedLayouter, state_archive
+from lightning_spot.sharded.places import Places, aligned, state_file, tensors_file
 from lightning_spot.sharded.plan import State
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
 
 _HEADROOM_BYTES = 64 * 1024
+
+
+def portions_of(files: Sequence[FileSpan], hosts: Sequence[Sequence[int]]) -> Portions:
+    """What each host but the first brings: the files of its ranks, with the zeros behind them.
+
+    Args:
+        files: into which the image is cut.
+        hosts: the ranks of each host, those of the first, which brings the rest, among them.
+    """
+    spans = {file.name: file for file in files}
+
+    def ranges(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
+        for rank in ranks:
+            for name in (tensors_file(rank), state_file(rank)):
+                if (span := spans.get(name)) is not None:  # a rank may have no tensors to write
+                    yield span.offset, aligned(span.stop, FILE_ALIGNMENT_BYTES) - span.offset
+
+    return Portions(tuple(joined(ranges(ranks)) for ranks in hosts[1:]), tuple(map(len, hosts[1:])))
+
+
+def own_of(places: Places, ranks: Sequence[int]) -> Own:
+    """What one host writes by itself, as far as its size is fixed, and which of its archives are filled in place.
+
+    Args:
+        places: in the image.
+        ranks: of the host.
+    """
+    names = {name for rank in ranks for name in (tensors_file(rank), state_file(rank))}
+    filled = (placed for rank in ranks for placed in places.by_rank[rank] if placed.form.data_nbytes)
+    archives = in_order((placed.offset, placed.form.nbytes) for placed in filled)
+    return Own(tuple(file for file in places.files if file.name in names), archives)
+
+
+def fitting(layout: Layout, nbytes: int) -> Layout:
+    """The layout, if what it places lies in a slot of so many bytes.
+
+    Raises:
+        ShareMissing: if it does not.
+    """
+    frame_end = max([at + len(data) for at, data in layout.frame], default=0)
+    end = max(frame_end, end_of(layout.pieces))
+    if end > nbytes:
+        raise ShareMissing(f"what it writes ends at {end} bytes, and the slot for it at {nbytes}")
+    return layout
+
+
+class Portioned:
+    """Moves layouts from their places in an image to those in a slot for one host's portion of it."""
+
+    def __init__(self) -> None:
+        self._portion = Portion(())
+        self._frame: dict[int, tuple[Entry, Entry]] = {}
+
+    def moved(self, layout: Layout, told: str, nbytes: int, host: int) -> Layout:
+        """The same content in the slot. Entries of the frame that stay the same objects do so here, too.
+
+        Args:
+            layout: of what this rank writes into the image.
+            told: what all ranks know of the image.
+            nbytes: where it ends.
+            host: number of this one.
+        """
+        portions = Portions.read(told, nbytes)
+        ranges = portions.ranges[host - 1] if host else portions.rest(nbytes)
+        if self._portion.ranges != ranges:
+            self._portion, self._frame = Portion(ranges), {}
+        place = self._portion.place
+        frame, known = [], self._frame
+        self._frame = {}
+        for entry in layout.frame:
+            at, data = entry
+            before = known.get(at)
+            kept = before if before is not None and before[0] is entry else (entry, (place(at), data))
+            self._frame[at] = kept
+            frame.append(kept[1])
+        pieces = tuple([piece._replace(offset=place(piece.offset), crc_at=()) for piece in layout.pieces])
+        return Layout(self._portion.nbytes, tuple(frame), pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +170,7 @@ class ShardedWriter(SnapshotWriter):
 
     def begin(self, checkpoint: Any, manifest: Manifest, **how: Any) -> Future[Manifest]:
         """See :meth:`SnapshotWriter.begin`. Where rank 0 cannot, the others are told: they do not wait for the slot."""
-        ranks: Ranks | None = how.get("ranks")
+        ranks: SharingRanks | None = how.get("ranks")
         self._at = ranks.at if ranks is not None else ""
         if checkpoint.most_own_bytes > (0 if self._is_by_itself else self._own_bytes):  # as all do, whatever fails here
             self._own_bytes = room_for(checkpoint.most_own_bytes)
@@ -110,13 +192,13 @@ class ShardedWriter(SnapshotWriter):
             self._layouter = ShardedLayouter(0, self._world_size, self._token)
             self._own_layouter = Layouter()
 
-    def _open(self, host: Host, checkpoint: Any, manifest: Manifest, wait_s: float, divide: object) -> Opened:
+    def _open(self, host: Host, checkpoint: Any, manifest: Manifest, wait_s: float, divide: object) -> OpenedSnapshot:
         try:
             layout, lease, manifest = self._lead(host, checkpoint, manifest, wait_s)
         except NodeUnreachable as error:
             self.link.lose(host, error)
             raise
-        return Opened(layout, lease, manifest, layout, {})
+        return OpenedSnapshot(layout, lease, manifest, layout, {})
 
     def _lead(
         self, host: Host, checkpoint: ShardedCheckpoint, manifest: Manifest, wait_s: float

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from lightning_spot.capture.contents import Known
-from lightning_spot.capture.following import Follower
-from lightning_spot.capture.outgrown import outgrown
+from lightning_spot.capture.contents import SealedContent
+from lightning_spot.capture.following import Follower, Task
 from lightning_spot.capture.owners import Owners, owners_of
-from lightning_spot.capture.split import ALIKE, Held, Number, Split, held_by, sample
-from lightning_spot.capture.task import Task
+from lightning_spot.capture.saying import outgrown
+from lightning_spot.capture.split import ALIKE, HeldTensor, Number, Split, held_by, sample
 from lightning_spot.capture.tensors import copies_of
 from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.errors import ShareMissing, SpotError
@@ -24,9 +23,8 @@ from lightning_spot.image.portion import Portion
 from lightning_spot.image.rows import said_of
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.staging.copier import Copier
-from lightning_spot.staging.samples import Samples
+from lightning_spot.staging.copy_job import Watches
 from lightning_spot.staging.schedule import Schedule
-from lightning_spot.staging.watches import Watches
 
 
 class SizedBytes(Protocol):
@@ -48,16 +46,14 @@ class _Share:
         copies: of the memory of tensors that change while training computes, by address.
         state: what only this rank knows.
         sample: see :func:`~lightning_spot.capture.split.sample`.
-        samples: some bytes of them.
     """
 
     owned: Owners
-    held: tuple[Held, ...]
+    held: tuple[HeldTensor, ...]
     versions: list[list[int]]
     copies: dict[int, torch.UntypedStorage]
     state: SizedBytes
     sample: str
-    samples: Samples
 
 
 class ShareWriter(Follower[_Share | SpotError]):
@@ -122,15 +118,7 @@ class ShareWriter(Follower[_Share | SpotError]):
             copies=copies,
             state=state,
             sample=sample(owned, name),
-            samples=self._noted(owned, copies.keys()),
         )
-
-    def _noted(self, owned: Owners, copied: Collection[int]) -> Samples:
-        """Bytes of what is this rank's share, as far as that is known by now, but for what is copied already."""
-        addresses = list(owned)
-        indices = [index for index in self._named if index < len(addresses)] or range(len(addresses))
-        mine = [address for index in indices if (address := addresses[index]) not in copied]
-        return self._copier.note(len(mine), lambda number: owned[mine[number]][0].untyped_storage())
 
     def _written_past_counts(self, owned: Owners) -> set[int]:
         """Addresses of what was written to past the counts before: nobody would see such a write until it is copied."""
@@ -152,7 +140,7 @@ class ShareWriter(Follower[_Share | SpotError]):
         pieces, watches = self._pieces(split, portion, task.number, what)
         known = self._views.content(view).take(lease.held)
         layout = Layout(lease.nbytes, (), tuple(pieces))
-        plan = self._plan(task, layout, owners_of(what.owned, {}), known, view)
+        plan = self._unchanged.plan(layout, owners_of(what.owned, {}), known, view)
         kept = [
             piece._replace(storage=what.copies.get(piece.storage.data_ptr(), piece.storage)) for piece in plan.pieces
         ]
@@ -165,7 +153,7 @@ class ShareWriter(Follower[_Share | SpotError]):
         self.copied_bytes += sum(piece.nbytes for piece in kept) + len(what.state)
         kept.clear()
         self._check_steady(task, job)
-        self._views.content(view).sealed(Known(lease.id, (), plan.marks))
+        self._views.content(view).sealed(SealedContent(lease.id, (), plan.marks))
 
     def _check(self, lease: Lease, number: Number, what: _Share) -> tuple[Split, Portion | None]:
         """What rank 0 said of the file, if its tensors are those of this rank; what the slot has of it, if not all."""
@@ -207,4 +195,4 @@ class ShareWriter(Follower[_Share | SpotError]):
                 watched += [tensor for tensor in owned[index] if not tensor.is_inference()]
                 versions += what.versions[index]
         self._named = named
-        return pieces, Watches(watched, said_of(versions), what.samples)
+        return pieces, Watches(watched, said_of(versions))

@@ -37,7 +37,7 @@ BY_ONE_RANK = "the state is serialised with plain torch.save, so that one rank a
 Owners = Mapping[int, Sequence[torch.Tensor]]
 
 
-class Held(NamedTuple):
+class HeldTensor(NamedTuple):
     """A tensor's memory as a rank holds it.
 
     Attributes:
@@ -50,7 +50,7 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class SharingRanks:
     """The ranks that fill one snapshot together.
 
     Attributes:
@@ -102,17 +102,17 @@ class Split:
         places: of each in the file, -1 for one that is not there.
         ends: share ``k`` has the bytes from ``ends[k]`` to ``ends[k + 1]``, counted over these tensors as they lie.
         states: first byte and length of the room for each rank's own state, by its share.
-        hosts: see :class:`Ranks`.
+        hosts: see :class:`SharingRanks`.
     """
 
-    held: tuple[Held, ...]
+    held: tuple[HeldTensor, ...]
     places: tuple[int, ...]
     ends: tuple[int, ...]
     states: Mapping[int, tuple[int, int]]
     hosts: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, layout: Layout, owned: Owners, kept: Owners, ranks: Ranks) -> Split:
+    def of(cls, layout: Layout, owned: Owners, kept: Owners, ranks: SharingRanks) -> Split:
         """Cut a file; on rank 0.
 
         Args:
@@ -153,7 +153,7 @@ class Split:
         """Read what rank 0 wrote."""
         fields = read_object(text, LARGE_BYTES)
         states = {int(rank): (int(start), int(nbytes)) for rank, (start, nbytes) in fields["states"].items()}
-        held = tuple(Held(str(dtype), int(nbytes)) for dtype, nbytes in fields["held"])
+        held = tuple(HeldTensor(str(dtype), int(nbytes)) for dtype, nbytes in fields["held"])
         return cls(held, tuple(fields["places"]), tuple(fields["ends"]), states, tuple(fields["hosts"]))
 
     def portion(self, host: int) -> Ranges:
@@ -194,7 +194,7 @@ class Split:
         cuts.update({self.places[index]: (start, nbytes) for index, start, nbytes in self.share(0)})
         return cuts | dict.fromkeys((start for start, _ in self.states.values()), (0, 0))
 
-    def difference(self, held: tuple[Held, ...], rank: int) -> str:
+    def difference(self, held: tuple[HeldTensor, ...], rank: int) -> str:
         """The first difference between the tensors of rank 0 and those of another rank, for people; ``""`` if none."""
         if held == self.held:
             return ""
@@ -227,7 +227,7 @@ class Divider:
     def __init__(self) -> None:
         self._last: tuple[Split, str] | None = None
 
-    def divide(self, layout: Layout, name: str, owned: Owners, kept: Owners, ranks: Ranks | None) -> Divided:
+    def divide(self, layout: Layout, name: str, owned: Owners, kept: Owners, ranks: SharingRanks | None) -> Divided:
         """Say which bytes are whose. Alone, rank 0 copies all of it.
 
         Raises:
@@ -267,10 +267,10 @@ def _rooms_in(layout: Layout, rooms: Mapping[int, torch.Tensor]) -> dict[int, Pi
     return found
 
 
-def held_by(owned: Owners) -> tuple[Held, ...]:
+def held_by(owned: Owners) -> tuple[HeldTensor, ...]:
     """The tensors that optimizers own, in their order."""
     return tuple(
-        [Held(_name_of(tensors[0].dtype), tensors[0].untyped_storage().nbytes()) for tensors in owned.values()]
+        [HeldTensor(_name_of(tensors[0].dtype), tensors[0].untyped_storage().nbytes()) for tensors in owned.values()]
     )
 
 

@@ -224,3 +224,24 @@ def _glance(tensor: torch.Tensor) -> torch.Tensor:
     start = max(0, min(middle, storage.nbytes() - _GLANCE_BYTES))
     whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     return whole[start : start + _GLANCE_BYTES].clone()
+
+
+def overwritten(optimizers: Iterable[Any], numbers: Mapping[int, int]) -> dict[int, int]:
+    """Addresses of storages in the order of ``step()``: each parameter with its state, as they are in their groups.
+
+    Args:
+        optimizers: ``torch.optim.Optimizer``, in the order in which they step.
+        numbers: of parameters, by ``id``.
+
+    Returns:
+        the number of the parameter to which each storage belongs, -1 for one that has none.
+    """
+    found: dict[int, int] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                number = numbers.get(id(parameter), -1)
+                for tensor in (parameter, *tensors_in(optimizer.state.get(parameter))):
+                    found.setdefault(storage_address(tensor), number)
+    found.pop(0, None)
+    return found

@@ -1,7 +1,7 @@
 """Takes snapshots: lays the checkpoint out, leases a slot, copies beside training, guards, commits.
 
 The training thread calls :meth:`SnapshotWriter.begin` and, before the tensors change, :meth:`~SnapshotWriter.copied`.
-Everything else happens on one background thread (see ``finishing``).
+Everything else happens on one background thread, see :class:`Finishing`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,23 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from lightning_spot.capture.contents import Plan
-from lightning_spot.capture.finishing import Finishing
-from lightning_spot.capture.floating import floats_of
-from lightning_spot.capture.host_link import within
-from lightning_spot.capture.leases import give_back
-from lightning_spot.capture.outline import Outliner
+import torch
+
+from lightning_spot.capture.across import Across
+from lightning_spot.capture.background import Background
+from lightning_spot.capture.copying import Copying, OpenedSnapshot, Pending
+from lightning_spot.capture.host_link import HostLink, within
+from lightning_spot.capture.mailbox import Mailbox
 from lightning_spot.capture.owners import NOBODY, Owners, owners_of
-from lightning_spot.capture.pending import Opened, Pending
-from lightning_spot.capture.split import Divided, Divider, Ranks
-from lightning_spot.capture.streaming import store_streamed
+from lightning_spot.capture.saying import SayOnce, SayWhyNot, say_failing, say_waiting
+from lightning_spot.capture.slot_pool import Leases, SlotMaker, Supply, give_back, say_backing
+from lightning_spot.capture.split import Divided, Divider, SharingRanks
+from lightning_spot.capture.streamed_file import store_streamed
+from lightning_spot.capture.unforeseen import as_failure
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.errors import SpotError
-from lightning_spot.image.layout import Layout, outline_of
+from lightning_spot.errors import Fenced, NodeUnreachable, NotSerialisable, ShareMissing, SpotError, TornSnapshot
+from lightning_spot.image.floats import WIDTHS, Floats
+from lightning_spot.image.layout import Layout, Layouter, lay_out_plain, outline_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.written import in_order
 from lightning_spot.memory.host import Host
@@ -39,8 +43,194 @@ from lightning_spot.tiers.store import Store
 
 logger = logging.getLogger(__name__)
 
+LEAST_BYTES = 64 * 1024
+"""Less is sent as it is: counters of optimizers are floating-point numbers, too."""
+_NAMES = {getattr(torch, name): name for name in WIDTHS}
 _CLOSE_S = 10.0
 _Divide = Callable[[Layout], Divided]
+
+
+class Outliner:
+    """Makes layouts.
+
+    Args:
+        say_once: warns; called with a key, a message and its facts.
+    """
+
+    def __init__(self, say_once: Callable[..., None]) -> None:
+        self._say_once = say_once
+        self._layouter = Layouter()
+
+    def lay_out(self, checkpoint: Any) -> Layout:
+        """Lay ``checkpoint`` out.
+
+        Raises:
+            NotSerialisable: if it holds what cannot be pickled.
+            MemoryError: if there is not the memory for it now; the next one may be laid out.
+        """
+        try:
+            return self._layouter.lay_out(checkpoint)
+        except MemoryError:
+            raise
+        except Exception as error:  # pickling runs the user's code, which may raise anything
+            problem = f"{type(error).__name__}: {error}"
+        try:
+            layout = lay_out_plain(checkpoint)
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise NotSerialisable(
+                f"the training state cannot be serialised ({type(error).__name__}: {error}); look at what"
+                " on_save_checkpoint, state_dict and hyperparameters put into the checkpoint"
+            ) from error
+        self._say_once("layout", "%s; snapshots are serialised with plain torch.save (slower)", problem)
+        return layout
+
+
+def floats_of(layout: Layout, owned: Owners) -> tuple[Floats, ...]:
+    """Where weights and moments lie in a file; not what is small, of another type, or not the optimizers' own.
+
+    Args:
+        layout: of the file.
+        owned: tensors that only optimizers change, by the address of their storage.
+    """
+    found = []
+    for piece in layout.pieces:
+        tensors = owned.get(piece.storage.data_ptr(), ()) if piece.nbytes >= LEAST_BYTES else ()
+        names = {_NAMES.get(tensor.dtype) for tensor in tensors}
+        if len(names) == 1 and (name := names.pop()) is not None:
+            found.append(Floats(piece.offset, piece.nbytes // WIDTHS[name] * WIDTHS[name], name))
+    return tuple(found)
+
+
+class Finishing:
+    """What a writer of snapshots has, and does on its background thread. The training thread's part is its own.
+
+    Its arguments are those of :class:`~lightning_spot.capture.writer.SnapshotWriter`.
+
+    Attributes:
+        link: to the ring, which may be lost and found again.
+        across: of what several hosts bring to a memory node.
+        committed: manifest of the newest snapshot that is committed in memory, or was stored past it.
+        past_memory: manifest of the newest that was stored past it: outside this host.
+        torn: snapshots dropped because a tensor changed while it was copied.
+        together: committed snapshots of which other ranks have written a share.
+        posted: those for which they have sent what only they know.
+        mailbox: where that comes, if any; closed with the writer.
+        fence: the error that says that a later attempt has taken the run over; ``None`` as long as none did.
+        say_once: warns once for each key.
+        missed: snapshots dropped because another rank's share of them did not come, and why the last one was.
+    """
+
+    _leases_ahead, _leases_shared = True, False  # with DDP, whether ranks write together is known late
+
+    def __init__(
+        self,
+        host: Host,
+        reconnect: Callable[[], Host] | None,
+        look: Callable[[Layout], str | None],
+        copier: Copier | None,
+        schedule: Schedule | None,
+    ) -> None:
+        self._look = look
+        self.say_once = SayOnce()
+        self.link = HostLink(host, reconnect, lambda found: self._maker.again(found))
+        self.mailbox: Mailbox | None = None
+        self.committed: Manifest | None = None
+        self.past_memory: Manifest | None = None
+        self.fence: Fenced | None = None
+        self.torn = 0
+        self.together, self.posted, self.missed, self.missed_because = 0, 0, 0, ""
+        self._say_why_not = SayWhyNot(self.say_once)
+        waits = functools.partial(say_waiting, self.say_once, self.link)  # a method would keep this alive
+        self.across = Across(self.link, waits)
+        self._leases = leases = Leases(self.link, functools.partial(say_backing, self.say_once), waits)
+        copier = copier if copier is not None else Copier()
+        try:
+            self._tasks = Background("spot-writer", leases.give_back, lambda: leases.idle_s)
+        except BaseException:  # nobody else closes what was given
+            copier.close()
+            raise
+        self._copying = copying = Copying(copier, schedule, self.say_once)
+        self._maker = SlotMaker(copying.views, copying.copier, self.link.lose)
+        self._supply = Supply(self._maker, leases)
+
+    def miss(self, error: SpotError) -> None:
+        """Note that a snapshot was not taken because of another rank's share of it."""
+        self.missed, self.missed_because = self.missed + 1, str(error)
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _look_at(self, outline: Layout) -> None:
+        if (problem := self._look(outline)) is not None:
+            self.say_once(problem, "%s", problem)
+
+    def _commit(self, host: Host, pending: Pending) -> bool:
+        """All bytes are in place: make it a snapshot; whether the next one needs a slot that is still to be made."""
+        manifest, written, followed = pending.manifest, pending.plan.written, pending.followed
+        return host.seal(pending.lease, manifest, pending.destinations, pending.floats, written, followed=followed)
+
+    def _finish(self, host: Host, pending: Pending) -> None:
+        if not pending.done.set_running_or_notify_cancel():
+            return  # Ctrl-C: its slot was given back
+        try:
+            self._leases.say(host, pending.lease)
+            self._copying.check(pending)
+            if self.mailbox is not None:
+                with pending.rooms() as rooms:
+                    self.mailbox.put_into(rooms, pending.manifest.name)
+            is_short = self._commit(host, pending)
+            self._copying.sealed(pending)
+        except BaseException as error:
+            self._failed(host, pending, error)
+        else:
+            if self.committed is None or pending.manifest.order >= self.committed.order:
+                self.committed = pending.manifest
+            if self.across.committed(pending):
+                self.past_memory = pending.manifest
+            self.together += pending.lease.shared is not None
+            self.posted += bool(pending.sent)
+            self._say_why_not.committed()
+            pending.done.set_result(pending.manifest)
+            if not pending.manifest.complete:
+                leases = self._leases_ahead and pending.is_here and (self._leases_shared or not pending.lease.shared)
+                self._supply.look_ahead(host, pending.outline.nbytes, is_short=is_short, leases=leases)
+            self._look_at(pending.tried)
+            if pending.lease.backing != "process":
+                say_failing(self.say_once, self.link)
+
+    def _end(self, host: Host, pending: Pending, error: BaseException) -> None:
+        """Whatever has failed beside what is expected to, nobody waits for a snapshot after, and its slot is free."""
+        if not pending.done.done():
+            try:
+                self._failed(host, pending, error)
+            finally:
+                if not pending.done.done():
+                    pending.done.set_exception(as_failure(error) if isinstance(error, Exception) else error)
+
+    def _failed(self, host: Host, pending: Pending, error: BaseException) -> None:
+        error = as_failure(error) if isinstance(error, Exception) else error  # who waits for it expects no other kind
+        self.torn += isinstance(error, TornSnapshot)
+        if not pending.job.is_done:  # the slot is given back: nothing is to come into it any more
+            self._copying.copier.give_up(pending.view)
+        if self.mailbox is not None:
+            self.mailbox.over(pending.manifest.name)  # else what has come, or comes yet, would be kept until the end
+        if isinstance(error, NodeUnreachable):
+            self.link.lose(host, error)
+        else:
+            give_back(host, pending.lease)
+        if self.across.has_given_way(pending):
+            pending.done.set_exception(error)
+            return
+        if isinstance(error, ShareMissing):
+            self.miss(error)
+        if isinstance(error, Fenced):
+            self.fence = error
+        if isinstance(error, TornSnapshot):
+            self.say_once("torn", "%s", error)
+        elif not self.link.is_loss(error):  # of which it was said
+            self._say_why_not(pending.manifest.name, str(error))
+        pending.done.set_exception(error)
 
 
 class SnapshotWriter(Finishing):
@@ -86,11 +276,6 @@ class SnapshotWriter(Finishing):
         """Whether a snapshot can begin now without waiting for its slot to be made."""
         return self._maker.ready
 
-    @property
-    def looked_bytes(self) -> int:
-        """What came from GPUs so far only to be compared with what slots held already."""
-        return self._copying.on_gpus.looked_bytes
-
     def warm(self, nbytes: int, *, gpu: int | None = None, beyond: bool = False) -> None:
         """Make, map and (for a GPU) pin slots in the background, so that no snapshot meets a cold one.
 
@@ -117,7 +302,7 @@ class SnapshotWriter(Finishing):
         kept: Owners = NOBODY,
         wait_s: float = 0.0,
         destinations: list[str] | None = None,
-        ranks: Ranks | None = None,
+        ranks: SharingRanks | None = None,
         followed: bool = False,
     ) -> Future[Manifest]:
         """Begin a snapshot. What is not in ``owned`` is copied before this returns.
@@ -148,9 +333,8 @@ class SnapshotWriter(Finishing):
             for other in lost:
                 self._copying.views.drop(other)
         divide = functools.partial(self._divider.divide, name=manifest.name, owned=owned, kept=kept, ranks=ranks)
-        opened: Opened | None = None
+        opened: OpenedSnapshot | None = None
         view: SlotView | None = None
-        plan: Plan | None = None
         done: Future[Manifest] = Future()
         try:
             opened = self._open(host, checkpoint, manifest, within(deadline_s), divide)
@@ -175,7 +359,7 @@ class SnapshotWriter(Finishing):
             self._lay_out_anew(error)
             if opened and done.cancel():  # else the background has it already, and Ctrl-C came a moment late
                 if view is not None:
-                    self._copying.give_up(view, plan)
+                    self._copying.copier.give_up(view)
                 self._forget_done()
                 give_back(host, opened.lease)
             raise
@@ -214,7 +398,7 @@ class SnapshotWriter(Finishing):
         for pending in list(self._pending):
             try:
                 pending.done.result(timeout=max(0.0, deadline - time.monotonic()))
-            except (SpotError, futures.TimeoutError) as error:
+            except (SpotError, TimeoutError) as error:
                 logger.debug("snapshot %s: %s", pending.manifest.name, error)
 
     def close(self) -> None:
@@ -258,13 +442,13 @@ class SnapshotWriter(Finishing):
         if not isinstance(error, SpotError):
             self._outliner = Outliner(self.say_once)
 
-    def _open(self, host: Host, checkpoint: Any, manifest: Manifest, wait_s: float, divide: _Divide) -> Opened:
+    def _open(self, host: Host, checkpoint: Any, manifest: Manifest, wait_s: float, divide: _Divide) -> OpenedSnapshot:
         """Lay a snapshot out, and take the slot for it."""
         deadline_s = time.monotonic() + wait_s
         whole = self._outliner.lay_out(checkpoint)
         shared, layout, sent = divide(whole)
         lease = self._supply.take(host, layout.nbytes, within(deadline_s), shared)
-        return Opened(layout, lease, replace(manifest, nbytes=layout.nbytes), whole, sent)
+        return OpenedSnapshot(layout, lease, replace(manifest, nbytes=layout.nbytes), whole, sent)
 
     def _counted(self, owned: Owners, kept: Owners) -> Owners:
         """Tensors whose counts of writes tell whether they have changed."""

@@ -13,21 +13,22 @@ import shutil
 import threading
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_spot.cli.given import check_replicas_given, location_of
+from lightning_spot.cli.arguments import check_replicas_given, location_of
 from lightning_spot.cli.output import error_console, wide_console
 from lightning_spot.cli.simulate import seconds
-from lightning_spot.cli.trying import together, why_not_carried
+from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import check_number, format_bytes, format_seconds, parse_flag_bytes, read_environment
 from lightning_spot.errors import NodeUnreachable, SettingsError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory.runs import RunInfo
+from lightning_spot.memory.runs import RunInfo, run_text
 from lightning_spot.notices.detect import CLOUDS, detect_cloud
 from lightning_spot.run.location import memory_limit_bytes
 from lightning_spot.run.patience import PATIENCE, unless_silent
@@ -36,7 +37,7 @@ from lightning_spot.tiers.s3 import S3, aborts_unfinished
 from lightning_spot.tiers.store import Holdings, Store
 
 if TYPE_CHECKING:
-    from lightning_spot.simulation.outlook import Outlook
+    from lightning_spot.simulation.closed_form import Outlook
 
 ALONE, WITH_NODE = "durable tier only", "with the memory node"
 _WORTH_A_NODE = 0.01
@@ -57,6 +58,37 @@ _ABORTS = {
 _WAY_ON = (
     ". Is one running there (`lightning-spot node --listen HOST:PORT`), and does a firewall let this host through?"
 )
+
+
+def why_not_carried(node: str, durable_url: str) -> str:
+    """Why a node would not bring runs to a durable directory, ``""`` if it would.
+
+    Args:
+        node: its URL.
+        durable_url: below which, or at which, runs are to be durable.
+
+    Raises:
+        SpotError: if it does not answer.
+    """
+    run = RunInfo(
+        name="doctor", id=secrets.token_hex(6), location="", attempt=1, token="", durable_url=durable_url, spread=True
+    )
+    store = NodeStore(f"{node.rstrip('/')}/{run_text(run.name, run.id)}")
+    try:
+        return store.open_run(run).why_not
+    finally:
+        store.open_run(replace(run, durable_url=None, carry=False))  # nothing is brought there for it any more
+
+
+def together(nodes: Sequence[str], speed: Callable[[str], float]) -> float:
+    """Bytes per second that several nodes take at the same time.
+
+    Args:
+        nodes: their URLs.
+        speed: bytes per second that one takes.
+    """
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        return sum(pool.map(speed, nodes))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,9 +142,7 @@ def doctor(arguments: argparse.Namespace) -> int:
             problems.append(_problem(url, where, error))
     if found is not None:
         problems += _remove(scratch, known=location.url not in tiers)
-    for folder in made:  # of a path that was mistyped, say
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
+    _remove_empty(made)
     facts["tiers_bytes_per_s"] = tiers
     nodes = [url for url in location.nodes if url in tiers]
     facts["not_carried"], wrong = _not_carried(nodes, location.url)
@@ -140,6 +170,13 @@ def doctor(arguments: argparse.Namespace) -> int:
     else:
         _print(facts, outlooks, snapshot_bytes)
     return 1 if problems else 0
+
+
+def _remove_empty(made: Iterable[Path]) -> None:
+    """Remove folders that were made for the measurement: of a path that was mistyped, say."""
+    for folder in made:
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def _not_carried(nodes: list[str], durable_url: str) -> tuple[dict[str, str], list[str]]:
@@ -250,8 +287,8 @@ def _outlooks(
     snapshot_bytes: int, copy_bytes_per_s: float, tiers: dict[str, float], durable_url: str, lifetime_s: float
 ) -> dict[str, Outlook]:
     """What to expect without a memory node, and with the first one that works."""
-    from lightning_spot.simulation.job import Job, chain, durable_tier, memory_node
-    from lightning_spot.simulation.outlook import outlook
+    from lightning_spot.simulation.closed_form import outlook
+    from lightning_spot.simulation.job import SimulatedJob, chain, durable_tier, memory_node
 
     if durable_url not in tiers:
         return {}
@@ -260,7 +297,7 @@ def _outlooks(
     for url in tiers:
         if url != durable_url:
             chains.setdefault(WITH_NODE, chain(replace(memory_node(snapshot_bytes, tiers[url]), name=url), durable))
-    job = Job(work_s=lifetime_s, stall_s=snapshot_bytes / copy_bytes_per_s)
+    job = SimulatedJob(work_s=lifetime_s, stall_s=snapshot_bytes / copy_bytes_per_s)
     return {label: outlook(replace(job, tiers=links), lifetime_s) for label, links in chains.items()}
 
 

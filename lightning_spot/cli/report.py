@@ -7,7 +7,7 @@ import json
 import time
 from dataclasses import replace
 
-from lightning_spot.cli.given import location_of
+from lightning_spot.cli.arguments import location_of
 from lightning_spot.cli.output import plain_table, wide_console
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import format_count, format_seconds

@@ -1,7 +1,4 @@
-"""``lightning-spot simulate``: what a job would cost with each interval policy, and whether it needs a memory node.
-
-With ``--gpus``, what to rent for it: see ``sizing``.
-"""
+"""``lightning-spot simulate``: what a job would cost with each interval policy, and whether it needs a memory node."""
 
 from __future__ import annotations
 
@@ -15,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from lightning_spot.cli import sizing
 from lightning_spot.cli.output import plain_table, wide_console
 from lightning_spot.config import check_number, format_seconds, parse_flag_bytes
 from lightning_spot.errors import SettingsError
 
 if TYPE_CHECKING:
-    from lightning_spot.simulation.compare import Row
     from lightning_spot.simulation.failures import Failures
-    from lightning_spot.simulation.job import Job
+    from lightning_spot.simulation.job import SimulatedJob
+    from lightning_spot.simulation.policies import PolicyRow
 
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _SMALL = 0.01
@@ -61,9 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``simulate``."""
     job = parser.add_argument_group("the job")
     job.add_argument("--work", type=seconds, default=86400.0, metavar="TIME", help="training time without losses (24h)")
-    job.add_argument(
-        *("--snapshot-size", "--state"), type=_bytes, default=10**9, metavar="SIZE", help="one of the whole job (1GB)"
-    )
+    job.add_argument("--snapshot-size", type=_bytes, default=10**9, metavar="SIZE", help="one of the whole job (1GB)")
     job.add_argument(
         "--stall", type=seconds, default=1.0, metavar="TIME", help="how long training waits for a snapshot (1s)"
     )
@@ -114,7 +108,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TIME",
         help="mean of the memory node's, no spot machine (30d)",
     )
-    sizing.add_arguments(parser, _bytes)
     parser.add_argument(
         "--policy", action="append", metavar="NAME", help="simulate only this policy; may be given several times (all)"
     )
@@ -126,19 +119,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def simulate(arguments: argparse.Namespace) -> int:
     """Simulate, and print a table for each choice of tiers."""
-    from lightning_spot.simulation.compare import POLICIES, compare
+    from lightning_spot.simulation.policies import POLICIES, compare
 
     for flag in ("--price", "--memory-node-price", "--loss-rate", "--seed"):
-        check_number(flag, sizing.given(arguments, flag), 0)
+        check_number(flag, _given(arguments, flag), 0)
     for flag in ("--work", "--lifetime", "--crash-every", "--memory-node-lifetime"):
-        if sizing.given(arguments, flag) is not None:
-            check_number(flag, sizing.given(arguments, flag), 0, above=True)
+        if (value := _given(arguments, flag)) is not None:
+            check_number(flag, value, 0, above=True)
     check_number("--nodes", arguments.nodes, 1, whole=True)
     if not 1 <= arguments.correlated <= arguments.nodes:
         raise SettingsError(f"--correlated={arguments.correlated}: of --nodes={arguments.nodes}, 1 to all go at a time")
-    if arguments.gpus is not None:
-        return sizing.rent(arguments)
-    sizing.check_none(arguments)
     check_number("--runs", arguments.runs, 1, whole=True)
     if arguments.runs > _MOST_RUNS:
         raise SettingsError(f"--runs={arguments.runs}: at most {_MOST_RUNS}, which fit the memory; a thousand will do")
@@ -170,6 +160,11 @@ def simulate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _given(arguments: argparse.Namespace, flag: str) -> object:
+    value: object = getattr(arguments, flag[2:].replace("-", "_"))
+    return value
+
+
 def _failures(arguments: argparse.Namespace) -> Failures:
     from lightning_spot.simulation import failures
 
@@ -187,9 +182,9 @@ def _failures(arguments: argparse.Namespace) -> Failures:
     return failures.Mixed(machines, process_s, node_s, back_s)
 
 
-def _jobs(arguments: argparse.Namespace) -> dict[str, Job]:
+def _jobs(arguments: argparse.Namespace) -> dict[str, SimulatedJob]:
     from lightning_spot.simulation import losses
-    from lightning_spot.simulation.job import Job, chain, durable_tier, memory_node
+    from lightning_spot.simulation.job import SimulatedJob, chain, durable_tier, memory_node
 
     loss = {
         "exponential": lambda: losses.exponential(arguments.loss_rate),
@@ -197,7 +192,7 @@ def _jobs(arguments: argparse.Namespace) -> dict[str, Job]:
         "floor": losses.floor,
         "steps": losses.step_schedule,
     }[arguments.loss]()
-    job = Job(
+    job = SimulatedJob(
         work_s=arguments.work,
         stall_s=arguments.stall,
         restart_s=arguments.restart,
@@ -214,7 +209,7 @@ def _jobs(arguments: argparse.Namespace) -> dict[str, Job]:
     return jobs
 
 
-def _verdict(groups: Mapping[str, Sequence[Row]]) -> str:
+def _verdict(groups: Mapping[str, Sequence[PolicyRow]]) -> str:
     """Whether the memory node is worth it, for the best policy of each."""
     if len(groups) < 2:
         return ""
@@ -234,7 +229,7 @@ def _verdict(groups: Mapping[str, Sequence[Row]]) -> str:
     return f"{verdict}: {'it is worth having' if needed else 'you need no memory node'}."
 
 
-def _table(name: str, rows: Sequence[Row], priced: bool) -> Table:
+def _table(name: str, rows: Sequence[PolicyRow], priced: bool) -> Table:
     headings = ["POLICY", "SNAPSHOTS", "TIME h", "GOODPUT", "STALL", "LOST", "FAILURES", "PROGRESS LOST"]
     table = plain_table([*headings, *(["PRICE"] if priced else [])], left=["POLICY"], title=name)
     for row in rows:
@@ -245,7 +240,7 @@ def _table(name: str, rows: Sequence[Row], priced: bool) -> Table:
     return table
 
 
-def _tier_table(row: Row, priced: bool) -> Table:
+def _tier_table(row: PolicyRow, priced: bool) -> Table:
     headings = ["TIER", "OUTLIVES THE", "TAKES ONE IN", "NEWEST IS BEHIND", "RESUMED FROM", "LOST EACH"]
     table = plain_table([*headings, *(["PRICE"] if priced else [])], left=headings[:2], title=f"  under {row.name}")
     for tier in row.tiers:

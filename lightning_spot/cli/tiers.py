@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_spot.cli.given import check_given, location_of
+from lightning_spot.cli.arguments import check_given, location_of
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.spread import SpreadStore
 from lightning_spot.errors import SettingsError, SnapshotNotFound, SpotError

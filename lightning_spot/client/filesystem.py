@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import unquote
 
@@ -115,7 +115,7 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
 
     def modified(self, path: str) -> datetime:
         """When a file was taken."""
-        return datetime.fromtimestamp(float(self.info(path).get("created", 0.0)), tz=timezone.utc)
+        return datetime.fromtimestamp(float(self.info(path).get("created", 0.0)), tz=UTC)
 
     created = modified
 

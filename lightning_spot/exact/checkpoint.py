@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch.optim.swa_utils import SWALR
-
 from lightning_spot.exact import namespaces, private
 from lightning_spot.exact.hyperparameters import OF_DATA, OF_MODEL, held
 from lightning_spot.exact.loop_states import told_quickly
@@ -25,7 +23,7 @@ def checkpoint_of(trainer: pl.Trainer, run: Callable[[str, Callable[[], Any]], A
     """
     with live_states(trainer), told_quickly(trainer, run):
         checkpoint: dict[str, Any] = private.DUMP_CHECKPOINT.of(private.DUMPING_CONNECTOR.of(trainer))(False)
-    return _without_methods(checkpoint)
+    return checkpoint
 
 
 def checkpoint_through_save(trainer: pl.Trainer) -> dict[str, Any]:
@@ -38,23 +36,7 @@ def checkpoint_through_save(trainer: pl.Trainer) -> dict[str, Any]:
             trainer.save_checkpoint("snapshot.ckpt", weights_only=False)
     finally:
         vars(strategy).pop("save_checkpoint", None)
-    return _without_methods(caught)
-
-
-def _without_methods(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The same without a method that torch up to 2.9 has in the state of ``SWALR``, and does not load safely.
-
-    Whoever loads the state has that method.
-    """
-    if hasattr(SWALR, "_set_anneal_func"):  # from 2.10 on
-        return checkpoint
-    callbacks = checkpoint.get("callbacks", {}).values()
-    states = [state.get("scheduler_state") for state in callbacks if isinstance(state, dict)]
-    for state in [*states, *checkpoint.get("lr_schedulers", ())]:
-        method = state.get("anneal_func") if isinstance(state, dict) else None
-        if getattr(method, "__qualname__", "").startswith(f"{SWALR.__name__}."):
-            del state["anneal_func"]
-    return checkpoint
+    return caught
 
 
 def leave_out_callbacks(checkpoint: dict[str, Any]) -> list[str]:

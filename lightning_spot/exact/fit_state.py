@@ -1,8 +1,8 @@
 """What Lightning leaves out of a checkpoint and an exact resume needs: captured on every rank for each snapshot.
 
 Generators, the position in the data, metric states, means of ``self.log(on_epoch=True)``, logged values, buffers that
-are in no ``state_dict``, gradients in mid-accumulation, what hooks and callbacks changed. Read from Lightning 2.5 and
-2.6; ``tests/test_exact.py`` and ``tests/test_exact_table.py`` guard it. ``restoring`` puts it back.
+are in no ``state_dict``, gradients in mid-accumulation, what hooks and callbacks changed. Read from Lightning 2.6;
+``tests/test_exact.py`` and ``tests/test_exact_table.py`` guard it. ``restoring`` puts it back.
 """
 
 from __future__ import annotations

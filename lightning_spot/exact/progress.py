@@ -102,10 +102,7 @@ def end_restart(trainer: pl.Trainer) -> None:
     drawn in the fit before, when other numbers were due.
     """
     for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop):
-        if callable(done := getattr(loop, "on_iteration_done", None)):
-            done()
-        else:  # Lightning 2.5
-            private.RESTARTING.set(loop, False)
+        loop.on_iteration_done()
 
 
 def is_in_epoch(checkpoint: State) -> bool:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
+from lightning_spot.capture.attempt import versions
 from lightning_spot.capture.tensors import shape_of
-from lightning_spot.capture.versions import versions
 from lightning_spot.errors import SettingsError
 from lightning_spot.exact import private
 from lightning_spot.exact.parameter_names import names_of

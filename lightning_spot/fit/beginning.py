@@ -6,8 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from lightning_spot.capture.attempt import Attempt
-from lightning_spot.capture.host_link import leave
-from lightning_spot.capture.ring_settings import RingSettings, open_host
+from lightning_spot.capture.host_link import RingSettings, leave, open_host
 from lightning_spot.config import read_environment, why_weak
 from lightning_spot.errors import NodeUnreachable
 from lightning_spot.fit.in_shards import InShards

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from lightning_spot.capture.attempt import Attempt
-from lightning_spot.capture.host_link import leave
-from lightning_spot.capture.ring_settings import RingSettings
+from lightning_spot.capture.host_link import RingSettings, leave
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.starting import attach, start
 from lightning_spot.errors import NodeUnreachable, SpotError

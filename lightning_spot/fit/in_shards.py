@@ -13,17 +13,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lightning_spot.capture.attempt import Attempt
-from lightning_spot.capture.host_link import within
+from lightning_spot.capture.host_link import RingSettings, within
 from lightning_spot.capture.joining import Joining
-from lightning_spot.capture.outgrown import read_outgrown
 from lightning_spot.capture.owners import Owners
-from lightning_spot.capture.ring_settings import RingSettings
-from lightning_spot.capture.saying import say_failing
+from lightning_spot.capture.saying import read_outgrown, say_failing
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint
-from lightning_spot.capture.split import Ranks
+from lightning_spot.capture.split import SharingRanks
 from lightning_spot.capture.tensors import Owned, by_storage, expected_nbytes, optimizer_tensors
 from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.client.stores import open_store
@@ -53,7 +49,6 @@ from lightning_spot.tiers.store import HasFolders, Store
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_LEAST_TORCH = "2.9"  # the first whose checkpoints know their version, and which reads them without a process group
 _COMMIT_S = 300.0  # until it is known whether an urgent one, or that of the end, is there
 _HELP_S = 2.0
 
@@ -88,16 +83,11 @@ class InShards(OfTrainer):
         self._has_shown = False
 
     def check(self) -> None:
-        """Refuse a ring that others cannot fill, several hosts that can put nothing together, and an old torch.
+        """Refuse a ring that others cannot fill, and several hosts that can put nothing together.
 
         Raises:
             SettingsError: if it is one.
         """
-        if torch.__version__ < _LEAST_TORCH:
-            raise SettingsError(
-                f"models in shards are saved with torch {_LEAST_TORCH} or later, and this is {torch.__version__}: take"
-                " a later one, or DDP, or Lightning's ModelCheckpoint"
-            )
         if self._trainer.world_size > 1 and not self._location.embedded:
             raise SettingsError(
                 "a sharded model needs a memory node on this host, which its ranks fill together: leave memory= as it"
@@ -270,7 +260,7 @@ class InShards(OfTrainer):
         if at and not self._location.nodes:
             at = self._location.url  # the same place may have another path on each host
         hosts = tuple(map(len, self._hosts.ranks))
-        ranks = Ranks(sum(hosts), {}, hosts, at) if at else None
+        ranks = SharingRanks(sum(hosts), {}, hosts, at) if at else None
         step, owned = trainer.global_step, Owned(())
         kept: Owners = {}
         try:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning_spot.capture.outgrown import read_outgrown
+from lightning_spot.capture.saying import read_outgrown
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint
 from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.errors import SpotError

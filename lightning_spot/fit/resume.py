@@ -206,7 +206,6 @@ class Resume(OfTrainer):
             while self._then:
                 self._then.pop(0)()
 
-        # Its second parameter came with Lightning 2.6 and is passed by name.
         private.RESUME_START.set(connector, resume_start)
         return location
 

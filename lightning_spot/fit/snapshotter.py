@@ -11,7 +11,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_spot.capture.leases import AHEAD_S
+from lightning_spot.capture.slot_pool import AHEAD_S
 from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.exact import namespaces

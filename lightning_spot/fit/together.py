@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_spot.capture.attempt import Attempt
-from lightning_spot.capture.mail import Mailbox, Sender
-from lightning_spot.capture.pausing import Pause
-from lightning_spot.capture.ring_settings import RingSettings
+from lightning_spot.capture.host_link import RingSettings
+from lightning_spot.capture.mailbox import Mailbox, Sender
 from lightning_spot.capture.share import ShareWriter
-from lightning_spot.capture.split import ALIKE, BY_ONE_RANK, Number, Owners, Ranks
+from lightning_spot.capture.split import ALIKE, BY_ONE_RANK, Number, Owners, SharingRanks
 from lightning_spot.capture.tensors import expected_nbytes, optimizer_owned
-from lightning_spot.capture.unforeseen import failure_of
+from lightning_spot.capture.unforeseen import Pause, failure_of
 from lightning_spot.errors import ShareMissing, SpotError
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import Dump, gather
@@ -294,7 +293,7 @@ class Together(OfTrainer):
         except Exception as error:
             return failure_of(error)
 
-    def ranks(self, how: str) -> Ranks | None:
+    def ranks(self, how: str) -> SharingRanks | None:
         """On rank 0: who fills the snapshot; ``None`` if it does so alone."""
         if how == ALONE:
             return None
@@ -302,11 +301,11 @@ class Together(OfTrainer):
             numbers = {rank: Number.of_hosts(self._hosts.ranks, rank).share for rank in self.rooms.known}
             rooms = {numbers[rank]: room for rank, room in self.rooms.known.items()}
             hosts = tuple(map(len, self._hosts.ranks))
-            return Ranks(sum(hosts), rooms, hosts, how.removeprefix(ACROSS))
+            return SharingRanks(sum(hosts), rooms, hosts, how.removeprefix(ACROSS))
         shares, known = len(self._members) if how.startswith(TOGETHER) else 1, self.rooms.known
         if how.endswith(SENT):
-            return Ranks(shares, {}, sent=known)
-        return Ranks(shares, known if _is_beside(how) else {})
+            return SharingRanks(shares, {}, sent=known)
+        return SharingRanks(shares, known if _is_beside(how) else {})
 
     def share(self, dump: Dump | SpotError, how: str, name: str, wait_s: float) -> None:
         """On another rank: begin its share of a snapshot that is written together, or say why there is none."""

@@ -8,11 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_spot.capture.attempt import Attempt
-from lightning_spot.capture.order import overwritten
+from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.capture.owners import Owners
-from lightning_spot.capture.ring_settings import RingSettings
-from lightning_spot.capture.split import Ranks
-from lightning_spot.capture.tensors import by_storage, optimizer_owned
+from lightning_spot.capture.split import SharingRanks
+from lightning_spot.capture.tensors import by_storage, optimizer_owned, overwritten
 from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.errors import SpotError
 from lightning_spot.exact.dump import KEY, Dump
@@ -27,9 +26,8 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.run.location import Location
 from lightning_spot.staging.device import DeviceClock
-from lightning_spot.staging.gradients import GradientWatch
 from lightning_spot.staging.modes import Partitions
-from lightning_spot.staging.schedule import BUCKET_BYTES, Schedule
+from lightning_spot.staging.schedule import BUCKET_BYTES, GradientWatch, Schedule
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -236,7 +234,7 @@ class Writing(OfTrainer):
         *,
         complete: bool = False,
         wait_s: float,
-        ranks: Ranks | None,
+        ranks: SharingRanks | None,
         followed: bool = False,
     ) -> None:
         """Begin a snapshot on rank 0; on the others nothing happens. See :meth:`Attempt.write`."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 try:
-    from lightning_spot.exact.loggers import _rows
+    from lightning_spot.image import _rows
 except ImportError:  # installed where there was no compiler
     _compiled: Any = None
 else:

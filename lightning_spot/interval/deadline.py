@@ -45,7 +45,7 @@ class Deadline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class DeadlinePlan:
     """What to do before a deadline.
 
     Attributes:
@@ -59,7 +59,9 @@ class Plan:
     expected_s: float | None
 
 
-def plan_urgent(nbytes: int, left_s: float | None, bytes_per_s: Mapping[str, float], waiting_bytes: int = 0) -> Plan:
+def plan_urgent(
+    nbytes: int, left_s: float | None, bytes_per_s: Mapping[str, float], waiting_bytes: int = 0
+) -> DeadlinePlan:
     """Plan an urgent snapshot.
 
     Args:
@@ -70,7 +72,7 @@ def plan_urgent(nbytes: int, left_s: float | None, bytes_per_s: Mapping[str, flo
     """
     speeds = {url: speed for url, speed in bytes_per_s.items() if speed > 0}
     if not speeds:
-        return Plan(take=left_s is None or left_s > 0, url=None, expected_s=None)
+        return DeadlinePlan(take=left_s is None or left_s > 0, url=None, expected_s=None)
     url = max(speeds, key=lambda key: speeds[key])
     expected_s = (nbytes + waiting_bytes) / speeds[url]
-    return Plan(take=left_s is None or expected_s * MARGIN <= left_s, url=url, expected_s=expected_s)
+    return DeadlinePlan(take=left_s is None or expected_s * MARGIN <= left_s, url=url, expected_s=expected_s)

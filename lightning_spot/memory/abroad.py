@@ -167,7 +167,7 @@ class Abroad:
                 return done[0].result()
         for each, url in sending.items():
             error = each.exception()
-            if isinstance(error, SpotError | futures.TimeoutError):
+            if isinstance(error, SpotError | TimeoutError):
                 why = str(error) or "it did not begin there in time"
                 raise ShareMissing(f"{manifest.name} did not come together at {url}: {why}") from error
             each.result()

@@ -143,8 +143,7 @@ class Begins:
         key = self._admit(run, attempt)
         if (known := self._uploads.known(upload_id)) is not None:
             return self._same(known, key, attempt, nbytes, name)
-        if manifest is not None and (manifest.nbytes, manifest.name, key_of(manifest)) != (nbytes, name, key):
-            raise SettingsError(f"{manifest.name} is not what is asked for a slot: {name} of {nbytes} bytes of {key!r}")
+        _check_is_meant(manifest, key, name, nbytes)
         joint = self._uploads.shares.joint(key, shared, layout_id) if shared is not None else None
         if shared is not None and shared.by_hosts:
             self._overtake(key, name)
@@ -525,3 +524,8 @@ class Uploads:
         if upload.is_gathered:  # hosts that live ask how this node is, also before they send anything
             silent_s, most_s = min(silent_s, now_s - self._ring.opened_s.get(upload.run, 0.0)), HOSTS_GONE_S
         return silent_s > (most_s if unconnected_s is None else unconnected_s)
+
+
+def _check_is_meant(manifest: Manifest | None, key: str, name: str, nbytes: int) -> None:
+    if manifest is not None and (manifest.nbytes, manifest.name, key_of(manifest)) != (nbytes, name, key):
+        raise SettingsError(f"{manifest.name} is not what is asked for a slot: {name} of {nbytes} bytes of {key!r}")

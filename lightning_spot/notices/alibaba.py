@@ -8,9 +8,8 @@ from __future__ import annotations
 import time
 
 from lightning_spot.errors import NoticeUnavailable
-from lightning_spot.notices.metadata import ask
+from lightning_spot.notices.metadata_service import ask, seconds_until
 from lightning_spot.notices.notice import Notice
-from lightning_spot.notices.times import seconds_until
 
 _PATH = "/latest/meta-data/instance/spot/termination-time"
 

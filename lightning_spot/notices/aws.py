@@ -9,9 +9,8 @@ import time
 
 from lightning_spot.config import read_environment
 from lightning_spot.errors import NoticeUnavailable
-from lightning_spot.notices.metadata import Answer, ask
+from lightning_spot.notices.metadata_service import Answer, ask, seconds_until
 from lightning_spot.notices.notice import Notice
-from lightning_spot.notices.times import seconds_until
 
 _TOKEN_S = 21600
 _HEADER = "X-aws-ec2-metadata-token"

@@ -10,9 +10,8 @@ import time
 from typing import Any
 
 from lightning_spot.errors import NoticeUnavailable
-from lightning_spot.notices.metadata import Answer, ask
+from lightning_spot.notices.metadata_service import Answer, ask, seconds_until
 from lightning_spot.notices.notice import Notice
-from lightning_spot.notices.times import seconds_until
 
 _HEADERS = {"Metadata": "true"}
 _EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"

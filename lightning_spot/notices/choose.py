@@ -1,19 +1,94 @@
-"""Turns the ``notices=`` argument into sources."""
+"""Turns the ``notices=`` argument into sources; those that a user makes: a file, and a Python callable."""
 
 from __future__ import annotations
 
 import difflib
 import signal
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from lightning_spot.config import read_environment
-from lightning_spot.errors import SettingsError
-from lightning_spot.notices.call import CallSource
+from lightning_spot.errors import NoticeUnavailable, SettingsError
 from lightning_spot.notices.detect import CLOUDS, AutoSource
-from lightning_spot.notices.file import FileSource
-from lightning_spot.notices.notice import NoticeSource
+from lightning_spot.notices.notice import Notice, NoticeSource
 from lightning_spot.notices.signals import DEFAULT_SIGNALS, SignalSource
+
+Answer = Notice | bool | float | None
+
+
+class CallSource:
+    """Asks a callable.
+
+    Args:
+        call: returns ``None`` or ``False`` while all is well; ``True``, the seconds that are left, or a
+            :class:`Notice` when the end is near. Called on a thread of its own.
+    """
+
+    name = "call"
+    every_s = 1.0
+    grace_s: float | None = None
+
+    def __init__(self, call: Callable[[], Answer]) -> None:
+        self._call = call
+
+    def poll(self) -> Notice | None:
+        """Ask."""
+        name = getattr(self._call, "__name__", "the callable")
+        try:
+            answer = self._call()
+        except Exception as error:  # the user's code may raise anything
+            raise NoticeUnavailable(f"{name} raised {type(error).__name__}: {error}") from error
+        if answer is None or answer is False:
+            return None
+        if isinstance(answer, Notice):
+            return answer
+        if not isinstance(answer, (bool, int, float)):
+            raise NoticeUnavailable(f"{name} returned {answer!r}; it returns None, True, seconds or a Notice")
+        grace_s = None if answer is True else float(answer)
+        text = f"{name} says that the end is near"
+        return Notice(source=self.name, kind="stop", text=text, seen_s=time.monotonic(), grace_s=grace_s)
+
+    def close(self) -> None:
+        """See :meth:`NoticeSource.close`."""
+
+
+class FileSource:
+    """A notice is there when the file is.
+
+    Args:
+        path: of the file. If it holds a number, that many seconds are left.
+        once: whether the file is removed when it was seen. Else whoever is started again hears of it, too.
+    """
+
+    name = "file"
+    every_s = 0.5
+    grace_s: float | None = None
+
+    def __init__(self, path: str | Path, *, once: bool = False) -> None:
+        self.path, self._once = Path(path), once
+
+    def poll(self) -> Notice | None:
+        """Look for the file."""
+        try:
+            content = self.path.read_text(encoding="utf-8", errors="replace").strip()
+            if self._once:
+                self.path.unlink(missing_ok=True)  # another rank may have seen it, too
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise NoticeUnavailable(f"notice file {self.path} cannot be read ({error.strerror})") from error
+        try:
+            grace_s = float(content) if content else None
+        except ValueError:  # a reason in words
+            grace_s = None
+        text = f"notice file {self.path} is there" + (f": {content[:100]}" if content else "")
+        return Notice(source=self.name, kind="stop", text=text, seen_s=time.monotonic(), grace_s=grace_s)
+
+    def close(self) -> None:
+        """See :meth:`NoticeSource.close`."""
+
 
 Notices = str | NoticeSource | Callable[[], Any] | Sequence[Any] | None
 

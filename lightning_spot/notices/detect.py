@@ -13,7 +13,7 @@ from lightning_spot.notices.alibaba import AlibabaSource
 from lightning_spot.notices.aws import AwsSource
 from lightning_spot.notices.azure import AzureSource
 from lightning_spot.notices.gcp import GcpSource
-from lightning_spot.notices.metadata import ask
+from lightning_spot.notices.metadata_service import ask
 from lightning_spot.notices.notice import Notice, NoticeSource
 
 ASK_ALL_S = 1.0

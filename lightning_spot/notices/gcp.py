@@ -9,7 +9,7 @@ import time
 
 from lightning_spot.config import read_environment
 from lightning_spot.errors import NoticeUnavailable
-from lightning_spot.notices.metadata import ASK_S, Answer, ask
+from lightning_spot.notices.metadata_service import ASK_S, Answer, ask
 from lightning_spot.notices.notice import Notice
 
 _FLAVOR = "metadata-flavor"

@@ -299,7 +299,7 @@ class Listening:
     async def _serve(self, connection: socket.socket) -> None:
         try:
             greeting = await asyncio.wait_for(self._greeting(connection), GREETING_S)
-        except (OSError, EOFError, ValueError, RecursionError, asyncio.TimeoutError):
+        except (OSError, EOFError, ValueError, RecursionError):
             return
         task = asyncio.current_task()
         if task is None or task not in self._strangers:  # it had to give way, just as it greeted
@@ -309,7 +309,7 @@ class Listening:
         try:
             await self._loop.sock_sendall(connection, _WELCOME)
             await self._talk(connection, greeting)
-        except (OSError, EOFError, ValueError, KeyError, TypeError, asyncio.TimeoutError) as error:
+        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
             logger.debug("a rank has gone, or speaks another language: %s", error)
 
     async def _greeting(self, connection: socket.socket) -> dict[str, Any]:

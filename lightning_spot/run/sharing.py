@@ -165,7 +165,7 @@ class Giver:
                     return self._given, os.dup(self._fd) if self._fd is not None else None
             try:
                 await asyncio.wait_for(news.wait(), _PULSE_S)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 await asyncio.wait_for(asyncio.get_running_loop().sock_sendall(connection, b"\n"), _SILENCE_S)
 
 

@@ -74,7 +74,7 @@ async def json_body(request: web.Request, most_bytes: int = SMALL_BODY_BYTES) ->
 async def _read_json(request: web.Request, most_bytes: int, held: ExitStack) -> dict[str, Any]:
     try:
         body = await asyncio.wait_for(_collect(request, most_bytes, held), _BODY_TIMEOUT_S)
-    except asyncio.TimeoutError:  # a class of its own before Python 3.11
+    except TimeoutError:
         raise NodeRefused(f"the request's body did not come within {_BODY_TIMEOUT_S:.0f} s", status=408) from None
     if request.headers.get(DIGEST_HEADER, checksum(body)) != checksum(body):
         raise NodeRefused("the request's body was damaged on its way", status=400)

@@ -199,7 +199,7 @@ def _hanging_up(request: web.Request) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever it is: an answer that says so would be taken for the rest of the body
-        if isinstance(error, asyncio.TimeoutError):
+        if isinstance(error, TimeoutError):
             logger.warning("reading %s broke off: the reader is too slow", request.path)
         elif not isinstance(error, ConnectionError):  # that is the reader's, or its line's
             why = error if isinstance(error, SpotError) else f"{type(error).__name__}: {error}"

@@ -259,7 +259,7 @@ async def _flush(node: Node, wait_s: float) -> list[str]:
 
 
 async def _wait(event: asyncio.Event, within_s: float) -> None:
-    with contextlib.suppress(asyncio.TimeoutError):  # a class of its own before Python 3.11
+    with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), within_s)
 
 
@@ -281,7 +281,7 @@ async def _end(
     for upload in list(node.uploads):
         node.abort(upload)
     service.close()
-    with contextlib.suppress(asyncio.TimeoutError):
+    with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(runner.cleanup(), _SHUTDOWN_S)
     await asyncio.to_thread(lambda: node.close(keep_unsafe=True))
     if record is not None:

@@ -19,11 +19,7 @@ def spec_of(value: Any) -> Any:
 
 def root_of(mesh: Any) -> Any:
     """The mesh that another one is a part of, or itself."""
-    if hasattr(mesh, "_get_root_mesh"):
-        return mesh._get_root_mesh()
-    from torch.distributed.device_mesh import _mesh_resources  # as torch up to 2.7 names it
-
-    return _mesh_resources.get_root_mesh(mesh)
+    return mesh._get_root_mesh()
 
 
 def box_of(tensor: DTensor, coordinate: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -5,7 +5,11 @@ decides again as it did. Between two failures nothing has to be simulated: where
 holds, follow from the time by searches in sorted tables. A run costs some array operations for each of its failures,
 whatever the number of snapshots.
 
-A transfer that is under way when a failure comes begins anew with what was resumed from, if both ends are still there.
+A tier takes the newest snapshot that the one before it holds, whenever it is free. Where snapshots come further apart
+than it takes for one, it is free when each comes, and has it ``drain_s`` later. Where they come faster it is always
+busy: its transfers follow each other without a gap from the first one of an attempt on, so the one under way, and the
+snapshot that was newest when it began, follow from a division and a search in a sorted table. A transfer that is under
+way when a failure comes begins anew with what was resumed from, if both ends are still there.
 """
 
 from __future__ import annotations
@@ -17,14 +21,52 @@ from numpy.typing import NDArray
 
 from lightning_spot.interval.costs import Failure
 from lightning_spot.interval.policy import IntervalPolicy
-from lightning_spot.simulation.delivery import ALWAYS_S, Delivery
 from lightning_spot.simulation.failures import Failures
-from lightning_spot.simulation.job import Job, Loss
+from lightning_spot.simulation.job import Loss, SimulatedJob
 
 Array = NDArray[np.float64]
+Indices = NDArray[np.int64]
+
+NEVER_S = 1e15
+ALWAYS_S = -1e15
 
 MOST_FAILURES = 5_000
 """A run that was stopped so often is given up: its total time is infinite."""
+
+
+class Delivery:
+    """The snapshots of an undisturbed job on their way to one tier.
+
+    Args:
+        ready_s: when the tier can begin with each, growing, of shape ``(snapshots + 1,)``; the first one is the start.
+        drain_s: seconds the tier takes for one.
+    """
+
+    def __init__(self, ready_s: Array, drain_s: float) -> None:
+        self.drain_s = drain_s
+        self._ready_s = ready_s
+        self._next_s = np.append(ready_s[1:], NEVER_S)
+        shorter = np.diff(ready_s[1:]) < drain_s * (1 - 1e-9)
+        # Before the first gap as in it, behind the last one likewise.
+        self._busy = np.pad(shorter, 1, mode="edge") if len(shorter) else np.zeros(len(ready_s), dtype=bool)
+
+    def newest(self, now_s: Array, resumed: Indices, stored: Indices, caught_up_s: Array) -> Indices:
+        """The newest snapshot that the tier holds; all of shape ``(runs,)``, snapshots as places in the table.
+
+        Args:
+            now_s: on the clock of the undisturbed job.
+            resumed: snapshot that the attempt went on from.
+            stored: newest one that the tier stored when the attempt before it ended.
+            caught_up_s: when the tier has ``resumed``.
+        """
+        opened_s = np.maximum(self._next_s[resumed], caught_up_s)  # its first transfer of this attempt begins
+        sent_s = now_s - self.drain_s  # the last transfer that is done began
+        if self._busy.any():
+            place = np.clip(np.searchsorted(self._ready_s, sent_s, side="right") - 1, 0, None)
+            turns = np.floor((now_s - opened_s) / self.drain_s) - 1
+            sent_s = np.where(self._busy[place], opened_s + turns * self.drain_s, sent_s)
+        found = np.searchsorted(self._ready_s, sent_s, side="right") - 1
+        return np.where(sent_s >= opened_s, found, np.where(now_s >= caught_up_s, resumed, stored))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +109,7 @@ class AtTier:
     lost_s: float = 0.0
 
 
-def places(policy: IntervalPolicy, job: Job, mtbf_s: float, seed: int = 0, noise: float = 0.0) -> Array:
+def places(policy: IntervalPolicy, job: SimulatedJob, mtbf_s: float, seed: int = 0, noise: float = 0.0) -> Array:
     """Where in the work a policy takes its snapshots, in seconds of work, if nothing goes wrong.
 
     Args:
@@ -104,7 +146,7 @@ def _readings(loss: Loss, steps: int, seed: int, noise: float) -> list[float]:
     return readings
 
 
-def simulate(job: Job, taken: Array, failures: Failures, *, runs: int, seed: int = 0) -> Outcome:
+def simulate(job: SimulatedJob, taken: Array, failures: Failures, *, runs: int, seed: int = 0) -> Outcome:
     """Simulate a job.
 
     Args:
@@ -159,7 +201,7 @@ def simulate(job: Job, taken: Array, failures: Failures, *, runs: int, seed: int
 class _Tiers:
     """What each tier holds, run by run, and what a failure leaves of it."""
 
-    def __init__(self, job: Job, committed: Array, runs: int) -> None:
+    def __init__(self, job: SimulatedJob, committed: Array, runs: int) -> None:
         self.found = [AtTier() for _ in job.tiers]
         self.restore_s = np.zeros(runs)  # of the attempt that runs
         self.down_s = np.zeros(runs)  # before it

@@ -267,4 +267,4 @@ def _seconds(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+        return datetime.fromisoformat(text).timestamp()

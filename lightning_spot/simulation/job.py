@@ -39,7 +39,7 @@ class Tier:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class SimulatedJob:
     """A training job. All times in seconds.
 
     Attributes:

@@ -1,19 +1,215 @@
-"""What one thread copies from the CPU into a slot in one go: how spans are cut into such batches, and moved."""
+"""What one thread copies from the CPU into a slot in one go: spans of storages, cut into batches, and moved."""
 
 from __future__ import annotations
 
+import bisect
+import ctypes
 import itertools
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple, overload
 
 import torch
 
-from lightning_spot.staging.moving import memmove, memmove_small, move_past_caches
-from lightning_spot.staging.spans import SlotSpan, between, gone, nbytes_of, outside, rows_of, sizes_of
+from lightning_spot.errors import SpotError
+from lightning_spot.image.pieces import Piece, Pieces
+from lightning_spot.staging.partitions import Span
 
+_parts_of = itemgetter(0, 5, 1, 2)  # of a piece
 _LEAST_BATCH_BYTES = 16 * 1024 * 1024
 _SMALL_BYTES = 32 * 1024  # copied in less time than it takes to hand a tensor over to torch, or to get the GIL back
 NOW, NEVER = float("-inf"), float("inf")
+memmove = ctypes.CDLL(None).memmove  # lets go of the GIL
+memmove_small = ctypes.PyDLL(None).memmove  # keeps it
+memmove.argtypes = memmove_small.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+memmove.restype = memmove_small.restype = None
+
+
+class SlotSpan(NamedTuple):
+    """Some bytes of a storage and their place in a slot.
+
+    Attributes:
+        storage: they belong to; on any device.
+        start: first byte in it.
+        place: first byte in the slot.
+        nbytes: length.
+    """
+
+    storage: torch.UntypedStorage
+    start: int
+    place: int
+    nbytes: int
+
+    def source(self) -> torch.Tensor:
+        """The bytes, as a uint8 tensor that shares them.
+
+        Raises:
+            SpotError: if the storage was made smaller since, or its memory given back.
+        """
+        if not 0 <= self.start <= self.start + self.nbytes <= self.storage.nbytes():
+            raise gone()
+        found = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return found.set_(self.storage, self.start, (self.nbytes,), (1,))
+
+    def target(self, slot: torch.Tensor) -> torch.Tensor:
+        """Their place in the slot, as a uint8 tensor that shares it.
+
+        Raises:
+            SpotError: if they do not all lie in it: a slice would be cut short.
+        """
+        if not 0 <= self.place <= self.place + self.nbytes <= slot.numel():
+            raise outside()
+        return slot[self.place : self.place + self.nbytes]
+
+    def cut(self, nbytes: int) -> tuple[SlotSpan, SlotSpan]:
+        """The first ``nbytes`` and the rest."""
+        rest = SlotSpan(self.storage, self.start + nbytes, self.place + nbytes, self.nbytes - nbytes)
+        return self._replace(nbytes=nbytes), rest
+
+
+class Spans(Sequence[SlotSpan]):
+    """Whole pieces as spans, of which an object is made where one is asked for only.
+
+    Args:
+        storages: of the spans.
+        starts: first byte of each in its storage.
+        places: its place in the slot.
+        sizes: its length.
+        nbytes: of all of them; ``None`` if that is not at hand.
+    """
+
+    __slots__ = ("_nbytes", "_places", "_starts", "sizes", "storages")
+
+    def __init__(
+        self,
+        storages: Sequence[torch.UntypedStorage],
+        starts: Sequence[int],
+        places: Sequence[int],
+        sizes: Sequence[int],
+        nbytes: int | None = None,
+    ) -> None:
+        self.storages, self._starts, self._places, self.sizes = storages, starts, places, sizes
+        self._nbytes = nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of them."""
+        return sum(self.sizes) if self._nbytes is None else self._nbytes
+
+    def __len__(self) -> int:
+        return len(self.storages)
+
+    def __iter__(self) -> Iterator[SlotSpan]:
+        return map(_span, self.rows())
+
+    def rows(self) -> Iterator[tuple[torch.UntypedStorage, int, int, int]]:
+        """What each consists of, see :class:`SlotSpan`."""
+        return zip(self.storages, self._starts, self._places, self.sizes, strict=True)
+
+    @overload
+    def __getitem__(self, number: int) -> SlotSpan: ...
+    @overload
+    def __getitem__(self, number: slice) -> Spans: ...
+    def __getitem__(self, number: int | slice) -> SlotSpan | Spans:
+        if isinstance(number, slice):
+            return Spans(self.storages[number], self._starts[number], self._places[number], self.sizes[number])
+        return SlotSpan(self.storages[number], self._starts[number], self._places[number], self.sizes[number])
+
+
+def between(spans: Sequence[SlotSpan], ends: Sequence[int], begin: int, end: int) -> Sequence[Sequence[SlotSpan]]:
+    """What lies between two places, counted in bytes over all spans; ``ends`` says where each begins."""
+    first, behind = bisect.bisect_right(ends, begin) - 1, bisect.bisect_left(ends, end)
+    if (begin, end) == (ends[first], ends[behind]):
+        return (spans[first:behind],)
+    if behind - first == 1:
+        return ([spans[first].cut(end - ends[first])[0].cut(begin - ends[first])[1]],)
+    head, tail = spans[first].cut(begin - ends[first])[1], spans[behind - 1].cut(end - ends[behind - 1])[0]
+    return ([head], spans[first + 1 : behind - 1], [tail])
+
+
+def gone() -> SpotError:
+    """What to raise of a storage that is shorter than it was: beyond its end is memory of somebody else, or none."""
+    return SpotError("its storage was resized, or its memory given back, before it was copied")
+
+
+def outside() -> SpotError:
+    """What to raise of a place that is not in the slot: what lies beside it is memory of somebody else, or none."""
+    return SpotError("its place is not in the slot: that is smaller than what was laid out")
+
+
+def address_in(storage: torch.UntypedStorage, start: int, nbytes: int) -> int:
+    """Address of some bytes of a storage on the CPU.
+
+    Raises:
+        SpotError: if it has not as many.
+    """
+    if not 0 <= start <= start + nbytes <= storage.nbytes():
+        raise gone()
+    return storage.data_ptr() + start
+
+
+_span: Callable[[tuple[Any, ...]], SlotSpan] = partial(tuple.__new__, SlotSpan)
+"""Makes one of thousands of spans: to call the class takes six times as long."""
+
+
+def whole(pieces: Sequence[Piece]) -> Sequence[SlotSpan]:
+    """Whole pieces."""
+    if isinstance(pieces, Pieces):
+        places = pieces.places
+        return Spans(pieces.storages, places.starts, places.offsets, places.sizes, places.nbytes)
+    return list(map(_span, map(_parts_of, pieces)))
+
+
+def storages_of(spans: Sequence[SlotSpan]) -> Sequence[torch.UntypedStorage]:
+    """The storage of each."""
+    return spans.storages if isinstance(spans, Spans) else [span.storage for span in spans]
+
+
+def sizes_of(spans: Sequence[SlotSpan]) -> Sequence[int]:
+    """The length of each."""
+    return spans.sizes if isinstance(spans, Spans) else [span.nbytes for span in spans]
+
+
+def nbytes_of(spans: Sequence[SlotSpan]) -> int:
+    """The length of all of them."""
+    return spans.nbytes if isinstance(spans, Spans) else sum(sizes_of(spans))
+
+
+def rows_of(spans: Sequence[SlotSpan]) -> Iterable[tuple[torch.UntypedStorage, int, int, int]]:
+    """What each consists of."""
+    return spans.rows() if isinstance(spans, Spans) else spans
+
+
+def some(pieces: Sequence[Piece], spans: Iterable[Span]) -> list[SlotSpan]:
+    """Parts of pieces, which ``spans`` name by number."""
+    found = ((pieces[span.piece], span) for span in spans)
+    return [
+        SlotSpan(piece.storage, piece.start + span.start, piece.offset + span.start, span.nbytes)
+        for piece, span in found
+    ]
+
+
+def cut_at(span: SlotSpan, every: int) -> Iterator[SlotSpan]:
+    """Cut a span where its place in the slot is a multiple of ``every``."""
+    while (until := every - span.place % every) < span.nbytes:
+        first, span = span.cut(until)
+        yield first
+    yield span
+
+
+def cut_end(spans: Sequence[SlotSpan], nbytes: int) -> tuple[list[SlotSpan], list[SlotSpan]]:
+    """Cut the last ``nbytes`` off: what is before them, and they."""
+    before, end = list(spans), []
+    while before and nbytes > 0:
+        span = before.pop()
+        if span.nbytes > nbytes:
+            first, span = span.cut(span.nbytes - nbytes)
+            before.append(first)
+        end.append(span)
+        nbytes -= span.nbytes
+    return before, end[::-1]
 
 
 class SlotView:
@@ -54,7 +250,6 @@ class Batch:
         place: of the iteration, until which it is held.
         after_s: it is held so long after that.
         ready_s: when background threads may take it, whatever was reached.
-        past_caches: whether it is copied past them.
 
     Attributes:
         taken_by: number of the thread that copies it; ``None`` while nobody does.
@@ -67,17 +262,15 @@ class Batch:
         place: int,
         after_s: float,
         ready_s: float,
-        past_caches: bool = False,
     ) -> None:
         self.taken_by: int | None = None
         self._spans = spans
         self._slot = slot
-        self._past_caches = past_caches
         self.place, self.after_s, self.ready_s = place, after_s, ready_s
 
     def at_once(self) -> None:
         """Copy all of it without the GIL in between, which the training thread holds for milliseconds at a time."""
-        if self._past_caches or not hasattr(torch, "_foreach_copy_"):  # private; only time depends on it
+        if not hasattr(torch, "_foreach_copy_"):  # private; only time depends on it
             self.helping()
             return
         self._move(_SMALL_BYTES)
@@ -91,9 +284,6 @@ class Batch:
 
     def _move(self, most: float = NEVER) -> None:
         """Copy spans of up to so many bytes."""
-        if self._past_caches:
-            move_past_caches(self._moves(most), self._slot.address, self._slot.nbytes)
-            return
         for target, source, nbytes in self._moves(most):  # thousands of small ones, by a thread that keeps the GIL
             (memmove if nbytes > _SMALL_BYTES else memmove_small)(target, source, nbytes)
 
@@ -110,15 +300,15 @@ class Batch:
 
 
 def batches_of(
-    spans: Sequence[SlotSpan], slot: SlotView, place: int, after_s: float, ready_s: float, past_caches: bool = False
+    spans: Sequence[SlotSpan], slot: SlotView, place: int, after_s: float, ready_s: float
 ) -> Iterator[Batch]:
     """Cut into batches, large ones first: those run while nobody can help; the last even the load out."""
     begin, total = 0, nbytes_of(spans)
     if 0 < total <= _LEAST_BATCH_BYTES:
-        yield Batch((spans,), slot, place, after_s, ready_s, past_caches)
+        yield Batch((spans,), slot, place, after_s, ready_s)
         return
     ends = list(itertools.accumulate(sizes_of(spans), initial=0))
     while begin < total:
         end = min(total, begin + max((total - begin) // 3, _LEAST_BATCH_BYTES))
-        yield Batch(between(spans, ends, begin, end), slot, place, after_s, ready_s, past_caches)
+        yield Batch(between(spans, ends, begin, end), slot, place, after_s, ready_s)
         begin = end

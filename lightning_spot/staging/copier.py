@@ -12,21 +12,25 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
-from lightning_spot.image.pieces import Piece, Pieces, Places, nbytes_of
+from lightning_spot.image.pieces import Piece, Pieces, Places
 from lightning_spot.staging.alone import LoneThread
-from lightning_spot.staging.batch import NEVER, NOW, Batch, SlotView, batches_of
-from lightning_spot.staging.cuda import CudaCopier, Marks
-from lightning_spot.staging.job import CopyJob
-from lightning_spot.staging.lane import Held
-from lightning_spot.staging.moving import goes_past_caches
-from lightning_spot.staging.samples import Sampler, Samples
-from lightning_spot.staging.scratch import Scratch
-from lightning_spot.staging.spans import SlotSpan, Spans, sizes_of, some, storages_of, whole
-from lightning_spot.staging.watches import Watches, watch
+from lightning_spot.staging.batch import (
+    NEVER,
+    NOW,
+    Batch,
+    SlotSpan,
+    SlotView,
+    Spans,
+    batches_of,
+    sizes_of,
+    some,
+    storages_of,
+    whole,
+)
+from lightning_spot.staging.copy_job import CopyJob, Watches, watch
+from lightning_spot.staging.cuda import CudaCopier, Held, Marks
 
 if TYPE_CHECKING:
-    import torch
-
     from lightning_spot.staging.device import Device
     from lightning_spot.staging.schedule import Schedule, Timetable
 
@@ -64,9 +68,6 @@ class Copier:
         buffer_bytes: of the buffer on each GPU through which the last bytes of a snapshot go; 0 for none.
         device: calls the GPUs.
         clock: when held copies are due, seconds.
-
-    Attributes:
-        scratch: into which bytes are copied that are only looked at.
     """
 
     def __init__(
@@ -81,11 +82,8 @@ class Copier:
         self._wake = threading.Condition()
         self._closed = False
         self._clock = clock
-        self._sampler = Sampler()
         self._cuda = CudaCopier(buffer_bytes, device)
         self._known = _Lain(None, (), are_here=False)
-        self._on_gpu: tuple[Places | None, Sequence[bool] | None] = (None, None)
-        self.scratch = Scratch(self.pin, self.unpin)
         self._threads = [LoneThread(target=self._work, name=f"spot-copier-{index}") for index in range(threads)]
         for thread in self._threads:
             thread.start()
@@ -96,7 +94,6 @@ class Copier:
         slot: SlotView,
         watches: Watches | None = None,
         schedule: Schedule | None = None,
-        trains: int | None = None,
         after: Marks | None = None,
     ) -> CopyJob:
         """Start copying and return at once.
@@ -109,13 +106,12 @@ class Copier:
             slot: where to.
             watches: tensors to compare before and after, see :func:`watch`.
             schedule: when each of them goes; ``None`` for at once.
-            trains: number of the thread that trains; ``None`` for the calling one.
             after: what copies from GPUs come after, see :meth:`marks`; ``None`` for what this thread has ordered.
         """
         spans, timetable = whole(pieces), None
         if schedule is not None:
             timetable = schedule.timetable(map(_address, storages_of(spans)), sizes_of(spans))
-        job = CopyJob(pieces, watches or Watches(), self._notify, self._clock, trains, self._sampler)
+        job = CopyJob(pieces, watches or Watches(), self._notify, self._clock)
         with self._wake:
             self._slots[job] = ref(slot)  # before anything goes there
         job.stands_still = timetable is not None and timetable.stands_still
@@ -152,36 +148,9 @@ class Copier:
         """Undo :meth:`pin`; call it before the slot is unmapped."""
         self._cuda.unpin(slot.tensor)
 
-    @property
-    def records_graphs(self) -> bool:
-        """Whether a CUDA graph was seen being recorded: its replays write without torch's counting it."""
-        return self._cuda.records_graphs
-
-    def which_on_gpu(self, pieces: Sequence[Piece]) -> Sequence[bool] | None:
-        """Of each piece whether it lies on a GPU; ``None`` if none does."""
-        places, which = self._on_gpu
-        if not isinstance(pieces, Pieces) or pieces.places is not places:
-            kinds = self._cuda.device.kinds(storages_of(whole(pieces)))
-            which = list(map("cuda".__eq__, kinds)) if "cuda" in kinds else None
-            self._on_gpu = (pieces.places if isinstance(pieces, Pieces) else None, which)
-        return which
-
-    def gpu_of(self, piece: Piece) -> int:
-        """The number of the GPU on which a piece lies."""
-        return self._cuda.device.index(piece.storage)
-
     def marks(self) -> Marks:
         """What the calling thread has ordered on GPUs so far."""
         return self._cuda.marks()
-
-    def note(self, count: int, nth: Callable[[int], torch.UntypedStorage]) -> Samples:
-        """Note some bytes of storages whose copy begins later, for their :class:`Watches`; see :class:`Sampler`.
-
-        Args:
-            count: how many there are.
-            nth: gives each by its number.
-        """
-        return self._sampler.note(count, nth)
 
     def reading(self, after: Marks) -> AbstractContextManager[None]:
         """Have the calling thread read from GPUs itself, after what another one had ordered, and beside what it does.
@@ -204,7 +173,6 @@ class Copier:
             self._wake.notify_all()
         for thread in self._threads:
             thread.join()
-        self.scratch.close()
 
     def _fill(
         self,
@@ -222,7 +190,6 @@ class Copier:
         parts = [(0, 0.0, spans)]
         if timetable is not None:
             parts = [(part.point, part.after_s, some(pieces, part.spans)) for part in timetable.partitions]
-        past_caches = goes_past_caches(nbytes_of(pieces))
         batches: list[Batch] = []
         on_gpu: list[Held] = []
         for place, after_s, spans in parts:
@@ -236,7 +203,7 @@ class Copier:
                     on_gpu.append((place, [span]))
                 else:  # MPS, XPU, …: no side stream is known here; copied in order, by the caller
                     span.target(slot.tensor).copy_(span.source())
-            batches += batches_of(on_cpu, slot, place, after_s, latest_s, past_caches)
+            batches += batches_of(on_cpu, slot, place, after_s, latest_s)
         cuda = self._cuda.begin(on_gpu, slot.tensor, buffered=buffered, after=after) if on_gpu else None
         job.hold(batches, cuda, latest_s if timetable is not None else self._clock() + _HELD_S)
 

@@ -15,11 +15,8 @@ from lightning_spot.staging import page_lock
 class Device(Protocol):
     """GPUs as copies need them. Streams and events are whatever it makes of them."""
 
-    def kind(self, storage: torch.UntypedStorage) -> str:
-        """What a storage lies on: ``"cuda"`` for one of them, else what torch calls it."""
-
     def kinds(self, storages: Sequence[torch.UntypedStorage]) -> list[str]:
-        """The same of each."""
+        """What each storage lies on: ``"cuda"`` for one of them, else what torch calls it. There may be thousands."""
 
     def index(self, storage: torch.UntypedStorage) -> int:
         """On which."""
@@ -93,12 +90,8 @@ def _kind(device: torch.device) -> str:
 class Cuda:
     """The GPUs of this process."""
 
-    def kind(self, storage: torch.UntypedStorage) -> str:
-        """What a storage lies on: ``"cuda"`` for one of them, else what torch calls it."""
-        return _kind(storage.device)
-
     def kinds(self, storages: Sequence[torch.UntypedStorage]) -> list[str]:
-        """The same of each; there may be thousands."""
+        """What each storage lies on."""
         return list(map(_kind, [storage.device for storage in storages]))
 
     def index(self, storage: torch.UntypedStorage) -> int:

@@ -57,7 +57,7 @@ class StoreLoop(asyncio.SelectorEventLoop):
         """Connect, within a bound."""
         try:
             await asyncio.wait_for(super().sock_connect(sock, address), CONNECT_S)
-        except asyncio.TimeoutError as error:  # not an OSError before Python 3.11
+        except TimeoutError as error:
             raise TimeoutError(f"no connection within {CONNECT_S:.0f} s") from error
 
     async def create_connection(self, *arguments: Any, **more: Any) -> Any:

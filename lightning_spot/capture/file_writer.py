@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from lightning_spot.capture.outline import Outliner
-from lightning_spot.capture.streaming import store_streamed
-from lightning_spot.capture.writer import SnapshotWriter
+from lightning_spot.capture.streamed_file import store_streamed
+from lightning_spot.capture.writer import Outliner, SnapshotWriter
 from lightning_spot.errors import Overtaken, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host

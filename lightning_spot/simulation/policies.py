@@ -14,7 +14,7 @@ from lightning_spot.interval.convergence import ConvergenceAware
 from lightning_spot.interval.policy import EverySeconds, IntervalPolicy
 from lightning_spot.simulation.engine import AtTier, places, simulate
 from lightning_spot.simulation.failures import Failures
-from lightning_spot.simulation.job import Job, Tier
+from lightning_spot.simulation.job import SimulatedJob, Tier
 
 Makers = Mapping[str, Callable[[], IntervalPolicy]]
 
@@ -30,7 +30,7 @@ POLICIES: Makers = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PolicyRow:
     """One policy, as means over all runs.
 
     Attributes:
@@ -88,8 +88,14 @@ class TierRow:
 
 
 def compare(
-    job: Job, failures: Failures, policies: Makers = POLICIES, *, runs: int = 1000, seed: int = 0, noise: float = 0.0
-) -> list[Row]:
+    job: SimulatedJob,
+    failures: Failures,
+    policies: Makers = POLICIES,
+    *,
+    runs: int = 1000,
+    seed: int = 0,
+    noise: float = 0.0,
+) -> list[PolicyRow]:
     """Simulate a job with each policy.
 
     Args:
@@ -104,13 +110,20 @@ def compare(
 
 
 def row_of(
-    name: str, policy: IntervalPolicy, job: Job, failures: Failures, *, runs: int, seed: int = 0, noise: float = 0.0
-) -> Row:
+    name: str,
+    policy: IntervalPolicy,
+    job: SimulatedJob,
+    failures: Failures,
+    *,
+    runs: int,
+    seed: int = 0,
+    noise: float = 0.0,
+) -> PolicyRow:
     """Simulate a job with one policy."""
     taken = places(policy, job, failures.mtbf_s, seed, noise)
     outcome = simulate(job, taken, failures, runs=runs, seed=seed)
     total_s, hits = float(outcome.total_s.mean()), float(outcome.failures.sum())
-    return Row(
+    return PolicyRow(
         name=name,
         snapshots=len(taken),
         total_s=total_s,
@@ -139,7 +152,7 @@ def _tier_row(tier: Tier, found: AtTier, hits: float, total_s: float) -> TierRow
     )
 
 
-def _whole_fall(job: Job) -> float:
+def _whole_fall(job: SimulatedJob) -> float:
     if job.loss is None:
         return 1.0
     ends = job.loss(np.array([0.0, 1.0]))

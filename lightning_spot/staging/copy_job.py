@@ -2,24 +2,63 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import operator
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
+
 from lightning_spot.errors import SpotError
 from lightning_spot.image.pieces import Piece, Pieces
+from lightning_spot.image.rows import each_of, versions_of
 from lightning_spot.staging.batch import NEVER, NOW, Batch
 from lightning_spot.staging.cuda import CudaCopy
-from lightning_spot.staging.operations import Operation
-from lightning_spot.staging.samples import Sampler
-from lightning_spot.staging.watches import Watches
 from lightning_spot.threads import processors, work_together
 
 logger = logging.getLogger(__name__)
 
 _MOST_THREADS = 4
+
+
+class Watches:
+    """Tensors that must not change until they are copied; on any device, and kept alive meanwhile.
+
+    Args:
+        tensors: the tensors.
+        versions: their version counters when the copy was ordered, as :func:`versions_of` them.
+    """
+
+    __slots__ = ("_tensors", "_versions")
+
+    def __init__(self, tensors: Sequence[torch.Tensor] = (), versions: object = None) -> None:
+        self._tensors = list(tensors)
+        self._versions = versions if versions is not None else versions_of([])
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def changed(self) -> list[torch.Tensor]:
+        """Those that were written to since."""
+        versions = versions_of(self._tensors)
+        if versions == self._versions:  # so it is nearly always, and there may be thousands
+            return []
+        pairs = zip(each_of(versions), each_of(self._versions), strict=True)
+        return list(itertools.compress(self._tensors, itertools.starmap(operator.ne, pairs)))
+
+
+def watch(tensors: Iterable[torch.Tensor]) -> Watches:
+    """Note the version counters of ``tensors``. Inference tensors have none and are left out: nothing tracks them."""
+    watched = list(tensors)
+    try:
+        versions = versions_of(watched)
+    except RuntimeError:  # to ask each of them first takes longer than all else
+        watched = [tensor for tensor in watched if not tensor.is_inference()]
+        versions = versions_of(watched)
+    return Watches(watched, versions)
 
 
 class CopyJob:
@@ -32,8 +71,6 @@ class CopyJob:
         watches: tensors to compare before and after.
         woken: tells the background threads that there is something to do.
         clock: of the background threads, seconds.
-        trains: number of the thread that trains; ``None`` for the one that makes this.
-        sampler: notes bytes by which writes past the counts are seen.
     """
 
     def __init__(
@@ -42,8 +79,6 @@ class CopyJob:
         watches: Watches,
         woken: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
-        trains: int | None = None,
-        sampler: Sampler | None = None,
     ) -> None:
         self.moved: frozenset[int] = frozenset()
         """Addresses of storages that changed before they were copied; if any, the copy is worthless."""
@@ -52,8 +87,6 @@ class CopyJob:
         self.stands_still = False
         """Whether training stands still until the snapshot is sealed."""
         self._watches = watches
-        self._sampler = sampler if sampler is not None else Sampler()
-        self._samples = watches.samples or self._sampler.take(self.pieces if watches else ())
         self._woken, self._clock = woken, clock
         self._tasks: deque[Batch] = deque()
         self._lock = threading.Lock()
@@ -62,8 +95,7 @@ class CopyJob:
         self._before: CopyJob | None = None
         self._is_ordered = True
         self._order_s = NEVER
-        self._settled = threading.Event()
-        self._trains = threading.get_ident() if trains is None else trains
+        self._is_settled = False
         self._ordering = threading.Lock()
         self._error: BaseException | None = None
 
@@ -104,8 +136,7 @@ class CopyJob:
     def wait(self) -> None:
         """Return when every byte is in the slot, those of CUDA storages included, and was not written to meanwhile.
 
-        Does not help: for the background. Torch counts a write when it ends, so one that the training thread may be at
-        when the last byte is copied is given time to end.
+        Does not help: for the background.
 
         Raises:
             SpotError: if a copy failed.
@@ -116,8 +147,6 @@ class CopyJob:
             for job in (self._before, self):
                 if job is not None and job._cuda is not None:
                     job._cuda.wait()
-        if self._watches:
-            Operation(self._trains).outlast(self._settled)
         self.settle()
         self._check()
         self.pieces = []
@@ -144,19 +173,14 @@ class CopyJob:
         self._before = first
 
     def settle(self) -> None:
-        """Compare the version counters, and some bytes, for the last time: from now on the tensors may change.
+        """Compare the version counters for the last time: from now on the tensors may change.
 
-        Called when all bytes are copied, or when what changes them is ordered after the copies (a CUDA stream), while
-        no write is under way: by the training thread itself, or when it has gone on since.
+        Called when all bytes are copied, or when what changes them is ordered after the copies (a CUDA stream).
         """
         with self._lock:
-            if self._settled.is_set():
-                return
-            counted = frozenset(tensor.untyped_storage().data_ptr() for tensor in self._watches.changed())
-            past_counts = self._samples.changed() - counted
-            self._sampler.is_wary |= bool(past_counts)
-            self.moved = counted | past_counts
-            self._settled.set()
+            if not self._is_settled:
+                self.moved = frozenset(tensor.untyped_storage().data_ptr() for tensor in self._watches.changed())
+                self._is_settled = True
 
     def hold(self, batches: Iterable[Batch], cuda: CudaCopy | None, latest_s: float = NEVER) -> None:
         """Take over what is to be copied; once, before anything else.

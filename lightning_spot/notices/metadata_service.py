@@ -1,11 +1,13 @@
-"""The HTTP client for the metadata services of clouds: link-local, without proxies, never waiting long."""
+"""The HTTP client for the metadata services of clouds: link-local, without proxies, never waiting long.."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import http.client
 from collections.abc import Mapping
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,6 +16,24 @@ from lightning_spot.untrusted import plain, read_object
 
 ASK_S = 2.0
 _MOST_BYTES = 1024 * 1024
+
+
+def seconds_until(text: str) -> float:
+    """Seconds from now until a time such as ``2026-01-01T12:00:00Z`` or ``Mon, 19 Sep 2026 18:29:47 GMT``; at least 0.
+
+    Raises:
+        NoticeUnavailable: if it is no time.
+    """
+    try:
+        when = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        try:
+            when = parsedate_to_datetime(text)
+        except (TypeError, ValueError) as error:
+            raise NoticeUnavailable(f"{text!r} is no time") from error
+    if when.tzinfo is None:
+        when = when.replace(tzinfo=datetime.UTC)
+    return max(0.0, (when - datetime.datetime.now(datetime.UTC)).total_seconds())
 
 
 @dataclass(frozen=True, slots=True)

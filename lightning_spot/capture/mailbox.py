@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from lightning_spot.capture.background import Background
-from lightning_spot.capture.outgrown import outgrown
+from lightning_spot.capture.saying import outgrown
 from lightning_spot.capture.share import SizedBytes
 from lightning_spot.capture.unforeseen import as_failure
 from lightning_spot.errors import ShareMissing, SpotError

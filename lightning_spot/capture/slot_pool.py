@@ -1,0 +1,533 @@
+"""Slots to fill, made before they are needed and leased in time: while snapshots follow each other closely, ahead."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from lightning_spot.capture.contents import SlotViews
+from lightning_spot.capture.host_link import HostLink, within
+from lightning_spot.capture.saying import SAY_S
+from lightning_spot.config import read_environment
+from lightning_spot.errors import NodeUnreachable, RingFull, SpotError
+from lightning_spot.memory.ahead import LEAST_BYTES
+from lightning_spot.memory.host import Host, Lease
+from lightning_spot.memory.joint import Shared
+from lightning_spot.memory.slots import Making
+from lightning_spot.staging.copier import Copier
+from lightning_spot.staging.slot import most_in, slot_capacity
+
+logger = logging.getLogger(__name__)
+
+AHEAD_S = 1.0
+"""A slot is leased ahead if the next snapshot comes sooner; one that is not used for so long is given back."""
+
+_SLICE_S = 2.0
+_ALLOCATE_S, _ALLOCATED_BYTES_PER_S = 60.0, 200e6  # a slot's pages are made by the kernel at 3 GB/s; swapping is slower
+
+_ROOM_TO_GROW = 8
+"""Slots of a state that has grown have room for so much of it again: an eighth."""
+_MOST_ASKED = 8
+"""So often a further slot is asked for in vain: there is no memory, or one more would not help."""
+_LEAST_SLOTS = 2
+"""One stays whole while the other is filled: room to grow never takes the memory of the second."""
+_LONG_S = 0.05  # who waits longer for a slot waits for one that is in use
+
+
+class Leases:
+    """Leases slots of a ring. Methods may be called from any thread.
+
+    Args:
+        link: to the ring.
+        leased: called with each lease.
+        waits: called now and then while somebody waits for long, with why there is no slot and the seconds left.
+    """
+
+    def __init__(
+        self, link: HostLink, leased: Callable[[Lease], None], waits: Callable[[RingFull, float], None]
+    ) -> None:
+        self._link = link
+        self._leased, self._waits = leased, waits
+        self._lock = threading.Lock()  # held while a slot is leased ahead: who needs one now waits for that
+        self._ahead: tuple[Host, Lease] | None = None
+        self._taken_s, self._pace_s = float("-inf"), float("inf")
+        self._is_awaited = False  # the next slot is for who waits for it, not to be leased ahead
+        self._unsaid: dict[str, tuple[Host, Lease]] = {}  # one at most
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a slot is leased that nobody has asked for yet."""
+        return self._ahead is not None
+
+    @property
+    def idle_s(self) -> float | None:
+        """After how long a slot that nobody has asked for is given back; ``None`` if there is none."""
+        return AHEAD_S if self.is_ahead else None
+
+    def take(
+        self,
+        host: Host,
+        nbytes: int,
+        wait_s: float,
+        shared: Shared | None = None,
+        making: Making = Making.NOW,
+    ) -> Lease:
+        """A slot of a ring to fill: the one that was leased ahead, or the next that can be had.
+
+        It is asked for every few seconds: a ring that hangs is told from one that is full, or busy with making it.
+
+        Args:
+            host: the ring.
+            nbytes: size of the snapshot.
+            wait_s: how long to wait for a clean slot.
+            shared: if other ranks will fill it too. Of one that was leased ahead the ring is still to be told
+                (:meth:`Host.say`); where other hosts take part, it is none of these.
+            making: whether its memory is made for it.
+        """
+        self.say_now()
+        with self._lock:
+            ahead, self._ahead, self._is_awaited = self._ahead, None, True
+            now_s = time.monotonic()
+            self._taken_s, self._pace_s = now_s, now_s - self._taken_s
+        try:
+            if ahead is not None and ahead[0] is host:  # else its ring is lost, and the slot with it
+                if nbytes <= len(ahead[1].map) and (shared is None or not shared.at):
+                    return ahead[1] if shared is None else self._for(*ahead, nbytes, shared)
+                give_back(*ahead, untouched=True)
+            return self._take_in_time(host, nbytes, wait_s, shared, lambda: making)
+        finally:
+            self._is_awaited = False
+
+    def wait(
+        self, host: Host, nbytes: int, wait_s: float, shared: Shared | None, making: Callable[[], Making]
+    ) -> Lease:
+        """The next slot that can be had, for who has asked for one in vain. See :meth:`take`.
+
+        Args:
+            host: the ring.
+            nbytes: size of the snapshot.
+            wait_s: how long to wait for a clean slot.
+            shared: if other ranks will fill it too.
+            making: asked every few seconds: whether its memory is made for it by now.
+        """
+        self._is_awaited = True
+        try:
+            return self._take_in_time(host, nbytes, wait_s, shared, making)
+        finally:
+            self._is_awaited = False
+
+    def _take_in_time(
+        self, host: Host, nbytes: int, wait_s: float, shared: Shared | None, making: Callable[[], Making]
+    ) -> Lease:
+        deadline_s = time.monotonic() + wait_s
+        while True:
+            left_s = deadline_s - time.monotonic()
+            slice_s = max(0.0, min(left_s, _SLICE_S))
+            try:
+                # Its memory may be still to be made, which takes long for a large one: who waits anyway waits for that.
+                limit_s = min(left_s - slice_s, _made_within_s(nbytes))
+                return self._ask(host, nbytes, slice_s, making(), shared, limit_s)
+            except RingFull as full:
+                if left_s <= _SLICE_S or time.monotonic() >= deadline_s:
+                    raise
+                if wait_s - left_s >= SAY_S:
+                    self._waits(full, left_s)
+            except NodeUnreachable as error:
+                self._link.lose(host, error)
+                raise
+
+    def lease_ahead(self, host: Host, nbytes: int, making: Making = Making.NOW, *, comes: bool = False) -> None:
+        """Lease the slot for the next snapshot, if that comes soon and there is one; nobody waits for it.
+
+        Args:
+            host: the ring.
+            nbytes: size of the last snapshot.
+            making: whether its memory is made for it.
+            comes: whether it is known to come soon; else it is if snapshots have followed each other so far.
+        """
+        with self._lock:
+            is_wanted = self._ahead is None and not self._is_awaited and (comes or self._pace_s < AHEAD_S)
+            if is_wanted and host is self._link.host:
+                try:
+                    self._ahead = (host, self._ask(host, nbytes, 0.0, making))
+                except NodeUnreachable as error:
+                    self._link.lose(host, error)
+                except SpotError as error:
+                    logger.debug("no slot ahead: %s", error)
+
+    def say(self, host: Host, lease: Lease) -> None:
+        """Of a slot that was leased ahead: have the other ranks take part. Where that fails, nobody waits for it.
+
+        Args:
+            host: the ring.
+            lease: as :meth:`take` gave it.
+
+        Raises:
+            SpotError: if there will be no snapshot.
+        """
+        if (shared := lease.shared) is None or lease.is_said:
+            return
+        try:
+            host.say(lease)
+        except BaseException as error:
+            if isinstance(error, NodeUnreachable):
+                self._link.lose(host, error)
+            name, why = shared.name, f"rank 0 cannot begin it ({error})"
+            self._link.tell(lambda host: host.decline(name, why))
+            raise
+        finally:
+            self._unsaid.pop(lease.id, None)
+
+    def say_now(self) -> None:
+        """Say at once what :meth:`say` is still to say: before anything is said of a later snapshot.
+
+        Who waits for a snapshot would hear that it was overtaken by a later one, or is over with one that cannot begin.
+        To say it twice is no harm; what fails here fails there, too.
+        """
+        for host, lease in list(self._unsaid.values()):
+            self._unsaid.pop(lease.id, None)
+            try:
+                host.say(lease)
+            except NodeUnreachable as error:
+                self._link.lose(host, error)
+            except SpotError as error:
+                logger.debug("for which snapshot a slot is could not be said: %s", error)
+
+    def give_back(self) -> None:
+        """Let the slot go that was leased ahead."""
+        with self._lock:
+            ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            give_back(*ahead, untouched=True)
+
+    def _for(self, host: Host, lease: Lease, nbytes: int, shared: Shared) -> Lease:
+        """A slot that was leased ahead, for a snapshot that is known now."""
+        lease = replace(lease, nbytes=nbytes, shared=shared, is_said=shared.shares == 1)
+        if not lease.is_said:
+            self._unsaid[lease.id] = (host, lease)
+        return lease
+
+    def _ask(
+        self,
+        host: Host,
+        nbytes: int,
+        wait_s: float,
+        making: Making,
+        shared: Shared | None = None,
+        limit_s: float = 0.0,
+    ) -> Lease:
+        more: dict[str, Any] = {"shared": shared} if shared is not None else {}
+        if making is not Making.NOW:
+            more["making"] = making
+        if limit_s > host.max_stall_s:
+            more["limit_s"] = limit_s
+        lease = host.lease(nbytes, wait_s, **more)
+        self._leased(lease)
+        return lease
+
+
+def have_made(host: Host, nbytes: int, making: Making = Making.NOW) -> Lease:
+    """Lease a slot only to have its memory made, for which there is more time; see :meth:`Host.lease`."""
+    return host.lease(nbytes, 0.0, limit_s=_made_within_s(nbytes), making=making)
+
+
+def _made_within_s(nbytes: int) -> float:
+    return _ALLOCATE_S + nbytes / _ALLOCATED_BYTES_PER_S
+
+
+def give_back(host: Host, lease: Lease, *, untouched: bool = False) -> None:
+    """Give a slot back unfilled; that the ring is gone is no harm. See :meth:`Host.abort`."""
+    for is_last in (False, True):
+        try:
+            host.abort(lease, untouched=untouched)
+        except SpotError as error:
+            logger.debug("a slot could not be given back: %s", error)
+        except Exception:  # such as want of memory: the node would keep it for as long as this process lives
+            if is_last:
+                raise
+            continue
+        break
+
+
+def say_backing(say_once: Callable[..., None], lease: Lease) -> None:
+    """Warn if a slot is a memory file, since tmpfs was too small for it."""
+    if lease.backing == "memfd" and (shm_dir := read_environment().shm_dir) is not None:
+        say_once(
+            "memfd",
+            "%s is too small for the slots; they are memory files held by the node instead. Same speed; a new"
+            " node cannot take them over if the node itself is killed (docker: give it --shm-size)",
+            shm_dir,
+        )
+
+
+class SlotMaker:
+    """Has slots made, mapped and (for a GPU) pinned on a thread of its own: the first one, then each that is wanted.
+
+    A slot takes a second of all processors for each GiB or two, which training loses. So the second one is made when
+    the first snapshot is there, and a third only if the next snapshot would find both in use, or has.
+
+    Args:
+        views: of the slots.
+        copier: that pins them.
+        lose: called if the ring is lost meanwhile.
+
+    Attributes:
+        beyond: whether snapshots from a GPU may have slots beyond the ring's bound, see :func:`room.bound`.
+    """
+
+    def __init__(self, views: SlotViews, copier: Copier, lose: Callable[[Host, SpotError], None]) -> None:
+        self._views, self._copier, self._lose = views, copier, lose
+        self.beyond = False
+        self._asked, self._has_made = 0, False
+        self._size: tuple[int, int | None] | None = None
+        self._was_too_small = False
+        self._next: tuple[Host, Making] | None = None
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._ready = threading.Event()
+        self._ready.set()
+
+    @property
+    def ready(self) -> bool:
+        """Whether a snapshot can begin now without waiting for the first slot to be made."""
+        return self._ready.is_set()
+
+    def wait(self, wait_s: float) -> bool:
+        """Wait for the first slot; whether it is there."""
+        return self._ready.wait(wait_s)
+
+    def first(self, host: Host | None, nbytes: int, *, gpu: int | None) -> None:
+        """Have the first slot made in the background, and later those that are wanted.
+
+        Args:
+            host: the ring, ``None`` while there is none.
+            nbytes: expected size of a snapshot.
+            gpu: number of the GPU that tensors will come from, if they do.
+        """
+        self._size = (nbytes, gpu)
+        if host is not None:
+            self._begin(host, Making.NOW)
+
+    def has_outgrown(self, nbytes: int) -> bool:
+        """Whether slots are made too small for a snapshot."""
+        return self._size is not None and nbytes > slot_capacity(self._size[0])
+
+    def fits(self, host: Host, nbytes: int, *, waits: bool) -> bool:
+        """Whether a snapshot can take its slot; if slots are made too small, a larger one is made in the background.
+
+        What callbacks add is not known before, nor what a training gets later: another optimizer's state, averages. A
+        state that has grown may go on growing, so its slots have room for more. Where it grows so fast that the one
+        that was made in the background is too small again, training waits for the next, up to ``max_stall_s``: not
+        every snapshot is skipped.
+
+        Args:
+            host: the ring.
+            nbytes: of the snapshot.
+            waits: whether who asks waits for the larger slot.
+        """
+        if self._size is None or not self.has_outgrown(nbytes):
+            self._was_too_small = False
+            return True
+        again, self._was_too_small = self._was_too_small, True
+        self.first(host, _with_room(nbytes, host.memory_bytes), gpu=self._size[1])
+        return again and not waits and self.wait(host.max_stall_s)
+
+    def again(self, host: Host) -> None:
+        """Make the first slot of another ring; returns when it is there."""
+        if self._size is not None:
+            self._make(host, *self._size, Making.NOW)
+
+    def another(self, host: Host, nbytes: int) -> bool:
+        """The next snapshot, of about ``nbytes``, would need a slot that is not made yet: make it in the background.
+
+        Returns:
+            whether slots are made here at all; else who needs one has it made.
+        """
+        if self._size is None:
+            return False
+        self._begin(host, Making.SPARE, nbytes)
+        return True
+
+    def making(self, nbytes: int) -> Making:
+        """Whether who takes a slot may have its memory made: not if that takes long, and is done here.
+
+        For a large one it takes longer than a node has to answer, which would count as lost, and nobody would have
+        pinned it.
+        """
+        is_done_here = self._has_made and self._asked < _MOST_ASKED
+        return Making.NEVER if is_done_here and nbytes >= LEAST_BYTES else Making.NOW
+
+    def found_none(self, host: Host, nbytes: int) -> None:
+        """A snapshot found no slot, or had to wait for it: have a further one made, if there is to be one."""
+        if self._has_made and self._asked < _MOST_ASKED and self._size is not None:
+            self._asked += 1
+            is_on_gpu = self._size[1] is not None
+            self._begin(host, Making.BEYOND if is_on_gpu and self.beyond else Making.SPARE, nbytes)
+
+    @property
+    def now(self) -> Making:
+        """Whether who waits for a slot may have its memory made now: not while slots are being made."""
+        return Making.NEVER if self._thread is not None else Making.NOW
+
+    def close(self, wait_s: float) -> bool:
+        """Make no more; whether nothing is being made any more, after ``wait_s`` seconds at most."""
+        with self._lock:
+            self._closed, thread = True, self._thread
+        if thread is not None:
+            thread.join(wait_s)
+        return thread is None or not thread.is_alive()
+
+    def _begin(self, host: Host, making: Making, nbytes: int = 0) -> None:
+        with self._lock:
+            if self._closed or self._size is None:
+                return
+            self._size = (max(nbytes, self._size[0]), self._size[1])
+            if not making.is_ahead:
+                self._ready.clear()
+            if self._thread is not None:  # a spare one, perhaps too small by now
+                self._next = self._next if making.is_ahead else (host, making)
+                return
+            self._next = (host, making)
+            self._thread = threading.Thread(target=self._run, name="spot-slots", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # no more threads can be had: who needs the slot makes it
+                logger.warning("lightning_spot: no slot can be made in the background: %s", error)
+                self._end()
+
+    def _run(self) -> None:
+        try:
+            while (order := self._take_order()) is not None:
+                self._make(*order)
+        except Exception:  # who needs the slot makes it
+            logger.exception("lightning_spot: a slot could not be made ahead")
+            with self._lock:
+                self._end()
+
+    def _take_order(self) -> tuple[Host, int, int | None, Making] | None:
+        """What to make next, of the size that is wanted now; ``None`` at the end."""
+        with self._lock:
+            following, self._next = self._next, None
+            if following is None or self._closed or self._size is None:
+                self._end()
+                return None
+            return (following[0], *self._size, following[1])
+
+    def _end(self) -> None:
+        """Nothing is made any more, and nobody waits for it; under the lock."""
+        self._thread = self._next = None
+        self._ready.set()
+
+    def _make(self, host: Host, nbytes: int, gpu: int | None, making: Making) -> None:
+        began_s = time.monotonic()
+        try:
+            lease = self._leased(host, nbytes, making)
+            try:
+                view = self._views.of(host, lease)
+                if gpu is not None:
+                    self._copier.pin(view, gpu)
+                self._has_made, self._asked = True, 0
+            finally:
+                give_back(host, lease, untouched=True)  # one that was there already holds what it held
+            logger.debug("slot %d was made in %.2f s", lease.slot, time.monotonic() - began_s)
+        except NodeUnreachable as error:
+            self._lose(host, error)
+        except SpotError as error:  # who needs it has it made then, and is told; or nobody does any more
+            logger.debug("no slot was made ahead: %s", error)
+        except Exception:
+            logger.exception("lightning_spot: a slot could not be made ahead")
+
+    def _leased(self, host: Host, nbytes: int, making: Making) -> Lease:
+        """Lease the slot to be made; where a snapshot has found none, as that would have had it made itself.
+
+        So what is superseded goes for it, where its slots are too small for a state that has grown.
+        """
+        try:
+            return have_made(host, nbytes, making)
+        except RingFull:
+            if not (making.is_ahead and self._asked):
+                raise
+            return have_made(host, nbytes)
+
+
+def _with_room(nbytes: int, memory_bytes: int) -> int:
+    """What a slot for a state that has grown to ``nbytes`` is made for."""
+    grown, most = nbytes + nbytes // _ROOM_TO_GROW, most_in(memory_bytes // _LEAST_SLOTS)
+    return min(grown, most) if most >= nbytes else grown
+
+
+class Supply:
+    """The slots of a ring for one snapshot after the other.
+
+    Args:
+        maker: makes them.
+        leases: leases them.
+    """
+
+    def __init__(self, maker: SlotMaker, leases: Leases) -> None:
+        self._maker, self._leases = maker, leases
+
+    def wait_warm(self, host: Host, wait_s: float) -> None:
+        """Wait while the first slot is made in the background, no longer than for a clean one.
+
+        Raises:
+            RingFull: if it is not there by then.
+        """
+        wait_s = wait_s or host.max_stall_s
+        if not self._maker.wait(wait_s):
+            raise RingFull(f"the slot for it is still being made after {wait_s:.0f} s")
+
+    def take(self, host: Host, nbytes: int, wait_s: float, shared: Shared | None) -> Lease:
+        """Take a slot; where there is none, a further one may be made.
+
+        Who waits for a slot takes that one, or one that is clean before it is made.
+
+        Args:
+            host: the ring.
+            nbytes: of the snapshot.
+            wait_s: how long to wait for a clean slot, in all.
+            shared: if other ranks fill it too.
+
+        Raises:
+            SpotError: if there is none.
+        """
+        deadline_s = time.monotonic() + wait_s
+        if self._maker.has_outgrown(nbytes):
+            self._leases.give_back()  # it is too small, and its memory is to be made anew
+        if not self._maker.fits(host, nbytes, waits=wait_s > 0) and not (wait_s and self._maker.wait(wait_s)):
+            raise RingFull("the slots are too small for it; a larger one is being made")
+        wait_s = within(deadline_s)
+        making, began_s = self._maker.making(nbytes), time.monotonic()
+        if not wait_s or making is Making.NEVER:
+            try:
+                return self._leases.take(host, nbytes, 0.0, shared, making)
+            except RingFull:
+                self._maker.found_none(host, nbytes)
+                if not wait_s:
+                    raise
+                return self._leases.wait(host, nbytes, within(deadline_s), shared, lambda: self._maker.now)
+        lease = self._leases.take(host, nbytes, wait_s, shared)
+        if time.monotonic() - began_s > _LONG_S:
+            self._maker.found_none(host, nbytes)
+        return lease
+
+    def look_ahead(self, host: Host, nbytes: int, *, is_short: bool, leases: bool) -> None:
+        """A snapshot is committed: have the slot of the next one made, or lease it.
+
+        Args:
+            host: the ring.
+            nbytes: of the next one, about; of several hosts, this one's portion.
+            is_short: whether it needs a slot that is still to be made.
+            leases: whether one that is made may be leased ahead.
+        """
+        if not (is_short and self._maker.another(host, nbytes)) and leases:
+            self.lease_ahead(host, nbytes)
+
+    def lease_ahead(self, host: Host, nbytes: int, *, comes: bool = False) -> None:
+        """See :meth:`Leases.lease_ahead`."""
+        self._leases.lease_ahead(host, nbytes, self._maker.making(nbytes), comes=comes)
