@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
 from lightning_spot.errors import SettingsError
 from lightning_spot.exact.compare import differences
@@ -302,9 +302,11 @@ def test_a_notice_to_one_rank_stops_all_after_the_same_step_with_a_snapshot_of_i
     assert list(differences(final(trained(warm_python)), final(root))) == []
 
 
-@pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy"])
-def test_strategies_that_are_not_supported_say_what_to_use(name: str) -> None:
+@pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
+@pytest.mark.parametrize("kind", [FSDPStrategy, DeepSpeedStrategy])
+def test_strategies_that_are_not_supported_say_what_to_use(kind: type, state_dict_type: str) -> None:
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    trainer.strategy.__class__ = type(name, (type(trainer.strategy),), {})
-    with pytest.raises(SettingsError, match=rf"{name} is not supported: .*ModelParallelStrategy"):
+    trainer.strategy.__class__ = kind
+    trainer.strategy._state_dict_type = state_dict_type  # type: ignore[attr-defined] # FSDPStrategy has it
+    with pytest.raises(SettingsError, match=rf"{kind.__name__} is not supported: .*ModelParallelStrategy"):
         takes_part(trainer, "fit")
