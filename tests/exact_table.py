@@ -127,20 +127,17 @@ CALLBACKS: dict[str, Case] = {
         covers=("EMAWeightAveraging", "WeightAveraging"),
         since="2.6",
     ),
-    "pruning": Case(callbacks=m.prune, covers=("ModelPruning",)),
-    "pruning-kept-apart": Case(
-        callbacks=partial(m.prune, make_pruning_permanent=False, use_lottery_ticket_hypothesis=False), soak=True
-    ),
-    "pruning-at-validation": Case(
-        callbacks=partial(m.prune, prune_on_train_epoch_end=False, use_lottery_ticket_hypothesis=False),
-        settings={"val_check_interval": 3},
-        soak=True,
-    ),
-    "pruning-local-resampled": Case(
-        callbacks=partial(m.prune, use_global_unstructured=False, resample_parameters=True), soak=True
+    "pruning": Case(
+        callbacks=lambda: [shipped.ModelPruning("l1_unstructured", amount=0.2, parameter_names=["weight"])],
+        says="ModelPruning",
+        differs=True,
+        covers=("ModelPruning",),
     ),
     "spike-detection": Case(
-        callbacks=lambda: [shipped.SpikeDetection(window=4, rtol=50.0)], covers=("SpikeDetection",)
+        callbacks=lambda: [shipped.SpikeDetection(window=4, rtol=50.0)],
+        says="SpikeDetection",
+        differs=True,
+        covers=("SpikeDetection",),
     ),
     "learning-rate-finder": Case(
         model=m.Measured,

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.exact import progress, pruned, shipped
+from lightning_spot.exact import progress, shipped
 from lightning_spot.exact.changed_values import ChangedValues
 from lightning_spot.exact.indices import Indices
 from lightning_spot.exact.loaders import Loaders
@@ -28,7 +28,6 @@ PARTS = [
     (Loaders, "capture", "the position in the data"),
     (Loaders, "follow_requests", "requests for loaders"),
     (progress, "even_out", "skipped batches"),
-    (pruned, "capture", "ModelPruning"),
     (shipped, "_checkpoints", "ModelCheckpoint's last score"),
 ]
 

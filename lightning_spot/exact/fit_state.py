@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_spot.capture.tensors import copies_of
-from lightning_spot.exact import logged_values, loggers, private, progress, pruned, shared_buffers, shipped, toggled
+from lightning_spot.exact import logged_values, loggers, private, progress, shared_buffers, shipped, toggled
 from lightning_spot.exact.buffers import Buffers
 from lightning_spot.exact.changed_values import ChangedValues
 from lightning_spot.exact.checkpoint import checkpoint_of, checkpoint_through_save, leave_out_callbacks
@@ -132,7 +132,6 @@ class FitState(PerTrainer):
         self._begun = True
         trainer, restoring = self._trainer, self._restoring
         self._undo += self._switches.run(private.LOGGERS, lambda: loggers.keep_whole(trainer)) or []
-        restoring.restore_masks()
         self._switches.run(private.HOOKED, lambda: self._hooked.begin(trainer))
         restoring.begin()
         self._buffers.begin(trainer.lightning_module)
@@ -162,7 +161,6 @@ class FitState(PerTrainer):
         checkpoint = run(private.SNAPSHOTS, lambda: checkpoint_of(trainer, run), (AttributeError, TypeError))
         checkpoint = checkpoint or checkpoint_through_save(trainer)
         self._say_left_out(leave_out_callbacks(checkpoint))
-        run(private.PRUNING, lambda: pruned.as_it_acts(trainer, checkpoint))
         added = run("skipped batches", lambda: progress.even_out(checkpoint)) or {}
         mark = progress.mark_before_validation
         total = run(private.PROGRESS, lambda: mark(checkpoint)) if before_validation else None
@@ -213,7 +211,6 @@ class FitState(PerTrainer):
             "should_stop": trainer.should_stop,
             "hooked": run(private.HOOKED, lambda: self._hooked.capture(trainer, modules)),
             "toggled": run(private.TOGGLES, lambda: toggled.capture(module)) or {},
-            "pruned": run(private.PRUNING, lambda: pruned.capture(trainer)),
             "shipped": self._shipped(),
             "metrics": run(private.METRICS, lambda: logged_values.metrics_among(modules)) or {},
             **(run(private.LOGGED, lambda: logged_values.capture(trainer)) or {}),
@@ -304,5 +301,6 @@ def say_what_is_not_exact(trainer: pl.Trainer, reasons: list[str], anew: list[st
         reasons: what is known of its loaders.
         anew: what is known of the rest, of a run that goes on from a snapshot.
     """
-    for reason in dict.fromkeys([*reasons, *shipped.what_goes_by_the_clock(trainer), *anew]):
+    always = [*shipped.what_goes_by_the_clock(trainer), *shipped.what_lightning_alone_keeps(trainer)]
+    for reason in dict.fromkeys([*reasons, *always, *anew]):
         rank_zero_warn(f"lightning_spot: {reason}")

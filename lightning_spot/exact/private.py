@@ -43,7 +43,6 @@ BUCKETS = "DDP's buckets"
 SHARING = "DDP's sharing of buffers"
 FLAT = "FSDP1's flat parameters"
 AVERAGING = "StochasticWeightAveraging"
-PRUNING = "ModelPruning"
 TUNERS = "the tuners"
 TOGGLES = "toggled optimizers"
 
@@ -335,8 +334,6 @@ for _infos, _names in (
 # -- callbacks and loggers that Lightning ships -----------------------------------------------------------------------
 
 SWA_SCHEDULER = Name(AVERAGING, "_swa_scheduler", _first("StochasticWeightAveraging"))
-ORIGINAL_LAYERS = Name(PRUNING, "_original_layers", _first("ModelPruning"))
-PARAMETERS_TO_PRUNE = Name(PRUNING, "_parameters_to_prune", _first("ModelPruning"))
 BATCH_SIZE_NAME = Name(TUNERS, "_batch_arg_name", _first("BatchSizeFinder"), str)
 ENDS_EARLY = Name(TUNERS, "_early_exit", _first("BatchSizeFinder", "LearningRateFinder"), bool)
 RATE_NAME = Name(TUNERS, "_attr_name", _first("LearningRateFinder"), (str, type(None)))

@@ -22,7 +22,6 @@ from lightning_spot.exact import (
     loggers,
     private,
     progress,
-    pruned,
     shared_buffers,
     shipped,
     toggled,
@@ -162,11 +161,6 @@ class Restoring(OfTrainer):
             return ranks[trainer.global_rank]  # type: ignore[no-any-return]
         self._others = others
         return self._others.values(trainer)
-
-    def restore_masks(self) -> None:
-        """When training begins, before it is noted how everything is: prune the model as it was pruned."""
-        if (values := self._values) is not None:
-            self._switches.run(private.PRUNING, lambda: pruned.restore(self._trainer, values["pruned"] or {}))
 
     def begin(self) -> None:
         """When training begins: what no later place would put back."""
