@@ -17,6 +17,7 @@ from torch.ao import quantization
 from tests.exact_cases import Lean
 
 LOST = "Holding.count, Holding.later, Holding.meter, Holding.metrics, Holding.teacher"
+MADE = ", ".join(f"{name} (a buffer)" for name in ("later", "latest", "precise", "queue"))
 REPLACED = "Replacing.weight, Trainer.callbacks, Trainer.lr_scheduler_configs, net.3"
 
 
@@ -82,33 +83,42 @@ class Kinds(Weighted):
         return 0.1 * float(drawn + torch.rand((), generator=self.torch)) + 0.001 * (sum(sizes) + sum(counts) + arrays)
 
 
-class Growing(Weighted):
-    """Has buffers that are in no ``state_dict``, and of other shapes and kinds as training goes on."""
+class Beside(Weighted):
+    """Has buffers that are in no ``state_dict``."""
 
     def __init__(self) -> None:
         super().__init__()
         for name, value in {
-            "bank": torch.zeros(0, 2),
+            "bank": torch.zeros(6, 2),
             "wide": torch.zeros(1).expand(4),
-            "exact": torch.zeros(2),
             "sparse": torch.eye(4).to_sparse(),
             "rows": torch.eye(4).to_sparse_csr(),
-            "later": None,
         }.items():
             self.register_buffer(name, value, persistent=False)
 
     def weight(self) -> float:
         self.bank = torch.cat([self.bank, torch.rand(1, 2)])[-6:]
         self.wide[:1].add_(torch.rand(1))
-        self.exact = self.exact.double() + torch.rand(2, dtype=torch.float64)
         self.sparse = (self.sparse + torch.rand(4, 4).round().to_sparse()).coalesce()
         self.rows.values().mul_(1.01)
+        return 0.001 * sum(float(each.to_dense().sum()) for each in (self.bank, self.wide, self.sparse, self.rows))
+
+
+class Growing(Lean):
+    """Has such buffers that are made, or get another shape or dtype, as training goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, value in {"queue": torch.zeros(0, 2), "precise": torch.zeros(2), "later": None}.items():
+            self.register_buffer(name, value, persistent=False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.queue = torch.cat([self.queue, torch.rand(1, 2)])
+        self.precise = self.precise.double() + torch.rand(2, dtype=torch.float64)
         if self.later is None:
             self.later = torch.rand(3)
-        if not hasattr(self, "latest") and self.global_step >= 3:
+        if not hasattr(self, "latest"):
             self.register_buffer("latest", torch.rand(2), persistent=False)
-        buffers = [value for name, value in self.named_buffers() if "." not in name and name != "drift"]
-        return 0.001 * float(sum(value.to_dense().double().sum() for value in buffers))
 
 
 class Meter:

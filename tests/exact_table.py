@@ -542,7 +542,8 @@ LOOPS: dict[str, Case] = {
     ),
     "cache-of-the-module": Case(model=m.Caching),
     "values-of-many-kinds": Case(model=kept.Kinds, stops=(8, 4)),
-    "buffers-that-training-makes": Case(model=kept.Growing, stops=(8, 4)),
+    "buffers-outside-the-state-dict": Case(model=kept.Beside, stops=(8, 4)),
+    "buffers-that-training-makes": Case(model=kept.Growing, says=kept.MADE, differs=True),
     "objects-of-the-module": Case(
         model=kept.Holding,
         says=kept.LOST,

@@ -139,7 +139,8 @@ class FitState(PerTrainer):
         self._switches.run(private.HOOKED, lambda: self._unsaved.begin(trainer, restoring.unsaved))
         self._hooked.lost.update(restoring.lost)
         reasons = why_loaders_are_not_exact(restoring.loaders) if restoring.loaders is not None else []
-        anew = [*shipped.what_begins_anew(trainer), *self._unsaved.begin_anew(restoring.lost)]
+        lost = [*restoring.lost, *restoring.made_buffers()]
+        anew = [*shipped.what_begins_anew(trainer), *self._unsaved.begin_anew(lost)]
         own = what_is_the_first_ranks(restoring.own_parameters, restoring.own_values)
         anew += [*own, *what_hooks_begin_anew(trainer), *self._hooked.what_waits(), *schedulers_that_end(trainer)]
         first = [*reasons, *shipped.what_has_a_passing_folder(trainer)]
@@ -195,14 +196,12 @@ class FitState(PerTrainer):
         buffers = private.BUFFERS_AT_ALL
         has_buffers = run(private.TREE, lambda: any(buffers.of_each(modules.parts, modules.own))) is not False
         loaders = self._restoring.loaders  # None in a fit that takes no snapshots, such as fast_dev_run
-        captured = self._buffers.capture(module, is_first=trainer.is_global_zero, has_any=has_buffers)
         positions = run(private.LOADERS, lambda: loaders.positions(at_end=at_end)) if loaders is not None else []
         return {
             "random": self._generators.capture(trainer.strategy.root_device),
             "loaders": positions,
             "around_loaders": run(private.LOADERS, loaders.capture) if loaders is not None else None,
-            "buffers": captured,
-            "made_buffers": self._buffers.made(captured),
+            "buffers": self._buffers.capture(module, is_first=trainer.is_global_zero, has_any=has_buffers),
             "shared_buffers": run(private.SHARING, lambda: shared_buffers.are_shared(trainer)),
             "own_parameters": self._own.capture(trainer),
             "own_values": capture_values(trainer),

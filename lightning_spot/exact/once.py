@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.exact import private
-from lightning_spot.exact.buffers import Buffers, Noted
+from lightning_spot.exact.buffers import Buffers, Marks, marks_of
 from lightning_spot.exact.changed_values import ChangedValues, Names
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.shipped import tuners
@@ -39,7 +39,7 @@ class Once(OfTrainer):
         self._first: ChangedValues | None = None
         self._before = ChangedValues()
         self._since = Names()
-        self._noted = Noted({}, {})
+        self._marks: Marks = {}
 
     def begins(self) -> None:
         """Note how everything is. Further calls do nothing until :meth:`ends`."""
@@ -69,11 +69,11 @@ class Once(OfTrainer):
     def _begin(self) -> None:
         self._before = ChangedValues()
         self._before.begin(self._trainer)
-        self._noted = Noted.of(dict(self._trainer.lightning_module.named_buffers()))
+        self._marks = marks_of(self._trainer.lightning_module)
 
     def _end(self) -> None:
         self._since.update(self._changed(self._before))
-        self._buffers.note_changed(self._trainer.lightning_module, self._noted)
+        self._buffers.note_changed(self._trainer.lightning_module, self._marks)
 
     def _changed(self, values: ChangedValues) -> Names:
         return Names.of(values.capture(self._trainer, list(self._trainer.lightning_module.named_modules())))

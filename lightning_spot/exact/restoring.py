@@ -112,6 +112,11 @@ class Restoring(OfTrainer):
         """Likewise what optimizers keep for this rank alone."""
         return (self._values or {}).get("own_values", {})  # type: ignore[no-any-return]
 
+    def made_buffers(self) -> list[str]:
+        """Names of saved buffers that do not come back, since training had made them; until the first step."""
+        saved = self._values["buffers"] if self._values is not None else {}
+        return list(buffers.made_in_training(self._trainer.lightning_module, saved))
+
     def load(self, checkpoint: dict[str, Any], *, of_another_run: bool = False) -> None:
         """Take the exact state of a checkpoint, if it has one that fits; see :meth:`FitState.load`."""
         shared, trainer = checkpoint.get(KEY), self._trainer
@@ -356,7 +361,7 @@ class Restoring(OfTrainer):
         self._of_loaders(values, Loaders.go_on)
         run("skipped batches", lambda: progress.restore(trainer, values["added"]))
         trainer.should_stop = values["should_stop"]
-        self._restore_buffers(values)
+        self._buffers.restore(module, values["buffers"])
         # Earlier versions did not save it.
         run(private.SHARING, lambda: shared_buffers.restore(trainer, values.get("shared_buffers")))
         if values["hooked"] is not None:
@@ -382,15 +387,11 @@ class Restoring(OfTrainer):
         if not self._has_begun:
             self._own.restore(self._trainer, self.own_parameters)
             self._restore_hooked(values, untrained=True)
-        self._restore_buffers(values)
+        self._buffers.restore(self._trainer.lightning_module, values["buffers"])
         restore_random(values["random"], self._trainer.strategy.root_device)
         self._switches.run(private.PROGRESS, lambda: progress.end_restart(self._trainer))
         if "logged" in values:
             self._switches.run(private.LOGGED, lambda: logged_values.restore_last(self._trainer, values))
-
-    def _restore_buffers(self, values: State) -> None:
-        made = values.get("made_buffers", ())  # which earlier versions did not say
-        self._buffers.restore(self._trainer.lightning_module, values["buffers"], made)
 
     def _of_loaders(self, values: State, stage: Callable[[Loaders, State], None]) -> None:
         """Do one stage of the loaders' own resume."""
