@@ -9,16 +9,15 @@ from collections.abc import Callable, Iterator
 from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_spot.config import format_names
 from lightning_spot.errors import NotSerialisable
-from lightning_spot.exact.compare import compare
 from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.hyperparameters import OF_DATA, OF_MODEL, as_saved
 from lightning_spot.exact.unpickling import read_checkpoint
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.placeholder import ADVICE, Placeholder, kind_of, placeholders_in
-from lightning_spot.image.safe_load import safe_load
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -61,8 +60,7 @@ def put_in_own_objects(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
     """Give hooks the objects that this process has, in place of those that were not loaded.
 
     Models save objects in ``on_save_checkpoint`` (a loss, an encoder) and take them back in ``on_load_checkpoint``.
-    What the model would save now has the same kinds of objects at the same places. They are compared with what the
-    file has of them, and a warning tells where they differ; not the model's submodules, which ``state_dict`` restores.
+    What the model would save now has the same kinds of objects at the same places.
 
     Args:
         trainer: that is to go on from the checkpoint.
@@ -79,23 +77,15 @@ def put_in_own_objects(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
     except Exception as error:  # it may want more of a checkpoint than this
         logger.debug("lightning_spot: what the model would save is not known: %s", error)
         return
-    submodules = set(map(id, module.modules()))
-    for where, saved, live in _put_in(checkpoint, own, ""):
-        if id(live) in submodules:
-            continue
-        try:
-            different = _differences(saved, live)
-        except Exception as error:  # of the object's own pickling
-            different = [f"it cannot be compared ({type(error).__name__}: {error})"]
-        if different:
-            rank_zero_warn(
-                f"lightning_spot: {where} of the snapshot, a {kind_of(saved)}, is not loaded; the one that this process"
-                f" made stands for it, and differs: {different[0]}. {ADVICE}"
-            )
+    if names := list(_put_in(checkpoint, own, "")):
+        rank_zero_info(
+            "lightning_spot: objects of the snapshot are not loaded, and those that this process made stand for them:"
+            f" {format_names(names)}"
+        )
 
 
-def _put_in(saved: Any, own: Any, path: str) -> Iterator[tuple[str, Placeholder, Any]]:
-    """Replace placeholders in containers by what is at the same place, if it is of the same kind."""
+def _put_in(saved: Any, own: Any, path: str) -> Iterator[str]:
+    """Replace placeholders in containers by what is at the same place, if it is of the same kind; at which places."""
     if isinstance(saved, dict) and isinstance(own, dict):
         pairs: list[tuple[Any, Any]] = [(key, own[key]) for key in saved if key in own]
     elif isinstance(saved, list) and isinstance(own, list):
@@ -109,19 +99,11 @@ def _put_in(saved: Any, own: Any, path: str) -> Iterator[tuple[str, Placeholder,
             yield from _put_in(old, live, where)
         elif kind_of(old) in (_name(type(live)), _name(live)):
             saved[key] = live
-            yield where, old, live
+            yield where
 
 
 def _name(kind: Any) -> str:
     return f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', '')}"
-
-
-def _differences(saved: Any, live: Any) -> list[str]:
-    file = io.BytesIO()
-    torch.save(live, file)
-    file.seek(0)
-    found = compare(saved, safe_load(file), folders=True)
-    return [str(difference) for difference in found]  # what looks like a time, or is a path, may be a setting
 
 
 def _needed(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> list[tuple[str, Any]]:
