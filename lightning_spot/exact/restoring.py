@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,8 +124,6 @@ class Restoring(OfTrainer):
         if shared is None:
             rank_zero_warn(f"lightning_spot: {shipped.why_without_exact_state(trainer)}")
             return
-        places = shared["loggers"]
-        self._switches.run(private.LOGGERS, lambda: loggers.continue_in(trainer, places, of_another_run=of_another_run))
         if shared["version"] != VERSION:
             rank_zero_warn(
                 f"lightning_spot: the snapshot has its exact state in form {shared['version']}, this version of"
@@ -138,6 +137,10 @@ class Restoring(OfTrainer):
         self._val_total = shared["validation_progress"]
         if values["hooked"] is not None:  # before Lightning asks whether there is anything left to train
             self._switches.run(private.HOOKED, lambda: self._hooked.restore_limits(trainer, values["hooked"]))
+        is_over = 0 <= trainer.max_steps <= checkpoint["global_step"]
+        is_over |= trainer.max_epochs is not None and 0 <= trainer.max_epochs <= checkpoint["epoch"]
+        continued = partial(loggers.continue_in, of_another_run=of_another_run, is_over=is_over)
+        self._switches.run(private.LOGGERS, lambda: continued(trainer, shared["loggers"]))
         # Of a run that was to go on, and is given less steps than it has taken, nothing is trained, and nothing ends.
         limits = (trainer.max_steps, shared["max_steps"])
         reached = all(0 <= limit <= checkpoint["global_step"] for limit in limits)
