@@ -540,8 +540,8 @@ LOOPS: dict[str, Case] = {
         stops=(7, 6),
         soak=True,
     ),
-    "cache-of-the-module": Case(model=m.Caching),
-    "values-of-many-kinds": Case(model=kept.Kinds, stops=(8, 4)),
+    "cache-of-the-module": Case(model=m.Caching, says="Caching.cache, Caching.cached"),
+    "plain-values-and-generators": Case(model=kept.Kinds, stops=(8, 4)),
     "buffers-outside-the-state-dict": Case(model=kept.Beside, stops=(8, 4)),
     "buffers-that-training-makes": Case(model=kept.Growing, says=kept.MADE, differs=True),
     "objects-of-the-module": Case(

@@ -453,7 +453,7 @@ class Alone(SimpleNamespace):
 
 
 def dump_of(state: dict[str, Any]) -> Dump:
-    return Dump(checkpoint={}, state=state, validation_progress=None, loggers=[], unsaved=[], lost=[])
+    return Dump(checkpoint={}, state=state, validation_progress=None, loggers=[], untracked=[], lost=[])
 
 
 def ring(*, strict: bool) -> RingSettings:

@@ -31,7 +31,7 @@ from lightning_spot.sharded.reader import ImageReader, load_all
 IGNORED = (
     "GoodputMonitor",
     "lightning_spot.loggers",
-    "lightning_spot.unsaved",
+    "lightning_spot.untracked",
     "lightning_spot.interval",
     "lightning_spot.lineage",
     "lightning_spot.run_id",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 KEY = "lightning_spot"
 """Key of the exact state in a checkpoint."""
 
-VERSION = 3
+VERSION = 4
 """Of the exact state's form."""
 
 _KEYED: frozenset[type] = frozenset((dict, OrderedDict, defaultdict))
@@ -49,7 +49,7 @@ class Dump:
         state: of this rank.
         validation_progress: count of validation batches, if a validation follows the step; else ``None``.
         loggers: where each logger is, on rank 0.
-        unsaved: names of attributes that have changed and are in no ``state_dict``.
+        untracked: names of attributes that have changed and are in no ``state_dict``.
         lost: likewise, of modules.
         noted: how the checkpoint's tensors were; ``None`` if that was not noted.
     """
@@ -58,7 +58,7 @@ class Dump:
     state: State
     validation_progress: dict[str, int] | None
     loggers: list[dict[str, Any]]
-    unsaved: list[str]
+    untracked: list[str]
     lost: list[str]
     noted: _Noted | None = None
 
@@ -107,7 +107,7 @@ class Dump:
             "max_steps": trainer.max_steps,
             "validation_progress": self.validation_progress,
             "loggers": self.loggers,
-            "unsaved": self.unsaved,
+            "untracked": self.untracked,
             "lost": self.lost,
             "ranks": ranks,
         }

@@ -16,15 +16,14 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_spot.capture.tensors import copies_of
 from lightning_spot.exact import logged_values, loggers, private, progress, shared_buffers, shipped, toggled
 from lightning_spot.exact.buffers import Buffers
-from lightning_spot.exact.changed_values import ChangedValues
 from lightning_spot.exact.checkpoint import checkpoint_of, checkpoint_through_save, leave_out_callbacks
 from lightning_spot.exact.dump import KEY, Dump
 from lightning_spot.exact.epochs import Rewind
 from lightning_spot.exact.gradient_order import GradientOrder
 from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.made_of import schedulers_that_end
+from lightning_spot.exact.module_state import ModuleState, PreTrainingEffects
 from lightning_spot.exact.named import follow_named
-from lightning_spot.exact.once import Once
 from lightning_spot.exact.own_parameters import (
     OwnParameters,
     capture_values,
@@ -40,7 +39,7 @@ from lightning_spot.exact.sharded import local_gradient
 from lightning_spot.exact.switches import Switches
 from lightning_spot.exact.tree import Modules, modules_of
 from lightning_spot.exact.unpickling import read_checkpoint, with_ranks
-from lightning_spot.exact.unsaved import Unsaved
+from lightning_spot.exact.untracked import UntrackedAttributes
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -67,10 +66,10 @@ class FitState(PerTrainer):
         self._switches = Switches()
         self._buffers = Buffers()
         self._generators = Generators()
-        self._hooked = ChangedValues()
-        self.once = Once(self._trainer, self._switches, self._hooked, self._buffers)
+        self._hooked = ModuleState()
+        self.once = PreTrainingEffects(self._trainer, self._switches, self._hooked, self._buffers)
         self._order = GradientOrder()
-        self._unsaved = Unsaved()
+        self._untracked = UntrackedAttributes()
         self._own = OwnParameters()
         self._restoring = Restoring(self._trainer, self._switches, self._hooked, self._buffers, self._own)
         self._begun = False
@@ -136,11 +135,13 @@ class FitState(PerTrainer):
         restoring.begin()
         self._buffers.begin(trainer.lightning_module)
         self._switches.run(private.BUCKETS, lambda: self._order.begin(trainer, restoring.gradient_order))
-        self._switches.run(private.HOOKED, lambda: self._unsaved.begin(trainer, restoring.unsaved))
+        self._switches.run(private.HOOKED, lambda: self._untracked.begin(trainer, restoring.untracked))
         self._hooked.lost.update(restoring.lost)
         reasons = why_loaders_are_not_exact(restoring.loaders) if restoring.loaders is not None else []
-        lost = [*restoring.lost, *restoring.made_buffers()]
-        anew = [*shipped.what_begins_anew(trainer), *self._unsaved.begin_anew(lost)]
+        anew = [
+            *shipped.what_begins_anew(trainer),
+            *self._untracked.begin_anew([*restoring.lost, *restoring.made_buffers()]),
+        ]
         own = what_is_the_first_ranks(restoring.own_parameters, restoring.own_values)
         anew += [*own, *what_hooks_begin_anew(trainer), *self._hooked.what_waits(), *schedulers_that_end(trainer)]
         first = [*reasons, *shipped.what_has_a_passing_folder(trainer)]
@@ -172,7 +173,7 @@ class FitState(PerTrainer):
             validation_progress=total,
             loggers=run(private.LOGGERS, lambda: places(trainer, before_validation=before_validation, at_end=at_end))
             or [],
-            unsaved=run(private.HOOKED, lambda: self._unsaved.names(trainer)) or [],
+            untracked=run(private.HOOKED, lambda: self._untracked.names(trainer)) or [],
             lost=sorted(self._hooked.lost),
         )
 

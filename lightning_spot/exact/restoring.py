@@ -28,11 +28,11 @@ from lightning_spot.exact import (
     toggled,
 )
 from lightning_spot.exact.buffers import Buffers
-from lightning_spot.exact.changed_values import ChangedValues
 from lightning_spot.exact.data_shares import are_these, share_of
 from lightning_spot.exact.dump import KEY, VERSION
 from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.made_of import differences
+from lightning_spot.exact.module_state import ModuleState
 from lightning_spot.exact.optimizer_states import keep_dtypes, precise_of
 from lightning_spot.exact.other_ranks import OtherRanks
 from lightning_spot.exact.own_parameters import OwnParameters, restore_values
@@ -59,7 +59,7 @@ class Restoring(OfTrainer):
 
     Attributes:
         loaders: of the fit; ``None`` where they cannot be followed.
-        unsaved: names of attributes that the training before had changed, and that do not come back.
+        untracked: names of attributes that the training before had changed, and that do not come back.
         lost: likewise, of modules.
     """
 
@@ -67,13 +67,13 @@ class Restoring(OfTrainer):
         self,
         trainer: pl.Trainer,
         switches: Switches,
-        hooked: ChangedValues,
+        hooked: ModuleState,
         module_buffers: Buffers,
         own: OwnParameters,
     ) -> None:
         super().__init__(trainer)
         self.loaders: Loaders | None = None
-        self.unsaved: list[str] = []
+        self.untracked: list[str] = []
         self.lost: list[str] = []
         self._switches = switches
         self._hooked = hooked
@@ -148,7 +148,7 @@ class Restoring(OfTrainer):
             private.PROGRESS, lambda: progress.may_stop(trainer, checkpoint)
         )
         self._steps_are_over = bool(stops) or reached
-        self.unsaved, self.lost = shared["unsaved"], shared.get("lost", [])
+        self.untracked, self.lost = shared["untracked"], shared["lost"]
         if (loaders := self.loaders) is not None:
             self._switches.run(private.LOADERS, loaders.ask_again)
         self._of_loaders(values, Loaders.resume)

@@ -6,19 +6,18 @@ snapshot, by name and without their values, so that a resumed run can say it bef
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.exact import namespaces
-from lightning_spot.exact.objects import Inside
-from lightning_spot.exact.plain_values import SCALARS, is_kept, is_same, mark
+from lightning_spot.exact.change_detector import ChangeDetector, is_value
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _MOST_ITEMS = 1000
-"""Of a longer container it is seen only whether it is another one: each snapshot looks at all of them."""
+"""Of a longer container only its length is looked at: each snapshot looks at all of them."""
 
 _KEEPS_ITS_OWN = ("state_dict", "on_save_checkpoint")
 _OF_OPTIMIZERS = ("defaults", "param_groups", "state")
@@ -26,33 +25,31 @@ _SHIPPED = ("lightning.", "pytorch_lightning.", "lightning_spot.")
 _MOST_NAMED = 8
 
 
-class Unsaved:
+class UntrackedAttributes:
     """Knows how the attributes were when training began, and so which of them training has changed."""
 
     def __init__(self) -> None:
-        self._marks: dict[str, Any] = {}
+        self._stamps: dict[str, Any] = {}
         self._changed: set[str] = set()
 
-    def begin(self, trainer: pl.Trainer, changed: list[str]) -> None:
+    def begin(self, trainer: pl.Trainer, changed: Iterable[str]) -> None:
         """Note how they are, after all ``on_train_start``: a resumed run calls those, too.
 
         Args:
             trainer: that trains.
             changed: those that had changed when the snapshot was taken that this run goes on from.
         """
-        self._marks = dict(_attributes(trainer))
-        self._changed = self._marks.keys() & changed
+        self._stamps = dict(_attributes(trainer))
+        self._changed = self._stamps.keys() & changed
 
     def names(self, trainer: pl.Trainer) -> list[str]:
         """Those that have changed by now, or had at an earlier snapshot, as ``Class.attribute``."""
         now = dict(_attributes(trainer, without=self._changed))
-        changed = now.keys() - self._marks.keys()
-        changed |= {name for name, marked in self._marks.items() if name not in now or not is_same(marked, now[name])}
-        self._changed |= changed
-        self._marks = {name: marked for name, marked in self._marks.items() if name not in changed}
+        self._changed |= {name for name in now.keys() | self._stamps.keys() if self._stamps.get(name) != now.get(name)}
+        self._stamps = {name: stamp for name, stamp in self._stamps.items() if name not in self._changed}
         return sorted(self._changed)
 
-    def begin_anew(self, lost: Sequence[str] = ()) -> Iterator[str]:
+    def begin_anew(self, lost: Iterable[str]) -> Iterator[str]:
         """One sentence on those that a resumed run does not get back, if there are any.
 
         Args:
@@ -69,9 +66,9 @@ class Unsaved:
 
 
 def _attributes(trainer: pl.Trainer, without: set[str] | frozenset[str] = frozenset()) -> Iterator[tuple[str, Any]]:
-    """Each that can be watched, and a mark by which it is known again; of two of a class, each has its number."""
+    """Each that can be watched, with the stamp of its value; of two of a class, each has its number."""
     seen: dict[str, int] = {}
-    inside = Inside(trainer.lightning_module.modules())
+    detector = ChangeDetector(trainer.lightning_module.modules(), most_items=_MOST_ITEMS)
     owners: list[Any] = [trainer.datamodule, *trainer.callbacks]  # type: ignore[attr-defined] # Lightning's Trainer has them
     owners = [owner for owner in owners if owner is not None and _is_to_be_named(owner)]
     own_kinds = [each for each in trainer.optimizers if not type(each).__module__.startswith("torch.")]
@@ -82,9 +79,9 @@ def _attributes(trainer: pl.Trainer, without: set[str] | frozenset[str] = frozen
             name = f"{kind}.{attribute}" if number == 1 else f"{kind}#{number}.{attribute}"
             if name in without or attribute in saved:
                 continue
-            if type(value) in SCALARS or is_kept(type(value)):
-                yield name, inside.mark(value, most=_MOST_ITEMS)
-    yield from ((name, mark(value)) for name, value in _put_together(trainer) if name not in without)
+            if is_value(value):
+                yield name, detector.stamp(value)
+    yield from ((name, value) for name, value in _put_together(trainer) if name not in without)
 
 
 def _put_together(trainer: pl.Trainer) -> Iterator[tuple[str, list[Any]]]:
