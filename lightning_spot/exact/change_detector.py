@@ -23,7 +23,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_spot.exact import namespaces
-from lightning_spot.exact.private import writes_of
+from lightning_spot.exact.private import BUFFERS, PARAMETERS, writes_of
 from lightning_spot.exact.randomness import GENERATORS, is_of_process
 
 logger = logging.getLogger(__name__)
@@ -117,8 +117,8 @@ class ChangeDetector:
 
     def _is_trained(self, tensor: torch.Tensor) -> bool:
         if self._trained is None:
-            own = ((*part.parameters(recurse=False), *part.buffers(recurse=False)) for part in self._modules)
-            self._trained = {id(each) for tensors in own for each in tensors}
+            tables = [table for part in self._modules for table in (PARAMETERS.of(part), BUFFERS.of(part))]
+            self._trained = {id(each) for table in tables for each in table.values()}
         return id(tensor) in self._trained
 
 

@@ -55,7 +55,7 @@ _LIMITS = ("max_epochs", "max_steps")
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of a module that are torch's."""
 
-_NOT_THERE = object()
+_NOT_THERE, _NOT_LOOKED_AT = object(), object()
 
 
 @dataclass(slots=True)
@@ -119,8 +119,9 @@ class Attributes:
         self._ignored |= {name for name in vars(part) if name.startswith(private.COMPOSABLE)}
         # Modules of torch keep nothing that their numbers would have to agree with.
         self._is_torchs = type(part).__module__.startswith("torch.nn")
-        own = self._own(part)
-        self._stamps = {name: detector.stamp(value) for name, value in own.items()}
+        own = {name: value for name, value in vars(part).items() if name not in self._ignored}
+        self._count = len(vars(part))
+        self._stamps = {name: self._stamp(value, detector) for name, value in own.items()}
         self._generators = {(name, type(value)) for name, value in own.items() if issubclass(type(value), GENERATORS)}
         self._not_plain = {
             name: None if is_value(value) else value for name, value in own.items() if not _is_plain(value)
@@ -139,8 +140,14 @@ class Attributes:
         kept: State = {}
         lost: set[str] = set()
         was_made = False
-        for name, value in self._own(part).items():
-            is_as_before = self._stamps.get(name, _NOT_THERE) == detector.stamp(value)
+        own = vars(part)
+        is_alike = len(own) == self._count and self._stamps.keys() <= own.keys()
+        for name in self._stamps if is_alike else own:
+            if name in self._ignored:
+                continue
+            value = own[name]
+            stamp = value if type(value) in SCALARS else self._stamp(value, detector)
+            is_as_before = self._stamps.get(name, _NOT_THERE) == stamp
             if is_as_before and name not in before:
                 continue
             try:
@@ -164,13 +171,8 @@ class Attributes:
         self.has_made_data |= kinds[0] is not kinds[1] and all(issubclass(kind, Dataset) for kind in kinds)
         return first is not None and first is not value
 
-    def _own(self, part: nn.Module) -> State:
-        own = vars(part).items()
-        return {
-            name: value
-            for name, value in own
-            if name not in self._ignored and (type(value) in SCALARS or not self._is_torchs)
-        }
+    def _stamp(self, value: Any, detector: ChangeDetector) -> Any:
+        return _NOT_LOOKED_AT if self._is_torchs and type(value) not in SCALARS else detector.stamp(value)
 
 
 def _is_plain(value: Any) -> bool:
