@@ -18,8 +18,7 @@ from torch import nn
 
 from lightning_spot.exact.change_detector import ChangeDetector
 from lightning_spot.exact.compare import differences
-from lightning_spot.exact.module_state import Attributes
-from lightning_spot.exact.plain_values import put
+from lightning_spot.exact.module_state import Attributes, put
 from tests.exact_kept import Longer
 from tests.exact_table import Case, train
 from tests.test_exact import Stop, StopAt, final

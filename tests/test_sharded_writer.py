@@ -35,7 +35,7 @@ from lightning_spot.errors import (
     TornSnapshot,
 )
 from lightning_spot.exact.dump import Dump
-from lightning_spot.exact.resumable import Outline
+from lightning_spot.exact.loadability import Outline
 from lightning_spot.exact.sharded import Dtensors
 from lightning_spot.fit.in_shards import InShards
 from lightning_spot.fit.together import ALONE

@@ -30,8 +30,8 @@ from lightning.pytorch.trainer.connectors import checkpoint_connector
 from lightning_spot import SpotCheckpointIO
 from lightning_spot.errors import NotSerialisable
 from lightning_spot.exact.compare import differences
-from lightning_spot.exact.resumable import Outline
-from lightning_spot.exact.unpickling import read_checkpoint
+from lightning_spot.exact.dump import read_checkpoint
+from lightning_spot.exact.loadability import Outline
 from lightning_spot.image.layout import lay_out
 from lightning_spot.image.placeholder import Placeholder, kind_of, placeholders_in
 from tests.conftest import new_process

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from lightning_spot.capture.tensors import shape_of
-from lightning_spot.exact.unpickling import read_checkpoint, with_ranks
+from lightning_spot.exact.dump import read_checkpoint, with_ranks
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.placeholder import SHORT, Placeholder, kind_of, parts_of
 from lightning_spot.sharded.consolidate import read_folder

@@ -1,11 +1,12 @@
-"""A checkpoint of Lightning with the exact state beside it: what becomes a snapshot."""
+"""A checkpoint of Lightning with the exact state beside it: what becomes a snapshot, and how it is read."""
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -14,7 +15,8 @@ from lightning_spot.capture.unforeseen import as_failure
 from lightning_spot.errors import SnapshotFailed, SpotError
 from lightning_spot.exact.data_shares import share_of
 from lightning_spot.exact.private import writes_of
-from lightning_spot.exact.rank_states import Rooms, State, packed
+from lightning_spot.exact.rank_states import Rooms, State, packed, unpacked
+from lightning_spot.image.safe_load import safe_load
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -180,3 +182,21 @@ def _told(state: State | SpotError, trainer: pl.Trainer) -> bytes | SpotError:
         return b"" if trainer.is_global_zero else packed(state)
     except Exception as error:  # of values of ours: no code of the user's is at work
         return as_failure(error)
+
+
+def read_checkpoint(file: IO[bytes] | str, map_location: str = "cpu") -> Any:
+    """Read a checkpoint, and the states of ranks in it, as :func:`safe_load` does; see there."""
+    return with_ranks(safe_load(file, map_location), safe_load)
+
+
+def with_ranks(checkpoint: Any, read: Callable[[IO[bytes]], Any]) -> Any:
+    """The same checkpoint with the exact states of all ranks as values, if it has any.
+
+    Args:
+        checkpoint: changed in place.
+        read: reads the state of a rank.
+    """
+    exact = checkpoint.get(KEY) if isinstance(checkpoint, dict) else None
+    if isinstance(exact, dict) and isinstance(exact.get("ranks"), list):
+        exact["ranks"] = unpacked(exact["ranks"], read)
+    return checkpoint

@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_spot.capture.tensors import copies_of
-from lightning_spot.exact import logged_values, loggers, private, progress, shared_buffers, shipped, toggled
+from lightning_spot.exact import logged_values, loggers, private, progress, shipped
 from lightning_spot.exact.buffers import Buffers
 from lightning_spot.exact.checkpoint import checkpoint_of, checkpoint_through_save, leave_out_callbacks
-from lightning_spot.exact.dump import KEY, Dump
+from lightning_spot.exact.ddp import GradientOrder, shares_buffers
+from lightning_spot.exact.dump import KEY, Dump, read_checkpoint, with_ranks
 from lightning_spot.exact.epochs import Rewind
-from lightning_spot.exact.gradient_order import GradientOrder
+from lightning_spot.exact.loadability import follow_named
 from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.made_of import schedulers_that_end
 from lightning_spot.exact.module_state import ModuleState, PreTrainingEffects
-from lightning_spot.exact.named import follow_named
+from lightning_spot.exact.optimizers import toggled
 from lightning_spot.exact.own_parameters import (
     OwnParameters,
     capture_values,
@@ -36,9 +37,7 @@ from lightning_spot.exact.randomness import Generators, State
 from lightning_spot.exact.restoring import Restoring
 from lightning_spot.exact.seams import Seams, is_tuning
 from lightning_spot.exact.sharded import local_gradient
-from lightning_spot.exact.switches import Switches
 from lightning_spot.exact.tree import Modules, modules_of
-from lightning_spot.exact.unpickling import read_checkpoint, with_ranks
 from lightning_spot.exact.untracked import UntrackedAttributes
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class FitState(PerTrainer):
         self._renew()
 
     def _renew(self) -> None:
-        self._switches = Switches()
+        self._switches = private.Switches()
         self._buffers = Buffers()
         self._generators = Generators()
         self._hooked = ModuleState()
@@ -203,14 +202,14 @@ class FitState(PerTrainer):
             "loaders": positions,
             "around_loaders": run(private.LOADERS, loaders.capture) if loaders is not None else None,
             "buffers": self._buffers.capture(module, is_first=trainer.is_global_zero, has_any=has_buffers),
-            "shared_buffers": run(private.SHARING, lambda: shared_buffers.are_shared(trainer)),
+            "shared_buffers": run(private.SHARING, lambda: shares_buffers(trainer)),
             "own_parameters": self._own.capture(trainer),
             "own_values": capture_values(trainer),
             "gradients": self._gradients() if self._has_live_gradients() and not at_end else {},
             "gradient_order": self._order.saved(),
             "should_stop": trainer.should_stop,
             "hooked": run(private.HOOKED, lambda: self._hooked.capture(trainer, modules)),
-            "toggled": run(private.TOGGLES, lambda: toggled.capture(module)) or {},
+            "toggled": run(private.TOGGLES, lambda: toggled(module)) or {},
             "shipped": self._shipped(),
             "metrics": run(private.METRICS, lambda: logged_values.metrics_among(modules)) or {},
             **(run(private.LOGGED, lambda: logged_values.capture(trainer)) or {}),

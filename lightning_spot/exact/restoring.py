@@ -23,17 +23,16 @@ from lightning_spot.exact import (
     loggers,
     private,
     progress,
-    shared_buffers,
     shipped,
-    toggled,
 )
 from lightning_spot.exact.buffers import Buffers
 from lightning_spot.exact.data_shares import are_these, share_of
+from lightning_spot.exact.ddp import restore_sharing
 from lightning_spot.exact.dump import KEY, VERSION
 from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.made_of import differences
 from lightning_spot.exact.module_state import ModuleState
-from lightning_spot.exact.optimizer_states import keep_dtypes, precise_of
+from lightning_spot.exact.optimizers import keep_dtypes, precise_of, restore_toggled
 from lightning_spot.exact.other_ranks import OtherRanks
 from lightning_spot.exact.own_parameters import OwnParameters, restore_values
 from lightning_spot.exact.parameter_names import names_of
@@ -41,7 +40,6 @@ from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.position import PositionedLoader, batches_done, loader_itself, other_batches
 from lightning_spot.exact.randomness import State, restore_random
 from lightning_spot.exact.sharded import gradient_like, is_sharded
-from lightning_spot.exact.switches import Switches
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -66,7 +64,7 @@ class Restoring(OfTrainer):
     def __init__(
         self,
         trainer: pl.Trainer,
-        switches: Switches,
+        switches: private.Switches,
         hooked: ModuleState,
         module_buffers: Buffers,
         own: OwnParameters,
@@ -238,7 +236,7 @@ class Restoring(OfTrainer):
             restore = self._hooked.restore
             self._switches.run(private.HOOKED, lambda: restore(self._trainer, saved, untrained=untrained))
         if kept := values.get("toggled"):
-            self._switches.run(private.TOGGLES, lambda: toggled.restore(self._trainer.lightning_module, kept))
+            self._switches.run(private.TOGGLES, lambda: restore_toggled(self._trainer.lightning_module, kept))
 
     def _go_on_from(self, others: OtherRanks, values: State) -> None:
         """Of a run that other ranks have left, or these with other batches: its epoch has more batches now, or less."""
@@ -365,8 +363,7 @@ class Restoring(OfTrainer):
         run("skipped batches", lambda: progress.restore(trainer, values["added"]))
         trainer.should_stop = values["should_stop"]
         self._buffers.restore(module, values["buffers"])
-        # Earlier versions did not save it.
-        run(private.SHARING, lambda: shared_buffers.restore(trainer, values.get("shared_buffers")))
+        run(private.SHARING, lambda: restore_sharing(trainer, values["shared_buffers"]))
         if values["hooked"] is not None:
             run(private.HOOKED, lambda: self._hooked.restore_generators(trainer, values["hooked"]))
         parameters = dict(module.named_parameters())

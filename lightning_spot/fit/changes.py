@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from lightning_spot.capture.tensors import shape_of
 from lightning_spot.errors import ModelChanged
 from lightning_spot.exact import namespaces
-from lightning_spot.exact.hyperparameters import OF_DATA, OF_MODEL, held
+from lightning_spot.exact.checkpoint import OF_DATA, OF_MODEL, held
 from lightning_spot.sharded.reader import changed
 
 if TYPE_CHECKING:

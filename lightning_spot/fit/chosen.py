@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import CorruptSnapshot
-from lightning_spot.exact.unpickling import read_checkpoint, with_ranks
+from lightning_spot.exact.dump import read_checkpoint, with_ranks
 from lightning_spot.fit.agreement import Agreement, Failed
 from lightning_spot.fit.owned import own_small
 from lightning_spot.fit.restore import Hosts, Restore

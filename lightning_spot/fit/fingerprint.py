@@ -21,8 +21,8 @@ from torch.utils.data import Subset, TensorDataset
 
 from lightning_spot.capture.tensors import shape_of
 from lightning_spot.exact import private
+from lightning_spot.exact.checkpoint import held
 from lightning_spot.exact.compare import without_drawn
-from lightning_spot.exact.hyperparameters import held
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -19,8 +19,8 @@ from lightning_spot.errors import SettingsError
 from lightning_spot.exact import namespaces, private, shipped
 from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.fit_state import FitState
+from lightning_spot.exact.loadability import Trial, check_resumable, put_in_own_objects
 from lightning_spot.exact.per_trainer import OfTrainer
-from lightning_spot.exact.resumable import Trial, check_resumable, put_in_own_objects
 from lightning_spot.exact.sharded import is_sharded
 from lightning_spot.fit import competing, earlier
 from lightning_spot.fit.agreement import Agreement

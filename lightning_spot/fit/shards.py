@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_spot.errors import SettingsError
-from lightning_spot.exact.dump import KEY
+from lightning_spot.exact.dump import KEY, read_checkpoint
+from lightning_spot.exact.loadability import check_resumable
 from lightning_spot.exact.rank_states import states_in_files
-from lightning_spot.exact.resumable import check_resumable
 from lightning_spot.exact.sharded import is_sharded, put_back
-from lightning_spot.exact.unpickling import read_checkpoint
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Image
 from lightning_spot.sharded.items import EXTRA
