@@ -227,6 +227,18 @@ def test_a_change_in_an_array_is_seen(large: bool) -> None:
     assert before != detect.stamp([array, 1])
 
 
+def test_of_a_large_container_in_an_object_only_the_length_is_looked_at() -> None:
+    """A tokenizer's vocabulary has tens of thousands of items, and each snapshot would walk over them."""
+    module = Own(tokenizer=Meter(vocabulary=dict.fromkeys(range(65))))
+    before = Attributes(module, detector(module))
+    module.tokenizer.vocabulary[0] = 1
+    before.changed(module, (), detector(module))
+    assert before.lost == set()
+    module.tokenizer.vocabulary[65] = 1
+    before.changed(module, (), detector(module))
+    assert before.lost == {"Own.tokenizer"}
+
+
 @pytest.mark.parametrize("change", ["training", "number", "kind", "more", "own-method"])
 def test_a_module_keeps_what_has_changed(change: str) -> None:
     module: Any = nn.LayerNorm(2) if change != "own-method" else Own()

@@ -37,7 +37,8 @@ _PROXIES = (weakref.ref, weakref.ProxyType, weakref.CallableProxyType)
 _CLOSED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, *_PROXIES)
 _PACKAGES = frozenset(("asyncio", "concurrent", "lightning_spot", "logging", "multiprocessing", "pathlib", "threading"))
 _MOST_ITEMS = 100_000
-_MOST_ATTRIBUTES = 64
+_MOST_OF_OBJECTS = 64
+"""Attributes of an object that are looked at, and items of a container in there: it may be a tokenizer's vocabulary."""
 _MOST_TENSORS = 8
 _MOST_BYTES = 2**20
 """Of an array that is compared whole; of a larger one, and of tensors whose writes torch does not count, some are."""
@@ -93,7 +94,7 @@ class ChangeDetector:
     def _container(self, value: Any, depth: int, nested: int) -> Any:
         kind, length = type(value), len(value)
         self._left -= length
-        if self._left < 0 or nested > _DEEPEST_NESTED:
+        if self._left < 0 or nested > _DEEPEST_NESTED or (depth and length > _MOST_OF_OBJECTS):
             return kind, length, _Same(value)
         if isinstance(value, dict):
             items = list(value.items())  # others may write to it
@@ -112,7 +113,7 @@ class ChangeDetector:
             found = [each for each in (*value.parameters(), *value.buffers()) if not self._is_trained(each)]
             some = found[:: max(1, len(found) // _MOST_TENSORS)][:_MOST_TENSORS]
             return [(_Tensor(each, writes_of(each)), _some_of(each)) for each in some]
-        own = list(vars(value).items())[:_MOST_ATTRIBUTES]
+        own = list(vars(value).items())[:_MOST_OF_OBJECTS]
         return [(name, self._stamp(item, depth, 0)) for name, item in own]
 
     def _is_trained(self, tensor: torch.Tensor) -> bool:
@@ -162,8 +163,8 @@ def _content(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, (set, frozenset)):
-        plain = all(type(item) in SCALARS or isinstance(item, Enum) for item in value)
-        return frozenset(value) if plain else (len(value), _Same(value))
+        is_plain = len(value) <= _SAMPLES and all(type(item) in SCALARS or isinstance(item, Enum) for item in value)
+        return frozenset(value) if is_plain else (len(value), _Same(value))
     return bytes(value) if isinstance(value, bytearray) else value
 
 
