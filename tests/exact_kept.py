@@ -124,6 +124,19 @@ class Holding(Weighted):
         return 0.01 * self.meter.total
 
 
+class Checking(Lean):
+    """Changes something in the sanity check that is no plain value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checked: set[int] = set()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        if self.trainer.sanity_checking:
+            self.checked.add(batch_idx)
+
+
 class Averaging(torch.optim.SGD):
     """Keeps averages to itself."""
 

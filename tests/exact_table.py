@@ -532,6 +532,7 @@ LOOPS: dict[str, Case] = {
     ),
     "epoch-start-hooks": Case(model=m.Evaluating, soak=True),
     "changed-in-the-sanity-check": Case(model=m.Remembering, loaders=None, val=None, stops=(5, 7)),
+    "changed-in-the-sanity-check-and-not-kept": Case(model=kept.Checking, says="Checking.checked"),
     "changed-in-a-trial": Case(
         model=partial(m.Remembering, counts_requests=False),  # a trial asks once more
         loaders=None,

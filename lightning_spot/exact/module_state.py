@@ -502,6 +502,7 @@ class PreTrainingEffects(OfTrainer):
         self._first: ModuleState | None = None
         self._before = ModuleState()
         self._since = Names()
+        self._lost: set[str] = set()
         self._marks: Marks = {}
 
     def begins(self) -> None:
@@ -517,6 +518,7 @@ class PreTrainingEffects(OfTrainer):
         if first is not None:
             self._run(self._end)
             self._run(lambda: self._hooked.before.update(self._since.common(self._changed(first))))
+            self._hooked.lost |= self._lost & first.lost
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -536,6 +538,7 @@ class PreTrainingEffects(OfTrainer):
 
     def _end(self) -> None:
         self._since.update(self._changed(self._before))
+        self._lost |= self._before.lost
         self._buffers.note_changed(self._trainer.lightning_module, self._marks)
 
     def _changed(self, values: ModuleState) -> Names:
