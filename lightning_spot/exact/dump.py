@@ -13,9 +13,8 @@ import torch
 from lightning_spot.capture.tensors import Glances, tensors_in
 from lightning_spot.capture.unforeseen import as_failure
 from lightning_spot.errors import SnapshotFailed, SpotError
-from lightning_spot.exact.data_shares import share_of
 from lightning_spot.exact.private import writes_of
-from lightning_spot.exact.rank_states import Rooms, State, packed, unpacked
+from lightning_spot.exact.rank_states import Rooms, State, packed, share_of, unpacked
 from lightning_spot.image.safe_load import safe_load
 
 if TYPE_CHECKING:

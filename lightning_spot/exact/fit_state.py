@@ -23,7 +23,7 @@ from lightning_spot.exact.epochs import Rewind
 from lightning_spot.exact.loadability import follow_named
 from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.made_of import schedulers_that_end
-from lightning_spot.exact.module_state import ModuleState, PreTrainingEffects
+from lightning_spot.exact.module_state import ModuleState, PreTrainingEffects, UntrackedAttributes
 from lightning_spot.exact.optimizers import toggled
 from lightning_spot.exact.own_parameters import (
     OwnParameters,
@@ -38,7 +38,6 @@ from lightning_spot.exact.restoring import Restoring
 from lightning_spot.exact.seams import Seams, is_tuning
 from lightning_spot.exact.sharded import local_gradient
 from lightning_spot.exact.tree import Modules, modules_of
-from lightning_spot.exact.untracked import UntrackedAttributes
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

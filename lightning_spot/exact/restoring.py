@@ -26,7 +26,6 @@ from lightning_spot.exact import (
     shipped,
 )
 from lightning_spot.exact.buffers import Buffers
-from lightning_spot.exact.data_shares import are_these, share_of
 from lightning_spot.exact.ddp import restore_sharing
 from lightning_spot.exact.dump import KEY, VERSION
 from lightning_spot.exact.loaders import Loaders
@@ -39,6 +38,7 @@ from lightning_spot.exact.parameter_names import names_of
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.position import PositionedLoader, batches_done, loader_itself, other_batches
 from lightning_spot.exact.randomness import State, restore_random
+from lightning_spot.exact.rank_states import are_these, share_of
 from lightning_spot.exact.sharded import gradient_like, is_sharded
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Restoring(OfTrainer):
     @property
     def own_parameters(self) -> State:
         """What was saved of the parameters that this rank has for itself, until the first step."""
-        found: State = (self._values or {}).get("own_parameters", {})  # earlier versions did not save them
+        found: State = (self._values or {}).get("own_parameters", {})
         return found
 
     @property
