@@ -9,16 +9,20 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lightning_spot.exact.change_detector import ChangeDetector
 from lightning_spot.exact.compare import differences
-from lightning_spot.exact.module_state import Attributes, put
+from lightning_spot.exact.module_state import Attributes, ModuleState, put
 from tests.exact_kept import Longer
 from tests.exact_table import Case, train
 from tests.test_exact import Stop, StopAt, final
@@ -266,3 +270,29 @@ def test_a_limit_that_a_hook_raised_comes_back_where_the_program_gives_none_of_i
         train(Case(model=Longer), tmp_path, StopAt(13), seed=11)
     train(Case(model=Longer, settings={"max_epochs": given}), tmp_path, seed=200)
     assert final(tmp_path)["epoch"] == trained
+
+
+def test_what_hooks_change_beside_scripted_modules_is_found() -> None:
+    root: Any = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2))
+    trainer: Any = SimpleNamespace(lightning_module=root)
+    state = ModuleState()
+    state.begin(trainer)
+    assert not state.capture(trainer, root.named_modules())["trains"]
+    root[1].weight.requires_grad_(False)
+    root[1].counter = 3
+    found = state.capture(trainer, root.named_modules())
+    assert (found["trains"], found["attributes"]) == ({"1.weight": False}, {"1": {"counter": 3}})
+
+
+def test_what_torch_keeps_at_a_module_that_fsdp2_has_wrapped_is_not_looked_at() -> None:
+    module: Any = Own()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    finally:
+        dist.destroy_process_group()
+    assert any(type(value) is OrderedDict for value in vars(module).values())
+    before = Attributes(module, detector(module))
+    module.count = 3
+    assert before.changed(module, (), detector(module)) == {"count": 3}
+    assert before.lost == set()
