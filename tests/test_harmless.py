@@ -63,7 +63,7 @@ WHERE = [
     "capture/parting:Parting.part",
     "exact/dump:Dump._with",
     "exact/fit_state:FitState.capture",
-    "exact/changed_values:ChangedValues.capture",
+    "exact/module_state:ModuleState.capture",
     "fit/iterations:Iterations.ends",
     "fit/pacing:Pacing._learn",
     "fit/writing:Writing.warm",
