@@ -24,7 +24,7 @@ from lightning_spot.errors import (
     SpotError,
     TierError,
 )
-from lightning_spot.exact.named import load_named
+from lightning_spot.exact.loadability import load_named
 from lightning_spot.exact.namespaces import SpotIO
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host, InProcessHost

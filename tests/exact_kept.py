@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import Counter, OrderedDict, defaultdict
-from enum import Enum
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +15,7 @@ from torch.ao import quantization
 from tests.exact_cases import Lean
 
 LOST = "Holding.count, Holding.later, Holding.meter, Holding.metrics, Holding.teacher"
+MADE = ", ".join(f"{name} (a buffer)" for name in ("later", "latest", "precise", "queue"))
 REPLACED = "Replacing.weight, Trainer.callbacks, Trainer.lr_scheduler_configs, net.3"
 
 
@@ -31,84 +30,70 @@ class Weighted(Lean):
         return super().training_step(batch, batch_idx) * (1 + self.weight())
 
 
-class Phase(Enum):
-    """What it is doing."""
-
-    FIRST = 1
-    SECOND = 2
-
-
 class Kinds(Weighted):
-    """Keeps generators, sets, dictionaries of several kinds, arrays and numbers of numpy, and others."""
+    """Keeps generators, numbers, text, tensors, and lists, tuples and dictionaries of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.python, self.numpy, self.old_numpy = random.Random(1), np.random.default_rng(2), np.random.RandomState(3)
         self.torch = torch.Generator().manual_seed(4)
-        self.array, self.number = np.zeros(3), np.float64(0)
-        self.large = np.zeros(2**18)
-        self.complex, self.bytes, self.phase = 0j, b"", Phase.FIRST
-        self.seen: set[int] = set()
-        self.fixed: frozenset[int] = frozenset()
-        self.counter: Counter[str] = Counter()
-        self.ordered: OrderedDict[str, int] = OrderedDict()
-        self.default: defaultdict[str, list[int]] = defaultdict(list)
-        self.pairs: dict[tuple[int, int], float] = {}
-        self.made: Counter[int] | None = None
-
-    def on_train_epoch_start(self) -> None:
-        self.phase = Phase.SECOND if self.current_epoch else Phase.FIRST
+        self.count, self.text, self.bytes, self.mean = 0, "", b"", 0.0
+        self.tensor, self.outputs = torch.zeros(3), list[torch.Tensor]()
+        self.pairs: dict[tuple[int, int], list[float]] = {}
+        self.best: tuple[int, float] | None = None
 
     def weight(self) -> float:
         step = self.global_step
-        self.array += 1
-        self.large[step::7] += 1
-        self.number = self.number + np.float64(0.1)
-        self.complex += 1j
+        self.count += 1
+        self.text += "x"
         self.bytes += b"x"
-        self.seen.add(step)
-        self.fixed |= {step}
-        self.counter["steps"] += 1
-        self.ordered[str(step)] = step
-        self.default["steps"].append(step)
-        self.pairs[0, step] = 1.0
-        self.made = (self.made or Counter()) + Counter([step % 3])
+        self.mean = np.mean([self.mean, float(step)])
+        self.tensor += 1
+        self.outputs.append(torch.full((2,), float(step)))
+        self.pairs[0, step] = [1.0]
+        self.best = (step, self.mean) if step % 3 == 0 or self.best is None else self.best
         drawn = self.python.random() + self.numpy.random() + self.old_numpy.rand()
-        sizes = [
-            len(each) for each in (self.seen, self.fixed, self.bytes, self.ordered, self.default["steps"], self.pairs)
-        ]
-        counts = [self.counter["steps"], self.complex.imag, self.phase.value, max(self.made.values())]
-        arrays = float(self.array.sum() + self.number + self.large.sum() / 2**18)
-        return 0.1 * float(drawn + torch.rand((), generator=self.torch)) + 0.001 * (sum(sizes) + sum(counts) + arrays)
+        sizes = [len(each) for each in (self.text, self.bytes, self.outputs, self.pairs)]
+        numbers = float(self.count + self.mean + self.tensor.sum() + torch.stack(self.outputs).sum() + self.best[0])
+        return 0.1 * float(drawn + torch.rand((), generator=self.torch)) + 0.001 * (sum(sizes) + numbers)
 
 
-class Growing(Weighted):
-    """Has buffers that are in no ``state_dict``, and of other shapes and kinds as training goes on."""
+class Beside(Weighted):
+    """Has buffers that are in no ``state_dict``."""
 
     def __init__(self) -> None:
         super().__init__()
         for name, value in {
-            "bank": torch.zeros(0, 2),
+            "bank": torch.zeros(6, 2),
             "wide": torch.zeros(1).expand(4),
-            "exact": torch.zeros(2),
             "sparse": torch.eye(4).to_sparse(),
             "rows": torch.eye(4).to_sparse_csr(),
-            "later": None,
         }.items():
             self.register_buffer(name, value, persistent=False)
 
     def weight(self) -> float:
         self.bank = torch.cat([self.bank, torch.rand(1, 2)])[-6:]
         self.wide[:1].add_(torch.rand(1))
-        self.exact = self.exact.double() + torch.rand(2, dtype=torch.float64)
         self.sparse = (self.sparse + torch.rand(4, 4).round().to_sparse()).coalesce()
         self.rows.values().mul_(1.01)
+        return 0.001 * sum(float(each.to_dense().sum()) for each in (self.bank, self.wide, self.sparse, self.rows))
+
+
+class Growing(Lean):
+    """Has such buffers that are made, or get another shape or dtype, as training goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, value in {"queue": torch.zeros(0, 2), "precise": torch.zeros(2), "later": None}.items():
+            self.register_buffer(name, value, persistent=False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.queue = torch.cat([self.queue, torch.rand(1, 2)])
+        self.precise = self.precise.double() + torch.rand(2, dtype=torch.float64)
         if self.later is None:
             self.later = torch.rand(3)
-        if not hasattr(self, "latest") and self.global_step >= 3:
+        if not hasattr(self, "latest"):
             self.register_buffer("latest", torch.rand(2), persistent=False)
-        buffers = [value for name, value in self.named_buffers() if "." not in name and name != "drift"]
-        return 0.001 * float(sum(value.to_dense().double().sum() for value in buffers))
 
 
 class Meter:
@@ -137,6 +122,19 @@ class Holding(Weighted):
         self.later = self.later or Meter()
         self.later.total += 1
         return 0.01 * self.meter.total
+
+
+class Checking(Lean):
+    """Changes something in the sanity check that is no plain value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checked: set[int] = set()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        if self.trainer.sanity_checking:
+            self.checked.add(batch_idx)
 
 
 class Averaging(torch.optim.SGD):

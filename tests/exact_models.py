@@ -399,10 +399,6 @@ class RateAgain(shipped.LearningRateFinder):
             self.lr_find(trainer, pl_module)
 
 
-def prune(**more: Any) -> list[pl.Callback]:
-    return [shipped.ModelPruning("l1_unstructured", amount=0.2, parameter_names=["weight"], **more)]
-
-
 def half(epoch: int) -> float:
     return 1.5
 

@@ -124,20 +124,17 @@ CALLBACKS: dict[str, Case] = {
         callbacks=lambda: [shipped.EMAWeightAveraging(decay=0.8)],
         covers=("EMAWeightAveraging", "WeightAveraging"),
     ),
-    "pruning": Case(callbacks=m.prune, covers=("ModelPruning",)),
-    "pruning-kept-apart": Case(
-        callbacks=partial(m.prune, make_pruning_permanent=False, use_lottery_ticket_hypothesis=False), soak=True
-    ),
-    "pruning-at-validation": Case(
-        callbacks=partial(m.prune, prune_on_train_epoch_end=False, use_lottery_ticket_hypothesis=False),
-        settings={"val_check_interval": 3},
-        soak=True,
-    ),
-    "pruning-local-resampled": Case(
-        callbacks=partial(m.prune, use_global_unstructured=False, resample_parameters=True), soak=True
+    "pruning": Case(
+        callbacks=lambda: [shipped.ModelPruning("l1_unstructured", amount=0.2, parameter_names=["weight"])],
+        says="ModelPruning",
+        differs=True,
+        covers=("ModelPruning",),
     ),
     "spike-detection": Case(
-        callbacks=lambda: [shipped.SpikeDetection(window=4, rtol=50.0)], covers=("SpikeDetection",)
+        callbacks=lambda: [shipped.SpikeDetection(window=4, rtol=50.0)],
+        says="SpikeDetection",
+        differs=True,
+        covers=("SpikeDetection",),
     ),
     "learning-rate-finder": Case(
         model=m.Measured,
@@ -529,6 +526,7 @@ LOOPS: dict[str, Case] = {
     ),
     "epoch-start-hooks": Case(model=m.Evaluating, soak=True),
     "changed-in-the-sanity-check": Case(model=m.Remembering, loaders=None, val=None, stops=(5, 7)),
+    "changed-in-the-sanity-check-and-not-kept": Case(model=kept.Checking, says="Checking.checked"),
     "changed-in-a-trial": Case(
         model=partial(m.Remembering, counts_requests=False),  # a trial asks once more
         loaders=None,
@@ -537,9 +535,10 @@ LOOPS: dict[str, Case] = {
         stops=(7, 6),
         soak=True,
     ),
-    "cache-of-the-module": Case(model=m.Caching),
-    "values-of-many-kinds": Case(model=kept.Kinds, stops=(8, 4)),
-    "buffers-that-training-makes": Case(model=kept.Growing, stops=(8, 4)),
+    "cache-of-the-module": Case(model=m.Caching, says="Caching.cache, Caching.cached"),
+    "plain-values-and-generators": Case(model=kept.Kinds, stops=(8, 4)),
+    "buffers-outside-the-state-dict": Case(model=kept.Beside, stops=(8, 4)),
+    "buffers-that-training-makes": Case(model=kept.Growing, says=kept.MADE, differs=True),
     "objects-of-the-module": Case(
         model=kept.Holding,
         says=kept.LOST,

@@ -1,4 +1,4 @@
-"""What of a module's attributes is kept where one of them cannot be, and what is no change at all."""
+"""What of a module's attributes is kept, what is named where it cannot be, and what is no change at all."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from lightning_spot.exact.attributes import Attributes
-from lightning_spot.exact.objects import Inside
-from lightning_spot.exact.plain_values import is_same, mark, put
+from lightning_spot.exact.change_detector import ChangeDetector
+from lightning_spot.exact.compare import differences
+from lightning_spot.exact.module_state import Attributes, ModuleState, put
 from tests.exact_kept import Longer
 from tests.exact_table import Case, train
 from tests.test_exact import Stop, StopAt, final
@@ -45,16 +49,16 @@ class Meter:
         vars(self).update(attributes)
 
 
-def inside(module: nn.Module) -> Inside:
-    return Inside(list(module.modules()))
+def detector(module: nn.Module) -> ChangeDetector:
+    return ChangeDetector(list(module.modules()))
 
 
 def changes(module: Own, change: Callable[[Any], Any]) -> tuple[dict[str, Any], set[str]]:
     """What is kept of a module that is changed, and what is named as lost."""
-    before = Attributes(module, inside(module))
+    before = Attributes(module, detector(module))
     module.count += 1
     change(module)
-    return before.changed(module, (), inside(module)), before.lost
+    return before.changed(module, (), detector(module)), before.lost
 
 
 def dead() -> Any:
@@ -122,6 +126,10 @@ def hides(**attributes: Any) -> Callable[[], Own]:
         (lambda: Own(seen=Counter()), lambda m: m.seen.update([Phase.SECOND]), "seen"),
         (lambda: Own(cache=OrderedDict()), lambda m: m.cache.update(a=Meter()), "cache"),
         (lambda: Own(made=defaultdict(list)), lambda m: m.made["a"].append(Meter()), "made"),
+        (lambda: Own(seen={1}), lambda m: m.seen.add(2), "seen"),
+        (lambda: Own(array=np.zeros(3)), lambda m: m.array.fill(1), "array"),
+        (lambda: Own(phase=Phase.FIRST), lambda m: setattr(m, "phase", Phase.SECOND), "phase"),
+        (lambda: Own(recent=deque([1], maxlen=2)), lambda m: m.recent.append(2), "recent"),
         (lambda: Own(mapped=np.zeros(3).view(np.matrix)), lambda m: m.mapped.fill(1), ""),
         (hides(parts=lambda net: [net]), step, ""),
         (hides(parts=lambda net: list(net.parameters())), step, ""),
@@ -156,48 +164,6 @@ def test_a_teacher_is_named_that_knows_a_part_of_the_model() -> None:
     assert changes(module, learn) == ({"count": 1}, {"Own.held"})
 
 
-def test_a_dictionary_whose_default_is_unknown_here_is_not_put_in_the_place_of_nothing() -> None:
-    kept, _ = changes(Own(made=defaultdict(lambda: 5)), lambda module: module.made[1])
-    there, nowhere = Own(made=defaultdict(lambda: 5)), Own(made=None)
-    for module in (there, nowhere):
-        put(module, "made", kept["made"], torch.device("cpu"), {})
-    assert (dict(there.made), there.made[7], nowhere.made) == ({1: 5}, 5, None)
-
-
-def turn(module: Any) -> None:
-    module.phases[1] = Phase.SECOND
-    module.by_name["a"] = (Phase.SECOND, 1)
-    module.seen.update([Phase.SECOND])
-    module.done.add(Phase.SECOND)
-
-
-def test_enums_in_lists_dictionaries_and_sets_come_back() -> None:
-    """One that changed kept all of the module's attributes from a resumed run; in a set, none was seen to change."""
-
-    def make() -> Own:
-        return Own(
-            phases=[Phase.FIRST, Phase.FIRST],
-            by_name={"a": (Phase.FIRST, 1)},
-            seen=Counter({Phase.FIRST: 1}),
-            done={Phase.FIRST},
-        )
-
-    module, again = make(), make()
-    kept, lost = changes(module, turn)
-    assert (kept.keys(), lost) == ({"count", "phases", "by_name", "seen", "done"}, set())
-    enums = Attributes(again, inside(again)).enums
-    for name in kept.keys() - {"count"}:
-        put(again, name, kept[name], torch.device("cpu"), enums)
-        assert getattr(again, name) == getattr(module, name)
-
-
-def test_classes_of_one_name_are_not_taken_for_each_other() -> None:
-    other = Enum("Phase", ["FIRST", "SECOND"])  # type: ignore[misc] # the name is the other's on purpose
-    kept, lost = changes(Own(phases={1: Phase.FIRST, 2: other.FIRST}), lambda m: m.phases.update({1: Phase.SECOND}))
-    assert kept.keys() <= {"training"}
-    assert lost <= {"Own.phases"}
-
-
 def test_another_thread_may_write_to_what_is_looked_at() -> None:
     module, stop = Own(feed=Meter(queue=deque(range(30), maxlen=40), known={})), threading.Event()
 
@@ -213,35 +179,87 @@ def test_another_thread_may_write_to_what_is_looked_at() -> None:
     writing = threading.Thread(target=feed)
     writing.start()
     try:
-        before = Attributes(module, inside(module))
+        before = Attributes(module, detector(module))
         for _ in range(3000):
-            before.changed(module, (), inside(module))
+            before.changed(module, (), detector(module))
     finally:
         stop.set()
         writing.join()
     assert before.lost == {"Own.feed"}
 
 
-def test_many_arrays_are_known_again_without_copies_of_all_of_them() -> None:
-    arrays = [np.zeros(2**17) for _ in range(100)]
-    before = mark(arrays, most=1000)
-    content = [each.content for each in before]
-    assert all(sum(len(part) for part in parts if isinstance(part, bytes)) < 2**16 for parts in content)
-    assert is_same(before, mark(arrays, most=1000))
-    arrays[50][:] = 1
-    assert not is_same(before, mark(arrays, most=1000))
+KEPT: list[Any] = [
+    2.5,
+    "text",
+    b"bytes",
+    None,
+    torch.arange(3.0),
+    [torch.ones(2), torch.zeros(2)],
+    [1, (2, "a"), {"b": [None, 3.0]}],
+    {(0, 1): 2.0, "c": {3: [torch.ones(1)]}},
+]
 
 
-def test_one_array_is_compared_whole() -> None:
-    array = np.zeros(2**21)  # as large as is kept
-    before = mark([array, 1, 2])
-    array[12345] = 1
-    assert not is_same(before, mark([array, 1, 2]))
-    several = array.reshape(2**10, -1)[:, ::2]
-    before = mark(several)
-    assert is_same(before, mark(several))
-    several[7, 7] = 1
-    assert not is_same(before, mark(several))
+@pytest.mark.parametrize("value", KEPT, ids=[type(value).__name__ + str(number) for number, value in enumerate(KEPT)])
+def test_plain_values_come_back_from_a_file_that_torch_alone_reads(value: Any, tmp_path: Path) -> None:
+    kept, lost = changes(Own(held=0), lambda module: setattr(module, "held", value))
+    torch.save(kept, tmp_path / "kept.pt")
+    again = Own(held=0)
+    for name, saved in torch.load(tmp_path / "kept.pt", weights_only=True).items():
+        put(again, name, saved, torch.device("cpu"))
+    assert lost == set()
+    assert differences({"held": again.held}, {"held": value}) == []
+    assert again.count == 1
+
+
+def test_what_is_put_back_is_put_into_lists_that_others_hold() -> None:
+    kept, _ = changes(Own(held=[1], known={}), lambda module: (module.held.append(2), module.known.update(a=1)))
+    again = Own(held=[], known={"b": 2})
+    held, known = again.held, again.known
+    for name, saved in kept.items():
+        put(again, name, saved, torch.device("cpu"))
+    assert (held, known) == ([1, 2], {"a": 1})
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_change_in_an_array_is_seen(large: bool) -> None:
+    array = np.zeros(2**21 if large else 2**16)
+    detect = detector(Own())
+    before = detect.stamp([array, 1])
+    assert before == detect.stamp([array, 1])
+    array[:: 7 if large else 2**15] = 1
+    assert before != detect.stamp([array, 1])
+
+
+def test_of_a_large_container_in_an_object_only_the_length_is_looked_at() -> None:
+    """A tokenizer's vocabulary has tens of thousands of items, and each snapshot would walk over them."""
+    module = Own(tokenizer=Meter(vocabulary=dict.fromkeys(range(65))))
+    before = Attributes(module, detector(module))
+    module.tokenizer.vocabulary[0] = 1
+    before.changed(module, (), detector(module))
+    assert before.lost == set()
+    module.tokenizer.vocabulary[65] = 1
+    before.changed(module, (), detector(module))
+    assert before.lost == {"Own.tokenizer"}
+
+
+@pytest.mark.parametrize("change", ["training", "number", "kind", "more", "own-method"])
+def test_a_module_keeps_what_has_changed(change: str) -> None:
+    module: Any = nn.LayerNorm(2) if change != "own-method" else Own()
+    known = Attributes(module, detector(module))
+    assert known.changed(module, (), detector(module)) == {}
+    expected = {
+        "training": {"training": False},
+        "number": {"eps": 1e-3},
+        "kind": {"normalized_shape": 7},
+        "more": {"counter": 0},
+        "own-method": {"count": 3},
+    }[change]
+    vars(module).update(expected)
+    if change == "own-method":  # Lightning puts ``forward`` there for DDP, in the first step
+        module.forward = module.forward
+    assert known.changed(module, (), detector(module)) == expected
+    assert known.lost == set()
 
 
 @pytest.mark.parametrize(("given", "trained"), [(3, 4), (6, 6)])
@@ -252,3 +270,29 @@ def test_a_limit_that_a_hook_raised_comes_back_where_the_program_gives_none_of_i
         train(Case(model=Longer), tmp_path, StopAt(13), seed=11)
     train(Case(model=Longer, settings={"max_epochs": given}), tmp_path, seed=200)
     assert final(tmp_path)["epoch"] == trained
+
+
+def test_what_hooks_change_beside_scripted_modules_is_found() -> None:
+    root: Any = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2))
+    trainer: Any = SimpleNamespace(lightning_module=root)
+    state = ModuleState()
+    state.begin(trainer)
+    assert not state.capture(trainer, root.named_modules())["trains"]
+    root[1].weight.requires_grad_(False)
+    root[1].counter = 3
+    found = state.capture(trainer, root.named_modules())
+    assert (found["trains"], found["attributes"]) == ({"1.weight": False}, {"1": {"counter": 3}})
+
+
+def test_what_torch_keeps_at_a_module_that_fsdp2_has_wrapped_is_not_looked_at() -> None:
+    module: Any = Own()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    finally:
+        dist.destroy_process_group()
+    assert any(type(value) is OrderedDict for value in vars(module).values())
+    before = Attributes(module, detector(module))
+    module.count = 3
+    assert before.changed(module, (), detector(module)) == {"count": 3}
+    assert before.lost == set()

@@ -253,6 +253,5 @@ def test_a_nested_buffer_which_has_no_shape_comes_back() -> None:
     buffers.begin(model)
     model.nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(5)])
     captured = buffers.capture(model, is_first=True)
-    assert buffers.made(captured) == []
     Buffers().restore(resumed, captured)
     assert [part.tolist() for part in resumed.nested.unbind()] == [[1.0] * 3, [1.0] * 5]

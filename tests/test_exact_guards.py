@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.exact import progress, pruned, shipped
-from lightning_spot.exact.changed_values import ChangedValues
+from lightning_spot.exact import progress, shipped
 from lightning_spot.exact.indices import Indices
 from lightning_spot.exact.loaders import Loaders
+from lightning_spot.exact.module_state import ModuleState
 from lightning_spot.exact.own_state import OwnState
 from tests import exact_models as m
 from tests.exact_table import Case, train
@@ -22,12 +22,11 @@ from tests.models import Net, trainer
 from tests.test_exact import Stop, StopAt
 
 PARTS = [
-    (ChangedValues, "begin", "what hooks changed"),
-    (ChangedValues, "capture", "what hooks changed"),
+    (ModuleState, "begin", "what hooks changed"),
+    (ModuleState, "capture", "what hooks changed"),
     (Loaders, "capture", "the position in the data"),
     (Loaders, "follow_requests", "requests for loaders"),
     (progress, "even_out", "skipped batches"),
-    (pruned, "capture", "ModelPruning"),
     (shipped, "_checkpoints", "ModelCheckpoint's last score"),
 ]
 

@@ -62,7 +62,7 @@ WHERE = [
     "capture/copying:Parting.part",
     "exact/dump:Dump._with",
     "exact/fit_state:FitState.capture",
-    "exact/changed_values:ChangedValues.capture",
+    "exact/module_state:ModuleState.capture",
     "fit/writing:Iterations.ends",
     "fit/pacing:Pacing._learn",
     "fit/writing:Writing.warm",

@@ -129,26 +129,6 @@ def test_a_second_fit_goes_on_with_its_rows_behind_those_of_the_first(tmp_path: 
     assert fit_twice(tmp_path / "broken") == whole
 
 
-class Saves(pl.Callback):
-    """As LightningCLI's callback, it writes a file into the logger's directory at each start."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        folder = Path(str(trainer.log_dir))
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(self._text)
-
-
-def test_a_version_that_has_only_the_same_configuration_does_not_stay(tmp_path: Path) -> None:
-    for stop, text in ((13, "a: 1"), (4, "a: 1"), (4, "a: 2")):
-        with pytest.raises(Stop):
-            fit(tmp_path, CSVLogger(str(tmp_path), "logs"), Saves(text), StopAt(stop), seed=1)
-    found = {path.parent.name: path.read_text() for path in (tmp_path / "logs").glob("*/config.yaml")}
-    assert found == {"version_0": "a: 1", "version_1": "a: 2"}
-
-
 def test_checkpoints_below_the_logger_stay_where_they_were(tmp_path: Path) -> None:
     def checkpoint() -> ModelCheckpoint:
         return ModelCheckpoint(monitor="val_loss", save_top_k=1)
@@ -192,18 +172,9 @@ def test_the_log_of_a_run_stays_when_another_is_made_from_it(tmp_path: Path, how
     else:
         fit(tmp_path / "b", logger(), seed=1, ckpt_path=str(file))
     assert (first / "metrics.csv").read_bytes() == whole
-    assert rows(second) == rows(first)
+    assert rows(second) == rows(first)[-len(rows(second)) :]
+    assert rows(second)[0]["step"] == "20"
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [first.name, second.name]
-
-
-def test_a_log_that_was_copied_with_its_run_goes_on(tmp_path: Path) -> None:
-    with pytest.raises(Stop):
-        fit(tmp_path / "a", CSVLogger(str(tmp_path / "a"), "logs"), StopAt(22), seed=1)
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    fit(tmp_path / "a", CSVLogger(str(tmp_path / "a"), "logs"), seed=1)
-    fit(tmp_path / "b", CSVLogger(str(tmp_path / "b"), "logs"), seed=1)
-    (there,) = (tmp_path / "b" / "logs").iterdir()
-    assert rows(there) == rows(tmp_path / "a" / "logs" / "version_0")
 
 
 class Events:
@@ -249,19 +220,7 @@ def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     fit(tmp_path / "copy", Logger(str(tmp_path), "logs"), seed=1)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    assert {path.name for path in folder.with_name("version_1").iterdir()} >= set(before)
-
-
-def test_a_log_that_is_not_there_is_not_said_to_be_gone_on_with(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(Stop):
-        fit(tmp_path / "a", CSVLogger(str(tmp_path), "logs", version=3), StopAt(13), seed=1)
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    shutil.rmtree(tmp_path / "logs")
-    fit(tmp_path / "b", CSVLogger(str(tmp_path), "logs"), seed=1)
-    assert "begins at the snapshot: nothing is there" in caplog.text
-    assert rows(tmp_path / "logs" / "version_0")[0]["step"] == "10"
+    assert folder.with_name("version_1").is_dir()
 
 
 @pytest.mark.parametrize("version", [None, "mine"])

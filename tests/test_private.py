@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_spot import EverySteps, SpotCheckpoint
@@ -84,7 +84,7 @@ def hide(monkeypatch: pytest.MonkeyPatch, *hidden: str) -> None:
 def fit(root: Path, *more: pl.Callback) -> list[str]:
     """Train with everything that has private names; our warnings."""
     spot = SpotCheckpoint(str(root / "run"), memory=None, interval=EverySteps(2), on_full="wait", notices="signal")
-    callbacks = [StochasticWeightAveraging(0.01, swa_epoch_start=1), ModelPruning("l1_unstructured", amount=1)]
+    callbacks = [StochasticWeightAveraging(0.01, swa_epoch_start=1)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = trainer(*callbacks, spot, *more, max_epochs=1, logger=CSVLogger(str(root)), default_root_dir=root)

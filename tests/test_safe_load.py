@@ -20,9 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_spot.errors import CorruptSnapshot, NotSerialisable, SpotError
-from lightning_spot.exact.dump import KEY
+from lightning_spot.exact.dump import KEY, read_checkpoint
 from lightning_spot.exact.rank_states import packed
-from lightning_spot.exact.unpickling import read_checkpoint
 from lightning_spot.image.placeholder import Placeholder
 from lightning_spot.image.safe_load import safe_load
 from lightning_spot.sharded.layout import load_state

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from lightning_spot.cli.command import main
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported, ModelChanged, NotSerialisable
-from lightning_spot.exact.optimizer_states import keep_dtypes, precise_of
+from lightning_spot.exact.optimizers import keep_dtypes, precise_of
 from lightning_spot.exact.sharded import MODEL, Dtensors, _put_back_optimizer
 from lightning_spot.image.files import check_files
 from lightning_spot.image.layout import filled

@@ -144,7 +144,7 @@ class Ranks:
         state = {name: rows(part.view(-1, COLUMNS), 4) for name, part in parts.items()}
         checkpoint = {"state_dict": state, "optimizer_states": [], "epoch": 0}
         dump = Dump(
-            checkpoint=checkpoint, state={"rank": rank}, validation_progress=None, loggers=[], unsaved=[], lost=[]
+            checkpoint=checkpoint, state={"rank": rank}, validation_progress=None, loggers=[], untracked=[], lost=[]
         )
         attempt = self.attempt if rank == 0 else None
         try:

@@ -34,7 +34,7 @@ from lightning_spot.errors import (
     SpotError,
 )
 from lightning_spot.exact.dump import Dump
-from lightning_spot.exact.resumable import Outline
+from lightning_spot.exact.loadability import Outline
 from lightning_spot.exact.sharded import Dtensors
 from lightning_spot.fit.in_shards import InShards
 from lightning_spot.fit.together import ALONE
@@ -440,7 +440,7 @@ class Alone(SimpleNamespace):
 
 
 def dump_of(state: dict[str, Any]) -> Dump:
-    return Dump(checkpoint={}, state=state, validation_progress=None, loggers=[], unsaved=[], lost=[])
+    return Dump(checkpoint={}, state=state, validation_progress=None, loggers=[], untracked=[], lost=[])
 
 
 def ring(*, strict: bool) -> RingSettings:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_spot.errors import CorruptSnapshot, NodeUnreachable
-from lightning_spot.exact.unpickling import read_checkpoint
+from lightning_spot.exact.dump import read_checkpoint
 from lightning_spot.fit.chosen import _load
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.run import sources

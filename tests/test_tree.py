@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_spot.exact.changed_values import ChangedValues
+from lightning_spot.exact.module_state import ModuleState
 from lightning_spot.exact.parameter_names import clean
 from lightning_spot.exact.tree import modules_of, state_of
 
@@ -133,7 +133,7 @@ def test_scripted_modules_are_known_again_too() -> None:
 def test_what_hooks_change_beside_scripted_modules_is_found() -> None:
     root = with_scripted()
     trainer: Any = types.SimpleNamespace(lightning_module=root)
-    values = ChangedValues()
+    values = ModuleState()
     values.begin(trainer)
     assert not values.capture(trainer, modules_of(root))["trains"]
     root[1].weight.requires_grad_(False)
@@ -183,42 +183,3 @@ def test_nothing_is_kept_alive() -> None:
     root[2] = nn.ReLU()
     gc.collect()
     assert gone() is None
-
-
-def exchange(modules: dict[str, Any]) -> None:
-    """Have two modules each other's name, in the order in which they are."""
-    first, second = modules.pop("0"), modules.pop("1")
-    modules.update({"1": first, "0": second})
-
-
-AT_MODULES: dict[str, Callable[[Any], object]] = {
-    "frozen": lambda root: root[1].weight.requires_grad_(False),
-    "trained": lambda root: root[0].weight.requires_grad_(True),
-    "names exchanged": lambda root: exchange(root[2]._modules),
-    "frozen below": lambda root: root[2].requires_grad_(False),
-    "number": lambda root: setattr(root[1], "eps", 0.5),
-    "evaluated": lambda root: root[2].eval(),
-    "several": lambda root: (setattr(root[1], "momentum", 0.5), root[0].eval()),
-    "more": lambda root: (root.append(nn.Dropout()), setattr(root[1], "eps", 0.5)),
-    "moved": lambda root: root._modules.update({"0": root[2], "2": root[0]}),
-    "renamed": lambda root: (root._modules.update({"x": root._modules.pop("1")}), setattr(root[3], "inplace", True)),
-    "attribute": lambda root: setattr(root[4], "counter", 3),
-    "gone": lambda root: delattr(root[0], "in_features"),
-}
-
-
-@pytest.mark.parametrize("change", AT_MODULES)
-def test_what_has_changed_at_modules_is_found_as_one_by_one(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = model()
-    root[0].requires_grad_(False)
-    root[2][0] = nn.Linear(2, 2, bias=False).requires_grad_(False)
-    trainer: Any = types.SimpleNamespace(lightning_module=root)
-    values = ChangedValues()
-    values.begin(trainer)
-    unchanged = values.capture(trainer, modules_of(root))
-    AT_MODULES[change](root)
-    quick = values.capture(trainer, modules_of(root))
-    monkeypatch.setattr(values._glances, "closer", lambda parts: parts)
-    monkeypatch.setattr(values._trained, "are_those_of", lambda _: False)
-    assert quick == values.capture(trainer, list(root.named_modules()))
-    assert change in ("moved", "gone") or quick != unchanged

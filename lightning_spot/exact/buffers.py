@@ -6,8 +6,7 @@ lazy layer is still to make is not there yet.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,36 +22,16 @@ _NORMS = (
 )
 _HALVES = (torch.bfloat16, torch.float16)
 Values = dict[str, torch.Tensor]
-Mark = tuple[int, object]
-Form = tuple[tuple[object, ...], torch.dtype, torch.layout]
-
-
-@dataclass(frozen=True, slots=True)
-class Noted:
-    """How the buffers of a module were.
-
-    Attributes:
-        marks: tell of each whether it has been written to since, or is another.
-        forms: tell whether it is of another shape or kind.
-    """
-
-    marks: dict[str, Mark]
-    forms: dict[str, Form]
-
-    @classmethod
-    def of(cls, buffers: Values) -> Noted:
-        """As they are now, but for those that are still to be made."""
-        buffers = _there(buffers)
-        return cls(_marks(buffers), {name: _form(buffer) for name, buffer in buffers.items()})
+Marks = dict[str, tuple[int, object]]
+"""Tell of each tensor whether it has been written to since, or is another."""
 
 
 class Buffers:
     """The buffers of one module. Statistics of BatchNorm differ from rank to rank, and torch does not count writes."""
 
     def __init__(self) -> None:
-        self._first = Noted({}, {})
+        self._first: Marks = {}
         self._changed: set[str] = set()
-        self._made: set[str] = set()
         self._left_out: set[str] = set()  # parameters
         self._norms: list[tuple[str, torch.nn.Module]] = []
 
@@ -62,7 +41,7 @@ class Buffers:
         self._left_out = {name for name, _ in module.named_parameters() if name not in live}
         norms = ((name, part) for name, part in module.named_modules() if isinstance(part, _NORMS))
         self._norms = [(name, part) for name, part in norms if f"{name}.running_mean" not in live]
-        self._first = Noted.of(self._values(module))
+        self._first = _marks(self._values(module))
 
     def _values(self, module: torch.nn.Module) -> Values:
         values = _there(dict(module.named_buffers()))
@@ -70,18 +49,12 @@ class Buffers:
             values.update((name, each) for name, each in module.named_parameters() if name in self._left_out)
         return values
 
-    def note_changed(self, module: torch.nn.Module, before: Noted) -> None:
+    def note_changed(self, module: torch.nn.Module, before: Marks) -> None:
         """Count as changed, too, what differs from how they were before training began."""
         self._note_changed(self._values(module), before)
 
-    def _note_changed(self, buffers: Values, before: Noted) -> None:
-        changed = {name for name, mark in _marks(buffers).items() if before.marks.get(name) != mark}
-        self._changed |= changed
-        self._made |= {name for name in changed if before.forms.get(name) != _form(buffers[name])}
-
-    def made(self, captured: Values) -> list[str]:
-        """Those of what :meth:`capture` returned that training has made, or given another shape or kind."""
-        return sorted(self._made & captured.keys())
+    def _note_changed(self, buffers: Values, before: Marks) -> None:
+        self._changed |= {name for name, mark in _marks(buffers).items() if before.get(name) != mark}
 
     def capture(self, module: torch.nn.Module, *, is_first: bool, has_any: bool = True) -> Values:
         """Copies of the non-persistent ones that changed, and of all others where the rank is not the first.
@@ -104,23 +77,29 @@ class Buffers:
             lacking |= in_checkpoint
         return {name: buffers[name].detach().clone() for name in sorted(lacking) if name in buffers}
 
-    def restore(self, module: torch.nn.Module, saved: Values, made: Collection[str] = ()) -> None:
-        """Give them the values that :meth:`capture` found.
-
-        Args:
-            module: that has them.
-            saved: their values.
-            made: those that are to be what they were, whatever the module has there: see :meth:`made`.
-        """
+    def restore(self, module: torch.nn.Module, saved: Values) -> None:
+        """Give them the values that :meth:`capture` found, where they have the shape that they had."""
         present = _all(module)
-        in_checkpoint = module.state_dict(keep_vars=True) if made else {}
         for name, value in saved.items():
-            if name in made and name not in in_checkpoint:
-                _make(module, name, value, present.get(name))
-            elif name in present and not _write(present[name], value) and shape_of(present[name]) == shape_of(value):
-                _make(module, name, value, present[name])
+            if name in present and not _write(present[name], value) and shape_of(present[name]) == shape_of(value):
+                _replace(module, name, value, present[name])
         self._changed |= set(saved)
-        self._made |= set(made)
+
+
+def made_in_training(module: torch.nn.Module, saved: Values) -> Iterator[str]:
+    """Those of saved buffers that a module has not from its start, or in another shape or dtype: they do not come back.
+
+    Those in its ``state_dict`` come back as far as it loads them.
+    """
+    present, in_checkpoint = _all(module), module.state_dict(keep_vars=True)
+    for name, value in saved.items():
+        if name not in in_checkpoint and (name not in present or _form(present[name]) != _form(value)):
+            yield f"{name} (a buffer)"
+
+
+def marks_of(module: torch.nn.Module) -> Marks:
+    """How its buffers are now, but for those that a lazy layer is still to make."""
+    return _marks(_there(dict(module.named_buffers())))
 
 
 def copied(module: torch.nn.Module) -> Values:
@@ -153,17 +132,12 @@ def _write(present: torch.Tensor, value: torch.Tensor) -> bool:
     return True
 
 
-def _make(module: torch.nn.Module, name: str, value: torch.Tensor, present: torch.Tensor | None) -> None:
-    """Have a buffer be another tensor, where the module that had it is there."""
+def _replace(module: torch.nn.Module, name: str, value: torch.Tensor, present: torch.Tensor) -> None:
+    """Have a buffer be another tensor."""
     path, _, leaf = name.rpartition(".")
-    owner = dict(module.named_modules()).get(path)
-    if owner is None:
-        return
-    value = value.to(present.device if present is not None else getattr(module, "device", value.device))
+    owner = module.get_submodule(path)
     if leaf in private.BUFFERS.of(owner):
-        setattr(owner, leaf, value)
-    elif not hasattr(owner, leaf):
-        owner.register_buffer(leaf, value, persistent=False)
+        setattr(owner, leaf, value.to(present.device))
 
 
 def _all(module: torch.nn.Module) -> Values:
@@ -175,7 +149,7 @@ def _there(values: Values) -> Values:
     return {name: value for name, value in values.items() if not is_lazy(value)}
 
 
-def _marks(buffers: Values) -> dict[str, Mark]:
+def _marks(buffers: Values) -> Marks:
     return {name: (storage_address(buffer), _writes_of(buffer)) for name, buffer in buffers.items()}
 
 
@@ -184,7 +158,7 @@ def _writes_of(buffer: torch.Tensor) -> object:
     return private.writes_of(buffer) if buffer.layout is torch.strided and not buffer.is_nested else object()
 
 
-def _form(buffer: torch.Tensor) -> Form:
+def _form(buffer: torch.Tensor) -> tuple[tuple[object, ...], torch.dtype, torch.layout]:
     return shape_of(buffer), buffer.dtype, buffer.layout
 
 
@@ -246,7 +220,7 @@ def keep_kinds(module: torch.nn.Module, values: Values) -> None:
     for name, buffer in _there(dict(module.named_buffers())).items():
         value = values.get(name, buffer)
         if value.dtype != buffer.dtype and shape_of(value) == shape_of(buffer):
-            _make(module, name, value.clone(), buffer)
+            _replace(module, name, value.clone(), buffer)
 
 
 def _is_equal(present: torch.Tensor | None, value: torch.Tensor) -> bool:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.exact import namespaces, private
-from lightning_spot.exact.hyperparameters import OF_DATA, OF_MODEL, held
 from lightning_spot.exact.loop_states import told_quickly
 from lightning_spot.exact.sharded import live_states
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+OF_MODEL, OF_DATA = "hyper_parameters", "datamodule_hyper_parameters"
+"""Their names in a checkpoint."""
 
 
 def checkpoint_of(trainer: pl.Trainer, run: Callable[[str, Callable[[], Any]], Any]) -> dict[str, Any]:
@@ -61,3 +63,21 @@ def _holds_callback(value: Any, depth: int = 3) -> bool:
     if isinstance(value, (list, tuple)):
         return depth > 0 and any(_holds_callback(item, depth - 1) for item in value)
     return isinstance(value, (*namespaces.classes("callbacks", "Callback"), *namespaces.classes("", "Trainer")))
+
+
+# -- hyperparameters: a dictionary, or omegaconf's configuration, which may leave values open ------------------------
+
+
+def held(value: Mapping[Any, Any] | Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """Each key or index with its value, ``None`` for one that cannot be had: a configuration may leave some open."""
+    for key in value if isinstance(value, Mapping) else range(len(value)):
+        try:
+            item = value[key]
+        except Exception:  # of omegaconf, or a class of the user's
+            item = None
+        yield key, item
+
+
+def as_saved(hyperparameters: Any) -> Any:
+    """What Lightning puts into a checkpoint for them: its own kind of dictionary as a plain one, others as they are."""
+    return dict(hyperparameters) if isinstance(hyperparameters, dict) else hyperparameters

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from lightning_spot.capture.tensors import shape_of
-from lightning_spot.exact.unpickling import read_checkpoint, with_ranks
+from lightning_spot.exact.dump import read_checkpoint, with_ranks
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.placeholder import SHORT, Placeholder, kind_of, parts_of
 from lightning_spot.sharded.consolidate import read_folder
@@ -31,7 +31,7 @@ from lightning_spot.sharded.reader import ImageReader, load_all
 IGNORED = (
     "GoodputMonitor",
     "lightning_spot.loggers",
-    "lightning_spot.unsaved",
+    "lightning_spot.untracked",
     "lightning_spot.interval",
     "lightning_spot.lineage",
     "lightning_spot.run_id",
@@ -78,9 +78,7 @@ def differences(left: Any, right: Any) -> list[str]:
     return [str(found) for found in compare(*states) if not found.of_the_run]
 
 
-def compare(
-    left: Any, right: Any, path: str = "", within: tuple[int, ...] = (), *, folders: bool = False
-) -> Iterator[Difference]:
+def compare(left: Any, right: Any, path: str = "", within: tuple[int, ...] = ()) -> Iterator[Difference]:
     """Every entry in which two nested states differ, in the order of ``left``.
 
     Tensors must agree in dtype, shape and every bit (NaN equals NaN of the same bits). Strings that are paths are
@@ -93,7 +91,6 @@ def compare(
         right: the other.
         path: of both, within what is compared.
         within: the placeholders around them.
-        folders: whether paths are compared as a whole: what two attempts of one run have of the user's own.
     """
     if any(part in path for part in IGNORED):
         return
@@ -104,32 +101,32 @@ def compare(
         if kind_of(left) != kind_of(right):
             yield Difference(path, f"{kind_of(left)} and {kind_of(right)}")
         if id(left) not in within:  # it may hold itself
-            yield from compare(_content(left), _content(right), path, (*within, id(left)), folders=folders)
+            yield from compare(_content(left), _content(right), path, (*within, id(left)))
     elif isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
         same_form = left.dtype == right.dtype and left.shape == right.shape
         if same_form and left.dtype.hasobject:  # its bytes are addresses
-            yield from compare(left.tolist(), right.tolist(), path, within, folders=folders)
+            yield from compare(left.tolist(), right.tolist(), path, within)
         elif not same_form or left.tobytes() != right.tobytes():
             yield Difference(path, f"arrays of {left.dtype} {left.shape} and {right.dtype} {right.shape} differ")
     elif isinstance(left, dict) and isinstance(right, dict):
-        yield from _compare_dicts(left, right, path, within, folders)
+        yield from _compare_dicts(left, right, path, within)
     elif isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
         if len(left) != len(right):
             yield Difference(path, f"{len(left)} items and {len(right)}")
         for index, pair in enumerate(zip(left, right, strict=False)):
-            yield from compare(*pair, f"{path}[{index}]", within, folders=folders)
-    elif not _equal(left, right, folders):
+            yield from compare(*pair, f"{path}[{index}]", within)
+    elif not _equal(left, right):
         yield Difference(path, f"{_short(left)} and {_short(right)}", _is_of_the_run(path, left, right))
 
 
 def _compare_dicts(
-    left: dict[Any, Any], right: dict[Any, Any], path: str, within: tuple[int, ...], folders: bool
+    left: dict[Any, Any], right: dict[Any, Any], path: str, within: tuple[int, ...]
 ) -> Iterator[Difference]:
     left, right = ({_name(key): value for key, value in side.items()} for side in (left, right))
     for key in [*left, *(key for key in right if key not in left)]:
         where = f"{path}.{key}" if path else str(key)
         if key in left and key in right:
-            yield from compare(left[key], right[key], where, within, folders=folders)
+            yield from compare(left[key], right[key], where, within)
         elif not any(part in where for part in IGNORED):
             yield Difference(where, f"only in the {'first' if key in left else 'second'}")
 
@@ -228,10 +225,10 @@ def _scales(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
 
 
-def _equal(left: Any, right: Any, folders: bool) -> bool:
+def _equal(left: Any, right: Any) -> bool:
     if isinstance(left, float) and isinstance(right, float):
         return left == right or (left != left and right != right)
-    return type(left) is type(right) and bool(left == right or (not folders and _last_part(left) == _last_part(right)))
+    return type(left) is type(right) and bool(left == right or _last_part(left) == _last_part(right))
 
 
 def _last_part(value: Any) -> Any:

@@ -1,20 +1,21 @@
-"""A checkpoint of Lightning with the exact state beside it: what becomes a snapshot."""
+"""A checkpoint of Lightning with the exact state beside it: what becomes a snapshot, and how it is read."""
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from lightning_spot.capture.tensors import Glances, tensors_in
 from lightning_spot.capture.unforeseen import as_failure
 from lightning_spot.errors import SnapshotFailed, SpotError
-from lightning_spot.exact.data_shares import share_of
 from lightning_spot.exact.private import writes_of
-from lightning_spot.exact.rank_states import Rooms, State, packed
+from lightning_spot.exact.rank_states import Rooms, State, packed, share_of, unpacked
+from lightning_spot.image.safe_load import safe_load
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 KEY = "lightning_spot"
 """Key of the exact state in a checkpoint."""
 
-VERSION = 3
+VERSION = 4
 """Of the exact state's form."""
 
 _KEYED: frozenset[type] = frozenset((dict, OrderedDict, defaultdict))
@@ -49,7 +50,7 @@ class Dump:
         state: of this rank.
         validation_progress: count of validation batches, if a validation follows the step; else ``None``.
         loggers: where each logger is, on rank 0.
-        unsaved: names of attributes that have changed and are in no ``state_dict``.
+        untracked: names of attributes that have changed and are in no ``state_dict``.
         lost: likewise, of modules.
         noted: how the checkpoint's tensors were; ``None`` if that was not noted.
     """
@@ -58,7 +59,7 @@ class Dump:
     state: State
     validation_progress: dict[str, int] | None
     loggers: list[dict[str, Any]]
-    unsaved: list[str]
+    untracked: list[str]
     lost: list[str]
     noted: _Noted | None = None
 
@@ -107,7 +108,7 @@ class Dump:
             "max_steps": trainer.max_steps,
             "validation_progress": self.validation_progress,
             "loggers": self.loggers,
-            "unsaved": self.unsaved,
+            "untracked": self.untracked,
             "lost": self.lost,
             "ranks": ranks,
         }
@@ -180,3 +181,21 @@ def _told(state: State | SpotError, trainer: pl.Trainer) -> bytes | SpotError:
         return b"" if trainer.is_global_zero else packed(state)
     except Exception as error:  # of values of ours: no code of the user's is at work
         return as_failure(error)
+
+
+def read_checkpoint(file: IO[bytes] | str, map_location: str = "cpu") -> Any:
+    """Read a checkpoint, and the states of ranks in it, as :func:`safe_load` does; see there."""
+    return with_ranks(safe_load(file, map_location), safe_load)
+
+
+def with_ranks(checkpoint: Any, read: Callable[[IO[bytes]], Any]) -> Any:
+    """The same checkpoint with the exact states of all ranks as values, if it has any.
+
+    Args:
+        checkpoint: changed in place.
+        read: reads the state of a rank.
+    """
+    exact = checkpoint.get(KEY) if isinstance(checkpoint, dict) else None
+    if isinstance(exact, dict) and isinstance(exact.get("ranks"), list):
+        exact["ranks"] = unpacked(exact["ranks"], read)
+    return checkpoint

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_spot.capture.tensors import copies_of
-from lightning_spot.exact import logged_values, loggers, private, progress, pruned, shared_buffers, shipped, toggled
+from lightning_spot.exact import logged_values, loggers, private, progress, shipped
 from lightning_spot.exact.buffers import Buffers
-from lightning_spot.exact.changed_values import ChangedValues
 from lightning_spot.exact.checkpoint import checkpoint_of, checkpoint_through_save, leave_out_callbacks
-from lightning_spot.exact.dump import KEY, Dump
+from lightning_spot.exact.ddp import GradientOrder, shares_buffers
+from lightning_spot.exact.dump import KEY, Dump, read_checkpoint, with_ranks
 from lightning_spot.exact.epochs import Rewind
-from lightning_spot.exact.gradient_order import GradientOrder
+from lightning_spot.exact.loadability import follow_named
 from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.made_of import schedulers_that_end
-from lightning_spot.exact.named import follow_named
-from lightning_spot.exact.once import Once
+from lightning_spot.exact.module_state import ModuleState, PreTrainingEffects, UntrackedAttributes
+from lightning_spot.exact.optimizers import toggled
 from lightning_spot.exact.own_parameters import (
     OwnParameters,
     capture_values,
@@ -37,10 +37,7 @@ from lightning_spot.exact.randomness import Generators, State
 from lightning_spot.exact.restoring import Restoring
 from lightning_spot.exact.seams import Seams, is_tuning
 from lightning_spot.exact.sharded import local_gradient
-from lightning_spot.exact.switches import Switches
 from lightning_spot.exact.tree import Modules, modules_of
-from lightning_spot.exact.unpickling import read_checkpoint, with_ranks
-from lightning_spot.exact.unsaved import Unsaved
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -64,13 +61,13 @@ class FitState(PerTrainer):
         self._renew()
 
     def _renew(self) -> None:
-        self._switches = Switches()
+        self._switches = private.Switches()
         self._buffers = Buffers()
         self._generators = Generators()
-        self._hooked = ChangedValues()
-        self.once = Once(self._trainer, self._switches, self._hooked, self._buffers)
+        self._hooked = ModuleState()
+        self.once = PreTrainingEffects(self._trainer, self._switches, self._hooked, self._buffers)
         self._order = GradientOrder()
-        self._unsaved = Unsaved()
+        self._untracked = UntrackedAttributes()
         self._own = OwnParameters()
         self._restoring = Restoring(self._trainer, self._switches, self._hooked, self._buffers, self._own)
         self._begun = False
@@ -132,15 +129,17 @@ class FitState(PerTrainer):
         self._begun = True
         trainer, restoring = self._trainer, self._restoring
         self._undo += self._switches.run(private.LOGGERS, lambda: loggers.keep_whole(trainer)) or []
-        restoring.restore_masks()
         self._switches.run(private.HOOKED, lambda: self._hooked.begin(trainer))
         restoring.begin()
         self._buffers.begin(trainer.lightning_module)
         self._switches.run(private.BUCKETS, lambda: self._order.begin(trainer, restoring.gradient_order))
-        self._switches.run(private.HOOKED, lambda: self._unsaved.begin(trainer, restoring.unsaved))
+        self._switches.run(private.HOOKED, lambda: self._untracked.begin(trainer, restoring.untracked))
         self._hooked.lost.update(restoring.lost)
         reasons = why_loaders_are_not_exact(restoring.loaders) if restoring.loaders is not None else []
-        anew = [*shipped.what_begins_anew(trainer), *self._unsaved.begin_anew(restoring.lost)]
+        anew = [
+            *shipped.what_begins_anew(trainer),
+            *self._untracked.begin_anew([*restoring.lost, *restoring.made_buffers()]),
+        ]
         own = what_is_the_first_ranks(restoring.own_parameters, restoring.own_values)
         anew += [*own, *what_hooks_begin_anew(trainer), *self._hooked.what_waits(), *schedulers_that_end(trainer)]
         first = [*reasons, *shipped.what_has_a_passing_folder(trainer)]
@@ -162,7 +161,6 @@ class FitState(PerTrainer):
         checkpoint = run(private.SNAPSHOTS, lambda: checkpoint_of(trainer, run), (AttributeError, TypeError))
         checkpoint = checkpoint or checkpoint_through_save(trainer)
         self._say_left_out(leave_out_callbacks(checkpoint))
-        run(private.PRUNING, lambda: pruned.as_it_acts(trainer, checkpoint))
         added = run("skipped batches", lambda: progress.even_out(checkpoint)) or {}
         mark = progress.mark_before_validation
         total = run(private.PROGRESS, lambda: mark(checkpoint)) if before_validation else None
@@ -173,7 +171,7 @@ class FitState(PerTrainer):
             validation_progress=total,
             loggers=run(private.LOGGERS, lambda: places(trainer, before_validation=before_validation, at_end=at_end))
             or [],
-            unsaved=run(private.HOOKED, lambda: self._unsaved.names(trainer)) or [],
+            untracked=run(private.HOOKED, lambda: self._untracked.names(trainer)) or [],
             lost=sorted(self._hooked.lost),
         )
 
@@ -197,23 +195,20 @@ class FitState(PerTrainer):
         buffers = private.BUFFERS_AT_ALL
         has_buffers = run(private.TREE, lambda: any(buffers.of_each(modules.parts, modules.own))) is not False
         loaders = self._restoring.loaders  # None in a fit that takes no snapshots, such as fast_dev_run
-        captured = self._buffers.capture(module, is_first=trainer.is_global_zero, has_any=has_buffers)
         positions = run(private.LOADERS, lambda: loaders.positions(at_end=at_end)) if loaders is not None else []
         return {
             "random": self._generators.capture(trainer.strategy.root_device),
             "loaders": positions,
             "around_loaders": run(private.LOADERS, loaders.capture) if loaders is not None else None,
-            "buffers": captured,
-            "made_buffers": self._buffers.made(captured),
-            "shared_buffers": run(private.SHARING, lambda: shared_buffers.are_shared(trainer)),
+            "buffers": self._buffers.capture(module, is_first=trainer.is_global_zero, has_any=has_buffers),
+            "shared_buffers": run(private.SHARING, lambda: shares_buffers(trainer)),
             "own_parameters": self._own.capture(trainer),
             "own_values": capture_values(trainer),
             "gradients": self._gradients() if self._has_live_gradients() and not at_end else {},
             "gradient_order": self._order.saved(),
             "should_stop": trainer.should_stop,
             "hooked": run(private.HOOKED, lambda: self._hooked.capture(trainer, modules)),
-            "toggled": run(private.TOGGLES, lambda: toggled.capture(module)) or {},
-            "pruned": run(private.PRUNING, lambda: pruned.capture(trainer)),
+            "toggled": run(private.TOGGLES, lambda: toggled(module)) or {},
             "shipped": self._shipped(),
             "metrics": run(private.METRICS, lambda: logged_values.metrics_among(modules)) or {},
             **(run(private.LOGGED, lambda: logged_values.capture(trainer)) or {}),
@@ -304,5 +299,6 @@ def say_what_is_not_exact(trainer: pl.Trainer, reasons: list[str], anew: list[st
         reasons: what is known of its loaders.
         anew: what is known of the rest, of a run that goes on from a snapshot.
     """
-    for reason in dict.fromkeys([*reasons, *shipped.what_goes_by_the_clock(trainer), *anew]):
+    always = [*shipped.what_goes_by_the_clock(trainer), *shipped.what_lightning_alone_keeps(trainer)]
+    for reason in dict.fromkeys([*reasons, *always, *anew]):
         rank_zero_warn(f"lightning_spot: {reason}")

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import os
-import shutil
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,9 +23,6 @@ if TYPE_CHECKING:
 
 _KEPT = ".metrics-of-earlier-attempts.csv"
 """Second name of a CSV file: where the user fixes the version, Lightning deletes the first one at each start."""
-
-_CUT_OFF = ".metrics-before-resume.csv"
-"""A CSV file as it was before a resume: of a run that had ended, the rest may be of a later ``fit`` in this program."""
 
 
 def places_of(trainer: pl.Trainer, *, before_validation: bool, at_end: bool) -> list[dict[str, Any]]:
@@ -49,13 +44,16 @@ def logged_step(trainer: pl.Trainer) -> int:
     return int(getattr(trainer.fit_loop.epoch_loop, private.BATCHES_THAT_STEPPED.name, trainer.global_step))
 
 
-def continue_in(trainer: pl.Trainer, places: list[dict[str, Any]], *, of_another_run: bool = False) -> None:
+def continue_in(
+    trainer: pl.Trainer, places: list[dict[str, Any]], *, of_another_run: bool = False, is_over: bool = False
+) -> None:
     """Point the loggers back to where they were. Called by every rank, before callbacks get their state.
 
     Args:
         trainer: whose loggers.
         places: what :func:`places_of` gave.
-        of_another_run: whether another run has logged there: what it logged later is not taken out.
+        of_another_run: whether another run has logged there: its log stays as it is.
+        is_over: whether nothing is left to train: what was logged later is of a later ``fit`` of this program.
     """
     for logger, place in zip(trainer.loggers, places, strict=False):
         if type(logger).__name__ != place["kind"] or logger.name != place["name"]:
@@ -66,11 +64,11 @@ def continue_in(trainer: pl.Trainer, places: list[dict[str, Any]], *, of_another
                 " URL begins at the snapshot. For one log, give CSVLogger a directory"
             )
         elif _is(logger, "CSVLogger", "TensorBoardLogger"):
-            if of_another_run and (former := _of_another_run(logger, place)) is not None:
-                _begin_with(logger, place, former)
+            if of_another_run:
+                rank_zero_info(f"lightning_spot: {place['kind']} begins at the snapshot, in {logger.log_dir}")
                 continue
             new_dir = str(logger.log_dir)
-            _go_back(logger, place)
+            _go_back(logger, place, is_over)
             _move_checkpoints(trainer, new_dir, str(logger.log_dir))
         elif logger.version != place["version"]:
             hint = " (WANDB_RUN_ID and WANDB_RESUME=allow)" if "Wandb" in place["kind"] else ""
@@ -115,13 +113,12 @@ def _place(logger: Any, step: int, at_end: bool) -> dict[str, Any]:
         "step": step,
     }
     if _is(logger, "CSVLogger", "TensorBoardLogger"):
-        place["dir"] = _directory(logger)
+        place["dir"] = str(logger.log_dir)
     if _is(logger, "CSVLogger") and not _at_url(logger):
         logger.save()
         file = Path(logger.log_dir) / "metrics.csv"
         place["rows"] = len(_rows(file)[1])
         _keep(file, at_end)
-        file.with_name(_CUT_OFF).unlink(missing_ok=True)
     return place
 
 
@@ -134,10 +131,6 @@ def _at_url(logger: Any) -> bool:
     return "://" in str(logger.log_dir)
 
 
-def _directory(logger: Any) -> str:
-    return str(logger.log_dir) if _at_url(logger) else os.path.abspath(logger.log_dir)
-
-
 def _keep(file: Path, at_end: bool) -> None:
     kept = file.with_name(_KEPT)
     if at_end:
@@ -148,98 +141,33 @@ def _keep(file: Path, at_end: bool) -> None:
             os.link(file, kept)
 
 
-def _go_back(logger: Any, place: dict[str, Any]) -> None:
-    fresh = logger.log_dir
-    moved = place["version"] is not None and logger.version != place["version"] and isinstance(logger.version, int)
-    if logger.version != place["version"] and not moved:
+def _go_back(logger: Any, place: dict[str, Any], is_over: bool) -> None:
+    """Have a logger go on in the version it had, without what was logged after the snapshot."""
+    fresh, is_moved = Path(logger.log_dir), logger.version != place["version"]
+    if is_moved and not (isinstance(logger.version, int) and isinstance(place["version"], int)):
         return  # a version that the user has named
-    writes = private.EXPERIMENT.of(logger) is not None  # on rank 0 only
-    if moved:
-        if writes and _is(logger, "TensorBoardLogger"):
-            logger.experiment.close()
-        private.VERSION.set(logger, place["version"])
+    writer = private.EXPERIMENT.of(logger)  # of rank 0 only
+    private.VERSION.set(logger, place["version"])
+    if writer is not None and _is(logger, "CSVLogger"):
+        _truncate(writer, Path(logger.log_dir), None if is_over else place["rows"])
+    elif writer is not None:
+        writer.close()
         private.EXPERIMENT.set(logger, None)
-        if writes:
-            _remove_if_unused(Path(fresh), Path(logger.log_dir))
-    if writes and _is(logger, "CSVLogger"):
-        _truncate(logger, place["rows"], Path(logger.log_dir))
-    elif writes and _is(logger, "TensorBoardLogger"):
-        _forget_from(logger, place["step"])
+        private.TENSORBOARD_OPTIONS.of(logger)["purge_step"] = place["step"]  # where the next writer has it end
+    if writer is not None and is_moved:
+        _remove_if_unused(fresh)
     rank_zero_info(f"lightning_spot: {place['kind']} goes on in {logger.log_dir}")
 
 
-def _of_another_run(logger: Any, place: dict[str, Any]) -> Path | None:
-    """Where another run has logged, if this one began a version of its own beside it.
-
-    Where the log was copied along with the run, the copy is this run's. A version that the user has named is used as
-    it is.
-    """
-    own, version = logger.version, place["version"]
-    if not (isinstance(own, int) and isinstance(version, int)) or own == version:
-        return None
-    private.VERSION.set(logger, version)
-    former, directory = Path(logger.log_dir), _directory(logger)
-    private.VERSION.set(logger, own)
-    return former if directory == place.get("dir") else None
-
-
-def _begin_with(logger: Any, place: dict[str, Any], former: Path) -> None:
-    """Begin a log of its own with what another run, from which this one goes on, had logged up to there."""
-    found = False
-    if private.EXPERIMENT.of(logger) is not None:  # on rank 0 only
-        if _is(logger, "CSVLogger"):
-            found = _truncate(logger, place["rows"], former)
-        else:
-            logger.experiment.close()
-            for events in former.glob("events.out.tfevents.*"):  # of a log at a URL, or on another machine, none
-                shutil.copy2(events, logger.log_dir)
-                found = True
-            _forget_from(logger, place["step"])
-    begins = "begins with what was logged up to the snapshot" if found else "begins at the snapshot: nothing is there"
-    rank_zero_info(
-        f"lightning_spot: {former} is the log of the run that this one was made from, and stays as it is:"
-        f" {place['kind']} goes on in {logger.log_dir}, which {begins}"
-    )
-
-
-def _forget_from(logger: Any, step: int) -> None:
-    """What TensorBoard reads of this log is to end there; the next writer says so."""
-    private.EXPERIMENT.set(logger, None)
-    private.TENSORBOARD_OPTIONS.of(logger)["purge_step"] = step
-
-
-def _truncate(logger: Any, rows: int, former: Path) -> bool:
-    """Keep the first rows of a file. Lightning deletes it when it makes its writer: it is written again then.
-
-    Returns:
-        Whether there is any.
-    """
-    file = Path(logger.log_dir) / "metrics.csv"
-    source = former / file.name
-    keys, found = _rows(source if source.exists() else source.with_name(_KEPT))
-    cut_off = file.with_name(_CUT_OFF)
-    if len(found) < rows and _begin_alike(found, (whole := _rows(cut_off))[1]):
-        keys, found = whole
+def _truncate(writer: Any, folder: Path, rows: int | None) -> None:
+    """Have the writer of a CSV file go on behind the first rows of the one in a folder; ``None`` for all of them."""
+    file = folder / writer.NAME_METRICS_FILE
     kept = file.with_name(_KEPT)
-    if file.exists() and not kept.exists():
-        with contextlib.suppress(OSError):
-            os.link(file, kept)  # until the shorter one is there
-    with warnings.catch_warnings():  # that its log files will be deleted: these are kept
-        warnings.filterwarnings("ignore", message="Experiment logs directory")
-        writer: Any = logger.experiment
-    if former == file.parent and len(found) > rows:
-        _replace(cut_off, keys, found)
+    keys, found = _rows(file if file.exists() else kept)
     if keys:
         _replace(file, keys, found[:rows])
-        writer.metrics_keys = list(keys)
+    writer.log_dir, writer.metrics_file_path, writer.metrics_keys = str(folder), str(file), keys
     _keep(file, at_end=False)
-    return bool(keys)
-
-
-def _begin_alike(rows: list[dict[str, str]], longer: list[dict[str, str]]) -> bool:
-    """Whether a log begins with these rows; it may have got further columns since."""
-    pairs = zip(rows, longer, strict=False)
-    return len(longer) > len(rows) and all(mine.items() <= other.items() for mine, other in pairs)
 
 
 def _replace(file: Path, columns: Sequence[str], rows: list[dict[str, str]]) -> None:
@@ -263,19 +191,12 @@ def _rows(file: Path) -> tuple[list[str], list[dict[str, str]]]:
         return [], []
 
 
-def _remove_if_unused(folder: Path, former: Path) -> None:
-    """Remove the directory of a version that is not needed, in which there is nothing that the former one has not.
-
-    LightningCLI has written its configuration there by now.
-    """
+def _remove_if_unused(folder: Path) -> None:
+    """Remove the directory of a version that is not needed, if only TensorBoard has begun a file there."""
     with contextlib.suppress(OSError):  # there is something else in it
         for file in folder.glob("events.out.tfevents.*"):
             file.unlink()
-        files = list(folder.iterdir())
-        if all((former / file.name).read_bytes() == file.read_bytes() for file in files):
-            for file in files:
-                file.unlink()
-            folder.rmdir()
+        folder.rmdir()
 
 
 def _move_checkpoints(trainer: pl.Trainer, fresh: str, former: str) -> None:

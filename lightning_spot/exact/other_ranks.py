@@ -60,7 +60,6 @@ class OtherRanks:
         values["gradients"] = self._gradients(trainer)
         if self._rank >= len(self._ranks):  # rank 0's are in the checkpoint; what is in no checkpoint, it had, too
             values["buffers"] = self._ranks[0]["buffers"]
-            values["made_buffers"] = self._ranks[0].get("made_buffers", ())
             values["own_parameters"] = self._ranks[0].get("own_parameters", {})
         values.pop("own_values", None)
         self.reasons += what_other_ranks_kept([state.get("own_values", {}) for state in self._ranks])

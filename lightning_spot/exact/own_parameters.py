@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_spot.capture.tensors import copies_of
 from lightning_spot.exact import private
-from lightning_spot.exact.data_shares import share_of
+from lightning_spot.exact.module_state import MOST_BYTES
 from lightning_spot.exact.parameter_names import names_of
-from lightning_spot.exact.plain_values import MOST_BYTES
+from lightning_spot.exact.rank_states import share_of
 from lightning_spot.exact.sharded import holder_of, is_sharded
 
 if TYPE_CHECKING:

@@ -19,9 +19,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_spot.exact.data_changes import digest_of, is_as, mark_of
-from lightning_spot.exact.further_kinds import GENERATORS
 from lightning_spot.exact.indices import is_stateful
-from lightning_spot.exact.randomness import State, capture_generator, restore_generator
+from lightning_spot.exact.randomness import GENERATORS, State, capture_generator, restore_generator
 
 MOST_NUMBERS = 2**17
 """Longest list, array or tensor of numbers (an order, weights) of a sampler that is kept where it changes."""

@@ -11,9 +11,10 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
@@ -22,6 +23,8 @@ from lightning_spot.image.rows import under
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+T = TypeVar("T")
 
 RESUME = "the resume"
 SNAPSHOTS = "Lightning's checkpoint for a snapshot"
@@ -41,7 +44,6 @@ ENVIRONMENT = "the ranks' address"
 BUCKETS = "DDP's buckets"
 SHARING = "DDP's sharing of buffers"
 AVERAGING = "StochasticWeightAveraging"
-PRUNING = "ModelPruning"
 TUNERS = "the tuners"
 TOGGLES = "toggled optimizers"
 
@@ -124,6 +126,56 @@ def problems(trainer: pl.Trainer) -> dict[str, str]:
         if name.part not in found and (problem := name.problem(trainer)) is not None:
             found[name.part] = problem
     return found
+
+
+def problem_of(part: str, trainer: pl.Trainer) -> str | None:
+    """Why a part whose names are there later than at ``setup`` cannot do its work; ``None`` if it can."""
+    return next((problem for name in ALL if name.part == part and (problem := name.problem(trainer))), None)
+
+
+class Switches:
+    """Which parts of this module do their work in one ``fit``; all, until one fails."""
+
+    def __init__(self) -> None:
+        self._off: set[str] = set()
+
+    def probe(self, trainer: pl.Trainer) -> None:
+        """Turn off what misses a name, or finds something else by it."""
+        for part, reason in problems(trainer).items():
+            self._turn_off(part, reason)
+
+    def is_on(self, part: str) -> bool:
+        """Whether a part can do its work."""
+        return part not in self._off
+
+    def run(self, part: str, do: Callable[[], T], errors: tuple[type[Exception], ...] = (Exception,)) -> T | None:
+        """Do something of a part; ``None`` if that is off, or fails now. Training goes on without it.
+
+        Args:
+            part: of this module.
+            do: what.
+            errors: that may be the part's; others are raised: they come from what it calls.
+
+        Raises:
+            MemoryError: the part works, and this time there is not enough memory for it.
+        """
+        if part in self._off:
+            return None
+        try:
+            return do()
+        except (MemoryError, torch.cuda.OutOfMemoryError):
+            raise  # there may be enough the next time; what is missing here would be missing in every later snapshot
+        except errors as error:
+            self._turn_off(part, f"{type(error).__name__}: {error}")
+            return None
+
+    def _turn_off(self, part: str, reason: str) -> None:
+        self._off.add(part)
+        without = WITHOUT.get(part, "a resume is not exact there")
+        rank_zero_warn(
+            f"lightning_spot: {part}: {without} ({reason}). Training goes on; please report it with the versions of"
+            " Lightning and torch"
+        )
 
 
 def _trainer(trainer: pl.Trainer) -> Any:
@@ -270,8 +322,6 @@ COMPOSABLE = "__composable_api_state_key_"
 # -- callbacks and loggers that Lightning ships -----------------------------------------------------------------------
 
 SWA_SCHEDULER = Name(AVERAGING, "_swa_scheduler", _first("StochasticWeightAveraging"))
-ORIGINAL_LAYERS = Name(PRUNING, "_original_layers", _first("ModelPruning"))
-PARAMETERS_TO_PRUNE = Name(PRUNING, "_parameters_to_prune", _first("ModelPruning"))
 BATCH_SIZE_NAME = Name(TUNERS, "_batch_arg_name", _first("BatchSizeFinder"), str)
 ENDS_EARLY = Name(TUNERS, "_early_exit", _first("BatchSizeFinder", "LearningRateFinder"), bool)
 RATE_NAME = Name(TUNERS, "_attr_name", _first("LearningRateFinder"), (str, type(None)))

@@ -10,6 +10,9 @@ import torch
 
 State = dict[str, Any]
 
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+"""Kinds of generators whose state can be read."""
+
 
 def capture_random(device: torch.device | None = None) -> State:
     """State of every process-wide generator that training draws from, as values that load with ``weights_only=True``.

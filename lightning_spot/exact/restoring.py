@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,26 +23,23 @@ from lightning_spot.exact import (
     loggers,
     private,
     progress,
-    pruned,
-    shared_buffers,
     shipped,
-    toggled,
 )
 from lightning_spot.exact.buffers import Buffers
-from lightning_spot.exact.changed_values import ChangedValues
-from lightning_spot.exact.data_shares import are_these, share_of
+from lightning_spot.exact.ddp import restore_sharing
 from lightning_spot.exact.dump import KEY, VERSION
 from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.made_of import differences
-from lightning_spot.exact.optimizer_states import keep_dtypes, precise_of
+from lightning_spot.exact.module_state import ModuleState
+from lightning_spot.exact.optimizers import keep_dtypes, precise_of, restore_toggled
 from lightning_spot.exact.other_ranks import OtherRanks
 from lightning_spot.exact.own_parameters import OwnParameters, restore_values
 from lightning_spot.exact.parameter_names import names_of
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.position import PositionedLoader, batches_done, loader_itself, other_batches
 from lightning_spot.exact.randomness import State, restore_random
+from lightning_spot.exact.rank_states import are_these, share_of
 from lightning_spot.exact.sharded import gradient_like, is_sharded
-from lightning_spot.exact.switches import Switches
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -59,21 +57,21 @@ class Restoring(OfTrainer):
 
     Attributes:
         loaders: of the fit; ``None`` where they cannot be followed.
-        unsaved: names of attributes that the training before had changed, and that do not come back.
+        untracked: names of attributes that the training before had changed, and that do not come back.
         lost: likewise, of modules.
     """
 
     def __init__(
         self,
         trainer: pl.Trainer,
-        switches: Switches,
-        hooked: ChangedValues,
+        switches: private.Switches,
+        hooked: ModuleState,
         module_buffers: Buffers,
         own: OwnParameters,
     ) -> None:
         super().__init__(trainer)
         self.loaders: Loaders | None = None
-        self.unsaved: list[str] = []
+        self.untracked: list[str] = []
         self.lost: list[str] = []
         self._switches = switches
         self._hooked = hooked
@@ -103,7 +101,7 @@ class Restoring(OfTrainer):
     @property
     def own_parameters(self) -> State:
         """What was saved of the parameters that this rank has for itself, until the first step."""
-        found: State = (self._values or {}).get("own_parameters", {})  # earlier versions did not save them
+        found: State = (self._values or {}).get("own_parameters", {})
         return found
 
     @property
@@ -111,14 +109,17 @@ class Restoring(OfTrainer):
         """Likewise what optimizers keep for this rank alone."""
         return (self._values or {}).get("own_values", {})  # type: ignore[no-any-return]
 
+    def made_buffers(self) -> list[str]:
+        """Names of saved buffers that do not come back, since training had made them; until the first step."""
+        saved = self._values["buffers"] if self._values is not None else {}
+        return list(buffers.made_in_training(self._trainer.lightning_module, saved))
+
     def load(self, checkpoint: dict[str, Any], *, of_another_run: bool = False) -> None:
         """Take the exact state of a checkpoint, if it has one that fits; see :meth:`FitState.load`."""
         shared, trainer = checkpoint.get(KEY), self._trainer
         if shared is None:
             rank_zero_warn(f"lightning_spot: {shipped.why_without_exact_state(trainer)}")
             return
-        places = shared["loggers"]
-        self._switches.run(private.LOGGERS, lambda: loggers.continue_in(trainer, places, of_another_run=of_another_run))
         if shared["version"] != VERSION:
             rank_zero_warn(
                 f"lightning_spot: the snapshot has its exact state in form {shared['version']}, this version of"
@@ -132,6 +133,10 @@ class Restoring(OfTrainer):
         self._val_total = shared["validation_progress"]
         if values["hooked"] is not None:  # before Lightning asks whether there is anything left to train
             self._switches.run(private.HOOKED, lambda: self._hooked.restore_limits(trainer, values["hooked"]))
+        is_over = 0 <= trainer.max_steps <= checkpoint["global_step"]
+        is_over |= trainer.max_epochs is not None and 0 <= trainer.max_epochs <= checkpoint["epoch"]
+        continued = partial(loggers.continue_in, of_another_run=of_another_run, is_over=is_over)
+        self._switches.run(private.LOGGERS, lambda: continued(trainer, shared["loggers"]))
         # Of a run that was to go on, and is given less steps than it has taken, nothing is trained, and nothing ends.
         limits = (trainer.max_steps, shared["max_steps"])
         reached = all(0 <= limit <= checkpoint["global_step"] for limit in limits)
@@ -139,7 +144,7 @@ class Restoring(OfTrainer):
             private.PROGRESS, lambda: progress.may_stop(trainer, checkpoint)
         )
         self._steps_are_over = bool(stops) or reached
-        self.unsaved, self.lost = shared["unsaved"], shared.get("lost", [])
+        self.untracked, self.lost = shared["untracked"], shared["lost"]
         if (loaders := self.loaders) is not None:
             self._switches.run(private.LOADERS, loaders.ask_again)
         self._of_loaders(values, Loaders.resume)
@@ -158,11 +163,6 @@ class Restoring(OfTrainer):
         share, shares = share_of(trainer), shared.get("shares")  # which earlier versions did not say
         self._others = OtherRanks(ranks, trainer.global_rank, trainer.world_size, share, shares)
         return self._others.values(trainer)
-
-    def restore_masks(self) -> None:
-        """When training begins, before it is noted how everything is: prune the model as it was pruned."""
-        if (values := self._values) is not None:
-            self._switches.run(private.PRUNING, lambda: pruned.restore(self._trainer, values["pruned"] or {}))
 
     def begin(self) -> None:
         """When training begins: what no later place would put back."""
@@ -229,7 +229,7 @@ class Restoring(OfTrainer):
             restore = self._hooked.restore
             self._switches.run(private.HOOKED, lambda: restore(self._trainer, saved, untrained=untrained))
         if kept := values.get("toggled"):
-            self._switches.run(private.TOGGLES, lambda: toggled.restore(self._trainer.lightning_module, kept))
+            self._switches.run(private.TOGGLES, lambda: restore_toggled(self._trainer.lightning_module, kept))
 
     def _go_on_from(self, others: OtherRanks, values: State) -> None:
         """Of a run that other ranks have left: its epoch has more batches now, or less."""
@@ -348,9 +348,8 @@ class Restoring(OfTrainer):
         self._of_loaders(values, Loaders.go_on)
         run("skipped batches", lambda: progress.restore(trainer, values["added"]))
         trainer.should_stop = values["should_stop"]
-        self._restore_buffers(values)
-        # Earlier versions did not save it.
-        run(private.SHARING, lambda: shared_buffers.restore(trainer, values.get("shared_buffers")))
+        self._buffers.restore(module, values["buffers"])
+        run(private.SHARING, lambda: restore_sharing(trainer, values["shared_buffers"]))
         if values["hooked"] is not None:
             run(private.HOOKED, lambda: self._hooked.restore_generators(trainer, values["hooked"]))
         parameters = dict(module.named_parameters())
@@ -374,15 +373,11 @@ class Restoring(OfTrainer):
         if not self._has_begun:
             self._own.restore(self._trainer, self.own_parameters)
             self._restore_hooked(values, untrained=True)
-        self._restore_buffers(values)
+        self._buffers.restore(self._trainer.lightning_module, values["buffers"])
         restore_random(values["random"], self._trainer.strategy.root_device)
         self._switches.run(private.PROGRESS, lambda: progress.end_restart(self._trainer))
         if "logged" in values:
             self._switches.run(private.LOGGED, lambda: logged_values.restore_last(self._trainer, values))
-
-    def _restore_buffers(self, values: State) -> None:
-        made = values.get("made_buffers", ())  # which earlier versions did not say
-        self._buffers.restore(self._trainer.lightning_module, values["buffers"], made)
 
     def _of_loaders(self, values: State, stage: Callable[[Loaders, State], None]) -> None:
         """Do one stage of the loaders' own resume."""

@@ -23,7 +23,7 @@ from torch.nn import Module
 from lightning_spot.errors import ModelChanged, NotSerialisable
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import KEY
-from lightning_spot.exact.optimizer_states import keep_dtypes
+from lightning_spot.exact.optimizers import keep_dtypes
 from lightning_spot.exact.parameter_names import clean, names_of
 from lightning_spot.exact.tree import state_of
 from lightning_spot.image.manifest import Manifest

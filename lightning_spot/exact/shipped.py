@@ -154,24 +154,6 @@ def steps_without_backward(trainer: pl.Trainer) -> bool:
     return is_over and any(callback.swa_end == trainer.current_epoch for callback in averaging)
 
 
-# -- SpikeDetection: its load_state_dict raises (Lightning 2.6) ------------------------------------------------------
-
-_OF_SPIKES = ("last_val", "bad_batches")
-
-
-def _spikes(trainer: pl.Trainer) -> State:
-    return {
-        key: {name: callback.state_dict()[name] for name in _OF_SPIKES}
-        for key, callback in _callbacks(trainer, "SpikeDetection")
-    }
-
-
-def _restore_spikes(trainer: pl.Trainer, saved: State) -> None:
-    for key, callback in _callbacks(trainer, "SpikeDetection"):
-        for name, value in saved.get(key, {}).items():
-            setattr(callback, name, value)
-
-
 # -- the tuners: what they found is kept, and they do not look for it again ------------------------------------------
 
 
@@ -220,7 +202,7 @@ def before_loading(trainer: pl.Trainer, checkpoint: State) -> None:
     """Change in a checkpoint what a callback of Lightning cannot load, or would not. Every rank calls it."""
     states: State = checkpoint.get("callbacks", {})
     for _, callback in _callbacks(trainer, "SpikeDetection"):
-        if not hasattr(callback, "running"):
+        if not hasattr(callback, "running"):  # its load_state_dict of Lightning 2.6 asks for that, and raises
             states.pop(callback.state_key, None)
     for _, callback in _callbacks(trainer, "ModelCheckpoint"):
         saved = states.get(callback.state_key)
@@ -287,6 +269,17 @@ def what_goes_by_the_clock(trainer: pl.Trainer) -> Iterator[str]:
         yield "ModelCheckpoint(train_time_interval=): it saves when the clock says, not where it saved before"
 
 
+def what_lightning_alone_keeps(trainer: pl.Trainer) -> Iterator[str]:
+    """One sentence for each callback that a resume cannot bring back to where it was."""
+    if any(True for _ in _callbacks(trainer, "ModelPruning")):
+        yield (
+            "ModelPruning: a resume has the weights as they were pruned, and neither the masks nor the weights behind"
+            " them; with make_pruning_permanent=False it cannot load them at all"
+        )
+    if any(True for _ in _callbacks(trainer, "SpikeDetection")):
+        yield "SpikeDetection: what it compares a loss with, and the batches that it has found, begin anew in a resume"
+
+
 def is_tuned(trainer: pl.Trainer) -> bool:
     """Whether this ``fit`` is no training but a call of ``Tuner(trainer)``, which ends before its first step."""
     return any(getattr(callback, private.ENDS_EARLY.name, False) for callback in tuners(trainer))
@@ -320,6 +313,5 @@ PARTS: dict[str, Part] = {
     "checkpoints": Part("ModelCheckpoint's last score", _checkpoints, _restore_checkpoints),
     "modules": Part("metrics and averages of callbacks", _modules, _restore_modules),
     "averaging": Part("StochasticWeightAveraging", _averaging, _restore_averaging),
-    "spikes": Part("SpikeDetection", _spikes, _restore_spikes),
     "found": Part("what the tuners found", _found, _nothing),
 }

@@ -13,11 +13,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import CorruptSnapshot, SettingsError, SnapshotNotFound
-from lightning_spot.exact.dump import KEY
+from lightning_spot.exact.dump import KEY, read_checkpoint, with_ranks
+from lightning_spot.exact.loadability import check_resumable
 from lightning_spot.exact.rank_states import states_in_files
-from lightning_spot.exact.resumable import check_resumable
 from lightning_spot.exact.sharded import is_sharded, put_back
-from lightning_spot.exact.unpickling import read_checkpoint, with_ranks
 from lightning_spot.fit.agreement import Agreement, Failed
 from lightning_spot.fit.restore import Hosts, Restore
 from lightning_spot.image.manifest import Manifest

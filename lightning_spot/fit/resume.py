@@ -25,11 +25,11 @@ from lightning_spot.client.starting import attach
 from lightning_spot.config import format_names
 from lightning_spot.errors import ModelChanged, NodeUnreachable, SettingsError, SpotError
 from lightning_spot.exact import namespaces, private, shipped
+from lightning_spot.exact.checkpoint import OF_DATA, OF_MODEL, held
 from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.fit_state import FitState
-from lightning_spot.exact.hyperparameters import OF_DATA, OF_MODEL, held
+from lightning_spot.exact.loadability import Trial, check_resumable, put_in_own_objects
 from lightning_spot.exact.per_trainer import OfTrainer
-from lightning_spot.exact.resumable import Trial, check_resumable, put_in_own_objects
 from lightning_spot.exact.sharded import is_sharded
 from lightning_spot.fit import earlier
 from lightning_spot.fit.agreement import Agreement

@@ -1,4 +1,4 @@
-"""States of optimizers that are of another dtype than their parameters: torch would give them back cast to that.
+"""Optimizers: states that are of another dtype than their parameters, and those that are toggled over several batches.
 
 ``Optimizer.load_state_dict`` casts all tensors, but for counts of steps, to the dtype of the parameter, if that is a
 floating-point one: what an optimizer keeps in float32 beside parameters in bfloat16 (a product, master weights) comes
@@ -8,11 +8,15 @@ back as bfloat16, and a mask, or a count of its own, as floating-point numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_spot.capture.tensors import local_of
+from lightning_spot.exact import private
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 State = dict[str, Any]
 DtypeOf = Callable[[torch.Tensor], "torch.dtype | None"]
@@ -76,3 +80,18 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(each for key, each in value.items() if key != "step")  # which torch never casts
         elif isinstance(value, list | tuple):
             yield from _tensors(value)
+
+
+# -- an optimizer that is toggled in one batch and back in a later one: Lightning keeps what was trained in the module -
+
+
+def toggled(module: pl.LightningModule) -> dict[str, bool]:
+    """Which parameters are to be trained again when the optimizer is toggled back; by their names."""
+    kept = private.TOGGLED.of(module)
+    return {name: kept[parameter] for name, parameter in module.named_parameters() if parameter in kept} if kept else {}
+
+
+def restore_toggled(module: pl.LightningModule, saved: dict[str, bool]) -> None:
+    """Give the module what :func:`toggled` returned."""
+    parameters = dict(module.named_parameters())
+    private.TOGGLED.set(module, {parameters[name]: trains for name, trains in saved.items() if name in parameters})

@@ -1,9 +1,9 @@
-"""The order in which gradients became ready in a run's first step: DDP rebuilds its buckets after it, once.
+"""What DDP keeps to itself: the order in which gradients became ready in a run's first step, and who has buffers.
 
-Buckets decide in which order ranks add each element up, so with more than two of them a resumed run would round its
-first step in another way than an undisturbed one: its DDP is new and has its first buckets. Before that step, a
-backward pass without values goes through DDP in the recorded order, and DDP rebuilds the buckets it had. (torch
-2.6 to 2.13: ``torch/csrc/distributed/c10d/reducer.cpp``, ``rebuild_buckets``.)
+DDP rebuilds its buckets after that step, once. They decide in which order ranks add each element up, so with more than
+two of them a resumed run would round its first step in another way than an undisturbed one: its DDP is new and has its
+first buckets. Before that step, a backward pass without values goes through DDP in the recorded order, and DDP rebuilds
+the buckets it had. (torch 2.6 to 2.13: ``torch/csrc/distributed/c10d/reducer.cpp``, ``rebuild_buckets``.)
 """
 
 from __future__ import annotations
@@ -97,3 +97,19 @@ def _rehearse(ddp: DistributedDataParallel, parameters: list[torch.nn.Parameter]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     logger.debug("the order in which %d gradients become ready was rehearsed", len(parameters))
+
+
+def shares_buffers(trainer: pl.Trainer) -> bool | None:
+    """Whether DDP gives all ranks the buffers of rank 0 before the next step; ``None`` without DDP.
+
+    It does not behind a step that only gathered gradients, nor behind the first one by hand. From then on each rank has
+    statistics of its own, and a DDP that is made anew for a resume would take them away.
+    """
+    ddp = trainer.model
+    return bool(private.SHARES_BUFFERS.of(ddp)) if isinstance(ddp, DistributedDataParallel) else None
+
+
+def restore_sharing(trainer: pl.Trainer, saved: bool | None) -> None:
+    """Have it do as :func:`shares_buffers` found."""
+    if saved is not None and isinstance(trainer.model, DistributedDataParallel):
+        private.SHARES_BUFFERS.set(trainer.model, saved)

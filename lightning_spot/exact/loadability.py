@@ -1,24 +1,31 @@
-"""Whether a resume could read what a snapshot holds: checked on a resume, and tried on the first snapshot."""
+"""Whether a resume could read what a snapshot holds: checked on a resume, and tried on the first snapshot.
+
+A checkpoint that the user named, ``fit(ckpt_path=)``, is read as a resume reads a snapshot, foreign objects and all.
+"""
 
 from __future__ import annotations
 
 import io
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import IO, TYPE_CHECKING, Any, cast
 
+import fsspec
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_spot.errors import NotSerialisable
-from lightning_spot.exact.compare import compare
-from lightning_spot.exact.dump import KEY
-from lightning_spot.exact.hyperparameters import OF_DATA, OF_MODEL, as_saved
-from lightning_spot.exact.unpickling import read_checkpoint
+from lightning_spot.config import format_names
+from lightning_spot.errors import NotSerialisable, SettingsError
+from lightning_spot.exact.checkpoint import OF_DATA, OF_MODEL, as_saved
+from lightning_spot.exact.dump import KEY, read_checkpoint
+from lightning_spot.exact.rank_states import states_in_files
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.placeholder import ADVICE, Placeholder, kind_of, placeholders_in
-from lightning_spot.image.safe_load import safe_load
+from lightning_spot.tiers.filesystem import forget_listings
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -61,8 +68,7 @@ def put_in_own_objects(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
     """Give hooks the objects that this process has, in place of those that were not loaded.
 
     Models save objects in ``on_save_checkpoint`` (a loss, an encoder) and take them back in ``on_load_checkpoint``.
-    What the model would save now has the same kinds of objects at the same places. They are compared with what the
-    file has of them, and a warning tells where they differ; not the model's submodules, which ``state_dict`` restores.
+    What the model would save now has the same kinds of objects at the same places.
 
     Args:
         trainer: that is to go on from the checkpoint.
@@ -79,23 +85,15 @@ def put_in_own_objects(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
     except Exception as error:  # it may want more of a checkpoint than this
         logger.debug("lightning_spot: what the model would save is not known: %s", error)
         return
-    submodules = set(map(id, module.modules()))
-    for where, saved, live in _put_in(checkpoint, own, ""):
-        if id(live) in submodules:
-            continue
-        try:
-            different = _differences(saved, live)
-        except Exception as error:  # of the object's own pickling
-            different = [f"it cannot be compared ({type(error).__name__}: {error})"]
-        if different:
-            rank_zero_warn(
-                f"lightning_spot: {where} of the snapshot, a {kind_of(saved)}, is not loaded; the one that this process"
-                f" made stands for it, and differs: {different[0]}. {ADVICE}"
-            )
+    if names := list(_put_in(checkpoint, own, "")):
+        rank_zero_info(
+            "lightning_spot: objects of the snapshot are not loaded, and those that this process made stand for them:"
+            f" {format_names(names)}"
+        )
 
 
-def _put_in(saved: Any, own: Any, path: str) -> Iterator[tuple[str, Placeholder, Any]]:
-    """Replace placeholders in containers by what is at the same place, if it is of the same kind."""
+def _put_in(saved: Any, own: Any, path: str) -> Iterator[str]:
+    """Replace placeholders in containers by what is at the same place, if it is of the same kind; at which places."""
     if isinstance(saved, dict) and isinstance(own, dict):
         pairs: list[tuple[Any, Any]] = [(key, own[key]) for key in saved if key in own]
     elif isinstance(saved, list) and isinstance(own, list):
@@ -109,19 +107,11 @@ def _put_in(saved: Any, own: Any, path: str) -> Iterator[tuple[str, Placeholder,
             yield from _put_in(old, live, where)
         elif kind_of(old) in (_name(type(live)), _name(live)):
             saved[key] = live
-            yield where, old, live
+            yield where
 
 
 def _name(kind: Any) -> str:
     return f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', '')}"
-
-
-def _differences(saved: Any, live: Any) -> list[str]:
-    file = io.BytesIO()
-    torch.save(live, file)
-    file.seek(0)
-    found = compare(saved, safe_load(file), folders=True)
-    return [str(difference) for difference in found]  # what looks like a time, or is a path, may be a setting
 
 
 def _needed(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -246,3 +236,61 @@ class Outline(io.RawIOBase):
             if first < last:
                 view[first - start : last - start] = data[first - offset : last - offset]
         return end - start
+
+
+# -- a checkpoint that the user named --------------------------------------------------------------------------------
+
+
+def load_named(load: Callable[..., Any], path: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
+    """Load a checkpoint as Lightning does; if torch refuses, with placeholders for what it does not know.
+
+    Args:
+        load: Lightning's way.
+        path: of the file.
+        *arguments: more for ``load``.
+        **named: likewise.
+    """
+    forget_listings(str(path))
+    try:
+        checkpoint: dict[str, Any] = load(path, *arguments, **named)
+    except UnpicklingError:
+        if False in (*arguments, named.get("weights_only")):  # nothing was refused: the file is broken
+            raise
+        with fsspec.open(str(path), "rb") as file:
+            checkpoint = read_checkpoint(file)
+    return checkpoint
+
+
+def _with_own_states(trainer: pl.Trainer, checkpoint: dict[str, Any], path: Any) -> None:
+    """Complete what Lightning has loaded of the directory of a snapshot in shards: each rank's own state is beside it.
+
+    Raises:
+        SettingsError: if it is not.
+    """
+    shared = checkpoint.get(KEY)
+    if shared is None or shared["ranks"] or not os.path.isdir(path):
+        return
+    try:
+        shared["ranks"] = states_in_files(trainer, shared, lambda name: memoryview(Path(path, name).read_bytes()))
+    except OSError as error:
+        raise SettingsError(f"ckpt_path={str(path)!r} is not the whole directory of a snapshot: {error}") from error
+
+
+def follow_named(trainer: pl.Trainer) -> Callable[[], object]:
+    """Have a ``fit`` read the checkpoint that the user names in the way of a resume.
+
+    Returns:
+        what takes that back.
+    """
+    strategy = trainer.strategy
+    original = strategy.load_checkpoint
+
+    def load_checkpoint(path: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
+        checkpoint = load_named(original, path, *arguments, **named)
+        _with_own_states(trainer, checkpoint, path)
+        put_in_own_objects(trainer, checkpoint)
+        check_resumable(trainer, checkpoint)
+        return checkpoint
+
+    strategy.load_checkpoint = load_checkpoint  # type: ignore[assignment,method-assign] # taken back
+    return lambda: vars(strategy).pop("load_checkpoint", None)
