@@ -370,7 +370,7 @@ def test_a_name_server_that_does_not_answer_keeps_no_process_from_ending(monkeyp
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_part_that_comes_damaged_is_read_once_more(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """A line that flips a bit cost the newest snapshot: it was passed over, as one that is damaged there."""
-    store = open_store(f"memory://damaged-{times}/run")
+    store = open_store(f"kept://damaged-{times}/run")
     assert isinstance(store, ObjectStore)
     manifest, left, read = put(store, 1), [times], store._range
 
@@ -438,7 +438,7 @@ def test_a_file_that_somebody_else_has_saved_a_moment_before_leaves_no_manifest_
     monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     """It was looked at when the save began; of a snapshot, no other attempt writes that."""
-    url = f"memory://{random.getrandbits(64):x}/run"
+    url = f"kept://{random.getrandbits(64):x}/run"
     ours, theirs = ObjectStore(url), ObjectStore(url)
     others = put(theirs, 1, name="mine.ckpt", file="")
     theirs.delete(others)

@@ -22,8 +22,7 @@ from lightning_spot.tiers.lanes import MOST
 
 _EXTRAS = {
     **dict.fromkeys(("gs", "gcs"), ("gcsfs", "gcs")),
-    **dict.fromkeys(("az", "abfs", "abfss", "adl"), ("adlfs", "azure")),
-    "oss": ("ossfs", "oss"),
+    **dict.fromkeys(("az", "abfs", "abfss"), ("adlfs", "azure")),
 }
 """Of schemes whose file system is not installed with this package: which it is, and the extra that installs it."""
 
@@ -53,7 +52,9 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         try:
             files, path = fsspec.core.url_to_fs(url.rstrip("/"), use_listings_cache=False, **_options(url))
         except (ImportError, ValueError) as error:
-            raise SettingsError(f"{url!r} cannot be used as a tier: {_why_not_opened(url, error)}") from error
+            raise SettingsError(
+                f"{without_password(url)!r} cannot be used as a tier: {_why_not_opened(url, error)}"
+            ) from error
     _draw_apart()
     return files, path.rstrip("/")
 
