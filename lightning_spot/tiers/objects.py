@@ -18,7 +18,7 @@ from lightning_spot.threads import all_at_once, both
 from lightning_spot.tiers import claims, requests, store
 from lightning_spot.tiers.claims import ATTEMPTS_DIR, Claim, Owner
 from lightning_spot.tiers.fetching import Fetching
-from lightning_spot.tiers.filesystem import check_bucket, make_parent, speaks, tier_errors
+from lightning_spot.tiers.filesystem import check_bucket, make_parent, speaks, tier_errors, words_of
 from lightning_spot.tiers.folder import ObjectFolder
 from lightning_spot.tiers.lanes import Lanes
 from lightning_spot.tiers.multipart import abort_dead_uploads
@@ -213,7 +213,7 @@ class ObjectStore:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except Exception as error:  # every cloud library has errors of its own
-            return f"{type(error).__name__}: {error}"
+            return words_of(error)
         return manifest if manifest.name == name else f"its manifest is that of {manifest.name}"
 
     def _noted(self, manifest: Manifest) -> _Noted:
