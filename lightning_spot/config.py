@@ -115,6 +115,8 @@ _NO_STORES = {
 """File systems of fsspec that cannot keep snapshots, and why. The others pass the tests of a tier."""
 _PASSWORD = re.compile(r"(?<=://)[^/@]*:.*(?=@)")
 """Up to the last @: who writes no %40 for one in a password has it in the URL as it is."""
+_BARE_PASSWORD = re.compile(r"^[^/@]*:.*(?=@)")
+"""Of what lacks its scheme, as somebody may write the address of a node."""
 _USER = re.compile(r"(?<=://)[^/@]*(?=@)")
 _SECRET = re.compile(r"(?<=\?)(?=.*(?:credential|key|passw|secret|sig|token)[\w.-]*=).*", re.IGNORECASE)
 """Of a URL that somebody has signed."""
@@ -433,7 +435,7 @@ def _why_no_bucket(url: str) -> str:
 
 def without_password(url: str) -> str:
     """A URL as it may be shown: where it has a user, a token may stand there, too."""
-    shown = _SECRET.sub("…", _PASSWORD.sub("…", url))
+    shown = _SECRET.sub("…", (_PASSWORD if "://" in url else _BARE_PASSWORD).sub("…", url))
     return shown if scheme_of(url) in BUCKET_SCHEMES else _USER.sub("…", shown)
 
 

@@ -113,6 +113,16 @@ def test_no_secret_of_a_url_is_shown(
     assert SECRET not in said.out + said.err + caplog.text
 
 
+@pytest.mark.parametrize("end", ["1", "port", "0", "1/run"])
+@pytest.mark.parametrize("scheme", ["spot://", "http://", ""])
+def test_no_secret_of_a_nodes_address_is_shown(scheme: str, end: str, capsys: pytest.CaptureFixture[str]) -> None:
+    node = f"{scheme}me:{SECRET}@host:{end}"
+    with pytest.raises(SettingsError) as raised:
+        SpotCheckpoint("x", memory=node)
+    assert main(["ls", "x", "--memory", node]) == 2
+    assert SECRET not in str(raised.value) + capsys.readouterr().err
+
+
 @pytest.mark.parametrize("chain", ["s3://bucket/a::b", "file:///a::s3://bucket/run", "kept://a::file:///b"])
 def test_a_chain_is_refused_wherever_it_begins(chain: str) -> None:
     with pytest.raises(SettingsError, match="one upon the other"):

@@ -190,12 +190,15 @@ def node_url(url: str) -> str:
 
 
 def _node_url(url: object) -> str:
+    shown = without_password(url) if isinstance(url, str) else url
     if not str(url).startswith("spot://"):
-        raise SettingsError(f"memory={url!r} is no node URL such as spot://10.0.0.5:7070, nor 'auto' or None")
+        raise SettingsError(f"memory={shown!r} is no node URL such as spot://10.0.0.5:7070, nor 'auto' or None")
     try:
         address, path = parse_spot_url(str(url))
     except SettingsError as error:
-        raise SettingsError(f"memory={url!r}: {error}") from error
+        raise SettingsError(f"memory={shown!r}: {error}") from error
     if path:
-        raise SettingsError(f"memory={url!r}: name the node only, {address}; the run's name comes from run= or dirpath")
+        raise SettingsError(
+            f"memory={shown!r}: name the node only, {address}; the run's name comes from run= or dirpath"
+        )
     return str(address)
