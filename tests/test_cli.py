@@ -364,7 +364,7 @@ def test_bad_input_is_one_line(
 
 @pytest.mark.parametrize(
     ("scheme", "package", "extra"),
-    [("gs", "gcsfs", "gcs"), ("abfs", "adlfs", "azure"), ("az", "adlfs", "azure"), ("oss", "ossfs", "oss")],
+    [("gs", "gcsfs", "gcs"), ("abfs", "adlfs", "azure"), ("az", "adlfs", "azure")],
 )
 def test_what_to_install_for_a_url_is_said(
     scheme: str, package: str, extra: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -347,7 +347,7 @@ def test_a_name_server_that_does_not_answer_keeps_no_process_from_ending(monkeyp
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_part_that_comes_damaged_is_read_once_more(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """A line that flips a bit cost the newest snapshot: it was passed over, as one that is damaged there."""
-    store = open_store(f"memory://damaged-{times}/run")
+    store = open_store(f"kept://damaged-{times}/run")
     assert isinstance(store, ObjectStore)
     manifest, left, read = put(store, 1), [times], store._range
 
@@ -415,7 +415,7 @@ def test_a_file_that_somebody_else_has_saved_a_moment_before_leaves_no_manifest_
     monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     """It was looked at when the save began; of a snapshot, no other attempt writes that."""
-    url = f"memory://{random.getrandbits(64):x}/run"
+    url = f"kept://{random.getrandbits(64):x}/run"
     ours, theirs = ObjectStore(url), ObjectStore(url)
     others = put(theirs, 1, name="mine.ckpt", file="")
     theirs.delete(others)
@@ -464,12 +464,45 @@ def test_an_error_of_a_store_carries_its_code_and_what_helps(
         raise OSError(message) from cause
 
 
+class OfALibrary(Exception):
+    """An error with facts of its own."""
+
+    def __init__(self, text: str = "", **facts: Any) -> None:
+        super().__init__(text)
+        self.__dict__.update(facts)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            ClientError({"Error": {}, "ResponseMetadata": {"HTTPStatusCode": 502}}, "PutObject"),
+            "operation: Unknown (502)",
+        ),
+        (ClientError({"Error": {"Code": "Busy"}}, "PutObject"), "(Busy) when calling the PutObject operation: Unknown"),
+        (OfALibrary(code=400), "OfALibrary: 400"),
+        (OfALibrary("words, 400", code=400), "OfALibrary: words, 400"),
+        (OfALibrary("Bad gateway", status=502), "OfALibrary: Bad gateway (502)"),
+        (OfALibrary("not known", status_code=403, error_code=None), "OfALibrary: not known (403)"),
+        (OSError("Forbidden: b/bucket/o\nno access"), "OSError: Forbidden: b/bucket/o no access"),
+        (OfALibrary(f"<html>{'x' * 1000}", code=503), f"OfALibrary: <html>{'x' * 294}… (503)"),
+        (OfALibrary(), "OfALibrary"),
+    ],
+)
+def test_an_error_of_a_library_is_one_line_with_its_code(error: Exception, said: str) -> None:
+    with pytest.raises(TierError) as raised, tier_errors("gs://bucket/run"):
+        raise error
+    assert str(raised.value).endswith(said)
+    assert "\n" not in str(raised.value)
+
+
 def test_an_error_of_azure_has_its_code_and_no_xml() -> None:
     """Its library's text holds the answer a second time, as XML, over six lines."""
 
     class HttpResponseError(Exception):
         error_code = "AuthorizationFailure"
 
-    text = "Server failed to authenticate the request.\nRequestId:1\nTime:2\nContent: <?xml version='1.0'?><Error/>"
-    with pytest.raises(TierError, match=r"the request\. \(AuthorizationFailure\)$"), tier_errors("az://box/run"):
-        raise HttpResponseError(text)
+    xml = "Content: <?xml version='1.0'?><Error/>"
+    for rest in (f"\nRequestId:1\nTime:2\n{xml}", f"\nErrorCode:None\n{xml}"):
+        with pytest.raises(TierError, match=r"the request\. \(AuthorizationFailure\)$"), tier_errors("az://box/run"):
+            raise HttpResponseError(f"Server failed to authenticate the request.{rest}")

@@ -175,12 +175,12 @@ def test_a_claim_holds_no_token(tmp_path: Path) -> None:
     assert noted["digest"] == digest_of("a secret")
 
 
-@pytest.fixture(params=["local", "memory", "s3"])
+@pytest.fixture(params=["local", "kept", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     number = os.urandom(6).hex()
     if request.param == "s3":
         return f"{request.getfixturevalue('s3')}/{number}"
-    return f"memory://runs/{number}" if request.param == "memory" else str(tmp_path / number)
+    return f"kept://runs/{number}" if request.param == "kept" else str(tmp_path / number)
 
 
 def owned(url: str, token: str) -> Store:
@@ -283,7 +283,7 @@ class Careless(ObjectStore):
 
 def starts_at_once(count: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many of the trainers that start at once, and get one number, may write in the end."""
-    url = f"memory://runs/{os.urandom(6).hex()}"
+    url = f"kept://runs/{os.urandom(6).hex()}"
     monkeypatch.setattr(Careless, "gate", threading.Barrier(count))
     stores, wrote, lost = [Careless(url) for _ in range(count)], list[int](), list[BaseException]()
     mine = [claim_of(1, token=f"start {number}") for number in range(count)]
@@ -375,13 +375,13 @@ def test_a_trainers_environment_leaves_out_what_a_node_needs_of_its_own(monkeypa
 @pytest.mark.parametrize("error", [PermissionError("x"), OSError("ExpiredToken: The provided token has expired.")])
 def test_credentials_are_read_again_when_a_store_says_that_they_have_expired(error: Exception) -> None:
     """A login tool renews them in a file, which a session reads once."""
-    before = open_filesystem("memory://runs/any")[0]
-    with pytest.raises(TierError), tier_errors("memory://runs/any"):
+    before = open_filesystem("kept://runs/any")[0]
+    with pytest.raises(TierError), tier_errors("kept://runs/any"):
         raise OSError("the line is broken")
-    assert open_filesystem("memory://runs/any")[0] is before
-    with pytest.raises(TierError), tier_errors("memory://runs/any"):
+    assert open_filesystem("kept://runs/any")[0] is before
+    with pytest.raises(TierError), tier_errors("kept://runs/any"):
         raise error
-    assert open_filesystem("memory://runs/any")[0] is not before
+    assert open_filesystem("kept://runs/any")[0] is not before
 
 
 # -- the attempt's own token, at nodes --------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""One conformance suite for every store: local, any fsspec file system, S3 over HTTP, a memory node."""
+"""One conformance suite for every store: local, of fsspec, S3 over HTTP, a node; by ``make stores``, real servers."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
@@ -34,13 +35,34 @@ from lightning_spot.image.parts import part_ranges
 from lightning_spot.tiers import files as local_files
 from lightning_spot.tiers import objects, temporaries, writing
 from lightning_spot.tiers.files import tier_errors
+from lightning_spot.tiers.filesystem import make_parent
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.objects import ObjectStore
 from lightning_spot.tiers.retention import retain, worth_keeping
 from lightning_spot.tiers.store import Holdings, Store
+from tests.conftest import kept_port
 from tests.oracle import claim_of
+from tests.real_stores import SERVERS, Server, use, why_missing
 
-FILES = ["local", "memory", "s3"]
+REAL = {server.name: server for server in SERVERS}
+FILES = ["local", "kept", "s3", *(pytest.param(name, marks=pytest.mark.stores) for name in REAL)]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Server]]:
+    """Starts each server once, when the first test asks for it."""
+    with contextlib.ExitStack() as ended:
+
+        @functools.cache
+        def start(name: str) -> Server:
+            if why := why_missing(REAL[name]):
+                pytest.skip(why)
+            server = REAL[name](tmp_path_factory.mktemp("server") / "files", ended.enter_context(kept_port()))
+            ended.callback(server.end)
+            server.start()
+            return server
+
+        yield start
 
 
 @pytest.fixture(params=[*FILES, "node"])
@@ -49,8 +71,12 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     name = f"run[1]*?-{number}"  # what a shell would take for a pattern is a name like any other
     if request.param == "local":
         return open_store(str(tmp_path / name))
-    if request.param == "memory":
-        return open_store(f"memory://runs/{name}")
+    if request.param == "kept":
+        return open_store(f"kept://runs/{name}")
+    if request.param in REAL:
+        server = request.getfixturevalue("real")(request.param)
+        use(server.environment(), request.getfixturevalue("monkeypatch"))
+        return open_store(f"{server.bucket(f'bucket-{number}')}/runs/{name}")
     if request.param == "s3":
         return open_store(f"{request.getfixturevalue('s3')}/{name}")
     node = request.getfixturevalue("start_node")("--slots", "6")
@@ -534,8 +560,7 @@ def test_retention_deletes_nothing_where_the_newest_is_missing(store: Store) -> 
 def _write(store: Store, below: str, data: bytes) -> None:
     files, root = fsspec.core.url_to_fs(store.url)
     path = f"{root}/{below}"
-    if "s3" not in files.protocol:
-        files.makedirs(path.rpartition("/")[0], exist_ok=True)
+    make_parent(files, path)
     files.pipe_file(path, data)
 
 

@@ -22,7 +22,7 @@ _OURS = frozenset(
     (
         *("lightning_spot", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"),
         *("torch", "torchmetrics", "numpy", "xxhash", "zlib_ng", "backports", "rich"),
-        *("aiohttp", "yarl", "multidict", "fsspec", "s3fs", "aiobotocore", "botocore", "gcsfs", "adlfs", "ossfs"),
+        *("aiohttp", "yarl", "multidict", "fsspec", "s3fs", "aiobotocore", "botocore", "gcsfs", "adlfs"),
     )
 )
 """Packages that work for us. With Python's own modules, whatever else is on the way to an error is the user's."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from urllib.parse import urlsplit
 
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.spread import SpreadStore
+from lightning_spot.config import directory_of, scheme_of
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.objects import ObjectStore
 from lightning_spot.tiers.store import Store
@@ -23,11 +23,11 @@ def open_store(url: str, beneath: Sequence[str] | None = None) -> Store:
         SettingsError: if the URL is malformed or its file system is not installed.
         TierError: if a directory is below none of these prefixes.
     """
-    scheme = urlsplit(url).scheme
+    scheme = scheme_of(url)
     if scheme == "spot":
         return NodeStore(url)
     if scheme == "spread":
         return SpreadStore(url)
-    if scheme in ("", "file"):
-        return LocalStore(url.removeprefix("file://"), beneath)
+    if not scheme:
+        return LocalStore(directory_of(url), beneath)
     return ObjectStore(url, is_lent=beneath is not None)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from urllib.parse import urlsplit
 
-from lightning_spot.config import plain_scheme
+from lightning_spot.config import directory_of, scheme_of
 from lightning_spot.errors import SettingsError
 from lightning_spot.image.manifest import OWN_DIR, snapshot_order
 from lightning_spot.tiers.claims import ATTEMPTS_DIR
@@ -55,15 +54,15 @@ def _segments(url: str) -> list[str]:
     """Scheme, host and path segments of a URL, so that ``s3://b/run-evil`` does not pass for ``s3://b/run``."""
     if "::" in url or any(ord(character) < 32 or character in "\\?#" for character in url):
         raise SettingsError(f"{url!r} cannot be compared with the prefixes that a node may write to: write it plainly")
-    scheme, _, below = url.rpartition("://")
-    if scheme in ("", "file"):
-        if not below.startswith("/"):
+    if not (scheme := scheme_of(url)):
+        directory = directory_of(url)
+        if not directory.startswith("/"):
             raise SettingsError(f"{url!r} is no absolute path")
-        if ".." in below.split("/"):
+        if ".." in directory.split("/"):
             raise SettingsError(f"{url!r} climbs with '..'")
-        return ["file", "", *[name for name in os.path.realpath(below).split("/") if name]]
-    parts = urlsplit(url)
-    names = parts.path.strip("/").split("/") if parts.path.strip("/") else []
-    if not parts.netloc or any(name in ("", ".", "..") for name in names):
+        return ["file", "", *[name for name in os.path.realpath(directory).split("/") if name]]
+    bucket, _, path = url.partition("://")[2].partition("/")
+    names = path.strip("/").split("/") if path.strip("/") else []
+    if not bucket or any(name in ("", ".", "..") for name in names):
         raise SettingsError(f"{url!r} has no bucket, or a path with empty names or dots")
-    return [plain_scheme(parts.scheme), parts.netloc, *names]
+    return [scheme, bucket, *names]

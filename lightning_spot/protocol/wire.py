@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 from urllib.parse import quote, unquote, urlsplit
 
 from lightning_spot import errors, untrusted
+from lightning_spot.config import without_password
 from lightning_spot.errors import CorruptManifest, Malformed, SettingsError, SpotError, TierError
 from lightning_spot.image.parts import checksum
 
@@ -185,9 +186,7 @@ def parse_spot_url(url: str) -> tuple[Address, str]:
     Raises:
         SettingsError: if it is malformed.
     """
-    help_text = (
-        f"{url!r} is no node URL; write it like spot://10.0.0.5:{DEFAULT_PORT} or spot://host:7070/run/last.ckpt"
-    )
+    help_text = f"{without_password(url)!r} is no node URL; write it like spot://10.0.0.5:{DEFAULT_PORT} or spot://host:7070/run/last.ckpt"
     try:
         parts = urlsplit(url)
         port = DEFAULT_PORT if parts.port is None else parts.port

@@ -6,16 +6,17 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import (
     MOST_NODES,
     check_number,
+    directory_of,
     parse_bytes,
     plain_url,
     read_environment,
+    scheme_of,
     why_no_place,
     without_password,
 )
@@ -63,16 +64,14 @@ class Location:
             raise SettingsError("dirpath is empty; give the run's directory or URL, such as checkpoints/run-1")
         if why := why_no_place(url):
             raise SettingsError(f"dirpath={without_password(url)!r}: {why}")
-        scheme = urlsplit(url).scheme if "://" in url else ""
+        scheme = scheme_of(url)
         if scheme == "spot":
-            node = f"spot://{urlsplit(url).netloc}"
+            node = "/".join(url.split("/")[:3])
             raise SettingsError(
                 f"dirpath={url!r}: dirpath is the durable tier; a memory node goes into memory={node!r}"
             )
-        if scheme in ("", "file"):  # "~" is the home directory, as in Lightning's own callbacks: YAML knows no shell
-            url = os.path.abspath(os.path.expanduser(url.removeprefix("file://")))
-        else:
-            url = plain_url(url)
+        # "~" is the home directory, as in Lightning's own callbacks: YAML knows no shell.
+        url = plain_url(url) if scheme else os.path.abspath(os.path.expanduser(directory_of(url)))
         try:
             name = check_name(run if run is not None else url.rstrip("/").rpartition("/")[2])
         except SettingsError as error:
@@ -97,9 +96,7 @@ class Location:
                 raise SettingsError(f"memory= names {len(nodes)} memory nodes: a run has {MOST_NODES} at most")
             if len(set(nodes)) < len(nodes):
                 raise SettingsError(f"memory={memory!r} names a node twice; one that is gone takes both with it")
-        # A memory:// file system lives in one process only, so its flusher must run in the trainer's.
-        embedded = memory is not None and scheme != "memory"
-        return cls(name=name, url=url, nodes=nodes, embedded=embedded, named=run is not None)
+        return cls(name=name, url=url, nodes=nodes, embedded=memory is not None, named=run is not None)
 
     @property
     def canonical(self) -> str:
@@ -112,12 +109,6 @@ class Location:
         Raises:
             SettingsError: if it cannot.
         """
-        if self.url.startswith("memory:"):
-            logger.warning(
-                "lightning_spot: dirpath=%r is memory of this process: no snapshot outlives it. Give a directory or a"
-                " bucket",
-                self.url,
-            )
         if "://" in self.url:
             open_store(self.url)  # raises when the file system is not installed
             return
@@ -199,12 +190,15 @@ def node_url(url: str) -> str:
 
 
 def _node_url(url: object) -> str:
+    shown = without_password(url) if isinstance(url, str) else url
     if not str(url).startswith("spot://"):
-        raise SettingsError(f"memory={url!r} is no node URL such as spot://10.0.0.5:7070, nor 'auto' or None")
+        raise SettingsError(f"memory={shown!r} is no node URL such as spot://10.0.0.5:7070, nor 'auto' or None")
     try:
         address, path = parse_spot_url(str(url))
     except SettingsError as error:
-        raise SettingsError(f"memory={url!r}: {error}") from error
+        raise SettingsError(f"memory={shown!r}: {error}") from error
     if path:
-        raise SettingsError(f"memory={url!r}: name the node only, {address}; the run's name comes from run= or dirpath")
+        raise SettingsError(
+            f"memory={shown!r}: name the node only, {address}; the run's name comes from run= or dirpath"
+        )
     return str(address)

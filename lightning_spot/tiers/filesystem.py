@@ -22,8 +22,7 @@ from lightning_spot.tiers.transfers import REQUESTS
 
 _EXTRAS = {
     **dict.fromkeys(("gs", "gcs"), ("gcsfs", "gcs")),
-    **dict.fromkeys(("az", "abfs", "abfss", "adl"), ("adlfs", "azure")),
-    "oss": ("ossfs", "oss"),
+    **dict.fromkeys(("az", "abfs", "abfss"), ("adlfs", "azure")),
 }
 """Of schemes whose file system is not installed with this package: which it is, and the extra that installs it."""
 
@@ -53,7 +52,9 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         try:
             files, path = fsspec.core.url_to_fs(url.rstrip("/"), use_listings_cache=False, **_options(url))
         except (ImportError, ValueError) as error:
-            raise SettingsError(f"{url!r} cannot be used as a tier: {_why_not_opened(url, error)}") from error
+            raise SettingsError(
+                f"{without_password(url)!r} cannot be used as a tier: {_why_not_opened(url, error)}"
+            ) from error
     _draw_apart()
     return files, path.rstrip("/")
 
@@ -202,15 +203,10 @@ def tier_errors(url: str, *, reading: bool = False) -> Iterator[None]:
                 " may use the bucket",
                 tier=url,
             ) from error
-        why = str(error).removesuffix("None")  # as s3fs says where a store sends no message
-        why = why.partition("\nRequestId:")[0]  # Azure's library adds all that was answered, as XML
-        if isinstance(error, PermissionError) or _CREDENTIALS.search(f"{type(error).__name__} {why}"):
+        why = words_of(error)
+        if isinstance(error, PermissionError) or _CREDENTIALS.search(why):
             forget_sessions()
-        if isinstance(error, NotImplementedError):  # fsspec says no more
-            why = why or "the file system of this URL cannot be written to, or not in this way"
-        if code := _code_of(error):
-            why = f"{why} ({code})" if why else code
-        raise TierError(f"{url}: {type(error).__name__}: {why}{_way_on(url, code)}", tier=url) from error
+        raise TierError(f"{url}: {why}{_way_on(url, _code_of(error))}", tier=url) from error
 
 
 _MAYBE_CHECKSUMS = frozenset(
@@ -219,12 +215,37 @@ _MAYBE_CHECKSUMS = frozenset(
 """What stores answer that do not know the checksums which AWS's libraries add to each PUT since botocore 1.36."""
 
 
+_LONGEST_WORDS = 300
+"""Of an answer that is a page of a gateway, nobody reads more."""
+
+
+def words_of(error: BaseException) -> str:
+    """What an error of a library says, in one line: its class, its words and the code of the store's answer."""
+    why = str(error).removesuffix("None")  # as s3fs says where a store sends no message
+    why = re.split(r"\n(?:RequestId|ErrorCode):", why)[0]  # Azure's library adds all that was answered, as XML
+    if isinstance(error, NotImplementedError):  # fsspec says no more
+        why = why or "the file system of this URL cannot be written to, or not in this way"
+    why = " ".join(why.split())
+    if len(why) > _LONGEST_WORDS:
+        why = f"{why[:_LONGEST_WORDS]}…"
+    if (code := _code_of(error)) not in why:
+        why = f"{why} ({code})" if why else code
+    return f"{type(error).__name__}: {why}" if why else type(error).__name__
+
+
 def _code_of(error: BaseException) -> str:
     """The code of a store's answer, which libraries leave out of their texts; ``""`` if there is none."""
-    if code := getattr(error, "error_code", None):  # Azure's
-        return str(getattr(code, "value", code))
-    response = getattr(error.__cause__, "response", None) or getattr(error, "response", None)
-    return str(response.get("Error", {}).get("Code") or "") if isinstance(response, dict) else ""
+    for one in filter(None, (error, error.__cause__)):
+        response = getattr(one, "response", None)
+        if isinstance(response, dict):  # botocore's; of an answer without a code there is the status
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            return str(response.get("Error", {}).get("Code") or status or "")
+        if code := getattr(one, "error_code", None):  # Azure's
+            return str(getattr(code, "value", code))
+        for name in ("status", "status_code", "code"):  # aiohttp's, Azure's and gcsfs's
+            if isinstance(number := getattr(one, name, None), int):
+                return str(int(number))
+    return ""
 
 
 def _way_on(url: str, code: str) -> str:

@@ -20,7 +20,7 @@ from lightning_spot.retry import retried
 from lightning_spot.threads import all_at_once, both
 from lightning_spot.tiers import claims, s3, store
 from lightning_spot.tiers.claims import ATTEMPTS_DIR, Claim, Owner
-from lightning_spot.tiers.filesystem import check_bucket, make_parent, open_filesystem, speaks, tier_errors
+from lightning_spot.tiers.filesystem import check_bucket, make_parent, open_filesystem, speaks, tier_errors, words_of
 from lightning_spot.tiers.s3 import abort_dead_uploads
 from lightning_spot.tiers.store import Holdings, Progress
 from lightning_spot.tiers.temporaries import temporary_name, temporary_owner, writer_has_ended
@@ -349,7 +349,7 @@ class ObjectStore:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except Exception as error:  # every cloud library has errors of its own
-            return f"{type(error).__name__}: {error}"
+            return words_of(error)
         return manifest if manifest.name == name else f"its manifest is that of {manifest.name}"
 
     def _noted(self, manifest: Manifest) -> _Noted:
