@@ -51,7 +51,7 @@ def test_a_run_for_whose_nodes_nobody_could_look_is_looked_after_when_it_is_open
 ) -> None:
     """Clients ask twice: the second time it counted as open, and nothing of it went anywhere."""
     with contextlib.closing(Chained(tmp_path, [str(tmp_path)])) as bench:
-        lacking("spot-chain", 1)
+        lacking("spot-replication", 1)
         with pytest.raises(RuntimeError, match="new thread"):
             bench.open(nodes=(FIRST, SECOND), replicas=replicas)
         assert bench.open(nodes=(FIRST, SECOND), replicas=replicas).carries

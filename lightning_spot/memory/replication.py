@@ -664,6 +664,8 @@ class Replication:
                 carried.append(self.info.durable_url)
             else:
                 own.append(self.info.durable_url)
+        if not own and not carried and self._nodes:
+            carried.append(self._nodes[0].url)  # nobody takes it now: it is owed to whoever will
         self._ring.set_tiers(self.info.key, Tiers(tuple(own), tuple(carried)))
 
     # -- what is said ---------------------------------------------------------------------------------------------
