@@ -23,11 +23,11 @@ def open_store(url: str, beneath: Sequence[str] | None = None) -> Store:
         SettingsError: if the URL is malformed or its file system is not installed.
         TierError: if a directory is below none of these prefixes.
     """
+    if url.startswith("spread:"):
+        return SpreadStore(url)
     scheme = scheme_of(url)
     if scheme == "spot":
         return NodeStore(url)
-    if scheme == "spread":
-        return SpreadStore(url)
     if not scheme:
         return LocalStore(directory_of(url), beneath)
     return ObjectStore(url, is_lent=beneath is not None)
