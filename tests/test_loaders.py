@@ -9,8 +9,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch.optim import lr_scheduler as rates
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from lightning_spot.errors import SettingsError
 from lightning_spot.exact.compare import differences
 from tests import exact_models as m
 from tests.exact_table import Case, train
@@ -322,27 +324,60 @@ def test_what_an_epoch_was_made_of_is_compared(first: Any, then: Any, equal: boo
 
 
 class Cycle(m.Lean):
-    """Has a scheduler for as many steps as the run takes."""
+    """Has a scheduler for as many steps as the run takes, or for a number of its own."""
+
+    def __init__(self, make: Callable[[Any, int], Any], steps: int | None) -> None:
+        super().__init__()
+        self.make, self.steps = make, steps
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), 0.01)
-        steps = int(self.trainer.estimated_stepping_batches)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+        steps = self.steps or int(self.trainer.estimated_stepping_batches)
+        return [optimizer], [{"scheduler": self.make(optimizer, steps), "interval": "step"}]
 
 
-@pytest.mark.parametrize(("epochs", "count"), [(3, 0), (4, 1)])
-def test_a_scheduler_for_less_steps_than_the_run_takes_is_named(epochs: int, count: int, tmp_path: Path) -> None:
+def cycle(optimizer: Any, steps: int) -> Any:
+    return rates.OneCycleLR(optimizer, 0.1, total_steps=steps)
+
+
+def in_turn(optimizer: Any, steps: int) -> Any:
+    return rates.SequentialLR(optimizer, [rates.ConstantLR(optimizer), cycle(optimizer, steps - 4)], [4])
+
+
+def together(optimizer: Any, steps: int) -> Any:
+    return rates.ChainedScheduler([rates.ConstantLR(optimizer), in_turn(optimizer, steps)], optimizer=optimizer)
+
+
+def first_in_turn(optimizer: Any, steps: int) -> Any:
+    """The cycle is over long before the run is."""
+    return rates.SequentialLR(optimizer, [cycle(optimizer, 5), rates.ConstantLR(optimizer)], [5])
+
+
+SCHEDULERS = [
+    (cycle, None, 4, "OneCycleLR comes back with total_steps=15, and the run is to take 20"),
+    (in_turn, None, 4, "SequentialLR[1]: OneCycleLR comes back with total_steps=11, and the run is to take 16"),
+    (together, None, 4, "ChainedScheduler[1]: SequentialLR[1]: OneCycleLR comes back with total_steps=11"),
+    (cycle, None, 3, ""),
+    (together, None, 3, ""),
+    (first_in_turn, None, 4, ""),
+    (cycle, 12, 4, ""),  # as in a run that is never stopped: that may end sooner by itself
+]
+
+
+@pytest.mark.parametrize(("make", "steps", "epochs", "says"), SCHEDULERS)
+def test_a_scheduler_that_ends_before_the_run_is_refused(
+    make: Any, steps: int | None, epochs: int, says: str, tmp_path: Path
+) -> None:
     def case(epochs: int) -> Case:
-        return Case(model=Cycle, settings={"max_epochs": epochs})
+        return Case(model=lambda: Cycle(make, steps), settings={"max_epochs": epochs, "num_sanity_val_steps": 0})
 
     with pytest.raises(Stop):
         train(case(3), tmp_path, StopAt(8), seed=11, every=1)
-    told: list[str] = []
-    with pytest.raises(Stop):
-        train(case(epochs), tmp_path, StopAt(2), seed=12, every=1, told=told)
-    said = [text for text in told if "OneCycleLR has total_steps=15, and the run is to take 20" in text]
-    assert len(said) == count
+    batches = StopAt(2)
+    with pytest.raises(SettingsError if says else Stop) as raised:
+        train(case(epochs), tmp_path, batches, seed=12, every=1)
+    assert says in str(raised.value)
+    assert batches.left == (2 if says else -1)
 
 
 class Forgetful(IterableDataset[Any]):

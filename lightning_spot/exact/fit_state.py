@@ -22,7 +22,7 @@ from lightning_spot.exact.dump import KEY, Dump
 from lightning_spot.exact.epochs import Rewind
 from lightning_spot.exact.gradient_order import GradientOrder
 from lightning_spot.exact.loaders import Loaders
-from lightning_spot.exact.made_of import schedulers_that_end
+from lightning_spot.exact.made_of import FixedSteps
 from lightning_spot.exact.named import follow_named
 from lightning_spot.exact.once import Once
 from lightning_spot.exact.own_parameters import (
@@ -54,6 +54,7 @@ class FitState(PerTrainer):
     Attributes:
         rewind: how a resumed epoch gets to its place in the data.
         once: is told when the sanity check begins and ends.
+        fixed_steps: is told when the states of schedulers are loaded.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -70,6 +71,7 @@ class FitState(PerTrainer):
         self._hooked = ChangedValues()
         self.once = Once(self._trainer, self._switches, self._hooked, self._buffers)
         self._order = GradientOrder()
+        self.fixed_steps = FixedSteps()
         self._unsaved = Unsaved()
         self._own = OwnParameters()
         self._restoring = Restoring(self._trainer, self._switches, self._hooked, self._buffers, self._own)
@@ -135,6 +137,7 @@ class FitState(PerTrainer):
         restoring.restore_masks()
         self._switches.run(private.HOOKED, lambda: self._hooked.begin(trainer))
         restoring.begin()
+        self.fixed_steps.check(trainer)
         self._buffers.begin(trainer.lightning_module)
         self._switches.run(private.BUCKETS, lambda: self._order.begin(trainer, restoring.gradient_order))
         self._switches.run(private.HOOKED, lambda: self._unsaved.begin(trainer, restoring.unsaved))
@@ -142,7 +145,7 @@ class FitState(PerTrainer):
         reasons = why_loaders_are_not_exact(restoring.loaders) if restoring.loaders is not None else []
         anew = [*shipped.what_begins_anew(trainer), *self._unsaved.begin_anew(restoring.lost)]
         own = what_is_the_first_ranks(restoring.own_parameters, restoring.own_values)
-        anew += [*own, *what_hooks_begin_anew(trainer), *self._hooked.what_waits(), *schedulers_that_end(trainer)]
+        anew += [*own, *what_hooks_begin_anew(trainer), *self._hooked.what_waits()]
         first = [*reasons, *shipped.what_has_a_passing_folder(trainer)]
         say_what_is_not_exact(trainer, *((reasons, anew) if restoring.is_due else (first, [])))
         restoring.go_on_without_batch()

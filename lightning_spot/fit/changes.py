@@ -9,8 +9,9 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from lightning_spot.capture.tensors import shape_of
-from lightning_spot.errors import ModelChanged
-from lightning_spot.exact import namespaces
+from lightning_spot.errors import ModelChanged, SettingsError
+from lightning_spot.exact import namespaces, progress
+from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.hyperparameters import OF_DATA, OF_MODEL, held
 from lightning_spot.sharded.reader import changed
 
@@ -76,6 +77,7 @@ def check_optimizers(trainer: pl.Trainer, snapshot: str) -> None:
 
     def load_optimizer_state_dict(checkpoint: Mapping[str, Any]) -> None:
         vars(strategy).pop("load_optimizer_state_dict", None)
+        FitState.of(trainer).fixed_steps.note(trainer)
         saved, present = checkpoint["optimizer_states"], trainer.optimizers
         if len(saved) != len(present):
             raise _other_optimizers(snapshot, f"{len(saved)} optimizers", f"{len(present)}")
@@ -105,6 +107,29 @@ def _other_optimizers(snapshot: str, before: str, now: str) -> ModelChanged:
         missing=[],
         unexpected=[],
         reshaped=[],
+    )
+
+
+def check_limits(trainer: pl.Trainer, checkpoint: dict[str, Any], snapshot: str) -> None:
+    """Refuse a checkpoint from beyond where the training is to end.
+
+    Args:
+        trainer: that resumes.
+        checkpoint: that it goes on from.
+        snapshot: its name and place, for the message.
+
+    Raises:
+        SettingsError: naming the limit.
+    """
+    epochs, steps = trainer.max_epochs, trainer.max_steps
+    is_beyond = epochs is not None and 0 <= epochs < checkpoint["epoch"] + progress.is_in_epoch(checkpoint)
+    if not is_beyond and not 0 <= steps < checkpoint["global_step"]:
+        return
+    limit = f"max_epochs={epochs}" if is_beyond else f"max_steps={steps}"
+    raise SettingsError(
+        f"snapshot {snapshot} is of epoch {checkpoint['epoch']}, step {checkpoint['global_step']}, and this fit ends"
+        f" before that, with {limit}: it cannot go on from there. Raise {limit.partition('=')[0]}, name an earlier"
+        " checkpoint in fit(ckpt_path=), or give this training a dirpath of its own"
     )
 
 

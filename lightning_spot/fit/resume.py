@@ -25,7 +25,7 @@ from lightning_spot.exact.sharded import is_sharded
 from lightning_spot.fit import competing, earlier
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.alike import check_one_model
-from lightning_spot.fit.changes import check_model, check_optimizers, other_hyperparameters
+from lightning_spot.fit.changes import check_limits, check_model, check_optimizers, other_hyperparameters
 from lightning_spot.fit.chosen import ResumedFrom, choose
 from lightning_spot.fit.failed_resumes import OnResumeFailure, without_failed
 from lightning_spot.fit.fingerprint import Fingerprint
@@ -350,6 +350,8 @@ class Resume(OfTrainer):
         origin = shared.get("run_id")  # older versions did not say it
         is_another = bool(origin and self.run_id and origin != self.run_id)
         FitState.of(self._trainer).load(checkpoint, of_another_run=is_another)
+        if self.chosen is not None:  # hooks may have given the run more, which is put back by now
+            check_limits(self._trainer, checkpoint, f"{self.chosen.name} ({self.chosen.url})")
 
     def say_where(self) -> None:
         """Say where the run goes on; there is something to train."""
@@ -367,7 +369,7 @@ class Resume(OfTrainer):
         chosen, location = self.chosen, self.location
         if chosen is None or location is None or self._has_trained:
             return
-        how = "is complete" if chosen.complete else "has come farther than this fit goes"
+        how = "is complete" if chosen.complete else "has come as far as this fit goes"
         rank_zero_info(
             f"lightning_spot: run {location.name!r} {how} (epoch {chosen.epoch}, step {chosen.step}):"
             " nothing was left to train. Raise max_epochs or max_steps to go on, or choose another dirpath for a"
