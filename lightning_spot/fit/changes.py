@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from lightning_spot.capture.tensors import shape_of
 from lightning_spot.errors import ModelChanged, SettingsError
 from lightning_spot.exact import namespaces, progress
+from lightning_spot.exact.compare import shown
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.hyperparameters import OF_DATA, OF_MODEL, held
 from lightning_spot.sharded.reader import changed
@@ -147,12 +148,12 @@ def _changed(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[s
     before, now = _plain_ones(saved), _plain_ones(present)
     for name, value in now.items():
         if name not in saved:
-            yield f"{name} {value!r} (new)"
+            yield f"{name} {shown(value)} (new)"
         elif name in before and repr(before[name]) != repr(value):
-            yield f"{name} {before[name]!r}→{value!r}"
+            yield f"{name} {shown(before[name])}→{shown(value)}"
     for name, value in before.items():
         if name not in present:
-            yield f"{name} {value!r} (gone)"
+            yield f"{name} {shown(value)} (gone)"
 
 
 def _plain_ones(values: Mapping[str, Any]) -> dict[str, Any]:
