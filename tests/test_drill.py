@@ -22,7 +22,7 @@ from lightning_spot.cli import drill as trainings
 from lightning_spot.cli import main
 from lightning_spot.cli.drill import Drill, Verdict
 from lightning_spot.config import DRILL_VARIABLE
-from lightning_spot.exact.compare import compare, differences
+from lightning_spot.exact.compare import compare, differences, shown
 from lightning_spot.exact.compare import main as compare_files
 from lightning_spot.tiers.local import LocalStore
 
@@ -185,6 +185,17 @@ def test_arrays_of_objects_are_compared_by_what_they_hold() -> None:
     assert differences({"names": left}, {"names": right}) == []
     assert differences({"names": left}, {"names": other}) == ["names[0]: 'column a' and 'column b'"]
     assert differences({"names": left}, {"names": left[:1]}) == ["names: arrays of object (2,) and object (1,) differ"]
+
+
+@pytest.mark.parametrize("value", [torch.arange(5000.0), np.zeros((2, 3)), [torch.rand(9)] * 9, "a\n" * 500, object()])
+def test_what_is_told_of_a_value_is_one_short_line(value: Any) -> None:
+    """Also of one that is a key: whole tensors were printed."""
+    assert len(shown(value)) <= 80
+    keys = [{value: 1}] if not isinstance(value, (np.ndarray, list, str)) else []
+    for left in (value, *keys):
+        for text in differences({"a": left}, {"a": {}}):
+            assert len(text) < 200
+            assert "\n" not in text
 
 
 def test_paths_and_times_of_the_runs_are_listed_apart() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.errors import SettingsError
 from lightning_spot.exact import restoring
 from lightning_spot.exact.buffers import Buffers
 from lightning_spot.exact.compare import differences
@@ -215,14 +216,19 @@ def test_a_run_that_has_taken_its_last_step_comes_to_its_end(settings: dict[str,
     assert logged(roots[1]) == logged(roots[0]) != []
 
 
-def test_a_run_that_is_given_less_steps_than_it_has_taken_stays_where_it_is(tmp_path: Path, undisturbed: Any) -> None:
-    """It was brought to the end of the epoch that it was in the middle of. Given more again, it began another one."""
+@pytest.mark.parametrize("limits", [{"max_epochs": 2, "max_steps": 5}, {"max_epochs": 1}, {"max_epochs": 0}], ids=str)
+def test_a_run_that_is_given_less_than_it_has_trained_is_refused(
+    limits: dict[str, int], tmp_path: Path, undisturbed: Any
+) -> None:
+    """It ended without a word, or with an error of Lightning's. Given as much as before again, it goes on."""
+    middle = StopAt(len(exact_cases.loader()) * 3 // 2)
     with pytest.raises(Stop):
-        train("plain", tmp_path, StopAt(8), seed=11, max_epochs=2, spot=spot(tmp_path, every=1))
-    counts = Counts()
-    train("plain", tmp_path, counts, seed=12, max_epochs=2, max_steps=5, spot=spot(tmp_path, every=1))
+        train("plain", tmp_path, middle, seed=11, max_epochs=2, spot=spot(tmp_path, every=1))
+    before, counts = newest(tmp_path)[0], Counts()
+    with pytest.raises(SettingsError, match=rf"{[*limits][-1]}={[*limits.values()][-1]}\b"):
+        train("plain", tmp_path, counts, seed=12, spot=spot(tmp_path, every=1), **limits)
     assert counts.batches == 0
-    assert not newest(tmp_path)[0].complete
+    assert newest(tmp_path)[0] == before
     train("plain", tmp_path, seed=13, max_epochs=2, spot=spot(tmp_path, every=1000))
     assert list(differences(final(undisturbed("plain")), final(tmp_path))) == []
 

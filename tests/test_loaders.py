@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch.optim import lr_scheduler as rates
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from lightning_spot.errors import SettingsError
 from lightning_spot.exact.compare import differences
 from tests import exact_models as m
 from tests.exact_table import Case, train
@@ -111,11 +114,63 @@ def torchdata(**more: Any) -> Any:
     return loaders.StatefulDataLoader(m.Rows(noise=False), m.BATCH, shuffle=True, **more)
 
 
+class Lazy(Kept):
+    """Begins an epoch where its first batch is asked for, as loaders do whose iteration is a generator function."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+    def state_dict(self) -> dict[str, Any]:
+        return (
+            super().state_dict()
+            if self.begun is not None
+            else {"yielded": 0, "ended": False, "data": {"at": 0, "epoch": 0}}
+        )
+
+
+class Flagged(Kept):
+    """Goes on from its state until one of its epochs is over, as litdata's does; Lightning asks for no batch more."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.restore, self.epoch_number = False, 0
+
+    def __iter__(self) -> Any:
+        if not self.restore:
+            self.due, self.epoch_number = None, self.epoch_number + 1
+        self.begun = _Flagged(self, self.due or {"yielded": 0})
+        return self.begun
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "epoch_number": self.epoch_number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.restore, self.due, self.epoch_number = True, state, state["epoch_number"]
+
+
+class _Flagged(_Pass):
+    def __init__(self, loader: Flagged, state: dict[str, Any]) -> None:
+        order = torch.randperm(m.SAMPLES, generator=torch.Generator().manual_seed(loader.epoch_number))
+        batches = [loader.collate_fn([loader.dataset[int(i)] for i in part]) for part in order.split(m.BATCH)]
+        super().__init__(iter(batches), None, state)
+        self.loader = loader
+
+    def __next__(self) -> Any:
+        try:
+            return super().__next__()
+        except StopIteration:
+            self.loader.restore = False
+            raise
+
+
 LOADERS: dict[str, Callable[..., Any]] = {
     "torchdata": torchdata,
     "plain": lambda **more: m.rows(**more),
     "kept": kept,
+    "lazy": lambda **more: Lazy(Sticky(), m.BATCH, **more),
     "stream": lambda **more: Kept(Sticky(), m.BATCH, **more),
+    "buffered": lambda **more: Kept(Buffered(), m.BATCH, **more),
+    "flagged": lambda **more: Flagged(m.Rows(noise=False), m.BATCH, **more),
 }
 
 WORKERS: dict[str, dict[str, Any]] = {
@@ -135,7 +190,7 @@ STOPS: dict[str, list[Callable[[], pl.Callback]]] = {
 
 def cells() -> Iterator[Any]:
     for name in LOADERS:
-        for workers in WORKERS if name != "stream" else ("0",):
+        for workers in WORKERS if name in ("torchdata", "plain", "kept") else ("0",):
             for stop in STOPS:
                 often = workers != "2" and not (name == "plain" and workers == "0") and name != "torchdata"
                 yield pytest.param(
@@ -188,6 +243,19 @@ class Queued(Curriculum):
             self.queue = [float(self.filled + number) for number in range(3)]
         x, y = super().__getitem__(index)
         return x + self.queue.pop(), y
+
+
+class Opaque(Curriculum):
+    """Reads from an object of which nothing is seen but its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        self.source = self.source or itertools.count()
+        x, y = super().__getitem__(index)
+        return x + 0.1 * next(self.source), y
 
 
 class Weights(RandomSampler):
@@ -258,6 +326,8 @@ CHANGES = [
     (Curriculum, pooled, "epoch", "dataset.pool"),
     (Queued, nothing, "first epoch", ""),
     (Queued, nothing, "epoch", "dataset.queue"),
+    (Opaque, nothing, "first epoch", ""),
+    (Opaque, nothing, "epoch", "dataset.source"),
     (Curriculum, nothing, "epoch", ""),
     (Curriculum, weigh, "epoch", ""),
     (Curriculum, regroup, "epoch", "sampler.groups"),
@@ -276,8 +346,8 @@ def test_data_that_training_or_reading_changes_comes_back_or_is_named(
     case = Case(model=lambda: Changing(change, hook), loaders=loaders, val=None, settings={"limit_val_batches": 0})
     at = 3 if hook == "first epoch" else 8
     stop = StopIn("on_train_batch_start", 6 if hook == "first epoch" else 11) if ends else StopAt(at)
-    if ends and data is Queued:
-        says = "dataset.queue"
+    if ends and data in (Queued, Opaque):
+        says = "dataset.queue" if data is Queued else "dataset.source"
     with pytest.raises(Stop):
         train(case, tmp_path / "broken", stop, seed=11, every=1)
     said = train(case, tmp_path / "broken", seed=200, every=1000)
@@ -322,27 +392,60 @@ def test_what_an_epoch_was_made_of_is_compared(first: Any, then: Any, equal: boo
 
 
 class Cycle(m.Lean):
-    """Has a scheduler for as many steps as the run takes."""
+    """Has a scheduler for as many steps as the run takes, or for a number of its own."""
+
+    def __init__(self, make: Callable[[Any, int], Any], steps: int | None) -> None:
+        super().__init__()
+        self.make, self.steps = make, steps
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), 0.01)
-        steps = int(self.trainer.estimated_stepping_batches)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+        steps = self.steps or int(self.trainer.estimated_stepping_batches)
+        return [optimizer], [{"scheduler": self.make(optimizer, steps), "interval": "step"}]
 
 
-@pytest.mark.parametrize(("epochs", "count"), [(3, 0), (4, 1)])
-def test_a_scheduler_for_less_steps_than_the_run_takes_is_named(epochs: int, count: int, tmp_path: Path) -> None:
+def cycle(optimizer: Any, steps: int) -> Any:
+    return rates.OneCycleLR(optimizer, 0.1, total_steps=steps)
+
+
+def in_turn(optimizer: Any, steps: int) -> Any:
+    return rates.SequentialLR(optimizer, [rates.ConstantLR(optimizer), cycle(optimizer, steps - 4)], [4])
+
+
+def together(optimizer: Any, steps: int) -> Any:
+    return rates.ChainedScheduler([rates.ConstantLR(optimizer), in_turn(optimizer, steps)], optimizer=optimizer)
+
+
+def first_in_turn(optimizer: Any, steps: int) -> Any:
+    """The cycle is over long before the run is."""
+    return rates.SequentialLR(optimizer, [cycle(optimizer, 5), rates.ConstantLR(optimizer)], [5])
+
+
+SCHEDULERS = [
+    (cycle, None, 4, "OneCycleLR comes back with total_steps=15, and the run is to take 20"),
+    (in_turn, None, 4, "SequentialLR[1]: OneCycleLR comes back with total_steps=11, and the run is to take 16"),
+    (together, None, 4, "ChainedScheduler[1]: SequentialLR[1]: OneCycleLR comes back with total_steps=11"),
+    (cycle, None, 3, ""),
+    (together, None, 3, ""),
+    (first_in_turn, None, 4, ""),
+    (cycle, 12, 4, ""),  # as in a run that is never stopped: that may end sooner by itself
+]
+
+
+@pytest.mark.parametrize(("make", "steps", "epochs", "says"), SCHEDULERS)
+def test_a_scheduler_that_ends_before_the_run_is_refused(
+    make: Any, steps: int | None, epochs: int, says: str, tmp_path: Path
+) -> None:
     def case(epochs: int) -> Case:
-        return Case(model=Cycle, settings={"max_epochs": epochs})
+        return Case(model=lambda: Cycle(make, steps), settings={"max_epochs": epochs, "num_sanity_val_steps": 0})
 
     with pytest.raises(Stop):
         train(case(3), tmp_path, StopAt(8), seed=11, every=1)
-    told: list[str] = []
-    with pytest.raises(Stop):
-        train(case(epochs), tmp_path, StopAt(2), seed=12, every=1, told=told)
-    said = [text for text in told if "OneCycleLR has total_steps=15, and the run is to take 20" in text]
-    assert len(said) == count
+    batches = StopAt(2)
+    with pytest.raises(SettingsError if says else Stop) as raised:
+        train(case(epochs), tmp_path, batches, seed=12, every=1)
+    assert says in str(raised.value)
+    assert batches.left == (2 if says else -1)
 
 
 class Forgetful(IterableDataset[Any]):
@@ -353,7 +456,7 @@ class Forgetful(IterableDataset[Any]):
         yield from (data[index] for index in range(len(data)))
 
 
-class Buffered(Sticky):
+class Claims(Sticky):
     """A stream that says that it has a shuffle buffer."""
 
     def __init__(self) -> None:
@@ -361,20 +464,25 @@ class Buffered(Sticky):
         self.buffer_size = 8
 
 
+class Buffered(Claims):
+    """A stream that keeps the place of what it reads, and yields it from a shuffle buffer that no state holds."""
+
+    def __iter__(self) -> Iterator[Any]:
+        generator, buffer = torch.Generator().manual_seed(int(self._epoch)), []
+        for row in super().__iter__():
+            buffer.append(row)
+            if len(buffer) == self.buffer_size:
+                yield buffer.pop(int(torch.randint(len(buffer), (), generator=generator)))
+        yield from buffer
+
+
 def noisy(**more: Any) -> Kept:
     return Kept(m.Rows(), m.BATCH, num_workers=2, **more)
 
 
-class Foreign(Kept):
-    """Of a package whose state is known not to be all."""
-
-    __module__ = "litdata.streaming.dataloader"
-
-
 WARNED: dict[str, tuple[Callable[[], Any], str, int]] = {
     "no position": (lambda: Kept(Forgetful(), m.BATCH), "Forgetful has no state_dict", 8),
-    "shuffle buffer": (lambda: Kept(Buffered(), m.BATCH), "the shuffle buffer of Buffered (dataset.buffer_size=8)", 8),
-    "litdata": (lambda: Foreign(m.Rows(noise=False), m.BATCH), "Foreign of litdata does not come back", 8),
+    "shuffle buffer, skipped to": (lambda: Kept(Claims(), m.BATCH), "buffer of Claims (dataset.buffer_size=8)", 8),
     "augmentation in workers": (noisy, "workers of Kept draw random numbers", 8),
     "augmentation in workers, end of epoch": (noisy, "", 4),
     "augmentation in workers that persist": (lambda: noisy(persistent_workers=True), "workers of Kept draw", 4),
@@ -384,7 +492,8 @@ WARNED: dict[str, tuple[Callable[[], Any], str, int]] = {
 @pytest.mark.parametrize("name", WARNED)
 def test_what_a_state_does_not_hold_is_named(name: str, tmp_path: Path) -> None:
     make, says, at = WARNED[name]
-    case = Case(loaders=make, val=None, settings={"limit_val_batches": 0})
+    spot = {"rewind": "skip"} if "skipped" in name else {}
+    case = Case(loaders=make, val=None, settings={"limit_val_batches": 0}, spot=spot)
     stop = StopAt(at) if at == 8 else StopIn("on_train_batch_start", 6)
     with pytest.raises(Stop):
         train(case, tmp_path, stop, seed=11, every=1)

@@ -135,6 +135,14 @@ def test_hyperparameters_that_have_changed_since_a_snapshot_are_said(tmp_path: P
         trainer(spot(tmp_path), max_epochs=1).fit(Tried(0.01), data(6))
 
 
+def test_of_a_long_hyperparameter_the_beginning_is_said(tmp_path: Path) -> None:
+    with pytest.raises(Stop):
+        trainer(spot(tmp_path), EndAt(5), max_epochs=1).fit(Tried("before " * 999), data(6))
+    new_process()
+    with pytest.warns(UserWarning, match=r"rate 'before before .{,100}→'after after .{,100}\. Optimizers"):
+        trainer(spot(tmp_path), max_epochs=1).fit(Tried("after " * 999), data(6))
+
+
 def test_a_hyperparameter_that_is_drawn_at_each_start_is_said_once_with_the_cure(tmp_path: Path) -> None:
     def said(*callbacks: pl.Callback) -> str:
         new_process()

@@ -52,6 +52,7 @@ _RANDOM_ID = re.compile(
 )
 """A UUID, or digits of a hash or of ``secrets.token_hex``."""
 _RECENT_S = 30 * 86400.0
+_MOST_SHOWN = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ def compare(left: Any, right: Any, path: str = "", within: tuple[int, ...] = ())
         for index, pair in enumerate(zip(left, right, strict=False)):
             yield from compare(*pair, f"{path}[{index}]", within)
     elif not _equal(left, right):
-        yield Difference(path, f"{_short(left)} and {_short(right)}", _is_of_the_run(path, left, right))
+        yield Difference(path, f"{shown(left)} and {shown(right)}", _is_of_the_run(path, left, right))
 
 
 def _compare_dicts(
@@ -124,7 +125,8 @@ def _compare_dicts(
 ) -> Iterator[Difference]:
     left, right = ({_name(key): value for key, value in side.items()} for side in (left, right))
     for key in [*left, *(key for key in right if key not in left)]:
-        where = f"{path}.{key}" if path else str(key)
+        name = key if isinstance(key, str) else shown(key)
+        where = f"{path}.{name}" if path else name
         if key in left and key in right:
             yield from compare(left[key], right[key], where, within)
         elif not any(part in where for part in IGNORED):
@@ -237,9 +239,14 @@ def _last_part(value: Any) -> Any:
     return re.sub(r"-v\d+(?=\.ckpt$)", "", os.path.basename(value.rstrip("/")))
 
 
-def _short(value: Any) -> str:
-    text = SHORT.repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def shown(value: Any) -> str:
+    """A value for people, on one line of at most 80 characters; what tensors and arrays hold is left out."""
+    if isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__} of {value.dtype} {tuple(shape_of(value))}"
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype} {value.shape}"
+    text = " ".join(SHORT.repr(value).split())
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
 
 
 def _read(path: Path) -> Any:

@@ -21,11 +21,13 @@ logger = logging.getLogger(__name__)
 Rewind = Literal["auto", "replay", "skip"]
 """How a loader comes back to its position: ``"replay"`` loads the epoch's batches again and drops them, which is exact
 even with random augmentation inside workers; ``"skip"`` draws their indices only; ``"auto"`` skips where there are no
-workers (exact, too) and replays where there are."""
+workers (exact, too) and replays where there are. A loader with a state of its own goes on from that, but with
+``"replay"``, and with ``"auto"`` where a shuffle buffer is in no state."""
 
 REWINDS = ("auto", "replay", "skip")
 
 _END = object()
+_BUFFERS = ("buffer_size", "bufsize", "shuffle_buffer", "shuffle_buffer_size")
 
 
 def begin_epoch(loader: Any, workers: LastingWorkers | None, indices: Indices | None = None) -> Iterator[Any]:
@@ -108,7 +110,7 @@ class Epoch:
         data = {"data": self.own.changed_data(), "made_of": made_of(self.loader)}
         if not is_stateful(self.loader):
             return data
-        return {**data, "state": self.loader.state_dict(), "ended": self.exhausted, "yielded": self.yielded}
+        return {**data, "state": self._loader_state(), "ended": self.exhausted, "yielded": self.yielded}
 
     def position(self, ahead: int, *, epoch_done: bool = False) -> State:
         """See :func:`~lightning_spot.exact.position.position_of`."""
@@ -132,8 +134,11 @@ class Epoch:
         if self._ahead is not None:
             state["random"] = capture_random()
         if is_stateful(self.loader):
-            state["state"] = self.loader.state_dict()
+            state["state"] = self._loader_state()
         return state
+
+    def _loader_state(self) -> Any:
+        return self.loader.state_dict()
 
     def _random(self) -> State:
         return {**capture_random(), "own": self.own.capture()}
@@ -171,8 +176,11 @@ class ResumedEpoch(Epoch):
         self.resume: State | None = resume
         self._restore_step = restore_step
         self._rewind = rewind
+        self._by_state = rewind == "skip" or (rewind == "auto" and not any(shuffle_buffers(own)))
         self._due_random = False
         self._data: dict[str, str] = resume.get("data", {})
+        self._lost: list[str] = []
+        self._ended: Any = None
         self._loaded: list[tuple[Any, str, Any, Any]] = []
         self._has_loaded = False
         self.dealt = resume["order"] if resume.get("dealt") else None
@@ -203,6 +211,14 @@ class ResumedEpoch(Epoch):
         kept: State = {name: resume.get(name) for name in ("state", "ended", "yielded")} if "state" in resume else {}
         return {"data": self.own.changed_data(), "made_of": made_of(self.loader), **kept}
 
+    @property
+    def state_to_come(self) -> Any:
+        """The loader's state, while it has not begun: torchdata's would begin an epoch for it, and draw numbers."""
+        return self.resume.get("state") if self.resume is not None else self._ended
+
+    def _loader_state(self) -> Any:
+        return super()._loader_state() if self._ended is None else self._ended
+
     def leave(self) -> None:
         """Keep what loading a state has left behind out of the next epoch, which begins at its start.
 
@@ -225,6 +241,7 @@ class ResumedEpoch(Epoch):
 
     def _begin(self, resume: State) -> None:
         present = capture_random()
+        self._lost = self._lost_before()
         by_state = self._goes_by_state(resume)
         if "at_iter" not in resume:  # the end of an epoch: the next one begins as it would have
             if not self._restore_step(True):
@@ -251,6 +268,7 @@ class ResumedEpoch(Epoch):
                 self.indices.at_start = None
         if self.exhausted:
             self.inner = iter(())
+            self._ended = None if by_state else resume.get("state")
         self.own.restore(resume["own"])
         self.say_what_differs()
 
@@ -269,8 +287,8 @@ class ResumedEpoch(Epoch):
 
     def say_what_differs(self) -> None:
         """Warn of what an attempt before had changed in the data, and that is not so now. Once."""
-        names = self.own.differing_data(self._data)
-        self._data = {}
+        names = list(dict.fromkeys([*self._lost, *self.own.differing_data(self._data)]))
+        self._data, self._lost = {}, []
         if names:
             rank_zero_warn(
                 f"lightning_spot: training or reading had changed {', '.join(names)}, which no snapshot holds: the data"
@@ -278,20 +296,30 @@ class ResumedEpoch(Epoch):
                 " a data module, and set them when it is loaded"
             )
 
+    def _lost_before(self) -> list[str]:
+        """What earlier epochs had changed in the data, and this process has neither so nor as it was at the snapshot.
+
+        Objects look alike when the batches are loaded again, however they began.
+        """
+        changed = {name: told for name, told in self.data_at_iter.items() if name in self._data}
+        present = self.own.differing_data(self._data)
+        return [name for name in self.own.differing_data(changed) if name in present]
+
     def _goes_by_state(self, resume: State) -> bool:
         """Whether its own state brings the loader to its place: one of as many workers."""
         workers = self.made_of["workers"] == getattr(self.loader, "num_workers", 0)
-        return "state" in resume and is_stateful(self.loader) and self._rewind != "replay" and workers
+        return "state" in resume and is_stateful(self.loader) and self._by_state and workers
 
     def _load(self, state: State) -> Iterator[Any]:
         """Have a loader go on from its own state."""
-        items = [item for _, item in self.own.items() if item is not self.loader and _can_load(item)]
-        before = [(item, dict(vars(item))) for item in items]
+        before = [(item, dict(vars(item))) for _, item in self.own.items() if _can_load(item)]
         self.loader.load_state_dict(state)
-        inner = begin_watched(self.loader)
+        inner = begin_watched(self.loader, apart=True)
         for item, attributes in before:
             for name, value in vars(item).items():
-                if name in attributes and value is not attributes[name]:
+                # A loader counts on from its state; that one was loaded is a flag, as litdata's is.
+                is_left = item is not self.loader or type(value) is bool
+                if is_left and name in attributes and value is not attributes[name]:
                     self._loaded.append((item, name, attributes[name], value))
         self._has_loaded = True
         return inner
@@ -303,8 +331,9 @@ class ResumedEpoch(Epoch):
         Lightning does not do where it knows how many there are.
         """
         inner = self._load(resume["state"])
-        if not resume.get("ended") and has_length(self.loader) and resume["yielded"] >= len(self.loader):
-            next(inner, _END)
+        is_asked = not resume.get("ended") and has_length(self.loader) and resume["yielded"] >= len(self.loader)
+        if is_asked and next(inner, _END) is not _END:  # litdata's has gone on to the next epoch by itself
+            self.loader.load_state_dict(resume["state"])
 
     def _iter_from(self, batches: int) -> Iterator[Any]:
         workers = getattr(self.loader, "num_workers", 0)
@@ -340,6 +369,15 @@ class ResumedEpoch(Epoch):
     def _random_was(self, state: State) -> None:
         restore_random(state)
         self.own.restore(state["own"])
+
+
+def shuffle_buffers(own: OwnState) -> Iterator[str]:
+    """Shuffle buffers in a loader's data, of which no state holds the samples: the names of their sizes, and these."""
+    for path, item in own.items():
+        for name in _BUFFERS if path.startswith("dataset") else ():
+            size = getattr(item, "__dict__", {}).get(name)
+            if type(size) is int and size > 1:
+                yield f"{path}.{name}={size}"
 
 
 def _indices(loader: Any, workers: LastingWorkers | None) -> Indices | None:

@@ -22,7 +22,7 @@ from lightning_spot.exact.dump import KEY, Dump, read_checkpoint, with_ranks
 from lightning_spot.exact.epochs import Rewind
 from lightning_spot.exact.loadability import follow_named
 from lightning_spot.exact.loaders import Loaders
-from lightning_spot.exact.made_of import schedulers_that_end
+from lightning_spot.exact.made_of import FixedSteps
 from lightning_spot.exact.module_state import ModuleState, PreTrainingEffects, UntrackedAttributes
 from lightning_spot.exact.optimizers import toggled
 from lightning_spot.exact.own_parameters import (
@@ -51,6 +51,7 @@ class FitState(PerTrainer):
     Attributes:
         rewind: how a resumed epoch gets to its place in the data.
         once: is told when the sanity check begins and ends.
+        fixed_steps: is told when the states of schedulers are loaded.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -67,6 +68,7 @@ class FitState(PerTrainer):
         self._hooked = ModuleState()
         self.once = PreTrainingEffects(self._trainer, self._switches, self._hooked, self._buffers)
         self._order = GradientOrder()
+        self.fixed_steps = FixedSteps()
         self._untracked = UntrackedAttributes()
         self._own = OwnParameters()
         self._restoring = Restoring(self._trainer, self._switches, self._hooked, self._buffers, self._own)
@@ -131,6 +133,7 @@ class FitState(PerTrainer):
         self._undo += self._switches.run(private.LOGGERS, lambda: loggers.keep_whole(trainer)) or []
         self._switches.run(private.HOOKED, lambda: self._hooked.begin(trainer))
         restoring.begin()
+        self.fixed_steps.check(trainer)
         self._buffers.begin(trainer.lightning_module)
         self._switches.run(private.BUCKETS, lambda: self._order.begin(trainer, restoring.gradient_order))
         self._switches.run(private.HOOKED, lambda: self._untracked.begin(trainer, restoring.untracked))
@@ -141,7 +144,7 @@ class FitState(PerTrainer):
             *self._untracked.begin_anew([*restoring.lost, *restoring.made_buffers()]),
         ]
         own = what_is_the_first_ranks(restoring.own_parameters, restoring.own_values)
-        anew += [*own, *what_hooks_begin_anew(trainer), *self._hooked.what_waits(), *schedulers_that_end(trainer)]
+        anew += [*own, *what_hooks_begin_anew(trainer), *self._hooked.what_waits()]
         first = [*reasons, *shipped.what_has_a_passing_folder(trainer)]
         say_what_is_not_exact(trainer, *((reasons, anew) if restoring.is_due else (first, [])))
         restoring.go_on_without_batch()

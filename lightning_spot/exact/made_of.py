@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_spot.errors import SettingsError
 from lightning_spot.exact.randomness import State
 
 if TYPE_CHECKING:
@@ -64,16 +65,58 @@ def differences(position: State, loader: Any) -> Iterator[str]:
 _NAMES = {"length": "the number of samples in the data set", "sampler": "the sampler"}
 
 
-def schedulers_that_end(trainer: pl.Trainer) -> Iterator[str]:
-    """Schedulers whose steps end before the run does: torch raises an error in the step after their last one."""
-    if not trainer.lightning_module.automatic_optimization:
-        return
-    for config in trainer.lr_scheduler_configs:
-        last = getattr(config.scheduler, "total_steps", None)
-        planned = trainer.max_epochs if config.interval == "epoch" else trainer.estimated_stepping_batches
-        if isinstance(last, int) and planned is not None and float("inf") > planned // config.frequency > last:
-            yield (
-                f"the scheduler {type(config.scheduler).__name__} has total_steps={last}, and the run is to take"
-                f" {planned // config.frequency}: it stops there with an error of torch's. Give the run as many steps"
-                " as before, or a dirpath of its own"
-            )
+class FixedSteps:
+    """Schedulers for a fixed number of steps: of the program, and as they come back with the number that they had."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, int] = {}
+
+    def note(self, trainer: pl.Trainer) -> None:
+        """Before their states are loaded: how many steps the program has made them for."""
+        self._made = {name: last for name, last, _ in _fixed_steps(trainer, float("inf"))}
+
+    def check(self, trainer: pl.Trainer) -> None:
+        """When training begins: refuse what torch ends in the step after a scheduler's last one.
+
+        A program that makes them for too few steps itself is left alone: its run may end sooner than it could.
+
+        Raises:
+            SettingsError: naming the scheduler.
+        """
+        if not self._made or not trainer.lightning_module.automatic_optimization:
+            return
+        for name, last, steps in _fixed_steps(trainer, None):
+            if last < steps <= self._made.get(name, 0):
+                raise SettingsError(
+                    f"the scheduler {name} comes back with total_steps={last}, and the run is to take {steps} steps"
+                    " with it: torch ends the training there. Give the run as many epochs and steps as before, or a"
+                    " dirpath of its own"
+                )
+
+
+def _fixed_steps(trainer: pl.Trainer, planned: float | None) -> Iterator[tuple[str, int, float]]:
+    """Name, ``total_steps`` and steps to come of each scheduler that has these, also within others.
+
+    Args:
+        trainer: whose schedulers they are.
+        planned: steps of the run, ``None`` for what the trainer says, which asks for its loaders.
+    """
+    for number, config in enumerate(trainer.lr_scheduler_configs):
+        steps = planned
+        if steps is None:
+            steps = trainer.max_epochs if config.interval == "epoch" else trainer.estimated_stepping_batches
+        if steps is None or steps < 0:
+            steps = float("inf")
+        steps = steps // config.frequency if steps < float("inf") else steps
+        name = type(config.scheduler).__name__ + (f" {number}" if number else "")
+        yield from _fixed_steps_within(config.scheduler, steps, name)
+
+
+def _fixed_steps_within(scheduler: Any, steps: float, name: str) -> Iterator[tuple[str, int, float]]:
+    if isinstance(last := getattr(scheduler, "total_steps", None), int):
+        yield name, last, steps
+    begins: list[int] = getattr(scheduler, "_milestones", [])  # of those that take turns; others step together
+    for number, inner in enumerate(getattr(scheduler, "_schedulers", [])):
+        begin = begins[number - 1] if begins and number else 0
+        end = begins[number] - 1 if number < len(begins) else float("inf")
+        yield from _fixed_steps_within(inner, min(steps, end) - begin, f"{name}[{number}]: {type(inner).__name__}")

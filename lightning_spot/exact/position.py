@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_spot.exact.epochs import Epoch, ResumedEpoch, Rewind, begin_epoch, has_length
+from lightning_spot.exact.epochs import Epoch, ResumedEpoch, Rewind, begin_epoch, has_length, shuffle_buffers
 from lightning_spot.exact.indices import is_stateful, sampler_name
 from lightning_spot.exact.order import batch_of, dealt
 from lightning_spot.exact.own_state import OwnState
@@ -79,13 +79,10 @@ class PositionedLoader(FollowedLoader):
         self.__dict__.update(_resume=resume, _restore_step=restore_step, _rewind=rewind)
 
     def __getattr__(self, name: str) -> Any:
-        """Of the loader; its state, while it is still to go to its place, is that of its place.
-
-        Asked for it then, torchdata's would begin an epoch, and draw numbers for that.
-        """
+        """Of the loader; its state, while it is still to go to its place, is that of its place."""
         epoch = self.__dict__["_epoch"]
-        pending = epoch.resume if name == "state_dict" and isinstance(epoch, ResumedEpoch) else None
-        return super().__getattr__(name) if not pending or "state" not in pending else lambda: pending["state"]
+        state = epoch.state_to_come if name == "state_dict" and isinstance(epoch, ResumedEpoch) else None
+        return super().__getattr__(name) if state is None else lambda: state
 
     def __iter__(self) -> Iterator[Any]:
         own = self.__dict__
@@ -205,31 +202,20 @@ _BEGINS_AGAIN = (
     "the data position after a resume is not exact unless this stream yields the same samples each time: a resumed"
     " epoch begins it again and drops as many batches as were trained on."
 )
-_OTHER_ORDER = ("litdata",)
-"""Packages whose loaders were seen to have later epochs in another order once a state was loaded."""
-_BUFFERS = ("buffer_size", "bufsize", "shuffle_buffer", "shuffle_buffer_size")
 
 
 def _why_its_state_is_not_exact(loader: Any, inner: Any) -> Iterator[str]:
     """Why a loader's own state may not bring it back; nothing if it does, as far as is known."""
     data = getattr(inner, "dataset", None)
-    if (package := type(inner).__module__.split(".")[0]) in _OTHER_ORDER:
-        yield (
-            f"{type(inner).__name__} of {package} does not come back with all of its state: after a resume, later"
-            " epochs are in another order. Use a map-style data set, or torchdata's StatefulDataLoader"
-        )
     epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
     kind = type(data).__iter__ if isinstance(data, IterableDataset) else None
     if inspect.isgeneratorfunction(kind) and not hasattr(data, "state_dict"):
         yield f"{_BEGINS_AGAIN} {type(data).__name__} has no state_dict: give it one"
-    for path, item in OwnState({"dataset": data}).items() if loader.__dict__.get("_rewind") != "replay" else ():
-        for name in _BUFFERS:
-            size = getattr(item, "__dict__", {}).get(name)
-            if type(size) is int and size > 1:
-                yield (
-                    f"the shuffle buffer of {type(item).__name__} ({path}.{name}={size}) may be in no state: a resume"
-                    ' in mid-epoch may lose or repeat samples. Set rewind="replay": batches are loaded again'
-                )
+    for buffer in shuffle_buffers(OwnState({"dataset": data})) if loader.__dict__.get("_rewind") == "skip" else ():
+        yield (
+            f"the shuffle buffer of {type(data).__name__} ({buffer}) may be in no state: a resume in mid-epoch may lose"
+            ' or repeat samples. Leave rewind="skip" out: batches are loaded again'
+        )
     if isinstance(epoch, ResumedEpoch) and epoch.workers_draw_others:
         yield (
             f"workers of {type(inner).__name__} draw random numbers, which its state does not hold: augmentation in"

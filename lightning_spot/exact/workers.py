@@ -6,10 +6,12 @@ for it between epochs, by a batch of no samples, and made anew after a resume wi
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
@@ -174,6 +176,8 @@ class Drawing:
 
 
 _DRAWING: WeakKeyDictionary[Any, Drawing] = WeakKeyDictionary()
+_MADE_LATE: WeakSet[Any] = WeakSet()
+"""Loaders whose workers an earlier attempt had by now, and which make theirs where the first batch is asked for."""
 
 
 def drawing_of(loader: Any) -> Drawing | None:
@@ -183,14 +187,34 @@ def drawing_of(loader: Any) -> Drawing | None:
     return _DRAWING.setdefault(loader, Drawing(loader))
 
 
-def begin_watched(loader: Any) -> Iterator[Any]:
-    """``iter(loader)``, with its workers watched where that has to be known."""
-    if (drawing := drawing_of(loader)) is None:
-        return iter(loader)
-    with replacing(loader, {"collate_fn": drawing, "worker_init_fn": drawing.begin}):
-        return iter(loader)
+def begin_watched(loader: Any, *, apart: bool = False) -> Iterator[Any]:
+    """``iter(loader)``, with its workers watched where that has to be known.
+
+    Args:
+        loader: any.
+        apart: whether one that begins only where its first batch is asked for draws the seed of workers apart from what
+            training draws from: an epoch that was begun before had it already.
+    """
+    apart = apart or loader in _MADE_LATE
+    drawing = drawing_of(loader)
+    values = {"collate_fn": drawing, "worker_init_fn": drawing.begin} if drawing is not None else {}
+    with replacing(loader, values) if values else nullcontext():
+        inner: Iterator[Any] = iter(loader)
+    if not (isinstance(loader, DataLoader) and inspect.isgenerator(inner)):
+        return inner
+    _MADE_LATE.discard(loader)
+    return _begun_late(loader, inner, {**values, **({"generator": torch.Generator()} if apart else {})})
 
 
+def _begun_late(loader: DataLoader[Any], inner: Iterator[Any], values: dict[str, Any]) -> Iterator[Any]:
+    with replacing(loader, values):
+        first = next(inner, _END)
+    if first is not _END:
+        yield first
+        yield from inner
+
+
+_END = object()
 _STATE = "lightning_spot.worker"
 _KNOWN = "_lightning_spot_workers"
 
@@ -252,6 +276,9 @@ def make_unnoticed(loader: Any) -> None:
     Their seed is drawn from the numbers that training goes on with, and the undisturbed run drew it long before.
     """
     if not lasts(loader) or are_made(loader):
+        return
+    if inspect.isgeneratorfunction(type(loader).__iter__):
+        _MADE_LATE.add(loader)
         return
     present, own = capture_random(), OwnState.of(loader)
     generators = own.capture()

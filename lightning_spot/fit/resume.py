@@ -24,8 +24,9 @@ from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.starting import attach
 from lightning_spot.config import format_names
 from lightning_spot.errors import ModelChanged, NodeUnreachable, SettingsError, SpotError
-from lightning_spot.exact import namespaces, private, shipped
+from lightning_spot.exact import namespaces, private, progress, shipped
 from lightning_spot.exact.checkpoint import OF_DATA, OF_MODEL, held
+from lightning_spot.exact.compare import shown
 from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.loadability import Trial, check_resumable, put_in_own_objects
@@ -329,6 +330,8 @@ class Resume(OfTrainer):
         origin = shared.get("run_id")  # older versions did not say it
         is_another = bool(origin and self.run_id and origin != self.run_id)
         FitState.of(self._trainer).load(checkpoint, of_another_run=is_another)
+        if self.chosen is not None:  # hooks may have given the run more, which is put back by now
+            check_limits(self._trainer, checkpoint, f"{self.chosen.name} ({self.chosen.url})")
 
     def say_where(self) -> None:
         """Say where the run goes on; there is something to train."""
@@ -346,7 +349,7 @@ class Resume(OfTrainer):
         chosen, location = self.chosen, self.location
         if chosen is None or location is None or self._has_trained:
             return
-        how = "is complete" if chosen.complete else "has come farther than this fit goes"
+        how = "is complete" if chosen.complete else "has come as far as this fit goes"
         rank_zero_info(
             f"lightning_spot: run {location.name!r} {how} (epoch {chosen.epoch}, step {chosen.step}):"
             " nothing was left to train. Raise max_epochs or max_steps to go on, or choose another dirpath for a"
@@ -463,6 +466,7 @@ def check_optimizers(trainer: pl.Trainer, snapshot: str) -> None:
 
     def load_optimizer_state_dict(checkpoint: Mapping[str, Any]) -> None:
         vars(strategy).pop("load_optimizer_state_dict", None)
+        FitState.of(trainer).fixed_steps.note(trainer)
         saved, present = checkpoint["optimizer_states"], trainer.optimizers
         if len(saved) != len(present):
             raise _other_optimizers(snapshot, f"{len(saved)} optimizers", f"{len(present)}")
@@ -495,6 +499,29 @@ def _other_optimizers(snapshot: str, before: str, now: str) -> ModelChanged:
     )
 
 
+def check_limits(trainer: pl.Trainer, checkpoint: dict[str, Any], snapshot: str) -> None:
+    """Refuse a checkpoint from beyond where the training is to end.
+
+    Args:
+        trainer: that resumes.
+        checkpoint: that it goes on from.
+        snapshot: its name and place, for the message.
+
+    Raises:
+        SettingsError: naming the limit.
+    """
+    epochs, steps = trainer.max_epochs, trainer.max_steps
+    is_beyond = epochs is not None and 0 <= epochs < checkpoint["epoch"] + progress.is_in_epoch(checkpoint)
+    if not is_beyond and not 0 <= steps < checkpoint["global_step"]:
+        return
+    limit = f"max_epochs={epochs}" if is_beyond else f"max_steps={steps}"
+    raise SettingsError(
+        f"snapshot {snapshot} is of epoch {checkpoint['epoch']}, step {checkpoint['global_step']}, and this fit ends"
+        f" before that, with {limit}: it cannot go on from there. Raise {limit.partition('=')[0]}, name an earlier"
+        " checkpoint in fit(ckpt_path=), or give this training a dirpath of its own"
+    )
+
+
 def other_hyperparameters(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> list[str]:
     """Plain ones of the model and the data module that a snapshot has otherwise, or not: ``name saved→present``."""
     found: list[str] = []
@@ -509,12 +536,12 @@ def _changed(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[s
     before, now = _plain_ones(saved), _plain_ones(present)
     for name, value in now.items():
         if name not in saved:
-            yield f"{name} {value!r} (new)"
+            yield f"{name} {shown(value)} (new)"
         elif name in before and repr(before[name]) != repr(value):
-            yield f"{name} {before[name]!r}→{value!r}"
+            yield f"{name} {shown(before[name])}→{shown(value)}"
     for name, value in before.items():
         if name not in present:
-            yield f"{name} {value!r} (gone)"
+            yield f"{name} {shown(value)} (gone)"
 
 
 def _plain_ones(values: Mapping[str, Any]) -> dict[str, Any]:
