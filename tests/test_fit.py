@@ -16,7 +16,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.capture.copying import Pending
@@ -373,9 +372,9 @@ def test_a_finished_run_says_so(
     assert longer.global_step == 40
     new_process()
     caplog.clear()
-    with pytest.raises(MisconfigurationException, match="max_epochs=2"):
+    with pytest.raises(SettingsError, match="max_epochs=2"):
         trainer(spot(tmp_path)).fit(Net(), data())
-    assert "MisconfigurationException has ended run 'run-1'" in caplog.text
+    assert "SettingsError has ended run 'run-1'" in caplog.text
     assert "The same command goes on" not in caplog.text  # it would meet the same error
 
 
