@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from lightning_spot.errors import NotSerialisable
-from lightning_spot.image.forms import identities_of
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece, Pieces, Places, places_of
-from lightning_spot.image.rows import are_given_by, called, unwrapped
+from lightning_spot.image.rows import are_given_by, called, numbers, unwrapped
 from lightning_spot.image.shards import Path
 from lightning_spot.image.whereabouts import whereabouts
 from lightning_spot.sharded import metadata
@@ -56,7 +55,7 @@ class Sources:
         local = unwrapped(found, "_local_tensor")
         if self._places is not None and self._are_where_they_were(local):
             storages = called(local, "untyped_storage")
-            if identities_of(storages) == self._identities:  # not one that begins earlier
+            if numbers(storages, "_cdata") == self._identities:  # not one that begins earlier
                 return Pieces(storages, self._places, local)
         self._places = None
         pieces = [source.piece(tensor) for source, tensor in zip(self._sources, found, strict=True)]
@@ -65,7 +64,7 @@ class Sources:
         # None had to be put in order; nor will one that torch conjugates by a mark, which moves nothing.
         if are_given_by(self._known, local) and not any(map(_is_complex, local)):
             self._whereabouts = whereabouts(local)
-            self._identities = identities_of([piece.storage for piece in pieces])
+            self._identities = numbers([piece.storage for piece in pieces], "_cdata")
             self._places = places
         return Pieces([piece.storage for piece in pieces], places)
 
