@@ -60,7 +60,6 @@ WHERE = [
     "capture/writer:SnapshotWriter.copied",
     "capture/leases:Leases.take",
     "capture/contents:Unchanged.written_past_counts",
-    "capture/parting:Parting.part",
     "exact/dump:Dump._with",
     "exact/fit_state:FitState.capture",
     "exact/changed_values:ChangedValues.capture",

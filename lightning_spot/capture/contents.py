@@ -22,7 +22,7 @@ from lightning_spot.capture.owners import Mark, Owner, Owners
 from lightning_spot.capture.turns import CHECK_BYTES, CHECK_EVERY, Turns, Unchecked, dice, same_bytes, share_of
 from lightning_spot.image.layout import Entry, Layout
 from lightning_spot.image.pickling import Named
-from lightning_spot.image.pieces import Piece, nbytes_of
+from lightning_spot.image.pieces import Piece
 from lightning_spot.image.written import Ranges, in_order
 from lightning_spot.staging.copier import SlotView
 from lightning_spot.staging.spans import address_in
@@ -106,7 +106,7 @@ class Plan:
     @property
     def nbytes(self) -> int:
         """What is written into the slot."""
-        return sum([len(data) for _, data in self.frame]) + nbytes_of(self.pieces)
+        return sum([len(data) for _, data in self.frame]) + sum([piece.nbytes for piece in self.pieces])
 
 
 class Unchanged:

@@ -7,11 +7,11 @@ copy is over.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 
 from lightning_spot.capture.contents import PAST_COUNTS, Known, Plan, Unchanged
 from lightning_spot.capture.on_gpus import OnGpus
 from lightning_spot.capture.owners import Owners
-from lightning_spot.capture.parting import Parting
 from lightning_spot.capture.pending import Pending
 from lightning_spot.capture.saying import SayOnce
 from lightning_spot.capture.turns import CHECK_EVERY
@@ -50,7 +50,6 @@ class Copying:
         self.on_gpus = OnGpus(copier, put)
         self.unchanged = Unchanged(self.on_gpus)
         self._schedule, self._say_once = schedule, say_once
-        self._parting = Parting()
         self._unsteady: frozenset[int] = frozenset()
 
     # -- on the training thread -----------------------------------------------------------------------------------
@@ -73,15 +72,19 @@ class Copying:
 
     def start(self, plan: Plan, view: SlotView, owned: Owners) -> CopyJob:
         """Copy now what forward may change, and let the optimizer's own follow until its next step."""
-        parted = self._parting.part(plan.pieces, owned, self._unsteady | plan.at_once)
+        following = owned.keys() - self._unsteady - plan.at_once
+        first = [piece for piece in plan.pieces if piece.storage.data_ptr() not in following]
+        later = [piece for piece in plan.pieces if piece.storage.data_ptr() in following]
+        watched = dict.fromkeys(piece.storage.data_ptr() for piece in later)  # each once, of however many pieces
         plan.looks.begin_at_once()
-        first = self.copier.start(parted.first, view)
+        copied = self.copier.start(first, view)
         for offset, data in plan.frame:
             view.map[offset : offset + len(data)] = data
-        first.wait_cpu()
+        copied.wait_cpu()
         self.copier.fence()  # before what may take longer: a GPU's training would wait for that too
-        job = self.copier.start(parted.later, view, watch(parted.owners), self._schedule)
-        job.follow(first)  # there may be nothing more to copy from its GPUs
+        watches = watch(chain.from_iterable(map(owned.__getitem__, watched)))
+        job = self.copier.start(later, view, watches, self._schedule)
+        job.follow(copied)  # there may be nothing more to copy from its GPUs
         plan.looks.begin()
         plan.pieces = ()  # no storage is kept alive longer than its copy takes
         return job

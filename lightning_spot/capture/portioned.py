@@ -8,7 +8,6 @@ from lightning_spot.errors import ShareMissing
 from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, FileSpan
 from lightning_spot.image.layout import Entry, Layout
 from lightning_spot.image.notes import Own
-from lightning_spot.image.pieces import end_of
 from lightning_spot.image.portion import Portion, Portions, joined
 from lightning_spot.image.written import in_order
 from lightning_spot.sharded.places import Places, aligned, state_file, tensors_file
@@ -52,7 +51,7 @@ def fitting(layout: Layout, nbytes: int) -> Layout:
         ShareMissing: if it does not.
     """
     frame_end = max([at + len(data) for at, data in layout.frame], default=0)
-    end = max(frame_end, end_of(layout.pieces))
+    end = max([frame_end, *[piece.offset + piece.nbytes for piece in layout.pieces]])
     if end > nbytes:
         raise ShareMissing(f"what it writes ends at {end} bytes, and the slot for it at {nbytes}")
     return layout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -144,34 +143,6 @@ def by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, Sequence[torch.Tens
         if address:
             all_of.setdefault(address, {})[id(tensor)] = tensor
     return {address: [*of_one.values()] for address, of_one in all_of.items()}
-
-
-class Owned(Mapping[int, Sequence[torch.Tensor]]):
-    """What :func:`by_storage` makes of tensors, made when it is looked at: where nothing is new, nobody does.
-
-    Args:
-        tensors: the tensors.
-    """
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors = tensors
-
-    @functools.cached_property
-    def by_storage(self) -> dict[int, Sequence[torch.Tensor]]:
-        """The tensors by the address of their storage."""
-        return by_storage(self.tensors)
-
-    def __getitem__(self, address: int) -> Sequence[torch.Tensor]:
-        return self.by_storage[address]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.by_storage)
-
-    def __len__(self) -> int:
-        return len(self.by_storage)
-
-    def __contains__(self, address: object) -> bool:
-        return address in self.by_storage
 
 
 def optimizer_owned(optimizers: Iterable[Any]) -> dict[int, Sequence[torch.Tensor]]:

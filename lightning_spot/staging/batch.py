@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from lightning_spot.staging.moving import memmove, memmove_small, move_past_caches
-from lightning_spot.staging.spans import SlotSpan, between, gone, nbytes_of, outside, rows_of, sizes_of
+from lightning_spot.staging.spans import SlotSpan, between, gone, outside
 
 _LEAST_BATCH_BYTES = 16 * 1024 * 1024
 _SMALL_BYTES = 32 * 1024  # copied in less time than it takes to hand a tensor over to torch, or to get the GIL back
@@ -99,7 +99,7 @@ class Batch:
 
     def _moves(self, most: float) -> Iterator[tuple[int, int, int]]:
         base, room = self._slot.address, self._slot.nbytes
-        for storage, start, place, nbytes in itertools.chain(*map(rows_of, self._spans)):
+        for storage, start, place, nbytes in itertools.chain(*self._spans):
             if nbytes > most:
                 continue
             if storage.nbytes() < start + nbytes:
@@ -113,11 +113,11 @@ def batches_of(
     spans: Sequence[SlotSpan], slot: SlotView, place: int, after_s: float, ready_s: float, past_caches: bool = False
 ) -> Iterator[Batch]:
     """Cut into batches, large ones first: those run while nobody can help; the last even the load out."""
-    begin, total = 0, nbytes_of(spans)
+    begin, total = 0, sum(span.nbytes for span in spans)
     if 0 < total <= _LEAST_BATCH_BYTES:
         yield Batch((spans,), slot, place, after_s, ready_s, past_caches)
         return
-    ends = list(itertools.accumulate(sizes_of(spans), initial=0))
+    ends = list(itertools.accumulate((span.nbytes for span in spans), initial=0))
     while begin < total:
         end = min(total, begin + max((total - begin) // 3, _LEAST_BATCH_BYTES))
         yield Batch(between(spans, ends, begin, end), slot, place, after_s, ready_s, past_caches)

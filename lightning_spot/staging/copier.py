@@ -7,12 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from itertools import compress
-from operator import methodcaller
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
-from lightning_spot.image.pieces import Piece, Pieces, Places, nbytes_of
+from lightning_spot.image.pieces import Piece
 from lightning_spot.staging.alone import LoneThread
 from lightning_spot.staging.batch import NEVER, NOW, Batch, SlotView, batches_of
 from lightning_spot.staging.cuda import CudaCopier, Marks
@@ -21,7 +19,7 @@ from lightning_spot.staging.lane import Held
 from lightning_spot.staging.moving import goes_past_caches
 from lightning_spot.staging.samples import Sampler, Samples
 from lightning_spot.staging.scratch import Scratch
-from lightning_spot.staging.spans import SlotSpan, Spans, sizes_of, some, storages_of, whole
+from lightning_spot.staging.spans import SlotSpan, some, whole
 from lightning_spot.staging.watches import Watches, watch
 
 if TYPE_CHECKING:
@@ -38,22 +36,6 @@ _HELD_S = 1.0
 """So long, at most, what would leave a GPU while its optimizer steps is held where iterations are not measured."""
 
 _AGAIN_S = 0.1  # the next optimizer step waits no longer than that for a thread that has failed
-_CPU_ONLY = frozenset(("cpu",))
-_address = methodcaller("data_ptr")
-
-
-class _Lain(NamedTuple):
-    """What the storages of a row lie on.
-
-    Attributes:
-        places: of the row.
-        kinds: of devices.
-        are_here: whether all are the CPU's.
-    """
-
-    places: Places | None
-    kinds: Sequence[str]
-    are_here: bool
 
 
 class Copier:
@@ -83,8 +65,6 @@ class Copier:
         self._clock = clock
         self._sampler = Sampler()
         self._cuda = CudaCopier(buffer_bytes, device)
-        self._known = _Lain(None, (), are_here=False)
-        self._on_gpu: tuple[Places | None, Sequence[bool] | None] = (None, None)
         self.scratch = Scratch(self.pin, self.unpin)
         self._threads = [LoneThread(target=self._work, name=f"spot-copier-{index}") for index in range(threads)]
         for thread in self._threads:
@@ -114,7 +94,8 @@ class Copier:
         """
         spans, timetable = whole(pieces), None
         if schedule is not None:
-            timetable = schedule.timetable(map(_address, storages_of(spans)), sizes_of(spans))
+            addresses = (span.storage.data_ptr() for span in spans)
+            timetable = schedule.timetable(addresses, [span.nbytes for span in spans])
         job = CopyJob(pieces, watches or Watches(), self._notify, self._clock, trains, self._sampler)
         with self._wake:
             self._slots[job] = ref(slot)  # before anything goes there
@@ -159,12 +140,8 @@ class Copier:
 
     def which_on_gpu(self, pieces: Sequence[Piece]) -> Sequence[bool] | None:
         """Of each piece whether it lies on a GPU; ``None`` if none does."""
-        places, which = self._on_gpu
-        if not isinstance(pieces, Pieces) or pieces.places is not places:
-            kinds = self._cuda.device.kinds(storages_of(whole(pieces)))
-            which = list(map("cuda".__eq__, kinds)) if "cuda" in kinds else None
-            self._on_gpu = (pieces.places if isinstance(pieces, Pieces) else None, which)
-        return which
+        kinds = self._cuda.device.kinds([piece.storage for piece in pieces])
+        return [kind == "cuda" for kind in kinds] if "cuda" in kinds else None
 
     def gpu_of(self, piece: Piece) -> int:
         """The number of the GPU on which a piece lies."""
@@ -222,32 +199,21 @@ class Copier:
         parts = [(0, 0.0, spans)]
         if timetable is not None:
             parts = [(part.point, part.after_s, some(pieces, part.spans)) for part in timetable.partitions]
-        past_caches = goes_past_caches(nbytes_of(pieces))
+        past_caches = goes_past_caches(sum(piece.nbytes for piece in pieces))
         batches: list[Batch] = []
         on_gpu: list[Held] = []
         for place, after_s, spans in parts:
-            kinds = self._kinds_of(pieces, spans)
-            are_here = self._known.are_here if kinds is self._known.kinds else _CPU_ONLY.issuperset(kinds)
-            on_cpu = spans if are_here else list(compress(spans, map("cpu".__eq__, kinds)))
-            for span, kind in zip(spans, kinds, strict=True) if on_cpu is not spans else ():
+            on_cpu: list[SlotSpan] = []
+            for span, kind in zip(spans, self._cuda.device.kinds([span.storage for span in spans]), strict=True):
                 if kind == "cpu":
-                    continue
-                if kind == "cuda":
+                    on_cpu.append(span)
+                elif kind == "cuda":
                     on_gpu.append((place, [span]))
                 else:  # MPS, XPU, …: no side stream is known here; copied in order, by the caller
                     span.target(slot.tensor).copy_(span.source())
             batches += batches_of(on_cpu, slot, place, after_s, latest_s, past_caches)
         cuda = self._cuda.begin(on_gpu, slot.tensor, buffered=buffered, after=after) if on_gpu else None
         job.hold(batches, cuda, latest_s if timetable is not None else self._clock() + _HELD_S)
-
-    def _kinds_of(self, pieces: Sequence[Piece], spans: Sequence[SlotSpan]) -> Sequence[str]:
-        """What each span lies on; of pieces that lie where they lay, it is known."""
-        if not (isinstance(pieces, Pieces) and isinstance(spans, Spans)):
-            return self._cuda.device.kinds(storages_of(spans))
-        if self._known.places is not pieces.places:
-            kinds = self._cuda.device.kinds(spans.storages)
-            self._known = _Lain(pieces.places, kinds, are_here=_CPU_ONLY.issuperset(kinds))
-        return self._known.kinds
 
     def _notify(self) -> None:
         with self._wake:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from lightning_spot.errors import SpotError
-from lightning_spot.image.pieces import Piece, Pieces
+from lightning_spot.image.pieces import Piece
 from lightning_spot.staging.batch import NEVER, NOW, Batch
 from lightning_spot.staging.cuda import CudaCopy
 from lightning_spot.staging.operations import Operation
@@ -47,7 +47,7 @@ class CopyJob:
     ) -> None:
         self.moved: frozenset[int] = frozenset()
         """Addresses of storages that changed before they were copied; if any, the copy is worthless."""
-        self.pieces: Sequence[Piece] = pieces if isinstance(pieces, Pieces) else list(pieces)
+        self.pieces: Sequence[Piece] = list(pieces)
         """What is copied; let go when it is done, so that no storage is kept alive."""
         self.stands_still = False
         """Whether training stands still until the snapshot is sealed."""

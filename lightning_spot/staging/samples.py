@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from lightning_spot.image.pieces import Piece, Pieces
+from lightning_spot.image.pieces import Piece
 from lightning_spot.staging.spans import address_in
 
 STORAGES = 32
@@ -68,11 +68,7 @@ class Sampler:
             return Samples(_places(pieces), _WARY_BYTES)
         if len(pieces) <= STORAGES:
             return Samples(_places(pieces), _BYTES)
-        drawn = _drawn(len(pieces))
-        if not isinstance(pieces, Pieces):
-            return Samples(_places([pieces[number] for number in drawn]), _BYTES)
-        storages, starts, sizes = pieces.storages, pieces.places.starts, pieces.places.sizes
-        return Samples([(storages[number], starts[number], sizes[number]) for number in drawn], _BYTES)
+        return Samples(_places([pieces[number] for number in _drawn(len(pieces))]), _BYTES)
 
     def note(self, count: int, nth: Callable[[int], torch.UntypedStorage]) -> Samples:
         """Note bytes of some of ``count`` storages, each given by its number."""
