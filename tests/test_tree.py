@@ -218,7 +218,6 @@ def test_what_has_changed_at_modules_is_found_as_one_by_one(change: str, monkeyp
     unchanged = values.capture(trainer, modules_of(root))
     AT_MODULES[change](root)
     quick = values.capture(trainer, modules_of(root))
-    monkeypatch.setattr(values._glances, "closer", lambda parts: parts)
     monkeypatch.setattr(values._trained, "are_those_of", lambda _: False)
     assert quick == values.capture(trainer, list(root.named_modules()))
     assert change in ("moved", "gone") or quick != unchanged

@@ -24,7 +24,6 @@ from torchmetrics import Metric
 from lightning_spot.exact import private
 from lightning_spot.exact.attributes import Attributes, State, changed_of, those_of
 from lightning_spot.exact.further_kinds import is_generator
-from lightning_spot.exact.glance import Glances
 from lightning_spot.exact.objects import Inside
 from lightning_spot.exact.plain_values import SCALARS, put
 from lightning_spot.exact.tree import Modules, NamedModule, keys_of
@@ -106,7 +105,6 @@ class ChangedValues:
         self._trains: dict[str, bool] = {}
         self._modules: dict[str, Attributes] = {}
         self._trained = _Trained(Modules(()))
-        self._glances = _Glanced({})
         self._settings: State = {}
         self._limits: State = {}  # that the program gave
         self._makes_data: set[str] = set()  # modules of which data sets are not as they were when attributes were saved
@@ -120,7 +118,6 @@ class ChangedValues:
         self._trained = _Trained(modules)
         inside = Inside(modules.parts)
         self._modules = {name: Attributes(part, inside) for name, part in _parts(modules)}
-        self._glances = _Glanced(self._modules)
         self._settings = _settings(trainer)
         self._kinds = _kinds(modules)
 
@@ -133,9 +130,8 @@ class ChangedValues:
         """
         before, known, modules = self.before, self._modules, Modules.of(modules)
         attributes = before.attributes
-        parts = _parts(modules) if attributes else self._glances.closer(_parts(modules))
         changed, inside = {}, Inside(modules.parts)
-        for name, part in parts:
+        for name, part in _parts(modules):
             if name in known:
                 changed[name] = known[name].changed(part, attributes.get(name, ()), inside)
                 self.lost |= known[name].lost
@@ -292,25 +288,6 @@ class _Form(NamedTuple):
     lengths: list[int]
     keys: list[str]
     is_there: list[bool]
-
-
-class _Glanced:
-    """The modules at which a glance is enough, as long as nothing changes.
-
-    Args:
-        known: all modules, by name.
-    """
-
-    def __init__(self, known: dict[str, Attributes]) -> None:
-        self._names = list(known)
-        self._has_one = [each.glance is not None for each in known.values()]
-        self._glances = Glances([each.glance for each in known.values() if each.glance is not None])
-
-    def closer(self, parts: Modules) -> Sequence[NamedModule]:
-        """Those that a closer look is needed at."""
-        if parts.names != self._names or not self._glances.are_still_in(list(compress(parts.own, self._has_one))):
-            return parts
-        return [part for part, has_one in zip(parts, self._has_one, strict=True) if not has_one]
 
 
 def _kinds(modules: Iterable[NamedModule]) -> dict[str, type]:
