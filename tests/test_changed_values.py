@@ -93,3 +93,31 @@ def test_a_method_in_its_own_place_is_no_change() -> None:
     module.forward = torch.tanh
     assert capture()["attributes"] == {}
     assert changed.lost == {"Own.forward"}
+
+
+def with_scripted() -> Any:
+    """As models have them: layers that torch has compiled, whose tables are no dictionaries."""
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))  # type: ignore[no-untyped-call]
+    traced = torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2))
+    return nn.Sequential(scripted, nn.Linear(2, 2), traced)
+
+
+def test_what_hooks_change_beside_scripted_modules_is_found() -> None:
+    root = with_scripted()
+    _, capture = begun(root)
+    assert not capture()["trains"]
+    root[1].weight.requires_grad_(False)
+    root[1].counter = 3
+    found = capture()
+    assert found["trains"] == {"1.weight": False}
+    assert found["attributes"] == {"1": {"counter": 3}}
+
+
+def test_parameters_that_are_trained_or_no_more_are_found_by_their_names() -> None:
+    root = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2, bias=False)))
+    root[0].requires_grad_(False)
+    _, capture = begun(root)
+    assert capture()["trains"] == {}
+    root[0].weight.requires_grad_(True)  # type: ignore[operator]
+    root[1].requires_grad_(False)
+    assert capture()["trains"] == {"0.weight": True, "1.0.weight": False}

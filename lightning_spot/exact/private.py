@@ -7,7 +7,6 @@ at ``setup``: a part that misses one is off, which is said once, and training go
 from __future__ import annotations
 
 import itertools
-import operator
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_spot.exact import namespaces
-from lightning_spot.image.rows import under
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -35,7 +33,6 @@ LOADERS = "the position in the data"
 REQUESTS = "requests for loaders"
 WORKERS = "workers that persist"
 HOOKED = "what hooks changed"
-TREE = "modules that are known again"
 LOGGERS = "loggers"
 SIGNALS = "Lightning's signal handlers"
 ENVIRONMENT = "the ranks' address"
@@ -49,7 +46,6 @@ TOGGLES = "toggled optimizers"
 
 WITHOUT = {
     RESUME: "no run is resumed by itself; name a snapshot in fit(ckpt_path=)",
-    TREE: "snapshots take the training thread longer",
     LOOPS: "snapshots take the training thread longer",
     SNAPSHOTS: "snapshots are taken in the way of Trainer.save_checkpoint",
     SEAMS: "snapshots are taken before what follows a batch: a resume from them is not exact",
@@ -90,18 +86,6 @@ class Name:
             AttributeError: if it has none.
         """
         return getattr(owner, self.name)
-
-    def of_each(self, owners: Sequence[Any], own: list[dict[str, Any]] | None = None) -> list[Any]:
-        """The value in each of hundreds of owners.
-
-        Args:
-            owners: that have one.
-            own: their ``vars()``, where these are at hand.
-        """
-        if owners:
-            self.of(owners[0])
-        found = under(own, self.name) if own is not None else [None]
-        return found if None not in found else list(map(operator.attrgetter(self.name), owners))
 
     def set(self, owner: Any, value: Any) -> None:
         """Set it in ``owner``."""
@@ -291,10 +275,6 @@ SHOULD_SYNC = "_should"  # of a _Sync, which has it as an argument
 NON_PERSISTENT = Name(HOOKED, "_non_persistent_buffers_set", lambda t: t.lightning_module, set)
 PARAMETERS = Name(HOOKED, "_parameters", lambda t: t.lightning_module, dict)
 BUFFERS = Name(HOOKED, "_buffers", lambda t: t.lightning_module, dict)
-MODULES = Name(TREE, "_modules", lambda t: t.lightning_module, dict)
-BUFFERS_AT_ALL = Name(TREE, "_buffers", lambda t: t.lightning_module, dict)
-PRE_HOOKS = Name(TREE, "_state_dict_pre_hooks", lambda t: t.lightning_module, dict)
-POST_HOOKS = Name(TREE, "_state_dict_hooks", lambda t: t.lightning_module, dict)
 COMM_HOOKS = Name(BUCKETS, "_comm_hooks", _ddp)
 REDUCER = Name(BUCKETS, "reducer", _ddp)
 SHARES_BUFFERS = Name(SHARING, "require_forward_param_sync", _ddp, bool)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Collection, Iterable, Iterator
-from itertools import chain, compress, count, islice
+from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
@@ -26,10 +24,8 @@ from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.flat import INSTEAD, Flat, Kinds
 from lightning_spot.exact.optimizer_states import keep_dtypes
 from lightning_spot.exact.parameter_names import clean, names_of
-from lightning_spot.exact.tree import state_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Image
-from lightning_spot.image.rows import each_of, identities, kinds_of, which_train
 from lightning_spot.image.shards import ShardedTensor
 from lightning_spot.sharded.items import EXTRA, EXTRA_SUFFIX, is_extra
 from lightning_spot.sharded.metadata import dtype_of
@@ -83,10 +79,6 @@ class Holder(Protocol):
         """The saved state of an optimizer, as this rank has it, by the numbers of its parameters."""
 
 
-_known: WeakKeyDictionary[Module, tuple[Any, dict[int, str]]] = WeakKeyDictionary()
-"""Of models: keys and identities in their state, and the names of their parameters as :func:`names_of` found them."""
-
-
 class Dtensors:
     """How ``ModelParallelStrategy`` holds a model: its parameters are DTensors.
 
@@ -115,24 +107,14 @@ class Dtensors:
 
     def model_state(self) -> State:
         """See :class:`Holder`; its own tensors, since to detach a DTensor takes 0.1 ms."""
-        if (state := state_of(self._module)) is None:
-            state = {clean(name): value for name, value in self._module.state_dict(keep_vars=True).items()}
-        values = list(state.values())
-        form, (known, names) = (list(state), identities(values)), _known.get(self._module, (None, {}))
-        if known != form:
-            names = names_of(self._module)
-            # Of parameters that are not in the state nobody would see that they are others.
-            _known[self._module] = (form if names.keys() <= set(map(id, values)) else None, names)
-        self._names = names
+        state = {clean(name): value for name, value in self._module.state_dict(keep_vars=True).items()}
+        self._names = names_of(self._module)
         return state
 
     def frozen(self, state: State) -> list[torch.Tensor]:
         """See :class:`Holder`; to ask the modules takes ten times as long."""
-        values = list(state[self.key].values())
-        if not all(issubclass(kind, torch.Tensor) for kind in kinds_of(values)):  # a module's extra state is any value
-            values = [value for value in values if isinstance(value, torch.Tensor)]
-        others = compress(values, map(operator.not_, each_of(which_train(values))))
-        return [value for value in others if isinstance(value, torch.nn.Parameter)]
+        values = state[self.key].values()
+        return [value for value in values if isinstance(value, torch.nn.Parameter) and not value.requires_grad]
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
         """See :class:`Holder`."""
