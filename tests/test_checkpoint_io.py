@@ -391,7 +391,7 @@ def test_that_training_goes_on_is_known_whoever_saves(tmp_path: Path) -> None:
         assert saving.found == [True] * 3
         saving.found.clear()
         for name in ("one.ckpt", "two.ckpt"):
-            plugin.save_checkpoint(checkpoint_of(run, lambda _, do: do()), tmp_path / name)
+            plugin.save_checkpoint(checkpoint_of(run), tmp_path / name)
             assert (tmp_path / name).exists()
             assert not plugin._writers
 

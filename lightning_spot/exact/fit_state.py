@@ -158,7 +158,7 @@ class FitState(PerTrainer):
         trainer, run = self._trainer, self._switches.run
         self._order.stepped(trainer)
         # It calls the user's hooks, and ranks that share an optimizer's state wait for each other in it.
-        checkpoint = run(private.SNAPSHOTS, lambda: checkpoint_of(trainer, run), (AttributeError, TypeError))
+        checkpoint = run(private.SNAPSHOTS, lambda: checkpoint_of(trainer), (AttributeError, TypeError))
         checkpoint = checkpoint or checkpoint_through_save(trainer)
         self._say_left_out(leave_out_callbacks(checkpoint))
         run(private.PRUNING, lambda: pruned.as_it_acts(trainer, checkpoint))

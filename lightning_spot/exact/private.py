@@ -26,7 +26,6 @@ RESUME = "the resume"
 SNAPSHOTS = "Lightning's checkpoint for a snapshot"
 SEAMS = "the ends of batches"
 PROGRESS = "the loops' progress"
-LOOPS = "the states of loops"
 LOGGED = "logged values"
 METRICS = "metric states"
 LOADERS = "the position in the data"
@@ -46,7 +45,6 @@ TOGGLES = "toggled optimizers"
 
 WITHOUT = {
     RESUME: "no run is resumed by itself; name a snapshot in fit(ckpt_path=)",
-    LOOPS: "snapshots take the training thread longer",
     SNAPSHOTS: "snapshots are taken in the way of Trainer.save_checkpoint",
     SEAMS: "snapshots are taken before what follows a batch: a resume from them is not exact",
     SIGNALS: "with several ranks, a signal to one of them may hang the others",
@@ -198,11 +196,6 @@ def _of_results(trainer: pl.Trainer) -> Any:
     return namespaces.of(trainer, RESULT_MODULE)
 
 
-def loops_of(trainer: pl.Trainer) -> Any:
-    """The module with the base class of loops; it has that of their counters, too."""
-    return namespaces.of(trainer, "loops.loop")
-
-
 # -- the trainer and its connectors -----------------------------------------------------------------------------------
 
 DUMPING_CONNECTOR = Name(SNAPSHOTS, "_checkpoint_connector", _trainer)
@@ -232,10 +225,6 @@ BATCH_PROGRESS = Name(PROGRESS, "batch_progress", _epoch_loop)
 VAL_BATCH_PROGRESS = Name(PROGRESS, "batch_progress", _val_loop)
 BATCHES_THAT_STEPPED = Name(LOGGERS, "_batches_that_stepped", _epoch_loop, int)
 
-LOOPS_CONNECTOR = Name(LOOPS, "_checkpoint_connector", _trainer)
-LOOP_STATES = Name(LOOPS, "_get_loops_state_dict", lambda t: LOOPS_CONNECTOR.of(t), Callable)
-LOOP = Name(LOOPS, "_Loop", loops_of, type)
-PROGRESS_OF_LOOP = Name(LOOPS, "_BaseProgress", loops_of, type)
 
 # -- loaders ----------------------------------------------------------------------------------------------------------
 
