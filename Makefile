@@ -14,7 +14,7 @@ OLDEST_TESTS := tests/test_exact.py tests/test_exact_guards.py tests/test_exact_
 	tests/test_loggers.py tests/test_namespaces.py tests/test_private.py tests/test_second_fit.py
 
 # Compiled when the package is installed, where there is a compiler.
-COMPILED := lightning_spot/staging/_past_caches.c lightning_spot/image/_rows.c
+COMPILED := lightning_spot/staging/_past_caches.c
 
 # Where `make stores` installs servers that are no AWS, and the libraries for them, apart from what development needs.
 STORES ?= .stores

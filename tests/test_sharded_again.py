@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lightning_spot.capture.contents import Unchanged
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.errors import NotSerialisable
-from lightning_spot.image import rows
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.shards import Path
 from lightning_spot.sharded import layout, plan
@@ -174,13 +173,8 @@ CHANGES: list[Callable[[Any], None]] = [
 ]
 
 
-@pytest.mark.parametrize("asks", ["C", "torch"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_whatever_changes_it_is_what_who_sees_it_for_the_first_time_lays_out(
-    change: Callable[[Any], None], asks: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if asks == "torch":
-        monkeypatch.setattr(rows, "_compiled", None)
+def test_whatever_changes_it_is_what_who_sees_it_for_the_first_time_lays_out(change: Callable[[Any], None]) -> None:
     with as_rank(0, (2,)) as mesh:
         state = on_rank(new_state(), mesh)
         layouter = ShardedLayouter(0, 2)
@@ -307,13 +301,8 @@ def test_another_storage_at_the_same_address_is_another() -> None:
                 assert all(piece.named is not None and piece.named.is_of(piece.storage) for piece in pieces)
 
 
-@pytest.mark.parametrize("asks", ["C", "torch"])
-def test_other_memory_around_the_same_address_is_read_where_the_tensor_is(
-    asks: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_memory_around_the_same_address_is_read_where_the_tensor_is() -> None:
     """As parameters that are put into one buffer come to lie: the bytes before them were taken for theirs."""
-    if asks == "torch":
-        monkeypatch.setattr(rows, "_compiled", None)
     memory = np.arange(48, dtype=np.float32)
     weight = torch.from_numpy(memory[16:32])
     state = {"weight": weight, "other": torch.ones(3)}

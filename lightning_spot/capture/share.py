@@ -21,7 +21,6 @@ from lightning_spot.image.layout import Layout
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece
 from lightning_spot.image.portion import Portion
-from lightning_spot.image.rows import said_of
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.staging.copier import Copier, Watches
 from lightning_spot.staging.samples import Samples
@@ -206,4 +205,4 @@ class ShareWriter(Follower[_Share | SpotError]):
                 watched += [tensor for tensor in owned[index] if not tensor.is_inference()]
                 versions += what.versions[index]
         self._named = named
-        return pieces, Watches(watched, said_of(versions), what.samples)
+        return pieces, Watches(watched, versions, what.samples)

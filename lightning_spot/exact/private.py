@@ -225,7 +225,6 @@ BATCH_PROGRESS = Name(PROGRESS, "batch_progress", _epoch_loop)
 VAL_BATCH_PROGRESS = Name(PROGRESS, "batch_progress", _val_loop)
 BATCHES_THAT_STEPPED = Name(LOGGERS, "_batches_that_stepped", _epoch_loop, int)
 
-
 # -- loaders ----------------------------------------------------------------------------------------------------------
 
 PROCESS_DATALOADER = Name(LOADERS, "process_dataloader", lambda t: t.strategy, Callable)

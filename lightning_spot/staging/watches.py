@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Iterable, Sequence
 
 import torch
 
-from lightning_spot.image.rows import each_of, versions_of
 from lightning_spot.staging.samples import Samples
 
 
@@ -17,7 +14,7 @@ class Watches:
 
     Args:
         tensors: the tensors.
-        versions: their version counters when the copy was ordered, as :func:`versions_of` them.
+        versions: their version counters when the copy was ordered.
         samples: some of their bytes at that time; ``None`` where the copy begins at once, and notes them.
 
     Attributes:
@@ -27,29 +24,21 @@ class Watches:
     __slots__ = ("_tensors", "_versions", "samples")
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor] = (), versions: object = None, samples: Samples | None = None
+        self, tensors: Sequence[torch.Tensor] = (), versions: Sequence[int] = (), samples: Samples | None = None
     ) -> None:
         self._tensors, self.samples = list(tensors), samples
-        self._versions = versions if versions is not None else versions_of([])
+        self._versions = list(versions)
 
     def __len__(self) -> int:
         return len(self._tensors)
 
     def changed(self) -> list[torch.Tensor]:
         """Those that were written to since."""
-        versions = versions_of(self._tensors)
-        if versions == self._versions:  # so it is nearly always, and there may be thousands
-            return []
-        pairs = zip(each_of(versions), each_of(self._versions), strict=True)
-        return list(itertools.compress(self._tensors, itertools.starmap(operator.ne, pairs)))
+        pairs = zip(self._tensors, self._versions, strict=True)
+        return [tensor for tensor, version in pairs if tensor._version != version]
 
 
 def watch(tensors: Iterable[torch.Tensor], samples: Samples | None = None) -> Watches:
     """Note the version counters of ``tensors``. Inference tensors have none and are left out: nothing tracks them."""
-    watched = list(tensors)
-    try:
-        versions = versions_of(watched)
-    except RuntimeError:  # to ask each of them first takes longer than all else
-        watched = [tensor for tensor in watched if not tensor.is_inference()]
-        versions = versions_of(watched)
-    return Watches(watched, versions, samples)
+    watched = [tensor for tensor in tensors if not tensor.is_inference()]
+    return Watches(watched, [tensor._version for tensor in watched], samples)
