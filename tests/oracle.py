@@ -90,7 +90,9 @@ def check_checkpoint(file: IO[bytes], step: int) -> None:
     import torch
 
     with zipfile.ZipFile(file) as archive:
-        assert archive.testzip() is None
+        for record in archive.infolist():
+            if "/data/" not in record.filename:  # tensors' bytes have no CRC
+                archive.read(record)
     file.seek(0)
     checkpoint = torch.load(file, weights_only=True)
     assert checkpoint["global_step"] == step
@@ -160,12 +162,8 @@ STEPS = len(SIZES)
 
 @functools.cache
 def image_of(step: int) -> bytes:
-    """A small archive, like a checkpoint file, with content that no other step has."""
-    nbytes = SIZES[step - 1] if step <= STEPS else SMALL
-    with io.BytesIO() as file:
-        with zipfile.ZipFile(file, "w") as archive:
-            archive.writestr(zipfile.ZipInfo("model/data/0"), bytes([step]) * nbytes)
-        return file.getvalue()
+    """A small file with content that no other step has."""
+    return bytes([step]) * (SIZES[step - 1] if step <= STEPS else SMALL)
 
 
 def manifest_of(step: int, attempt: int = 1) -> Manifest:

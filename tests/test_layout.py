@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import subprocess
+import sys
 import warnings
 import zipfile
 import zlib
@@ -21,9 +22,8 @@ from hypothesis import strategies as st
 from lightning_spot.capture.outline import Outliner
 from lightning_spot.image import layout as layout_module
 from lightning_spot.image import pickling
-from lightning_spot.image.archive import read_entries
 from lightning_spot.image.layout import Layout, Layouter, filled, lay_out
-from tests.filled import fill
+from tests.filled import check_archive, fill
 
 
 def loaded(image: bytes | bytearray, **how: Any) -> Any:
@@ -77,8 +77,8 @@ def assert_like_torch(layouter: Layouter, state: Any) -> Layout:
     """The file of a state loads to what the file of ``torch.save`` loads to."""
     layout = layouter.lay_out(state)
     image = fill(layout)
-    assert zipfile.ZipFile(io.BytesIO(image)).testzip() is None
-    assert all(entry.offset % 64 == 0 for entry in read_entries(image))
+    check_archive(image)
+    assert all(piece.offset % 64 == 0 for piece in layout.pieces)
     ours, theirs = loaded(image, weights_only=False), loaded(saved(state), weights_only=False)
     keep = (ours, theirs)  # so that no address is used twice
     assert shape_of(ours, {}) == shape_of(theirs, {})
@@ -165,8 +165,20 @@ def test_a_file_is_read_without_this_package(tmp_path: Path) -> None:
         assert torch.equal(found["w"], state["w"])
         assert torch.equal(found["b"], state["b"])
     assert torch.load(path, weights_only=True, map_location="meta")["w"].shape == (1000,)
-    tested = subprocess.run(["unzip", "-tq", str(path)], capture_output=True, text=True, check=False)
-    assert tested.returncode == 0, tested.stdout
+    check_archive(path)
+
+
+def test_storages_have_the_crc_of_torch_without_crcs_and_all_else_has_its_own() -> None:
+    state = {"w": torch.ones(3)}
+    torch.serialization.set_crc32_options(False)
+    try:
+        theirs = saved(state)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with zipfile.ZipFile(io.BytesIO(fill(lay_out(state)))) as ours, zipfile.ZipFile(io.BytesIO(theirs)) as plain:
+        assert ours.getinfo("model/data/0").CRC == plain.getinfo("archive/data/0").CRC == 0
+        for record in ours.infolist():
+            assert record.filename == "model/data/0" or zlib.crc32(ours.read(record)) == record.CRC
 
 
 def test_torch_computes_no_places_of_its_own(tmp_path: Path) -> None:
@@ -341,15 +353,12 @@ def test_a_file_above_4_gib(tmp_path: Path) -> None:
             file.write(data)
         file.seek(layout.pieces[1].offset)
         file.write(behind.numpy().tobytes())
-        for place in layout.pieces[1].crc_at:
-            file.seek(place)
-            file.write(zlib.crc32(behind.numpy().tobytes()).to_bytes(4, "little"))
     found = torch.load(path, weights_only=True, mmap=True)
     assert found["large"].shape == large.shape
     assert torch.equal(found["behind"], behind)
     with zipfile.ZipFile(path) as archive:
         sizes = {info.filename: info.file_size for info in archive.infolist()}
-        assert archive.read("model/data/1") == behind.numpy().tobytes()
+        assert archive.read("model/byteorder") == sys.byteorder.encode()
     assert sizes["model/data/0"] == 2**32 + 100
     listed = subprocess.run(["unzip", "-Zt", str(path)], capture_output=True, text=True, check=False)
     assert listed.returncode == 0, listed.stdout

@@ -154,7 +154,7 @@ class Unchanged:
         same: list[Unchecked] = []
         are_far = which if which is not None else itertools.repeat(False)
         for piece, is_far in zip(layout.pieces, are_far, strict=False) if owners else ():
-            storage, offset, nbytes, _, named, start = piece
+            storage, offset, nbytes, named, start = piece
             tensors = owners.get(storage.data_ptr())
             if named is None or tensors is None or (is_far and not may_leave_out(nbytes, tensors)):
                 copied.append(piece)

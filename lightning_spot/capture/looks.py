@@ -48,7 +48,7 @@ class Look(NamedTuple):
     def source(self) -> Piece:
         """They, to be copied to their place in the scratch memory."""
         piece = self.item.piece
-        return piece._replace(offset=self.at, start=piece.start + self.item.start, nbytes=self.nbytes, crc_at=())
+        return piece._replace(offset=self.at, start=piece.start + self.item.start, nbytes=self.nbytes)
 
     @property
     def is_unwritten(self) -> bool:

@@ -78,7 +78,7 @@ class _LeftOut(NamedTuple):
     def item(self) -> Unchecked:
         """All of it."""
         offset, start, nbytes = self.place
-        piece = Piece(self._storage, offset, nbytes, (), self.named, start)
+        piece = Piece(self._storage, offset, nbytes, self.named, start)
         return Unchecked(piece, self.tensors, self.owner, self.mark, 0, nbytes)
 
     @property

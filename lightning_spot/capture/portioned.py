@@ -9,7 +9,6 @@ from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, FileSpan
 from lightning_spot.image.layout import Entry, Layout
 from lightning_spot.image.notes import Own
 from lightning_spot.image.portion import Portion, Portions, joined
-from lightning_spot.image.written import in_order
 from lightning_spot.sharded.places import Places, aligned, state_file, tensors_file
 
 
@@ -32,16 +31,14 @@ def portions_of(files: Sequence[FileSpan], hosts: Sequence[Sequence[int]]) -> Po
 
 
 def own_of(places: Places, ranks: Sequence[int]) -> Own:
-    """What one host writes by itself, as far as its size is fixed, and which of its archives are filled in place.
+    """What one host writes by itself, as far as its size is fixed.
 
     Args:
         places: in the image.
         ranks: of the host.
     """
     names = {name for rank in ranks for name in (tensors_file(rank), state_file(rank))}
-    filled = (placed for rank in ranks for placed in places.by_rank[rank] if placed.form.data_nbytes)
-    archives = in_order((placed.offset, placed.form.nbytes) for placed in filled)
-    return Own(tuple(file for file in places.files if file.name in names), archives)
+    return Own(tuple(file for file in places.files if file.name in names))
 
 
 def fitting(layout: Layout, nbytes: int) -> Layout:
@@ -86,5 +83,5 @@ class Portioned:
             kept = before if before is not None and before[0] is entry else (entry, (place(at), data))
             self._frame[at] = kept
             frame.append(kept[1])
-        pieces = tuple([piece._replace(offset=place(piece.offset), crc_at=()) for piece in layout.pieces])
+        pieces = tuple([piece._replace(offset=place(piece.offset)) for piece in layout.pieces])
         return Layout(self._portion.nbytes, tuple(frame), pieces)

@@ -198,7 +198,7 @@ class ShareWriter(Follower[_Share | SpotError]):
             named[index] = known
             place = split.places[index] + start
             at = portion.place(place) if portion is not None else place
-            pieces.append(Piece(storage, at, nbytes, (), known, start))
+            pieces.append(Piece(storage, at, nbytes, known, start))
             if storage.data_ptr() in what.copies:
                 self._unchanged.distrusted.add(known)  # its count may be that of a later write
             else:

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 _OURS = frozenset(
     (
         *("lightning_spot", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"),
-        *("torch", "torchmetrics", "numpy", "xxhash", "zlib_ng", "backports", "rich"),
+        *("torch", "torchmetrics", "numpy", "xxhash", "backports", "rich"),
         *("aiohttp", "yarl", "multidict", "fsspec", "s3fs", "aiobotocore", "botocore", "gcsfs", "adlfs", "ossfs"),
     )
 )

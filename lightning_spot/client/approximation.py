@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 from lightning_spot.client.part_encoder import WORTH, OutgoingPart, Part, PartEncoder
 from lightning_spot.config import format_bytes
-from lightning_spot.image.archive import read_entries
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.floats import WIDTHS, Floats
 from lightning_spot.image.manifest import Manifest
@@ -33,7 +32,6 @@ logger = logging.getLogger(__name__)
 EXACT_EVERY = 10
 """One in so many snapshots is sent exactly: a full base."""
 
-_CRC_BYTES = 4
 _WEIGHT = 0.3  # of the newest measurement
 
 Range = tuple[int, int]
@@ -141,9 +139,6 @@ class Approximation:
         sealing = Sealing(exact.inexact(), memory[:nbytes])
         sealed = sealing.run(sealing_threads())
         sealing.commit(sealed)
-        for place in (place for record in read_entries(memory[:nbytes]) for place in record.crc_at):
-            for start, stop in parts[place // exact.part_bytes : -(-(place + _CRC_BYTES) // exact.part_bytes)]:
-                changes[start].ranges.append((max(place, start) - start, min(place + _CRC_BYTES, stop) - start))
         for change in changes.values():
             change.ranges[:] = _merged(change.ranges)
         self._manifest = sealed

@@ -16,7 +16,6 @@ class Piece(NamedTuple):
         storage: bytes to copy; on any device. Keeping the piece keeps the storage alive.
         offset: first byte in the file.
         nbytes: length in bytes.
-        crc_at: places in the file of the 4-byte little-endian CRC-32 fields that describe it.
         named: tells the storage from all others, also those that came before it or will come after.
         start: first byte in the storage.
     """
@@ -24,7 +23,6 @@ class Piece(NamedTuple):
     storage: torch.UntypedStorage
     offset: int
     nbytes: int
-    crc_at: tuple[int, ...] = ()
     named: Named | None = None
     start: int = 0
 
@@ -32,4 +30,4 @@ class Piece(NamedTuple):
         """Some bytes of it, from byte ``start`` on."""
         if (start, nbytes) == (0, self.nbytes):
             return self
-        return self._replace(offset=self.offset + start, start=self.start + start, nbytes=nbytes, crc_at=())
+        return self._replace(offset=self.offset + start, start=self.start + start, nbytes=nbytes)

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported, SettingsError, TierError
+from lightning_spot.errors import CorruptSnapshot, SettingsError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing, sealing_threads
 from lightning_spot.memory.runs import RunInfo, key_of
@@ -244,7 +244,7 @@ class SlotArea:
             slot.whole, slot.brings = bool(record.get("whole")), bool(record.get("brings"))
             slot.overtaken = bool(record.get("overtaken"))
             slot.sequence, slot.generation = int(record["sequence"]), 1
-        except (FileNotFoundError, ValueError, KeyError, TypeError, CorruptSnapshot, LayoutUnsupported) as error:
+        except (FileNotFoundError, ValueError, KeyError, TypeError, CorruptSnapshot) as error:
             logger.warning("a slot left by an earlier node is dropped: %s", error)
             if slot.memory is not None:
                 slot.memory.close()

@@ -57,7 +57,7 @@ class Commits:
         *,
         followed: bool = False,
     ) -> Manifest:
-        """Commit a slot that was filled on this host: write the zip's CRCs, checksum every part, commit.
+        """Commit a slot that was filled on this host: checksum every part, commit.
 
         Its parts go on to the next node as they are sealed. Where several ranks fill it, all are waited for first.
         One that another one is to follow, and that no tier takes now, is committed unsealed.
@@ -103,7 +103,7 @@ class Commits:
         sealing = Sealing(replace(manifest, checksums=()), upload.slot.view(manifest.nbytes), before)
         try:
             if upload.is_gathered:
-                upload.slot.sent_crcs = gather(upload, manifest)
+                gather(upload, manifest)
             if not manifest.is_file:
                 self._uploads.offer(upload.slot, sealing)
             began_s = time.monotonic()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported, SnapshotNotFound
+from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing, sealing_threads
 from lightning_spot.memory.ring import Ring
@@ -110,7 +110,7 @@ class Unsealed:
             try:
                 sealed = Sealing(replace(manifest, checksums=()), slot.view(manifest.nbytes)).run(sealing_threads())
             except Exception as error:  # whatever it is: nothing unsealed may be read, nor waited for for ever
-                is_damaged = isinstance(error, (CorruptSnapshot, LayoutUnsupported))
+                is_damaged = isinstance(error, CorruptSnapshot)
                 if pause_s is None or is_damaged:
                     told = "snapshot %s cannot be sealed. It is dropped: %s"
                     logger.error(told, manifest.name, error, exc_info=not is_damaged)

@@ -39,8 +39,7 @@ class Source:
     def __init__(self, path: Path, placed: Placed, numbers: Iterator[int]) -> None:
         self._path, self._numbers = path, numbers
         self._chunk, self.sizes = placed.chunk, torch.Size(placed.chunk.sizes)
-        crc_at = tuple(placed.offset + at for at in placed.form.crc_at)
-        self._place: Any = (placed.offset + placed.form.data, placed.form.data_nbytes, crc_at, None, 0)
+        self._place: Any = (placed.offset + placed.form.data, placed.form.data_nbytes, None, 0)
         self.address = 0
         self.local: Callable[[], torch.Tensor | None] = lambda: None
         self._named: Named | None = None
@@ -79,7 +78,7 @@ class Source:
         if self._named is None or not self._named.is_of(storage):
             self._named = Named(next(self._numbers), storage)
         start = int(local.storage_offset()) * local.element_size()
-        self._place = (*self._place[:3], self._named, start)
+        self._place = (*self._place[:2], self._named, start)
         self.local, self.address = weakref.ref(local), local.data_ptr()
         return local
 
