@@ -129,7 +129,6 @@ class Bench:
         assert area is not None
         self.node.routes.close()
         self.node.flusher.close()
-        self.node._unsealed.close()
         area._lock_file.close()
 
     def close(self) -> None:

@@ -28,7 +28,6 @@ from typing import Any, BinaryIO
 
 from lightning_spot.errors import CorruptSnapshot, SettingsError, TierError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.sealing import Sealing, sealing_threads
 from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.slots import Slot, SlotState, file_order
 from lightning_spot.protocol.ownership import OwnDirectory, make_directory, open_file, own_directories, read_file
@@ -134,7 +133,7 @@ class SlotArea:
                 logger.warning("%s is left out: %s", directory.path / path.name, error)
 
     def adopt(self) -> list[Slot]:
-        """Slots that earlier nodes committed, checked byte by byte (or sealed); whatever else is here is removed.
+        """Slots that earlier nodes committed, checked byte by byte; whatever else is here is removed.
 
         Those in the directories beside this one, which nobody holds any more, are brought here first.
 
@@ -235,9 +234,7 @@ class SlotArea:
             if manifest.nbytes > slot.capacity:
                 raise CorruptSnapshot(f"{where} is shorter than its manifest says")
             with slot.view(manifest.nbytes) as view:
-                if manifest.is_sealed:
-                    manifest.verify(view, where)
-                sealed = manifest if manifest.is_sealed else Sealing(manifest, view).run(sealing_threads())
+                manifest.verify(view, where)
             slot.places = tuple(record["places"]) if record["places"] is not None else None
             slot.safe, slot.refused = list(record["safe"]), list(record["refused"])
             slot.settled, slot.given = bool(record.get("settled")), bool(record.get("given"))
@@ -254,9 +251,7 @@ class SlotArea:
                 slot.memory.path = None  # it stays where it is
                 slot.memory.close()
             raise
-        slot.manifest, slot.run, slot.state = sealed, key_of(manifest), SlotState.COMMITTED
-        if not manifest.is_sealed:  # that node was killed before anybody needed the checksums
-            self.record(slot)
+        slot.manifest, slot.run, slot.state = manifest, key_of(manifest), SlotState.COMMITTED
         logger.info("took over snapshot %s of run %s from an earlier node", manifest.name, manifest.run)
         return slot
 

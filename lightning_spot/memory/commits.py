@@ -32,7 +32,6 @@ class Commits:
         ring: holds what is committed.
         registry: tells who may write.
         committed: called with each snapshot that was committed.
-        wants: whether a tier takes a run's newest snapshot (its key is given) as soon as that is there.
     """
 
     def __init__(
@@ -41,10 +40,9 @@ class Commits:
         ring: Ring,
         registry: Registry,
         committed: Callable[[str, Manifest], None],
-        wants: Callable[[str], bool],
     ) -> None:
         self._uploads, self._ring, self._registry = uploads, ring, registry
-        self._committed, self._wants = committed, wants
+        self._committed = committed
         self._lock = registry.lock
 
     def seal(
@@ -60,7 +58,6 @@ class Commits:
         """Commit a slot that was filled on this host: checksum every part, commit.
 
         Its parts go on to the next node as they are sealed. Where several ranks fill it, all are waited for first.
-        One that another one is to follow, and that no tier takes now, is committed unsealed.
 
         Args:
             upload_id: the lease.
@@ -68,10 +65,10 @@ class Commits:
             destinations: URLs of the directories that a user's file goes to, instead of the run's tiers.
             floats: where in it numbers lie that may be approximated on their way to a node behind.
             written: what was written since the slot was filled as :attr:`Upload.held`, ``None`` for all.
-            followed: whether another snapshot is to follow in a moment, see ``unsealed``.
+            followed: whether another snapshot is to follow within :data:`~lightning_spot.memory.work.FOLLOWED_S`.
 
         Returns:
-            the manifest; without checksums if it is not sealed yet.
+            the sealed manifest.
 
         Raises:
             ShareMissing: if a rank's bytes are not there in the end; the slot is freed.
@@ -92,14 +89,6 @@ class Commits:
             upload.sealing, upload.slot.floats = True, floats
         # The view lives as long as the sealing: who sends its parts on may be at it when this call is done.
         before = upload.before(manifest, written)
-        followed = followed and not (manifest.complete or manifest.is_file or upload.joint is not None)
-        if followed and before is None and not self._wants(upload.run):  # what is sealed in part costs next to nothing
-            try:
-                return self._commit(upload, replace(manifest, checksums=()), None, followed=True)
-            finally:
-                with self._lock:
-                    upload.sealing = False
-                    self._uploads.free_if_given_up(upload)
         sealing = Sealing(replace(manifest, checksums=()), upload.slot.view(manifest.nbytes), before)
         try:
             if upload.is_gathered:

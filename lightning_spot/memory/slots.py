@@ -102,7 +102,7 @@ class Slot:
         portion: the ranges of a snapshot at a memory node that the memory holds; all else in it is something else.
         given: whether other processes look at its memory for as long as they like: nothing is written to that any more.
         spare: whether it is made ready before anybody needs it: who does waits for it, and makes no other.
-        followed: whether another snapshot is to follow in a moment.
+        followed: whether another snapshot was to follow in a moment when this one was committed.
         committed_s: when the snapshot was committed (monotonic).
     """
 
@@ -141,11 +141,6 @@ class Slot:
     def takes(self, nbytes: int) -> bool:
         """Whether a snapshot of ``nbytes`` can be written to its memory."""
         return self.capacity >= nbytes and not self.given
-
-    @property
-    def unsealed(self) -> bool:
-        """Whether it holds a snapshot that has no checksums yet: nobody may read it."""
-        return self.manifest is not None and not self.manifest.is_sealed
 
     @property
     def capacity(self) -> int:

@@ -123,7 +123,7 @@ class SlotTable:
             return sorted(found, key=lambda slot: slot.sequence, reverse=True)
 
     def readable(self, run: str, name: str | None = None) -> list[tuple[Slot, Manifest]]:
-        """What anybody may read of a run: what is committed and sealed, newest first. Nothing else has checksums.
+        """What anybody may read of a run: what is committed, newest first.
 
         Args:
             run: key of the run.
@@ -133,7 +133,7 @@ class SlotTable:
             return [
                 (slot, slot.manifest)
                 for slot in self.committed(run)
-                if slot.manifest is not None and not slot.unsealed and name in (None, slot.manifest.name)
+                if slot.manifest is not None and name in (None, slot.manifest.name)
             ]
 
     def find(self, run: str, name: str) -> Slot | None:

@@ -152,8 +152,6 @@ class Upload:
         self.slot.seals += 1
         if written is None or not self.held or was is None or self.joint is not None:
             return None
-        if not was.is_sealed:
-            return None
         if was.part_bytes != manifest.part_bytes:
             return None
         whole = min(was.nbytes, manifest.nbytes) // manifest.part_bytes

@@ -158,11 +158,8 @@ class DescriptorChannel:
                 os.close(fd)
 
     def _find(self, run: str, name: str, pins: ExitStack) -> tuple[Slot, Manifest] | None:
-        """The snapshot or file of a name, sealed if it was not, and pinned until the connection closes."""
+        """The snapshot or file of a name, pinned until the connection closes."""
         ring = self._node.ring
-        held = ring.find(run, name)
-        if held is not None and held.unsealed:
-            self._node.seal_committed(run)
         for slot, manifest in ring.readable(run, name):
             with suppress(SnapshotNotFound):  # it has just left
                 pins.enter_context(ring.reading(slot, manifest))

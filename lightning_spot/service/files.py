@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ from lightning_spot.memory.slots import Slot
 from lightning_spot.protocol.wire import DIGEST_HEADER, LONGEST_DIGESTED_BYTES, WANT_DIGEST_HEADER
 from lightning_spot.service.below import Below, Entry, open_below
 from lightning_spot.service.fields import json_body
-from lightning_spot.service.sealed import have_sealed
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +46,6 @@ class Files:
         """Every file of a run, at whichever tier."""
         text = request.match_info["run"]
         key, directory = self._node.registry.key(text), self._directory(text)
-        await have_sealed(self._node, key)
         in_memory = self._in_memory(key)  # before what is below: what moves there meanwhile is seen at one of the two
         entries = {} if directory is None else await asyncio.to_thread(self._below, directory, key)
         known = bool(entries) or key in self._node.registry.runs
@@ -157,9 +154,6 @@ class Files:
     async def _find(self, text: str, path: str) -> tuple[Slot | None, Manifest, Below | None]:
         """What a path names, in memory or below."""
         key, directory = self._node.registry.key(text), self._directory(text)
-        with contextlib.suppress(SnapshotNotFound):
-            return *resolve(self._node.ring, key, path), None  # for this one, no other is sealed
-        await have_sealed(self._node, key)
         try:
             return *resolve(self._node.ring, key, path), None
         except SnapshotNotFound as error:

@@ -25,7 +25,6 @@ from lightning_spot.service.fields import (
     texts,
 )
 from lightning_spot.service.quotas import client_of
-from lightning_spot.service.sealed import have_sealed
 from lightning_spot.tiers.filesystem import forget_sessions
 from lightning_spot.untrusted import LONGEST_NAME
 
@@ -119,14 +118,9 @@ class RunRequests:
         return web.json_response({})
 
     async def snapshots(self, request: web.Request) -> web.Response:
-        """The attempt that writes, what is in memory, what a tier has refused.
-
-        What is not sealed yet is sealed first; with ``as_is`` in the body it is left out, and nobody waits.
-        """
+        """The attempt that writes, what is in memory, what a tier has refused."""
         run = request.match_info["run"]
         key = self._node.registry.key(run)
-        if (await json_body(request)).get("as_is") is not True:
-            await have_sealed(self._node, key)
         listed = [
             {"manifest": manifest.to_dict(), "dirty": slot.dirty, "safe": slot.safe}
             for slot, manifest in self._node.ring.readable(key)
