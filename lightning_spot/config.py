@@ -17,7 +17,7 @@ from pathlib import Path
 
 from lightning_spot.errors import SettingsError
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Version of the HTTP protocol between trainers and nodes; both ends must agree."""
 
 MANIFEST_VERSION = 4

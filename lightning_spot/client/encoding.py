@@ -26,7 +26,6 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from lightning_spot.config import format_bytes
-from lightning_spot.image.archive import read_entries
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.floats import WIDTHS, Floats
 from lightning_spot.image.manifest import Manifest
@@ -59,7 +58,6 @@ WORTH = 7 / 8
 EXACT_EVERY = 10
 """One in so many snapshots is sent exactly: a full base."""
 
-_CRC_BYTES = 4
 _WEIGHT = 0.3  # of the newest measurement
 
 Range = tuple[int, int]
@@ -386,9 +384,6 @@ class Approximation:
         sealing = Sealing(exact.inexact(), memory[:nbytes])
         sealed = sealing.run(sealing_threads())
         sealing.commit(sealed)
-        for place in (place for record in read_entries(memory[:nbytes]) for place in record.crc_at):
-            for start, stop in parts[place // exact.part_bytes : -(-(place + _CRC_BYTES) // exact.part_bytes)]:
-                changes[start].ranges.append((max(place, start) - start, min(place + _CRC_BYTES, stop) - start))
         for change in changes.values():
             change.ranges[:] = _merged(change.ranges)
         self._manifest = sealed

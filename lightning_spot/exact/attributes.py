@@ -11,7 +11,6 @@ from torch.utils.data import Dataset
 
 from lightning_spot.exact import namespaces, private
 from lightning_spot.exact.further_kinds import MOST_ITEMS, enums_in, is_known_again, named, needs_its_like
-from lightning_spot.exact.glance import Glance
 from lightning_spot.exact.objects import Inside, may_hold_objects
 from lightning_spot.exact.plain_values import (
     MOST_BYTES,
@@ -37,7 +36,6 @@ class Attributes:
 
     Attributes:
         enums: classes of those that the program has made it with, by name.
-        glance: that tells, as long as nothing changes; ``None`` where none would.
         lost: names of what has changed, as ``Class.attribute``, and is not kept.
         has_made_data: whether a data set is among that, of another class than the one in its place before.
     """
@@ -56,7 +54,6 @@ class Attributes:
         held = {} if self._is_torchs else {name: value for name, value in own.items() if may_hold_objects(value)}
         self._inside = {name: seen for name, value in held.items() if (seen := inside.of(value)) is not None}
         self._since: tuple[State, State] | None = None
-        self.glance = Glance.of(part, list(own))
         self.lost: set[str] = set()
         self.has_made_data = False
 
@@ -68,8 +65,6 @@ class Attributes:
             before: names of attributes that count as changed.
             inside: looks into objects.
         """
-        if self.glance is not None and not before and self.glance.is_still_of(part):
-            return {}
         own = self._own(part)
         scalars = _scalars(own)
         changed = {**changed_of(self._scalars, scalars), **those_of(before, scalars)}

@@ -15,20 +15,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import compress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 from torchmetrics import Metric
 
 from lightning_spot.exact import private
 from lightning_spot.exact.attributes import Attributes, State, changed_of, those_of
 from lightning_spot.exact.further_kinds import is_generator
-from lightning_spot.exact.glance import Glances
 from lightning_spot.exact.objects import Inside
 from lightning_spot.exact.plain_values import SCALARS, put
-from lightning_spot.exact.tree import Modules, NamedModule, keys_of
-from lightning_spot.image.rows import Entries, are_of_kinds, kinds_of, values_in, which_train
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -46,6 +43,8 @@ _SETTINGS = (
 )
 _LIMITS = ("max_epochs", "max_steps")
 """Settings that the loops have."""
+
+NamedModule = tuple[str, Module]
 
 
 @dataclass(slots=True)
@@ -105,8 +104,6 @@ class ChangedValues:
         self.lost: set[str] = set()
         self._trains: dict[str, bool] = {}
         self._modules: dict[str, Attributes] = {}
-        self._trained = _Trained(Modules(()))
-        self._glances = _Glanced({})
         self._settings: State = {}
         self._limits: State = {}  # that the program gave
         self._makes_data: set[str] = set()  # modules of which data sets are not as they were when attributes were saved
@@ -115,12 +112,10 @@ class ChangedValues:
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Note how everything is, after all ``on_train_start``: a resumed run calls those, too."""
-        modules = Modules(trainer.lightning_module.named_modules())
+        modules = list(trainer.lightning_module.named_modules())
         self._trains = _trains(modules)
-        self._trained = _Trained(modules)
-        inside = Inside(modules.parts)
+        inside = _inside(modules)
         self._modules = {name: Attributes(part, inside) for name, part in _parts(modules)}
-        self._glances = _Glanced(self._modules)
         self._settings = _settings(trainer)
         self._kinds = _kinds(modules)
 
@@ -131,19 +126,17 @@ class ChangedValues:
             trainer: whose settings may differ.
             modules: all of the trainer's module.
         """
-        before, known, modules = self.before, self._modules, Modules.of(modules)
+        before, known = self.before, self._modules
         attributes = before.attributes
-        parts = _parts(modules) if attributes else self._glances.closer(_parts(modules))
-        changed, inside = {}, Inside(modules.parts)
-        for name, part in parts:
+        changed, inside = {}, _inside(modules)
+        for name, part in _parts(modules):
             if name in known:
                 changed[name] = known[name].changed(part, attributes.get(name, ()), inside)
                 self.lost |= known[name].lost
                 self._makes_data |= {name} if known[name].has_made_data else set()
         settings = _settings(trainer)
-        if list(self._kinds) != modules.names or not are_of_kinds(modules.parts, list(self._kinds.values())):
-            others = _kinds(modules).items() - self._kinds.items()
-            self.lost |= {name for name, _ in others if not issubclass(self._kinds.get(name, object), LazyModuleMixin)}
+        others = _kinds(modules).items() - self._kinds.items()
+        self.lost |= {name for name, _ in others if not issubclass(self._kinds.get(name, object), LazyModuleMixin)}
         for name, values in self._waiting.items():
             changed[name] = {**changed.get(name, {}), **values}
         return {
@@ -155,11 +148,9 @@ class ChangedValues:
             "before": before.saved(),
         }
 
-    def _trains_now(self, modules: Modules) -> dict[str, bool]:
+    def _trains_now(self, modules: Sequence[NamedModule]) -> dict[str, bool]:
         """Which parameters are trained, of those of which it is to be kept."""
         names = self.before.trains
-        if not names and self._trained.are_those_of(modules):
-            return {}
         now = _trains(modules).items()
         return {name: trains for name, trains in now if self._trains.get(name, trains) != trains or name in names}
 
@@ -210,7 +201,7 @@ class ChangedValues:
         self._put(trainer.lightning_module, waiting)
 
     def _put(self, module: pl.LightningModule, attributes: dict[str, State]) -> None:
-        parts = dict(_parts(Modules(module.named_modules())))
+        parts = dict(_parts(module.named_modules()))
         for name, values in attributes.items():
             for attribute, value in values.items():
                 if name in parts:
@@ -247,72 +238,6 @@ class ChangedValues:
                     put(parts[name], attribute, value, trainer.lightning_module.device, self._enums(name))
 
 
-class _Trained:
-    """Which parameters are trained, in a row.
-
-    Args:
-        modules: that have them.
-    """
-
-    def __init__(self, modules: Modules) -> None:
-        tables = self._tables(modules)
-        self._names = modules.names
-        self._entries, self._form = Entries(tables), self._form_of(tables)
-        self._trains = which_train(list(compress(values_in(tables), self._form.is_there)))
-
-    def are_those_of(self, modules: Modules) -> bool:
-        """Whether the same are, in modules of the same names."""
-        if modules.names != self._names:
-            return False
-        tables = self._tables(modules)
-        if not self._entries.are_in(tables):
-            if self._form_of(tables) != self._form:
-                return False
-            self._entries = Entries(tables)  # others of the same names
-        return which_train(list(compress(values_in(tables), self._form.is_there))) == self._trains
-
-    @staticmethod
-    def _tables(modules: Modules) -> list[State]:
-        return private.PARAMETERS.of_each(modules.parts, modules.own)
-
-    @staticmethod
-    def _form_of(tables: list[State]) -> _Form:
-        return _Form(list(map(len, tables)), keys_of(tables), [value is not None for value in values_in(tables)])
-
-
-class _Form(NamedTuple):
-    """What there is in the parameters' tables of modules, one after the other.
-
-    Attributes:
-        lengths: of each.
-        keys: in all of them.
-        is_there: of each, whether it has a parameter.
-    """
-
-    lengths: list[int]
-    keys: list[str]
-    is_there: list[bool]
-
-
-class _Glanced:
-    """The modules at which a glance is enough, as long as nothing changes.
-
-    Args:
-        known: all modules, by name.
-    """
-
-    def __init__(self, known: dict[str, Attributes]) -> None:
-        self._names = list(known)
-        self._has_one = [each.glance is not None for each in known.values()]
-        self._glances = Glances([each.glance for each in known.values() if each.glance is not None])
-
-    def closer(self, parts: Modules) -> Sequence[NamedModule]:
-        """Those that a closer look is needed at."""
-        if parts.names != self._names or not self._glances.are_still_in(list(compress(parts.own, self._has_one))):
-            return parts
-        return [part for part, has_one in zip(parts, self._has_one, strict=True) if not has_one]
-
-
 def _kinds(modules: Iterable[NamedModule]) -> dict[str, type]:
     return {name: type(part) for name, part in modules}
 
@@ -327,13 +252,12 @@ def _trains(modules: Iterable[NamedModule]) -> dict[str, bool]:
     }
 
 
-def _parts(modules: Modules) -> Modules:
+def _inside(modules: Sequence[NamedModule]) -> Inside:
+    return Inside([part for _, part in modules])
+
+
+def _parts(modules: Iterable[NamedModule]) -> Iterator[NamedModule]:
     """Modules whose attributes are the user's: metrics have their own way."""
-    has_metrics = any(issubclass(kind, Metric) for kind in kinds_of(modules.parts))
-    return Modules(_without_metrics(modules)) if has_metrics else modules
-
-
-def _without_metrics(modules: Iterable[NamedModule]) -> Iterator[NamedModule]:
     metrics: tuple[str, ...] = ()
     for name, part in modules:
         if isinstance(part, Metric):
