@@ -204,7 +204,7 @@ class PartEncoder:
         *,
         always: bool = False,
     ) -> None:
-        self._image, self._part_bytes = image, part_bytes
+        self._image = image
         self._base = base if base is not None and base.part_bytes == part_bytes else None
         self._earlier = earlier if self._base is not None and _is(earlier, self._base) else None
         self._rule = rule if base is not None and base.unpacks and can_pack() else None
@@ -384,8 +384,6 @@ class Approximation:
         sealing = Sealing(exact.inexact(), memory[:nbytes])
         sealed = sealing.run(sealing_threads())
         sealing.commit(sealed)
-        for change in changes.values():
-            change.ranges[:] = _merged(change.ranges)
         self._manifest = sealed
         self._since_exact += 1
         return sealing, changes
@@ -463,17 +461,6 @@ def _clipped(floats: Sequence[Floats], start: int, stop: int) -> Iterator[Floats
 
 def _stop_of(run: Floats) -> int:
     return run.stop
-
-
-def _merged(ranges: list[Range]) -> list[Range]:
-    """Ranges in order, those that overlap or touch as one."""
-    merged: list[Range] = []
-    for start, stop in sorted(ranges):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    return merged
 
 
 def _clear(memory: memoryview, manifest: Manifest, before: Manifest | None) -> None:

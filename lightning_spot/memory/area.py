@@ -81,11 +81,11 @@ class SlotArea:
         """Where a slot's bytes go."""
         return self._here / f"slot-{slot.index}.img"
 
-    def record(self, slot: Slot) -> bool:
-        """Write the commit record of a slot whose bytes are here; whether that could be done."""
+    def record(self, slot: Slot) -> None:
+        """Write the commit record of a slot whose bytes are here."""
         if slot.memory is None or slot.memory.path is None or slot.manifest is None:
-            return False
-        return self._write(
+            return
+        self._write(
             f"slot-{slot.index}.json",
             {
                 "manifest": slot.manifest.to_dict(),
@@ -254,7 +254,7 @@ class SlotArea:
         logger.info("took over snapshot %s of run %s from an earlier node", manifest.name, manifest.run)
         return slot
 
-    def _write(self, name: str, record: dict[str, Any]) -> bool:
+    def _write(self, name: str, record: dict[str, Any]) -> None:
         temporary = self._here / f"{name}.tmp"
         try:
             temporary.unlink(missing_ok=True)
@@ -269,9 +269,8 @@ class SlotArea:
                 )
             self._is_failing = True
             temporary.unlink(missing_ok=True)
-            return False
-        self._is_failing = False
-        return True
+        else:
+            self._is_failing = False
 
 
 def remove_abandoned(directory: OwnDirectory) -> bool:
