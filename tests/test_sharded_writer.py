@@ -463,7 +463,7 @@ def test_a_fenced_rank_0_says_that_there_will_be_no_snapshot() -> None:
     trainer = cast(Any, Alone())
     in_shards = InShards(trainer, Location.of("/nowhere", "auto", None), ring(strict=False))
     in_shards.write(cast(Any, attempt), dump_of({}), {}, complete=True, how=ALONE, wait_s=0.0, commit_s=0.0)
-    assert told == [(1, "a later attempt has taken the run over", {"complete": True, "at": "", "again": False})]
+    assert told == [(1, "a later attempt has taken the run over", {"complete": True, "at": ""})]
 
 
 def test_a_state_that_cannot_be_saved_ends_no_training_unless_it_is_to() -> None:
