@@ -12,9 +12,6 @@ OLDEST := lightning==2.6.0 pytorch-lightning==2.6.0 torchmetrics==1.4.0 fsspec==
 OLDEST_TESTS := tests/test_exact.py tests/test_exact_guards.py tests/test_exact_table.py tests/test_fit.py \
 	tests/test_loggers.py tests/test_namespaces.py tests/test_private.py tests/test_second_fit.py
 
-# Compiled when the package is installed, where there is a compiler.
-COMPILED := lightning_spot/image/_whereabouts.c lightning_spot/image/_rows.c
-
 # Where `make stores` installs servers that are no AWS, and the libraries for them, apart from what development needs.
 STORES ?= .stores
 
@@ -81,7 +78,7 @@ clean:
 	rm -rf $(VENV) $(VENV)-oldest $(STORES)
 
 # PYTHON=... chooses another interpreter than python3.11.
-$(VENV)/.ready-%: pyproject.toml constraints.txt scripts/environment $(COMPILED)
+$(VENV)/.ready-%: pyproject.toml constraints.txt scripts/environment
 	PYTHON="$(PYTHON)" scripts/environment $(VENV) $*
 	@touch $@
 

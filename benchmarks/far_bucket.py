@@ -115,7 +115,7 @@ def put_in_shards(store: Store, ranks: int) -> Callable[[int], Manifest]:
 
     def bring(number: int, step: int) -> Manifest:
         ranges = portions.ranges[0] if number else portions.rest(len(image))
-        own = Own(tuple(file for file, _ in spans if of_second(file) == bool(number)), ())
+        own = Own(tuple(file for file, _ in spans if of_second(file) == bool(number)))
         layout = json.dumps(portions.to_dict() | own.to_dict())
         shared = Shared(name=snapshot_name(step, 1), shares=ranks, digest="same", layout=layout, at=store.url)
         gathering = hosts[number].begin(shared, len(image), attempt=1, hosts=2)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from lightning_spot.errors import SettingsError
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Version of the HTTP protocol between trainers and nodes; both ends must agree."""
 
 MANIFEST_VERSION = 4
@@ -114,7 +114,7 @@ _NO_STORES = {
 }
 """File systems of fsspec that cannot keep snapshots, and why. The others pass the tests of a tier."""
 _PASSWORD = re.compile(r"(?<=://)(?<!spot://)[^/@]*:.*(?=@)|(?<=spot://)(?![^/@]*:\d+/)[^/@]*:.*(?=@)")
-"""Up to the last @: who writes no %40 for one in a password has it as it is. The URL of a run of a node has an @, too."""
+"""Up to the last @: who writes no %40 for one in a password has it as it is. A run of a node has an @ of its own."""
 _BARE_PASSWORD = re.compile(r"^[^/@]*:.*(?=@)")
 """Of what lacks its scheme, as somebody may write the address of a node."""
 _USER = re.compile(r"(?<=://)[^/@]*(?=@)")

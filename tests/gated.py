@@ -14,7 +14,6 @@ from lightning_spot.errors import NodeUnreachable, RingFull, SnapshotNotFound
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.image.sealing import Sealing
 from lightning_spot.memory.bases import FindEarlier, nothing_earlier
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import Opened, RunInfo
@@ -130,7 +129,6 @@ class Bench:
         assert area is not None
         self.node.routes.close()
         self.node.flusher.close()
-        self.node._unsealed.close()
         area._lock_file.close()
 
     def close(self) -> None:
@@ -141,8 +139,8 @@ class Bench:
 
 
 def image_of(step: int, nbytes: int) -> bytes:
-    """A checkpoint's bytes: those of a step, and at the end those of an empty zip."""
-    return random.Random(step).randbytes(nbytes - 22) + b"PK\x05\x06" + bytes(18)
+    """A checkpoint's bytes: those of a step."""
+    return random.Random(step).randbytes(nbytes)
 
 
 def manifest_of(step: int, attempt: int = 1, nbytes: int = 1000, run_id: str = RUN_ID, **fields: Any) -> Manifest:
@@ -236,8 +234,3 @@ class NodeBehind:
         if self.node is None:
             raise NodeUnreachable(f"nobody answers at {self.url}")
         return self.node
-
-
-def write_crcs(image: memoryview) -> None:
-    """Write the CRCs of a filled checkpoint file, as a node does when it seals one."""
-    Sealing(manifest_of(1, nbytes=len(image)), image).run(2)

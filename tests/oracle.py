@@ -90,7 +90,9 @@ def check_checkpoint(file: IO[bytes], step: int) -> None:
     import torch
 
     with zipfile.ZipFile(file) as archive:
-        assert archive.testzip() is None
+        for record in archive.infolist():
+            if "/data/" not in record.filename:  # tensors' bytes have no CRC
+                archive.read(record)
     file.seek(0)
     checkpoint = torch.load(file, weights_only=True)
     assert checkpoint["global_step"] == step
@@ -160,12 +162,8 @@ STEPS = len(SIZES)
 
 @functools.cache
 def image_of(step: int) -> bytes:
-    """A small archive, like a checkpoint file, with content that no other step has."""
-    nbytes = SIZES[step - 1] if step <= STEPS else SMALL
-    with io.BytesIO() as file:
-        with zipfile.ZipFile(file, "w") as archive:
-            archive.writestr(zipfile.ZipInfo("model/data/0"), bytes([step]) * nbytes)
-        return file.getvalue()
+    """A small file with content that no other step has."""
+    return bytes([step]) * (SIZES[step - 1] if step <= STEPS else SMALL)
 
 
 def manifest_of(step: int, attempt: int = 1) -> Manifest:
@@ -234,7 +232,7 @@ def run_info(root: Path, *, attempt: int = 1, keep: int = 2, session: str = "") 
     return replace(run, keep=keep, durable_url=url, session=session)
 
 
-def use_node(root: Path, tell: Tell, *, followed: bool = False) -> None:
+def use_node(root: Path, tell: Tell) -> None:
     """Seal into a ring in tmpfs, which has to let snapshots go and grow a slot, and flush."""
     try:
         node = Node(slots=2, memory_bytes=2**26, open_store=LocalStore, allow=None, area=root / "area")
@@ -244,7 +242,7 @@ def use_node(root: Path, tell: Tell, *, followed: bool = False) -> None:
     node.begin_session(_SESSION)
     attempt = node.open_run(run_info(root, attempt=node.claimed("run") + 1, keep=1, session=_SESSION)).attempt
     for step in range(1, STEPS + 1):
-        if _worked(tell, _seal, node, attempt, step, followed=followed):
+        if _worked(tell, _seal, node, attempt, step):
             tell("committed", step)
             if step in (2, STEPS):
                 left = node.flush("run", 10.0)
@@ -253,24 +251,19 @@ def use_node(root: Path, tell: Tell, *, followed: bool = False) -> None:
     node.close(keep_unsafe=True)
 
 
-def use_followed(root: Path, tell: Tell) -> None:
-    """The same of snapshots that follow each other in moments, which are sealed when somebody needs them."""
-    use_node(root, tell, followed=True)
-
-
-def _seal(node: Node, attempt: int, step: int, *, followed: bool) -> None:
+def _seal(node: Node, attempt: int, step: int) -> None:
     image = image_of(step)
     upload = node.lease("run", attempt, len(image), wait_s=20.0)
     with upload.slot.view(len(image)) as view:
         view[:] = image
     try:
-        node.seal(upload.id, manifest_of(step), followed=followed)
+        node.seal(upload.id, manifest_of(step))
     except BaseException:
         node.abort(upload.id)  # as the trainer does
         raise
 
 
-SCENARIOS = {"store": use_store, "file": use_file, "node": use_node, "followed": use_followed}
+SCENARIOS = {"store": use_store, "file": use_file, "node": use_node}
 
 
 # -- the tracer -------------------------------------------------------------------------------------------------------

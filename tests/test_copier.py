@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_spot.errors import SpotError
-from lightning_spot.image.pieces import Piece, Pieces, places_of
+from lightning_spot.image.pieces import Piece
 from lightning_spot.staging import batch as batch_module
 from lightning_spot.staging import copy_job as job_module
 from lightning_spot.staging import cuda
@@ -456,28 +456,6 @@ def test_the_end_is_cut_off() -> None:
     assert end == [SlotSpan(storage, 2, 102, 2), SlotSpan(storage, 4, 200, 6)]
     assert cut_end(spans, 0) == (spans, [])
     assert cut_end(spans, 100) == ([], spans)
-
-
-def test_what_pieces_lie_on_is_known_as_long_as_they_lie_where_they_lay(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = FakeDevice()
-    copier = Copier(threads=0, device=device)
-    view = SlotView(mmap.mmap(-1, 4096))
-    here, there = torch.full((64,), 1, dtype=torch.uint8), torch.full((64,), 2, dtype=torch.uint8)
-    device.own([there])
-    asked: list[int] = []
-    kinds_of = device.kinds
-    monkeypatch.setattr(device, "kinds", lambda storages: (asked.append(len(storages)), kinds_of(storages))[1])
-    first, second = (places_of([Piece(here.untyped_storage(), 64, 64)]) for _ in range(2))
-    for tensor, places in ((here, first), (here, first), (there, second), (here, first)):
-        view.tensor.zero_()
-        job = copier.start(Pieces([tensor.untyped_storage()], places), view)
-        job.wait_cpu()
-        job.wait()
-        assert torch.equal(view.tensor[64:128], tensor)
-        on_gpu = bool(job._cuda)
-        assert on_gpu == (tensor is there)
-    assert asked == [1, 1, 1]
-    copier.close()
 
 
 def test_what_shares_the_memory_of_a_slot_keeps_it_mapped() -> None:

@@ -43,6 +43,7 @@ from lightning_spot.staging.copier import Copier
 from lightning_spot.tiers.local import LocalStore
 from tests import models
 from tests.conftest import RunningNode, new_process, until
+from tests.filled import check_archive
 from tests.models import Clipped, EachDurable, Net, Probe, TwoOptimizers, Unsteady, equal, state_of, trainer
 from tests.oracle import claim_of
 
@@ -202,8 +203,7 @@ def test_plain_torch_and_lightning_read_it(tmp_path: Path, warm_python: str) -> 
     )
     done = subprocess.run([warm_python, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    tested = subprocess.run(["unzip", "-tq", str(path)], capture_output=True, text=True, check=False)
-    assert tested.returncode == 0, tested.stdout
+    check_archive(path)
 
 
 # -- resume -----------------------------------------------------------------------------------------------------------

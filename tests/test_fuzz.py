@@ -143,7 +143,7 @@ def requests(uploads: list[str], chance: random.Random, *, near: bool, session: 
         ("POST", f"{run}/open", {"attempt": 1, "token": "t", "keep": 2, "host": "h", "pid": 1, "spread": False}),
         ("POST", f"{run}/close", {"session": "", "complete": False}),
         ("POST", f"{run}/settle", {"attempt": 1, "name": name, "lineage": ""}),
-        ("GET", f"{run}/snapshots", {"as_is": True}),
+        ("GET", f"{run}/snapshots", {}),
         ("GET", f"{run}/files", {}),
         ("POST", f"{run}/uploads", lease),
         ("POST", f"{run}/uploads", {**lease, "manifest": manifest}),

@@ -59,7 +59,6 @@ WHERE = [
     "capture/writer:SnapshotWriter.copied",
     "capture/slot_pool:Leases.take",
     "capture/contents:Unchanged.written_past_counts",
-    "capture/copying:Parting.part",
     "exact/dump:Dump._with",
     "exact/fit_state:FitState.capture",
     "exact/module_state:ModuleState.capture",

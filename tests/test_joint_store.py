@@ -159,7 +159,7 @@ class Host:
         self.files = tuple(file for file in FILES if ("1" in file.name) == bool(number))
         portions = Portions((THEIRS,), (1,))
         self.ranges = portions.ranges[0] if number else portions.rest(NBYTES)
-        self.told = json.dumps(portions.to_dict() | Own(self.files, ()).to_dict())
+        self.told = json.dumps(portions.to_dict() | Own(self.files).to_dict())
 
     def gathering(self, step: int, digest: str = "same") -> Gathering:
         shared = Shared(name=snapshot_name(step, 1), shares=1, digest=digest, layout=self.told, at="/run")

@@ -7,7 +7,6 @@ import mmap
 import os
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -44,7 +43,7 @@ from lightning_spot.run.survey import Survey
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings, Store
 from tests.conftest import RunningNode, lives, new_process, until
-from tests.filled import fill
+from tests.filled import check_archive, fill
 from tests.gated import RUN_ID, GatedStore, image_of, manifest_of
 from tests.models import Net, Probe, data, trainer
 from tests.oracle import claim_of
@@ -208,8 +207,7 @@ def test_a_state_that_fits_no_memory_is_streamed(
     assert found[0].step == 30
     for manifest in found[:2]:
         path = tmp_path / "run-1" / manifest.data_path
-        tested = subprocess.run(["unzip", "-tq", str(path)], capture_output=True, text=True, check=False)
-        assert tested.returncode == 0, tested.stdout
+        check_archive(path)
     assert caplog.text.count("cannot fit this node's memory") == 1
     assert caplog.text.count("part by part") == 1
     assert "no memory node could be started" not in caplog.text  # it has as little memory as was said

@@ -41,10 +41,10 @@ NAMES, PARTS = sorted({name.name for name in USED}), sorted({name.part for name 
 
 
 def test_no_private_name_of_others_elsewhere() -> None:
-    # What pickling cannot do, plain torch.save does: test_layout. Without its private names, rows.py takes longer.
+    # What pickling cannot do, plain torch.save does: test_layout.
     # By another reader of zip files than torch's, bounds.py could check another pickle than torch then reads.
     # Torch's restricted unpickler is private, all of it: without it, nothing can be read safely.
-    may = ("private.py", "pickling.py", "forms.py", "rows.py", "bounds.py", "restricted.py")
+    may = ("private.py", "pickling.py", "bounds.py", "restricted.py")
     assert {path.name: found for path in USERS if path.name not in may and (found := _private_names(path))} == {}
 
 

@@ -19,9 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lightning_spot.capture.contents import Unchanged
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.errors import NotSerialisable
-from lightning_spot.image import rows, whereabouts
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.pieces import Pieces
 from lightning_spot.image.shards import Path
 from lightning_spot.sharded import layout, plan
 from lightning_spot.sharded.items import Items
@@ -174,14 +172,8 @@ CHANGES: list[Callable[[Any], None]] = [
 ]
 
 
-@pytest.mark.parametrize("asks", ["C", "torch"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_whatever_changes_it_is_what_who_sees_it_for_the_first_time_lays_out(
-    change: Callable[[Any], None], asks: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if asks == "torch":
-        monkeypatch.setattr(whereabouts, "_compiled", None)
-        monkeypatch.setattr(rows, "_compiled", None)
+def test_whatever_changes_it_is_what_who_sees_it_for_the_first_time_lays_out(change: Callable[[Any], None]) -> None:
     with as_rank(0, (2,)) as mesh:
         state = on_rank(new_state(), mesh)
         layouter = ShardedLayouter(0, 2)
@@ -308,14 +300,8 @@ def test_another_storage_at_the_same_address_is_another() -> None:
                 assert all(piece.named is not None and piece.named.is_of(piece.storage) for piece in pieces)
 
 
-@pytest.mark.parametrize("asks", ["C", "torch"])
-def test_other_memory_around_the_same_address_is_read_where_the_tensor_is(
-    asks: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_memory_around_the_same_address_is_read_where_the_tensor_is() -> None:
     """As parameters that are put into one buffer come to lie: the bytes before them were taken for theirs."""
-    if asks == "torch":
-        monkeypatch.setattr(whereabouts, "_compiled", None)
-        monkeypatch.setattr(rows, "_compiled", None)
     memory = np.arange(48, dtype=np.float32)
     weight = torch.from_numpy(memory[16:32])
     state = {"weight": weight, "other": torch.ones(3)}
@@ -329,20 +315,6 @@ def test_other_memory_around_the_same_address_is_read_where_the_tensor_is(
     assert all(piece.named is not None and piece.named.is_of(piece.storage) for piece in pieces)
 
 
-def test_places_are_the_same_object_only_as_long_as_the_tensors_are() -> None:
-    """Who parts and copies pieces keeps what is known of their tensors for as long: where else these have gone to."""
-    state = {"weight": torch.ones(4), "other": torch.ones(3)}
-    with as_rank(0, (1,)):
-        layouter, met = ShardedLayouter(0, 2), []
-        for alias in (False, False, True, False):
-            if alias:
-                state["weight"] = state["weight"].detach()  # in the same memory
-            pieces = layouter.lay_out(state, OWN, [4096, 4096], {}).layout.pieces
-            assert isinstance(pieces, Pieces)
-            met.append(pieces.places)
-    assert [old is new for old, new in itertools.pairwise(met)] == [True, False, True]
-
-
 def test_what_torch_only_marks_as_conjugated_is_conjugated() -> None:
     state = {"weight": torch.tensor([1 + 2j, 3 - 4j]), "other": torch.ones(3)}
     with as_rank(0, (1,)):
@@ -354,11 +326,8 @@ def test_what_torch_only_marks_as_conjugated_is_conjugated() -> None:
     assert images[0] != images[-1]
 
 
-@pytest.mark.parametrize("asks", ["C", "torch"])
-def test_what_torch_only_marks_as_negative_is_negative(asks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torch_only_marks_as_negative_is_negative() -> None:
     """It was written with the other sign, and without a word: it lies where it lay."""
-    if asks == "torch":
-        monkeypatch.setattr(whereabouts, "_compiled", None)
     state = {"weight": torch.tensor([1.0, -2.0]), "other": torch.ones(3)}
     with as_rank(0, (1,)):
         layouter, images = ShardedLayouter(0, 2), []

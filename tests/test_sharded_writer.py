@@ -19,7 +19,7 @@ from lightning_spot.capture.contents import SlotViews
 from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.capture.joining import Joining
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
-from lightning_spot.capture.tensors import Owned, by_storage
+from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
@@ -81,7 +81,6 @@ class Desk:
         self.frozen = torch.rand(100_000)
         self.kept = [self.frozen]
         self.groups: list[Any] = []
-        self.owned: Owned | None = None
 
     def connect(self) -> EmbeddedHost:
         return starting.start(self.url, "run", slots=3, memory_bytes=2**26, idle_timeout_s=30.0)
@@ -100,8 +99,6 @@ class Desk:
             tensors["part"] = part
         checkpoint = ShardedCheckpoint(state, {"rank": rank}, {"epoch": 1, **rest})
         how: dict[str, Any] = {"owned": by_storage([self.weights]), "kept": by_storage(self.kept), "wait_s": wait_s}
-        if self.owned is not None and not rank:
-            how["owned"] = self.owned
         if rank:
             return self.other.write(checkpoint, step=step, **how).done
         manifest = Manifest(run="run", run_id=RUN_ID, name=snapshot_name(step, 1), step=step, attempt=1, nbytes=0)
@@ -135,16 +132,6 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     made = Desk(tmp_path)
     yield made
     made.close()
-
-
-def test_where_nothing_has_changed_nobody_looks_where_the_optimizers_tensors_lie(desk: Desk) -> None:
-    desk.kept, looked = [], []
-    for step in range(1, 6):
-        desk.owned = Owned([desk.weights])
-        desk.weights.fill_(step)
-        assert desk.take(step).step == step
-        looked.append("by_storage" in vars(desk.owned))
-    assert looked == [True, True, False, False, False]
 
 
 def test_a_rank_that_loses_its_connection_takes_part_again(desk: Desk) -> None:

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import threading
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,9 @@ from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.retention import retain
 from tests.chained import FIRST, chained
 from tests.conftest import until
+from tests.filled import check_archive
 from tests.gated import MIB, RUN_ID, image_of, manifest_of
-from tests.wire_pair import END, RUN, Pair, Sender, floats, pair
+from tests.wire_pair import RUN, Pair, Sender, floats, pair
 
 __all__ = ["pair"]
 
@@ -185,14 +185,14 @@ def test_another_layout_begins_anew(topk: Pair) -> None:
 
 
 def test_a_pickled_part_that_grows_and_shrinks_stays_exact(topk: Pair) -> None:
-    image, tail = floats(1, NBYTES)[: -len(END)], 3000
-    commit(topk, 1, image + b"x" * tail + END)
+    image, tail = floats(1, NBYTES), 3000
+    commit(topk, 1, image + b"x" * tail)
     arrive(topk, 1, exact=True)
     for step, tail in ((2, 9000), (3, 10), (4, 5000)):
-        image = moved(image + END, step)[: len(image)]
-        commit(topk, step, image + bytes([step]) * tail + END)
+        image = moved(image, step)
+        commit(topk, step, image + bytes([step]) * tail)
         got = arrive(topk, step, exact=False)
-        assert got[NUMBERS[0].stop :] == (image + bytes([step]) * tail + END)[NUMBERS[0].stop :]
+        assert got[NUMBERS[0].stop :] == (image + bytes([step]) * tail)[NUMBERS[0].stop :]
 
 
 def test_a_send_that_broke_off_leaves_both_ends_at_one(topk: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def test_a_send_that_broke_off_leaves_both_ends_at_one(topk: Pair, monkeypatch: 
     assert broken.is_set()
 
 
-def test_a_real_file_is_read_by_torch_and_by_unzip(topk: Pair, tmp_path: Path) -> None:
+def test_a_real_file_is_read_by_torch_and_by_zipfile(topk: Pair, tmp_path: Path) -> None:
     """Weights and moments are approximated; counters, integers, small tensors and the rest are not."""
     host = InProcessHost(slots=3, memory_bytes=64 * MIB, open_store=topk.near._open)
     info = RunInfo(name="run", id=RUN_ID, location="", attempt=2, token="u", nodes=(topk.url,), compression="topk")
@@ -242,10 +242,8 @@ def test_a_real_file_is_read_by_torch_and_by_unzip(topk: Pair, tmp_path: Path) -
         until(lambda name=name: topk.far.node.ring.find(RUN_ID, name), name)  # type: ignore[misc]
     slot = topk.far.node.ring.find(RUN_ID, name)
     assert slot is not None
-    file = io.BytesIO(bytes(slot.view()))
-    assert zipfile.ZipFile(file).testzip() is None
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
+    check_archive(slot.view())
+    loaded = torch.load(io.BytesIO(bytes(slot.view())), weights_only=True)
     for name in ("small", "foreign", "counts", "step"):
         assert torch.equal(torch.as_tensor(loaded[name]), torch.as_tensor(state[name])), name
     for name, numbers in (("weight", weight), ("half", half)):

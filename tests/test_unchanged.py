@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import threading
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +34,7 @@ from lightning_spot.staging.partitions import Partition, Span
 from lightning_spot.staging.schedule import Schedule, Timetable
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
+from tests.filled import check_archive
 from tests.models import EachDurable, Net, data, trainer
 from tests.test_sharded_fit import one_rank
 from tests.test_writer import Desk, same
@@ -65,7 +65,7 @@ class FrozenDesk(Desk):
         done.result(30)
         assert same(self.saved(step, complete=complete), self.weights, self.buffer)
         path = self.store.root / snapshot_name(step, 1, complete=complete) / "model.ckpt"
-        assert zipfile.ZipFile(path).testzip() is None
+        check_archive(path)
         return self.writer.copied_bytes - before
 
 

@@ -25,9 +25,9 @@ from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from tests.conftest import until
-from tests.filled import unsealed
+from tests.filled import fill
 from tests.gated import MIB
-from tests.wire_pair import END, RUN, Pair, floats, kinds, needs_zstd, pair, state, trained
+from tests.wire_pair import RUN, Pair, floats, kinds, needs_zstd, pair, state, trained
 
 __all__ = ["kinds", "pair"]
 
@@ -52,7 +52,7 @@ def test_of_what_has_changed_little_only_that_is_sent(pair: Pair) -> None:
         for place in range(64 * 1000, 40 * MIB - 10**6, 5 * MIB):
             image[place : place + 24576] = random.Random(step * place).randbytes(24576)
             changed += 24576
-        image[-20_000:] = random.Random(step).randbytes(20_123 - len(END)) + END
+        image[-20_000:] = random.Random(step).randbytes(20_123)
         changed += 20_123
         assert changed < 0.006 * len(image)
         assert pair.near.bring(step, bytes(image)) <= 1.1 * changed
@@ -60,9 +60,9 @@ def test_of_what_has_changed_little_only_that_is_sent(pair: Pair) -> None:
 
 
 def laid_out(layouter: Layouter, checkpoint: dict[str, Any]) -> tuple[bytes, int]:
-    """The checkpoint's file before it is sealed, and how much of it is no tensor data of a record of its own."""
+    """The checkpoint's file, and how much of it is no tensor data of a record of its own."""
     layout = layouter.lay_out(checkpoint)
-    return bytes(unsealed(layout)), len(layout.frame[-1][1])
+    return bytes(fill(layout)), len(layout.frame[-1][1])
 
 
 def test_a_fine_tuning_costs_what_it_trains(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ import torch
 from lightning_spot.capture.owners import Mark, Owners, StorageOwner
 from lightning_spot.image.layout import Entry, Layout
 from lightning_spot.image.pickling import Named
-from lightning_spot.image.pieces import Piece, nbytes_of
+from lightning_spot.image.pieces import Piece
 from lightning_spot.image.written import Ranges, in_order
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.staging.batch import SlotView, address_in
@@ -168,7 +168,7 @@ class CopyPlan:
     @property
     def nbytes(self) -> int:
         """What is written into the slot."""
-        return sum([len(data) for _, data in self.frame]) + nbytes_of(self.pieces)
+        return sum([len(data) for _, data in self.frame]) + sum([piece.nbytes for piece in self.pieces])
 
 
 class Unchanged:
@@ -207,7 +207,7 @@ class Unchanged:
         if not owners:
             plan.pieces = layout.pieces
         for piece in layout.pieces if owners else ():
-            storage, offset, nbytes, _, named, start = piece
+            storage, offset, nbytes, named, start = piece
             tensors = owners.get(storage.data_ptr())
             if named is None or tensors is None:
                 copied.append(piece)

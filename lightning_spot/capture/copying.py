@@ -7,25 +7,19 @@ copy is over.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import chain, compress
-from operator import not_
+from itertools import chain
 from typing import NamedTuple
-
-import torch
 
 from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, CopyPlan, SealedContent, SlotViews, Unchanged
 from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.saying import SayOnce
-from lightning_spot.capture.tensors import Owned, locals_of, storage_addresses
 from lightning_spot.errors import TornSnapshot
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.pieces import Piece, Pieces, some
-from lightning_spot.image.rows import identities
 from lightning_spot.memory.host import Lease
 from lightning_spot.staging.batch import SlotView
 from lightning_spot.staging.copier import Copier
@@ -120,100 +114,6 @@ class Pending:
         return Layout(len(rest), ((0, rest),), ())
 
 
-class Parted(NamedTuple):
-    """The pieces of a snapshot.
-
-    Attributes:
-        first: what forward may change.
-        later: what only the optimizers do.
-        owners: of what is in ``later``.
-    """
-
-    first: Sequence[Piece]
-    later: Sequence[Piece]
-    owners: Sequence[torch.Tensor]
-
-
-class Parting:
-    """Parts one snapshot after the other."""
-
-    def __init__(self) -> None:
-        self._known: _Known | None = None
-
-    def part(self, pieces: Sequence[Piece], owned: Owners, unsteady: frozenset[int]) -> Parted:
-        """Part the pieces of a snapshot.
-
-        Args:
-            pieces: all of them.
-            owned: tensors that only the optimizers change, by the address of their storage.
-            unsteady: addresses of storages that something else changed all the same.
-        """
-        known, self._known = self._known, None
-        if isinstance(pieces, Pieces) and isinstance(owned, Owned):
-            if known is not None and known.is_of(pieces, owned, unsteady):
-                self._known = known
-                return known.part(pieces, owned)
-            if pieces.tensors:
-                self._known = _Known(pieces, owned, unsteady)
-        addresses = [piece.storage.data_ptr() for piece in pieces]
-        follow = _follow(addresses, owned, unsteady)
-        watched = dict.fromkeys(compress(addresses, follow))  # each once, of however many pieces
-        owners = list(chain.from_iterable(map(owned.__getitem__, watched)))
-        return Parted(list(compress(pieces, map(not_, follow))), list(compress(pieces, follow)), owners)
-
-
-class _Known:
-    """How pieces were parted, and what tells that those of a later snapshot are parted likewise. It keeps none alive.
-
-    Of the optimizers' tensors that are those of pieces it is known that they are in the same memory: they are the
-    same objects. Where the others are is looked up each time.
-
-    Args:
-        pieces: that were parted; they have tensors.
-        owned: see :meth:`Parting.part`.
-        unsteady: see there.
-    """
-
-    def __init__(self, pieces: Pieces, owned: Owned, unsteady: frozenset[int]) -> None:
-        addresses = [storage.data_ptr() for storage in pieces.storages]
-        follow = _follow(addresses, owned, unsteady)
-        first = list(map(not_, follow))
-        local = locals_of(owned.tensors)
-        saved = set(map(id, pieces.tensors))
-        followed = set(compress(addresses, follow))
-        of_owned = storage_addresses(local)
-        self._places, self._unsteady = pieces.places, unsteady
-        self._ids = identities(local)
-        self._is_elsewhere = [id(tensor) not in saved for tensor in local]
-        self._elsewhere = list(compress(of_owned, self._is_elsewhere))
-        self._is_watched = [address in followed for address in of_owned]
-        self._parts = (
-            None if all(follow) else ((first, some(pieces.places, first)), (follow, some(pieces.places, follow)))
-        )
-
-    def is_of(self, pieces: Pieces, owned: Owned, unsteady: frozenset[int]) -> bool:
-        """Whether these pieces are to be parted in the same way."""
-        if pieces.places is not self._places or unsteady != self._unsteady:
-            return False
-        local = locals_of(owned.tensors)
-        return (
-            identities(local) == self._ids and storage_addresses(compress(local, self._is_elsewhere)) == self._elsewhere
-        )
-
-    def part(self, pieces: Pieces, owned: Owned) -> Parted:
-        """Part them."""
-        owners = list(compress(owned.tensors, self._is_watched))
-        if self._parts is None:
-            return Parted((), pieces, owners)
-        first, later = (Pieces(list(compress(pieces.storages, which)), places) for which, places in self._parts)
-        return Parted(first, later, owners)
-
-
-def _follow(addresses: Sequence[int], owned: Owners, unsteady: frozenset[int]) -> list[bool]:
-    """Of each storage, whether only the optimizers change it."""
-    return list(map((owned.keys() - unsteady if unsteady else owned).__contains__, addresses))
-
-
 class Copying:
     """Copies one snapshot after the other.
 
@@ -233,7 +133,6 @@ class Copying:
         self.views = SlotViews(copier)
         self.unchanged = Unchanged()
         self._schedule, self._say_once = schedule, say_once
-        self._parting = Parting()
         self._unsteady: frozenset[int] = frozenset()
 
     # -- on the training thread -----------------------------------------------------------------------------------
@@ -256,14 +155,18 @@ class Copying:
 
     def start(self, plan: CopyPlan, view: SlotView, owned: Owners) -> CopyJob:
         """Copy now what forward may change, and let the optimizer's own follow until its next step."""
-        parted = self._parting.part(plan.pieces, owned, self._unsteady | plan.at_once)
-        first = self.copier.start(parted.first, view)
+        following = owned.keys() - self._unsteady - plan.at_once
+        first = [piece for piece in plan.pieces if piece.storage.data_ptr() not in following]
+        later = [piece for piece in plan.pieces if piece.storage.data_ptr() in following]
+        watched = dict.fromkeys(piece.storage.data_ptr() for piece in later)  # each once, of however many pieces
+        copied = self.copier.start(first, view)
         for offset, data in plan.frame:
             view.map[offset : offset + len(data)] = data
-        first.wait_cpu()
+        copied.wait_cpu()
         self.copier.fence()  # before what may take longer: a GPU's training would wait for that too
-        job = self.copier.start(parted.later, view, watch(parted.owners), self._schedule)
-        job.follow(first)  # there may be nothing more to copy from its GPUs
+        watches = watch(chain.from_iterable(map(owned.__getitem__, watched)))
+        job = self.copier.start(later, view, watches, self._schedule)
+        job.follow(copied)  # there may be nothing more to copy from its GPUs
         plan.pieces = ()  # no storage is kept alive longer than its copy takes
         return job
 

@@ -25,9 +25,7 @@ from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, FileSpan
 from lightning_spot.image.layout import Entry, Layout, Layouter
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.notes import Own
-from lightning_spot.image.pieces import end_of
 from lightning_spot.image.portion import Portion, Portions, joined
-from lightning_spot.image.written import in_order
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.memory.joint import Shared, is_by_itself
 from lightning_spot.sharded.layout import ShardedImage, ShardedLayouter, state_archive
@@ -58,16 +56,14 @@ def portions_of(files: Sequence[FileSpan], hosts: Sequence[Sequence[int]]) -> Po
 
 
 def own_of(places: Places, ranks: Sequence[int]) -> Own:
-    """What one host writes by itself, as far as its size is fixed, and which of its archives are filled in place.
+    """What one host writes by itself, as far as its size is fixed.
 
     Args:
         places: in the image.
         ranks: of the host.
     """
     names = {name for rank in ranks for name in (tensors_file(rank), state_file(rank))}
-    filled = (placed for rank in ranks for placed in places.by_rank[rank] if placed.form.data_nbytes)
-    archives = in_order((placed.offset, placed.form.nbytes) for placed in filled)
-    return Own(tuple(file for file in places.files if file.name in names), archives)
+    return Own(tuple(file for file in places.files if file.name in names))
 
 
 def fitting(layout: Layout, nbytes: int) -> Layout:
@@ -77,7 +73,7 @@ def fitting(layout: Layout, nbytes: int) -> Layout:
         ShareMissing: if it does not.
     """
     frame_end = max([at + len(data) for at, data in layout.frame], default=0)
-    end = max(frame_end, end_of(layout.pieces))
+    end = max([frame_end, *[piece.offset + piece.nbytes for piece in layout.pieces]])
     if end > nbytes:
         raise ShareMissing(f"what it writes ends at {end} bytes, and the slot for it at {nbytes}")
     return layout
@@ -112,7 +108,7 @@ class Portioned:
             kept = before if before is not None and before[0] is entry else (entry, (place(at), data))
             self._frame[at] = kept
             frame.append(kept[1])
-        pieces = tuple([piece._replace(offset=place(piece.offset), crc_at=()) for piece in layout.pieces])
+        pieces = tuple([piece._replace(offset=place(piece.offset)) for piece in layout.pieces])
         return Layout(self._portion.nbytes, tuple(frame), pieces)
 
 

@@ -20,7 +20,6 @@ from lightning_spot.image.layout import Layout
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece
 from lightning_spot.image.portion import Portion
-from lightning_spot.image.rows import said_of
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.copy_job import Watches
@@ -188,11 +187,11 @@ class ShareWriter(Follower[_Share | SpotError]):
             named[index] = known
             place = split.places[index] + start
             at = portion.place(place) if portion is not None else place
-            pieces.append(Piece(storage, at, nbytes, (), known, start))
+            pieces.append(Piece(storage, at, nbytes, known, start))
             if storage.data_ptr() in what.copies:
                 self._unchanged.distrusted.add(known)  # its count may be that of a later write
             else:
                 watched += [tensor for tensor in owned[index] if not tensor.is_inference()]
                 versions += what.versions[index]
         self._named = named
-        return pieces, Watches(watched, said_of(versions))
+        return pieces, Watches(watched, versions)

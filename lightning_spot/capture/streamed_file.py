@@ -1,14 +1,10 @@
 """A snapshot that fits no memory: its file is made part by part, in order, from the tensors where they are.
 
-Nothing may change the tensors meanwhile, so training waits. The zip's CRCs are those of the bytes that were sent: a
-record's own lies behind its data (or is computed beforehand, where the archive keeps it in front), the directory at the
-end.
+Nothing may change the tensors meanwhile, so training waits.
 """
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,7 +15,6 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.pieces import Piece
 from lightning_spot.tiers.store import Store
 
-_CRC = struct.Struct("<L")
 _CHUNK_BYTES = 4 * 1024 * 1024
 
 
@@ -65,41 +60,15 @@ def stream_parts(layout: Layout, part_bytes: int) -> Iterator[memoryview]:
 
 def _in_order(layout: Layout) -> Iterator[memoryview]:
     """The bytes of the file from its first to its last, in pieces of any size."""
-    crcs: dict[int, int] = {}  # place in the file -> CRC-32 that belongs there
-    for piece in layout.pieces:
-        if not _behind(piece):
-            crc = 0
-            for chunk in _bytes_of(piece):
-                crc = zlib.crc32(chunk, crc)
-            crcs.update(dict.fromkeys(piece.crc_at, crc))
     items: list[tuple[int, bytes | bytearray | Piece]] = [
         *layout.frame,
         *((piece.offset, piece) for piece in layout.pieces),
     ]
-    for offset, item in sorted(items, key=lambda found: found[0]):
+    for _, item in sorted(items, key=lambda found: found[0]):
         if isinstance(item, Piece):
-            crc = 0
-            for chunk in _bytes_of(item):
-                crc = zlib.crc32(chunk, crc)
-                yield chunk
-            crcs.update(dict.fromkeys(item.crc_at, crc))
+            yield from _bytes_of(item)
         else:
-            yield _patched(offset, item, crcs)
-
-
-def _behind(piece: Piece) -> bool:
-    """Whether every place of the CRC comes after the data, so that it is known by then."""
-    return all(place >= piece.offset + piece.nbytes for place in piece.crc_at)
-
-
-def _patched(offset: int, data: bytes | bytearray, crcs: dict[int, int]) -> memoryview:
-    inside = {place: crc for place, crc in crcs.items() if offset <= place < offset + len(data)}
-    if not inside:
-        return memoryview(data)
-    changed = bytearray(data)
-    for place, crc in inside.items():
-        _CRC.pack_into(changed, place - offset, crc & 0xFFFFFFFF)
-    return memoryview(changed)
+            yield memoryview(item)
 
 
 def _bytes_of(piece: Piece) -> Iterator[memoryview]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,15 +9,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightning_spot.image.rows import PLAIN, kinds_of, unwrapped, values_in
-
 logger = logging.getLogger(__name__)
 
 K = TypeVar("K")
 V = TypeVar("V", torch.Tensor, torch.UntypedStorage)
 
 _STRIDED = torch.strided
-_ONE_DICT = frozenset((dict,))
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _GLANCE_BYTES = 64
 _OUTLINE_BYTES = 4 * 1024 * 1024  # everything in a checkpoint that is no tensor, generously
 _PER_TENSOR_BYTES = 1024
@@ -94,7 +91,7 @@ def shape_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a ``DTensor``; of others, the tensor itself."""
-    if type(tensor) in PLAIN:
+    if type(tensor) in _PLAIN:
         return tensor
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
@@ -118,60 +115,13 @@ def storage_address(tensor: torch.Tensor) -> int:
         return 0
 
 
-def locals_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """:func:`local_of` each; to call that for thousands takes twice as long."""
-    return unwrapped(list(tensors), "_local_tensor")
-
-
-def storage_addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """:func:`storage_address` of each."""
-    local = locals_of(tensors)
-    try:
-        return [tensor.untyped_storage().data_ptr() for tensor in local]
-    except _HAS_NO_STORAGE:  # one of them has none of its own
-        return list(map(storage_address, local))
-
-
 def by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, Sequence[torch.Tensor]]:
     """Tensors by the address of their storage; those without one of their own are left out."""
-    tensors = list(tensors)
-    addresses = storage_addresses(tensors)
-    found: dict[int, Sequence[torch.Tensor]] = dict(zip(addresses, zip(tensors), strict=True))
-    if len(found) == len(tensors) and 0 not in found:  # so it is nearly always
-        return found
     all_of: dict[int, dict[int, torch.Tensor]] = {}
-    for address, tensor in zip(addresses, tensors, strict=True):
-        if address:
+    for tensor in tensors:
+        if address := storage_address(tensor):
             all_of.setdefault(address, {})[id(tensor)] = tensor
     return {address: [*of_one.values()] for address, of_one in all_of.items()}
-
-
-class Owned(Mapping[int, Sequence[torch.Tensor]]):
-    """What :func:`by_storage` makes of tensors, made when it is looked at: where nothing is new, nobody does.
-
-    Args:
-        tensors: the tensors.
-    """
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors = tensors
-
-    @functools.cached_property
-    def by_storage(self) -> dict[int, Sequence[torch.Tensor]]:
-        """The tensors by the address of their storage."""
-        return by_storage(self.tensors)
-
-    def __getitem__(self, address: int) -> Sequence[torch.Tensor]:
-        return self.by_storage[address]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.by_storage)
-
-    def __len__(self) -> int:
-        return len(self.by_storage)
-
-    def __contains__(self, address: object) -> bool:
-        return address in self.by_storage
 
 
 def optimizer_owned(optimizers: Iterable[Any]) -> dict[int, Sequence[torch.Tensor]]:
@@ -189,13 +139,7 @@ def optimizer_tensors(optimizers: Iterable[Any]) -> list[torch.Tensor]:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             owned += group["params"]
-        states = list(optimizer.state.values())
-        if _ONE_DICT.issuperset(kinds_of(states)):
-            values = values_in(states)
-            if all(issubclass(kind, torch.Tensor) for kind in kinds_of(values)):  # so it is nearly always
-                owned += values
-                continue
-        for state in states:
+        for state in optimizer.state.values():
             owned += tensors_in(state)
     return owned
 

@@ -21,7 +21,7 @@ _MOST_IN_A_ROW = 3
 _OURS = frozenset(
     (
         *("lightning_spot", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"),
-        *("torch", "torchmetrics", "numpy", "xxhash", "zlib_ng", "backports", "rich"),
+        *("torch", "torchmetrics", "numpy", "xxhash", "backports", "rich"),
         *("aiohttp", "yarl", "multidict", "fsspec", "s3fs", "aiobotocore", "botocore", "gcsfs", "adlfs"),
     )
 )

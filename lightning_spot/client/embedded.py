@@ -388,16 +388,15 @@ class EmbeddedHost:
 
     def refused(self) -> list[Manifest]:
         """See :meth:`Host.refused`."""
-        return [Manifest.from_dict(fields) for fields in self._as_is()["refused"]]
+        return [Manifest.from_dict(fields) for fields in self._snapshots()["refused"]]
 
     def safe_step(self) -> int | None:
         """See :meth:`Host.safe_step`."""
-        return newest_safe_step(((item.manifest, item.safe) for item in Listed.all_of(self._as_is())), self.attempt)
+        return newest_safe_step(((item.manifest, item.safe) for item in self.listing()), self.attempt)
 
     def listing(self) -> list[Listed]:
-        """Everything the node holds of the run. What is not sealed yet is sealed first, which may take seconds."""
-        path = f"/v1/runs/{quoted(self.run)}/snapshots"
-        return Listed.all_of(self._call("GET", path, limit_s=_SEAL_TIMEOUT_S))
+        """Everything the node holds of the run."""
+        return Listed.all_of(self._snapshots())
 
     def owes(self) -> bool:
         """Whether the node has something, of any run, that is still to be brought to a tier below."""
@@ -427,9 +426,8 @@ class EmbeddedHost:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _as_is(self) -> dict[str, Any]:
-        """What the node says of the run without sealing anything for it: what is not sealed is safe nowhere."""
-        return self._call("GET", f"/v1/runs/{quoted(self.run)}/snapshots", {"as_is": True})
+    def _snapshots(self) -> dict[str, Any]:
+        return self._call("GET", f"/v1/runs/{quoted(self.run)}/snapshots")
 
     def _call(
         self, method: str, path: str, body: Any = None, *, limit_s: float = 0.0, again: bool | None = None

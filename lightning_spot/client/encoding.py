@@ -26,7 +26,6 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from lightning_spot.config import format_bytes
-from lightning_spot.image.archive import read_entries
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.floats import WIDTHS, Floats
 from lightning_spot.image.manifest import Manifest
@@ -59,7 +58,6 @@ WORTH = 7 / 8
 EXACT_EVERY = 10
 """One in so many snapshots is sent exactly: a full base."""
 
-_CRC_BYTES = 4
 _WEIGHT = 0.3  # of the newest measurement
 
 Range = tuple[int, int]
@@ -206,7 +204,7 @@ class PartEncoder:
         *,
         always: bool = False,
     ) -> None:
-        self._image, self._part_bytes = image, part_bytes
+        self._image = image
         self._base = base if base is not None and base.part_bytes == part_bytes else None
         self._earlier = earlier if self._base is not None and _is(earlier, self._base) else None
         self._rule = rule if base is not None and base.unpacks and can_pack() else None
@@ -386,11 +384,6 @@ class Approximation:
         sealing = Sealing(exact.inexact(), memory[:nbytes])
         sealed = sealing.run(sealing_threads())
         sealing.commit(sealed)
-        for place in (place for record in read_entries(memory[:nbytes]) for place in record.crc_at):
-            for start, stop in parts[place // exact.part_bytes : -(-(place + _CRC_BYTES) // exact.part_bytes)]:
-                changes[start].ranges.append((max(place, start) - start, min(place + _CRC_BYTES, stop) - start))
-        for change in changes.values():
-            change.ranges[:] = _merged(change.ranges)
         self._manifest = sealed
         self._since_exact += 1
         return sealing, changes
@@ -468,17 +461,6 @@ def _clipped(floats: Sequence[Floats], start: int, stop: int) -> Iterator[Floats
 
 def _stop_of(run: Floats) -> int:
     return run.stop
-
-
-def _merged(ranges: list[Range]) -> list[Range]:
-    """Ranges in order, those that overlap or touch as one."""
-    merged: list[Range] = []
-    for start, stop in sorted(ranges):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    return merged
 
 
 def _clear(memory: memoryview, manifest: Manifest, before: Manifest | None) -> None:

@@ -39,7 +39,7 @@ from lightning_spot.image.portion import Image, PortionImage, Portions
 from lightning_spot.image.spread import missing, place_of, portion_of, starts, whole_of
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory.bases import Glance
-from lightning_spot.memory.by_itself import ByItself, finish_files
+from lightning_spot.memory.by_itself import ByItself, check_gaps
 from lightning_spot.memory.joint import Shared, SpreadPlace
 from lightning_spot.memory.placement import placed_portions
 from lightning_spot.memory.runs import RunInfo, parse_run
@@ -416,7 +416,7 @@ class JointPortions(ByItself):
             raise SettingsError(f"{name} lies in memory as a whole, and is not spread over nodes")
         files, portions = gathering.files or own.files, Portions.read(layout, gathering.nbytes)
         host = 1 + portions.ranges.index(ranges) if ranges in portions.ranges else 0
-        finish_files(image, ranges, files, own.archives)
+        check_gaps(image, ranges, files)
         places = sorted((image.portion.place(file.offset), file) for file in files)
         spans = [FileSpan(file.name, place, file.nbytes) for place, file in places]
         memory = image.memory[: image.portion.nbytes]

@@ -56,15 +56,14 @@ class Buffers:
     def _note_changed(self, buffers: Values, before: Marks) -> None:
         self._changed |= {name for name, mark in _marks(buffers).items() if before.get(name) != mark}
 
-    def capture(self, module: torch.nn.Module, *, is_first: bool, has_any: bool = True) -> Values:
+    def capture(self, module: torch.nn.Module, *, is_first: bool) -> Values:
         """Copies of the non-persistent ones that changed, and of all others where the rank is not the first.
 
         Args:
             module: that has them.
             is_first: whether this is the first rank.
-            has_any: whether there may be any.
         """
-        buffers = self._values(module) if has_any or self._left_out else {}
+        buffers = self._values(module)
         self._note_changed(buffers, self._first)
         for name, part in self._norms:  # torch does not count what it writes to their statistics
             if part.training:

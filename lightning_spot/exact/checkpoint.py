@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.exact import namespaces, private
-from lightning_spot.exact.loop_states import told_quickly
 from lightning_spot.exact.sharded import live_states
 
 if TYPE_CHECKING:
@@ -16,14 +15,9 @@ OF_MODEL, OF_DATA = "hyper_parameters", "datamodule_hyper_parameters"
 """Their names in a checkpoint."""
 
 
-def checkpoint_of(trainer: pl.Trainer, run: Callable[[str, Callable[[], Any]], Any]) -> dict[str, Any]:
-    """What Lightning would save; of a sharded strategy, with the live tensors.
-
-    Args:
-        trainer: that would save it.
-        run: does something of a part of :mod:`~lightning_spot.exact.private`; ``None`` if that is off, or fails.
-    """
-    with live_states(trainer), told_quickly(trainer, run):
+def checkpoint_of(trainer: pl.Trainer) -> dict[str, Any]:
+    """What Lightning would save; of a sharded strategy, with the live tensors."""
+    with live_states(trainer):
         checkpoint: dict[str, Any] = private.DUMP_CHECKPOINT.of(private.DUMPING_CONNECTOR.of(trainer))(False)
     return checkpoint
 

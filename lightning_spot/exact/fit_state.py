@@ -37,7 +37,6 @@ from lightning_spot.exact.randomness import Generators, State
 from lightning_spot.exact.restoring import Restoring
 from lightning_spot.exact.seams import Seams, is_tuning
 from lightning_spot.exact.sharded import local_gradient
-from lightning_spot.exact.tree import Modules, modules_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -161,7 +160,7 @@ class FitState(PerTrainer):
         trainer, run = self._trainer, self._switches.run
         self._order.stepped(trainer)
         # It calls the user's hooks, and ranks that share an optimizer's state wait for each other in it.
-        checkpoint = run(private.SNAPSHOTS, lambda: checkpoint_of(trainer, run), (AttributeError, TypeError))
+        checkpoint = run(private.SNAPSHOTS, lambda: checkpoint_of(trainer), (AttributeError, TypeError))
         checkpoint = checkpoint or checkpoint_through_save(trainer)
         self._say_left_out(leave_out_callbacks(checkpoint))
         added = run("skipped batches", lambda: progress.even_out(checkpoint)) or {}
@@ -194,16 +193,14 @@ class FitState(PerTrainer):
         """
         trainer, run = self._trainer, self._switches.run
         module = trainer.lightning_module
-        modules = run(private.TREE, lambda: modules_of(module)) or Modules(module.named_modules())
-        buffers = private.BUFFERS_AT_ALL
-        has_buffers = run(private.TREE, lambda: any(buffers.of_each(modules.parts, modules.own))) is not False
+        modules = list(module.named_modules())
         loaders = self._restoring.loaders  # None in a fit that takes no snapshots, such as fast_dev_run
         positions = run(private.LOADERS, lambda: loaders.positions(at_end=at_end)) if loaders is not None else []
         return {
             "random": self._generators.capture(trainer.strategy.root_device),
             "loaders": positions,
             "around_loaders": run(private.LOADERS, loaders.capture) if loaders is not None else None,
-            "buffers": self._buffers.capture(module, is_first=trainer.is_global_zero, has_any=has_buffers),
+            "buffers": self._buffers.capture(module, is_first=trainer.is_global_zero),
             "shared_buffers": run(private.SHARING, lambda: shares_buffers(trainer)),
             "own_parameters": self._own.capture(trainer),
             "own_values": capture_values(trainer),

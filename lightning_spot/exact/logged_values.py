@@ -6,15 +6,13 @@ Lightning's checkpoints hold none of it: a mean over an epoch would be one over 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torchmetrics import Metric
 
 from lightning_spot.exact import namespaces, private
-from lightning_spot.exact.tree import Modules, NamedModule
-from lightning_spot.image.rows import kinds_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -71,13 +69,12 @@ def last_values(trainer: pl.Trainer) -> State:
 
 def metrics_of(module: torch.nn.Module) -> State:
     """States of the metrics in a module, or of a metric."""
-    return metrics_among(list(module.named_modules()))
+    return metrics_among(module.named_modules())
 
 
-def metrics_among(modules: Sequence[NamedModule]) -> State:
+def metrics_among(modules: Iterable[tuple[str, torch.nn.Module]]) -> State:
     """States of the metrics among modules."""
-    kinds = {kind for kind in kinds_of(Modules.of(modules).parts) if issubclass(kind, Metric)}
-    return {name: _metric_state(cast(Metric, item)) for name, item in modules if type(item) in kinds} if kinds else {}
+    return {name: _metric_state(item) for name, item in modules if isinstance(item, Metric)}
 
 
 def restore_metrics_of(module: torch.nn.Module, state: State) -> None:

@@ -7,8 +7,7 @@ at ``setup``: a part that misses one is off, which is said once, and training go
 from __future__ import annotations
 
 import itertools
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_spot.exact import namespaces
-from lightning_spot.image.rows import under
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -30,14 +28,12 @@ RESUME = "the resume"
 SNAPSHOTS = "Lightning's checkpoint for a snapshot"
 SEAMS = "the ends of batches"
 PROGRESS = "the loops' progress"
-LOOPS = "the states of loops"
 LOGGED = "logged values"
 METRICS = "metric states"
 LOADERS = "the position in the data"
 REQUESTS = "requests for loaders"
 WORKERS = "workers that persist"
 HOOKED = "what hooks changed"
-TREE = "modules that are known again"
 LOGGERS = "loggers"
 SIGNALS = "Lightning's signal handlers"
 ENVIRONMENT = "the ranks' address"
@@ -49,8 +45,6 @@ TOGGLES = "toggled optimizers"
 
 WITHOUT = {
     RESUME: "no run is resumed by itself; name a snapshot in fit(ckpt_path=)",
-    TREE: "snapshots take the training thread longer",
-    LOOPS: "snapshots take the training thread longer",
     SNAPSHOTS: "snapshots are taken in the way of Trainer.save_checkpoint",
     SEAMS: "snapshots are taken before what follows a batch: a resume from them is not exact",
     SIGNALS: "with several ranks, a signal to one of them may hang the others",
@@ -90,18 +84,6 @@ class Name:
             AttributeError: if it has none.
         """
         return getattr(owner, self.name)
-
-    def of_each(self, owners: Sequence[Any], own: list[dict[str, Any]] | None = None) -> list[Any]:
-        """The value in each of hundreds of owners.
-
-        Args:
-            owners: that have one.
-            own: their ``vars()``, where these are at hand.
-        """
-        if owners:
-            self.of(owners[0])
-        found = under(own, self.name) if own is not None else [None]
-        return found if None not in found else list(map(operator.attrgetter(self.name), owners))
 
     def set(self, owner: Any, value: Any) -> None:
         """Set it in ``owner``."""
@@ -231,11 +213,6 @@ def _of_results(trainer: pl.Trainer) -> Any:
     return namespaces.of(trainer, RESULT_MODULE)
 
 
-def loops_of(trainer: pl.Trainer) -> Any:
-    """The module with the base class of loops; it has that of their counters, too."""
-    return namespaces.of(trainer, "loops.loop")
-
-
 # -- the trainer and its connectors -----------------------------------------------------------------------------------
 
 DUMPING_CONNECTOR = Name(SNAPSHOTS, "_checkpoint_connector", _trainer)
@@ -264,11 +241,6 @@ NO_MORE_BATCHES = Name(LOADERS, "_num_ready_batches_reached", _epoch_loop, Calla
 BATCH_PROGRESS = Name(PROGRESS, "batch_progress", _epoch_loop)
 VAL_BATCH_PROGRESS = Name(PROGRESS, "batch_progress", _val_loop)
 BATCHES_THAT_STEPPED = Name(LOGGERS, "_batches_that_stepped", _epoch_loop, int)
-
-LOOPS_CONNECTOR = Name(LOOPS, "_checkpoint_connector", _trainer)
-LOOP_STATES = Name(LOOPS, "_get_loops_state_dict", lambda t: LOOPS_CONNECTOR.of(t), Callable)
-LOOP = Name(LOOPS, "_Loop", loops_of, type)
-PROGRESS_OF_LOOP = Name(LOOPS, "_BaseProgress", loops_of, type)
 
 # -- loaders ----------------------------------------------------------------------------------------------------------
 
@@ -307,10 +279,6 @@ SHOULD_SYNC = "_should"  # of a _Sync, which has it as an argument
 NON_PERSISTENT = Name(HOOKED, "_non_persistent_buffers_set", lambda t: t.lightning_module, set)
 PARAMETERS = Name(HOOKED, "_parameters", lambda t: t.lightning_module, dict)
 BUFFERS = Name(HOOKED, "_buffers", lambda t: t.lightning_module, dict)
-MODULES = Name(TREE, "_modules", lambda t: t.lightning_module, dict)
-BUFFERS_AT_ALL = Name(TREE, "_buffers", lambda t: t.lightning_module, dict)
-PRE_HOOKS = Name(TREE, "_state_dict_pre_hooks", lambda t: t.lightning_module, dict)
-POST_HOOKS = Name(TREE, "_state_dict_hooks", lambda t: t.lightning_module, dict)
 COMM_HOOKS = Name(BUCKETS, "_comm_hooks", _ddp)
 REDUCER = Name(BUCKETS, "reducer", _ddp)
 SHARES_BUFFERS = Name(SHARING, "require_forward_param_sync", _ddp, bool)

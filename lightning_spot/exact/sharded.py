@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Iterator
-from itertools import chain, compress, count, islice
+from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
@@ -25,10 +23,8 @@ from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.optimizers import keep_dtypes
 from lightning_spot.exact.parameter_names import clean, names_of
-from lightning_spot.exact.tree import state_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Image
-from lightning_spot.image.rows import each_of, identities, kinds_of, which_train
 from lightning_spot.image.shards import ShardedTensor
 from lightning_spot.sharded.items import EXTRA, EXTRA_SUFFIX, is_extra
 from lightning_spot.sharded.metadata import dtype_of
@@ -41,10 +37,6 @@ State = dict[str, Any]
 
 MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
 _GROUPS, _STATE, _NAMES = "param_groups", "state", "params"
-
-
-_known: WeakKeyDictionary[Module, tuple[Any, dict[int, str]]] = WeakKeyDictionary()
-"""Of models: keys and identities in their state, and the names of their parameters as :func:`names_of` found them."""
 
 
 class Dtensors:
@@ -73,15 +65,8 @@ class Dtensors:
 
     def model_state(self) -> State:
         """The live state of the model: its own tensors, since to detach a DTensor takes 0.1 ms."""
-        if (state := state_of(self._module)) is None:
-            state = {clean(name): value for name, value in self._module.state_dict(keep_vars=True).items()}
-        values = list(state.values())
-        form, (known, names) = (list(state), identities(values)), _known.get(self._module, (None, {}))
-        if known != form:
-            names = names_of(self._module)
-            # Of parameters that are not in the state nobody would see that they are others.
-            _known[self._module] = (form if names.keys() <= set(map(id, values)) else None, names)
-        self._names = names
+        state = {clean(name): value for name, value in self._module.state_dict(keep_vars=True).items()}
+        self._names = names_of(self._module)
         return state
 
     def frozen(self, state: State) -> list[torch.Tensor]:
@@ -89,11 +74,8 @@ class Dtensors:
 
         To ask the modules takes ten times as long.
         """
-        values = list(state[MODEL].values())
-        if not all(issubclass(kind, torch.Tensor) for kind in kinds_of(values)):  # a module's extra state is any value
-            values = [value for value in values if isinstance(value, torch.Tensor)]
-        others = compress(values, map(operator.not_, each_of(which_train(values))))
-        return [value for value in others if isinstance(value, torch.nn.Parameter)]
+        values = state[MODEL].values()
+        return [value for value in values if isinstance(value, torch.nn.Parameter) and not value.requires_grad]
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
         """The live state of an optimizer by the names of its parameters; of one that has not stepped yet, none."""

@@ -20,7 +20,7 @@ from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.saying import read_outgrown, say_failing
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint
 from lightning_spot.capture.split import SharingRanks
-from lightning_spot.capture.tensors import Owned, by_storage, expected_nbytes, optimizer_tensors
+from lightning_spot.capture.tensors import by_storage, expected_nbytes, optimizer_owned
 from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
@@ -261,18 +261,19 @@ class InShards(OfTrainer):
             at = self._location.url  # the same place may have another path on each host
         hosts = tuple(map(len, self._hosts.ranks))
         ranks = SharingRanks(sum(hosts), {}, hosts, at) if at else None
-        step, owned = trainer.global_step, Owned(())
+        step = trainer.global_step
+        owned: Owners = {}
         kept: Owners = {}
         try:
             if isinstance(checkpoint, ShardedCheckpoint):
-                owned = Owned(optimizer_tensors(trainer.optimizers))
+                owned = optimizer_owned(trainer.optimizers)
                 frozen = by_storage(holder_of(trainer).frozen(checkpoint.state))
                 kept = {address: tensors for address, tensors in frozen.items() if address not in owned}
         except Exception as error:
             checkpoint = failure_of(error)
         what: dict[str, Any] = {"kept": kept, "step": step, "complete": complete, "wait_s": wait_s}
         if self._joining is not None:
-            self._joining.write(checkpoint, owned=owned.by_storage, at=at, still=still, **what)
+            self._joining.write(checkpoint, owned=owned, at=at, still=still, **what)
         elif attempt is not None and attempt.fenced:
             why = "a later attempt has taken the run over"
             attempt.decline(step, why, complete=complete, at=at)

@@ -29,7 +29,7 @@ from lightning_spot.fit.resume import Resume
 from lightning_spot.fit.together import ALONE, Together, checked
 from lightning_spot.fit.writing import SnapshotSettings, Writing
 from lightning_spot.interval.costs import TierPace
-from lightning_spot.memory.unsealed import FOLLOWED_S
+from lightning_spot.memory.work import FOLLOWED_S
 from lightning_spot.run.choice import say_what_is_left
 from lightning_spot.run.location import Location
 

@@ -13,39 +13,28 @@ import io
 import itertools
 import logging
 import operator
-import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from zlib import crc32
 
 import torch
 
 from lightning_spot.errors import LayoutUnsupported
-from lightning_spot.image.archive import (
-    CRC_IN_DESCRIPTOR,
-    CRC_IN_DIRECTORY,
-    descriptor,
-    directory,
-    directory_entry,
-    header,
-)
-from lightning_spot.image.crc import crc32
+from lightning_spot.image.archive import descriptor, directory, directory_entry, header
 from lightning_spot.image.pickling import Named, TensorPickler
 from lightning_spot.image.pieces import Piece
 
 logger = logging.getLogger(__name__)
-
-_PIECE = tuple.__new__
-"""Makes one of thousands of pieces: to call the class takes thrice as long."""
 
 _TOGETHER_BYTES = 16 * 1024 * 1024  # of a device's memory, for as long as its tensors are fetched together
 _FOLDER = "model"
 _RECORDS = (
     # What torch wants to know of the file. It is not told '.format_version': from 1 on torch computes the places of
     # records instead of looking them up, in the order in which torch.save would have written them.
-    ("version", b"3\n", crc32(b"3\n")),
-    ("byteorder", sys.byteorder.encode(), crc32(sys.byteorder.encode())),
+    ("version", b"3\n"),
+    ("byteorder", sys.byteorder.encode()),
 )
 
 
@@ -96,11 +85,11 @@ class Layouter:
         last = places.all[-1] if places.all else None
         end, last_nbytes = (last.end, last.nbytes) if last is not None else (0, 0)
         if nbytes is None:
-            tail, directory_at = _tail(pickled, places.entries, last_nbytes, end)
+            tail = _tail(pickled, places.entries, last_nbytes, end)
         else:
-            tail, directory_at = _filled_up(pickled, places.entries, last_nbytes, end, nbytes)
+            tail = _filled_up(pickled, places.entries, last_nbytes, end, nbytes)
         frame = (*places.before, (end, tail))
-        return Layout(end + len(tail), frame, places.pieces(storages, directory_at + CRC_IN_DIRECTORY))
+        return Layout(end + len(tail), frame, places.pieces(storages))
 
 
 class _Places:
@@ -117,16 +106,12 @@ class _Places:
         self.before: list[tuple[int, bytes]] = []
         self.entries: list[bytes] = []
         self._placed: dict[Named, None] = {}
-        self._filled: list[tuple[Named, int, int, int, int]] = []  # of pieces: named, offset, length, fields of the CRC
-        self._entries_end = 0
-        self._crc_at: tuple[int, list[tuple[int, int]]] | None = None  # where the entries are, and the fields then
 
     def place(self, present: Mapping[Named, object]) -> None:
         """Give the storages that are there now their places."""
         if list(present) == list(self._placed):  # so it is nearly always; to compare their keys takes ten times as long
             return
         gone = map(operator.not_, map(present.__contains__, self._placed))
-        self._crc_at = None
         kept = next(itertools.compress(itertools.count(), gone), len(self.all))
         behind = [place.named for place in self.all[kept:] if place.named in present]
         new = list(itertools.filterfalse(self._placed.__contains__, present))
@@ -135,20 +120,13 @@ class _Places:
         for named in (*behind, *new):
             self._add(_Place(named, self.all[-1] if self.all else None))
 
-    def pieces(self, storages: Mapping[Named, torch.UntypedStorage], entries_at: int) -> tuple[Piece, ...]:
-        """All storages but empty ones.
-
-        Args:
-            storages: that have a place.
-            entries_at: where in the file the CRC of the first entry in the directory is.
-        """
-        if self._crc_at is None or self._crc_at[0] != entries_at:
-            self._crc_at = entries_at, [(crc_at, entry_at + entries_at) for _, _, _, crc_at, entry_at in self._filled]
-        rows = zip(self._filled, self._crc_at[1], strict=True)
+    def pieces(self, storages: Mapping[Named, torch.UntypedStorage]) -> tuple[Piece, ...]:
+        """All storages but empty ones, by those that have a place."""
         return tuple(
             [
-                _PIECE(Piece, (storages[named], offset, nbytes, crc_at, named, 0))
-                for (named, offset, nbytes, _, _), crc_at in rows
+                Piece(storages[place.named], place.offset, place.nbytes, place.named)
+                for place in self.all
+                if place.nbytes
             ]
         )
 
@@ -157,10 +135,6 @@ class _Places:
         self.before.append(place.before)
         self.entries.append(place.entry)
         self._placed[place.named] = None
-        if place.nbytes:
-            crc_at = place.end + CRC_IN_DESCRIPTOR
-            self._filled.append((place.named, place.offset, place.nbytes, crc_at, self._entries_end))
-        self._entries_end += len(place.entry)
 
     def _cut(self, kept: int) -> None:
         gone = self.all[kept:]
@@ -168,9 +142,6 @@ class _Places:
             del row[kept:]
         for place in gone:
             del self._placed[place.named]
-            self._entries_end -= len(place.entry)
-        filled = sum(place.nbytes > 0 for place in gone)
-        del self._filled[len(self._filled) - filled :]
 
 
 class _Place:
@@ -210,7 +181,7 @@ def outline_of(layout: Layout) -> Layout:
 
 
 def filled(layout: Layout) -> bytearray:
-    """The file of a layout, with all its bytes and checksums; GPUs that have tensors of it are waited for."""
+    """The file of a layout, with all its bytes; GPUs that have tensors of it are waited for."""
     data = bytearray(layout.nbytes)
     for offset, entry in layout.frame:
         data[offset : offset + len(entry)] = entry
@@ -229,10 +200,6 @@ def filled(layout: Layout) -> bytearray:
     for piece, elements in zip(away, _fetched_all(away), strict=True):
         place = memoryview(data)[piece.offset : piece.offset + piece.nbytes]
         torch.frombuffer(place, dtype=torch.uint8).copy_(elements)
-    for piece in layout.pieces:
-        crc = crc32(memoryview(data)[piece.offset : piece.offset + piece.nbytes])
-        for at in piece.crc_at:
-            struct.pack_into("<L", data, at, crc)
     return data
 
 
@@ -278,7 +245,7 @@ def _is_here(storage: torch.UntypedStorage) -> bool:
     return storage.device.type == "cpu"
 
 
-def _filled_up(pickled: bytes, entries: list[bytes], last_nbytes: int, start: int, stop: int) -> tuple[bytes, int]:
+def _filled_up(pickled: bytes, entries: list[bytes], last_nbytes: int, start: int, stop: int) -> bytes:
     """What follows the last storage, as :func:`_tail`, of a file that ends at ``stop``."""
     least = start + _least_tail(len(pickled), sum(map(len, entries)), last_nbytes, start)
     if least > stop:
@@ -289,18 +256,11 @@ def _filled_up(pickled: bytes, entries: list[bytes], last_nbytes: int, start: in
 @functools.lru_cache(maxsize=64)  # what varies from one snapshot to the next seldom takes more bytes
 def _least_tail(pickled_nbytes: int, entries_nbytes: int, last_nbytes: int, start: int) -> int:
     """Length of what follows the last storage, filled up by one byte; that depends on lengths and places only."""
-    return len(_tail(bytes(pickled_nbytes), [bytes(entries_nbytes)], last_nbytes, start, 1)[0])
+    return len(_tail(bytes(pickled_nbytes), [bytes(entries_nbytes)], last_nbytes, start, 1))
 
 
-@functools.lru_cache(maxsize=4)
-def _zeros(nbytes: int) -> tuple[bytes, int]:
-    """So many zeros, and their CRC."""
-    zeros = bytes(nbytes)
-    return zeros, crc32(zeros)
-
-
-def _tail(pickled: bytes, entries: list[bytes], last_nbytes: int, start: int, filling: int = 0) -> tuple[bytes, int]:
-    """What follows the last storage, and where in the file its directory begins.
+def _tail(pickled: bytes, entries: list[bytes], last_nbytes: int, start: int, filling: int = 0) -> bytes:
+    """What follows the last storage.
 
     Args:
         pickled: the checkpoint without its storages.
@@ -312,12 +272,12 @@ def _tail(pickled: bytes, entries: list[bytes], last_nbytes: int, start: int, fi
     parts = [descriptor(last_nbytes)]
     at = start + len(parts[0])
     own = []
-    records = [("data.pkl", pickled, crc32(pickled)), *_RECORDS, *([("filling", *_zeros(filling))] if filling else [])]
-    for name, data, crc in records:
-        path = f"{_FOLDER}/{name}"
+    records = [("data.pkl", pickled), *_RECORDS, *([("filling", bytes(filling))] if filling else [])]
+    for name, data in records:
+        path, crc = f"{_FOLDER}/{name}", crc32(data)
         record = [header(path, len(data), at), data, descriptor(len(data), crc)]
         own.append(directory_entry(path, len(data), at, crc))
         parts += record
         at += sum(map(len, record))
     parts.append(directory([*entries, *own], at))
-    return b"".join(parts), at
+    return b"".join(parts)

@@ -164,11 +164,6 @@ class Manifest:
         return self.name if self.portion is None else self.name.removesuffix(portion_name("", self.portion.host))
 
     @property
-    def is_sealed(self) -> bool:
-        """Whether it has the checksums of its bytes."""
-        return bool(self.checksums) or not self.nbytes
-
-    @property
     def data_path(self) -> str:
         """Path of the image below the run's directory: of its one file, or of the directory that holds its files."""
         return self.name if self.is_file or self.files else f"{self.name}/{self.file}"

@@ -17,7 +17,6 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum, part_ranges
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.image.spread import whole_of
-from lightning_spot.image.written import Ranges, read_ranges
 from lightning_spot.threads import all_at_once
 from lightning_spot.untrusted import (
     LARGE_BYTES,
@@ -44,15 +43,13 @@ class Own:
 
     Attributes:
         files: that it writes.
-        archives: first byte in the image and length of those whose checksums are to be written.
     """
 
     files: tuple[FileSpan, ...]
-    archives: Ranges
 
     def to_dict(self) -> dict[str, object]:
         """As entries of a layout, which is a JSON object."""
-        return {"files": [[file.name, file.offset, file.nbytes] for file in self.files], "archives": self.archives}
+        return {"files": [[file.name, file.offset, file.nbytes] for file in self.files]}
 
 
 @functools.lru_cache(maxsize=4)  # it stays the same from one snapshot to the next
@@ -65,12 +62,11 @@ def read_own(layout: str) -> Own:
     try:
         fields = read_object(layout, LARGE_BYTES)
         files = tuple(FileSpan(*item) for item in fields["files"])
-        archives = read_ranges(fields["archives"], _MOST_BYTES) or ()
     except (ValueError, KeyError, TypeError) as error:
         raise SettingsError(f"a layout says nothing of the files that this host brings: {error}") from error
     if problem := check_files(files, _MOST_BYTES):
         raise SettingsError(f"a layout contradicts itself: {problem}")
-    return Own(files, archives)
+    return Own(files)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

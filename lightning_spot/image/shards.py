@@ -7,13 +7,11 @@ value, is an archive of its own, as ``torch.save`` writes them, within one of th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NoReturn
 
 from lightning_spot.errors import CorruptSnapshot
-from lightning_spot.image.archive import ZipEntry, read_entries
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Image
@@ -153,41 +151,6 @@ def archived(image: Image, manifest: Manifest, at: Archived) -> memoryview:
     """The bytes of an archive in the image of a snapshot."""
     span = manifest.span_of(at.file)
     return image[span.offset + at.offset : span.offset + at.offset + at.nbytes]
-
-
-def records_of(image: memoryview, manifest: Manifest) -> list[ZipEntry]:
-    """The records of a snapshot's archives whose checksums are to be written when it is sealed.
-
-    Args:
-        image: of the snapshot.
-        manifest: of the snapshot.
-
-    Raises:
-        LayoutUnsupported: if an archive cannot be read.
-        CorruptSnapshot: if it is sharded, and where its archives lie cannot be read.
-    """
-    if not manifest.files:
-        return read_entries(image[: manifest.nbytes])
-    starts = {file.name: file.offset for file in manifest.files}
-    if SHARDS_FILE not in starts:
-        return []  # nothing is filled in place
-    archives = {
-        (starts[shard.at.file] + shard.at.offset, shard.at.nbytes)
-        for tensor in Shards.read(image, manifest).tensors
-        for shard in tensor.shards
-    }
-    end = 0
-    for start, nbytes in sorted(archives):
-        if start < end:
-            _refuse(manifest, "two of its archives overlap")
-        end = start + nbytes
-    return [record for start, nbytes in sorted(archives) for record in _moved(image, start, nbytes)]
-
-
-def _moved(image: memoryview, start: int, nbytes: int) -> Iterator[ZipEntry]:
-    for entry in read_entries(image[start : start + nbytes]):
-        crc_at = tuple(place + start for place in entry.crc_at)
-        yield replace(entry, offset=entry.offset + start, crc_at=crc_at)
 
 
 class _Checked:

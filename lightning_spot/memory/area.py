@@ -26,9 +26,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported, SettingsError, TierError
+from lightning_spot.errors import CorruptSnapshot, SettingsError, TierError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.sealing import Sealing, sealing_threads
 from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.slots import Slot, SlotState, file_order
 from lightning_spot.protocol.ownership import OwnDirectory, make_directory, open_file, own_directories, read_file
@@ -82,11 +81,11 @@ class SlotArea:
         """Where a slot's bytes go."""
         return self._here / f"slot-{slot.index}.img"
 
-    def record(self, slot: Slot) -> bool:
-        """Write the commit record of a slot whose bytes are here; whether that could be done."""
+    def record(self, slot: Slot) -> None:
+        """Write the commit record of a slot whose bytes are here."""
         if slot.memory is None or slot.memory.path is None or slot.manifest is None:
-            return False
-        return self._write(
+            return
+        self._write(
             f"slot-{slot.index}.json",
             {
                 "manifest": slot.manifest.to_dict(),
@@ -133,7 +132,7 @@ class SlotArea:
                 logger.warning("%s is left out: %s", directory.path / path.name, error)
 
     def adopt(self) -> list[Slot]:
-        """Slots that earlier nodes committed, checked byte by byte (or sealed); whatever else is here is removed.
+        """Slots that earlier nodes committed, checked byte by byte; whatever else is here is removed.
 
         Those in the directories beside this one, which nobody holds any more, are brought here first.
 
@@ -234,16 +233,14 @@ class SlotArea:
             if manifest.nbytes > slot.capacity:
                 raise CorruptSnapshot(f"{where} is shorter than its manifest says")
             with slot.view(manifest.nbytes) as view:
-                if manifest.is_sealed:
-                    manifest.verify(view, where)
-                sealed = manifest if manifest.is_sealed else Sealing(manifest, view).run(sealing_threads())
+                manifest.verify(view, where)
             slot.places = tuple(record["places"]) if record["places"] is not None else None
             slot.safe, slot.refused = list(record["safe"]), list(record["refused"])
             slot.settled = bool(record.get("settled"))
             slot.whole, slot.brings = bool(record.get("whole")), bool(record.get("brings"))
             slot.overtaken = bool(record.get("overtaken"))
             slot.sequence, slot.generation = int(record["sequence"]), 1
-        except (FileNotFoundError, ValueError, KeyError, TypeError, CorruptSnapshot, LayoutUnsupported) as error:
+        except (FileNotFoundError, ValueError, KeyError, TypeError, CorruptSnapshot) as error:
             logger.warning("a slot left by an earlier node is dropped: %s", error)
             if slot.memory is not None:
                 slot.memory.close()
@@ -253,13 +250,11 @@ class SlotArea:
                 slot.memory.path = None  # it stays where it is
                 slot.memory.close()
             raise
-        slot.manifest, slot.run, slot.state = sealed, key_of(manifest), SlotState.COMMITTED
-        if not manifest.is_sealed:  # that node was killed before anybody needed the checksums
-            self.record(slot)
+        slot.manifest, slot.run, slot.state = manifest, key_of(manifest), SlotState.COMMITTED
         logger.info("took over snapshot %s of run %s from an earlier node", manifest.name, manifest.run)
         return slot
 
-    def _write(self, name: str, record: dict[str, Any]) -> bool:
+    def _write(self, name: str, record: dict[str, Any]) -> None:
         temporary = self._here / f"{name}.tmp"
         try:
             temporary.unlink(missing_ok=True)
@@ -274,9 +269,8 @@ class SlotArea:
                 )
             self._is_failing = True
             temporary.unlink(missing_ok=True)
-            return False
-        self._is_failing = False
-        return True
+        else:
+            self._is_failing = False
 
 
 def remove_abandoned(directory: OwnDirectory) -> bool:

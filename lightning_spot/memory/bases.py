@@ -8,13 +8,11 @@ base that was taken meanwhile is not used, and would not have the right checksum
 from __future__ import annotations
 
 import functools
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Image
-from lightning_spot.image.sealing import CRC_BYTES
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.slots import Slot
 
@@ -31,7 +29,7 @@ class Base:
     def __init__(self, ring: Ring, slot: Slot, manifest: Manifest) -> None:
         self.manifest = manifest
         self.image = slot.view(manifest.nbytes)
-        self._ring, self._slot, self._sent_crcs = ring, slot, slot.sent_crcs
+        self._ring, self._slot = ring, slot
 
     @classmethod
     def newest(cls, ring: Ring, run: str, host: int | None = None) -> Base | None:
@@ -49,27 +47,10 @@ class Base:
                     return cls(ring, slot, manifest)
         return None
 
-    def as_sent(self, part: memoryview, start: int) -> memoryview:
-        """Some bytes, from a place on, as the hosts had sent them that brought the snapshot: its CRCs came here."""
-        stop = start + len(part)
-        first = bisect_left(self._sent_crcs, start - CRC_BYTES + 1, key=_place)
-        last = bisect_left(self._sent_crcs, stop, key=_place)
-        if first == last:
-            return part
-        sent = bytearray(part)
-        for place, crc in self._sent_crcs[first:last]:
-            for at in range(max(place, start), min(place + CRC_BYTES, stop)):
-                sent[at - start] = crc[at - place]
-        return memoryview(sent)
-
     def let_go(self) -> None:
         """Pin it no longer. Nobody may read :attr:`image` any more."""
         self.image = memoryview(b"")
         self._ring.unpin(self._slot)
-
-
-def _place(crc: tuple[int, bytes]) -> int:
-    return crc[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from lightning_spot.errors import SettingsError, ShareMissing
 from lightning_spot.image.files import FileSpan, check_zero, pieces
 from lightning_spot.image.manifest import snapshot_order
 from lightning_spot.image.portion import Image
-from lightning_spot.image.sealing import fill_crcs
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.tier import Gathering
@@ -28,19 +27,17 @@ class ByItself:
         raise ShareMissing(f"host {host} was not told what of {name} (attempt {attempt}) is its own within {wait_s} s")
 
 
-def finish_files(image: Image, ranges: Ranges, files: Sequence[FileSpan], archives: Ranges) -> None:
-    """Write the CRCs of a host's archives; what it has beside its files must be zero, as it is when they are read.
+def check_gaps(image: Image, ranges: Ranges, files: Sequence[FileSpan]) -> None:
+    """Check that what a host has beside its files is zero, as it is when they are read.
 
     Args:
         image: as far as it is here.
         ranges: that the host brings.
         files: that are cut out of them.
-        archives: see :class:`~lightning_spot.image.notes.Own`.
 
     Raises:
         CorruptSnapshot: if it is not zero.
     """
-    fill_crcs(image, archives)
     for start, nbytes in ranges:
         for span, first, last in pieces(files, start, start + nbytes):
             if span is None:

@@ -14,7 +14,7 @@ from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import part_ranges
 from lightning_spot.image.portion import is_whole
-from lightning_spot.image.sealing import Sealing, crc_fields, sealing_threads
+from lightning_spot.image.sealing import Sealing, sealing_threads
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.ring import Ring
@@ -29,15 +29,12 @@ _CLOSE_S = 10.0
 _LOOK_S = 0.01
 
 
-def gather(upload: Upload, manifest: Manifest) -> tuple[tuple[int, bytes], ...]:
+def gather(upload: Upload, manifest: Manifest) -> None:
     """Check that every byte has come once, and that nothing more can come.
 
     Args:
         upload: being sealed, so that no further frame is begun.
         manifest: of the snapshot.
-
-    Returns:
-        the CRC fields as they came: sealing writes them.
 
     Raises:
         CorruptSnapshot: otherwise.
@@ -47,8 +44,6 @@ def gather(upload: Upload, manifest: Manifest) -> tuple[tuple[int, bytes], ...]:
         raise CorruptSnapshot(f"{manifest.name} has {manifest.nbytes} bytes, this upload was for {upload.nbytes}")
     if not is_whole(upload.received.close(), upload.nbytes):
         raise CorruptSnapshot(f"what the hosts have sent of {manifest.name} is not every byte of it once")
-    with upload.slot.view(upload.nbytes) as image:
-        return crc_fields(image, manifest)
 
 
 def _end_streams(upload: Upload) -> None:
@@ -71,7 +66,6 @@ class Commits:
         ring: holds what is committed.
         registry: tells who may write.
         committed: called with each snapshot that was committed.
-        wants: whether a tier takes a run's newest snapshot (its key is given) as soon as that is there.
     """
 
     def __init__(
@@ -80,10 +74,9 @@ class Commits:
         ring: Ring,
         registry: Registry,
         committed: Callable[[str, Manifest], None],
-        wants: Callable[[str], bool],
     ) -> None:
         self._uploads, self._ring, self._registry = uploads, ring, registry
-        self._committed, self._wants = committed, wants
+        self._committed = committed
         self._lock = registry.lock
 
     def seal(
@@ -96,10 +89,9 @@ class Commits:
         *,
         followed: bool = False,
     ) -> Manifest:
-        """Commit a slot that was filled on this host: write the zip's CRCs, checksum every part, commit.
+        """Commit a slot that was filled on this host: checksum every part, commit.
 
         Its parts go on to the next node as they are sealed. Where several ranks fill it, all are waited for first.
-        One that another one is to follow, and that no tier takes now, is committed unsealed.
 
         Args:
             upload_id: the lease.
@@ -107,10 +99,10 @@ class Commits:
             destinations: URLs of the directories that a user's file goes to, instead of the run's tiers.
             floats: where in it numbers lie that may be approximated on their way to a node behind.
             written: what was written since the slot was filled as :attr:`Upload.held`, ``None`` for all.
-            followed: whether another snapshot is to follow in a moment, see ``unsealed``.
+            followed: whether another snapshot is to follow within :data:`~lightning_spot.memory.work.FOLLOWED_S`.
 
         Returns:
-            the manifest; without checksums if it is not sealed yet.
+            the sealed manifest.
 
         Raises:
             ShareMissing: if a rank's bytes are not there in the end; the slot is freed.
@@ -131,18 +123,10 @@ class Commits:
             upload.sealing, upload.slot.floats = True, floats
         # The view lives as long as the sealing: who sends its parts on may be at it when this call is done.
         before = upload.before(manifest, written)
-        followed = followed and not (manifest.complete or manifest.is_file or upload.joint is not None)
-        if followed and before is None and not self._wants(upload.run):  # what is sealed in part costs next to nothing
-            try:
-                return self._commit(upload, replace(manifest, checksums=()), None, followed=True)
-            finally:
-                with self._lock:
-                    upload.sealing = False
-                    self._uploads.free_if_given_up(upload)
         sealing = Sealing(replace(manifest, checksums=()), upload.slot.view(manifest.nbytes), before)
         try:
             if upload.is_gathered:
-                upload.slot.sent_crcs = gather(upload, manifest)
+                gather(upload, manifest)
             if not manifest.is_file:
                 self._uploads.offer(upload.slot, sealing)
             began_s = time.monotonic()

@@ -406,27 +406,6 @@ class Flusher:
             self.work.leaves_s = time.monotonic()
             self._ring.notify()
 
-    @property
-    def busy(self) -> bool:
-        """Whether something is being done at a tier."""
-        with self._ring.changed:
-            return bool(self._busy)
-
-    def wants(self, run: str, *, by_itself: bool = False) -> bool:
-        """Whether a tier would take a new snapshot of a run (its key) at once.
-
-        Args:
-            run: key of the run.
-            by_itself: whether one counts only if it takes each as soon as it can, whether or not others follow.
-        """
-        with self._ring.changed:
-            tiers, now_s = self._ring.tiers(run), time.monotonic()
-            return any(
-                self.work.takes(url, run, now_s, followed=True)
-                for url in tiers.own
-                if url not in self._busy and url not in tiers.carried and not (by_itself and self.work.rests(url, run))
-            )
-
     def owed(self) -> set[str]:
         """Tiers that wait for something, see :meth:`Work.owed`."""
         with self._ring.changed:
@@ -523,7 +502,7 @@ class Flusher:
                 self._busy.discard(url)
                 if job.slot is not None:
                     job.slot.readers -= 1
-                self._ring.notify()  # what is unsealed may wait for a tier that is free
+                self._ring.notify()
         return store
 
     def _next(self, url: str) -> Job | None:

@@ -162,8 +162,8 @@ class Host(Protocol):
             destinations: tiers of a user's file, instead of the run's.
             floats: where in it numbers lie that may be approximated on their way to a memory node.
             written: what was written since the slot was filled as ``lease.held``, ``None`` for all.
-            followed: whether another snapshot is to follow within :data:`~lightning_spot.memory.unsealed.FOLLOWED_S`:
-                it is sealed then if somebody needs it.
+            followed: whether another snapshot is to follow within :data:`~lightning_spot.memory.work.FOLLOWED_S`: the
+                durable tier leaves most of these out.
 
         Returns:
             whether the next snapshot would need a slot that is still to be made.

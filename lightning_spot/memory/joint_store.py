@@ -38,7 +38,7 @@ from lightning_spot.image.parts import checksum
 from lightning_spot.image.portion import Image, Portions, cut
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory.bases import Glance
-from lightning_spot.memory.by_itself import ByItself, finish_files
+from lightning_spot.memory.by_itself import ByItself, check_gaps
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.tier import Gathering, Sent
 from lightning_spot.threads import all_at_once, both
@@ -359,7 +359,7 @@ class JointStore(ByItself):
         if why := folder.why_torn(there):
             self._decide(name, leaves_note=False)
             raise ShareMissing(why)
-        finish_files(image, ranges, files, own.archives)
+        check_gaps(image, ranges, files)
         found = _pieces_of(image, ranges)
         self._write(name, folder, files, image, goes_on, lambda: found == _pieces_of(image, ranges))
         names = tuple(file.name for file in files)

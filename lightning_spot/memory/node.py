@@ -30,7 +30,6 @@ from lightning_spot.memory.runs import Opened, Run, RunInfo, check_name
 from lightning_spot.memory.slots import Slot
 from lightning_spot.memory.spread import Spread
 from lightning_spot.memory.tier import Sent
-from lightning_spot.memory.unsealed import Unsealed
 from lightning_spot.memory.uploads import Uploads
 from lightning_spot.tiers import connections
 from lightning_spot.tiers.claims import check_fence
@@ -139,12 +138,10 @@ class Node:
         self.uploads = Uploads(self.ring, self.registry, open_store, self._brought, below)
         # Uploads are part of what a node does; see the methods of Begins, Uploads and Commits.
         self.lease, self.find_upload = self.uploads.begins.lease, self.uploads.find
-        self.flusher = flusher = Flusher(
+        self.flusher = Flusher(
             self.ring, open_store, self.registry.info, self._heard, lambda key, url: self.routes.standing(key, url)
         )
-        self._unsealed = Unsealed(self.ring, self._expects, lambda run: flusher.wants(run, by_itself=True))
-        self.seal_committed = self._unsealed.seal
-        commits = Commits(self.uploads, self.ring, self.registry, self._committed, flusher.wants)
+        commits = Commits(self.uploads, self.ring, self.registry, self._committed)
         self.seal, self.commit, self.abort = commits.seal, commits.commit, self.uploads.abort
         self.streaming = self.uploads.streaming
         self._lock = self.registry.lock
@@ -354,7 +351,6 @@ class Node:
         if key is not None:
             self.routes.ask_soon(key)
         deadline_s = time.monotonic() + wait_s
-        self._unsealed.hurry(key)
         late = self.uploads.abroad.wait_brought(key, wait_s)
         return [*late, *self.flusher.wait_clean(key, max(0.0, deadline_s - time.monotonic()))]
 
@@ -362,7 +358,7 @@ class Node:
         """Stop flushing and give the memory back."""
         with ExitStack() as ends:  # from the last one on, whatever fails in one: the memory is given back
             ends.callback(self.ring.close, keep_unsafe=keep_unsafe)
-            for part in (self.flusher, self.routes, self._unsealed, self.uploads):
+            for part in (self.flusher, self.routes, self.uploads):
                 ends.callback(part.close)
 
     def tiers(self) -> dict[str, TierHealth]:
@@ -414,13 +410,6 @@ class Node:
         """A trainer has gone: what nodes have of its run approximately is to be there exactly now."""
         with self.ring.changed:
             self.ring.notify()
-
-    def _expects(self, run: str) -> bool:
-        """Whether a run may go on to another snapshot, for which there is room, and nobody waits for what is there."""
-        info = self.registry.info(run)
-        if info is None or not info.session or self.flusher.is_urgent(run):
-            return False
-        return self.flusher.busy or not self.ring.is_stuck  # with memory for one, the next one waits until it is safe
 
     def _committed(self, key: str, manifest: Manifest) -> None:
         self.flusher.keep(key, manifest.name)  # a file of that name may have been removed just before

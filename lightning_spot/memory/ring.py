@@ -161,7 +161,7 @@ class SlotTable:
             return sorted(found, key=lambda slot: slot.sequence, reverse=True)
 
     def readable(self, run: str, name: str | None = None) -> list[tuple[Slot, Manifest]]:
-        """What anybody may read of a run: what is committed and sealed, newest first. Nothing else has checksums.
+        """What anybody may read of a run: what is committed, newest first.
 
         Args:
             run: key of the run.
@@ -171,7 +171,7 @@ class SlotTable:
             return [
                 (slot, slot.manifest)
                 for slot in self.committed(run)
-                if slot.manifest is not None and not slot.unsealed and name in (None, slot.manifest.name)
+                if slot.manifest is not None and name in (None, slot.manifest.name)
             ]
 
     def find(self, run: str, name: str) -> Slot | None:
@@ -386,11 +386,9 @@ class Ring(SlotTable):
     def commit(self, slot: Slot, manifest: Manifest, places: tuple[str, ...] | None = None) -> None:
         """Make the filled slot a committed snapshot; an older one of the same run and name is dropped.
 
-        So is an older one that was never sealed, since nobody has needed it.
-
         Args:
             slot: a leased slot whose bytes fit ``manifest``.
-            manifest: without checksums if it is sealed later, see :meth:`sealed`.
+            manifest: of it, with checksums.
             places: URLs of the directories that a user's file goes to instead of the run's tiers.
 
         Raises:
@@ -416,31 +414,11 @@ class Ring(SlotTable):
             slot.whole, slot.overtaken, slot.brings = whole, overtaken, brings
             slot.manifest, slot.sequence, slot.places = manifest, self._sequence, places
             slot.state, slot.committed_s = SlotState.COMMITTED, time.monotonic()
-            is_kept = self.area is None or self.area.record(slot)
-            # Only now: killed between the two, both are left, never none. What the next node here would not find, since
-            # there was no room for its record, supersedes none that it would.
-            for other in [*older, *(self._never_sealed(slot.run, manifest) if is_kept else [])]:
-                self._forget(other)
-            self.refresh(slot.run)
-            self.notify()
-
-    def sealed(self, slot: Slot, unsealed: Manifest, sealed: Manifest, checked_s: float) -> None:
-        """Note that a snapshot that was committed unsealed is sealed now; nothing happens if it was removed.
-
-        Args:
-            slot: that holds it, pinned.
-            unsealed: as it was committed.
-            sealed: with its checksums.
-            checked_s: when its bytes were read for them (monotonic).
-        """
-        with self.changed:
-            if slot.manifest is not unsealed:
-                return
-            slot.manifest, slot.checked_s = sealed, checked_s
-            if slot.held_as is unsealed:
-                slot.held_as = sealed
             if self.area is not None:
                 self.area.record(slot)
+            for other in older:  # only now: killed between the two, both are left, never none
+                self._forget(other)
+            self.refresh(slot.run)
             self.notify()
 
     def abort(self, slot: Slot) -> None:
@@ -543,19 +521,6 @@ class Ring(SlotTable):
         if full is None or self._limits.run_memory_bytes is not None:
             return None
         return full if (full.changes, full.nbytes) == (self.changes, min(full.nbytes, nbytes)) else None
-
-    def _never_sealed(self, run: str, newer: Manifest) -> list[Slot]:
-        """Slots with snapshots that were committed unsealed, and that nobody will need."""
-        return [
-            slot
-            for slot in self.slots
-            if slot.unsealed
-            and slot.run == run
-            and not slot.readers
-            and slot.manifest is not None
-            and slot.manifest.lineage == newer.lineage
-            and slot.manifest.order < newer.order
-        ]
 
     def _new_slot(self) -> Slot:
         taken = {slot.index for slot in self.slots}

@@ -106,9 +106,8 @@ class Slot:
         brings: likewise: whether it is to be brought to the durable tier, also if a newer one is whole.
         forsaken: likewise: whether the others' are not expected at the durable tier any more.
         portion: the ranges of a snapshot at a memory node that the memory holds; all else in it is something else.
-        sent_crcs: place and content of the CRC fields as they came, if several hosts sent the snapshot.
         spare: whether it is made ready before anybody needs it: who does waits for it, and makes no other.
-        followed: whether another snapshot is to follow in a moment.
+        followed: whether another snapshot was to follow in a moment when this one was committed.
         committed_s: when the snapshot was committed (monotonic).
     """
 
@@ -139,7 +138,6 @@ class Slot:
     brings: bool = False
     forsaken: bool = False
     portion: HeldPortion | None = None
-    sent_crcs: tuple[tuple[int, bytes], ...] = ()
     spare: bool = False
     followed: bool = False
     committed_s: float = 0.0
@@ -147,11 +145,6 @@ class Slot:
     def takes(self, nbytes: int) -> bool:
         """Whether a snapshot of ``nbytes`` can be written to its memory."""
         return self.capacity >= nbytes
-
-    @property
-    def unsealed(self) -> bool:
-        """Whether it holds a snapshot that has neither checksums nor CRCs yet: nobody may read it."""
-        return self.manifest is not None and not self.manifest.is_sealed
 
     @property
     def capacity(self) -> int:
@@ -190,7 +183,7 @@ class Slot:
         """Hold nothing any more; the memory stays."""
         self.state, self.run, self.manifest, self.places = SlotState.FREE, "", None, None
         self.dirty, self.safe, self.refused, self.settled = [], [], [], False
-        self.floats, self.inexact_at, self.surpassed, self.sent_crcs = (), [], None, ()
+        self.floats, self.inexact_at, self.surpassed = (), [], None
         self.spare = self.followed = self.whole = self.overtaken = self.brings = self.forsaken = False
 
 

@@ -106,7 +106,7 @@ class Upload:
         host: whose portion of a snapshot it is, if it is that of one of several hosts.
         joint: who fills it, if several ranks do.
         streams: connections that receive into the slot at the moment.
-        sealing: whether it is being checksummed, which also writes the zip's CRCs.
+        sealing: whether it is being checksummed.
         ended: whether it was committed or given up.
         given_up: whether its slot is to be freed once nothing writes into it any more.
     """
@@ -151,8 +151,6 @@ class Upload:
         was = self.slot.held_as
         self.slot.seals += 1
         if written is None or not self.held or was is None or self.joint is not None:
-            return None
-        if not was.is_sealed:
             return None
         if was.part_bytes != manifest.part_bytes:
             return None

@@ -78,6 +78,9 @@ class BackOff:
             failure.count = min(failure.count, 1)
 
 
+FOLLOWED_S = 5.0
+"""A snapshot counts as followed if another one is to come within so many seconds, and for no longer than that."""
+
 FORSAKEN_S = 3600.0
 """What a node has of a snapshot gives way to others when no more of it has come to the durable tier for so long."""
 
@@ -161,7 +164,6 @@ LEFT_S = 35.0
 """A run counts as left by its trainer if its host has not asked for so long how this node is: it does every 10 s."""
 
 _APART = 40  # times as long as it takes one: so much less does it cost training
-_LOOK_S = 1.0
 
 
 class Kind(enum.Enum):
@@ -267,9 +269,6 @@ class Work:
                     self._begun[url, job.run] = now_s
                 return job, None
             soonest = due_s if soonest is None else min(soonest, due_s)
-        for key in self._unsealed(url):
-            wanted.add(key)
-            soonest = min(now_s + _LOOK_S, soonest if soonest is not None else float("inf"))
         # Nothing is due: what failed and is not wanted any more (superseded, dropped) is forgotten.
         backoff.forget(set(wanted))
         self._later.forget(url, set(wanted))
@@ -315,18 +314,6 @@ class Work:
         """A tier was busy with a snapshot of a run for so long."""
         self._took_s[url, run] = seconds
 
-    def takes(self, url: str, run: str, now_s: float, *, followed: bool) -> bool:
-        """Whether a tier, which is free, would take a new snapshot of a run at once.
-
-        Args:
-            url: of the tier.
-            run: key of the run.
-            now_s: the time (monotonic).
-            followed: whether another one is to follow that in a moment.
-        """
-        failed_s = self.backoff(url).due_s((Kind.PUT.value, run, ""))
-        return max(failed_s, self._free_s(url, run, followed=followed)) <= now_s
-
     def rests_s(self, run: str, now_s: float) -> float:
         """How long the durable tier of a run is still to be left alone, see :attr:`RunInfo.durable_every_s`."""
         info = self._run(run)
@@ -334,11 +321,6 @@ class Work:
             return 0.0
         begun_s = [begun_s for (url, of), begun_s in self._begun.items() if of == run and not url.startswith("spot:")]
         return max(0.0, max(begun_s, default=float("-inf")) + info.durable_every_s - now_s)
-
-    def rests(self, url: str, run: str) -> bool:
-        """Whether a tier leaves out some of the snapshots of a run that follow each other in moments."""
-        info = self._run(run)
-        return not url.startswith("spot://") and info is not None and info.durable_every_s is None
 
     def failed(self, url: str, job: Job, text: str) -> None:
         """A job failed. A put that did is not counted as taken: it is tried again with back-off, not at its pace."""
@@ -443,7 +425,7 @@ class Work:
         slots = [
             slot
             for slot in self._ring.slots  # of hundreds, most are other runs', and owe this tier nothing
-            if (url in slot.dirty or slot.coming is not None) and not slot.unsealed and url in self._own(slot)
+            if (url in slot.dirty or slot.coming is not None) and url in self._own(slot)
         ]
         coming = [slot for slot in slots if slot.manifest is None]
         soon_old = {slot.run for slot in coming if isinstance(slot.coming, Sealing)}
@@ -467,12 +449,6 @@ class Work:
             if not each.behind or each.behind.keys().isdisjoint(self._owed_of(key_of(each.manifest), url)):
                 yield each.manifest
 
-    def _unsealed(self, url: str) -> Iterator[tuple[str, str, str]]:
-        """Keys of what a tier is owed, and can take once it is sealed."""
-        for slot in self._ring.slots:
-            if slot.manifest is not None and slot.unsealed and url in slot.dirty and url in self._own(slot):
-                yield Job(Kind.PUT, slot.run, slot.manifest).key
-
     def _paced(self, run: str) -> bool:
         """Whether a run's snapshots are to be some time apart at its durable tier."""
         info = self._run(run)
@@ -488,7 +464,7 @@ class Work:
             return 0.0 if is_wanted and not _is_unsure(job.slot) else self._left_s(job.run)
         if job.manifest.complete:
             return 0.0
-        return self._free_s(url, job.run, followed=job.slot.followed)
+        return self._free_s(url, job.slot)
 
     def is_left(self, run: str, now_s: float) -> bool:
         """Whether a run counts as left by its trainer, see :data:`LEFT_S`."""
@@ -504,14 +480,19 @@ class Work:
         asked_s = self._ring.opened_s.get(run, self._ring.begun_s)
         return min(asked_s, self.leaves_s if self.leaves_s is not None else asked_s) + LEFT_S
 
-    def _free_s(self, url: str, run: str, *, followed: bool) -> float:
-        """When a tier may take the next snapshot of a run at the soonest, 0 for at once."""
-        info, begun_s = self._run(run), self._begun.get((url, run))
-        if info is None or begun_s is None or url.startswith("spot://") or self.is_urgent(run):
+    def _free_s(self, url: str, slot: Slot) -> float:
+        """When a tier may take the snapshot of a slot at the soonest, 0 for at once."""
+        key = url, slot.run
+        info, begun_s = self._run(slot.run), self._begun.get(key)
+        if info is None or begun_s is None or url.startswith("spot://") or self.is_urgent(slot.run):
             return 0.0
         if info.durable_every_s is not None:
             return begun_s + info.durable_every_s
-        return begun_s + min(self._took_s.get((url, run), 0.0) * _APART, MOST_APART_S) if followed else 0.0
+        # With memory for one, the next one waits until it is safe.
+        if not slot.followed or not info.session or self._ring.is_stuck:
+            return 0.0
+        apart_s = min(self._took_s.get(key, 0.0) * _APART, MOST_APART_S)
+        return min(begun_s + apart_s, slot.committed_s + FOLLOWED_S)
 
 
 def _is_unsure(slot: Slot) -> bool:

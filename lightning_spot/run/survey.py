@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -137,7 +137,7 @@ def survey(location: Location, bounds: Patience | None = None, *, commits: bool 
     listings = {
         tier: functools.partial(patience.patiently, source.survey, bounds, tier) for tier, source in sources.items()
     }
-    holdings, more_problems = ask_all(listings, bounds.answer_s, lasting=(MEMORY,))
+    holdings, more_problems = ask_all(listings, bounds.answer_s)
     found_at: list[tuple[Source, Holdings]] = [(sources[tier], holdings[tier]) for tier in sources if tier in holdings]
     found_at += spread_over(found_at)
     if durable is not None:
@@ -322,16 +322,12 @@ def hold(found: Survey, name: str, info: RunInfo) -> None:
             source.store.hold(name, info)
 
 
-def ask_all(
-    asked: Mapping[str, Callable[[], Any]], wait_s: float, *, lasting: Collection[str] = ()
-) -> tuple[dict[str, Any], dict[str, str]]:
+def ask_all(asked: Mapping[str, Callable[[], Any]], wait_s: float) -> tuple[dict[str, Any], dict[str, str]]:
     """Call all at once.
 
     Args:
         asked: by tier.
         wait_s: how long all answers together are waited for.
-        lasting: tiers that are waited for until their call ends, as it does where they are silent: this host's node
-            seals the newest snapshot before it says what it has, and to go on without that one would be to go back.
 
     Returns:
         what was answered in time, and why the others were not.
@@ -368,9 +364,6 @@ def ask_all(
     deadline = time.monotonic() + wait_s
     for tier, thread in threads.items():
         thread.join(max(0.0, deadline - time.monotonic()))
-        if thread.is_alive() and tier in lasting:
-            logger.warning("lightning_spot: %s has not said what it has after %.0f s: it is waited for", tier, wait_s)
-            thread.join()
         if thread.is_alive():
             problems[tier] = f"no answer within {wait_s:.0f} s"
     if wrong:

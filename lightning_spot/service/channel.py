@@ -177,11 +177,8 @@ class DescriptorChannel:
                 os.close(fd)
 
     def _find(self, run: str, name: str, pins: ExitStack) -> Slot | None:
-        """The slot of a snapshot or file of that name: sealed if it was not, and pinned until the connection closes."""
+        """The slot of a snapshot or file of that name, pinned until the connection closes."""
         ring = self._node.ring
-        held = ring.find(run, name)
-        if held is not None and held.unsealed:
-            self._node.seal_committed(run)
         for slot, manifest in ring.readable(run, name):
             with suppress(SnapshotNotFound):  # it has just left
                 pins.enter_context(ring.reading(slot, manifest))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 from collections.abc import Iterator
@@ -23,7 +22,6 @@ from lightning_spot.memory.paths import LAST, resolve
 from lightning_spot.memory.slots import Slot
 from lightning_spot.protocol.wire import DIGEST_HEADER, LONGEST_DIGESTED_BYTES, WANT_DIGEST_HEADER
 from lightning_spot.service.fields import json_body
-from lightning_spot.service.runs import have_sealed
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +45,6 @@ class Files:
         """Every file of a run that is in memory."""
         text = request.match_info["run"]
         key = self._node.registry.key(text)
-        await have_sealed(self._node, key)
         listed = dict(sorted(self._in_memory(key).items()))
         if not listed and key not in self._node.registry.runs:
             raise SnapshotNotFound(f"this node has no run {text!r}")
@@ -131,9 +128,6 @@ class Files:
     async def _find(self, text: str, path: str) -> tuple[Slot, Manifest]:
         """What a path names."""
         key = self._node.registry.key(text)
-        with contextlib.suppress(SnapshotNotFound):
-            return resolve(self._node.ring, key, path)  # for this one, no other is sealed
-        await have_sealed(self._node, key)
         newest = self._newest(list(self._in_memory(key))) if path == LAST else None
         if newest is not None and snapshot_order(newest) is not None:
             raise SnapshotNotFound(

@@ -29,17 +29,6 @@ from lightning_spot.untrusted import LONGEST_NAME, integer, text
 logger = logging.getLogger(__name__)
 
 
-async def have_sealed(node: Node, run: str) -> None:
-    """Seal what a node holds of a run.
-
-    Args:
-        node: that holds it.
-        run: key of the run.
-    """
-    if any(slot.unsealed for slot in node.ring.committed(run)):
-        await asyncio.to_thread(node.seal_committed, run)
-
-
 OPEN_PATH = "/v1/runs/{run}/open"
 
 _MOST_KEPT = 10**6
@@ -128,14 +117,9 @@ class RunRequests:
         return web.json_response({})
 
     async def snapshots(self, request: web.Request) -> web.Response:
-        """The attempt that writes, what is in memory, what a tier has refused.
-
-        What is not sealed yet is sealed first; with ``as_is`` in the body it is left out, and nobody waits.
-        """
+        """The attempt that writes, what is in memory, what a tier has refused."""
         run = request.match_info["run"]
         key = self._node.registry.key(run)
-        if (await json_body(request)).get("as_is") is not True:
-            await have_sealed(self._node, key)
         listed = [
             {"manifest": manifest.to_dict(), "dirty": slot.dirty, "safe": slot.safe}
             for slot, manifest in self._node.ring.readable(key)

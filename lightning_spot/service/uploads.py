@@ -155,8 +155,6 @@ def _make(connection: socket.socket, node: Node, upload: Upload, frame: Frame, *
     _check_goes_on(node, upload)
     with upload.slot.view(upload.nbytes) as view, view[frame.start : stop] as part:
         earlier = part_of(upload.base.image, frame.start, stop)
-        if upload.is_gathered:
-            earlier = upload.base.as_sent(earlier, frame.start)
         try:
             if frame.kind is PartKind.SAME:
                 part[:] = earlier

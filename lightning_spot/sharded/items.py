@@ -5,34 +5,19 @@ A training state has the same keys each time, so its paths are made once, and it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import chain, islice
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from lightning_spot.errors import NotSerialisable
-from lightning_spot.image.rows import kinds_of, values_in
 from lightning_spot.image.shards import Path
 
 _LEAF, _MAPPING, _LIST = range(3)
-_ONE_DICT = frozenset((dict,))
 _SCALARS = frozenset((str, int, float, bool, type(None)))
 
 
-class _Dicts(NamedTuple):
-    """The form of hundreds of dicts that hold nothing that is taken apart.
-
-    Attributes:
-        lengths: of each.
-        keys: of all, one after the other.
-    """
-
-    lengths: list[int]
-    keys: list[Any]
-
-
-_Form = tuple[Any, list[tuple[int, Any]] | _Dicts]
+_Form = tuple[Any, list[tuple[int, Any]]]
 """Keys of a mapping, or length of a list; and the form of each mapping and list in it, with its number among them."""
 
 
@@ -63,7 +48,6 @@ class Items:
         self.other_keys: list[tuple[Path, Any]] = []
         self._form: Any = None
         self._kinds: dict[type, int] = {}
-        self._leaves: set[type] = set()
 
     def of(self, state: Mapping[str, Any]) -> list[Any]:
         """The items of a state.
@@ -73,9 +57,6 @@ class Items:
         """
         found: list[Any] = []
         form = self._collect(state, found, is_list=False)
-        if form != self._form:  # it may be told in another way, too, as long as not all kinds of leaves were met
-            found.clear()
-            form = self._collect(state, found, is_list=False)
         if form != self._form:
             paths: list[Path] = []
             self.other_keys = []
@@ -88,23 +69,10 @@ class Items:
         """Add the items of a mapping or list; the form that tells it from all that are put together in another way."""
         inner: list[tuple[int, _Form]] = []
         kinds = self._kinds
-        items = value if is_list else list(value.values())
-        if self._leaves.issuperset(kinds_of(items)):  # so it is of a model
-            found += items
-            return len(value) if is_list else tuple(value), inner
-        if _ONE_DICT.issuperset(kinds_of(items)):
-            below = values_in(items)
-            # So it is of an optimizer, which has one for each parameter. An empty one is an item itself: see below.
-            if all(items) and self._leaves.issuperset(kinds_of(below)):
-                found += below
-                dicts = _Dicts(list(map(len, items)), list(chain.from_iterable(items)))
-                return len(value) if is_list else tuple(value), dicts
-        for number, item in enumerate(items):
+        for number, item in enumerate(value if is_list else value.values()):
             kind = kinds.get(type(item))
             if kind is None:
                 kind = kinds[type(item)] = _kind(type(item))
-                if kind == _LEAF:
-                    self._leaves.add(type(item))
             # Torch would leave an empty dict out, and who looks for it after a resume would miss it.
             if kind == _LEAF or (kind == _LIST and _is_one_item(item)) or (kind == _MAPPING and not item):
                 found.append(item)
@@ -121,7 +89,7 @@ def _kind(what: type) -> int:
 
 def _is_one_item(values: list[Any]) -> bool:
     """Whether a list is one item: it holds no tensors, and nothing that is taken apart."""
-    if _SCALARS.issuperset(kinds_of(values)):  # as the names of thousands of parameters
+    if _SCALARS.issuperset(map(type, values)):  # as the names of thousands of parameters
         return True
     return not any(
         isinstance(value, (torch.Tensor, Mapping)) or (isinstance(value, list) and not _is_one_item(value))
@@ -131,7 +99,7 @@ def _is_one_item(values: list[Any]) -> bool:
 
 def _name(form: _Form, path: Path, paths: list[Path], other_keys: list[tuple[Path, Any]]) -> None:
     keys, inner = form
-    below = dict(_apart(inner) if isinstance(inner, _Dicts) else inner)
+    below = dict(inner)
     names: list[str | int] = [*range(keys)] if isinstance(keys, int) else [str(key) for key in keys]
     if not isinstance(keys, int) and not any(is_extra(part) for part in path if isinstance(part, str)):
         other_keys += [(path, key) for key in keys if not isinstance(key, str)]
@@ -140,13 +108,6 @@ def _name(form: _Form, path: Path, paths: list[Path], other_keys: list[tuple[Pat
             _name(below[number], (*path, key), paths, other_keys)
         else:
             paths.append((*path, key))
-
-
-def _apart(dicts: _Dicts) -> Iterator[tuple[int, _Form]]:
-    """The form of each dict, with its number."""
-    keys = iter(dicts.keys)
-    for number, length in enumerate(dicts.lengths):
-        yield number, (tuple(islice(keys, length)), [])
 
 
 def _check_names(paths: list[Path]) -> None:

@@ -16,7 +16,6 @@ from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported, NotSeriali
 from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, FileSpan
 from lightning_spot.image.layout import Entry, Layout, Layouter, filled, lay_out_plain
 from lightning_spot.image.parts import checksum
-from lightning_spot.image.rows import kinds_of
 from lightning_spot.image.safe_load import safe_load
 from lightning_spot.image.shards import SHARDS_FILE, Archived, Path, Shards, StoredValue
 from lightning_spot.sharded import metadata
@@ -24,7 +23,7 @@ from lightning_spot.sharded.items import is_extra
 from lightning_spot.sharded.places import ALIGNMENT, Places, aligned
 from lightning_spot.sharded.plan import Plan, Planner, State
 from lightning_spot.sharded.reader import load_value
-from lightning_spot.sharded.sources import Source, Sources
+from lightning_spot.sharded.sources import Source
 
 _VALUES_FILE = "__0_1.distcp"
 
@@ -68,7 +67,7 @@ class ShardedLayouter:
         self._places: Places | None = None
         self._digest = ""
         self._frame: Frame = []
-        self._sources = Sources()
+        self._sources: list[tuple[int, Source]] = []  # of the boxes that this rank writes, by number of their tensor
         self._numbers = itertools.count(1)
         self._values = _Values()
         self._rest_layouter = Layouter()
@@ -97,7 +96,7 @@ class ShardedLayouter:
         places = self._places
         if places is None or places.plan is not plan or places.state_bytes != tuple(state_bytes):
             places = self._places = self._place(plan, state_bytes)
-        pieces = self._sources.pieces(tensors)
+        pieces = tuple([source.piece(tensors[number]) for number, source in self._sources])
         frame = list(self._frame)
         span = places.state_of(self._rank)
         frame.append(_entry(span, own))
@@ -118,8 +117,9 @@ class ShardedLayouter:
         told = f"{plan.digest} {places.state_bytes} {[file.nbytes for file in places.files]} {self._token}"
         self._digest = checksum(told.encode())
         filled = (placed for placed in places.by_rank[self._rank] if placed.form.data_nbytes)
-        own = [(placed.item, Source(plan.tensors[placed.item].path, placed, self._numbers)) for placed in filled]
-        self._sources = Sources(own)
+        self._sources = [
+            (placed.item, Source(plan.tensors[placed.item].path, placed, self._numbers)) for placed in filled
+        ]
         return places
 
     def _behind(self, places: Places, found: list[Any], rest: Any, frame: Frame, files: list[FileSpan]) -> int:
@@ -300,7 +300,7 @@ def _cannot(what: str, error: Exception) -> NotSerialisable:
 
 def _told(value: Any) -> object:
     """What tells all of a plain value, ``None`` of others."""
-    if type(value) is list and _TEXTS.issuperset(kinds_of(value)):  # as the names of thousands of parameters
+    if type(value) is list and _TEXTS.issuperset(map(type, value)):  # as the names of thousands of parameters
         return (list, *value)
     return repr(value) if _is_plain(value) else None
 

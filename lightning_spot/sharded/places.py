@@ -29,14 +29,12 @@ class Form:
         frame: ``(offset, bytes)`` of what is around the elements.
         data: offset of the elements.
         data_nbytes: their length.
-        crc_at: places of the fields for their CRC-32.
         nbytes: length of the archive.
     """
 
     frame: tuple[Entry, ...]
     data: int
     data_nbytes: int
-    crc_at: tuple[int, ...]
     nbytes: int
 
 
@@ -46,9 +44,9 @@ def form_of(dtype: str, sizes: tuple[int, ...]) -> Form:
     # Memory that nobody touches: the kernel gives no page for it.
     layout = lay_out(torch.empty(sizes, dtype=getattr(torch, dtype)))
     if not layout.pieces:
-        return Form(layout.frame, 0, 0, (), layout.nbytes)
+        return Form(layout.frame, 0, 0, layout.nbytes)
     piece = layout.pieces[0]
-    return Form(layout.frame, piece.offset, piece.nbytes, piece.crc_at, layout.nbytes)
+    return Form(layout.frame, piece.offset, piece.nbytes, layout.nbytes)
 
 
 @dataclass(frozen=True, slots=True)

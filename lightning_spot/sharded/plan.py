@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import compress
 from math import prod
@@ -19,10 +19,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lightning_spot.errors import NotSerialisable
-from lightning_spot.image.rows import PLAIN, are_of_kinds, have
 from lightning_spot.image.shards import Path
 from lightning_spot.sharded.items import Items
-from lightning_spot.sharded.private import SPEC, box_of, root_of, spec_of
+from lightning_spot.sharded.private import box_of, root_of, spec_of
 
 State = dict[str, Any]
 """Nested state: DTensors, tensors and plain values in dicts and lists."""
@@ -122,7 +121,6 @@ class Planner:
         self._items = Items()
         self._paths: tuple[Path, ...] = ()
         self._seen: list[_Seen | None] = []
-        self._row = _Row((), ())
         self._plan: Plan | None = None
         self._is_tensor: list[bool] = []
         self._is_value: list[bool] = []
@@ -149,8 +147,6 @@ class Planner:
 
     def _are_alike(self, items: list[Any]) -> bool:
         """Whether all items have the form of those that were planned: most are sharded by the same object."""
-        if self._row.is_of(items):
-            return True
         for number, (seen, item) in enumerate(zip(self._seen, items, strict=True)):
             if seen is None:
                 if isinstance(item, torch.Tensor):
@@ -163,7 +159,6 @@ class Planner:
                 return False
             if spec is not None:
                 self._seen[number] = _seen(item)
-        self._row = _Row(items, self._seen)
         return True
 
     def _make(self, items: list[Any]) -> Plan:
@@ -184,7 +179,6 @@ class Planner:
                 chunks.append(Chunk(rank, offsets, sizes))
             tensors.append(TensorItem(path, _dtype_name(value.dtype), tuple(value.shape), tuple(chunks)))
         self._seen = [_seen(item) if is_one else None for item, is_one in zip(items, which, strict=True)]
-        self._row = _Row(items, self._seen)
         self._paths, self._is_tensor, self._is_value = paths, which, list(map(operator.not_, which))
         values = tuple(compress(paths, self._is_value))
         self._plan = plan = Plan(self._world_size, tuple(tensors), values)
@@ -223,44 +217,6 @@ class _Seen(NamedTuple):
 
     spec: Any
     form: Any
-
-
-class _Row:
-    """What is known of all items, one property beside the other: to compare that takes a fourth of the time.
-
-    Args:
-        items: of a state.
-        seen: what is known of each; ``None`` of what is no tensor.
-    """
-
-    __slots__ = ("_dtypes", "_forms", "_is_other", "_is_plain", "_is_sharded", "_shapes", "_specs", "_types")
-
-    def __init__(self, items: Sequence[Any], seen: Sequence[_Seen | None]) -> None:
-        self._types = list(map(type, items))
-        self._is_sharded = [known is not None and known.spec is not None for known in seen]
-        self._is_plain = [kind in PLAIN for kind in self._types]
-        self._is_other = [
-            known is not None and not sharded and not plain
-            for known, sharded, plain in zip(seen, self._is_sharded, self._is_plain, strict=True)
-        ]
-        self._specs = [known.spec for known in compress(seen, self._is_sharded) if known is not None]
-        plain = list(compress(items, self._is_plain))
-        self._dtypes, self._shapes = list(map(_dtype, plain)), list(map(_shape, plain))
-        self._forms = list(map(_form_of, compress(items, self._is_other)))
-
-    def is_of(self, items: list[Any]) -> bool:
-        """Whether other items are alike; if not, look closer: of what is no tensor, all are of the same types."""
-        plain = list(compress(items, self._is_plain))
-        return (
-            are_of_kinds(items, self._types)
-            and have(list(compress(items, self._is_sharded)), SPEC, self._specs)
-            and have(plain, "dtype", self._dtypes)
-            and list(map(_shape, plain)) == self._shapes
-            and list(map(_form_of, compress(items, self._is_other))) == self._forms
-        )
-
-
-_dtype, _shape = map(operator.attrgetter, ("dtype", "shape"))
 
 
 def _seen(tensor: torch.Tensor) -> _Seen:

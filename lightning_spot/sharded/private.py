@@ -8,13 +8,10 @@ from typing import Any
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-SPEC = "_spec"
-"""Attribute of a ``DTensor``, see :func:`spec_of`."""
-
 
 def spec_of(value: Any) -> Any:
     """What says all of how a ``DTensor`` is sharded: another object if that changes. ``None`` of what has no such."""
-    return getattr(value, SPEC, None) if isinstance(value, DTensor) else None
+    return getattr(value, "_spec", None) if isinstance(value, DTensor) else None
 
 
 def root_of(mesh: Any) -> Any:

@@ -1,80 +1,22 @@
-"""The memory that the elements of a sharded snapshot are in: found tensor by tensor, then known again in rows of them.
+"""The memory that the elements of a sharded snapshot are in: found tensor by tensor.
 
 No tensor, and no memory, is kept alive from one snapshot to the next.
 """
 
 from __future__ import annotations
 
-import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from lightning_spot.errors import NotSerialisable
-from lightning_spot.image.forms import identities_of
 from lightning_spot.image.pickling import Named
-from lightning_spot.image.pieces import Piece, Pieces, Places, places_of
-from lightning_spot.image.rows import are_given_by, called, unwrapped
+from lightning_spot.image.pieces import Piece
 from lightning_spot.image.shards import Path
-from lightning_spot.image.whereabouts import whereabouts
 from lightning_spot.sharded import metadata
 from lightning_spot.sharded.places import Placed
-
-_is_complex = operator.methodcaller("is_complex")
-
-
-class Sources:
-    """The boxes that this rank writes. Most of them lie where they lay before, which is seen by comparing rows.
-
-    Args:
-        sources: the boxes, each with the number of its tensor in the plan.
-    """
-
-    def __init__(self, sources: Sequence[tuple[int, Source]] = ()) -> None:
-        self._numbers = [number for number, _ in sources]
-        self._are_in_order = self._numbers == list(range(len(self._numbers)))
-        self._sources = [source for _, source in sources]
-        self._known: list[Callable[[], torch.Tensor | None]] = []
-        self._whereabouts: object = None
-        self._identities: object = None
-        self._places: Places | None = None
-
-    def pieces(self, tensors: Sequence[torch.Tensor]) -> Pieces:
-        """The elements of all boxes, and where they go.
-
-        Args:
-            tensors: of the state, in the order of the plan's.
-
-        Raises:
-            NotSerialisable: if this rank has others than a tensor's placements say.
-        """
-        are_all = self._are_in_order and len(tensors) == len(self._numbers)
-        found = list(tensors if are_all else map(tensors.__getitem__, self._numbers))
-        local = unwrapped(found, "_local_tensor")
-        if self._places is not None and self._are_where_they_were(local):
-            storages = called(local, "untyped_storage")
-            if identities_of(storages) == self._identities:  # not one that begins earlier
-                return Pieces(storages, self._places, local)
-        self._places = None
-        pieces = [source.piece(tensor) for source, tensor in zip(self._sources, found, strict=True)]
-        places = places_of(pieces)
-        self._known = [source.local for source in self._sources]
-        # None had to be put in order; nor will one that torch conjugates by a mark, which moves nothing.
-        if are_given_by(self._known, local) and not any(map(_is_complex, local)):
-            self._whereabouts = whereabouts(local)
-            self._identities = identities_of([piece.storage for piece in pieces])
-            self._places = places
-        return Pieces([piece.storage for piece in pieces], places)
-
-    def _are_where_they_were(self, local: list[Any]) -> bool:
-        """Whether what this rank has of each tensor is the same object, with the same elements; if not, look closer."""
-        return (
-            are_given_by(self._known, local)
-            and whereabouts(local) == self._whereabouts
-            and not any(map(torch.Tensor.is_neg, local))  # by a mark alone: it moves nothing
-        )
 
 
 class Source:
@@ -96,8 +38,7 @@ class Source:
     def __init__(self, path: Path, placed: Placed, numbers: Iterator[int]) -> None:
         self._path, self._numbers = path, numbers
         self._chunk, self.sizes = placed.chunk, torch.Size(placed.chunk.sizes)
-        crc_at = tuple(placed.offset + at for at in placed.form.crc_at)
-        self._place: Any = (placed.offset + placed.form.data, placed.form.data_nbytes, crc_at, None, 0)
+        self._place: Any = (placed.offset + placed.form.data, placed.form.data_nbytes, None, 0)
         self.address = 0
         self.local: Callable[[], torch.Tensor | None] = lambda: None
         self._named: Named | None = None
@@ -134,7 +75,7 @@ class Source:
         if self._named is None or not self._named.is_of(storage):
             self._named = Named(next(self._numbers), storage)
         start = int(local.storage_offset()) * local.element_size()
-        self._place = (*self._place[:3], self._named, start)
+        self._place = (*self._place[:2], self._named, start)
         self.local, self.address = weakref.ref(local), local.data_ptr()
         return local
 

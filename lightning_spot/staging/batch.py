@@ -6,18 +6,15 @@ import bisect
 import ctypes
 import itertools
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from operator import itemgetter
-from typing import Any, NamedTuple, overload
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from lightning_spot.errors import SpotError
-from lightning_spot.image.pieces import Piece, Pieces
+from lightning_spot.image.pieces import Piece
 from lightning_spot.staging.partitions import Span
 
-_parts_of = itemgetter(0, 5, 1, 2)  # of a piece
 _LEAST_BATCH_BYTES = 16 * 1024 * 1024
 _SMALL_BYTES = 32 * 1024  # copied in less time than it takes to hand a tensor over to torch, or to get the GIL back
 NOW, NEVER = float("-inf"), float("inf")
@@ -69,55 +66,6 @@ class SlotSpan(NamedTuple):
         return self._replace(nbytes=nbytes), rest
 
 
-class Spans(Sequence[SlotSpan]):
-    """Whole pieces as spans, of which an object is made where one is asked for only.
-
-    Args:
-        storages: of the spans.
-        starts: first byte of each in its storage.
-        places: its place in the slot.
-        sizes: its length.
-        nbytes: of all of them; ``None`` if that is not at hand.
-    """
-
-    __slots__ = ("_nbytes", "_places", "_starts", "sizes", "storages")
-
-    def __init__(
-        self,
-        storages: Sequence[torch.UntypedStorage],
-        starts: Sequence[int],
-        places: Sequence[int],
-        sizes: Sequence[int],
-        nbytes: int | None = None,
-    ) -> None:
-        self.storages, self._starts, self._places, self.sizes = storages, starts, places, sizes
-        self._nbytes = nbytes
-
-    @property
-    def nbytes(self) -> int:
-        """Of all of them."""
-        return sum(self.sizes) if self._nbytes is None else self._nbytes
-
-    def __len__(self) -> int:
-        return len(self.storages)
-
-    def __iter__(self) -> Iterator[SlotSpan]:
-        return map(_span, self.rows())
-
-    def rows(self) -> Iterator[tuple[torch.UntypedStorage, int, int, int]]:
-        """What each consists of, see :class:`SlotSpan`."""
-        return zip(self.storages, self._starts, self._places, self.sizes, strict=True)
-
-    @overload
-    def __getitem__(self, number: int) -> SlotSpan: ...
-    @overload
-    def __getitem__(self, number: slice) -> Spans: ...
-    def __getitem__(self, number: int | slice) -> SlotSpan | Spans:
-        if isinstance(number, slice):
-            return Spans(self.storages[number], self._starts[number], self._places[number], self.sizes[number])
-        return SlotSpan(self.storages[number], self._starts[number], self._places[number], self.sizes[number])
-
-
 def between(spans: Sequence[SlotSpan], ends: Sequence[int], begin: int, end: int) -> Sequence[Sequence[SlotSpan]]:
     """What lies between two places, counted in bytes over all spans; ``ends`` says where each begins."""
     first, behind = bisect.bisect_right(ends, begin) - 1, bisect.bisect_left(ends, end)
@@ -150,36 +98,9 @@ def address_in(storage: torch.UntypedStorage, start: int, nbytes: int) -> int:
     return storage.data_ptr() + start
 
 
-_span: Callable[[tuple[Any, ...]], SlotSpan] = partial(tuple.__new__, SlotSpan)
-"""Makes one of thousands of spans: to call the class takes six times as long."""
-
-
-def whole(pieces: Sequence[Piece]) -> Sequence[SlotSpan]:
+def whole(pieces: Iterable[Piece]) -> list[SlotSpan]:
     """Whole pieces."""
-    if isinstance(pieces, Pieces):
-        places = pieces.places
-        return Spans(pieces.storages, places.starts, places.offsets, places.sizes, places.nbytes)
-    return list(map(_span, map(_parts_of, pieces)))
-
-
-def storages_of(spans: Sequence[SlotSpan]) -> Sequence[torch.UntypedStorage]:
-    """The storage of each."""
-    return spans.storages if isinstance(spans, Spans) else [span.storage for span in spans]
-
-
-def sizes_of(spans: Sequence[SlotSpan]) -> Sequence[int]:
-    """The length of each."""
-    return spans.sizes if isinstance(spans, Spans) else [span.nbytes for span in spans]
-
-
-def nbytes_of(spans: Sequence[SlotSpan]) -> int:
-    """The length of all of them."""
-    return spans.nbytes if isinstance(spans, Spans) else sum(sizes_of(spans))
-
-
-def rows_of(spans: Sequence[SlotSpan]) -> Iterable[tuple[torch.UntypedStorage, int, int, int]]:
-    """What each consists of."""
-    return spans.rows() if isinstance(spans, Spans) else spans
+    return [SlotSpan(piece.storage, piece.start, piece.offset, piece.nbytes) for piece in pieces]
 
 
 def some(pieces: Sequence[Piece], spans: Iterable[Span]) -> list[SlotSpan]:
@@ -289,7 +210,7 @@ class Batch:
 
     def _moves(self, most: float) -> Iterator[tuple[int, int, int]]:
         base, room = self._slot.address, self._slot.nbytes
-        for storage, start, place, nbytes in itertools.chain(*map(rows_of, self._spans)):
+        for storage, start, place, nbytes in itertools.chain(*self._spans):
             if nbytes > most:
                 continue
             if storage.nbytes() < start + nbytes:
@@ -303,11 +224,11 @@ def batches_of(
     spans: Sequence[SlotSpan], slot: SlotView, place: int, after_s: float, ready_s: float
 ) -> Iterator[Batch]:
     """Cut into batches, large ones first: those run while nobody can help; the last even the load out."""
-    begin, total = 0, nbytes_of(spans)
+    begin, total = 0, sum(span.nbytes for span in spans)
     if 0 < total <= _LEAST_BATCH_BYTES:
         yield Batch((spans,), slot, place, after_s, ready_s)
         return
-    ends = list(itertools.accumulate(sizes_of(spans), initial=0))
+    ends = list(itertools.accumulate((span.nbytes for span in spans), initial=0))
     while begin < total:
         end = min(total, begin + max((total - begin) // 3, _LEAST_BATCH_BYTES))
         yield Batch(between(spans, ends, begin, end), slot, place, after_s, ready_s)

@@ -7,12 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from itertools import compress
-from operator import methodcaller
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
-from lightning_spot.image.pieces import Piece, Pieces, Places
+from lightning_spot.image.pieces import Piece
 from lightning_spot.staging.alone import LoneThread
 from lightning_spot.staging.batch import (
     NEVER,
@@ -20,11 +18,8 @@ from lightning_spot.staging.batch import (
     Batch,
     SlotSpan,
     SlotView,
-    Spans,
     batches_of,
-    sizes_of,
     some,
-    storages_of,
     whole,
 )
 from lightning_spot.staging.copy_job import CopyJob, Watches, watch
@@ -42,22 +37,6 @@ _HELD_S = 1.0
 """So long, at most, what would leave a GPU while its optimizer steps is held where iterations are not measured."""
 
 _AGAIN_S = 0.1  # the next optimizer step waits no longer than that for a thread that has failed
-_CPU_ONLY = frozenset(("cpu",))
-_address = methodcaller("data_ptr")
-
-
-class _Lain(NamedTuple):
-    """What the storages of a row lie on.
-
-    Attributes:
-        places: of the row.
-        kinds: of devices.
-        are_here: whether all are the CPU's.
-    """
-
-    places: Places | None
-    kinds: Sequence[str]
-    are_here: bool
 
 
 class Copier:
@@ -83,7 +62,6 @@ class Copier:
         self._closed = False
         self._clock = clock
         self._cuda = CudaCopier(buffer_bytes, device)
-        self._known = _Lain(None, (), are_here=False)
         self._threads = [LoneThread(target=self._work, name=f"spot-copier-{index}") for index in range(threads)]
         for thread in self._threads:
             thread.start()
@@ -110,7 +88,8 @@ class Copier:
         """
         spans, timetable = whole(pieces), None
         if schedule is not None:
-            timetable = schedule.timetable(map(_address, storages_of(spans)), sizes_of(spans))
+            addresses = (span.storage.data_ptr() for span in spans)
+            timetable = schedule.timetable(addresses, [span.nbytes for span in spans])
         job = CopyJob(pieces, watches or Watches(), self._notify, self._clock)
         with self._wake:
             self._slots[job] = ref(slot)  # before anything goes there
@@ -193,28 +172,17 @@ class Copier:
         batches: list[Batch] = []
         on_gpu: list[Held] = []
         for place, after_s, spans in parts:
-            kinds = self._kinds_of(pieces, spans)
-            are_here = self._known.are_here if kinds is self._known.kinds else _CPU_ONLY.issuperset(kinds)
-            on_cpu = spans if are_here else list(compress(spans, map("cpu".__eq__, kinds)))
-            for span, kind in zip(spans, kinds, strict=True) if on_cpu is not spans else ():
+            on_cpu: list[SlotSpan] = []
+            for span, kind in zip(spans, self._cuda.device.kinds([span.storage for span in spans]), strict=True):
                 if kind == "cpu":
-                    continue
-                if kind == "cuda":
+                    on_cpu.append(span)
+                elif kind == "cuda":
                     on_gpu.append((place, [span]))
                 else:  # MPS, XPU, …: no side stream is known here; copied in order, by the caller
                     span.target(slot.tensor).copy_(span.source())
             batches += batches_of(on_cpu, slot, place, after_s, latest_s)
         cuda = self._cuda.begin(on_gpu, slot.tensor, buffered=buffered, after=after) if on_gpu else None
         job.hold(batches, cuda, latest_s if timetable is not None else self._clock() + _HELD_S)
-
-    def _kinds_of(self, pieces: Sequence[Piece], spans: Sequence[SlotSpan]) -> Sequence[str]:
-        """What each span lies on; of pieces that lie where they lay, it is known."""
-        if not (isinstance(pieces, Pieces) and isinstance(spans, Spans)):
-            return self._cuda.device.kinds(storages_of(spans))
-        if self._known.places is not pieces.places:
-            kinds = self._cuda.device.kinds(spans.storages)
-            self._known = _Lain(pieces.places, kinds, are_here=_CPU_ONLY.issuperset(kinds))
-        return self._known.kinds
 
     def _notify(self) -> None:
         with self._wake:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import operator
 import threading
 import time
 from collections import deque
@@ -13,8 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from lightning_spot.errors import SpotError
-from lightning_spot.image.pieces import Piece, Pieces
-from lightning_spot.image.rows import each_of, versions_of
+from lightning_spot.image.pieces import Piece
 from lightning_spot.staging.batch import NEVER, NOW, Batch
 from lightning_spot.staging.cuda import CudaCopy
 from lightning_spot.threads import processors, work_together
@@ -29,36 +26,28 @@ class Watches:
 
     Args:
         tensors: the tensors.
-        versions: their version counters when the copy was ordered, as :func:`versions_of` them.
+        versions: their version counters when the copy was ordered.
     """
 
     __slots__ = ("_tensors", "_versions")
 
-    def __init__(self, tensors: Sequence[torch.Tensor] = (), versions: object = None) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor] = (), versions: Sequence[int] = ()) -> None:
         self._tensors = list(tensors)
-        self._versions = versions if versions is not None else versions_of([])
+        self._versions = list(versions)
 
     def __len__(self) -> int:
         return len(self._tensors)
 
     def changed(self) -> list[torch.Tensor]:
         """Those that were written to since."""
-        versions = versions_of(self._tensors)
-        if versions == self._versions:  # so it is nearly always, and there may be thousands
-            return []
-        pairs = zip(each_of(versions), each_of(self._versions), strict=True)
-        return list(itertools.compress(self._tensors, itertools.starmap(operator.ne, pairs)))
+        pairs = zip(self._tensors, self._versions, strict=True)
+        return [tensor for tensor, version in pairs if tensor._version != version]
 
 
 def watch(tensors: Iterable[torch.Tensor]) -> Watches:
     """Note the version counters of ``tensors``. Inference tensors have none and are left out: nothing tracks them."""
-    watched = list(tensors)
-    try:
-        versions = versions_of(watched)
-    except RuntimeError:  # to ask each of them first takes longer than all else
-        watched = [tensor for tensor in watched if not tensor.is_inference()]
-        versions = versions_of(watched)
-    return Watches(watched, versions)
+    watched = [tensor for tensor in tensors if not tensor.is_inference()]
+    return Watches(watched, [tensor._version for tensor in watched])
 
 
 class CopyJob:
@@ -82,7 +71,7 @@ class CopyJob:
     ) -> None:
         self.moved: frozenset[int] = frozenset()
         """Addresses of storages that changed before they were copied; if any, the copy is worthless."""
-        self.pieces: Sequence[Piece] = pieces if isinstance(pieces, Pieces) else list(pieces)
+        self.pieces: Sequence[Piece] = list(pieces)
         """What is copied; let go when it is done, so that no storage is kept alive."""
         self.stands_still = False
         """Whether training stands still until the snapshot is sealed."""

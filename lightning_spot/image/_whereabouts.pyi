@@ -1,3 +1,0 @@
-import torch
-
-def whereabouts(exchange: object, first: type, second: type, tensors: list[torch.Tensor], /) -> bytes: ...
