@@ -144,6 +144,11 @@ def _update_batch_norm(trainer: pl.Trainer, callback: Any) -> None:
     buffers.put(module, as_loaded)
 
 
+def further_epochs(trainer: pl.Trainer) -> int:
+    """How many epochs more than ``max_epochs`` there may be: one in which BatchNorm is updated, once ``fit`` starts."""
+    return sum(1 for _ in _callbacks(trainer, "StochasticWeightAveraging"))
+
+
 def steps_without_backward(trainer: pl.Trainer) -> bool:
     """Whether an epoch may follow whose one step is on the gradients that are left of this one.
 

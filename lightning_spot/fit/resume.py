@@ -511,7 +511,8 @@ def check_limits(trainer: pl.Trainer, checkpoint: dict[str, Any], snapshot: str)
         SettingsError: naming the limit.
     """
     epochs, steps = trainer.max_epochs, trainer.max_steps
-    is_beyond = epochs is not None and 0 <= epochs < checkpoint["epoch"] + progress.is_in_epoch(checkpoint)
+    begun = checkpoint["epoch"] + progress.is_in_epoch(checkpoint) - shipped.further_epochs(trainer)
+    is_beyond = epochs is not None and 0 <= epochs < begun
     if not is_beyond and not 0 <= steps < checkpoint["global_step"]:
         return
     limit = f"max_epochs={epochs}" if is_beyond else f"max_steps={steps}"
