@@ -35,7 +35,7 @@ def run(quick: bool) -> list[Result]:
     with scratch() as folder, memory_node(folder) as port, CountingProxy(port) as proxy:
         model = Adapters()
         memory = f"spot://127.0.0.1:{proxy.port}"
-        snapshots = RemoteSnapshot(str(folder / "run"), memory=memory, interval=EverySteps(1), on_full="wait")
+        snapshots = RemoteSnapshot(str(folder / "run"), servers=memory, interval=EverySteps(1), on_full="wait")
         watch = Watch(f"spot://127.0.0.1:{port}/run", proxy)
         trainer = pl.Trainer(
             max_steps=steps,

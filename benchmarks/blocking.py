@@ -2,7 +2,7 @@
 
 The time is the sum over the hooks of our callback and the seams of training, where snapshots begin, measured from
 outside. "Nothing overlaps" means that the optimizer step follows the snapshot at once, so that training waits for the
-whole copy, which begins at once (``partitions="eager"``: ``auto`` would go through all ways).
+whole copy, which begins at once (``copy_mode="eager"``: ``auto`` would go through all ways).
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Rounds(pl.Callback):
 def measure(rounds: int, busy_s: float) -> Rounds:
     with scratch() as folder:
         every = 4
-        spot = SpotCheckpoint(str(folder / "run-1"), interval=EverySteps(every), on_full="wait", partitions="eager")
+        spot = SpotCheckpoint(str(folder / "run-1"), interval=EverySteps(every), on_full="wait", copy_mode="eager")
         watch = SeamWatch(spot)
         comparison = Rounds(spot, watch, folder, every)
         model = Model()

@@ -1,4 +1,4 @@
-"""1 GB over an emulated 5 Gbit/s link: how long after its first copied byte a snapshot is safe at the memory node.
+"""1 GB over an emulated 5 Gbit/s link: how long after its first copied byte a snapshot is safe at the snapshot server.
 
 Two network namespaces, a veth pair between them with the MTU of cloud networks, and ``tc`` that shapes both ends. Needs
 root; without it nothing is measured, and said so. Everything made for it is removed again.
@@ -33,8 +33,8 @@ class Link:
 
     Attributes:
         near: the trainer's namespace.
-        far: the memory node's.
-        address: of the memory node.
+        far: the snapshot server's.
+        address: of the snapshot server.
     """
 
     def __init__(self, name: str) -> None:
@@ -87,7 +87,9 @@ def run(quick: bool) -> list[Result]:
     ideal_s = found["nbytes"] * 8 / BITS_PER_S
     return [
         Result(
-            "1 GB safe at a memory node over 5 Gbit/s / bytes over bandwidth", _over(found["safe_s"], ideal_s), TARGET
+            "1 GB safe at a snapshot server over 5 Gbit/s / bytes over bandwidth",
+            _over(found["safe_s"], ideal_s),
+            TARGET,
         ),
         Result("the same bytes over plain sockets", _over(found["raw_s"], ideal_s), None),
     ]
@@ -98,7 +100,7 @@ def _over(values: list[float], ideal_s: float) -> list[float]:
 
 
 def measure(link: Link, rounds: int) -> dict[str, Any]:
-    """Seconds from the first copied byte until the memory node has committed, for each round."""
+    """Seconds from the first copied byte until the snapshot server has committed, for each round."""
     with scratch() as folder, _node(link, folder):
         command = ["ip", "netns", "exec", link.near, sys.executable, "-m", "benchmarks.chain_trainer"]
         command += [f"spot://{link.address}:7070", str(folder / "run-1"), str(rounds)]
@@ -111,7 +113,7 @@ def measure(link: Link, rounds: int) -> dict[str, Any]:
 @contextlib.contextmanager
 def _node(link: Link, folder: Path) -> Iterator[None]:
     command = ["ip", "netns", "exec", link.far, sys.executable, "-m", "lightning_spot.service.program"]
-    command += ["--listen", f"{link.address}:7070", "--memory", "4GiB", "--allow", str(folder)]
+    command += ["--listen", f"{link.address}:7070", "--memory-limit", "4GiB", "--allow-storage", str(folder)]
     with open(folder / "node.log", "wb") as log:
         node = subprocess.Popen(command, stdout=log, stderr=log, env=_environment(folder / "far"))
     raw = subprocess.Popen(

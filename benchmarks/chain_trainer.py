@@ -1,4 +1,4 @@
-"""The trainer's end of ``benchmarks/chain.py``: commits snapshots, and waits until the memory node has them.
+"""The trainer's end of ``benchmarks/chain.py``: commits snapshots, and waits until the snapshot server has them.
 
 ``receive ADDRESS`` is the other end of its comparison: takes bytes over plain sockets.
 """
@@ -27,20 +27,20 @@ PORT = 7071
 CONNECTIONS = 4
 CHUNK = 2**20
 _PLAIN, _CHECKED = b"p", b"c"
-WAITS = {"idle_timeout_s": 60.0, "max_stall_s": 60.0}
+WAITS = {"server_idle_timeout_s": 60.0, "server_call_timeout_s": 60.0}
 
 
 def main(node: str, durable: str, rounds: int) -> dict[str, object]:
     layout = lay_out(training_state())
     host = starting.start(durable, f"run-1@{RUN_ID}", slots=4, memory_bytes=6 * 2**30, **WAITS)
     info = RunInfo(name="run-1", id=RUN_ID, location=f"file://{durable}", attempt=1, token="t", nodes=(node,))
-    host.open_run(info)  # without a durable tier: what is measured is the way to the memory node
+    host.open_run(info)  # without a durable tier: what is measured is the way to the snapshot server
     copier, views, safe_s, committed_s, raw_s, checked_s = Copier(), {}, [], [], [], []
     for step in range(rounds + 2):  # the first ones make the slots
         lease = host.lease(layout.nbytes, 60.0)
         view = views.setdefault(lease.slot, SlotView(lease.map))
         name = snapshot_name(step, 1)
-        _change(layout)  # what the memory node has already would not be sent
+        _change(layout)  # what the snapshot server has already would not be sent
         fields = {"run": "run-1", "run_id": RUN_ID, "name": name, "step": step, "attempt": 1}
         began = time.perf_counter()
         for offset, data in layout.frame:

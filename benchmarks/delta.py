@@ -2,7 +2,7 @@
 
 The training is the GPT of ``examples/stdlib_gpt.py`` in fp32 with AdamW. Its weights and its two moments are measured
 apart, one step and ten steps after the state before; and once more with weights in bf16 beside the moments in fp32.
-Then a sequence of its states goes to a memory node, as it is and with ``compression="auto"``, in turns: through
+Then a sequence of its states goes to a snapshot server, as it is and with ``compression="auto"``, in turns: through
 connections that are throttled, and over bare loopback, which is as fast as 25 Gbit/s or more.
 """
 

@@ -12,11 +12,11 @@ from benchmarks.measure import Result
 from benchmarks.partitions import NONE, added, measure, steps_of
 
 NEEDS = ("transformers",)
-WAYS = (NONE, "still", "eager")
+WAYS = (NONE, "blocking", "eager")
 PLACES: dict[str, dict[str, Any]] = {
     "durable at its own pace": {},
-    "each to the disk": {"durable_every_s": 0.0},
-    "in memory only": {"durable_every_s": 3600.0},
+    "each to the disk": {"min_upload_interval_s": 0.0},
+    "in memory only": {"min_upload_interval_s": 3600.0},
 }
 
 

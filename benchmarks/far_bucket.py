@@ -143,7 +143,7 @@ def _rank_of(file: FileSpan) -> int:
 
 def resume(url: str, nbytes: int) -> None:
     """What a resume asks of the durable tier."""
-    location = Location.of(url, None, None)
+    location = Location.of(url, local_server=False)
     found = survey(location)
     claim = Claim(attempt=2, run_id=RUN_ID, token="t", location=url, started_unix_s=1.0)
     open_store(url).claim(claim)

@@ -129,7 +129,7 @@ def measure(model: Model, step_s: float, target: float | None, rounds: int) -> l
     batches = DataLoader(TensorDataset(torch.randint(WORDS, (size * STEPS, LENGTH))), size)
     with scratch() as folder:
         turns = Turns(order, STEPS, 1)
-        spot = SpotCheckpoint(str(folder / "run"), interval=turns, notices=None, durable_every_s=3600.0)
+        spot = SpotCheckpoint(str(folder / "run"), interval=turns, notices=None, min_upload_interval_s=3600.0)
         clock = Clock(spot, turns)
         trainer = bare_trainer(len(order) * STEPS, [clock, spot], accelerator="gpu", devices=1, precision="bf16-mixed")
         trainer.fit(model, batches)

@@ -17,7 +17,7 @@ from benchmarks.turns import Turns
 from lightning_spot import SpotCheckpoint
 
 NEEDS = ("transformers",)
-WAYS = (NONE, "still")
+WAYS = (NONE, "blocking")
 TURN = 21  # in the first of which the turn before still ends
 AIMS = {1: 5.0, 10: 1.0}
 
@@ -58,7 +58,7 @@ def longer_by(model: pl.LightningModule, data: Any, every: int, rounds: int) -> 
         spot = SpotCheckpoint(str(folder / "run-1"), interval=turns, notices=None)
         clock = Clock(spot, turns)
         bare_trainer(steps_of(rounds), [spot, clock]).fit(model, data)
-        print(f"  skipped for want of a slot: {spot.skipped}")
+        print(f"  skipped for want of a slot: {spot.num_skipped}")
     plain_s, ours_s = ([clock.mean_s(place + 2 * turn) for turn in range(1, rounds + 1)] for place in (0, 1))
     print(f"  a step without snapshots, s: {[round(value, 3) for value in plain_s]}")
     return [100 * (ours / plain - 1) for ours, plain in zip(ours_s, plain_s, strict=True)]

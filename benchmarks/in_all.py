@@ -30,7 +30,7 @@ Fit = dict[str, Any]
 def fit(mode: str, sizes: dict[str, int]) -> Fit:
     """Train once, in a process and a folder of its own; what it used."""
     with scratch() as folder:
-        pace = {"mode": "spot", "durable_every_s": 0.0} if mode == EACH else {"mode": mode}
+        pace = {"mode": "spot", "min_upload_interval_s": 0.0} if mode == EACH else {"mode": mode}
         plan = Plan(**pace, folder=str(folder), **sizes)
         command = [sys.executable, "-m", "benchmarks.in_all_trainer", json.dumps(asdict(plan))]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.measure import WarmCopy
 from benchmarks.placement import bind_team
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.staging.modes import Partitions
+from lightning_spot.staging.modes import CopyMode
 
 OURS = "spot-"
 """What the names of our threads begin with."""
@@ -47,8 +47,8 @@ class Plan:
         every: steps between snapshots.
         early: snapshots before the first mark: slots are made and touched meanwhile.
         snapshots: between the two marks; as many as take longer than the durable tier is left alone (30 s).
-        partitions: how ours copies; the default is what ``"auto"`` comes to here when it has tried all ways.
-        durable_every_s: how far apart ours are at the durable tier, see ``SpotCheckpoint``.
+        copy_mode: how ours copies; the default is what ``"auto"`` comes to here when it has tried all ways.
+        min_upload_interval_s: how far apart ours are at the durable tier, see ``SpotCheckpoint``.
     """
 
     mode: str
@@ -59,8 +59,8 @@ class Plan:
     every: int = 4
     early: int = 3
     snapshots: int = 20
-    partitions: Partitions = "still"
-    durable_every_s: float | None = None
+    copy_mode: CopyMode = "blocking"
+    min_upload_interval_s: float | None = None
 
 
 @dataclass
@@ -157,7 +157,7 @@ def train(plan: Plan) -> dict[str, Any]:
     callbacks: list[pl.Callback] = []
     plugins: list[Any] = []
     if plan.mode == "spot":
-        how: dict[str, Any] = {"partitions": plan.partitions, "durable_every_s": plan.durable_every_s}
+        how: dict[str, Any] = {"copy_mode": plan.copy_mode, "min_upload_interval_s": plan.min_upload_interval_s}
         spot = SpotCheckpoint(str(folder / "run"), interval=EverySteps(plan.every), **how)
         for name in [name for name in dir(spot) if name.startswith("on_") and callable(getattr(spot, name))]:
             watch.wrap(spot, name)

@@ -77,8 +77,8 @@ def send_raw(port: int, image: memoryview, connections: int) -> None:
 
 @contextlib.contextmanager
 def node(folder: Path) -> Iterator[str]:
-    command = [sys.executable, "-m", "lightning_spot", "node", "--listen", "127.0.0.1:0"]
-    command += ["--memory", "4GiB", "--slots", "3"]
+    command = [sys.executable, "-m", "lightning_spot", "serve", "--listen", "127.0.0.1:0"]
+    command += ["--memory-limit", "4GiB", "--slots", "3"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
     try:

@@ -113,8 +113,16 @@ class WarmCopy:
 
 @contextlib.contextmanager
 def memory_node(folder: Path) -> Iterator[int]:
-    """A memory node in a process of its own, of 4 GiB; the port it listens on."""
-    command = [sys.executable, "-m", "lightning_spot.service.program", "--listen", "127.0.0.1:0", "--memory", "4GiB"]
+    """A snapshot server in a process of its own, of 4 GiB; the port it listens on."""
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_spot.service.program",
+        "--listen",
+        "127.0.0.1:0",
+        "--memory-limit",
+        "4GiB",
+    ]
     with open(folder / "node.log", "wb") as log:
         node = subprocess.Popen(command, stdout=log, stderr=log)
     try:

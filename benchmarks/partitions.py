@@ -61,7 +61,7 @@ class Clock(pl.Callback):
         self._before: tuple[float, float] | None = None
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        now = time.perf_counter(), self.spot.stall_s
+        now = time.perf_counter(), self.spot.blocked_s
         step, way = trainer.global_step, self.turns.way
         decided = self.turns.decide_for(self.spot)
         if self._before is not None and step > PROFILED and decided and (step - 1) % STEPS:
@@ -93,7 +93,7 @@ def measure(
         spot = SpotCheckpoint(str(folder / "run-1"), interval=turns, notices=None, **settings)
         clock = Clock(spot, turns, ways)
         bare_trainer(steps_of(ways, rounds), [spot, clock]).fit(model, data)
-        print(f"  skipped for want of a slot: {spot.skipped}")
+        print(f"  skipped for want of a slot: {spot.num_skipped}")
         return clock
 
 
@@ -117,7 +117,7 @@ def added(clock: Clock, rounds: int) -> dict[str, list[tuple[float, float]]]:
 def run(quick: bool) -> list[Result]:
     rounds = 2 if quick else 7
     data = DataLoader(TensorDataset(torch.randint(WORDS, (10_000, LENGTH))), 2)
-    clock = measure(Model(), data, WAYS, rounds, durable_every_s=3600.0)
+    clock = measure(Model(), data, WAYS, rounds, min_upload_interval_s=3600.0)
     results = [Result("the newest committed snapshot is behind by", clock.behind, 1.0, unit="steps")]
     for mode, values in added(clock, rounds).items():
         longer, waited = map(list, zip(*values, strict=True))

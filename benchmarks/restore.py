@@ -69,10 +69,10 @@ def run(quick: bool) -> list[Result]:
     near: list[float] = []
     far: list[float] = []
     plain: list[float] = []
-    many: dict[str, list[_Pair]] = {"this host's node": [], "a node over HTTP loopback": [], "a directory": []}
+    many: dict[str, list[_Pair]] = {"the local server": [], "a node over HTTP loopback": [], "a directory": []}
     copies: list[_Pair] = []
     with scratch() as folder, node(folder) as url, _at_nodes(folder, url) as manifest:
-        location = Location.of(folder / "run", url, "run")
+        location = Location.of(folder / "run", servers=url, run_name="run")
         file = Path("/dev/shm") / f"{folder.name}.ckpt"
         shutil.copy(folder / "run" / manifest.data_path, file)
         memory, remote = MemorySource(str(folder / "run"), "run"), StoreSource(NodeStore(f"{url}/run"), url)
@@ -88,7 +88,7 @@ def run(quick: bool) -> list[Result]:
         finally:
             file.unlink()
     return [
-        Result("restore from this host's node / torch.load from tmpfs", _ratio(near, plain), 1.5),
+        Result("restore from the local server / torch.load from tmpfs", _ratio(near, plain), 1.5),
         Result("restore over HTTP loopback / torch.load from tmpfs", _ratio(far, plain), 2.5),
         *_ratios(f"copies of the weights alone, {RANKS} ranks / one", copies[1:], None),
         *(result for name, pairs in many.items() for result in _of_ranks(name, pairs[1:], copies[1:])),
@@ -112,7 +112,7 @@ def _ratios(what: str, pairs: list[_Pair], target: float | None) -> list[Result]
 @contextlib.contextmanager
 def _at_nodes(folder: Path, url: str) -> Iterator[Manifest]:
     """A run with a snapshot of 1 GB at a node of this host, at one behind it, and in the folder."""
-    host = starting.start(str(folder / "run"), "run", slots=2, memory_bytes=3 * 2**30, idle_timeout_s=300)
+    host = starting.start(str(folder / "run"), "run", slots=2, memory_bytes=3 * 2**30, server_idle_timeout_s=300)
     durable = str(folder / "run")
     host.open_run(RunInfo(name="run", id="", location=durable, attempt=1, token="", durable_url=durable, nodes=(url,)))
     layout = lay_out(training_state())

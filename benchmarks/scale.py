@@ -1,4 +1,4 @@
-"""One memory node under many clients on loopback: throughput, fairness, memory, and how long a commit takes.
+"""One snapshot server under many clients on loopback: throughput, fairness, memory, and how long a commit takes.
 
 Each client is a run of its own that commits one snapshot after the other, as fast as it can: more than any training
 would. The same is measured with one client; both share the processors with the node, and what either takes of them is
@@ -89,8 +89,17 @@ class Load:
 @contextlib.contextmanager
 def node(folder: Path, memory_bytes: int, allow: Path | None = None) -> Iterator[tuple[str, psutil.Process]]:
     """A node as a process with a runtime directory of its own; it may write below ``allow``."""
-    command = [sys.executable, "-m", "lightning_spot", "node", "--listen", "127.0.0.1:0", "--memory", str(memory_bytes)]
-    command += ["--allow", str(allow)] if allow is not None else []
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_spot",
+        "serve",
+        "--listen",
+        "127.0.0.1:0",
+        "--memory-limit",
+        str(memory_bytes),
+    ]
+    command += ["--allow-storage", str(allow)] if allow is not None else []
     environment = {**os.environ, "LIGHTNING_SPOT_RUNTIME_DIR": str(folder)}
     with open(folder / "node.log", "wb") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)

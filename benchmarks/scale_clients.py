@@ -1,4 +1,4 @@
-"""Clients of a memory node, as many in one process as are asked for; no torch. Prints one JSON object.
+"""Clients of a snapshot server, as many in one process as are asked for; no torch. Prints one JSON object.
 
 ``python -m benchmarks.scale_clients URL FIRST CLIENTS NBYTES PART_BYTES SECONDS [DURABLE]``: each client is a run of
 its own. All commit as many snapshots as they get slots, and then, when they are told to, one after the other; no part

@@ -166,8 +166,8 @@ def main() -> int:
         str(folder / "snapshots"),
         interval=EverySteps(EVERY),
         on_full="wait",
-        partitions="eager",
-        durable_every_s=3600,
+        copy_mode="eager",
+        min_upload_interval_s=3600,
         slots=3,
     )
     ways = Ways(folder, spot, plan["ways"], plan["rounds"])

@@ -178,7 +178,7 @@ def main() -> int:
     plan = json.loads(sys.argv[1])
     folder = Path(plan["folder"])
     spot = SpotCheckpoint(
-        str(folder / "run-1"), interval=EverySteps(EVERY), on_full="wait", partitions="eager", durable_every_s=1e6
+        str(folder / "run-1"), interval=EverySteps(EVERY), on_full="wait", copy_mode="eager", min_upload_interval_s=1e6
     )
     rounds = Rounds(spot)
     model = Model(plan["layers"])

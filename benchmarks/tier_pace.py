@@ -1,4 +1,4 @@
-"""The part of docs/intervals.md on several tiers: what a memory node gains, closed forms for classes of failures.
+"""The part of docs/intervals.md on several tiers: what a snapshot server gains, closed forms for classes of failures.
 
 ``python -m benchmarks.intervals`` calls it; it has no command of its own.
 """
@@ -28,7 +28,7 @@ RESTART_S, RESTORE_S = 600.0, 60.0
 
 
 MIXES = ((168.0, 720.0, 16.7, 125.0), (4.0, 720.0, 16.7, 125.0), (4.0, 2.0, 1.7, 12.5))
-"""Hours between crashes and between losses of the memory node, seconds that node and durable tier take."""
+"""Hours between crashes and between losses of the snapshot server, seconds that node and durable tier take."""
 
 
 def job_of(snapshot_bytes: float, bucket_bytes_per_s: float, *, with_node: bool) -> SimulatedJob:
@@ -51,7 +51,7 @@ def mix_of(snapshot_bytes: float, machines: int, lifetime_s: float = 2 * HOUR_S)
 
 
 def gains(runs: int) -> str:
-    """The table of what a memory node gains."""
+    """The table of what a snapshot server gains."""
     lines = []
     for snapshot_bytes, bucket, machines in itertools.product((1e9, 10e9, 100e9), (80e6, 400e6), (1, 8)):
         failures = mix_of(snapshot_bytes, machines)
@@ -81,7 +81,7 @@ def _lost_s(row: PolicyRow) -> float:
 
 
 def node_gone() -> float:
-    """Share of the lost machines that are lost while the memory node is gone, for 10 GB."""
+    """Share of the lost machines that are lost while the snapshot server is gone, for 10 GB."""
     shares = mix_of(10e9, 1).shares
     return shares[Failure.NODE] / (shares[Failure.NODE] + shares[Failure.MACHINE])
 
@@ -112,7 +112,7 @@ def mixed_closed_form(runs: int) -> list[float]:
 
 
 def losing_cases(runs: int) -> str:
-    """Where the rule is not the best there is: 100 GB, a bucket of 80 MB/s and no memory node."""
+    """Where the rule is not the best there is: 100 GB, a bucket of 80 MB/s and no snapshot server."""
     lines = []
     for name, machines, lifetime_h, crash_h in (
         ("8 machines are lost about as often as the bucket takes a snapshot", 8, 2.0, 168.0),

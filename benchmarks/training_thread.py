@@ -57,7 +57,7 @@ class Rounds(pl.Callback):
 def run(quick: bool) -> list[Result]:
     rounds = 10 if quick else 40
     with scratch() as folder:
-        spot = SpotCheckpoint(str(folder / "run-1"), interval=EverySteps(_EVERY), on_full="wait", partitions="eager")
+        spot = SpotCheckpoint(str(folder / "run-1"), interval=EverySteps(_EVERY), on_full="wait", copy_mode="eager")
         watch = SeamWatch(spot)
         noted = Rounds(spot, Waits(spot, watch))
         model = Model()

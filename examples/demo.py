@@ -63,7 +63,7 @@ def show(folder: Path) -> None:
     dirpath = folder / "digits"
     script = os.path.relpath(Path(__file__).with_name("digits.py"))
     command = [sys.executable, script, f"--dirpath={dirpath}", f"--diary={diary}"]
-    command += [f"--epochs={EPOCHS}", f"--every-steps={EVERY_STEPS}", "--idle-timeout-s=60"]
+    command += [f"--epochs={EPOCHS}", f"--every-steps={EVERY_STEPS}", "--server-idle-timeout-s=60"]
     environment = {
         **os.environ,
         "LIGHTNING_SPOT_RUNTIME_DIR": str(folder / "node"),
@@ -184,11 +184,11 @@ def _lines(path: Path) -> list[str]:
 
 
 def _wait_for_node(runtime_dir: Path) -> None:
-    """The memory node ends by itself when its run is complete; its socket goes with it."""
+    """The snapshot server ends by itself when its run is complete; its socket goes with it."""
     deadline_s = time.monotonic() + NODE_EXIT_S
     while list(runtime_dir.glob("*.http")):
         if time.monotonic() > deadline_s:
-            raise DemoFailed(f"the memory node is still there {NODE_EXIT_S:.0f} s after the run was complete")
+            raise DemoFailed(f"the snapshot server is still there {NODE_EXIT_S:.0f} s after the run was complete")
         time.sleep(0.05)
 
 

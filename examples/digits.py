@@ -165,11 +165,14 @@ def main() -> None:
     """Train; the same command line starts the run and, after a preemption, carries on."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dirpath", default="checkpoints/digits", help="durable directory or URL (%(default)s)")
-    parser.add_argument("--memory", default="auto", help="auto, none, or spot://host:port (%(default)s)")
+    parser.add_argument("--server", action="append", metavar="URL", help="snapshot server, spot://host:port")
+    parser.add_argument("--no-local-server", action="store_true", help="hold snapshots in this process only")
     parser.add_argument("--every-steps", type=int, default=50, help="steps between snapshots (%(default)s)")
     parser.add_argument("--epochs", type=int, default=30, help="epochs in all (%(default)s)")
     parser.add_argument("--pace-s", type=float, default=0.0, help="seconds added to each step (%(default)s)")
-    parser.add_argument("--idle-timeout-s", type=float, default=900.0, help="the memory node ends after so long alone")
+    parser.add_argument(
+        "--server-idle-timeout-s", type=float, default=900.0, help="the local server ends after so long"
+    )
     parser.add_argument("--diary", metavar="FILE", help="append what happens to this file, as JSON lines")
     arguments = parser.parse_args()
 
@@ -180,9 +183,10 @@ def main() -> None:
 
     spot = SpotCheckpoint(
         arguments.dirpath,
-        memory=None if arguments.memory == "none" else arguments.memory,
+        servers=arguments.server,
+        local_server=not arguments.no_local_server,
         interval=EverySteps(arguments.every_steps),
-        idle_timeout_s=arguments.idle_timeout_s,
+        server_idle_timeout_s=arguments.server_idle_timeout_s,
     )
     callbacks: list[L.Callback] = [spot]
     if arguments.diary:

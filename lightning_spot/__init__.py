@@ -1,6 +1,6 @@
 """lightning_spot: train on spot VMs with PyTorch Lightning and lose almost nothing.
 
-The public names are imported when they are first used, so that commands and memory nodes never import torch.
+The public names are imported when they are first used, so that commands and snapshot servers never import torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
     from lightning_spot.callbacks.spot_checkpoint import SpotCheckpoint
     from lightning_spot.checkpoint_io import SpotCheckpointIO
-    from lightning_spot.errors import Preempted, SpotError
+    from lightning_spot.errors import PreemptedError, SpotError
     from lightning_spot.goodput.metric import Goodput
     from lightning_spot.interval.adaptive import OverheadBudget, YoungDaly
     from lightning_spot.interval.coci import COCI
@@ -39,7 +39,7 @@ __all__ = [
     "Notice",
     "NoticeSource",
     "OverheadBudget",
-    "Preempted",
+    "PreemptedError",
     "PreemptionGuard",
     "RemoteSnapshot",
     "SpotCheckpoint",
@@ -62,7 +62,7 @@ _HOMES = {
     "Notice": "lightning_spot.notices.notice",
     "NoticeSource": "lightning_spot.notices.notice",
     "OverheadBudget": "lightning_spot.interval.adaptive",
-    "Preempted": "lightning_spot.errors",
+    "PreemptedError": "lightning_spot.errors",
     "PreemptionGuard": "lightning_spot.callbacks.preemption_guard",
     "RemoteSnapshot": "lightning_spot.callbacks.remote_snapshot",
     "SpotCheckpoint": "lightning_spot.callbacks.spot_checkpoint",

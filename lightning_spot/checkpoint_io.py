@@ -15,11 +15,11 @@ from lightning_spot.capture.file_writer import FolderWriter, write_now
 from lightning_spot.capture.host_link import leave
 from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import IDLE_TIMEOUT_S, check_number, directory_of, plain_scheme, scheme_of
+from lightning_spot.config import SERVER_IDLE_TIMEOUT_S, check_flag, check_number, directory_of, plain_scheme, scheme_of
 from lightning_spot.errors import (
-    NodeUnreachable,
+    ServerUnreachableError,
     SettingsError,
-    SnapshotTooLarge,
+    SnapshotTooLargeError,
     SpotError,
     TierError,
 )
@@ -29,7 +29,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run.files import folder_info
-from lightning_spot.run.location import AUTO, memory_limit_bytes
+from lightning_spot.run.location import memory_limit_bytes
 from lightning_spot.tiers.files import why_not_writable
 from lightning_spot.tiers.filesystem import forget_listings
 from lightning_spot.untrusted import is_line, plain
@@ -40,7 +40,7 @@ _NEW_NODE_S = 30.0
 
 
 class SpotCheckpointIO(SpotIO):
-    """Saves checkpoints into memory and lets a node on this host carry them to their path.
+    """Saves checkpoints into memory and lets the local server carry them to their path.
 
     ``save_checkpoint`` returns when the checkpoint is committed in memory, with its checksums: many times sooner than
     a plain save. The file then appears at its path whole or not at all. Errors show at the save itself where they can
@@ -50,13 +50,13 @@ class SpotCheckpointIO(SpotIO):
     Beside the files lies a hidden folder ``.lightning_spot`` with the manifest of each.
 
     Args:
-        memory: ``"auto"`` for a node on this host, which outlives a killed trainer; ``None`` for a ring inside this
-            process.
+        local_server: whether a server on this host, which outlives a killed trainer, holds what is saved; else this
+            process does.
         slots: slots of the ring, at least 2.
         memory_limit: most memory for slots, such as ``"64GiB"``; default half of the host's.
         wait_timeout_s: how long a save waits for a clean slot, seconds.
-        flush_timeout_s: how long reading and teardown wait for the flusher, seconds.
-        idle_timeout_s: the node on this host ends when no trainer came for so long, seconds.
+        upload_timeout_s: how long reading and teardown wait for the flusher, seconds.
+        server_idle_timeout_s: the local server ends when no trainer came for so long, seconds.
 
     Raises:
         SettingsError: if an argument cannot be used.
@@ -72,26 +72,25 @@ class SpotCheckpointIO(SpotIO):
     def __init__(
         self,
         *,
-        memory: str | None = AUTO,
+        local_server: bool = True,
         slots: int = 3,
         memory_limit: str | float | None = None,
         wait_timeout_s: float = 600.0,
-        flush_timeout_s: float = 600.0,
-        idle_timeout_s: float = IDLE_TIMEOUT_S,
+        upload_timeout_s: float = 600.0,
+        server_idle_timeout_s: float = SERVER_IDLE_TIMEOUT_S,
     ) -> None:
         super().__init__()
-        if memory not in (AUTO, None):
-            raise SettingsError(f"memory={memory!r}: SpotCheckpointIO takes 'auto' or None")
+        check_flag("local_server", local_server)
         check_number("slots", slots, 2, whole=True)  # one stays whole while the other is filled
         check_number("wait_timeout_s", wait_timeout_s, 0)
-        check_number("flush_timeout_s", flush_timeout_s, 0)
-        check_number("idle_timeout_s", idle_timeout_s, 0)
-        self.memory = memory
+        check_number("upload_timeout_s", upload_timeout_s, 0)
+        check_number("server_idle_timeout_s", server_idle_timeout_s, 0)
+        self.local_server = bool(local_server)
         self.slots = int(slots)
         self.memory_bytes = memory_limit_bytes(memory_limit)
         self.wait_timeout_s = float(wait_timeout_s)
-        self.flush_timeout_s = float(flush_timeout_s)
-        self.idle_timeout_s = float(idle_timeout_s)
+        self.upload_timeout_s = float(upload_timeout_s)
+        self.server_idle_timeout_s = float(server_idle_timeout_s)
         self._writers: dict[str, FolderWriter] = {}
         self._fit = _FitWatch()
 
@@ -124,7 +123,7 @@ class SpotCheckpointIO(SpotIO):
         manifest = _manifest(writer.info, name, checkpoint)
         try:
             self._commit(writer, checkpoint, manifest)
-        except (NodeUnreachable, SnapshotTooLarge) as error:
+        except (ServerUnreachableError, SnapshotTooLargeError) as error:
             logger.warning("lightning_spot: %s; saving %s past the memory of this host", error, path)
             writer.write_past_memory(checkpoint, manifest, open_store(parent))
         if not trains:
@@ -137,7 +136,7 @@ class SpotCheckpointIO(SpotIO):
             try:
                 writer.write(checkpoint, manifest, self.wait_timeout_s)
                 return
-            except NodeUnreachable:
+            except ServerUnreachableError:
                 if last_try or writer.link.wait(_NEW_NODE_S) is None:
                     raise
 
@@ -182,7 +181,7 @@ class SpotCheckpointIO(SpotIO):
             try:
                 host.remove(name)
                 return True
-            except NodeUnreachable as error:
+            except ServerUnreachableError as error:
                 writer.link.lose(host, error)
             except SpotError as error:
                 logger.warning("lightning_spot: %s is removed without the node (%s)", name, error)
@@ -193,14 +192,14 @@ class SpotCheckpointIO(SpotIO):
         """Return when every checkpoint is at its path.
 
         Raises:
-            TierError: if one is not there within ``flush_timeout_s`` (the node on this host goes on trying), or was
+            TierError: if one is not there within ``upload_timeout_s`` (the local server goes on trying), or was
                 refused there since somebody else has saved a newer one.
         """
         self._fit.ended()
         problems: list[str] = []
         for parent, writer in list(self._writers.items()):
             left = self._try_flush(parent, writer)
-            problems += [f"{line}; the node on this host goes on trying" for line in left] if self.memory else left
+            problems += [f"{line}; the local server goes on trying" for line in left] if self.local_server else left
             problems += writer.refused(again=True)
             if writer.host is not None:
                 leave(writer.host, complete=not left)
@@ -216,13 +215,13 @@ class SpotCheckpointIO(SpotIO):
     def _writer(self, parent: str) -> FolderWriter:
         if parent not in self._writers:
             info = folder_info(parent)
-            reopen = (lambda: self._open(parent, self._writers[parent].info)) if self.memory else None
+            reopen = (lambda: self._open(parent, self._writers[parent].info)) if self.local_server else None
             self._writers[parent] = FolderWriter(parent, self._open(parent, info), info, reopen)
         return self._writers[parent]
 
     def _open(self, parent: str, info: RunInfo) -> Host:
         host: Host
-        if self.memory is not None:
+        if self.local_server:
             try:
                 # One node for all folders of this process; its first folder names it.
                 host = start(
@@ -230,12 +229,14 @@ class SpotCheckpointIO(SpotIO):
                     info.text,
                     slots=self.slots,
                     memory_bytes=self.memory_bytes,
-                    idle_timeout_s=self.idle_timeout_s,
+                    server_idle_timeout_s=self.server_idle_timeout_s,
                 )
                 host.open_run(info)
                 return host
-            except (NodeUnreachable, OSError) as error:
-                logger.warning("lightning_spot: no memory node on this host (%s); saving through this process", error)
+            except (ServerUnreachableError, OSError) as error:
+                logger.warning(
+                    "lightning_spot: no snapshot server on this host (%s); saving through this process", error
+                )
         host = InProcessHost(slots=self.slots, memory_bytes=self.memory_bytes, open_store=open_store)
         host.open_run(info)
         return host
@@ -255,11 +256,11 @@ class SpotCheckpointIO(SpotIO):
             raise TierError("; ".join(problems), tier=parent)
 
     def _try_flush(self, parent: str, writer: FolderWriter) -> list[str]:
-        if (host := writer.link.wait(self.flush_timeout_s)) is None:
-            return [f"{parent}: the memory node on this host is lost, and no new one came up"]
+        if (host := writer.link.wait(self.upload_timeout_s)) is None:
+            return [f"{parent}: the snapshot server on this host is lost, and no new one came up"]
         try:
-            return host.flush(self.flush_timeout_s)
-        except NodeUnreachable as error:
+            return host.flush(self.upload_timeout_s)
+        except ServerUnreachableError as error:
             writer.link.lose(host, error)
             return [f"{parent}: {error}"]
         except SpotError as error:

@@ -35,13 +35,13 @@ SEND_BYTES = 1024 * 1024
 KEEP = 2
 """Snapshots that a tier keeps, unless the user says otherwise."""
 
-IDLE_TIMEOUT_S = 900.0
+SERVER_IDLE_TIMEOUT_S = 900.0
 """The node on a trainer's host ends when no trainer came for so long."""
 
-FLUSH_TIMEOUT_S = 300.0
+UPLOAD_TIMEOUT_S = 300.0
 """How long the end of a training, or of a node, waits until what is owed is durable."""
 
-MAX_STALL_S = 5.0
+SERVER_CALL_TIMEOUT_S = 5.0
 """How long a call to the node on the trainer's host may keep the training thread."""
 
 DEVICE_BUFFER = "64MiB"
@@ -54,7 +54,7 @@ NOTICE_FILE_VARIABLE = "LIGHTNING_SPOT_NOTICE_FILE"
 """Names a file whose appearance is a notice."""
 
 MOST_NODES = 64
-"""Memory nodes that one run may have."""
+"""Snapshot servers that one run may have."""
 
 HIGHEST_ATTEMPT = 10**9 - 1
 """Names of claims and snapshots hold nine digits of it."""
@@ -133,7 +133,7 @@ class Environment:
         shm_dir: ``LIGHTNING_SPOT_SHM_DIR``: tmpfs in which slots are created, or ``None`` for memory files only.
         drill_dir: ``LIGHTNING_SPOT_DRILL``: where a drill's training keeps its snapshots, instead of where it would.
         notice_file: ``LIGHTNING_SPOT_NOTICE_FILE``: a file whose appearance is a notice.
-        grace_s: ``LIGHTNING_SPOT_GRACE_S``: seconds between SIGTERM and the end.
+        grace_period_s: ``LIGHTNING_SPOT_GRACE_PERIOD_S``: seconds between SIGTERM and the end.
         cloud: ``LIGHTNING_SPOT_CLOUD``: the cloud this machine is on, or ``none``; unchecked.
         aws_endpoint: ``AWS_EC2_METADATA_SERVICE_ENDPOINT``, as Amazon's own tools read it.
         aws_checksums: ``AWS_REQUEST_CHECKSUM_CALCULATION``, as Amazon's own libraries read it.
@@ -147,7 +147,7 @@ class Environment:
     shm_dir: Path | None
     drill_dir: str | None
     notice_file: str | None
-    grace_s: float | None
+    grace_period_s: float | None
     cloud: str | None
     aws_endpoint: str | None
     aws_checksums: str | None
@@ -171,7 +171,7 @@ def read_environment() -> Environment:
         shm_dir=Path(shm) if shm and os.path.isdir(shm) and os.access(shm, os.W_OK) else None,
         drill_dir=os.environ.get(DRILL_VARIABLE) or None,
         notice_file=os.environ.get(NOTICE_FILE_VARIABLE) or None,
-        grace_s=_grace_s(),
+        grace_period_s=_grace_period_s(),
         cloud=os.environ.get("LIGHTNING_SPOT_CLOUD") or None,
         aws_endpoint=os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or None,
         aws_checksums=os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION") or None,
@@ -182,7 +182,7 @@ def read_environment() -> Environment:
 
 
 def environment_to_hand_over() -> dict[str, str]:
-    """What a node on this host takes over of a trainer's environment: credentials, endpoints, proxies, and the like.
+    """What a local server takes over of a trainer's environment: credentials, endpoints, proxies, and the like.
 
     Not what the process itself, or the way to it, depends on.
     """
@@ -241,22 +241,22 @@ def why_weak(token: str | None) -> str:
     if token is None or len(token) >= SHORTEST_TOKEN:
         return ""
     return (
-        f"the token for memory nodes has fewer than {SHORTEST_TOKEN} characters. Strangers may guess it. Make another"
+        f"the token for snapshot servers has fewer than {SHORTEST_TOKEN} characters: strangers may guess it. Make one"
         " with: openssl rand -hex 16"
     )
 
 
-def _grace_s() -> float | None:
-    text = os.environ.get("LIGHTNING_SPOT_GRACE_S")
+def _grace_period_s() -> float | None:
+    text = os.environ.get("LIGHTNING_SPOT_GRACE_PERIOD_S")
     if not text:
         return None
     try:
-        grace_s = float(text)
+        grace_period_s = float(text)
     except ValueError:
-        grace_s = 0.0
-    if not grace_s > 0:
-        raise SettingsError(f"LIGHTNING_SPOT_GRACE_S={text!r} is no number of seconds above 0; fix or unset it")
-    return grace_s
+        grace_period_s = 0.0
+    if not grace_period_s > 0:
+        raise SettingsError(f"LIGHTNING_SPOT_GRACE_PERIOD_S={text!r} is no number of seconds above 0; fix or unset it")
+    return grace_period_s
 
 
 def _restarter_pid() -> int | None:
@@ -327,7 +327,7 @@ def parse_bytes(text: str | float, setting: str = "", *, none: str = "") -> int:
 
 
 def parse_flag_bytes(text: str, flag: str = "") -> int:
-    """The same of what was typed at a command: a number as small as ``--memory 8`` has lost its unit.
+    """The same of what was typed at a command: a number as small as ``--memory-limit 8`` has lost its unit.
 
     Args:
         text: what was typed.
@@ -467,5 +467,5 @@ def plain_scheme(scheme: str) -> str:
 
 
 def run_key(url: str) -> str:
-    """Short stable key of a run's durable URL, used to name its embedded node's record and memory area."""
+    """Short stable key of a run's durable URL, used to name its local server's record and memory area."""
     return hashlib.sha256(f"{os.getuid()}:{url}".encode()).hexdigest()[:16]

@@ -4,33 +4,33 @@
 
     SpotError
     ├── SettingsError            a setting or argument cannot be used as given
-    │   └── Malformed            a file, or what another process says, is not what it should be
-    ├── LayoutUnsupported        this torch cannot lay this checkpoint out; plain ``torch.save`` is used instead
-    ├── NotSerialisable          the training state holds something that cannot be pickled, or not be loaded safely
-    ├── CorruptSnapshot          bytes that are there are not the bytes that were committed
-    │   └── CorruptManifest      the manifest itself cannot be read
-    │       └── UnknownFormat    a newer version of this package wrote it
-    ├── SnapshotNotFound         no such snapshot, file or run at a tier
-    ├── TornSnapshot             a tensor changed while it was copied; the snapshot was dropped
-    ├── ShareMissing             a rank's share of a snapshot did not come, or does not fit; it was dropped
-    ├── SnapshotFailed           a snapshot could not be taken, for a reason that nobody foresaw; it was skipped
-    ├── ModelChanged             the model no longer fits the snapshot it should resume from
+    │   └── MalformedError            a file, or what another process says, is not what it should be
+    ├── LayoutUnsupportedError        this torch cannot lay this checkpoint out; plain ``torch.save`` is used instead
+    ├── NotSerializableError          the training state holds something that cannot be pickled, or not be loaded safely
+    ├── CorruptSnapshotError          bytes that are there are not the bytes that were committed
+    │   └── CorruptManifestError      the manifest itself cannot be read
+    │       └── UnknownFormatError    a newer version of this package wrote it
+    ├── SnapshotNotFoundError         no such snapshot, file or run at a tier
+    ├── TornSnapshotError             a tensor changed while it was copied; the snapshot was dropped
+    ├── ShareMissingError             a rank's share of a snapshot did not come, or does not fit; it was dropped
+    ├── SnapshotFailedError           a snapshot could not be taken, for a reason that nobody foresaw; it was skipped
+    ├── ModelChangedError             the model no longer fits the snapshot it should resume from
     ├── TierError                a tier failed (unreachable, disk full, permission)
-    │   ├── Overtaken            an earlier writer came in between; written again, it stays
-    │   ├── MissingCredentials   none were found for an object store
-    │   ├── NodeUnreachable      no memory node answers at an address
-    │   ├── NodeRefused          the node answered and said no (token, bad request)
-    │   ├── NodeFailed           the node failed at a request in a way that nobody foresaw
-    │   ├── TooManyStreams       an upload has its part of a node's connections
-    │   └── ProtocolMismatch     the two ends speak different protocol versions
-    ├── RingFull                 every slot is dirty or in use: back-pressure, not a failure
-    ├── SnapshotTooLarge         the snapshot cannot ever fit the node's memory
-    ├── Fenced                   a later attempt of the run has taken over; this writer's writes are refused
-    ├── RunBusy                  a live trainer on this host already writes the run
-    └── NoticeUnavailable        a preemption notice source cannot be asked at present
+    │   ├── OvertakenError            an earlier writer came in between; written again, it stays
+    │   ├── MissingCredentialsError   none were found for an object store
+    │   ├── ServerUnreachableError      no snapshot server answers at an address
+    │   ├── ServerRefusedError          the node answered and said no (token, bad request)
+    │   ├── ServerFailedError           the node failed at a request in a way that nobody foresaw
+    │   ├── TooManyStreamsError       an upload has its part of a node's connections
+    │   └── ProtocolMismatchError     the two ends speak different protocol versions
+    ├── RingFullError                 every slot is dirty or in use: back-pressure, not a failure
+    ├── SnapshotTooLargeError         the snapshot cannot ever fit the node's memory
+    ├── FencedError                   a later attempt of the run has taken over; this writer's writes are refused
+    ├── RunBusyError                  a live trainer on this host already writes the run
+    └── NoticeUnavailableError        a preemption notice source cannot be asked at present
 
     SystemExit
-    └── Preempted                training stopped on a preemption notice; exit code 143
+    └── PreemptedError                training stopped on a preemption notice; exit code 143
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class SettingsError(SpotError, ValueError):
     """A setting or an argument cannot be used as given; nothing was started."""
 
 
-class Malformed(SettingsError):
+class MalformedError(SettingsError):
     """What a file holds, or another process says, is not what it should be; nothing of it was used."""
 
 
-class LayoutUnsupported(SpotError):
+class LayoutUnsupportedError(SpotError):
     """This torch cannot lay the checkpoint out before filling it; the writer falls back to ``torch.save``."""
 
 
-class NotSerialisable(SpotError):
+class NotSerializableError(SpotError):
     """The training state holds something that cannot be pickled, or that torch does not load ``weights_only``."""
 
 
-class CorruptSnapshot(SpotError):
+class CorruptSnapshotError(SpotError):
     """The bytes found are not the bytes that were committed.
 
     Attributes:
@@ -70,31 +70,31 @@ class CorruptSnapshot(SpotError):
         self.part = part
 
 
-class CorruptManifest(CorruptSnapshot):
+class CorruptManifestError(CorruptSnapshotError):
     """A manifest cannot be parsed or contradicts itself."""
 
 
-class UnknownFormat(CorruptManifest):
+class UnknownFormatError(CorruptManifestError):
     """A newer version of this package wrote the manifest: the snapshot may be good, this version cannot tell."""
 
 
-class SnapshotNotFound(SpotError, FileNotFoundError):
+class SnapshotNotFoundError(SpotError, FileNotFoundError):
     """No such snapshot, file or run at this tier."""
 
 
-class TornSnapshot(SpotError):
+class TornSnapshotError(SpotError):
     """A tensor changed while it was being copied; the snapshot was dropped and the one before it stands."""
 
 
-class ShareMissing(SpotError):
+class ShareMissingError(SpotError):
     """The bytes that one rank was to write into a snapshot did not come; the one before it stands."""
 
 
-class SnapshotFailed(SpotError):
+class SnapshotFailedError(SpotError):
     """Taking a snapshot failed in a way that nobody foresaw (memory ran out, say); the one before it stands."""
 
 
-class ModelChanged(SpotError, RuntimeError):
+class ModelChangedError(SpotError, RuntimeError):
     """The model's parameters do not match the snapshot.
 
     Attributes:
@@ -122,23 +122,23 @@ class TierError(SpotError):
         self.tier = tier
 
 
-class Unclaimed(TierError):
+class UnclaimedError(TierError):
     """An attempt has not claimed the run's directory (yet): nothing is written or deleted there on its behalf."""
 
 
-class Overtaken(TierError):
+class OvertakenError(TierError):
     """Another writer, who began earlier, replaced a file while it was committed; written again, it stays."""
 
 
-class MissingCredentials(TierError):
+class MissingCredentialsError(TierError):
     """No credentials were found for an object store."""
 
 
-class NodeUnreachable(TierError, ConnectionError):
-    """No memory node answers at this address (now); the caller retries or degrades to the next tier."""
+class ServerUnreachableError(TierError, ConnectionError):
+    """No snapshot server answers at this address (now); the caller retries or degrades to the next tier."""
 
 
-class NodeRefused(TierError):
+class ServerRefusedError(TierError):
     """The node answered and refused the request.
 
     Attributes:
@@ -155,23 +155,23 @@ class NodeRefused(TierError):
         return self.status == 401
 
 
-class NodeFailed(TierError):
+class ServerFailedError(TierError):
     """The node failed at a request in a way that nobody foresaw (memory ran out, say); it goes on with others."""
 
 
-class TooManyStreams(TierError):
+class TooManyStreamsError(TierError):
     """An upload has its part of the connections that a node receives over at once; those it has go on."""
 
 
-class ProtocolMismatch(TierError):
+class ProtocolMismatchError(TierError):
     """The two ends speak different versions of the node protocol; upgrade the older one."""
 
 
-class RingFull(SpotError):
+class RingFullError(SpotError):
     """Every slot of the ring is dirty or in use; try again once the flusher has caught up."""
 
 
-class SnapshotTooLarge(SpotError):
+class SnapshotTooLargeError(SpotError):
     """The snapshot cannot fit the node's memory, however long one waits.
 
     Attributes:
@@ -185,7 +185,7 @@ class SnapshotTooLarge(SpotError):
         self.memory_bytes = memory_bytes
 
 
-class Fenced(SpotError):
+class FencedError(SpotError):
     """A later attempt of the run has taken over, so this writer's snapshots are refused.
 
     Attributes:
@@ -201,7 +201,7 @@ class Fenced(SpotError):
         self.current = current
 
 
-class RunBusy(SpotError):
+class RunBusyError(SpotError):
     """A live trainer already writes this run; two runs must not share one name.
 
     Attributes:
@@ -215,11 +215,11 @@ class RunBusy(SpotError):
         self.pid = pid
 
 
-class NoticeUnavailable(SpotError):
+class NoticeUnavailableError(SpotError):
     """A notice source could not be asked, or gave an answer that is none; it is asked again later."""
 
 
-class Preempted(SystemExit):
+class PreemptedError(SystemExit):
     """Training was stopped by a preemption notice, after the state was secured. Not an error: it ends the process.
 
     Attributes:

@@ -16,7 +16,7 @@ from typing import Any
 
 import xxhash
 
-from lightning_spot.errors import Malformed
+from lightning_spot.errors import MalformedError
 
 SMALL_BYTES = 256 * 1024
 """Longest JSON text that holds no list which grows with a model."""
@@ -82,22 +82,22 @@ def read_json(data: bytes | bytearray | memoryview | str, most_bytes: int = SMAL
         most_bytes: longest that is read.
 
     Raises:
-        Malformed: if it is something else; it is a ``ValueError`` as well.
+        MalformedError: if it is something else; it is a ``ValueError`` as well.
     """
     if len(data) > most_bytes:
-        raise Malformed(f"JSON of {len(data)} bytes is longer than {most_bytes}")
+        raise MalformedError(f"JSON of {len(data)} bytes is longer than {most_bytes}")
     try:
         text = data if isinstance(data, str) else bytes(data).decode("utf-8")
         value = _DECODER.decode(text)
-    except Malformed:
+    except MalformedError:
         raise
     except ValueError as error:
-        raise Malformed(f"no valid JSON: {plain(error)}") from None  # which would hold the whole text
+        raise MalformedError(f"no valid JSON: {plain(error)}") from None  # which would hold the whole text
     except RecursionError:
-        raise Malformed("JSON is nested too deeply") from None
+        raise MalformedError("JSON is nested too deeply") from None
     _check_depth(value)
     if _SURROGATE.search(text) and not _is_unicode(value):
-        raise Malformed("JSON holds half a character")
+        raise MalformedError("JSON holds half a character")
     return value
 
 
@@ -110,10 +110,10 @@ def as_object(value: object) -> dict[str, Any]:
     """What must be a JSON object.
 
     Raises:
-        Malformed: if it is none.
+        MalformedError: if it is none.
     """
     if not isinstance(value, dict):
-        raise Malformed("no JSON object")
+        raise MalformedError("no JSON object")
     return value
 
 
@@ -129,11 +129,11 @@ def unseal(fields: dict[str, Any]) -> bool:
         whether it had one.
 
     Raises:
-        Malformed: if it is damaged.
+        MalformedError: if it is damaged.
     """
     noted = fields.pop(_CHECKSUM, None)
     if noted is not None and noted != _checksum(fields):
-        raise Malformed("it does not have the checksum that it was written with")
+        raise MalformedError("it does not have the checksum that it was written with")
     return noted is not None
 
 
@@ -141,7 +141,7 @@ def read_sealed(data: bytes | str, most_bytes: int = SMALL_BYTES) -> dict[str, A
     """Read what :func:`sealed_json` wrote, or such an object of an earlier version, without a checksum.
 
     Raises:
-        Malformed: if it is damaged.
+        MalformedError: if it is damaged.
     """
     fields = read_object(data, most_bytes)
     unseal(fields)
@@ -152,11 +152,11 @@ def integer(fields: Mapping[str, Any], name: str, default: int | None, low: int,
     """A whole number within bounds; ``default=None`` says that it must be there.
 
     Raises:
-        Malformed: otherwise.
+        MalformedError: otherwise.
     """
     value = fields.get(name, default)
     if type(value) is not int or not low <= value <= high:
-        raise Malformed(f"{name} is no whole number from {low} to {high}")
+        raise MalformedError(f"{name} is no whole number from {low} to {high}")
     return value
 
 
@@ -164,11 +164,11 @@ def number(fields: Mapping[str, Any], name: str, default: float | None, low: flo
     """A finite number within bounds; ``default=None`` says that it must be there.
 
     Raises:
-        Malformed: otherwise.
+        MalformedError: otherwise.
     """
     value = fields.get(name, default)
     if type(value) not in (int, float) or not (math.isfinite(value) and low <= value <= high):
-        raise Malformed(f"{name} is no number from {low:g} to {high:g}")
+        raise MalformedError(f"{name} is no number from {low:g} to {high:g}")
     return float(value)
 
 
@@ -176,11 +176,11 @@ def text(fields: Mapping[str, Any], name: str, default: str | None = "", *, most
     """A text of bounded length; ``default=None`` says that it must be there.
 
     Raises:
-        Malformed: otherwise.
+        MalformedError: otherwise.
     """
     value = fields.get(name, default)
     if not isinstance(value, str) or len(value) > most or "\0" in value:
-        raise Malformed(f"{name} is no text of at most {most} characters")
+        raise MalformedError(f"{name} is no text of at most {most} characters")
     return value
 
 
@@ -188,11 +188,11 @@ def line(fields: Mapping[str, Any], name: str, default: str | None = "", *, most
     """A text in which nothing parts lines, or is obeyed by a terminal; see :func:`text`.
 
     Raises:
-        Malformed: otherwise.
+        MalformedError: otherwise.
     """
     value = text(fields, name, default, most=most)
     if not is_line(value):
-        raise Malformed(f"{name} holds what parts lines, or controls a terminal: {plain(value)}")
+        raise MalformedError(f"{name} holds what parts lines, or controls a terminal: {plain(value)}")
     return value
 
 
@@ -200,11 +200,11 @@ def file_name(fields: Mapping[str, Any], name: str, default: str | None = "") ->
     """The name of a run, a snapshot or a file, which leads to no other folder; see :func:`line`.
 
     Raises:
-        Malformed: otherwise.
+        MalformedError: otherwise.
     """
     value = line(fields, name, default, most=LONGEST_NAME)
     if "/" in value:
-        raise Malformed(f"{name} holds a path separator: {plain(value)}")
+        raise MalformedError(f"{name} holds a path separator: {plain(value)}")
     return value
 
 
@@ -217,11 +217,11 @@ def flag(fields: Mapping[str, Any], name: str, default: bool | None = False) -> 
     """True or false; ``default=None`` says that it must be there.
 
     Raises:
-        Malformed: if it is something else.
+        MalformedError: if it is something else.
     """
     value = fields.get(name, default)
     if not isinstance(value, bool):
-        raise Malformed(f"{name} is neither true nor false")
+        raise MalformedError(f"{name} is neither true nor false")
     return value
 
 
@@ -229,11 +229,11 @@ def items(fields: Mapping[str, Any], name: str, most: int) -> list[Any]:
     """A list of bounded length; empty if it is missing.
 
     Raises:
-        Malformed: if it is something else.
+        MalformedError: if it is something else.
     """
     value = fields.get(name, [])
     if not isinstance(value, list | tuple) or len(value) > most:
-        raise Malformed(f"{name} is no list of at most {most}")
+        raise MalformedError(f"{name} is no list of at most {most}")
     return list(value)
 
 
@@ -243,25 +243,25 @@ def _checksum(fields: Mapping[str, Any]) -> str:
 
 def _whole_number(digits: str) -> int:
     if len(digits) > _LONGEST_NUMBER:
-        raise Malformed("JSON holds a number that is too long")
+        raise MalformedError("JSON holds a number that is too long")
     return int(digits)
 
 
 def _finite_number(digits: str) -> float:
     value = float(digits) if len(digits) <= _LONGEST_NUMBER else math.inf
     if not math.isfinite(value):
-        raise Malformed("JSON holds a number that is too long or too large")
+        raise MalformedError("JSON holds a number that is too long or too large")
     return value
 
 
 def _no_number(name: str) -> float:
-    raise Malformed(f"JSON holds {name}, which is no number")
+    raise MalformedError(f"JSON holds {name}, which is no number")
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        raise Malformed("JSON holds a key twice")
+        raise MalformedError("JSON holds a key twice")
     return fields
 
 
@@ -278,7 +278,7 @@ def _check_depth(value: Any) -> None:
         if not level:
             return
         level = [each for item in level for each in (item.values() if isinstance(item, dict) else item)]
-    raise Malformed(f"JSON is nested more than {_MOST_DEPTH} deep")
+    raise MalformedError(f"JSON is nested more than {_MOST_DEPTH} deep")
 
 
 def _is_unicode(value: Any) -> bool:

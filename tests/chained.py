@@ -1,4 +1,4 @@
-"""A trainer's host with memory nodes behind it, all in this process, for the tests of the chain."""
+"""A trainer's host with snapshot servers behind it, all in this process, for the tests of the chain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIRST, SECOND, THIRD = "spot://first:7070", "spot://second:7070", "spot://third:
 
 
 class Chained(Bench):
-    """A node on a trainer's host, and memory nodes behind it; each has stores of its own over the same directories."""
+    """A local server, and snapshot servers behind it; each has stores of its own over the same directories."""
 
     def __init__(self, root: Path, allow: list[str] | None) -> None:
         self.behind: dict[str, NodeBehind] = {}
@@ -42,7 +42,7 @@ class Chained(Bench):
         return self.behind[url.rpartition("/")[0]] if url.startswith("spot://") else super().store(url)
 
     def by_node(self, base: str) -> GatedStore:
-        """The durable tier as a memory node sees it."""
+        """The durable tier as a snapshot server sees it."""
         url = self.tier().url
         return self.far[base].setdefault(url, GatedStore(url))
 

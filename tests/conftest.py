@@ -163,7 +163,7 @@ def own_folders() -> Iterator[list[Path]]:
 
 @pytest.fixture(autouse=True)
 def runtime_dir(own_folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A runtime directory and a tmpfs folder of the test's own; embedded nodes it left running are ended."""
+    """A runtime directory and a tmpfs folder of the test's own; local servers it left running are ended."""
     folder, shm = (Path(tempfile.mkdtemp(prefix="", dir=home)) for home in own_folders)
     monkeypatch.setenv("LIGHTNING_SPOT_RUNTIME_DIR", str(folder))
     monkeypatch.setenv("LIGHTNING_SPOT_SHM_DIR", str(shm))
@@ -256,11 +256,11 @@ class RunningNode:
 
 @pytest.fixture
 def start_node(tmp_path: Path) -> Iterator[Callable[..., RunningNode]]:
-    """Start memory nodes on free loopback ports."""
+    """Start snapshot servers on free loopback ports."""
     nodes: list[RunningNode] = []
 
     def start(*arguments: str, environment: dict[str, str] | None = None, listen: str = "127.0.0.1:0") -> RunningNode:
-        flags = ["--listen", listen, "--memory", "256MiB", *arguments]
+        flags = ["--listen", listen, "--memory-limit", "256MiB", *arguments]
         nodes.append(RunningNode(flags, tmp_path / f"node-{len(nodes)}.log", environment))
         return nodes[-1].wait_listening()
 

@@ -114,7 +114,7 @@ def train(
     """
     signal.alarm(alarm_s)  # 0 sets none
     torch.set_num_threads(1)
-    usual = {"slots": 3, "idle_timeout_s": 30.0, "flush_timeout_s": 10.0}
+    usual = {"slots": 3, "server_idle_timeout_s": 30.0, "upload_timeout_s": 10.0}
     spot = SpotCheckpoint(dirpath, interval=EverySteps(every), **{**usual, **settings})
     pl.Trainer(
         max_steps=max_steps,

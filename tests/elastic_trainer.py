@@ -112,7 +112,7 @@ def train(
     new_process()
     pl.seed_everything(3, verbose=False)
     loader = DataLoader(Numbers(), 3, shuffle=True, **(data or {}))
-    spot = SpotCheckpoint(str(root / "run"), memory=None, interval=EverySteps(every), on_full="wait", keep=100)
+    spot = SpotCheckpoint(str(root / "run"), local_server=False, interval=EverySteps(every), on_full="wait", keep=100)
     trainer = pl.Trainer(
         **{
             "max_epochs": 2,

@@ -243,7 +243,7 @@ def train(
     fresh = not LocalStore(root / "run").survey().manifests
     pl.seed_everything(11 if fresh else seed, verbose=False)
     spot = spot or SpotCheckpoint(
-        str(root / "run"), memory=None, interval=EverySteps(3), on_full="wait", keep=100, notices=notices
+        str(root / "run"), local_server=False, interval=EverySteps(3), on_full="wait", keep=100, notices=notices
     )
     trainer = pl.Trainer(
         **{

@@ -124,7 +124,7 @@ def train(root: Path, name: str, rows: int, *callbacks: pl.Callback, seed: int) 
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[*callbacks, SpotCheckpoint(str(root), interval=EverySteps(2), on_full="wait", run="run")],
+        callbacks=[*callbacks, SpotCheckpoint(str(root), interval=EverySteps(2), on_full="wait", run_name="run")],
     )
     trainer.fit(module, loader())
     if name == "kernels":

@@ -96,8 +96,8 @@ def train_with(
 ) -> pl.Trainer:
     """The same with any sharded strategy; the model is made after seeding. Each snapshot becomes durable."""
     pl.seed_everything(seed, verbose=False)
-    each: dict[str, Any] = {"interval": EverySteps(2), "on_full": "wait", "durable_every_s": 0.0}
-    spot = SpotCheckpoint(str(root / "run"), keep=100, run="run", **each)
+    each: dict[str, Any] = {"interval": EverySteps(2), "on_full": "wait", "min_upload_interval_s": 0.0}
+    spot = SpotCheckpoint(str(root / "run"), keep=100, run_name="run", **each)
     trainer = pl.Trainer(
         accelerator=accelerator,
         devices=ranks,

@@ -582,7 +582,7 @@ def train(
     module, data = case.model(), case.data() if case.data is not None else None
     loaders = case.loaders() if case.loaders is not None else None
     val = case.val() if case.val is not None else None
-    told_to = {"memory": None, "on_full": "wait", "keep": 100, **case.spot}
+    told_to = {"local_server": False, "on_full": "wait", "keep": 100, **case.spot}
     spot = SpotCheckpoint(str(root / "run"), interval=EverySteps(every), **told_to)
     said: list[str] = []
     trainer = pl.Trainer(

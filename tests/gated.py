@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_spot.errors import NodeUnreachable, RingFull, SnapshotNotFound
+from lightning_spot.errors import RingFullError, ServerUnreachableError, SnapshotNotFoundError
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -202,7 +202,7 @@ class NodeBehind:
         floats: Sequence[Floats] = (),
     ) -> Manifest:
         if self.full:
-            raise RingFull("no slot")
+            raise RingFullError("no slot")
         self.waiting = True
         assert self.open.wait(30)
         self.waiting = False
@@ -224,7 +224,7 @@ class NodeBehind:
         self.send(Coming(manifest, image), attempt=attempt)
 
     def delete(self, manifest: Manifest) -> None:
-        with contextlib.suppress(SnapshotNotFound):
+        with contextlib.suppress(SnapshotNotFoundError):
             self._node().remove(self.run, manifest.name)
 
     def claimed(self) -> int:
@@ -232,5 +232,5 @@ class NodeBehind:
 
     def _node(self) -> Node:
         if self.node is None:
-            raise NodeUnreachable(f"nobody answers at {self.url}")
+            raise ServerUnreachableError(f"nobody answers at {self.url}")
         return self.node

@@ -30,7 +30,7 @@ Kind = TypeVar("Kind", bound="Machines")
 
 
 class Machines:
-    """Two machines that train, and one with a memory node."""
+    """Two machines that train, and one with a snapshot server."""
 
     local = 1
     """Ranks of each machine."""
@@ -49,8 +49,8 @@ class Machines:
         self.start_node()
 
     def start_node(self) -> None:
-        """Start the memory node."""
-        self.url = listening(self.network, "memory", 7070, self.root / "node", "--allow", str(self.root))
+        """Start the snapshot server."""
+        self.url = listening(self.network, "memory", 7070, self.root / "node", "--allow-storage", str(self.root))
 
     @property
     def count(self) -> int:
@@ -107,10 +107,10 @@ class Machines:
 
 
 class Sharded(Machines):
-    """Two machines that train a model in shards, started by torchrun; and one with a memory node."""
+    """Two machines that train a model in shards, started by torchrun; and one with a snapshot server."""
 
     local = 2
-    third = "the memory node"
+    third = "the snapshot server"
 
     def train(self, name: str, steps: int) -> None:
         (self.root / name).mkdir(exist_ok=True)
@@ -146,7 +146,7 @@ class Sharded(Machines):
             self.train("run", STEPS)
 
     def lose_third(self) -> None:
-        """The memory node is lost. It is back when training has gone on."""
+        """The snapshot server is lost. It is back when training has gone on."""
         before = self.steps("run")
         self.network.lose("memory")
         until(lambda: self.steps("run") > before + 3 or self.ended(), "it to go on", 200.0)
@@ -177,7 +177,7 @@ def lose(machines: Machines, what: str, steps: int | None = None) -> None:
     if what == "a link":
         machines.cut_for_a_while("second")
         return
-    if what == "the memory node":
+    if what == "the snapshot server":
         machines.network.lose("memory")
         return
     if what == "the first node":

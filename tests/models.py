@@ -100,7 +100,8 @@ class EachDurable(pl.Callback):
     """Trains on only once the snapshot of every ``every``-th step is at ``url``: so none is superseded on its way.
 
     A tier takes the newest snapshot when it is free. Which ones a slow one takes depends on the machine otherwise. Give
-    the callback that takes them ``durable_every_s=0``: of those that follow each other in moments it gets only some.
+    the callback that takes them ``min_upload_interval_s=0``: of those that follow each other in moments it gets only
+    some.
     """
 
     def __init__(self, url: object, every: int) -> None:

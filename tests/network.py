@@ -262,10 +262,10 @@ def network_or_skip(
 
 
 def listening(network: Network, host: str, port: int, log: Path, *more: str) -> str:
-    """Start a memory node on a host; its URL once it listens."""
+    """Start a snapshot server on a host; its URL once it listens."""
     address = network.address[host]
     url = f"spot://[{address}]:{port}" if ":" in address else f"spot://{address}:{port}"
-    flags = ["--listen", url.removeprefix("spot://"), "--memory", "512MiB", *more]
+    flags = ["--listen", url.removeprefix("spot://"), "--memory-limit", "512MiB", *more]
     with open(log, "wb") as output:
         process = network.start(host, "-m", "lightning_spot.service.program", *flags, log=output)
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_spot.errors import CorruptSnapshot, NotSerialisable
+from lightning_spot.errors import CorruptSnapshotError, NotSerializableError
 from lightning_spot.image.placeholder import Placeholder, parts_of
 from lightning_spot.image.safe_load import safe_load
 
@@ -300,7 +300,7 @@ def read(made: io.BytesIO) -> str:
     """
     try:
         found = safe_load(made)
-    except (CorruptSnapshot, NotSerialisable):
+    except (CorruptSnapshotError, NotSerializableError):
         return "refused"
     judge(found)
     return "read"

@@ -79,7 +79,7 @@ class Account(pl.Callback):
                 file.write(f"{trainer.global_step} {digest(state)}\n")
 
     def wait_for_carrier(self) -> None:
-        """Begin when a memory node carries the run on, and that is known."""
+        """Begin when a snapshot server carries the run on, and that is known."""
         snapshotter = self.spot.snapshots.snapshotter
         attempt = snapshotter.writing.attempt if snapshotter is not None else None
         assert attempt is not None
@@ -121,7 +121,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--seed", type=int, default=11)
-    parser.add_argument("--memory", default="auto", help="memory nodes, separated by commas")
+    parser.add_argument("--memory", default="auto", help="snapshot servers, separated by commas")
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--dir", help="the durable tier, if not below ROOT")
     parser.add_argument("--hosts", type=int, default=2, help="ranks believe to be on so many hosts")
@@ -135,7 +135,7 @@ def main() -> int:
     pl.seed_everything(arguments.seed, verbose=False)
     spot = SpotCheckpoint(
         arguments.dir or str(arguments.root / "run"),
-        memory=arguments.memory.split(",") if "," in arguments.memory else arguments.memory,
+        servers=arguments.memory.split(",") if arguments.memory != "auto" else None,
         replicas=arguments.replicas,
         interval=EverySteps(1),
         on_full="wait",

@@ -1,4 +1,4 @@
-"""A trainer without torch for tests that kill it: takes snapshots of a node on this host, and stops where it is told.
+"""A trainer without torch for tests that kill it: takes snapshots of a local server, and stops where it is told.
 
 Its argument is a JSON object: ``dirpath``, ``phase``, ``committed`` (snapshots before that phase), ``nbytes``,
 ``slots``, ``attempt``, ``worker`` (whether a forked child holds copies of its connections). It prints a line when it
@@ -99,7 +99,12 @@ def _in_background(call: Any) -> threading.Thread:
 def main() -> None:
     wish = json.loads(sys.argv[1])
     host = starting.start(
-        wish["dirpath"], "run", slots=wish["slots"], memory_bytes=2**28, idle_timeout_s=30.0, max_stall_s=20.0
+        wish["dirpath"],
+        "run",
+        slots=wish["slots"],
+        memory_bytes=2**28,
+        server_idle_timeout_s=30.0,
+        server_call_timeout_s=20.0,
     )
     host.open_run(info_of(wish["dirpath"], wish["attempt"]))
     for step in range(1, wish["committed"] + 1):

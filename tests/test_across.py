@@ -1,4 +1,4 @@
-"""Ranks of one training (DDP on gloo) that believe to be on several hosts, and bring snapshots to a memory node."""
+"""Ranks of one training (DDP on gloo) that believe to be on several hosts, and bring snapshots to a snapshot server."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ HOSTS = ("--ranks", 2, "--hosts", 2)
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[tuple[Node, str]]:
-    """A memory node that carries runs on, and its URL."""
+    """A snapshot server that carries runs on, and its URL."""
     node = Node(slots=None, memory_bytes=512 * MIB, open_store=open_store, allow=[str(tmp_path)])
     with served(node) as port:
         yield node, f"spot://127.0.0.1:{port}"
@@ -159,10 +159,20 @@ def test_the_memory_node_is_lost_and_training_goes_on(train: Train, tmp_path: Pa
 
 @contextlib.contextmanager
 def memory_node(log: Path, allowed: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A memory node as a process; its URL."""
-    command = [sys.executable, "-m", "lightning_spot.service.program", "--listen", "127.0.0.1:0", "--memory", "256MiB"]
+    """A snapshot server as a process; its URL."""
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_spot.service.program",
+        "--listen",
+        "127.0.0.1:0",
+        "--memory-limit",
+        "256MiB",
+    ]
     with open(log, "wb") as file:
-        node = subprocess.Popen([*command, "--allow", str(allowed)], stdout=file, stderr=file, env=dict(os.environ))
+        node = subprocess.Popen(
+            [*command, "--allow-storage", str(allowed)], stdout=file, stderr=file, env=dict(os.environ)
+        )
     try:
         until(lambda: "listening" in log.read_text(), "the node to listen")
         yield log.read_text().partition(" on ")[2].partition(",")[0], node
@@ -191,7 +201,8 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) 
     yield from started(Machines, tmp_path, monkeypatch, warm_python)
 
 
-# -- no memory node: what other hosts' ranks know is sent to rank 0 ----------------------------------------------------
+# -- no snapshot server: what other hosts' ranks know is sent to rank 0
+# ----------------------------------------------------
 
 
 @pytest.mark.parametrize("optimizer", ["", "--zero"])
@@ -215,7 +226,7 @@ def test_a_rank_of_another_host_is_killed_before_what_it_knows_was_sent(
 
 
 class Apart(Machines):
-    """Two machines that train, and no memory node."""
+    """Two machines that train, and no snapshot server."""
 
     def start_node(self) -> None:
         self.url = "auto"
@@ -252,7 +263,7 @@ def test_two_machines_train_without_a_memory_node_and_something_is_lost(
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("what", ["a rank", "the first rank", "the first machine", "the memory node", "a link"])
+@pytest.mark.parametrize("what", ["a rank", "the first rank", "the first machine", "the snapshot server", "a link"])
 def test_two_machines_send_approximations_and_something_is_lost(machines: Machines, tmp_path: Path, what: str) -> None:
     """A run that went on from an approximation says so; each other one ends with the bits of its twin."""
     machines.more = ("--compression", "topk", "--durable-every", "3600")
@@ -277,7 +288,7 @@ def test_two_machines_send_approximations_and_something_is_lost(machines: Machin
 def test_machines_that_know_no_ipv4(
     kind: type[Machines], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str
 ) -> None:
-    """Without a memory node, the newest snapshot is on the first machine only: the second one reads it from there."""
+    """Without a server, the newest snapshot is on the first machine only: the second one reads it from there."""
     for machines in started(kind, tmp_path, monkeypatch, warm_python, "fd79::"):
         machines.more = ("--durable-every", "3600")
         machines.train("run", 400)
@@ -307,16 +318,18 @@ def test_where_the_first_host_sends_everything_by_itself_a_warning_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: Hosts, compression: Compression, said: str
 ) -> None:
     monkeypatch.setattr(Hosts, "meet", lambda *_: hosts)
-    ring = RingSettings(slots=2, memory_bytes=2**20, idle_timeout_s=9.0, keep=1, strict=False, compression=compression)
+    ring = RingSettings(
+        slots=2, memory_bytes=2**20, server_idle_timeout_s=9.0, keep=1, strict=False, compression=compression
+    )
     trainer: Any = OnTwoRanks(strategy=DDPStrategy(), world_size=2, global_rank=0)
     attempt: Any = SimpleNamespace(writer=SimpleNamespace(across=SimpleNamespace()))
     together = Together(trainer, ring)
     with pytest.warns(UserWarning, match=f"the host of rank 0 sends every snapshot by itself, since {said}"):
-        assert not together.begin(attempt, Location.of(tmp_path, "spot://a:1", None), "run", 1)
+        assert not together.begin(attempt, Location.of(tmp_path, servers="spot://a:1"), "run", 1)
 
 
 def test_hosts_go_on_together_after_misses_that_are_noticed_late_and_ask_who_carries_the_run_on(tmp_path: Path) -> None:
-    ring = RingSettings(slots=2, memory_bytes=2**20, idle_timeout_s=9.0, keep=1, strict=False)
+    ring = RingSettings(slots=2, memory_bytes=2**20, server_idle_timeout_s=9.0, keep=1, strict=False)
     trainer: Any = OnTwoRanks(strategy=SimpleNamespace(model=None), optimizers=[], world_size=2, global_rank=0)
     together = Together(trainer, ring)
     together._hosts = Hosts(ranks=((0,), (1,)), can_bring=True)

@@ -37,7 +37,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def receive(bench: Bench, step: int, nbytes: int = 1000) -> Manifest:
-    """What a memory node does with a snapshot that comes over the network."""
+    """What a snapshot server does with a snapshot that comes over the network."""
     manifest, image = manifest_of(step, 1, nbytes), image_of(step, nbytes)
     upload = bench.node.lease(RUN, 1, nbytes, name=manifest.name, manifest=manifest)
     until(lambda: not bench.node.uploads.begins._ahead._making, "what is made ahead")

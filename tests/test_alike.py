@@ -15,7 +15,7 @@ import torch
 
 from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.client import starting
-from lightning_spot.errors import NodeUnreachable, SettingsError, SpotError, TierError
+from lightning_spot.errors import ServerUnreachableError, SettingsError, SpotError, TierError
 from lightning_spot.fit import alike, in_shards, resume
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.alike import check_alike, check_one_model, check_one_optimizer
@@ -81,19 +81,19 @@ def spot(**settings: Any) -> Callable[[], SpotCheckpoint]:
             "SpotCheckpoint(interval=…) is EverySteps(n=10) on rank 0 and ConvergenceAware() on rank 2",
         ),
         (
-            spot(memory="spot://a:1"),
+            spot(servers="spot://a:1"),
             spot(),
-            "SpotCheckpoint(memory=…) is spot://a:1 on rank 0 and auto on rank 2",
+            "SpotCheckpoint(servers=…) is spot://a:1 on rank 0 and None on rank 2",
         ),
         (
-            spot(memory=["spot://a:1", "spot://b:1"]),
-            spot(memory="spot://a:1"),
-            "SpotCheckpoint(memory=…) is spot://a:1, spot://b:1 on rank 0 and spot://a:1 on rank 2",
+            spot(servers=["spot://a:1", "spot://b:1"]),
+            spot(servers="spot://a:1"),
+            "SpotCheckpoint(servers=…) is spot://a:1, spot://b:1 on rank 0 and spot://a:1 on rank 2",
         ),
         (
             spot(),
-            spot(memory=None),
-            "SpotCheckpoint(memory=…) is auto on rank 0 and None on rank 2",
+            spot(local_server=False),
+            "SpotCheckpoint(local_server=…) is True on rank 0 and False on rank 2",
         ),
         (
             spot(),
@@ -141,9 +141,9 @@ def test_what_only_one_rank_decides_by_and_what_is_a_host_s_own_may_differ() -> 
     learned = EverySteps(3)
     learned.taken(6, 0.0)
     nodes = ["spot://a:1", "spot://b:1"]
-    assert checked(spot(memory=nodes), spot(memory=nodes[::-1])) == [None, None]  # all use them in one order
-    one = spot(interval=EverySteps(3), memory_limit="1GiB", run="at-12-00-00")
-    other = spot(interval=learned, memory_limit="2GiB", run="at-12-00-01", log_goodput=True)
+    assert checked(spot(servers=nodes), spot(servers=nodes[::-1])) == [None, None]  # all use them in one order
+    one = spot(interval=EverySteps(3), memory_limit="1GiB", run_name="at-12-00-00")
+    other = spot(interval=learned, memory_limit="2GiB", run_name="at-12-00-01", log_goodput=True)
     assert checked(one, other) == [None, None]
     assert checked(spot(interval=EverySeconds(3)), spot(interval=EverySeconds(4))) == [None, None]
     assert checked(lambda: AutoResume("/tmp/one"), lambda: AutoResume("/tmp/other")) == [None, None]
@@ -270,7 +270,7 @@ class NodeOf:
 def test_what_the_host_of_a_former_rank_0_has_is_brought_before_it_is_looked_what_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: bool
 ) -> None:
-    store, location = LocalStore(str(tmp_path / "run")), Location.of(tmp_path / "run", None, None)
+    store, location = LocalStore(str(tmp_path / "run")), Location.of(tmp_path / "run", local_server=False)
     store.claim(claim_of(1))
     put(store, 3)
     node, asked = NodeOf(store, fails=fails), list[int]()
@@ -281,7 +281,7 @@ def test_what_the_host_of_a_former_rank_0_has_is_brought_before_it_is_looked_wha
         if rank == 4:
             raise TierError("there is none", tier="here")
         if rank == 6:
-            raise NodeUnreachable("it stands still", tier="there")
+            raise ServerUnreachableError("it stands still", tier="there")
         return node if rank == 2 else None
 
     monkeypatch.setattr(resume, "attach", attach)
@@ -300,11 +300,11 @@ def test_it_is_brought_where_the_node_knows_two_runs_of_that_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A directory that was emptied, and begun anew, has another run at the same node."""
-    location = Location.of(tmp_path / "run", "auto", None)
-    host = starting.start(location.url, location.name, slots=4, memory_bytes=2**26, idle_timeout_s=60.0)
+    location = Location.of(tmp_path / "run")
+    host = starting.start(location.url, location.name, slots=4, memory_bytes=2**26, server_idle_timeout_s=60.0)
     try:
         host.open_run(replace(info_of(location.url, 1), id="a" * 12, location="of a former run"))
-        host.open_run(replace(info_of(location.url, 1), durable_every_s=3600.0))
+        host.open_run(replace(info_of(location.url, 1), min_upload_interval_s=3600.0))
         for step in (1, 2):
             take(host, step, 1000)
             until(lambda step=step: step == 2 or host.safe_step() == 1, "the first to be durable")
@@ -333,7 +333,7 @@ def test_a_directory_that_another_host_does_not_see_is_refused_when_training_beg
     monkeypatch.setattr(in_shards, "open_store", open_store)
 
     def check(trainer: Any) -> str:
-        location = Location.of(tmp_path / "run", None, None)
+        location = Location.of(tmp_path / "run", local_server=False)
         try:
             check_read_everywhere(Agreement(trainer), location, f"run@{info.id}", 1, info.token)
         except SpotError as error:
@@ -348,7 +348,7 @@ def test_a_directory_that_another_host_does_not_see_is_refused_when_training_beg
 
 def test_a_single_rank_asks_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(resume, "attach", SimpleNamespace)
-    on_ranks(1, lambda trainer: bring_below(trainer, Location.of(tmp_path, None, None)))  # type: ignore[arg-type]
+    on_ranks(1, lambda trainer: bring_below(trainer, Location.of(tmp_path, local_server=False)))  # type: ignore[arg-type]
 
 
 def trained_with(module: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> tuple[torch.nn.Module, list[Any]]:

@@ -19,7 +19,7 @@ from lightning_spot.capture.joining import Joining
 from lightning_spot.capture.share import ShareWriter
 from lightning_spot.capture.split import Number, SharingRanks
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import Fenced, NodeUnreachable
+from lightning_spot.errors import FencedError, ServerUnreachableError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.run.location import Location
@@ -27,7 +27,7 @@ from lightning_spot.run.survey import survey
 from lightning_spot.staging.alone import LoneThread
 from tests.conftest import named_run, until
 
-RING = RingSettings(slots=2, memory_bytes=2**20, idle_timeout_s=9.0, keep=1, strict=False)
+RING = RingSettings(slots=2, memory_bytes=2**20, server_idle_timeout_s=9.0, keep=1, strict=False)
 
 
 class Listed(InProcessHost):
@@ -60,7 +60,7 @@ def left_behind(begin: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> se
 
 @pytest.mark.parametrize("ranks", [0, 1], ids=["whole", "in shards"])
 def test_an_attempt_for_which_there_is_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
-    found, host = survey(Location.of(str(tmp_path / "run"), None, None)), Listed()
+    found, host = survey(Location.of(str(tmp_path / "run"), local_server=False)), Listed()
     assert not left_behind(lambda: Attempt(found, host, RING, sharded_over=ranks), monkeypatch)
     assert host.gone == ["left"]
 
@@ -84,18 +84,18 @@ def test_only_what_comes_of_a_loss_that_was_said_is_not_said_again(
 ) -> None:
     """A node elsewhere that a hook has asked was passed over in silence once the node of this host had been lost."""
     host = Listed()
-    attempt = Attempt(survey(Location.of(str(tmp_path / "run"), None, None)), host, RING)
-    lost = cast(Host, SimpleNamespace(max_stall_s=1.0, disconnect=lambda: None))
+    attempt = Attempt(survey(Location.of(str(tmp_path / "run"), local_server=False)), host, RING)
+    lost = cast(Host, SimpleNamespace(server_call_timeout_s=1.0, disconnect=lambda: None))
     is_there = threading.Event()
     attempt.writer.link = link = HostLink(lost, lambda: host if is_there.wait(20.0) else lost)
-    first, later = NodeUnreachable("it has gone"), NodeUnreachable("the same line, for another snapshot")
+    first, later = ServerUnreachableError("it has gone"), ServerUnreachableError("the same line, for another snapshot")
     try:
         for error in (first, later):
             link.lose(lost, error)
-        with pytest.raises(NodeUnreachable) as missing:
+        with pytest.raises(ServerUnreachableError) as missing:
             attempt.writer.begin({}, Manifest(run="run", name="x", file="", step=1, attempt=1, nbytes=0))
         caplog.clear()
-        for error in (first, later, missing.value, NodeUnreachable("nobody answers at 10.0.0.5")):
+        for error in (first, later, missing.value, ServerUnreachableError("nobody answers at 10.0.0.5")):
             attempt.write(error, owned={}, kept={}, step=1, epoch=0, world_size=1, wait_s=0.0)
     finally:
         is_there.set()
@@ -110,11 +110,11 @@ def test_ranks_hear_that_there_will_be_none_of_what_rank_0_was_fenced_from_since
 ) -> None:
     """It hears of that beside training. They waited for their slot, in their optimizer's step."""
     host, told = Listed(), list[Any]()
-    attempt = Attempt(survey(Location.of(str(tmp_path / "run"), None, None)), host, RING)
+    attempt = Attempt(survey(Location.of(str(tmp_path / "run"), local_server=False)), host, RING)
     monkeypatch.setattr(host, "decline", lambda *what: told.append(what))
     over: list[str] = []
     attempt.writer.mailbox = cast(Any, SimpleNamespace(over=over.append, close=lambda: None))
-    attempt.writer.fence = Fenced("attempt 2 has taken over", run="run", attempt=1, current=2)
+    attempt.writer.fence = FencedError("attempt 2 has taken over", run="run", attempt=1, current=2)
     how: dict[str, Any] = {"owned": {}, "kept": {}, "epoch": 0, "world_size": 2, "wait_s": 0.0}
     try:
         attempt.write({}, step=4, ranks=SharingRanks(2, {}), **how)
@@ -130,7 +130,8 @@ def test_a_node_that_outlives_who_has_started_it_is_no_leak_to_python(tmp_path: 
     """Where warnings are looked at (``-X dev``), each start of a training had one."""
     code = (
         "from lightning_spot.client import starting\n"
-        f"host = starting.start({str(tmp_path / 'run')!r}, 'run', slots=2, memory_bytes=2**22, idle_timeout_s=1.0)\n"
+        f"host = starting.start({str(tmp_path / 'run')!r}, 'run', slots=2, memory_bytes=2**22,"
+        " server_idle_timeout_s=1.0)\n"
         "host.leave(complete=True)"
     )
     command = [sys.executable, "-X", "dev", "-W", "error::ResourceWarning", "-c", code]

@@ -56,7 +56,7 @@ KINDS: dict[str, list[Any]] = {
 }
 """What each kind of setting cannot be."""
 
-RUN = {"dirpath": "place", "memory": "nodes", "run": "name"}
+RUN = {"dirpath": "place", "servers": "nodes", "local_server": "flag", "run_name": "name"}
 SNAPSHOTS = {
     **RUN,
     "replicas": "count",
@@ -65,13 +65,14 @@ SNAPSHOTS = {
     "slots": "ring",
     "memory_limit": "size",
     "on_full": "choice",
-    "durable_every_s": "from 0",
+    "min_upload_interval_s": "from 0",
     "compression": "choice",
-    "flush_timeout_s": "from 0",
-    "idle_timeout_s": "from 0",
-    "max_stall_s": "above 0",
-    "strict": "flag",
-    "partitions": "choice",
+    "lossy": "choice",
+    "upload_timeout_s": "from 0",
+    "server_idle_timeout_s": "from 0",
+    "server_call_timeout_s": "above 0",
+    "on_error": "choice",
+    "copy_mode": "choice",
     "device_buffer": "size",
 }
 SETTINGS: dict[type, dict[str, str]] = {
@@ -79,22 +80,22 @@ SETTINGS: dict[type, dict[str, str]] = {
     SpotCheckpoint: {
         **SNAPSHOTS,
         "notices": "notices",
-        "grace_s": "above 0",
+        "grace_period_s": "above 0",
         "resume": "flag",
-        "rewind": "choice",
+        "data_resume": "choice",
         "on_resume_failure": "choice",
         "log_goodput": "flag",
     },
-    AutoResume: {**RUN, "rewind": "choice", "on_resume_failure": "choice"},
-    PreemptionGuard: {"notices": "notices", "grace_s": "above 0"},
+    AutoResume: {**RUN, "data_resume": "choice", "on_resume_failure": "choice"},
+    PreemptionGuard: {"notices": "notices", "grace_period_s": "above 0"},
     GoodputMonitor: {"dirpath": "place", "log_every_s": "above 0", "heartbeat_s": "above 0"},
     SpotCheckpointIO: {
-        "memory": "choice",
+        "local_server": "flag",
         "slots": "ring",
         "memory_limit": "size",
         "wait_timeout_s": "from 0",
-        "flush_timeout_s": "from 0",
-        "idle_timeout_s": "from 0",
+        "upload_timeout_s": "from 0",
+        "server_idle_timeout_s": "from 0",
     },
     EverySteps: {"n": "count", "max_overhead": "share"},
     EverySeconds: {"s": "above 0"},
@@ -103,10 +104,10 @@ SETTINGS: dict[type, dict[str, str]] = {
     ConvergenceAware: {"monitor": "metric", "mode": "choice", "max_regret": "share", "max_overhead": "share"},
     COCI: {
         "mode": "choice",
-        "ts": "above 0",
-        "theta_1": "negative",
-        "theta_2": "number",
-        "ft_lambda": "above 0",
+        "snapshot_cost_s": "above 0",
+        "slope": "negative",
+        "offset": "number",
+        "failure_rate_per_s": "above 0",
         "fit_interval": "count",
         "profile_threshold": "ring",
     },
@@ -176,9 +177,9 @@ def test_a_tilde_is_the_home_directory_as_in_lightning(
     assert SpotCheckpoint(kind("~/runs/a")).location.url == os.fspath(tmp_path / "runs" / "a")
 
 
-@pytest.mark.parametrize("unused", [{"resume": False, "rewind": "back"}, {"notices": None, "grace_s": -1}])
+@pytest.mark.parametrize("unused", [{"resume": False, "data_resume": "back"}, {"notices": None, "grace_period_s": -1}])
 def test_what_would_not_be_used_is_checked_all_the_same(unused: dict[str, Any]) -> None:
-    with pytest.raises(SettingsError, match=r"rewind='back'|grace_s=-1"):
+    with pytest.raises(SettingsError, match=r"data_resume='back'|grace_period_s=-1"):
         SpotCheckpoint("checkpoints/run-1", **unused)
 
 
@@ -186,5 +187,13 @@ def test_every_setting_of_every_public_class_is_tried() -> None:
     for kind, settings in SETTINGS.items():
         assert settings.keys() == inspect.signature(kind).parameters.keys()
     public = {name for name in lightning_spot.__all__ if isinstance(getattr(lightning_spot, name), type)}
-    others = {"Costs", "Goodput", "IntervalPolicy", "Notice", "NoticeSource", "Preempted", "SpotError"}  # not to be set
+    others = {
+        "Costs",
+        "Goodput",
+        "IntervalPolicy",
+        "Notice",
+        "NoticeSource",
+        "PreemptedError",
+        "SpotError",
+    }  # not to be set
     assert public - others == {kind.__name__ for kind in SETTINGS}

@@ -59,7 +59,7 @@ def test_a_snapshot_gets_to_a_memory_node_by_a_far_link_and_back(
     with network_or_skip("far", ("near", "memory")) as network, ThreadPoolExecutor(1) as thread:
         for host in network.address:
             network.shape(host, **asdict(FAR))
-        url = listening(network, "memory", 7070, tmp_path / "node", "--allow", str(tmp_path))
+        url = listening(network, "memory", 7070, tmp_path / "node", "--allow-storage", str(tmp_path))
         brought = thread.submit(network.there, "near", bring)
         if cut_s:
             until(lambda: network.received("memory") > 50_000 or brought.done(), "it to be on its way", 60.0)

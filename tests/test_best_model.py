@@ -30,7 +30,7 @@ def fit(root: Path, folder: Path | str, *callbacks: pl.Callback, **more: Any) ->
     """A start, and our warnings of folders."""
     new_process()
     best = ModelCheckpoint(folder, monitor="score", save_top_k=2, save_last=True, filename="{epoch}", **more)
-    spot: dict[str, Any] = {"memory": None, "interval": EverySteps(1), "on_full": "wait", "notices": None}
+    spot: dict[str, Any] = {"local_server": False, "interval": EverySteps(1), "on_full": "wait", "notices": None}
     fits = trainer(best, *callbacks, SpotCheckpoint(str(root / "run"), **spot), max_epochs=4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""The chain: trainer, node on its host, memory node, durable tier; who writes what, and who is left to do it."""
+"""The chain: trainer, node on its host, snapshot server, durable tier; who writes what, and who is left to do it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks import chain as benchmark
 from lightning_spot.client import remote, starting
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.errors import Fenced, SettingsError, SnapshotNotFound, TierError
+from lightning_spot.errors import FencedError, SettingsError, SnapshotNotFoundError, TierError
 from lightning_spot.image import sealing
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.memory import portions, replication
@@ -65,11 +65,11 @@ def test_what_reached_the_memory_node_becomes_durable_with_nobody_else_alive(mak
     bench.start(FIRST)
     bench.by_node(FIRST).open.clear()
     bench.save(1)
-    until(lambda: bench.nodes[FIRST].committed(RUN), "the memory node to have it")
+    until(lambda: bench.nodes[FIRST].committed(RUN), "the snapshot server to have it")
     bench.node.close()
     assert bench.durable() == []
     bench.by_node(FIRST).open.set()
-    until(lambda: bench.durable() == [1], "the memory node to write it")
+    until(lambda: bench.durable() == [1], "the snapshot server to write it")
 
 
 def test_a_node_that_may_not_write_leaves_it_to_the_trainers_host(make: Callable[..., Chained]) -> None:
@@ -80,7 +80,7 @@ def test_a_node_that_may_not_write_leaves_it_to_the_trainers_host(make: Callable
     assert bench.tier().puts() == [1]
     assert [manifest.step for slot in bench.nodes[FIRST].committed(RUN) if (manifest := slot.manifest)] == [1]
     status = bench.node.status()["runs"][RUN]
-    assert "--allow" in status["why_not"]
+    assert "--allow-storage" in status["why_not"]
     assert bench.tier().url in status["why_not"]
 
 
@@ -247,7 +247,7 @@ def test_a_later_attempt_fences_through_the_whole_chain(make: Callable[..., Chai
     bench.flush(2.0)
     assert bench.durable()[0] == 1 or bench.tier().puts()  # never through the node
     assert [manifest.step for slot in bench.nodes[FIRST].committed(RUN) if (manifest := slot.manifest)] == [1]
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         bench.behind[FIRST].open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="token-1"))
 
 
@@ -326,7 +326,7 @@ from lightning_spot.memory.runs import RunInfo
 from lightning_spot.tiers.local import LocalStore
 from tests.gated import image_of, manifest_of, RUN_ID
 url, node, nbytes = sys.argv[1], sys.argv[2], int(sys.argv[3])
-host = starting.start(url, f"run@{RUN_ID}", slots=4, memory_bytes=2**30, idle_timeout_s=60)
+host = starting.start(url, f"run@{RUN_ID}", slots=4, memory_bytes=2**30, server_idle_timeout_s=60)
 info = RunInfo(name="run", id=RUN_ID, location="file://" + url, attempt=1, token="t", durable_url=url, nodes=(node,))
 host.open_run(info)
 LocalStore(url).claim(info.claim())
@@ -369,18 +369,18 @@ class Trainer:
         for stream in (self.process.stdin, self.process.stdout):
             assert stream is not None
             stream.close()
-        until(lambda: not record.running(), "the node on this host to be gone")
+        until(lambda: not record.running(), "the local server to be gone")
 
 
 def test_killed_the_moment_the_memory_node_has_it(start_node: Callable[..., RunningNode], tmp_path: Path) -> None:
     durable = tmp_path / "durable"
-    node = start_node("--allow", str(tmp_path))
+    node = start_node("--allow-storage", str(tmp_path))
     trainer = Trainer(durable, node.url, 8 * MIB)
     trainer.order(1)
     store = NodeStore(f"{node.url}/{RUN}")
-    until(lambda: _held(store), "the memory node to have it")
+    until(lambda: _held(store), "the snapshot server to have it")
     trainer.kill()
-    found = until(lambda: LocalStore(durable).survey().manifests, "the memory node to make it durable")
+    found = until(lambda: LocalStore(durable).survey().manifests, "the snapshot server to make it durable")
     assert [manifest.name for manifest in found] == [snapshot_name(1, 1)]
     buffer = bytearray(found[0].nbytes)
     LocalStore(durable).fetch(found[0], memoryview(buffer))
@@ -388,7 +388,7 @@ def test_killed_the_moment_the_memory_node_has_it(start_node: Callable[..., Runn
 
 
 class OverHttp(Bench):
-    """A node on a trainer's host whose memory nodes are processes."""
+    """A node on a trainer's host whose snapshot servers are processes."""
 
     def store(self, url: str) -> Any:
         if url.startswith("spot://"):
@@ -402,7 +402,7 @@ def test_a_memory_node_that_was_stopped_is_passed_over(
     """SIGSTOP breaks no connection."""
     monkeypatch.setattr(replication, "ASK_AGAIN_S", 0.5)
     monkeypatch.setattr(remote, "_ASK_S", 2.0)
-    first, second = (start_node("--allow", str(tmp_path)) for _ in range(2))
+    first, second = (start_node("--allow-storage", str(tmp_path)) for _ in range(2))
     bench = OverHttp(tmp_path, slots=4)
     try:
         bench.open(nodes=(first.url, second.url))
@@ -423,14 +423,14 @@ def test_a_memory_node_that_was_stopped_is_passed_over(
 def test_a_restarted_memory_node_is_told_of_the_run_again(
     start_node: Callable[..., RunningNode], tmp_path: Path, port: int
 ) -> None:
-    node = start_node("--allow", str(tmp_path), listen=f"127.0.0.1:{port}")
+    node = start_node("--allow-storage", str(tmp_path), listen=f"127.0.0.1:{port}")
     bench = OverHttp(tmp_path, slots=4)
     try:
         bench.open(nodes=(node.url,))
         bench.save(1)
         assert bench.flush(60) == []
         node.stop(signal.SIGKILL)
-        start_node("--allow", str(tmp_path), listen=node.url.removeprefix("spot://"))
+        start_node("--allow-storage", str(tmp_path), listen=node.url.removeprefix("spot://"))
         bench.save(2)
         assert bench.flush(60) == []
         assert LocalStore(bench.tier().url).survey().manifests[0].step == 2
@@ -441,7 +441,7 @@ def test_a_restarted_memory_node_is_told_of_the_run_again(
 
 def test_bytes_leave_the_trainers_host_once(start_node: Callable[..., RunningNode], tmp_path: Path) -> None:
     nbytes = 24 * MIB
-    node = start_node("--allow", str(tmp_path))
+    node = start_node("--allow-storage", str(tmp_path))
     line = Counter(node.url)
     trainer = Trainer(tmp_path / "durable", line.url, nbytes)
     try:
@@ -529,7 +529,7 @@ def test_a_node_that_forgot_a_run_is_told_all_of_it_again(monkeypatch: pytest.Mo
             told.append(body)
             return {"attempt": 3, "carries": True, "why_not": ""}
         if path.endswith("/uploads") and not told:
-            raise SnapshotNotFound("this node does not know the run")
+            raise SnapshotNotFoundError("this node does not know the run")
         return {}
 
     monkeypatch.setattr(store.client, "call", call)

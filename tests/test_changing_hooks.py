@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.errors import ModelChanged
+from lightning_spot.errors import ModelChangedError
 from tests.conftest import new_process
 from tests.models import Net, data, trainer
 from tests.test_fit import Stop, StopAt
 
 
 def spot(root: Path, **more: Any) -> SpotCheckpoint:
-    settings = {"memory": None, "interval": EverySteps(2), "on_full": "wait", "notices": None}
+    settings = {"local_server": False, "interval": EverySteps(2), "on_full": "wait", "notices": None}
     return SpotCheckpoint(str(root), **{**settings, **more})
 
 
@@ -78,7 +78,7 @@ def test_an_optimizer_that_was_replaced_in_mid_training_is_one_clear_error(
     with pytest.raises(Stop):
         trainer(Replaces(groups, optimizers), StopAt(9), spot(run)).fit(Net(), data(12))
     new_process()
-    with pytest.raises(ModelChanged, match=said):
+    with pytest.raises(ModelChangedError, match=said):
         trainer(spot(run)).fit(Net(), data(12))
     trainer(spot(run, resume=False)).fit(Net(), data(12))
 

@@ -59,11 +59,11 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
 
 
-@pytest.mark.parametrize("memory", ["auto", None])
+@pytest.mark.parametrize("local_server", [True, False])
 @pytest.mark.parametrize("save_last", [True, "link"])
-def test_model_checkpoint(tmp_path: Path, memory: str | None, save_last: Any) -> None:
+def test_model_checkpoint(tmp_path: Path, local_server: bool, save_last: Any) -> None:
     own = ModelCheckpoint(str(tmp_path), monitor="val_loss", save_top_k=2, save_last=save_last)
-    run = trainer(own, plugins=[SpotCheckpointIO(memory=memory)], max_epochs=6)
+    run = trainer(own, plugins=[SpotCheckpointIO(local_server=local_server)], max_epochs=6)
     run.fit(Net(), data(), data(3))
     assert len(own.best_k_models) == 2
     assert files(tmp_path) == sorted([*(Path(path).name for path in own.best_k_models), "last.ckpt"])
@@ -85,7 +85,7 @@ def _umask() -> int:
 
 def test_beside_our_own_snapshots(tmp_path: Path) -> None:
     own = ModelCheckpoint(str(tmp_path / "mine"), every_n_train_steps=7, save_top_k=-1)
-    spot = SpotCheckpoint(str(tmp_path / "run-1"), interval=EverySteps(3), memory="auto")
+    spot = SpotCheckpoint(str(tmp_path / "run-1"), interval=EverySteps(3))
     trainer(own, spot, plugins=[SpotCheckpointIO()]).fit(Net(), data())
     assert len(files(tmp_path / "mine")) == 5
     assert spot.last_committed_step == 40
@@ -106,7 +106,7 @@ def test_a_resumed_run_reads_what_its_node_has_saved(s3: str) -> None:
     for epochs in (2, 4):
         new_process()
         own = ModelCheckpoint(f"{s3}/mine", save_top_k=2, monitor="val_loss", save_last=True)
-        spot = SpotCheckpoint(f"{s3}/run-1", interval=EverySteps(10), memory=None, notices=None)
+        spot = SpotCheckpoint(f"{s3}/run-1", interval=EverySteps(10), local_server=False, notices=None)
         run = trainer(own, spot, plugins=[SpotCheckpointIO()], max_epochs=epochs)
         run.fit(Net(), data(), data(3))
         seen.append(own)
@@ -130,9 +130,9 @@ def test_saved_means_committed_even_if_the_trainer_is_killed_at_once(tmp_path: P
     assert torch.load(tmp_path / "x.ckpt", weights_only=True)["global_step"] == 5
 
 
-@pytest.mark.parametrize("memory", ["auto", None])
-def test_overwrite_and_remove(tmp_path: Path, memory: str | None) -> None:
-    plugin = SpotCheckpointIO(memory=memory)
+@pytest.mark.parametrize("local_server", [True, False])
+def test_overwrite_and_remove(tmp_path: Path, local_server: bool) -> None:
+    plugin = SpotCheckpointIO(local_server=local_server)
     path = tmp_path / "last.ckpt"
     for step in range(5):
         plugin.save_checkpoint({"global_step": step, "w": torch.full((1000,), step)}, path)
@@ -141,19 +141,19 @@ def test_overwrite_and_remove(tmp_path: Path, memory: str | None) -> None:
     plugin.remove_checkpoint(path)
     plugin.teardown()
     assert files(tmp_path) == ["other.ckpt"]
-    plugin = SpotCheckpointIO(memory=memory)
+    plugin = SpotCheckpointIO(local_server=local_server)
     plugin.remove_checkpoint(tmp_path / "other.ckpt")  # saved by an earlier process
     plugin.teardown()
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("memory", ["auto", None])
+@pytest.mark.parametrize("local_server", [True, False])
 @pytest.mark.parametrize("left_memory", [False, True])
 def test_the_best_one_stays_until_the_one_after_it_is_there(
-    tmp_path: Path, memory: str | None, left_memory: bool
+    tmp_path: Path, local_server: bool, left_memory: bool
 ) -> None:
     """The old best was deleted at once, and a machine that went before the new one was written left neither."""
-    plugin = SpotCheckpointIO(memory=memory, slots=2)
+    plugin = SpotCheckpointIO(local_server=local_server, slots=2)
     old, new = tmp_path / "best-1.ckpt", tmp_path / "best-2.ckpt"
     plugin.save_checkpoint({"global_step": 1}, old)
     plugin.load_checkpoint(old)
@@ -185,7 +185,7 @@ def test_many_saves_wait_for_clean_slots(tmp_path: Path) -> None:
 
 
 def test_a_failed_flush_shows_at_the_next_save_and_at_the_end(tmp_path: Path) -> None:
-    plugin = SpotCheckpointIO(flush_timeout_s=1.0)
+    plugin = SpotCheckpointIO(upload_timeout_s=1.0)
     folder = tmp_path / "mine"
     (folder / "x.ckpt").mkdir(parents=True)  # a directory where the file should go
     (folder / "x.ckpt" / "in-the-way").touch()
@@ -201,17 +201,17 @@ def test_a_failed_flush_shows_at_the_next_save_and_at_the_end(tmp_path: Path) ->
 
 
 def test_bad_arguments(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="'auto' or None"):
-        SpotCheckpointIO(memory="spot://h:1")
+    with pytest.raises(SettingsError, match="local_server='spot://h:1'"):
+        SpotCheckpointIO(local_server="spot://h:1")
     with pytest.raises(SettingsError, match="slots=1"):
         SpotCheckpointIO(slots=1)
     with pytest.raises(TypeError, match="storage_options"):
         SpotCheckpointIO().save_checkpoint({}, tmp_path / "x.ckpt", storage_options={})
 
 
-@pytest.mark.parametrize("memory", ["auto", None])
-def test_what_fits_no_memory_is_saved_past_it(tmp_path: Path, memory: str | None) -> None:
-    plugin = SpotCheckpointIO(memory=memory, memory_limit="4MiB")
+@pytest.mark.parametrize("local_server", [True, False])
+def test_what_fits_no_memory_is_saved_past_it(tmp_path: Path, local_server: bool) -> None:
+    plugin = SpotCheckpointIO(local_server=local_server, memory_limit="4MiB")
     path = tmp_path / "x.ckpt"
     for step, elements in enumerate((10, 2_000_000, 10)):
         plugin.save_checkpoint({"global_step": step, "w": torch.full((elements,), step)}, path)
@@ -225,7 +225,7 @@ def test_an_older_file_on_its_way_does_not_fail_what_is_saved_past_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a slow disk, what is in memory came to its place in the moment in which the newer one was committed there."""
-    plugin, path = SpotCheckpointIO(memory=None, memory_limit="4MiB"), tmp_path / "x.ckpt"
+    plugin, path = SpotCheckpointIO(local_server=False, memory_limit="4MiB"), tmp_path / "x.ckpt"
     plugin.save_checkpoint({"global_step": 0}, path)
     assert plugin.load_checkpoint(path)["global_step"] == 0
     late, sync = [path.read_bytes()], tier_files.sync_directory
@@ -257,7 +257,7 @@ def test_a_dead_trainer_never_puts_an_older_file_over_a_newer_one(
     (folder / "last.ckpt" / "in-the-way").touch()
     assert subprocess.run([warm_python, "-c", code], check=False).returncode == -9
     time.sleep(1.1)  # attempts are told apart by seconds
-    plugin = SpotCheckpointIO(memory=None)
+    plugin = SpotCheckpointIO(local_server=False)
     shutil.rmtree(folder / "last.ckpt")
     plugin.save_checkpoint({"global_step": 9}, folder / "last.ckpt")
     plugin.teardown()
@@ -266,13 +266,13 @@ def test_a_dead_trainer_never_puts_an_older_file_over_a_newer_one(
     assert torch.load(folder / "last.ckpt", weights_only=True)["global_step"] == 9
 
 
-@pytest.mark.parametrize("memory", ["auto", None])
-def test_a_refused_file_is_never_said_to_be_saved(tmp_path: Path, memory: str | None) -> None:
+@pytest.mark.parametrize("local_server", [True, False])
+def test_a_refused_file_is_never_said_to_be_saved(tmp_path: Path, local_server: bool) -> None:
     """Another process had saved to its place meanwhile; that was said with the next save only, if there was one."""
-    first = SpotCheckpointIO(memory=memory, slots=2, wait_timeout_s=20.0)
+    first = SpotCheckpointIO(local_server=local_server, slots=2, wait_timeout_s=20.0)
     first.save_checkpoint({"global_step": 1}, tmp_path / "two.ckpt")
     first.load_checkpoint(tmp_path / "two.ckpt")
-    second = SpotCheckpointIO(memory=None)
+    second = SpotCheckpointIO(local_server=False)
     second.save_checkpoint({"global_step": 2}, tmp_path / "two.ckpt")
     second.teardown()
     first.save_checkpoint({"global_step": 3}, tmp_path / "two.ckpt")
@@ -287,7 +287,7 @@ def test_a_refused_file_is_never_said_to_be_saved(tmp_path: Path, memory: str | 
 
 
 def test_what_was_refused_and_then_saved_anew_is_not_complained_of(tmp_path: Path) -> None:
-    first, second = SpotCheckpointIO(memory=None), SpotCheckpointIO(memory=None)
+    first, second = SpotCheckpointIO(local_server=False), SpotCheckpointIO(local_server=False)
     first.save_checkpoint({"global_step": 1}, tmp_path / "x.ckpt")
     first.load_checkpoint(tmp_path / "x.ckpt")
     second.save_checkpoint({"global_step": 2}, tmp_path / "x.ckpt")
@@ -307,7 +307,7 @@ def test_what_a_killed_process_left_half_written_goes_with_the_next_save(tmp_pat
     left.parent.mkdir()
     left.write_text("half")
     os.utime(left, (1.0, 1.0))
-    plugin = SpotCheckpointIO(memory=None, memory_limit="4MiB")
+    plugin = SpotCheckpointIO(local_server=False, memory_limit="4MiB")
     plugin.save_checkpoint({"global_step": 1, "w": torch.zeros(nbytes)}, tmp_path / "x.ckpt")
     plugin.teardown()
     assert [path.name for path in (tmp_path / OWN_DIR).iterdir()] == ["x.ckpt.manifest.json"]
@@ -327,7 +327,7 @@ def test_of_very_many_files_none_fences_who_saves_next(tmp_path: Path) -> None:
 def test_a_file_past_memory_is_not_removed_with_the_one_before_it(tmp_path: Path, gate: Any) -> None:
     """Its deletion was still waiting for another file, and took the new one."""
     begun, go = gate
-    plugin = SpotCheckpointIO(memory=None, memory_limit="4MiB")
+    plugin = SpotCheckpointIO(local_server=False, memory_limit="4MiB")
     plugin.save_checkpoint({"global_step": 1}, tmp_path / "x.ckpt")
     plugin.load_checkpoint(tmp_path / "x.ckpt")
     plugin.save_checkpoint({"global_step": 1}, tmp_path / "held.ckpt")
@@ -343,7 +343,7 @@ def test_a_file_past_memory_is_not_removed_with_the_one_before_it(tmp_path: Path
 def test_a_file_past_memory_is_newer_than_the_one_still_in_it(tmp_path: Path, gate: Any) -> None:
     """The older one was tried for ever, and the end said that it could not be written."""
     begun, go = gate
-    plugin = SpotCheckpointIO(memory=None, memory_limit="4MiB", flush_timeout_s=20.0)
+    plugin = SpotCheckpointIO(local_server=False, memory_limit="4MiB", upload_timeout_s=20.0)
     plugin.save_checkpoint({"global_step": 1}, tmp_path / "held.ckpt")
     assert begun.wait(60)
     plugin.save_checkpoint({"global_step": 2, "w": torch.zeros(2_000_000)}, tmp_path / "held.ckpt")
@@ -382,7 +382,7 @@ class Saving(pl.Callback):
 
 def test_that_training_goes_on_is_known_whoever_saves(tmp_path: Path) -> None:
     """Also where no Trainer is among the callers: a plugin around this one saves from a thread."""
-    plugin = SpotCheckpointIO(memory=None)
+    plugin = SpotCheckpointIO(local_server=False)
     saving = Saving(plugin, tmp_path / "x.ckpt")
     run = trainer(saving, enable_checkpointing=False, plugins=[plugin], max_epochs=1)
     for _ in range(2):

@@ -37,7 +37,7 @@ from tests.test_stores import sharded
 def run_dir(tmp_path: Path) -> Path:
     """A run that was interrupted: snapshots in memory and on disk."""
     path = tmp_path / "run-1"
-    callback = SpotCheckpoint(str(path), interval=EverySteps(5), on_full="wait", durable_every_s=0.0)
+    callback = SpotCheckpoint(str(path), interval=EverySteps(5), on_full="wait", min_upload_interval_s=0.0)
     with pytest.raises(Stop):
         trainer(callback, EachDurable(path, 5), StopAt(31)).fit(Net(), data())
     return path
@@ -72,7 +72,7 @@ def test_ls_on_a_narrow_terminal_cuts_no_name(
 
 def test_ls_of_portions(run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Names are whole in a pipe; a portion whose host does not know when it was taken is not 20,000 days old."""
-    named = argparse.Namespace(url=str(run_dir), memory=[], run=None, json=False)
+    named = argparse.Namespace(run=str(run_dir), server=[], run_name=None, json=False)
     entry = ask(named).entries[0]
     name = portion_name("step-000000106-attempt-0003-complete", 1)
     of = PortionOf(1, 2, "0" * 32)
@@ -105,27 +105,27 @@ def test_ls_json(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_show(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
-    assert main(["show", str(run_dir), "25"]) == 0
+    assert main(["show", f"{run_dir}@25"]) == 0
     said = capsys.readouterr().out
     for word in ("step-000000025-attempt-0001", "epoch", "xxh3-128", f"torch {torch.__version__}"):
         assert word in said
     assert "8.39 MB" not in said  # its one part is as long as the file
 
 
-def test_pull(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cp(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     target = tmp_path / "mine.ckpt"
-    assert main(["pull", str(run_dir), "--to", str(target)]) == 0
+    assert main(["cp", str(run_dir), str(target)]) == 0
     assert "every checksum holds" in capsys.readouterr().out
     assert torch.load(target, weights_only=True)["global_step"] == 30
-    assert main(["pull", str(run_dir), "--to", str(target)]) == 2
+    assert main(["cp", str(run_dir), str(target)]) == 2
     assert "--force" in capsys.readouterr().err
-    assert main(["pull", str(run_dir), "25", "--to", str(target), "--force"]) == 0
+    assert main(["cp", f"{run_dir}@25", str(target), "--force"]) == 0
     assert torch.load(target, weights_only=True)["global_step"] == 25
-    assert main(["pull", str(run_dir), "--to", str(tmp_path / "none" / "x.ckpt")]) == 2
+    assert main(["cp", str(run_dir), str(tmp_path / "none" / "x.ckpt")]) == 2
     assert "no directory" in capsys.readouterr().err
-    assert main(["pull", str(run_dir), str(target)]) == 2
-    assert f"--to {target}" in capsys.readouterr().err
+    assert main(["cp", f"{run_dir}@latest", str(tmp_path / "latest.ckpt")]) == 0
+    assert main(["ls", f"{run_dir}@25"]) == 2
 
 
 def test_what_is_good_nowhere_is_said_once_and_leaves_nothing(
@@ -137,7 +137,7 @@ def test_what_is_good_nowhere_is_said_once_and_leaves_nothing(
     data.write_bytes(data.read_bytes()[:-1])
     (target := tmp_path / "pulled").mkdir()
     capsys.readouterr()
-    assert main(["pull", str(copied), "25", "--to", str(target)]) != 0
+    assert main(["cp", f"{copied}@25", str(target)]) != 0
     said = capsys.readouterr()
     assert "is passed over" not in said.out
     assert said.err.count("is cut short") == 1
@@ -153,12 +153,12 @@ def test_pull_names_the_snapshot_before_a_damaged_one_and_says_what_it_could_not
     (copied / newest.data_path).write_bytes(b"damage")
     target = tmp_path / "mine.ckpt"
     capsys.readouterr()
-    assert main(["pull", str(copied), "--to", str(target)]) == 1
+    assert main(["cp", str(copied), str(target)]) == 1
     said = " ".join(capsys.readouterr().err.split())
-    assert said.endswith(f"lightning-spot pull {copied} {older.name}")
+    assert said.endswith(f"lightning-spot cp {copied}@{older.name} DEST")
     assert not target.exists()
     (copied / newest.name / "manifest.json").write_text("garbage")
-    assert main(["pull", str(copied), "--to", str(target)]) == 0
+    assert main(["cp", str(copied), str(target)]) == 0
     said = capsys.readouterr().out
     assert f"passed over: {newest.name} at durable" in said
     assert f"step {older.step}" in said
@@ -168,20 +168,20 @@ def test_a_sharded_snapshot_is_pulled_into_a_directory(tmp_path: Path, capsys: p
     manifest, image = sharded(5)
     store = LocalStore(tmp_path / "run")
     store.put(manifest, memoryview(image), attempt=1)
-    assert main(["pull", str(tmp_path / "run"), "--to", str(tmp_path)]) == 0
+    assert main(["cp", str(tmp_path / "run"), str(tmp_path)]) == 0
     assert "a directory, of a model in shards. --consolidate makes one plain file" in capsys.readouterr().out
     pulled = tmp_path / manifest.name
     assert {path.name: path.read_bytes() for path in pulled.iterdir()} == {
         path.name: path.read_bytes() for path in (store.root / manifest.name).iterdir()
     }
-    assert main(["pull", str(tmp_path / "run"), "--to", str(tmp_path), "--force"]) == 2
+    assert main(["cp", str(tmp_path / "run"), str(tmp_path), "--force"]) == 2
     assert "never replaced" in " ".join(capsys.readouterr().err.split())
     assert main(["show", str(tmp_path / "run")]) == 0
     assert "3, .metadata first" in capsys.readouterr().out
     assert main(["verify", str(tmp_path / "run")]) == 0
     (store.root / manifest.name / "__0_0.distcp").write_bytes(b"x" * manifest.files[1].nbytes)
     assert main(["verify", str(tmp_path / "run")]) == 1
-    assert main(["pull", str(tmp_path / "run"), "--to", str(tmp_path / "other")]) != 0
+    assert main(["cp", str(tmp_path / "run"), str(tmp_path / "other")]) != 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", manifest.name]
 
 
@@ -198,7 +198,7 @@ def test_verify(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"BAD  {newest.name} at durable" in said
     assert f"good {newest.name} at memory" in said
     # pull takes the copy that is good
-    assert main(["pull", str(run_dir), "--to", str(run_dir / "pulled.ckpt")]) == 0
+    assert main(["cp", str(run_dir), str(run_dir / "pulled.ckpt")]) == 0
 
 
 def test_doctor_reckons_with_the_size_of_the_snapshots_that_are_there(
@@ -231,7 +231,7 @@ def test_what_cannot_be_read_is_listed_with_its_reason(run_dir: Path, capsys: py
 
 
 def test_a_folder_of_plain_checkpoints_is_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one = SpotCheckpointIO(memory=None)
+    one = SpotCheckpointIO(local_server=False)
     one.save_checkpoint({"state_dict": {}}, tmp_path / "saved" / "a.ckpt")
     one.teardown()
     assert main(["ls", str(tmp_path / "saved")]) == 2
@@ -243,7 +243,7 @@ def test_two_runs_of_one_name_at_a_node(
 ) -> None:
     node = start_node()
     for team in "ab":
-        settings = {"memory": node.url, "interval": EverySteps(5), "on_full": "wait", "notices": None}
+        settings = {"servers": node.url, "interval": EverySteps(5), "on_full": "wait", "notices": None}
         callback = SpotCheckpoint(str(tmp_path / team / "run-1"), **settings)
         with pytest.raises(Stop):
             trainer(callback, StopAt(11)).fit(Net(), data())
@@ -259,16 +259,16 @@ def test_two_runs_of_one_name_at_a_node(
 
 def test_a_node(start_node: Callable[..., RunningNode], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     node = start_node()
-    callback = SpotCheckpoint(str(tmp_path / "run-1"), memory=node.url, interval=EverySteps(5), on_full="wait")
+    callback = SpotCheckpoint(str(tmp_path / "run-1"), servers=node.url, interval=EverySteps(5), on_full="wait")
     with pytest.raises(Stop):
         trainer(callback, StopAt(31)).fit(Net(), data())
     capsys.readouterr()
     assert main(["ls", f"{node.url}/run-1"]) == 0
     assert "memory only" in capsys.readouterr().out
-    assert main(["ls", str(tmp_path / "run-1"), "--memory", node.url]) == 0
+    assert main(["ls", str(tmp_path / "run-1"), "--server", node.url]) == 0
     assert node.url in capsys.readouterr().out
     assert main(["verify", f"{node.url}/run-1"]) == 0
-    assert main(["pull", f"{node.url}/run-1", "--to", str(tmp_path)]) == 0
+    assert main(["cp", f"{node.url}/run-1", str(tmp_path)]) == 0
     assert (tmp_path / "step-000000030-attempt-0001.ckpt").exists()
     capsys.readouterr()
     assert main(["ls", f"{node.url}/mistyped"]) == 2
@@ -280,15 +280,15 @@ WRONG = [
     (["s3a:/x"], "'s3a:/x': a URL has two slashes, s3a://x; for a directory write ./s3a:/x"),
     (["s3://"], "'s3://': it names no bucket, as s3://bucket/run-1 does"),
     (["smb://me:secret@host/run"], "'smb://…@host/run': a URL with a password ends in logs"),
-    (["10.0.0.5:7070/run"], "'10.0.0.5:7070/run': for a memory node write spot://10.0.0.5:7070/run"),
-    (["x", "--memory", "10.0.0.5:1"], "--memory '10.0.0.5:1' is no node URL"),
-    (["x", "--memory", "spot://h:99999"], "--memory 'spot://h:99999' is no node URL"),
-    (["x", "--memory", "spot://h:9/run"], "--memory 'spot://h:9/run' names more than a node: give spot://h:9 only"),
-    (["x", "--memory", "auto"], "--memory 'auto' is no node URL"),
-    (["x", "--memory", ""], "--memory '' is no node URL"),
-    (["spot://h:9/run", "--memory", "x"], "--memory 'x' is no node URL"),
-    (["x", "--run", "a/b"], "--run: run name 'a/b' is not usable"),
-    (["x", "--run", ""], "--run: run name '' is not usable"),
+    (["10.0.0.5:7070/run"], "'10.0.0.5:7070/run': for a snapshot server write spot://10.0.0.5:7070/run"),
+    (["x", "--server", "10.0.0.5:1"], "--server '10.0.0.5:1' is no node URL"),
+    (["x", "--server", "spot://h:99999"], "--server 'spot://h:99999' is no node URL"),
+    (["x", "--server", "spot://h:9/run"], "--server 'spot://h:9/run' names more than a node: give spot://h:9 only"),
+    (["x", "--server", "auto"], "--server 'auto' is no node URL"),
+    (["x", "--server", ""], "--server '' is no node URL"),
+    (["spot://h:9/run", "--server", "x"], "--server 'x' is no node URL"),
+    (["x", "--run-name", "a/b"], "--run-name: run name 'a/b' is not usable"),
+    (["x", "--run-name", ""], "--run-name: run name '' is not usable"),
 ]
 """Of each command that asks for a run; and what is wrong with it."""
 
@@ -297,31 +297,36 @@ WRONG = [
     ("arguments", "complaint"),
     [
         (["show", "NOWHERE"], "no run is, or ever was, at 'NOWHERE': give the directory or URL of one"),
-        (["ls", "spot://127.0.0.1:9/run"], "no memory node answers"),
+        (["ls", "spot://127.0.0.1:9/run"], "no snapshot server answers"),
         (
-            ["ls", "NOWHERE", "--memory", "spot://127.0.0.1:9"],
+            ["ls", "NOWHERE", "--server", "spot://127.0.0.1:9"],
             "no tier that answers knows of a run at 'NOWHERE'",
         ),
         (["ls", "spot://127.0.0.1:9"], "names no run"),
         (["ls", "spot://127.0.0.1:port/run"], "no node URL"),
         (["ls", "nonsense://bucket/run"], "Give a directory"),
-        (["ls", "x", "--memory", "10.0.0.5"], "no node URL"),
-        (["pull", "NOWHERE", "3"], "no run is, or ever was, at"),
-        (["ls", "runs/a/step-000000030-attempt-0001/"], "give its run, runs/a, and step-000000030-attempt-0001 after"),
-        (["pull", "s3://b/run/step-000000030-attempt-0001/model.ckpt"], "give its run, s3://b/run, and"),
-        (["show", "spot://127.0.0.1:9/run/step-000000030-attempt-0001"], "give its run, spot://127.0.0.1:9/run, and"),
+        (["ls", "x", "--server", "10.0.0.5"], "no node URL"),
+        (["cp", "NOWHERE@3", "x"], "no run is, or ever was, at"),
+        (
+            ["ls", "runs/a/step-000000030-attempt-0001/"],
+            "write runs/a@step-000000030-attempt-0001 (for ls, its run runs/a",
+        ),
+        (["cp", "s3://b/run/step-000000030-attempt-0001/model.ckpt", "x"], "write s3://b/run@step"),
+        (["show", "spot://127.0.0.1:9/run/step-000000030-attempt-0001"], "write spot://127.0.0.1:9/run@step"),
         (["verify", "NOWHERE"], "no run is, or ever was, at"),
         (["ls", "ftp://127.0.0.1:9/run"], "ftp:// cannot keep snapshots: it uses one connection"),
-        (["node", "--slots", "0"], "--slots 0"),
-        (["node", "--memory", "1.5"], "--memory='1.5' is no size"),
-        (["node", "--run-memory", "x"], "--run-memory='x' is no size"),
-        (["node", "--drain-timeout", "nan"], "--drain-timeout=nan"),
-        (["node", "--flush-to", ""], "--flush-to '': it is empty"),
-        (["node", "--allow", " "], "--allow ' ': it is empty"),
-        (["node", "--allow", "nonsense://bucket"], "'nonsense://bucket' cannot be used as a tier"),
-        (["node", "--flush-to", "spot://h:7070"], "--flush-to spot://h:7070: a node brings runs to directories"),
-        (["node", "--allow", "spot://h:7070"], "--allow spot://h:7070: a node brings runs to directories"),
-        (["drill", "--limit", "nan", "--", "true"], "--limit=nan"),
+        (["serve", "--slots", "0"], "--slots 0"),
+        (["serve", "--memory-limit", "1.5"], "--memory-limit='1.5' is no size"),
+        (["serve", "--run-memory-limit", "x"], "--run-memory-limit='x' is no size"),
+        (["serve", "--storage", ""], "--storage '': it is empty"),
+        (["serve", "--allow-storage", " "], "--allow-storage ' ': it is empty"),
+        (["serve", "--allow-storage", "nonsense://bucket"], "'nonsense://bucket' cannot be used as a tier"),
+        (["serve", "--storage", "spot://h:7070"], "--storage spot://h:7070: a node brings runs to directories"),
+        (
+            ["serve", "--allow-storage", "spot://h:7070"],
+            "--allow-storage spot://h:7070: a node brings runs to directories",
+        ),
+        (["drill", "--limit", "0", "--", "true"], "--limit=0"),
         (["drill", "--keep", "/dev/null", "--", "true"], "/dev/null is no empty directory"),
         (["simulate", "--price", "nan"], "--price=nan"),
         (["simulate", "--seed", "-1"], "--seed=-1"),
@@ -334,19 +339,19 @@ WRONG = [
         (["doctor", "NOWHERE", "--sample", "64"], "--sample 64: that is 64 bytes. Give a unit"),
         (["doctor", "NOWHERE", "--lifetime", "0"], "--lifetime=0.0"),
         (["doctor", "NOWHERE", "--replicas", "0"], "--replicas=0"),
-        (["doctor", "NOWHERE", "--replicas", "2"], "--replicas=2: each replica is at a node of its own, and --memory"),
-        (["doctor", "spot://127.0.0.1:9"], "spot://127.0.0.1:9 is a memory node: give a directory or URL"),
-        (["doctor", "NOWHERE", *2 * ("--memory", "spot://h:9")], "--memory names spot://h:9 twice"),
+        (["doctor", "NOWHERE", "--replicas", "2"], "--replicas=2: each replica is at a node of its own, and --server"),
+        (["doctor", "spot://127.0.0.1:9"], "spot://127.0.0.1:9 is a snapshot server: give a directory or URL"),
+        (["doctor", "NOWHERE", *2 * ("--server", "spot://h:9")], "--server names spot://h:9 twice"),
         *(
-            (([command, *given]), complaint)
-            for command in ("ls", "show", "verify", "pull")
+            (([command, *given, *more]), complaint)
+            for command, more in (("ls", []), ("show", []), ("verify", []), ("cp", ["copy"]))
             for given, complaint in WRONG
         ),
         (["report", "s3a:/x"], "'s3a:/x': a URL has two slashes, s3a://x"),
         (["report", ""], "'': it is empty; give a directory or URL"),
-        (["node", "--flush-to", "s3:/b"], "--flush-to 's3:/b': a URL has two slashes, s3://b"),
-        (["simulate", "--nodes", "0"], "--nodes=0"),
-        (["simulate", "--nodes", "2", "--correlated", "3"], "--correlated=3: of --nodes=2, 1 to all go at a time"),
+        (["serve", "--storage", "s3:/b"], "--storage 's3:/b': a URL has two slashes, s3://b"),
+        (["simulate", "--hosts", "0"], "--hosts=0"),
+        (["simulate", "--hosts", "2", "--correlated", "3"], "--correlated=3: of --hosts=2, 1 to all go at a time"),
         (["drill", "--keep", "/proc/none", "--", "true"], "--keep /proc/none cannot be made"),
         (["report", "spot://127.0.0.1:9/run"], "keeps no records of attempts: give the run's"),
     ],
@@ -360,6 +365,14 @@ def test_bad_input_is_one_line(
     assert complaint.replace("NOWHERE", nowhere) in said
     assert "Traceback" not in said
     assert not re.search(r"\b(dirpath|memory|run|replicas)=", said.replace("--", "")) or said.startswith("--")
+
+
+@pytest.mark.parametrize("time", ["nan", "5", "5 apples"])
+@pytest.mark.parametrize("flags", [["serve", "--drain-timeout"], ["drill", "--limit"], ["simulate", "--work"]])
+def test_times_have_a_unit(flags: list[str], time: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*flags, time])
+    assert f"{flags[-1]}: '{time}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -376,7 +389,7 @@ def test_what_to_install_for_a_url_is_said(
 
 def test_a_node_that_does_not_answer_is_named_once(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
-    assert main(["ls", str(run_dir), "--memory", "spot://127.0.0.1:9"]) == 0
+    assert main(["ls", str(run_dir), "--server", "spot://127.0.0.1:9"]) == 0
     assert capsys.readouterr().out.count("spot://127.0.0.1:9") == 1
 
 
@@ -429,18 +442,18 @@ class Superseded(pl.Callback):
             self.thread.join(60)
 
 
-@pytest.mark.parametrize("command", ["pull", "verify"])
+@pytest.mark.parametrize("command", ["cp", "verify"])
 def test_snapshots_that_are_superseded_while_a_command_looks_are_not_bad(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a snapshot at every step, those that were listed have left memory when they are to be opened."""
     path, target = tmp_path / "run-1", tmp_path / "pulled.ckpt"
-    during = Superseded(monkeypatch, command, str(path), *(("--to", str(target)) if command == "pull" else ()))
-    spot = SpotCheckpoint(str(path), interval=EverySteps(1), on_full="wait", slots=2, durable_every_s=1000.0)
+    during = Superseded(monkeypatch, command, str(path), *([str(target)] if command == "cp" else []))
+    spot = SpotCheckpoint(str(path), interval=EverySteps(1), on_full="wait", slots=2, min_upload_interval_s=1000.0)
     trainer(spot, during, max_epochs=1).fit(Net(), data())
     said = capsys.readouterr()
     assert during.code == 0, said.err
-    if command == "pull":
+    if command == "cp":
         assert torch.load(target, weights_only=True)["global_step"] in (17, 18)
     else:
         assert re.search(r"^gone step-0+\d+-attempt-0001 at memory: ", said.out, re.MULTILINE)

@@ -26,7 +26,7 @@ from lightning_spot.client.node_client import NodeClient, PartStream
 from lightning_spot.client.part_lanes import PartLanes
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.config import PROTOCOL_VERSION
-from lightning_spot.errors import NodeRefused, NodeUnreachable, SnapshotNotFound, SpotError
+from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SnapshotNotFoundError, SpotError
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.health import TierHealth
 from lightning_spot.protocol.wire import PROTOCOL_HEADER, Address, parse_spot_url
@@ -97,7 +97,7 @@ def test_only_harmless_requests_are_sent_twice(serve: Callable[..., Peer], metho
     client = NodeClient(peer.address)
     client.call("GET", "/")
     if times == 1:
-        with pytest.raises(NodeUnreachable):
+        with pytest.raises(ServerUnreachableError):
             client.call(method, "/")
     else:
         client.call(method, "/")
@@ -120,7 +120,7 @@ def test_a_connection_that_the_node_closed_meanwhile_is_not_used(serve: Callable
 def test_a_peer_that_drips_cannot_hold_a_call(serve: Callable[..., Peer], method: str) -> None:
     peer = serve([GOOD + b" " * 1000], [GOOD], pause_s=0.2)
     began_s = time.monotonic()
-    with pytest.raises(NodeUnreachable):
+    with pytest.raises(ServerUnreachableError):
         NodeClient(peer.address).call(method, "/", timeout_s=0.8)
     assert time.monotonic() - began_s < 20.0  # it would drip for minutes
 
@@ -129,7 +129,7 @@ def test_an_answer_that_is_damaged_or_no_json_is_an_error(serve: Callable[..., P
     damaged = GOOD.replace(b"\r\n\r\n", b"\r\nSpot-Digest: 00\r\n\r\n")
     for answer in (damaged, GOOD.replace(b"{}", b"[}"), b"garbage\r\n\r\n", GOOD[:-1]):
         peer = serve([answer])
-        with pytest.raises(NodeUnreachable):
+        with pytest.raises(ServerUnreachableError):
             NodeClient(peer.address).call("GET", "/", timeout_s=5.0)
 
 
@@ -143,7 +143,7 @@ def test_a_stranger_that_knows_no_such_page_does_not_say_that_nothing_is_there(
 ) -> None:
     # What stands in front of a node that is gone for a moment answers so: a run must not start afresh over it.
     client = NodeClient(serve([b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"]).address)
-    with pytest.raises(NodeRefused, match=r"answered 404.*right address"):
+    with pytest.raises(ServerRefusedError, match=r"answered 404.*right address"):
         ask(client)
     client.close()
 
@@ -156,7 +156,7 @@ def test_nothing_leaks(start_node: StartNode) -> None:
     try:
         before = descriptors()
         for _ in range(20):
-            with pytest.raises(SnapshotNotFound):
+            with pytest.raises(SnapshotNotFoundError):
                 client.stream("none")
             with pytest.raises(SpotError):
                 client.call("DELETE", "/v1/files/run/none")
@@ -198,7 +198,7 @@ def test_closing_ends_a_call_under_way(serve: Callable[..., Peer]) -> None:
 
     threading.Thread(target=close_then).start()
     began_s = time.monotonic()
-    with pytest.raises(NodeUnreachable):
+    with pytest.raises(ServerUnreachableError):
         client.call("GET", "/", timeout_s=100.0)
     assert time.monotonic() - began_s < 60.0
 
@@ -220,7 +220,7 @@ def test_a_node_that_does_not_begin_to_receive_is_not_waited_for(
         address = Address("127.0.0.1", silent.getsockname()[1])
         if answers:
             address = serve([b"H" * 10_000], pause_s=0.01).address
-        with pytest.raises(NodeUnreachable, match="timed out"):
+        with pytest.raises(ServerUnreachableError, match="timed out"):
             PartStream(address, None, "upload")
 
 
@@ -231,7 +231,7 @@ def test_a_node_that_vanishes_while_a_slot_is_asked_for_is_not_waited_for(monkey
     monkeypatch.setattr(remote, "_WAIT_FOR_SLOT_S", 1000.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         store, began_s = NodeStore(f"spot://127.0.0.1:{silent.getsockname()[1]}/run"), time.monotonic()
-        with pytest.raises(NodeUnreachable):
+        with pytest.raises(ServerUnreachableError):
             store.put(manifest_of(1), memoryview(image_of(1, 1000)), attempt=1)
         assert time.monotonic() - began_s < 60.0  # however slow the machine: it would wait for a slot for longer
 
@@ -243,7 +243,7 @@ def test_a_node_that_vanishes_while_a_file_is_read_is_asked_whether_it_is_there(
     monkeypatch.setattr(node_client, "PING_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         client, began_s = NodeClient(Address("127.0.0.1", silent.getsockname()[1])), time.monotonic()
-        with pytest.raises(NodeUnreachable):
+        with pytest.raises(ServerUnreachableError):
             client.receive("/v1/files/run/model.ckpt", 0, memoryview(bytearray(1000)))
         assert time.monotonic() - began_s < 45.0
 
@@ -261,7 +261,7 @@ def test_a_node_that_vanishes_while_parts_are_sent_is_asked_whether_it_is_there(
         client = NodeClient(Address("127.0.0.1", listener.getsockname()[1]))
         encoder = PartEncoder(image, len(image), None, None, packing, None)
         began_s = time.monotonic()
-        with pytest.raises(NodeUnreachable):
+        with pytest.raises(ServerUnreachableError):
             PartLanes(client, "spot://gone").send("upload", iter([(0, len(image), checksum(image))]), 1, encoder)
         assert time.monotonic() - began_s < 45.0
         for connection in taken:
@@ -284,7 +284,7 @@ def _upgraded_and_left(listener: socket.socket) -> list[socket.socket]:
 
 
 def test_a_client_that_is_gone_leaves_no_connection_open(start_node: Callable[..., RunningNode]) -> None:
-    """Each resume over a memory node left one, until it was collected with a ResourceWarning."""
+    """Each resume over a snapshot server left one, until it was collected with a ResourceWarning."""
     client = NodeClient(parse_spot_url(start_node().url)[0])
     client.call("GET", "/v1/runs")
     (connection,) = client._pool._idle

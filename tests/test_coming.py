@@ -1,4 +1,4 @@
-"""A memory node sends the parts of a snapshot on while it still receives it, and commits below only what it has."""
+"""A snapshot server sends the parts of a snapshot on while it still receives it, and commits below only what it has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.errors import Fenced, SettingsError, SnapshotNotFound
+from lightning_spot.errors import FencedError, SettingsError, SnapshotNotFoundError
 from lightning_spot.image import coming
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
@@ -48,7 +48,7 @@ class Watched(GatedStore):
 
 
 class Receiving(Bench):
-    """A memory node that receives a snapshot part by part."""
+    """A snapshot server that receives a snapshot part by part."""
 
     def store(self, url: str) -> GatedStore:
         return self.stores.setdefault(url, Watched(url))
@@ -174,7 +174,7 @@ def test_what_a_killed_node_was_sending_holds_nothing_up(bench: Receiving) -> No
     bench.commit(successors)
     assert bench.flush() == []
     assert bench.durable() == [2]
-    with pytest.raises(SnapshotNotFound):
+    with pytest.raises(SnapshotNotFoundError):
         bench.node.uploads.find(upload.id)
 
 
@@ -211,7 +211,7 @@ def test_a_later_attempt_does_not_wait_for_what_an_earlier_one_was_sending(bench
     assert bench.flush() == []
     assert bench.durable() == [3]
     bench.receive(upload, 1, 2, 3)
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         bench.commit(upload)
 
 
@@ -234,14 +234,14 @@ def test_a_frame_that_is_no_part_is_not_sent_on() -> None:
     found.arrived(0, "0" * 32)
     found.arriving(PART // 2, PART)
     assert found.given_up
-    with pytest.raises(SnapshotNotFound, match="given up"):
+    with pytest.raises(SnapshotNotFoundError, match="given up"):
         next(found.parts_in_order())
 
 
 def test_over_the_network(start_node: Callable[..., RunningNode], tmp_path: Path) -> None:
     """A sender that waits, in the middle of a snapshot, for its beginning to be at the durable tier."""
     durable = tmp_path / "durable"
-    node = start_node("--allow", str(tmp_path))
+    node = start_node("--allow-storage", str(tmp_path))
     store = NodeStore(f"{node.url}/{RUN}")
     info = RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t", durable_url=str(durable))
     assert store.open_run(info).carries

@@ -30,7 +30,7 @@ SLURM = {
 
 
 def spot(root: Path, **more: Any) -> SpotCheckpoint:
-    settings: dict[str, Any] = {"memory": None, "interval": EverySteps(1), "on_full": "wait", "notices": None}
+    settings: dict[str, Any] = {"local_server": False, "interval": EverySteps(1), "on_full": "wait", "notices": None}
     return SpotCheckpoint(str(root / "run"), **{**settings, **more})
 
 

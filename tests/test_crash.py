@@ -27,11 +27,11 @@ import pytest
 
 from lightning_spot.client import starting
 from lightning_spot.config import run_key
-from lightning_spot.errors import SnapshotNotFound, SpotError
+from lightning_spot.errors import SnapshotNotFoundError, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.node import Node
 from lightning_spot.run.choice import open_newest
-from lightning_spot.run.location import AUTO, Location
+from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import survey
 from lightning_spot.tiers.local import LocalStore
@@ -144,7 +144,7 @@ class Training:
             with snapshot.reader() as file:
                 check_checkpoint(file, manifest.step)
 
-        if open_newest(survey(Location.of(self.dirpath, AUTO, None)), check) is None:
+        if open_newest(survey(Location.of(self.dirpath)), check) is None:
             assert self.promised == (0, 0), f"{when}: nothing is left, promised was {self.promised}"
 
 
@@ -162,7 +162,7 @@ def area_of(dirpath: Path) -> Path:
 
 
 def kill_node(dirpath: Path) -> int | None:
-    """Kill the embedded node if it lives; returns its process id once it is dead."""
+    """Kill the local server if it lives; returns its process id once it is dead."""
     host = starting.attach(str(dirpath), dirpath.name)
     if host is None:
         return None
@@ -367,7 +367,7 @@ def check_node(root: Path, told: dict[str, int]) -> None:
     try:
         held = [(slot, slot.manifest) for slot in heir.ring.committed("run") if slot.manifest]
         for slot, manifest in held:
-            with contextlib.suppress(SnapshotNotFound), heir.ring.reading(slot, manifest) as view:
+            with contextlib.suppress(SnapshotNotFoundError), heir.ring.reading(slot, manifest) as view:
                 assert view == image_of(manifest.step), "other bytes"  # unless it is durable by now, and has left
         adopted = [manifest.step for _slot, manifest in held]
         assert max([*adopted, *there], default=0) >= committed, "what was committed is lost with the node"

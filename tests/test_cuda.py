@@ -188,23 +188,23 @@ def test_a_graph_that_is_recorded_gets_nothing_of_ours() -> None:
     copier.close()
 
 
-@pytest.mark.parametrize("partitions", ["asymmetric", "backward", "auto"])
+@pytest.mark.parametrize("copy_mode", ["asymmetric", "backward", "auto"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
-def test_every_mode_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partitions: str, compiled: bool) -> None:
+def test_every_mode_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copy_mode: str, compiled: bool) -> None:
     monkeypatch.setattr(schedule, "LEAST_BYTES", 64)
     probe, model = Probe(), Net()
     settings = {"accelerator": "gpu", "devices": 1, "max_epochs": 3}
-    callback = spot(tmp_path, interval=EverySteps(1), partitions=partitions, device_buffer="1KiB")
+    callback = spot(tmp_path, interval=EverySteps(1), copy_mode=copy_mode, device_buffer="1KiB")
     trainer(callback, probe, **settings).fit(torch.compile(model) if compiled else model, data())
     check_all(tmp_path, probe)
 
 
 @pytest.mark.parametrize("module", [Net, TwoOptimizers])
-@pytest.mark.parametrize("memory", ["auto", None])
-def test_training_on_a_gpu(tmp_path: Path, module: type[Net], memory: str | None) -> None:
+@pytest.mark.parametrize("local_server", [True, False])
+def test_training_on_a_gpu(tmp_path: Path, module: type[Net], local_server: bool) -> None:
     probe = Probe()
     settings = {"accelerator": "gpu", "devices": 1, "max_epochs": 3}
-    trainer(spot(tmp_path, memory=memory), probe, **settings).fit(module(), data(), data(3))
+    trainer(spot(tmp_path, local_server=local_server), probe, **settings).fit(module(), data(), data(3))
     check_all(tmp_path, probe)
 
 

@@ -26,11 +26,11 @@ from lightning_spot.client.embedded import Session
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import (
-    CorruptManifest,
-    Malformed,
-    NodeUnreachable,
+    CorruptManifestError,
+    MalformedError,
+    ServerUnreachableError,
     SettingsError,
-    SnapshotNotFound,
+    SnapshotNotFoundError,
     SpotError,
 )
 from lightning_spot.goodput.journal import Journal
@@ -124,7 +124,7 @@ def test_any_flipped_bit_of_a_manifest_is_refused_or_reads_back_equal(good: Mani
     text = bytearray(good.to_json().encode())
     for place in range(8 * len(text)):
         text[place // 8] ^= 1 << place % 8
-        with contextlib.suppress(CorruptManifest):
+        with contextlib.suppress(CorruptManifestError):
             assert Manifest.from_json(bytes(text)) == good, f"bit {place} is not seen"
         text[place // 8] ^= 1 << place % 8
     assert Manifest.from_json(bytes(text)) == good
@@ -144,18 +144,18 @@ def test_any_flipped_bit_of_a_manifest_is_refused_or_reads_back_equal(good: Mani
 def test_a_manifest_agrees_with_its_name(changes: dict[str, Any]) -> None:
     old = {**manifest().to_dict(), "format": 3}  # written before manifests had a checksum of themselves
     assert Manifest.from_json(json.dumps(old)) == manifest()
-    with pytest.raises(CorruptManifest):
+    with pytest.raises(CorruptManifestError):
         Manifest.from_json(json.dumps({**old, **changes}))
 
 
 def test_a_manifest_without_its_checksum_is_refused() -> None:
-    with pytest.raises(CorruptManifest, match="checksum"):
+    with pytest.raises(CorruptManifestError, match="checksum"):
         Manifest.from_json(json.dumps(manifest().to_dict()))
 
 
 def test_a_manifest_whose_values_are_wrong_is_refused_and_nothing_else() -> None:
     for fields in wrongly(PORTION.to_dict()):
-        with contextlib.suppress(CorruptManifest):
+        with contextlib.suppress(CorruptManifestError):
             Manifest.from_dict(fields).to_json()
 
 
@@ -173,7 +173,7 @@ def test_a_manifest_whose_values_are_wrong_is_refused_and_nothing_else() -> None
     ids=lambda data: repr(data[:12]),
 )  # fmt: skip
 def test_json_beyond_its_bounds_is_one_error(data: bytes) -> None:
-    with pytest.raises(Malformed) as caught:
+    with pytest.raises(MalformedError) as caught:
         read_json(data)
     assert len(str(caught.value)) < 300
 
@@ -207,7 +207,7 @@ def mutate_json(rnd: random.Random, cases: int) -> None:
     for _ in range(cases):
         data = mutated(rnd, rnd.choice(seeds))
         for read in (read_json, Manifest.from_json):
-            with contextlib.suppress(Malformed, CorruptManifest):
+            with contextlib.suppress(MalformedError, CorruptManifestError):
                 read(data)
 
 
@@ -258,22 +258,22 @@ def test_any_flipped_bit_of_a_claim_or_note_is_refused_or_reads_back_equal(good:
     text = bytearray(good.to_json().encode())
     for place in range(8 * len(text)):
         text[place // 8] ^= 1 << place % 8
-        with contextlib.suppress(CorruptManifest):
+        with contextlib.suppress(CorruptManifestError):
             assert type(good).from_json(bytes(text)) == good, f"bit {place} is not seen"
         text[place // 8] ^= 1 << place % 8
     fields = json.loads(good.to_json())
     del fields["checksum"]
     for wrong in wrongly(fields):
-        with contextlib.suppress(CorruptManifest):
+        with contextlib.suppress(CorruptManifestError):
             type(good).from_json(json.dumps(wrong))
 
 
 def mutate_small_files(rnd: random.Random, cases: int) -> None:
     for _ in range(cases):
         good = rnd.choice([CLAIM, NOTE, Note.of_portion(PORTION)])
-        with contextlib.suppress(CorruptManifest):
+        with contextlib.suppress(CorruptManifestError):
             type(good).from_json(mutated(rnd, good.to_json().encode()))
-        with contextlib.suppress(Malformed):
+        with contextlib.suppress(MalformedError):
             fields = read_json(mutated(rnd, json.dumps(RECORD.as_dict()).encode()))
             AttemptRecord.from_dict(as_object(fields))
 
@@ -303,10 +303,10 @@ def test_many_mutations_of_claims_notes_and_records_are_read_or_refused() -> Non
 def test_an_answer_that_is_none_is_one_error(answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     client = NodeClient(Address("127.0.0.1", 1))
     monkeypatch.setattr(NodeClient, "call", lambda *_what, **_how: answer)
-    with pytest.raises(NodeUnreachable, match="right address") as caught:
+    with pytest.raises(ServerUnreachableError, match="right address") as caught:
         survey._listed(client)
     assert str(caught.value).isprintable()
-    with pytest.raises((NodeUnreachable, SnapshotNotFound)):
+    with pytest.raises((ServerUnreachableError, SnapshotNotFoundError)):
         NodeStore("spot://127.0.0.1:1/run").survey()
 
 
@@ -314,15 +314,18 @@ def test_an_answer_that_is_none_is_one_error(answer: dict[str, Any], monkeypatch
     "path", ["../../.ssh/authorized_keys", "/etc/passwd", "a//b", "", "a/..", "x\x1b[2J", "a\nb", 5]
 )
 def test_a_node_names_no_path_beside_its_run(path: Any) -> None:
-    with pytest.raises(Malformed):
+    with pytest.raises(MalformedError):
         file_path(path)
 
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"[]", b"null", b"{", b"[" * 10**5, b'{"error": 5}', b'{"error": "Fenced", "message": ["x"]}', b"\xff" * 300,
-     json.dumps({"error": "Fenced", "message": HOSTILE[:-1], "facts": {"attempt": "x", "run": HOSTILE[:-1]}}).encode(),
-     json.dumps({"error": "Preempted", "message": "x" * 10**5}).encode()],
+    [b"", b"[]", b"null", b"{", b"[" * 10**5, b'{"error": 5}', b'{"error": "FencedError", "message": [1]}',
+     b"\xff" * 300,
+     json.dumps(
+         {"error": "FencedError", "message": HOSTILE[:-1], "facts": {"attempt": "x", "run": HOSTILE[:-1]}}
+     ).encode(),
+     json.dumps({"error": "PreemptedError", "message": "x" * 10**5}).encode()],
 )  # fmt: skip
 def test_an_error_from_a_node_is_one_of_ours_and_one_line(body: bytes) -> None:
     error = error_from_body(500, body, "spot://node")
@@ -388,7 +391,7 @@ def test_a_command_prints_nothing_that_a_terminal_obeys(tmp_path: Path, capsys: 
     (folder / "model.ckpt").write_bytes(b"abc")
     (run / "step-000000009-attempt-0001").mkdir()
     (run / "step-000000009-attempt-0001" / "manifest.json").write_text(json.dumps({"format": 3, "run": HOSTILE[:-1]}))
-    for command in (["ls"], ["show"], ["verify"], ["report"], ["pull", "--to", str(tmp_path / "out.ckpt")]):
+    for command in (["ls"], ["show"], ["verify"], ["report"], ["cp", str(tmp_path / "out.ckpt")]):
         main([command[0], str(run), *command[1:]])
         said = capsys.readouterr()
         for text in (said.out, said.err):
@@ -434,7 +437,7 @@ def cut_short() -> bytes:
 @pytest.mark.parametrize("data", [bytes(1000), b"PK\5\6" + bytes(18), b"", cut_short()], ids=len)
 def test_a_snapshot_that_torch_cannot_read_is_passed_over(tmp_path: Path, data: bytes) -> None:
     run = tmp_path / "run"
-    first = SpotCheckpoint(str(run), memory=None, interval=EverySteps(2), on_full="wait", keep=3)
+    first = SpotCheckpoint(str(run), local_server=False, interval=EverySteps(2), on_full="wait", keep=3)
     trainer(first, max_steps=4).fit(Net(), examples())
     newest = LocalStore(run).survey().manifests[0]
     forged_one = replace(newest, name=snapshot_name(9, 1), step=9, complete=False).sealed(memoryview(data))
@@ -443,7 +446,7 @@ def test_a_snapshot_that_torch_cannot_read_is_passed_over(tmp_path: Path, data: 
     (run / forged_one.name / "model.ckpt").write_bytes(data)
     (run / newest.name / "manifest.json").unlink()  # which is of the end
     new_process()
-    spot = SpotCheckpoint(str(run), memory=None, interval=EverySteps(2))
+    spot = SpotCheckpoint(str(run), local_server=False, interval=EverySteps(2))
     trainer(spot, max_steps=6).fit(Net(), examples())
     assert spot.resumed_from is not None
     assert spot.resumed_from.step < 9
@@ -451,11 +454,11 @@ def test_a_snapshot_that_torch_cannot_read_is_passed_over(tmp_path: Path, data: 
 
 def test_a_file_is_not_saved_under_a_name_that_nobody_could_read(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="Rename"):
-        SpotCheckpointIO(memory=None).save_checkpoint({"state_dict": {}}, tmp_path / "a\x1b[2J.ckpt")
+        SpotCheckpointIO(local_server=False).save_checkpoint({"state_dict": {}}, tmp_path / "a\x1b[2J.ckpt")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_claims_that_all_disagree_with_their_names_are_damage_and_not_no_claim() -> None:
     files = {claim_name(number): CLAIM.to_json().encode() for number in (7, 8, 9)}
-    with pytest.raises(CorruptManifest, match="holds the claim of attempt 3"):
+    with pytest.raises(CorruptManifestError, match="holds the claim of attempt 3"):
         first_readable(list(files), files.__getitem__, "/r")

@@ -8,7 +8,7 @@ import struct
 import numpy as np
 import pytest
 
-from lightning_spot.errors import CorruptSnapshot
+from lightning_spot.errors import CorruptSnapshotError
 from lightning_spot.image import delta
 from lightning_spot.image.delta import LINE_BYTES, Coding, changed_ranges, decode, encode
 
@@ -93,7 +93,7 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 def test_a_lie_is_an_error_and_never_reaches_beyond_the_part(lie: bytes) -> None:
     whole = bytearray(3000)
-    with memoryview(whole) as view, pytest.raises(CorruptSnapshot):
+    with memoryview(whole) as view, pytest.raises(CorruptSnapshotError):
         decode(lie, bytes(1000), view[1000:2000])
     assert not any(whole[:1000] + whole[2000:])
 
@@ -105,7 +105,7 @@ def test_a_decompression_bomb_does_not_go_off() -> None:
     wide = delta.zstd.compress(bytes(1000), options={delta.zstd.CompressionParameter.window_log: 27})
     into = bytearray(1000)
     for data in (bomb, short, bomb[:-20], short + b"more"):
-        with pytest.raises(CorruptSnapshot):
+        with pytest.raises(CorruptSnapshotError):
             decode(delta_of([(0, 1000)], data, coding=1), bytes(1000), memoryview(into))
     assert wide  # a window that is larger than its content is no harm: nothing is allocated for it
 

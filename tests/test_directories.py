@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.errors import CorruptSnapshot, SpotError, TierError
+from lightning_spot.errors import CorruptSnapshotError, SpotError, TierError
 from lightning_spot.goodput.ledger import AttemptRecord, account_after
 from lightning_spot.goodput.records import newest_record, write_record
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_name
@@ -229,7 +229,7 @@ def test_verification_reads_so_that_a_failing_disk_is_an_error(store: LocalStore
                 with pytest.raises(TierError, match="cannot be read at byte"):
                     verify_file(fd, manifest.nbytes, manifest.checksums, manifest.part_bytes, "here")
         os.truncate(store.root / manifest.data_path, manifest.nbytes - 1)
-        with pytest.raises(CorruptSnapshot, match="cut short"):
+        with pytest.raises(CorruptSnapshotError, match="cut short"):
             verify_file(fd, manifest.nbytes, manifest.checksums, manifest.part_bytes, "here")
         assert not store.has(manifest)
     finally:
@@ -276,7 +276,7 @@ def test_the_thousandth_attempt_starts_like_the_second(tmp_path: Path) -> None:
         begun = Begun()
         faulty.use(Plan(only=("ls", "info", "modified", "cat_file")))  # not what is noted beside training
         try:
-            spot = SpotCheckpoint(f"faulty://{root}", memory=None, interval=EverySteps(1000))
+            spot = SpotCheckpoint(f"faulty://{root}", local_server=False, interval=EverySteps(1000))
             trainer(spot, begun, max_steps=1).fit(Net(), data())
         finally:
             faulty.use(Plan())

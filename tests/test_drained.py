@@ -1,4 +1,4 @@
-"""A memory node that is told to end by SIGTERM while several hosts train with it: real nodes, and a real training."""
+"""A snapshot server that is told to end by SIGTERM while several hosts train with it: real servers and training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_node_that_is_told_to_end_leaves_a_training_without_loss(
     replicas: int,
     leaving: int,
 ) -> None:
-    nodes = [start_node("--allow", str(tmp_path), "--drain-timeout", "120") for _ in range(1 + replicas)]
+    nodes = [start_node("--allow-storage", str(tmp_path), "--drain-timeout", "120s") for _ in range(1 + replicas)]
     root, urls = tmp_path / "run", ",".join(node.url for node in nodes)
     options = ("--steps", STEPS, "--hosts", 2, "--memory", urls, "--replicas", replicas)
     steps = root / "steps"

@@ -30,7 +30,7 @@ from lightning_spot.tiers.local import LocalStore
 def drill(python: str, tmp_path: Path, case: str, kills: int) -> tuple[int, dict[str, Any]]:
     training = [python, "-m", "tests.exact_cases", case, str(tmp_path), "--pace", "0.02"]
     command = [python, "-c", "import sys; from lightning_spot.cli import main; sys.exit(main())", "drill"]
-    command += ["--json", "--kills", str(kills), "--limit", "120", "--keep", str(tmp_path / "kept"), "--", *training]
+    command += ["--json", "--kills", str(kills), "--limit", "120s", "--keep", str(tmp_path / "kept"), "--", *training]
     done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)

@@ -11,7 +11,7 @@ import pytest
 from lightning_spot.capture import following
 from lightning_spot.capture.following import Follower, Task
 from lightning_spot.capture.split import Number
-from lightning_spot.errors import NodeUnreachable
+from lightning_spot.errors import ServerUnreachableError
 from lightning_spot.memory.host import Host, Lease
 from tests.conftest import until
 
@@ -21,7 +21,7 @@ AT = "spot://10.0.0.5:7070/run spot://10.0.0.6:7070/run"
 class Node(SimpleNamespace):
     """The node of a host, as a rank knows it."""
 
-    max_stall_s = 5.0
+    server_call_timeout_s = 5.0
 
     def __init__(self) -> None:
         super().__init__(lives=True, asked=0, declined=list[tuple[Any, ...]]())
@@ -35,7 +35,7 @@ class Node(SimpleNamespace):
     def check(self) -> None:
         self.asked += 1
         if not self.lives:
-            raise NodeUnreachable("it was killed")
+            raise ServerUnreachableError("it was killed")
 
     def decline(self, *told: Any) -> None:
         self.declined.append(told)

@@ -153,8 +153,8 @@ class Witness(pl.Callback):
 def check(root: Path, steps: int, model: pl.LightningModule, *callbacks: pl.Callback, **more: Any) -> Witness:
     """Train with a snapshot at every step, each of which becomes durable, and compare them."""
     witness = Witness(root / "run")
-    each: dict[str, Any] = {"interval": EverySteps(1), "on_full": "wait", "durable_every_s": 0.0}
-    snapshots = RemoteSnapshot(str(root / "run"), memory=None, keep=2, **each)
+    each: dict[str, Any] = {"interval": EverySteps(1), "on_full": "wait", "min_upload_interval_s": 0.0}
+    snapshots = RemoteSnapshot(str(root / "run"), local_server=False, keep=2, **each)
     fit = trainer(*callbacks, snapshots, EachDurable(root / "run", 1), witness, max_epochs=1, **more)
     fit.fit(model, data(steps), data(2))
     assert witness.compared == steps - 1
@@ -239,19 +239,19 @@ BESIDE = [(Adapted, "backward"), (RunsAhead, "eager"), pytest.param(Adapted, "au
 
 
 @pytest.mark.parametrize("steps", UNHURRIED)
-@pytest.mark.parametrize(("kind", "partitions"), BESIDE)
+@pytest.mark.parametrize(("kind", "copy_mode"), BESIDE)
 def test_every_snapshot_is_its_step_where_training_goes_on_beside(
     tmp_path: Path,
     found: tuple[dict[int, str], dict[int, str]],
     caplog: pytest.LogCaptureFixture,
     kind: type[Adapted],
-    partitions: Any,
+    copy_mode: Any,
     steps: int,
 ) -> None:
     """Nobody waits for a copy, a commit or the disk: slots are used again while others are written and read."""
     unhurried, (committed, durable) = Unhurried(), found
     snapshots = RemoteSnapshot(
-        str(tmp_path / "run"), memory=None, interval=EverySteps(1), on_full="wait", partitions=partitions
+        str(tmp_path / "run"), local_server=False, interval=EverySteps(1), on_full="wait", copy_mode=copy_mode
     )
     with caplog.at_level(logging.WARNING):
         trainer(snapshots, unhurried, max_epochs=1).fit(kind(), data(steps), data(2))
@@ -275,19 +275,19 @@ class LooksOn(pl.Callback):
 
 
 ON_GPUS = [
-    pytest.param(kind, partitions, buffer, marks=[] if (kind, partitions) == (RunsAhead, "asymmetric") else SOAK)
+    pytest.param(kind, copy_mode, buffer, marks=[] if (kind, copy_mode) == (RunsAhead, "asymmetric") else SOAK)
     for kind in (Adapted, RunsAhead, TwoOptimizers)
-    for partitions, buffer in (("eager", 2000), ("asymmetric", 2000), ("backward", 10**6), ("backward", None))
+    for copy_mode, buffer in (("eager", 2000), ("asymmetric", 2000), ("backward", 10**6), ("backward", None))
 ]
 
 
-@pytest.mark.parametrize(("kind", "partitions", "buffer"), ON_GPUS)
+@pytest.mark.parametrize(("kind", "copy_mode", "buffer"), ON_GPUS)
 def test_every_snapshot_is_its_step_on_gpus_whose_copies_lag(
     tmp_path: Path,
     found: tuple[dict[int, str], dict[int, str]],
     monkeypatch: pytest.MonkeyPatch,
     kind: type[pl.LightningModule],
-    partitions: Any,
+    copy_mode: Any,
     buffer: int | None,
 ) -> None:
     """The training thread waits for none of them."""
@@ -296,15 +296,15 @@ def test_every_snapshot_is_its_step_on_gpus_whose_copies_lag(
     looks_on = LooksOn(device)
     snapshots = RemoteSnapshot(
         str(tmp_path / "run"),
-        memory=None,
+        local_server=False,
         interval=EverySteps(1),
         on_full="wait",
-        partitions=partitions,
+        copy_mode=copy_mode,
         device_buffer=buffer,
     )
     trainer(snapshots, unhurried, looks_on, max_epochs=1).fit(kind(), data(12), data(2))
     assert committed == {step: one for step, one in unhurried.digests.items() if step}
-    assert snapshots.torn == 0
+    assert snapshots.num_dropped == 0
     assert looks_on.waited  # the background does
     assert threading.current_thread() not in looks_on.waited
     assert device.allocated <= 2 * (buffer or 0)

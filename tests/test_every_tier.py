@@ -1,4 +1,5 @@
-"""A snapshot at every step, at every tier that it reached: the node on the host, a memory node, the durable directory.
+"""A snapshot at every step, at every tier that it reached: the node on the host, a snapshot server, the durable
+directory.
 
 As users have it: the node is a process of its own, and what no tier takes at once is committed before it has checksums.
 """
@@ -63,7 +64,7 @@ class Tiers:
     """Digests of what is in each snapshot, by its step, as it was committed at each tier.
 
     Attributes:
-        url: of the memory node.
+        url: of the snapshot server.
     """
 
     url: str = ""
@@ -78,7 +79,7 @@ def read(image: bytes) -> str:
 
 @pytest.fixture
 def tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tiers]:
-    """A memory node in this process, that carries the run on. Small states are cut as large ones are."""
+    """A snapshot server in this process, that carries the run on. Small states are cut as large ones are."""
     monkeypatch.setattr(schedule, "LEAST_BYTES", 64)
     found = Tiers()
     real_seal = EmbeddedHost.seal
@@ -96,7 +97,7 @@ def tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tiers]:
         for slot in node.ring.slots:
             manifest = slot.manifest
             if manifest is not None and manifest.step not in found.memory:
-                manifest.verify(slot.view(), "the memory node")
+                manifest.verify(slot.view(), "the snapshot server")
                 found.memory[manifest.step] = read(bytes(slot.view(manifest.nbytes)))
 
     node.ring.watch(look)
@@ -131,7 +132,7 @@ def trained(
     each = {step: one for step, one in unhurried.digests.items() if step}
     assert len(each) == steps
     assert averages.swaps == 2 * (1 + steps // 5)  # also in the sanity check
-    assert snapshots.torn == 0
+    assert snapshots.num_dropped == 0
     assert "was dropped" not in caplog.text
     assert LocalStore(root / "run").survey().manifests[0].complete
     return each
@@ -142,8 +143,8 @@ def trained(
 def test_every_snapshot_is_its_step_at_every_tier_that_it_reached(
     tmp_path: Path, tiers: Tiers, caplog: pytest.LogCaptureFixture, kind: type[Adapted], compression: Any, steps: int
 ) -> None:
-    """The memory node and the durable tier take the newest one whenever they are free."""
-    each = trained(tmp_path, kind, steps, caplog, memory=tiers.url, compression=compression, durable_every_s=0.0)
+    """The snapshot server and the durable tier take the newest one whenever they are free."""
+    each = trained(tmp_path, kind, steps, caplog, servers=tiers.url, compression=compression, min_upload_interval_s=0.0)
     assert tiers.host == each
     for tier in (tiers.memory, tiers.durable):
         assert tier.items() <= each.items()
@@ -157,5 +158,5 @@ def test_every_snapshot_is_its_step_where_no_tier_takes_it(
     tmp_path: Path, tiers: Tiers, caplog: pytest.LogCaptureFixture, kind: type[Adapted], steps: int
 ) -> None:
     """No tier takes any but the first and the last: the others are superseded in memory."""
-    each = trained(tmp_path, kind, steps, caplog, durable_every_s=3600.0)
+    each = trained(tmp_path, kind, steps, caplog, min_upload_interval_s=3600.0)
     assert tiers.host == each

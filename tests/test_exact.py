@@ -92,7 +92,7 @@ def logged(root: Path, ignored: tuple[str, ...] = ()) -> list[dict[str, str]]:
 
 
 def spot(root: Path, every: int) -> SpotCheckpoint:
-    settings = {"memory": None, "on_full": "wait", "keep": 100, "notices": "signal"}
+    settings = {"local_server": False, "on_full": "wait", "keep": 100, "notices": "signal"}
     return SpotCheckpoint(str(root / "run"), interval=EverySteps(every), **settings)
 
 

@@ -81,7 +81,10 @@ def test_with_another_batch_size_an_epoch_goes_on_after_as_many_batches_and_what
 
     def fit(batch: int, *more: pl.Callback) -> Seen:
         rows = TensorDataset(torch.randn(48, 16), torch.arange(48.0)[:, None])
-        seen, spot = Seen(), SpotCheckpoint(str(tmp_path / "run"), memory=None, interval=EverySteps(1), on_full="wait")
+        seen, spot = (
+            Seen(),
+            SpotCheckpoint(str(tmp_path / "run"), local_server=False, interval=EverySteps(1), on_full="wait"),
+        )
         loader = DataLoader(rows, batch, num_workers=workers)
         trainer(seen, *more, spot, max_epochs=3).fit(Net(), loader)
         return seen

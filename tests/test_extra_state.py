@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from lightning_spot.errors import ModelChanged, NotSerialisable
+from lightning_spot.errors import ModelChangedError, NotSerializableError
 from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.sharded import holder_of, split
 from lightning_spot.fit.chosen import load_shards
@@ -103,7 +103,7 @@ def test_what_torch_does_not_load_safely_is_refused_or_trusted(strategy: Any) ->
         layer = Counting("unchanged")
         trainer = on_rank(strategy, mesh, nn.Linear(4, 4), layer)
         before = [each.detach().clone() for each in trainer.lightning_module.parameters()]
-        with pytest.raises(NotSerialisable, match=r"1\._extra_state\.own is a tests\..*\.Own.*safe_globals"):
+        with pytest.raises(NotSerializableError, match=r"1\._extra_state\.own is a tests\..*\.Own.*safe_globals"):
             load_shards(trainer, image, manifest, trusts=False)
         assert layer.extra == "unchanged"
         after = [each.detach() for each in trainer.lightning_module.parameters()]
@@ -116,5 +116,5 @@ def test_a_model_that_has_it_elsewhere_is_another_one(strategy: Any) -> None:
     image, manifest = saved(strategy, 3)
     with as_rank(0, (2,)) as mesh:
         trainer = on_rank(strategy, mesh, nn.Linear(4, 4), nn.Linear(4, 4))
-        with pytest.raises(ModelChanged, match=r"gone from the model: 1\._extra_state"):
+        with pytest.raises(ModelChangedError, match=r"gone from the model: 1\._extra_state"):
             load_shards(trainer, image, manifest, trusts=False)

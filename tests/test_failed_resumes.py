@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from lightning_spot import AutoResume, EverySteps, Preempted, RemoteSnapshot, SpotCheckpoint
+from lightning_spot import AutoResume, EverySteps, PreemptedError, RemoteSnapshot, SpotCheckpoint
 from tests.conftest import new_process
 from tests.models import EachDurable, Net, data, trainer
 from tests.test_fit import Stop, StopAt
@@ -28,8 +28,8 @@ class Dies(pl.Callback):
 
 
 def spot(run: Path, **more: Any) -> SpotCheckpoint:
-    settings: dict[str, Any] = {"memory": None, "interval": EverySteps(3), "on_full": "wait", "keep": 3}
-    return SpotCheckpoint(str(run), **{"durable_every_s": 0.0, "notices": None, **settings, **more})
+    settings: dict[str, Any] = {"local_server": False, "interval": EverySteps(3), "on_full": "wait", "keep": 3}
+    return SpotCheckpoint(str(run), **{"min_upload_interval_s": 0.0, "notices": None, **settings, **more})
 
 
 @pytest.fixture
@@ -76,12 +76,12 @@ def test_a_snapshot_of_its_own_ends_that(run: Path) -> None:
 def test_only_starts_that_failed_are_counted(run: Path) -> None:
     """A notice may come before the first snapshot, as often as machines are taken away."""
     for _ in range(3):
-        assert start(run, Dies(Preempted("taken away", 143)), on_resume_failure="older") == (9, [])
+        assert start(run, Dies(PreemptedError("taken away", 143)), on_resume_failure="older") == (9, [])
 
 
 def test_parts_alone_count_them_without_records(run: Path) -> None:
     def parts() -> list[pl.Callback]:
-        more: dict[str, Any] = {"memory": None}
+        more: dict[str, Any] = {"local_server": False}
         snapshots = RemoteSnapshot(str(run), interval=EverySteps(3), **more)
         return [AutoResume(str(run), on_resume_failure="older", **more), snapshots]
 

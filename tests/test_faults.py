@@ -53,7 +53,7 @@ def test_full_disk(small_tmpfs: Callable[[str], Path], caplog: pytest.LogCapture
     filler = disk / "filler"
     path = str(disk / "run-1")
     # keep: what is deleted would make room again
-    callback = SpotCheckpoint(path, interval=EverySteps(3), flush_timeout_s=3.0, on_full="wait", keep=1000)
+    callback = SpotCheckpoint(path, interval=EverySteps(3), upload_timeout_s=3.0, on_full="wait", keep=1000)
 
     class Fill(StopAt):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
@@ -164,8 +164,8 @@ def test_training_over_a_line_that_breaks_and_heals(
     caplog.set_level(logging.INFO)
     node, proxy = proxied
     # A fast trainer would have passed all its steps before the slots of a slow node are made.
-    waits: dict[str, Any] = {"on_full": "wait", "flush_timeout_s": 30}
-    callback = SpotCheckpoint(str(tmp_path / "run-1"), memory=proxy.url, interval=EverySteps(3), **waits)
+    waits: dict[str, Any] = {"on_full": "wait", "upload_timeout_s": 30}
+    callback = SpotCheckpoint(str(tmp_path / "run-1"), servers=proxy.url, interval=EverySteps(3), **waits)
 
     class Break(StopAt):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
@@ -177,7 +177,7 @@ def test_training_over_a_line_that_breaks_and_heals(
     reached = NodeStore(f"{node.url}/run-1")
     until(
         lambda: 30 in [manifest.step for manifest in reached.survey().manifests],
-        "the node on this host to try the line again",
+        "the local server to try the line again",
         60.0,
     )
     # This host is lost with its memory and its disk: the node elsewhere still has it.
@@ -188,7 +188,7 @@ def test_training_over_a_line_that_breaks_and_heals(
     record.remove()
     for lost in (tmp_path / "run-1", record.area(Path(os.environ["LIGHTNING_SPOT_SHM_DIR"]))):
         shutil.rmtree(lost)
-    again = SpotCheckpoint(str(tmp_path / "run-1"), memory=node.url, interval=EverySteps(3))
+    again = SpotCheckpoint(str(tmp_path / "run-1"), servers=node.url, interval=EverySteps(3))
     trainer(again).fit(Net(), data())
     assert again.resumed_from is not None
     assert (again.resumed_from.step, again.resumed_from.tier) == (30, node.url)

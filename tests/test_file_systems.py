@@ -61,7 +61,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 STARTS: dict[str, Callable[[str], Any]] = {
     "callback": SpotCheckpoint,
-    "location": lambda url: Location.of(url, None, None),
+    "location": lambda url: Location.of(url, local_server=False),
     "store": open_store,
     "plugin": lambda url: SpotCheckpointIO().save_checkpoint({"global_step": 1}, f"{url}/x.ckpt"),
 }
@@ -105,8 +105,8 @@ def test_no_secret_of_a_url_is_shown(
         ["ls", url],
         ["report", url],
         ["doctor", url],
-        ["node", "--flush-to", url],
-        ["node", "--allow", url],
+        ["node", "--storage", url],
+        ["serve", "--allow-storage", url],
     ):
         assert main(command) == 2
     said = capsys.readouterr()
@@ -118,28 +118,28 @@ def test_no_secret_of_a_url_is_shown(
 def test_no_secret_of_a_nodes_address_is_shown(scheme: str, end: str, capsys: pytest.CaptureFixture[str]) -> None:
     node = f"{scheme}me:{SECRET}@host:{end}"
     with pytest.raises(SettingsError) as raised:
-        SpotCheckpoint("x", memory=node)
-    assert main(["ls", "x", "--memory", node]) == 2
+        SpotCheckpoint("x", servers=node)
+    assert main(["ls", "x", "--server", node]) == 2
     assert SECRET not in str(raised.value) + capsys.readouterr().err
 
 
 @pytest.mark.parametrize("chain", ["s3://bucket/a::b", "file:///a::s3://bucket/run", "kept://a::file:///b"])
 def test_a_chain_is_refused_wherever_it_begins(chain: str) -> None:
     with pytest.raises(SettingsError, match="one upon the other"):
-        Location.of(chain, None, None)
+        Location.of(chain, local_server=False)
 
 
 @pytest.mark.parametrize("url", ["s3://[x]/run", "az://b[1/run", "gs://]/run"])
 def test_a_bucket_that_no_library_takes_is_one_error(url: str) -> None:
     with pytest.raises(SettingsError, match=r"no bucket has \[ or \]"):
-        Location.of(url, None, None)
+        Location.of(url, local_server=False)
 
 
 @pytest.mark.parametrize("spelled", ["file://{}", "local://{}", "FILE://{}", "Local://{}/"])
 def test_a_directory_is_one_however_it_is_spelled(spelled: str, tmp_path: Path) -> None:
-    plain = Location.of(tmp_path / "run", None, None)
+    plain = Location.of(tmp_path / "run", local_server=False)
     url = spelled.format(tmp_path / "run")
-    assert Location.of(url, None, None).url == plain.url
+    assert Location.of(url, local_server=False).url == plain.url
     store = open_store(url)
     assert isinstance(store, LocalStore)
     assert store.root == tmp_path / "run"

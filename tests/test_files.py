@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_spot.errors import CorruptManifest, CorruptSnapshot
+from lightning_spot.errors import CorruptManifestError, CorruptSnapshotError
 from lightning_spot.image.files import FileSpan, cut, pieces
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing
@@ -78,12 +78,12 @@ WRONG: dict[str, Any] = {
 
 @pytest.mark.parametrize("files", WRONG.values(), ids=WRONG.keys())
 def test_a_manifest_whose_files_contradict_it_is_refused(files: object) -> None:
-    with pytest.raises(CorruptManifest):
+    with pytest.raises(CorruptManifestError):
         Manifest.from_json(sealed_json({**manifest().to_dict(), "files": files}))
 
 
 def test_a_file_that_a_user_named_is_never_cut() -> None:
-    with pytest.raises(CorruptManifest, match="one file and has several"):
+    with pytest.raises(CorruptManifestError, match="one file and has several"):
         Manifest.from_json(sealed_json({**manifest().to_dict(), "file": ""}))
 
 
@@ -118,7 +118,7 @@ def test_an_image_is_cut_into_its_files_whatever_the_parts(
     for start, stop in holes:
         broken = bytearray(image)
         broken[stop - 1] = 1
-        with pytest.raises(CorruptSnapshot, match="not zero"):
+        with pytest.raises(CorruptSnapshotError, match="not zero"):
             _cut_all(made, broken)
         assert start < stop
 

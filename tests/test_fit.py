@@ -25,11 +25,11 @@ from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
-    CorruptSnapshot,
-    Fenced,
-    ModelChanged,
-    NotSerialisable,
-    RunBusy,
+    CorruptSnapshotError,
+    FencedError,
+    ModelChangedError,
+    NotSerializableError,
+    RunBusyError,
     SettingsError,
     TierError,
 )
@@ -69,7 +69,7 @@ class StopAt(pl.Callback):
 
 
 def spot(root: Path, **more: Any) -> SpotCheckpoint:
-    usual = {"interval": EverySteps(3), "keep": 1000, "on_full": "wait", "durable_every_s": 0.0}
+    usual = {"interval": EverySteps(3), "keep": 1000, "on_full": "wait", "min_upload_interval_s": 0.0}
     return SpotCheckpoint(str(root / "run-1"), **{**usual, **more})
 
 
@@ -93,9 +93,9 @@ def check_all(root: Path, probe: Probe) -> list[Manifest]:
     return found
 
 
-@pytest.mark.parametrize("memory", ["auto", None])
-def test_snapshots_are_the_state_of_their_step(tmp_path: Path, memory: str | None) -> None:
-    probe, callback = Probe(), spot(tmp_path, memory=memory)
+@pytest.mark.parametrize("local_server", [True, False])
+def test_snapshots_are_the_state_of_their_step(tmp_path: Path, local_server: bool) -> None:
+    probe, callback = Probe(), spot(tmp_path, local_server=local_server)
     trainer(callback, probe, EachDurable(tmp_path / "run-1", 3)).fit(Net(), data(), models.data(3))
     found = check_all(tmp_path, probe)
     assert found[0].complete
@@ -109,7 +109,7 @@ def test_the_slot_of_a_snapshot_is_leased_a_step_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lap_s: float, asked_before: bool
 ) -> None:
     """Where steps are so long that it would be given back meanwhile, it is not."""
-    probe, callback, comes = Probe(), spot(tmp_path, memory=None), []
+    probe, callback, comes = Probe(), spot(tmp_path, local_server=False), []
     real, note = SnapshotWriter.next_comes, Pacing._note_step
 
     def next_comes(writer: SnapshotWriter) -> None:
@@ -177,7 +177,7 @@ def test_a_tensor_that_moves_is_never_committed(
     monkeypatch.setattr(Copier, "_work", lambda _self: None)
     probe, callback = Probe(), spot(tmp_path)
     trainer(callback, probe, max_epochs=3).fit(Unsteady(), data())
-    assert callback.torn == 1
+    assert callback.num_dropped == 1
     found = check_all(tmp_path, probe)
     assert caplog.text.count("was dropped: 1 tensors changed") == 1  # then it is known and copied at once
     assert 3 not in {manifest.step for manifest in found}
@@ -260,7 +260,7 @@ def test_resume_from_the_durable_tier_when_memory_is_gone(tmp_path: Path) -> Non
 def test_a_bad_snapshot_falls_back_to_the_one_before(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stopped(tmp_path, 11, EachDurable(tmp_path / "run-1", 3), memory=None)
+    stopped(tmp_path, 11, EachDurable(tmp_path / "run-1", 3), local_server=False)
     newest, before = manifests(tmp_path)[:2]
     path = tmp_path / "run-1" / newest.data_path
     if damage == "flip":
@@ -275,7 +275,7 @@ def test_a_bad_snapshot_falls_back_to_the_one_before(
         path.unlink()
     else:
         (path.parent / "manifest.json").write_text("{")
-    callback = spot(tmp_path, memory=None)
+    callback = spot(tmp_path, local_server=False)
     trainer(callback).fit(Net(), data())
     assert callback.resumed_from is not None
     assert callback.resumed_from.name == before.name
@@ -285,12 +285,12 @@ def test_a_bad_snapshot_falls_back_to_the_one_before(
 
 
 def test_nothing_good_left_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
-    stopped(tmp_path, memory=None, keep=1)
+    stopped(tmp_path, local_server=False, keep=1)
     (only,) = manifests(tmp_path)
     os.truncate(tmp_path / "run-1" / only.data_path, 100)
-    with pytest.raises(CorruptSnapshot, match="resume=False"):
-        trainer(spot(tmp_path, memory=None)).fit(Net(), data())
-    fresh = spot(tmp_path, memory=None, resume=False)
+    with pytest.raises(CorruptSnapshotError, match="resume=False"):
+        trainer(spot(tmp_path, local_server=False)).fit(Net(), data())
+    fresh = spot(tmp_path, local_server=False, resume=False)
     trainer(fresh).fit(Net(), data())
     assert fresh.resumed_from is None
 
@@ -314,8 +314,8 @@ def test_explicit_ckpt_path_wins(tmp_path: Path) -> None:
 
 
 def test_ckpt_path_from_a_node(tmp_path: Path, start_node: StartNode) -> None:
-    node = start_node("--flush-to", str(tmp_path / "node"))
-    stopped(tmp_path, memory=node.url)
+    node = start_node("--storage", str(tmp_path / "node"))
+    stopped(tmp_path, servers=node.url)
     probe = Probe()
     trainer(probe, enable_checkpointing=False).fit(Net(), data(), ckpt_path=f"{node.url}/run-1/last.ckpt")
     assert min(probe.states) == 15
@@ -390,7 +390,7 @@ def test_what_is_safe_is_said_after_an_error(
                 raise error
 
     with pytest.raises((error, SystemExit)):
-        trainer(spot(tmp_path, memory=None), Interrupt()).fit(Net(), data())
+        trainer(spot(tmp_path, local_server=False), Interrupt()).fit(Net(), data())
     said = (
         f"{error.__name__} has ended run 'run-1' at step 7; its snapshot of step 6 is durable in {tmp_path / 'run-1'}"
     )
@@ -420,7 +420,7 @@ def test_a_changed_model_is_named(tmp_path: Path) -> None:
             super().__init__(width=48)
             self.extra = torch.nn.Linear(2, 2)
 
-    with pytest.raises(ModelChanged) as caught:
+    with pytest.raises(ModelChangedError) as caught:
         trainer(spot(tmp_path)).fit(Wider(), data())
     assert caught.value.missing == ["extra.bias", "extra.weight"]
     assert any("net.0.weight (32, 16)→(48, 16)" in item for item in caught.value.reshaped)
@@ -438,10 +438,12 @@ def test_auto_resume_and_remote_snapshot_alone(tmp_path: Path) -> None:
     assert min(probe.states) == resume.resumed_from.step == 15
 
 
-@pytest.mark.parametrize("memory", ["auto", None])
-def test_s3(tmp_path: Path, s3: str, memory: str | None) -> None:
+@pytest.mark.parametrize("local_server", [True, False])
+def test_s3(tmp_path: Path, s3: str, local_server: bool) -> None:
     def callback() -> SpotCheckpoint:
-        return SpotCheckpoint(f"{s3}/run-1", interval=EverySteps(5), memory=memory, on_full="wait", durable_every_s=0.0)
+        return SpotCheckpoint(
+            f"{s3}/run-1", interval=EverySteps(5), local_server=local_server, on_full="wait", min_upload_interval_s=0.0
+        )
 
     with pytest.raises(Stop):
         trainer(callback(), StopAt(16), EachDurable(f"{s3}/run-1", 5)).fit(Net(), data())
@@ -491,11 +493,11 @@ def test_two_ranks(tmp_path: Path, warm_python: str) -> None:
     ("arguments", "complaint"),
     [
         ({"dirpath": ""}, "dirpath is empty"),
-        ({"dirpath": "spot://h:1/run"}, "memory="),
-        ({"dirpath": "x", "memory": "10.0.0.5:7070"}, "no node URL"),
-        ({"dirpath": "x", "memory": "spot://h:1/run"}, "name the node only"),
-        ({"dirpath": "x", "run": "a/b"}, "run name 'a/b'"),
-        ({"dirpath": "spot://h:1/run"}, "memory='spot://h:1'$"),
+        ({"dirpath": "spot://h:1/run"}, "servers="),
+        ({"dirpath": "x", "servers": "10.0.0.5:7070"}, "no URL of a snapshot server"),
+        ({"dirpath": "x", "servers": "spot://h:1/run"}, "name the server only"),
+        ({"dirpath": "x", "run_name": "a/b"}, "run name 'a/b'"),
+        ({"dirpath": "spot://h:1/run"}, "servers='spot://h:1'$"),
         ({"dirpath": "s3:/bucket/run"}, "two slashes, s3://bucket/run"),
         ({"dirpath": "s3:///run"}, "names no bucket, as s3://bucket/run-1 does: is a variable in it empty"),
         ({"dirpath": "$HOME/run"}, r"dirpath='\$HOME/run': \$HOME is not expanded, .*: give '/.*/run'$"),
@@ -509,18 +511,18 @@ def test_two_ranks(tmp_path: Path, warm_python: str) -> None:
         ({"dirpath": "az://box/[x]/run"}, r"takes the first folder, '\[x\]', for a host .* leave \[ and \] out of it"),
         ({"dirpath": "az://box/back\\slash"}, "a backslash in the name of an object"),
         ({"dirpath": None}, "dirpath=None"),
-        ({"dirpath": "x", "memory": "atuo"}, "memory='atuo' .* 'auto' or None"),
-        ({"dirpath": "x", "memory": 3}, "memory=3 is no node URL"),
-        ({"dirpath": "x", "memory": ["auto", "spot://h:1"]}, "name memory nodes only"),
-        ({"dirpath": "x", "run": 3}, "run name 3 is"),
+        ({"dirpath": "x", "servers": "atuo"}, "servers='atuo' is no URL"),
+        ({"dirpath": "x", "servers": 3}, "servers=3 is no URL"),
+        ({"dirpath": "x", "servers": "spot://h:1", "local_server": False}, "local_server=False with servers="),
+        ({"dirpath": "x", "run_name": 3}, "run name 3 is"),
         ({"dirpath": "x", "keep": 0}, "keep=0"),
         ({"dirpath": "x", "keep": "3"}, "keep='3': it is a whole number, at least 1"),
         ({"dirpath": "x", "keep": 1.5}, "keep=1.5: it is a whole number"),
-        ({"dirpath": "x", "durable_every_s": "1h"}, "^durable_every_s='1h': it is a number, at least 0$"),
-        ({"dirpath": "x", "flush_timeout_s": -1}, "flush_timeout_s=-1"),
-        ({"dirpath": "x", "max_stall_s": 0}, "^max_stall_s=0: it is a number, more than 0$"),
-        ({"dirpath": "x", "grace_s": "2min"}, "grace_s='2min'"),
-        ({"dirpath": "x", "strict": "no"}, "strict='no': it is True or False"),
+        ({"dirpath": "x", "min_upload_interval_s": "1h"}, "^min_upload_interval_s='1h': it is a number, at least 0$"),
+        ({"dirpath": "x", "upload_timeout_s": -1}, "upload_timeout_s=-1"),
+        ({"dirpath": "x", "server_call_timeout_s": 0}, "^server_call_timeout_s=0: it is a number, more than 0$"),
+        ({"dirpath": "x", "grace_period_s": "2min"}, "grace_period_s='2min'"),
+        ({"dirpath": "x", "on_error": "no"}, "on_error='no': it is 'warn' or 'raise'"),
         ({"dirpath": "x", "resume": "no"}, "resume='no': it is True or False"),
         ({"dirpath": "x", "device_buffer": "atuo"}, "device_buffer='atuo' is no size"),
         ({"dirpath": "x", "device_buffer": 0}, "device_buffer=0 is no size; .* or None for no buffer$"),
@@ -564,7 +566,7 @@ def test_without_a_node_nobody_is_said_to_go_on_trying(
 
     for name in ("put", "put_parts"):
         monkeypatch.setattr(LocalStore, name, fail)
-    trainer(spot(tmp_path, memory=None, flush_timeout_s=0.5), max_steps=3).fit(Net(), data())
+    trainer(spot(tmp_path, local_server=False, upload_timeout_s=0.5), max_steps=3).fit(Net(), data())
     (line,) = [text for text in caplog.messages if "not everything is durable" in text]
     assert "ends with it" in line
     assert "goes on trying" not in line
@@ -589,7 +591,7 @@ def test_a_trainer_goes_on_from_one_run_only(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"resume runs from .*/run-1 and from .*/run-1.*keep one.*resume=False"):
         trainer(one, other).fit(Net(), data())
     assert not manifests(tmp_path / "one")
-    second = SpotCheckpoint(str(tmp_path / "other" / "run-1"), memory=None, resume=False)
+    second = SpotCheckpoint(str(tmp_path / "other" / "run-1"), local_server=False, resume=False)
     trainer(one, second, max_epochs=1).fit(Net(), data())
     assert manifests(tmp_path / "one")[0].name == manifests(tmp_path / "other")[0].name
 
@@ -620,7 +622,7 @@ def test_our_hooks_come_last(tmp_path: Path, ours_first: bool) -> None:
                 self.net[0].weight.fill_(5.0)
 
     own = ModelCheckpoint(str(tmp_path / "mine"), save_last=True)
-    callbacks = [spot(tmp_path, memory=None), Swap(), own]
+    callbacks = [spot(tmp_path, local_server=False), Swap(), own]
     run = trainer(*(callbacks if ours_first else reversed(callbacks)))
     run.fit(Swapping(), data())
     assert isinstance(run.callbacks[-1], SpotCheckpoint)
@@ -644,7 +646,7 @@ def test_ctrl_c_flushes(tmp_path: Path) -> None:
                 raise KeyboardInterrupt
 
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        trainer(spot(tmp_path, memory=None), Interrupt()).fit(Net(), data())
+        trainer(spot(tmp_path, local_server=False), Interrupt()).fit(Net(), data())
     assert manifests(tmp_path)[0].step == 15
 
 
@@ -663,7 +665,9 @@ def test_state_that_is_not_safe_to_load_is_left_alone_until_a_hook_wants_it(tmp_
 
     with pytest.raises(Stop):
         trainer(spot(tmp_path), StopAt(16)).fit(Odd(), data())
-    with pytest.raises(NotSerialisable, match=r"thing of the snapshot is a tests\.test_fit\.Thing.*weights_only=False"):
+    with pytest.raises(
+        NotSerializableError, match=r"thing of the snapshot is a tests\.test_fit\.Thing.*weights_only=False"
+    ):
         trainer(spot(tmp_path)).fit(Wanting(), data())
     callback = spot(tmp_path)
     with pytest.raises(Stop):
@@ -685,13 +689,13 @@ def test_state_that_cannot_be_pickled_does_not_stop_training(tmp_path: Path, cap
     assert run.global_step == 20
     assert caplog.text.count("cannot be serialised") == 1
     assert manifests(tmp_path)[0].step == 9
-    with pytest.raises(NotSerialisable):
-        trainer(spot(tmp_path, strict=True, resume=False)).fit(Odd(), data())
+    with pytest.raises(NotSerializableError):
+        trainer(spot(tmp_path, on_error="raise", resume=False)).fit(Odd(), data())
 
 
 def test_unreachable_node(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "PATIENCE", Patience(first_pause_s=0.05))
-    settings = {"memory": "spot://127.0.0.1:9", "flush_timeout_s": 3.0}
+    settings = {"servers": "spot://127.0.0.1:9", "upload_timeout_s": 3.0}
     with pytest.raises(TierError, match=r"holds no snapshot.*127\.0\.0\.1:9.*resume=False"):
         trainer(spot(tmp_path, **settings)).fit(Net(), data())  # that node may hold what there is to resume from
     until(lambda: not starting.find_record(str(tmp_path / "run-1")).running(), "the node to end: it serves no attempt")
@@ -705,7 +709,7 @@ def test_two_runs_with_one_name(tmp_path: Path, warm_python: str) -> None:
     path = str(tmp_path / "run-1")
     code = (
         "import os, sys; from lightning_spot.client import starting; from lightning_spot.memory.runs import RunInfo\n"
-        f"host = starting.start({path!r}, 'run-1', slots=2, memory_bytes=2**26, idle_timeout_s=60)\n"
+        f"host = starting.start({path!r}, 'run-1', slots=2, memory_bytes=2**26, server_idle_timeout_s=60)\n"
         f"host.open_run(RunInfo(name='run-1', id='0123456789ab', location='file://{path}', attempt=1, token='t',"
         " pid=os.getpid()))\n"
         "print(os.getpid(), flush=True); sys.stdin.read()"
@@ -714,7 +718,7 @@ def test_two_runs_with_one_name(tmp_path: Path, warm_python: str) -> None:
         assert other.stdout is not None
         pid = int(other.stdout.readline())
         for _ in range(2):  # the first one that was refused, and left, took the run from the one that lives
-            with pytest.raises(RunBusy, match=f"pid {pid}"):
+            with pytest.raises(RunBusyError, match=f"pid {pid}"):
                 trainer(spot(tmp_path)).fit(Net(), data())
             new_process()
         other.kill()
@@ -728,7 +732,7 @@ def test_a_zombie_is_fenced_and_trains_on(tmp_path: Path, caplog: pytest.LogCapt
                 until(lambda: manifests(tmp_path), "a first one to be durable")
                 LocalStore(tmp_path / "run-1").claim(claim_of(2))
 
-    run = trainer(spot(tmp_path, flush_timeout_s=5.0), Successor())
+    run = trainer(spot(tmp_path, upload_timeout_s=5.0), Successor())
     with caplog.at_level("WARNING"):
         run.fit(Net(), data())
     assert run.global_step == 20
@@ -741,16 +745,16 @@ def test_a_zombie_is_fenced_and_trains_on(tmp_path: Path, caplog: pytest.LogCapt
 def test_who_is_overtaken_where_snapshots_are_committed_hears_of_it_at_the_end_too(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As several hosts are, by a memory node: the run ended without a word, and its node took it for complete."""
+    """As several hosts are, by a snapshot server: the run ended without a word, and its node took it for complete."""
     commit = Finishing._commit
 
     def refused(writer: Finishing, host: Host, pending: Pending) -> bool:
         if pending.manifest.step > 10:
-            raise Fenced("attempt 2 has taken over", run="run-1", attempt=1, current=2)
+            raise FencedError("attempt 2 has taken over", run="run-1", attempt=1, current=2)
         return commit(writer, host, pending)
 
     monkeypatch.setattr(Finishing, "_commit", refused)
-    run = trainer(spot(tmp_path, flush_timeout_s=5.0))
+    run = trainer(spot(tmp_path, upload_timeout_s=5.0))
     with caplog.at_level("INFO"), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         run.fit(Net(), data())

@@ -38,10 +38,10 @@ class Once(pl.Callback):
             self.look()
 
 
-@pytest.mark.parametrize("memory", ["auto", None])
-def test_a_child_that_leaves_through_fit_ends_nothing_of_its_parents(tmp_path: Path, memory: str | None) -> None:
+@pytest.mark.parametrize("local_server", [True, False])
+def test_a_child_that_leaves_through_fit_ends_nothing_of_its_parents(tmp_path: Path, local_server: bool) -> None:
     """It told the node that the trainer has left, wrote down that the attempt failed, or waited for ever for a lock."""
-    spot = SpotCheckpoint(str(tmp_path / "run"), memory=memory, interval=EverySteps(1), notices="signal")
+    spot = SpotCheckpoint(str(tmp_path / "run"), local_server=local_server, interval=EverySteps(1), notices="signal")
     parent, children, seen = os.getpid(), [], []
 
     def fork() -> None:
@@ -54,7 +54,7 @@ def test_a_child_that_leaves_through_fit_ends_nothing_of_its_parents(tmp_path: P
         assert os.waitstatus_to_exitcode(ended[1]) == LEFT
         attempt = spot.snapshots.snapshotter.writing.attempt  # type: ignore[union-attr] # it is there in a fit
         assert attempt is not None
-        if memory is not None:
+        if local_server:
             host: Any = attempt.writer.host
             (run,) = host._call("GET", "/v1/status")["runs"].values()
             seen.append(run["live"])
@@ -82,7 +82,7 @@ def test_a_callback_of_a_users_own_needs_no_hash() -> None:
 
 def test_a_child_can_be_told_to_end(tmp_path: Path) -> None:
     """The handlers of the training were the child's, too: it noted the signal, and ``join`` waited for ever."""
-    spot = SpotCheckpoint(str(tmp_path / "run"), memory=None, interval=EverySteps(3), notices="signal")
+    spot = SpotCheckpoint(str(tmp_path / "run"), local_server=False, interval=EverySteps(3), notices="signal")
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     handler = signal.getsignal(signal.SIGTERM)
 

@@ -350,7 +350,7 @@ class Target:
 def is_ours(got: bytes) -> bool:
     """Whether an answer of status 500 is an error that was foreseen: those that have no status of their own."""
     named = re.search(rb'"error": "(\w+)"', got)
-    return named is not None and named[1] != b"NodeFailed"
+    return named is not None and named[1] != b"ServerFailedError"
 
 
 def is_cut_short(sent: bytes) -> bool:
@@ -369,7 +369,7 @@ def over_tcp(tmp_path: Path) -> Iterator[Target]:
         "LIGHTNING_SPOT_RUNTIME_DIR": str(tmp_path),
         "LIGHTNING_SPOT_TOKEN": TOKEN,
     }
-    flags = ["--listen", "127.0.0.1:0", "--memory", "64MiB", "--flush-to", str(tmp_path / "below")]
+    flags = ["--listen", "127.0.0.1:0", "--memory-limit", "64MiB", "--storage", str(tmp_path / "below")]
     node = RunningNode(flags, tmp_path / "node.log", environment).wait_listening()
     yield Target(parse_spot_url(node.url)[0], node.process.pid, node.log)
     node.stop(9)
@@ -377,14 +377,16 @@ def over_tcp(tmp_path: Path) -> Iterator[Target]:
 
 @pytest.fixture
 def over_unix(tmp_path: Path) -> Iterator[Target]:
-    """An embedded node writes wherever a trainer says: no request here names a place."""
+    """An local server writes wherever a trainer says: no request here names a place."""
     record = NodeRecord(tmp_path, "0" * 16)
     environment = {
         "LIGHTNING_SPOT_SHM_DIR": "",
         "LIGHTNING_SPOT_RUNTIME_DIR": str(tmp_path),
         "LIGHTNING_SPOT_TOKEN": TOKEN,
     }
-    node = RunningNode(["--embedded", str(tmp_path), "0" * 16, "--memory", "64MiB"], tmp_path / "node.log", environment)
+    node = RunningNode(
+        ["--embedded", str(tmp_path), "0" * 16, "--memory-limit", "64MiB"], tmp_path / "node.log", environment
+    )
     until(lambda: _listens(record.http), "the node to listen")
     yield Target(Address(socket_path=str(record.http)), node.process.pid, node.log, record.fds)
     node.stop(9)

@@ -27,7 +27,14 @@ from lightning_spot.capture.split import Number
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import PROTOCOL_VERSION
-from lightning_spot.errors import NodeFailed, NodeRefused, ShareMissing, SnapshotFailed, SnapshotNotFound, SpotError
+from lightning_spot.errors import (
+    ServerFailedError,
+    ServerRefusedError,
+    ShareMissingError,
+    SnapshotFailedError,
+    SnapshotNotFoundError,
+    SpotError,
+)
 from lightning_spot.goodput import journal
 from lightning_spot.goodput.records import read_records
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -134,7 +141,7 @@ def test_who_waits_for_a_snapshot_that_fails_is_told_by_one_warning(
     done = desk.begin(1, desk.checkpoint(), complete=True)
     threading.Timer(0.5, waits.set).start()
     desk.writer.settle(SOON_S)
-    assert isinstance(done.exception(), SnapshotFailed)
+    assert isinstance(done.exception(), SnapshotFailedError)
     assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
         "snapshot step-000000001-attempt-0001-complete was not committed: MemoryError: none is left"
     ]
@@ -158,7 +165,7 @@ def test_a_node_that_could_not_be_told_of_a_share_sees_that_the_rank_has_gone() 
     """It would wait for that share for ten minutes, and no other snapshot could begin."""
     failed, left = threading.Event(), threading.Event()
     placed = once(lambda *_: None, failed)
-    host = cast(Host, SimpleNamespace(max_stall_s=1.0, join=Mock(), placed=placed, disconnect=left.set))
+    host = cast(Host, SimpleNamespace(server_call_timeout_s=1.0, join=Mock(), placed=placed, disconnect=left.set))
     rank = Filling(host, lambda: host)
     assert rank.begin("step-1").done.result(SOON_S) is None
     assert failed.is_set()
@@ -168,11 +175,12 @@ def test_a_node_that_could_not_be_told_of_a_share_sees_that_the_rank_has_gone() 
 
 
 @pytest.mark.parametrize(
-    ("error", "leaves"), [(NodeFailed("for want of memory"), True), (ShareMissing("there will be none"), False)]
+    ("error", "leaves"),
+    [(ServerFailedError("for want of memory"), True), (ShareMissingError("there will be none"), False)],
 )
 def test_a_node_that_could_not_be_asked_for_a_share_sees_that_the_rank_has_gone(error: SpotError, leaves: bool) -> None:
     left = Mock()
-    host = cast(Host, SimpleNamespace(max_stall_s=1.0, join=Mock(side_effect=error), disconnect=left))
+    host = cast(Host, SimpleNamespace(server_call_timeout_s=1.0, join=Mock(side_effect=error), disconnect=left))
     rank = Filling(host, lambda: host)
     assert rank.begin("step-1").done.exception(SOON_S) is error
     assert left.called is leaves
@@ -182,8 +190,8 @@ def test_a_node_that_could_not_be_asked_for_a_share_sees_that_the_rank_has_gone(
 def test_a_tier_is_asked_again_whatever_fails_in_that() -> None:
     failed, bounds = threading.Event(), Patience(first_pause_s=0.01)
     assert patiently(once(lambda: 7, failed), bounds, "a tier") == 7
-    with pytest.raises(SnapshotNotFound):  # it has answered
-        patiently(Mock(side_effect=[SnapshotNotFound("none"), 7]), bounds, "a tier")
+    with pytest.raises(SnapshotNotFoundError):  # it has answered
+        patiently(Mock(side_effect=[SnapshotNotFoundError("none"), 7]), bounds, "a tier")
     with pytest.raises(MemoryError):
         patiently(Mock(side_effect=MemoryError), bounds, "a tier")
 
@@ -224,10 +232,10 @@ def test_a_node_that_fails_at_a_request_says_so_and_is_asked_again(
         monkeypatch.setattr(node, "flush", once(whole, threading.Event()))
         assert client.call("POST", "/v1/flush", body, again=True) == {"unreached": []}
         monkeypatch.setattr(node, "flush", once(whole, threading.Event()))
-        with pytest.raises(NodeFailed, match=r"^the memory node failed \(MemoryError: none is left\)$"):
+        with pytest.raises(ServerFailedError, match=r"^the snapshot server failed \(MemoryError: none is left\)$"):
             client.call("POST", "/v1/flush", body)
         monkeypatch.setattr(node, "flush", Mock(side_effect=MemoryError("for good")))
-        with pytest.raises(NodeFailed, match="for good"):
+        with pytest.raises(ServerFailedError, match="for good"):
             client.call("POST", "/v1/flush", body, again=True)
         client.close()
     assert len([record for record in caplog.records if "failed unexpectedly" in record.getMessage()]) == 4
@@ -290,8 +298,8 @@ def test_the_ring_is_left_whatever_fails_at_the_end(tmp_path: Path, monkeypatch:
         leave(host, complete=complete)
 
     monkeypatch.setattr(InProcessHost, "leave", noted)
-    monkeypatch.setattr(Ending, "_flush", Mock(side_effect=NodeRefused("no", status=400)))
-    fit(tmp_path / "run", durable_every_s=60.0)
+    monkeypatch.setattr(Ending, "_flush", Mock(side_effect=ServerRefusedError("no", status=400)))
+    fit(tmp_path / "run", min_upload_interval_s=60.0)
     assert left == [False]
 
 

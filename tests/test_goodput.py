@@ -36,7 +36,7 @@ from lightning_spot import (
 )
 from lightning_spot.cli import doctor, main
 from lightning_spot.config import read_environment
-from lightning_spot.errors import NodeUnreachable, SettingsError
+from lightning_spot.errors import ServerUnreachableError, SettingsError
 from lightning_spot.fit.pacing import Pacing
 from lightning_spot.goodput.journal import Journal
 from lightning_spot.goodput.ledger import (
@@ -91,12 +91,12 @@ def test_a_machine_whose_clock_is_wrong_is_no_day_of_downtime(wrong_s: float) ->
 def test_the_ledger_by_hand() -> None:
     first = attempt(1, 0.0, 10.0, (0, 100), 110.0)
     second = attempt(2, 130.0, None, (0, 0), 135.0)  # taken away before it trained
-    third = attempt(3, 140.0, 150.0, (80, 180), 252.0, stall_s=2.0, restore_s=4.0)
+    third = attempt(3, 140.0, 150.0, (80, 180), 252.0, blocked_s=2.0, restore_s=4.0)
     parts = spent([first, second, third])
-    assert (parts[0].start_s, parts[0].restore_s, parts[0].down_s) == (10.0, 0.0, 20.0)
-    assert (parts[1].start_s, parts[1].down_s, parts[1].productive_s) == (5.0, 5.0, 0.0)
-    assert (parts[2].start_s, parts[2].restore_s) == (6.0, 4.0)
-    assert (parts[2].stall_s, parts[2].productive_s) == (2.0, 100.0)
+    assert (parts[0].startup_s, parts[0].restore_s, parts[0].down_s) == (10.0, 0.0, 20.0)
+    assert (parts[1].startup_s, parts[1].down_s, parts[1].productive_s) == (5.0, 5.0, 0.0)
+    assert (parts[2].startup_s, parts[2].restore_s) == (6.0, 4.0)
+    assert (parts[2].blocked_s, parts[2].productive_s) == (2.0, 100.0)
     whole = total(parts)
     assert whole.total_s == 252.0
     assert whole.goodput == pytest.approx((whole.productive_s) / 252.0)
@@ -165,7 +165,7 @@ def test_records_are_read_in_order_and_damaged_ones_left_out(tmp_path: Path, cap
 
 def test_metric() -> None:
     goodput = Goodput()
-    goodput.update(productive_s=90.0, stall_s=1.0, lost_s=4.0, restore_s=2.0, down_s=3.0)
+    goodput.update(productive_s=90.0, blocked_s=1.0, lost_s=4.0, restore_s=2.0, down_s=3.0)
     assert goodput.compute() == pytest.approx(0.9)
     goodput.update(productive_s=100.0)
     assert goodput.compute() == pytest.approx(0.95)
@@ -184,7 +184,8 @@ def test_metric() -> None:
 # -- the monitor ------------------------------------------------------------------------------------------------------
 
 
-LOGGED = ("goodput", "stall_s", "lost_s", "down_s")
+BADPUT = [f"badput_{kind}_s" for kind in ("blocked", "lost", "restore", "startup", "down")]
+LOGGED = ("goodput", *BADPUT, "last_committed_step", "snapshot_blocked_ms")
 
 
 class Slow(pl.Callback):
@@ -235,7 +236,7 @@ def test_the_report_shows_replicas_where_there_were_some(tmp_path: Path, capsys:
         assert ("REPLICAS" in capsys.readouterr().out) is (replicas > 1)
     assert main(["report", url, "--json"]) == 0
     assert [item["replicas"] for item in json.loads(capsys.readouterr().out)["attempts"]] == [1, 2]
-    named = RemoteSnapshot(url, memory=["spot://a:1", "spot://b:1"], replicas=2)
+    named = RemoteSnapshot(url, servers=["spot://a:1", "spot://b:1"], replicas=2)
     assert (named.replicas, RemoteSnapshot(url).replicas) == (2, 0)
 
 
@@ -295,7 +296,7 @@ def test_a_clock_that_is_set_in_mid_training_is_no_training(
 def test_what_an_attempt_reached_is_on_this_host(tmp_path: Path) -> None:
     record = attempt(7, 100.0, 110.0, (5, 5), 110.0)
     for step in range(6, 60):
-        record.step, record.unix_s, record.stall_s = step, 110.0 + step, step / 100
+        record.step, record.unix_s, record.blocked_s = step, 110.0 + step, step / 100
         if step % 20 == 0:
             record.begin_snapshot(step, record.unix_s)
         keep_reached(str(tmp_path), record)
@@ -546,9 +547,9 @@ def test_three_attempts_two_of_them_killed(tmp_path: Path, capsys: Said, warm_py
     told = json.loads(capsys.readouterr().out)
     first = told["attempts"][0]["spent"]
     trained = records[0].unix_s - (records[0].trained_unix_s or 0)
-    assert first["productive_s"] + first["lost_s"] + first["stall_s"] == pytest.approx(trained)
+    assert first["productive_s"] + first["lost_s"] + first["blocked_s"] == pytest.approx(trained)
     lost_share = (records[0].unix_s - dict(records[0].snapshots)[10]) / trained
-    assert first["lost_s"] == pytest.approx((trained - first["stall_s"]) * lost_share)
+    assert first["lost_s"] == pytest.approx((trained - first["blocked_s"]) * lost_share)
     assert main(["report", url]) == 0
     said = capsys.readouterr().out
     assert "0 to 13" in said
@@ -586,7 +587,7 @@ def test_goodput_is_logged_from_the_first_row_or_not_at_all(tmp_path: Path) -> N
             ) -> None:
                 shown[name] = list(trainer.progress_bar_callback.get_metrics(trainer, module))
 
-        spot = SpotCheckpoint(str(tmp_path / name), memory=None, notices=None, log_goodput=wanted)
+        spot = SpotCheckpoint(str(tmp_path / name), local_server=False, notices=None, log_goodput=wanted)
         logger = CSVLogger(str(tmp_path), name="log", version=name, flush_logs_every_n_steps=1)
         bar = {"enable_progress_bar": True, "log_every_n_steps": 1, "max_steps": 3}
         trainer(spot, Look(), logger=logger, **bar).fit(Logging(), data())
@@ -676,7 +677,7 @@ def test_that_a_monitor_is_not_logged_is_said_before_the_first_epoch_is_over(
         found.append(f"step {net.global_step}: {text.partition('would.')[2].strip()}")
 
     monkeypatch.setattr("lightning_spot.fit.pacing.rank_zero_warn", note)
-    spot = RemoteSnapshot(str(tmp_path / "run"), memory=None, interval=ConvergenceAware(monitor=monitor))
+    spot = RemoteSnapshot(str(tmp_path / "run"), local_server=False, interval=ConvergenceAware(monitor=monitor))
     checks = {"val_check_interval": 5, "limit_val_batches": 1}
     settings = {"limit_train_batches": 15, **checks} if validates else {"limit_train_batches": 120}
     trainer(spot, max_epochs=1, **settings).fit(net, data(120), data(1) if validates else None)
@@ -805,7 +806,7 @@ def test_doctor_with_a_node(tmp_path: Path, capsys: Said, start_node: Callable[.
     arguments = [
         "doctor",
         str(tmp_path / "run"),
-        "--memory",
+        "--server",
         node.url,
         "--sample",
         "4MB",
@@ -816,11 +817,11 @@ def test_doctor_with_a_node(tmp_path: Path, capsys: Said, start_node: Callable[.
     assert main(arguments) == 0
     told = json.loads(capsys.readouterr().out)
     assert set(told["tiers_bytes_per_s"]) == {node.url, str(tmp_path / "run")}
-    outlook = told["outlook"]["with the memory node"]
-    assert outlook["loss_s"] == pytest.approx(outlook["interval_s"] / 2 + outlook["safe_s"] - outlook["stall_s"])
+    outlook = told["outlook"]["with the snapshot server"]
+    assert outlook["loss_s"] == pytest.approx(outlook["interval_s"] / 2 + outlook["safe_s"] - outlook["blocked_s"])
     assert outlook["loss_s"] == outlook["behind_s"][node.url]
     assert list(outlook["behind_s"]) == ["memory of the host", node.url, str(tmp_path / "run")]
-    assert any("memory node saves" in line for line in told["advice"])
+    assert any("snapshot server saves" in line for line in told["advice"])
 
 
 def test_doctor_with_replicas(tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -830,39 +831,39 @@ def test_doctor_with_replicas(tmp_path: Path, capsys: Said, monkeypatch: pytest.
 
     def speed(store: Any, _nbytes: int) -> float:
         if not any(str(store.url).startswith(url) for url in works):
-            raise NodeUnreachable("no memory node answers")
+            raise ServerUnreachableError("no snapshot server answers")
         return 1e9 if store.url.startswith("spot://") else 1e6
 
     monkeypatch.setattr(doctor, "store_speed", speed)
     monkeypatch.setattr(doctor, "node_speed", lambda _url, _nbytes: 1e9)
     monkeypatch.setattr(doctor, "why_not_carried", lambda _node, _url: "")
     monkeypatch.setattr(doctor, "memory_limit_bytes", lambda _limit: 2 * 10**9)
-    command = ["doctor", str(tmp_path / "run"), "--sample", "1MB", "--snapshot-size", "500MB", "--memory", nodes[0]]
+    command = ["doctor", str(tmp_path / "run"), "--sample", "1MB", "--snapshot-size", "500MB", "--server", nodes[0]]
     assert main([*command, "--replicas", "2"]) == 2
-    assert "--replicas=2: each replica is at a node of its own, and --memory names 1 of them" in capsys.readouterr().err
-    assert main([*command, "--memory", nodes[1], "--replicas", "2"]) == 0
+    assert "--replicas=2: each replica is at a node of its own, and --server names 1 of them" in capsys.readouterr().err
+    assert main([*command, "--server", nodes[1], "--replicas", "2"]) == 0
     said = capsys.readouterr().out
-    assert f"memory={nodes!r}, replicas=2)" in said
+    assert f"servers={nodes!r}, replicas=2)" in said
     assert "at the same time: 2.00 GB/s" in said
     assert "5 slots need" in said
     works.remove(nodes[1])
-    assert main([*command, "--memory", nodes[1], "--replicas", "2"]) == 1
+    assert main([*command, "--server", nodes[1], "--replicas", "2"]) == 1
     said = capsys.readouterr().out
-    assert f"memory={nodes[:1]!r})" in said
+    assert f"servers={nodes[:1]!r})" in said
     assert "slots need" not in said  # four fit
 
 
 def test_doctor_says_which_nodes_carry_runs_on(
     tmp_path: Path, capsys: Said, start_node: Callable[..., RunningNode]
 ) -> None:
-    carries, does_not = start_node("--allow", str(tmp_path)), start_node()
+    carries, does_not = start_node("--allow-storage", str(tmp_path)), start_node()
     command = ["doctor", str(tmp_path / "run"), "--sample", "1MB"]
     for node in (carries, does_not):
-        command += ["--memory", node.url]
+        command += ["--server", node.url]
     assert main([*command, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert set(told["not_carried"]) == {does_not.url}
-    assert "--allow" in told["not_carried"][does_not.url]
+    assert "--allow-storage" in told["not_carried"][does_not.url]
     assert told["nodes_together_bytes_per_s"] > 0
     assert main(command) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -872,12 +873,12 @@ def test_doctor_says_which_nodes_carry_runs_on(
 
 
 def test_doctor_names_a_tier_that_fails(tmp_path: Path, capsys: Said) -> None:
-    assert main(["doctor", str(tmp_path / "run"), "--memory", "spot://127.0.0.1:9", "--sample", "1MB"]) == 1
+    assert main(["doctor", str(tmp_path / "run"), "--server", "spot://127.0.0.1:9", "--sample", "1MB"]) == 1
     said = capsys.readouterr().out
-    assert "spot://127.0.0.1:9: no memory node answers" in said
-    assert "lightning-spot node --listen" in said
-    assert "memory=" not in said  # what does not work is not recommended
-    assert "the memory node on this host:" not in said  # that one works, with a small sample, too
+    assert "spot://127.0.0.1:9: no snapshot server answers" in said
+    assert "lightning-spot serve --listen" in said
+    assert "servers=" not in said  # what does not work is not recommended
+    assert "the snapshot server on this host:" not in said  # that one works, with a small sample, too
 
 
 def test_doctor_says_that_a_bucket_cannot_be_used(

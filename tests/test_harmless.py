@@ -17,7 +17,7 @@ import torch
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.capture import unforeseen
 from lightning_spot.capture.unforeseen import UnforeseenFailures, failure_of, is_of_user
-from lightning_spot.errors import RingFull, SnapshotFailed
+from lightning_spot.errors import RingFullError, SnapshotFailedError
 from lightning_spot.fit.harmless import Harmless
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.local import LocalStore
@@ -38,7 +38,7 @@ def _no_profile() -> Iterator[None]:
 
 def fit(root: Path, *callbacks: pl.Callback, **settings: Any) -> tuple[Net, SpotCheckpoint]:
     pl.seed_everything(1, verbose=False)
-    spot = SpotCheckpoint(str(root), memory=None, interval=EverySteps(1), notices=None, **settings)
+    spot = SpotCheckpoint(str(root), local_server=False, interval=EverySteps(1), notices=None, **settings)
     net = Net()
     trainer(*callbacks, spot, max_epochs=1, limit_val_batches=2).fit(net, data(BATCHES), data(2))
     return net, spot
@@ -102,7 +102,7 @@ def test_a_snapshot_that_failed_is_counted_and_said_once_and_the_next_is_taken(
     _, spot = fit(tmp_path / "run", Strike("capture/writer:SnapshotWriter.begin", MemoryError()), on_full="wait")
     said = [record.getMessage() for record in caplog.records if "no snapshot now" in record.getMessage()]
     assert said == ["lightning_spot: no snapshot now, training goes on: MemoryError"]
-    assert spot.skipped == 1
+    assert spot.num_skipped == 1
     assert spot.last_committed_step == BATCHES
 
 
@@ -159,7 +159,7 @@ class Users(pl.Callback):
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_error_of_the_users_code_ends_the_training_as_it_does_in_lightning(tmp_path: Path, strict: bool) -> None:
     with pytest.raises(MemoryError, match="of the user"):
-        fit(tmp_path / "run", Users(), on_full="wait", strict=strict)
+        fit(tmp_path / "run", Users(), on_full="wait", on_error="raise" if strict else "warn")
     assert LocalStore(tmp_path / "run").survey().manifests[0].step == 6
     _, spot = fit(tmp_path / "run")
     assert spot.resumed_from is not None
@@ -167,8 +167,12 @@ def test_an_error_of_the_users_code_ends_the_training_as_it_does_in_lightning(tm
 
 
 def test_where_it_is_wished_so_an_error_of_ours_is_raised(tmp_path: Path) -> None:
-    with pytest.raises(SnapshotFailed, match="none is left"):
-        fit(tmp_path / "run", Strike("capture/writer:SnapshotWriter.begin", MemoryError("none is left")), strict=True)
+    with pytest.raises(SnapshotFailedError, match="none is left"):
+        fit(
+            tmp_path / "run",
+            Strike("capture/writer:SnapshotWriter.begin", MemoryError("none is left")),
+            on_error="raise",
+        )
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
@@ -194,9 +198,9 @@ def test_whose_error_it_is() -> None:
     assert is_of_user(caught(users))
     ours = caught(lambda: None if torch.zeros(2).reshape(3) is None else 1)
     assert is_of_user(ours)  # the lambda is this file's
-    assert failure_of(RingFull("full")).args == ("full",)
+    assert failure_of(RingFullError("full")).args == ("full",)
     left = unforeseen.as_failure(MemoryError())
-    assert (type(left), str(left)) == (SnapshotFailed, "MemoryError")
+    assert (type(left), str(left)) == (SnapshotFailedError, "MemoryError")
 
 
 def test_copying_is_not_spread_any_more_where_that_fails(caplog: pytest.LogCaptureFixture) -> None:
@@ -281,8 +285,10 @@ def test_an_error_of_ours_at_the_end_loses_nothing_that_is_committed(
 ) -> None:
     """What is in this process only is brought to the durable tier all the same, and the ring is let go."""
     strike, before = AtException(where, MemoryError("none is left"), step=12), threads()
-    with pytest.raises((MemoryError, SnapshotFailed) if strict else ArithmeticError):
-        fit(tmp_path / "run", strike, durable_every_s=60.0, on_full="wait", strict=strict)
+    with pytest.raises((MemoryError, SnapshotFailedError) if strict else ArithmeticError):
+        fit(
+            tmp_path / "run", strike, min_upload_interval_s=60.0, on_full="wait", on_error="raise" if strict else "warn"
+        )
     assert not strike.left, "it was not called"
     assert LocalStore(tmp_path / "run").survey().manifests[0].step == 12
     said = [record for record in caplog.records if "none is left" in record.getMessage()]

@@ -13,7 +13,7 @@ import pytest
 from lightning_spot.capture.ending import paces_of
 from lightning_spot.client import starting
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.errors import Fenced, RingFull, SettingsError, TierError
+from lightning_spot.errors import FencedError, RingFullError, SettingsError, TierError
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.interval.costs import Failure
 from lightning_spot.memory import replication
@@ -28,7 +28,7 @@ BEHIND = "spot://behind:7070"
 
 
 class WithNode(Bench):
-    """A node on a trainer's host, and a memory node with two slots which may not write to the durable tier."""
+    """A node on a trainer's host, and a snapshot server with two slots which may not write to the durable tier."""
 
     def __init__(self, root: Path, allow: list[str]) -> None:
         self.far: dict[str, GatedStore] = {}
@@ -89,7 +89,7 @@ def test_the_last_word_is_said_when_the_trainers_node_ends(make: Callable[..., W
     until(lambda: bench.node.status()["runs"][RUN]["node"], "the chain")
     bench.tier().open.clear()
     bench.save(1)
-    until(lambda: bench.memory_node.committed(RUN), "the memory node to have it")
+    until(lambda: bench.memory_node.committed(RUN), "the snapshot server to have it")
     assert not bench.memory_node.committed(RUN)[0].settled  # it is not durable yet
     bench.tier().open.set()
     assert bench.flush() == []
@@ -106,7 +106,7 @@ def test_only_what_is_superseded_or_durable_is_let_go(tmp_path: Path) -> None:
         bench.node.settle(RUN, 2, snapshot_name(3, 2), "1" * 12)
         settled = {slot.manifest.step for slot in bench.node.committed(RUN) if slot.manifest and slot.settled}
         assert settled == {1, 3} & set(bench.committed())
-        with pytest.raises(Fenced):
+        with pytest.raises(FencedError):
             bench.node.settle(RUN, 1, snapshot_name(5, 2), "1" * 12)
         with pytest.raises(SettingsError, match="names no snapshot"):
             bench.node.settle(RUN, 2, "best.ckpt", "1" * 12)
@@ -139,13 +139,13 @@ def test_a_full_ring_says_why(tmp_path: Path) -> None:
         bench.tier().open.clear()
         bench.save(1)
         bench.node.lease(RUN, 1, 1000)
-        with pytest.raises(RingFull) as found:
+        with pytest.raises(RingFullError) as found:
             bench.node.lease(RUN, 1, 1000)
         assert "none of 3 slots" in str(found.value)
         assert f"1 not at {bench.tier().url} yet" in str(found.value)
         assert "1 being filled" in str(found.value)
         assert "1 the newest of its run and safe nowhere else" in str(found.value)
-        assert "--run-memory" not in str(found.value)
+        assert "--run-memory-limit" not in str(found.value)
     finally:
         bench.close()
 
@@ -155,7 +155,7 @@ def test_a_run_that_has_used_up_its_share_is_told(tmp_path: Path) -> None:
     try:
         bench.open(durable=False)
         bench.save(1, nbytes=900_000)
-        with pytest.raises(RingFull, match=r"one run may use .* \(--run-memory\)"):
+        with pytest.raises(RingFullError, match=r"one run may use .* \(--run-memory-limit\)"):
             bench.save(2, nbytes=900_000)
     finally:
         bench.close()
@@ -260,7 +260,7 @@ def test_a_node_is_given_the_time_that_its_slots_take(
     with open(area / "slot-0.img", "wb") as image:
         image.truncate(12 * 10**9)  # a minute; it has no blocks, and no record
     monkeypatch.setattr("lightning_spot.protocol.record.read_environment", lambda: _Environment(runtime_dir))
-    host = starting.start(url, RUN, slots=2, memory_bytes=MIB, idle_timeout_s=0.1)
+    host = starting.start(url, RUN, slots=2, memory_bytes=MIB, server_idle_timeout_s=0.1)
     host.disconnect()
     until(lambda: not record.running(), "the node to end")
 

@@ -1,4 +1,5 @@
-"""A trainer's host and two memory nodes, each on a machine of its own: what is lost, cut and killed, and what is left.
+"""A trainer's host and two snapshot servers, each on a machine of its own: what is lost, cut and killed, and what is
+left.
 
 Machines are network namespaces; a lost one takes its processes and its memory with it. What the nodes hold is all there
 is: snapshots come to the durable tier too rarely to matter, but where a test is about that.
@@ -54,7 +55,7 @@ class Cluster:
 
     def start_node(self, host: str) -> None:
         log = self.root / f"{host}-{time.monotonic_ns()}.log"
-        self.nodes[host] = listening(self.network, host, 7070, log, "--allow", str(self.root / "bucket"))
+        self.nodes[host] = listening(self.network, host, 7070, log, "--allow-storage", str(self.root / "bucket"))
 
     def train(self, **more: Any) -> None:
         """Start the trainer: a snapshot at every step, kept at both nodes."""
@@ -65,10 +66,10 @@ class Cluster:
             "elements": ELEMENTS,
             "pace_s": 0.02,
             "slots": 5,
-            "memory": list(self.nodes.values()),
+            "servers": list(self.nodes.values()),
             "replicas": 2,
-            "durable_every_s": 3600.0,
-            "flush_timeout_s": WAIT_S,
+            "min_upload_interval_s": 3600.0,
+            "upload_timeout_s": WAIT_S,
             **more,
         }
         self.zygote.spawn(**request, machine=self.network.machine(TRAINER))
@@ -238,7 +239,7 @@ def test_the_trainers_link_is_cut(cluster: Cluster) -> None:
 
 def test_the_node_that_carries_the_run_on_is_lost_before_it_has(cluster: Cluster) -> None:
     """Then the other one does; and what it has becomes durable with the trainer's machine gone as well."""
-    cluster.train(durable_every_s=0.0)
+    cluster.train(min_upload_interval_s=0.0)
     cluster.resumed()
     cluster.wait_safe(3, LEFT, RIGHT)
     carrier = next(host for host, url in cluster.nodes.items() if _carries(cluster, url))

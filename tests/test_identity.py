@@ -16,7 +16,7 @@ import torch
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import MOST_NODES
-from lightning_spot.errors import Fenced, SettingsError
+from lightning_spot.errors import FencedError, SettingsError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.joint import SpreadPlace
@@ -90,18 +90,18 @@ def test_identity_is_in_the_claims_or_in_the_place(
 @pytest.mark.parametrize("spelled", ["s3a://b/team/run-1", "s3://b//team/run-1/", "S3://b/team//run-1//"])
 def test_one_place_has_one_run_and_one_node_however_it_is_written(spelled: str) -> None:
     """It was taken for a copied run, and trained anew."""
-    first, again = Location.of("s3://b/team/run-1", "auto", None), Location.of(spelled, "auto", None)
+    first, again = Location.of("s3://b/team/run-1"), Location.of(spelled)
     assert again == first
     assert refusal("s3a://b/team/run-1", ["s3://b/team"]) == ""
-    assert Location.of("gcs://b/run-1", None, None) == Location.of("gs://b/run-1", None, None)
+    assert Location.of("gcs://b/run-1", local_server=False) == Location.of("gs://b/run-1", local_server=False)
 
 
 def test_a_run_may_have_as_many_nodes_as_requests_have_room_for() -> None:
     """Of 48 with names as clouds give them, a node took the run, and refused each of its snapshots."""
     nodes = [f"spot://ip-10-0-{n}-12.eu-central-1.compute.internal:7070" for n in range(MOST_NODES + 1)]
-    with pytest.raises(SettingsError, match="names 65 memory nodes: a run has 64 at most"):
-        Location.of("/data/run-1", nodes, None)
-    kept = Location.of("/data/run-1", nodes[:-1], None).nodes
+    with pytest.raises(SettingsError, match="names 65 snapshot servers: a run has 64 at most"):
+        Location.of("/data/run-1", servers=nodes)
+    kept = Location.of("/data/run-1", servers=nodes[:-1]).servers
     at = SpreadPlace(2, tuple(f"{node}/{'x' * 128}@{'0' * 12}" for node in kept)).at
     assert place({"at": at}) == at
     with pytest.raises(SettingsError, match="at is no text of at most"):
@@ -113,7 +113,7 @@ def test_a_dirpath_is_what_an_object_of_the_file_system_names() -> None:
         def __fspath__(self) -> str:
             return "/data/run-1"
 
-    assert Location.of(Folder(), None, None).url == "/data/run-1"  # its str() named no folder of anybody's
+    assert Location.of(Folder(), local_server=False).url == "/data/run-1"  # its str() named no folder of anybody's
 
 
 def test_the_next_attempt_lies_above_all_that_was_seen() -> None:
@@ -127,7 +127,7 @@ def snapshots(path: Path) -> list[Manifest]:
 
 
 def spot(path: Path, **more: Any) -> SpotCheckpoint:
-    settings = {"interval": EverySteps(3), "memory": None, "on_full": "wait", "notices": None}
+    settings = {"interval": EverySteps(3), "local_server": "servers" in more, "on_full": "wait", "notices": None}
     return SpotCheckpoint(str(path), **{**settings, **more})
 
 
@@ -148,11 +148,11 @@ def test_two_runs_whose_paths_end_alike_live_side_by_side(
 ) -> None:
     node = start_node()
     mine, theirs = tmp_path / "teamA" / "exp-1" / "seed-1", tmp_path / "teamB" / "exp-9" / "seed-1"
-    train(mine, 25, memory=node.url)
-    other, first = train(theirs, 7, memory=node.url)
+    train(mine, 25, servers=node.url)
+    other, first = train(theirs, 7, servers=node.url)
     assert (other.resumed_from, first, other.attempt) == (None, 0, 1)
     shutil.rmtree(mine / snapshots(mine)[0].name)  # what the node holds is needed
-    again, first = train(mine, memory=node.url)
+    again, first = train(mine, servers=node.url)
     assert (first, again.attempt) == (24, 2)
     assert snapshots(mine)[0].complete
     listed = node_runs(node)
@@ -178,7 +178,7 @@ def run_ids(path: Path) -> set[str]:
 def test_a_directory_of_the_same_path_on_another_machine_is_not_taken_for_this_one(
     tmp_path: Path, start_node: Callable[..., RunningNode]
 ) -> None:
-    """Two jobs in containers, each with a volume of its own at the same path, share a memory node."""
+    """Two jobs in containers, each with a volume of its own at the same path, share a snapshot server."""
     node, path = start_node(), tmp_path / "run-1"
     other = RunInfo(name="run-1", id="b" * 12, location=f"file://{path}", attempt=4, token="t", host="another-machine")
     store = open_store(f"{node.url}/{other.text}")
@@ -186,12 +186,12 @@ def test_a_directory_of_the_same_path_on_another_machine_is_not_taken_for_this_o
     store.open_run(other)
 
     def spot(**more: Any) -> SpotCheckpoint:
-        return SpotCheckpoint(str(path), interval=EverySteps(3), memory=node.url, notices=None, **more)
+        return SpotCheckpoint(str(path), interval=EverySteps(3), servers=node.url, notices=None, **more)
 
     for _ in range(2):  # the first refusal has not made it a run of its own
-        with pytest.raises(SettingsError, match=r"run-1@b+.*another-machine.*run='run-1'.*resume=False"):
+        with pytest.raises(SettingsError, match=r"run-1@b+.*another-machine.*run_name='run-1'.*resume=False"):
             trainer(spot()).fit(Net(), data())
-    named = spot(run="run-1")
+    named = spot(run_name="run-1")
     with pytest.raises(Stop):
         trainer(named, StopAt(2)).fit(Net(), data())
     assert named.attempt == 5
@@ -215,7 +215,7 @@ def test_a_moved_directory_is_the_same_run(tmp_path: Path) -> None:
     train(tmp_path / "run-1", 10)
     before = run_ids(tmp_path / "run-1")
     (tmp_path / "run-1").rename(tmp_path / "elsewhere")
-    moved, first = train(tmp_path / "elsewhere", 20, run="run-1")
+    moved, first = train(tmp_path / "elsewhere", 20, run_name="run-1")
     assert (first, moved.attempt) == (9, 2)
     assert run_ids(tmp_path / "elsewhere") == before
 
@@ -238,13 +238,13 @@ def test_without_claims_no_restart_goes_back(tmp_path: Path, loss: str) -> None:
 
 
 def test_attempts_that_begin_at_once_get_numbers_of_their_own(tmp_path: Path) -> None:
-    found = survey(Location.of(str(tmp_path / "run-1"), None, None))
+    found = survey(Location.of(str(tmp_path / "run-1"), local_server=False))
 
     def begin() -> RunInfo:
         own = replace(found, identity=replace(found.identity, run_id=new_id()))  # each has looked by itself
         host = InProcessHost(slots=2, memory_bytes=2**24, open_store=open_store)
         try:
-            info, _ = begin_attempt(own, host, keep=2, durable_every_s=0.0, compression=None, replicas=1)
+            info, _ = begin_attempt(own, host, keep=2, min_upload_interval_s=0.0, compression="off", replicas=1)
             assert [run["id"] for run in host._node.listed()] == [info.id]
             return info
         finally:
@@ -252,21 +252,21 @@ def test_attempts_that_begin_at_once_get_numbers_of_their_own(tmp_path: Path) ->
 
     begun = [begin() for _ in range(3)]
     assert [info.attempt for info in begun] == [1, 2, 3]  # all have seen the same
-    assert len({info.id for info in begun}) == 1  # else memory nodes would take them for three runs, and fence none
+    assert len({info.id for info in begun}) == 1  # else snapshot servers would take them for three runs, and fence none
     store = LocalStore(tmp_path / "run-1")
     assert store.claimed() == 3
     newest = store.newest_claim()
     assert newest is not None
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         store.claim(replace(newest, digest="another"))
 
 
 def test_a_tier_that_could_not_be_read_leaves_room_and_is_claimed_later(tmp_path: Path) -> None:
     path = tmp_path / "run-1"
     train(path, 7)
-    found = replace(survey(Location.of(str(path), None, None)), durable=None, claim=None, answers=[])
+    found = replace(survey(Location.of(str(path), local_server=False)), durable=None, claim=None, answers=[])
     host = InProcessHost(slots=2, memory_bytes=2**24, open_store=open_store)
-    info, is_claimed = begin_attempt(found, host, keep=2, durable_every_s=0.0, compression=None, replicas=1)
+    info, is_claimed = begin_attempt(found, host, keep=2, min_upload_interval_s=0.0, compression="off", replicas=1)
     watch = ClaimWatch(str(path), info.claim(), is_made=is_claimed, fenced=lambda error: pytest.fail(str(error)))
     try:
         assert info.attempt == JUMP

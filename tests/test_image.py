@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_spot.config import parse_bytes
-from lightning_spot.errors import CorruptManifest, CorruptSnapshot, SettingsError, SnapshotNotFound
+from lightning_spot.errors import CorruptManifestError, CorruptSnapshotError, SettingsError, SnapshotNotFoundError
 from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_order
 from lightning_spot.image.parts import checksum, checksum_parts, part_ranges, verify_parts
 from lightning_spot.image.sealing import Sealing
@@ -58,9 +58,9 @@ def test_who_waits_for_parts_of_a_file_that_is_given_up_is_told() -> None:
     image = memoryview(bytes(300_000))
     sealing = Sealing(Manifest(run="r", name="x", step=1, attempt=1, nbytes=len(image)), image)
     sealing.give_up()
-    with pytest.raises(SnapshotNotFound, match="given up"):
+    with pytest.raises(SnapshotNotFoundError, match="given up"):
         list(sealing.sealed_parts())
-    with pytest.raises(SnapshotNotFound, match="given up"):
+    with pytest.raises(SnapshotNotFoundError, match="given up"):
         sealing.committed()
 
 
@@ -71,7 +71,7 @@ def test_any_flipped_byte_is_found(data: bytes, part_bytes: int) -> None:
     for place in range(0, len(data), 37):
         damaged = bytearray(data)
         damaged[place] ^= 1
-        with pytest.raises(CorruptSnapshot) as caught:
+        with pytest.raises(CorruptSnapshotError) as caught:
             verify_parts(memoryview(damaged), checksums, part_bytes, "here")
         assert caught.value.part == place // part_bytes
 
@@ -94,7 +94,7 @@ def test_manifest_round_trip() -> None:
     sealed = manifest().sealed(memoryview(b"abc"))
     assert Manifest.from_json(sealed.to_json()) == sealed
     sealed.verify(memoryview(b"abc"), "here")
-    with pytest.raises(CorruptSnapshot):
+    with pytest.raises(CorruptSnapshotError):
         sealed.verify(memoryview(b"abd"), "here")
 
 
@@ -118,13 +118,13 @@ def test_manifest_round_trip() -> None:
 def test_damaged_manifest_is_refused(changes: dict[str, Any], complaint: str) -> None:
     from dataclasses import asdict
 
-    with pytest.raises(CorruptManifest, match=complaint):
+    with pytest.raises(CorruptManifestError, match=complaint):
         Manifest.from_dict({**asdict(manifest()), **changes})
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 1}', '{"format": "x"}'])
 def test_text_that_is_no_manifest_is_refused(text: str) -> None:
-    with pytest.raises(CorruptManifest):
+    with pytest.raises(CorruptManifestError):
         Manifest.from_json(text)
 
 

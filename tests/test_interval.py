@@ -317,12 +317,12 @@ COCI_FALLS_BACK: dict[str, Loss] = {
 
 @pytest.mark.parametrize("name", COCI_FALLS_BACK)
 def test_coci_falls_back_to_young(name: str) -> None:
-    assert schedule(COCI(), COCI_FALLS_BACK[name]) == schedule(COCI("CCM"), falling)
+    assert schedule(COCI(), COCI_FALLS_BACK[name]) == schedule(COCI("ccm"), falling)
 
 
 def test_coci_on_a_plateau_never_stops() -> None:
     taken = schedule(COCI(), noisy(lambda x: 1.0, 1e-3))
-    assert len(taken) >= 0.5 * len(schedule(COCI("CCM"), falling))
+    assert len(taken) >= 0.5 * len(schedule(COCI("ccm"), falling))
 
 
 def test_coci_fits_a_long_run() -> None:
@@ -342,7 +342,7 @@ def test_coci_goes_on_after_two_slots_within_one_step() -> None:
 
 def test_coci_slots_are_equal_drops_of_the_loss() -> None:
     rate = -6 / (STEPS * STEP_S)
-    policy = COCI("MANUAL", ts=2.0, theta_1=rate, theta_2=0.0, ft_lambda=1 / 7200)
+    policy = COCI("manual", snapshot_cost_s=2.0, slope=rate, offset=0.0, failure_rate_per_s=1 / 7200)
     losses = falling_at(schedule(policy, lambda x: math.nan))
     drops = -np.diff(losses)[5:]  # behind the first plan
     assert np.median(drops[:20]) == pytest.approx(np.median(drops[-20:]), rel=0.3)  # steps are coarse
@@ -400,9 +400,9 @@ def test_the_failure_rate_converges(seed: int) -> None:
         (lambda: OverheadBudget(1.5), "share"),
         (lambda: ConvergenceAware(mode="up"), "min"),  # type: ignore[arg-type]
         (lambda: ConvergenceAware(max_regret=math.nan), "max_regret"),
-        (lambda: COCI("auto"), "AUTO"),  # type: ignore[arg-type]
-        (lambda: COCI("MANUAL", ts=1.0), "theta_1"),
-        (lambda: COCI(ts=-1.0), "ts=-1.0"),
+        (lambda: COCI("AUTO"), "auto"),  # type: ignore[arg-type]
+        (lambda: COCI("manual", snapshot_cost_s=1.0), "slope"),
+        (lambda: COCI(snapshot_cost_s=-1.0), "snapshot_cost_s=-1.0"),
     ],
 )
 def test_bad_arguments(make: Callable[[], Any], said: str) -> None:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_spot import EverySteps, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.errors import RingFull, SettingsError
+from lightning_spot.errors import RingFullError, SettingsError
 from lightning_spot.fit import writing
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import InProcessHost, Lease
@@ -29,7 +29,7 @@ from lightning_spot.staging.copy_job import CopyJob
 from lightning_spot.staging.schedule import PlaceKind, Profile, Schedule, Timetable
 from tests.models import Net, Probe, TwoOptimizers, data, equal, state_of, trainer
 
-MODES = ("eager", "asymmetric", "backward", "still", "auto")
+MODES = ("eager", "asymmetric", "backward", "blocking", "auto")
 
 
 class Seen:
@@ -81,9 +81,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     return found
 
 
-def spot(root: Path, partitions: str, every: int = 1) -> RemoteSnapshot:
+def spot(root: Path, copy_mode: str, every: int = 1) -> RemoteSnapshot:
     return RemoteSnapshot(
-        str(root / "run"), memory=None, interval=EverySteps(every), on_full="wait", partitions=partitions
+        str(root / "run"), local_server=False, interval=EverySteps(every), on_full="wait", copy_mode=copy_mode
     )  # type: ignore[arg-type]
 
 
@@ -93,22 +93,22 @@ def hooks_of(module: nn.Module) -> list[Any]:
     return left + [hook for item in module.parameters() for hook in (item._post_accumulate_grad_hooks or {}).values()]
 
 
-@pytest.mark.parametrize("partitions", MODES)
-def test_every_snapshot_is_its_step(tmp_path: Path, seen: Seen, partitions: str) -> None:
+@pytest.mark.parametrize("copy_mode", MODES)
+def test_every_snapshot_is_its_step(tmp_path: Path, seen: Seen, copy_mode: str) -> None:
     probe, model = Probe(), Net()
-    callback = spot(tmp_path, partitions)
+    callback = spot(tmp_path, copy_mode)
     trainer(callback, probe).fit(model, data(10), data(2))
     assert set(seen.images) == set(range(1, 21))
     seen.check(probe)
-    beside = partitions not in ("eager", "still")
+    beside = copy_mode not in ("eager", "blocking")
     assert bool(seen.timetables) == beside
     assert hooks_of(model) == []
     assert any(seen.released) == beside  # while training went on
     for profile, timetable in seen.timetables:
         kinds = {place: point.kind for point, place in profile.places.items()}
         points = [kinds[part.point] for part in timetable.partitions]
-        assert partitions == "auto" or len(points) > 1
-        assert partitions != "backward" or set(points) == {PlaceKind.GRADIENT}
+        assert copy_mode == "auto" or len(points) > 1
+        assert copy_mode != "backward" or set(points) == {PlaceKind.GRADIENT}
 
 
 class WritesWhereAnEpochEnds(pl.Callback):
@@ -171,7 +171,7 @@ class Watched(pl.Callback):
 
 
 def test_training_stands_still_until_a_snapshot_is_committed(tmp_path: Path, seen: Seen) -> None:
-    callback = spot(tmp_path, "still", every=3)
+    callback = spot(tmp_path, "blocking", every=3)
     watched = Watched(callback)
     trainer(callback, watched).fit(Net(), data())
     assert {step: watched.committed[step] for step in range(3, 40)} == {step: step // 3 * 3 for step in range(3, 40)}
@@ -192,8 +192,8 @@ def test_a_ring_that_does_not_answer_holds_training_up_no_longer_than_it_may(
                 go_on.set()
 
     monkeypatch.setattr(InProcessHost, "seal", seal)
-    monkeypatch.setattr(InProcessHost, "max_stall_s", 0.05, raising=False)
-    callback = spot(tmp_path, "still", every=3)
+    monkeypatch.setattr(InProcessHost, "server_call_timeout_s", 0.05, raising=False)
+    callback = spot(tmp_path, "blocking", every=3)
     trainer(callback, LetsGo()).fit(Net(), data())
     assert go_on.is_set()
     assert 3 in seen.images
@@ -273,17 +273,17 @@ WAYS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 def ways() -> Iterator[Any]:
     """Every way in every mode; half of them, each way and each mode among them, outside of the long run."""
     for number, name in enumerate(WAYS):
-        for turn, partitions in enumerate(("backward", "asymmetric")):
+        for turn, copy_mode in enumerate(("backward", "asymmetric")):
             marks = [pytest.mark.soak] if (number + turn) % 2 else []
-            yield pytest.param(name, partitions, marks=marks, id=f"{name}-{partitions}")
+            yield pytest.param(name, copy_mode, marks=marks, id=f"{name}-{copy_mode}")
 
 
-@pytest.mark.parametrize(("name", "partitions"), ways())
-def test_ways_to_train(tmp_path: Path, seen: Seen, name: str, partitions: str) -> None:
+@pytest.mark.parametrize(("name", "copy_mode"), ways())
+def test_ways_to_train(tmp_path: Path, seen: Seen, name: str, copy_mode: str) -> None:
     module, settings = WAYS[name]
     probe, model = LateProbe(), module()
     pl.seed_everything(1, verbose=False)
-    trainer(spot(tmp_path, partitions), probe, **{"max_epochs": 1, **settings}).fit(model, data())
+    trainer(spot(tmp_path, copy_mode), probe, **{"max_epochs": 1, **settings}).fit(model, data())
     seen.check(probe)
     assert len(seen.images) >= 20
     assert len(seen.timetables) >= 10
@@ -357,7 +357,11 @@ def test_a_budget_makes_the_interval_grow(
 
     caplog.set_level(logging.INFO)
     callback = Slow(
-        str(tmp_path / "run"), memory=None, interval=EverySteps(1, max_overhead=0.1), on_full="wait", partitions="eager"
+        str(tmp_path / "run"),
+        local_server=False,
+        interval=EverySteps(1, max_overhead=0.1),
+        on_full="wait",
+        copy_mode="eager",
     )
     trainer(callback, Ticks(), max_epochs=5).fit(Net(), data())
     steps = sorted(seen.images)[:-1]
@@ -370,24 +374,26 @@ def test_snapshots_that_find_no_slot_are_counted_and_said_once(
     tmp_path: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real, busy = InProcessHost.lease, range(4, 10)
-    callback = SpotCheckpoint(str(tmp_path / "run"), memory=None, interval=EverySteps(1), on_full="skip", notices=None)
+    callback = SpotCheckpoint(
+        str(tmp_path / "run"), local_server=False, interval=EverySteps(1), on_full="skip", notices=None
+    )
 
     def lease(self: InProcessHost, *arguments: Any, **named: Any) -> Lease:
         if callback.snapshots.begun_step in busy:
-            raise RingFull("every slot is busy")
+            raise RingFullError("every slot is busy")
         return real(self, *arguments, **named)
 
     monkeypatch.setattr(InProcessHost, "lease", lease)
     monkeypatch.setattr(SnapshotWriter, "ready", True)  # slots that are still being made are waited for
     trainer(callback, max_epochs=1).fit(Net(), data())
-    assert callback.skipped >= 5
+    assert callback.num_skipped >= 5
     assert len(set(busy) & set(seen.images)) <= 1  # one slot may have been leased ahead
     assert caplog.text.count("is skipped") == 1
 
 
 def test_settings_that_cannot_be_used_are_named(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="partitions='lazy'"):
-        SpotCheckpoint(str(tmp_path), partitions="lazy")  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="copy_mode='lazy'"):
+        SpotCheckpoint(str(tmp_path), copy_mode="lazy")  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="'64 apples' is no size"):
         SpotCheckpoint(str(tmp_path), device_buffer="64 apples")
     assert SpotCheckpoint(str(tmp_path), device_buffer=None).snapshots._settings.ring.device_buffer_bytes == 0

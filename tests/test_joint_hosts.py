@@ -1,4 +1,4 @@
-"""One snapshot that several hosts bring to a memory node, each its portion: two hosts and a node, in this process."""
+"""One snapshot that several hosts bring to a server, each its portion: two hosts and a node, in this process."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
-    Fenced,
-    NodeUnreachable,
-    RingFull,
+    FencedError,
+    RingFullError,
+    ServerUnreachableError,
     SettingsError,
-    ShareMissing,
+    ShareMissingError,
     SpotError,
-    TooManyStreams,
+    TooManyStreamsError,
 )
 from lightning_spot.image.layout import lay_out
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -83,7 +83,7 @@ class Checkpoint:
 
 
 class Team:
-    """Memory nodes, and two hosts: the first leads."""
+    """Snapshot servers, and two hosts: the first leads."""
 
     serving: dict[str, contextlib.ExitStack]
 
@@ -176,13 +176,13 @@ class Team:
         until(lambda: not self.filling(), "all slots to be usable again")
 
     def remote(self) -> NodeStore:
-        """The memory node, for who has the token of this attempt."""
+        """The snapshot server, for who has the token of this attempt."""
         store = NodeStore(self.at)
         store.know(replace(self.info, nodes=()))
         return store
 
     def check(self, manifest: Manifest, checkpoint: Checkpoint, url: str = "") -> None:
-        """The memory node has the snapshot, and torch reads it."""
+        """The snapshot server has the snapshot, and torch reads it."""
         store = NodeStore(url or self.at)
         found = next(each for each in store.survey().manifests if each.name == manifest.name)
         assert found.checksums == manifest.checksums
@@ -221,7 +221,7 @@ def team(teams: Callable[..., Team]) -> Team:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Team]:
-    """Two hosts, and two memory nodes that each have every snapshot."""
+    """Two hosts, and two snapshot servers that each have every snapshot."""
     memories = [Node(slots=None, memory_bytes=64 * MIB, open_store=open_store, allow=[str(tmp_path)]) for _ in range(2)]
     serving = [contextlib.ExitStack(), contextlib.ExitStack()]
     ports = [stack.enter_context(served(memory)) for stack, memory in zip(serving, memories, strict=True)]
@@ -278,7 +278,7 @@ def test_a_host_that_opens_many_streams_leaves_one_to_every_other(team: Team, mo
     _, gathering = lead.begun[team.at].result(LAST_S)
     client = NodeClient(parse_spot_url(team.at)[0])
     streams = [client.stream(gathering.upload) for _ in range(2)]
-    with pytest.raises(TooManyStreams):
+    with pytest.raises(TooManyStreamsError):
         client.stream(gathering.upload)
     team.fill(upload, checkpoint)
     sealing = team.pool.submit(team.seal, upload, 1)
@@ -299,11 +299,11 @@ def test_a_request_to_take_part_that_is_lost_is_sent_again(team: Team, monkeypat
             return original(client, method, path, *arguments, **more)
         if not asked:
             asked.append("lost")
-            raise NodeUnreachable("no memory node answers") from TimeoutError()
+            raise ServerUnreachableError("no snapshot server answers") from TimeoutError()
         answer = original(client, method, path, *arguments, **more)
         asked.append("in time" if answer["upload"] else "early")
         if asked.count("in time") == 1:
-            raise NodeUnreachable("its answer is lost")
+            raise ServerUnreachableError("its answer is lost")
         return answer
 
     monkeypatch.setattr(NodeClient, "call", call)
@@ -330,12 +330,12 @@ def test_word_that_a_portion_is_in_place_is_said_again_if_it_is_lost(
             return original(client, method, path, *arguments, **more)
         asked.append(path)
         if len(asked) == 1 and lost == "request":
-            raise NodeUnreachable("no memory node answers") from TimeoutError()
+            raise ServerUnreachableError("no snapshot server answers") from TimeoutError()
         if len(asked) > 1 and lost.endswith("meanwhile"):
             until(lambda: team.memory.ring.committed(RUN_ID), "the snapshot", LAST_S)
         answer = original(client, method, path, *arguments, **more)
         if len(asked) == 1:
-            raise NodeUnreachable("its answer is lost")
+            raise ServerUnreachableError("its answer is lost")
         return answer
 
     monkeypatch.setattr(NodeClient, "call", call)
@@ -390,7 +390,7 @@ def test_a_first_host_that_hangs_up_and_asks_no_more_counts_as_gone(
         proxy.strike_at(b"/seal HTTP", "cut there")
         upload = team.lead(1, checkpoint)
         team.fill(upload, checkpoint)
-        with pytest.raises(SpotError, match="no memory node answers"):
+        with pytest.raises(SpotError, match="no snapshot server answers"):
             team.seal(upload, 1)
         until(lambda: not len(team.memory.uploads), "it to be given up there", LAST_S)
         team.second.uploads.shares.decline(RUN, 1, snapshot_name(1, 1), "the first host is gone")
@@ -408,7 +408,7 @@ def test_one_ping_that_is_lost_gives_no_snapshot_up_and_two_in_a_row_do(
     def ping(client: NodeClient, *_: Any) -> None:
         pings.append(None)
         if len(pings) in range(2, 2 + lost):
-            raise NodeUnreachable("no memory node answers") from TimeoutError()
+            raise ServerUnreachableError("no snapshot server answers") from TimeoutError()
 
     checkpoint = Checkpoint(1)
     upload = team.lead(1, checkpoint)
@@ -420,7 +420,7 @@ def test_one_ping_that_is_lost_gives_no_snapshot_up_and_two_in_a_row_do(
     monkeypatch.setattr(connection, "_PULSE_S", 0.02)
     sealing = team.pool.submit(team.seal, upload, 1)
     if lost == 2:
-        with pytest.raises(SpotError, match="no memory node answers"):
+        with pytest.raises(SpotError, match="no snapshot server answers"):
             sealing.result(LAST_S)
         assert len(pings) == 3
         team.second.uploads.shares.decline(RUN, 1, snapshot_name(1, 1), "the first host has given it up")
@@ -458,12 +458,12 @@ def test_with_replicas_each_host_brings_its_portion_to_both_nodes(pair: Team) ->
 
 @contextlib.contextmanager
 def comes_back_empty(pair: Team, allow: Path, url: str) -> Iterator[Node]:
-    """A memory node was lost, with all that it held, and another one is at its address."""
+    """A snapshot server was lost, with all that it held, and another one is at its address."""
     pair.serving[url].close()
     empty = Node(slots=None, memory_bytes=64 * MIB, open_store=open_store, allow=[str(allow)])
     port = parse_spot_url(url)[0].port
     chain = pair.first.routes._replications[RUN_ID]
-    pair.first.routes.heard(url, NodeUnreachable("its connection broke"))
+    pair.first.routes.heard(url, ServerUnreachableError("its connection broke"))
     until(lambda: url in chain.away(), "the loss to be noticed", LAST_S)
     with served(empty, port):
         pair.memories[url] = empty
@@ -514,7 +514,7 @@ def test_what_a_node_has_missed_is_not_copied_while_a_newer_one_is_on_its_way(
     def tried(*arguments: Any, **more: Any) -> Manifest:
         try:
             return put(*arguments, **more)
-        except ShareMissing as error:
+        except ShareMissingError as error:
             ended.append(str(error))
             raise
 
@@ -568,13 +568,15 @@ def test_a_node_is_looked_at_again_if_there_was_no_thread_for_it(
     monkeypatch.setattr(replication, "in_background", in_background)
     with comes_back_empty(pair, tmp_path, pair.at.split()[1]) as empty:
         until(lambda: began, "the first look", LAST_S)
-        pair.first.routes.heard(next(url for url, node in pair.memories.items() if node is empty), NodeUnreachable("x"))
+        pair.first.routes.heard(
+            next(url for url, node in pair.memories.items() if node is empty), ServerUnreachableError("x")
+        )
         until(lambda: steps_at(empty) == [1], "the next one", LAST_S)
 
 
 @contextlib.contextmanager
 def held_up(team: Team, host: str) -> Iterator[threading.Event]:
-    """Nothing gets from a host to the second memory node before the event is set."""
+    """Nothing gets from a host to the second snapshot server before the event is set."""
     _, slow = team.at.split()
     tier = (team.first if host == "the first" else team.second).uploads.abroad.bringing.tier(slow, RUN_ID)
     go_on, bring = threading.Event(), tier.bring
@@ -653,7 +655,7 @@ def test_ranks_of_other_hosts_hear_of_what_never_begins_while_another_one_waits(
     """Training waited for the slot as long as the slow replica took what was on its way there."""
 
     def full(*_: Any, **__: Any) -> None:
-        raise RingFull(why)
+        raise RingFullError(why)
 
     carrier, slow = pair.at.split()
     with held_up(pair, "another") as go_on:
@@ -664,11 +666,11 @@ def test_ranks_of_other_hosts_hear_of_what_never_begins_while_another_one_waits(
             with monkeypatch.context() as patch:
                 patch.setattr(pair.first.uploads.abroad.bringing.tier(carrier, RUN_ID), "begin", full)
                 upload = pair.lead(3, Checkpoint(3))
-                with pytest.raises(ShareMissing, match="no room"):
+                with pytest.raises(ShareMissingError, match="no room"):
                     pair.seal(upload, 3)
         else:
             pair.first.uploads.abroad.decline(RUN, pair.at, snapshot_name(3, 1), 1, why)
-        with pytest.raises(ShareMissing, match=why if "first" in why else None):
+        with pytest.raises(ShareMissingError, match=why if "first" in why else None):
             asking.result(LAST_S)
         assert not go_on.is_set()
         go_on.set()
@@ -791,7 +793,7 @@ def test_what_neither_replica_takes_is_given_up_at_both(pair: Team) -> None:
     theirs = pair.join(1)
     sealing = pair.pool.submit(pair.seal, upload, 1)
     pair.second.uploads.shares.placed(theirs.id, 1, "rank 3: a tensor changed")
-    with pytest.raises(ShareMissing, match="rank 3: a tensor changed"):
+    with pytest.raises(ShareMissingError, match="rank 3: a tensor changed"):
         sealing.result(LAST_S)
     pair.all_free()
     assert not any(node.committed(RUN) for node in pair.memories.values())
@@ -816,13 +818,13 @@ def test_a_host_that_brings_nothing_gives_the_snapshot_up_and_the_former_one_sta
         else:
             team.second.end_session("second")
             expected = "rank 1 ended before its bytes were in place"
-    with pytest.raises(ShareMissing, match=expected):
+    with pytest.raises(ShareMissingError, match=expected):
         sealing.result(LAST_S) if how != "never there" else team.seal(upload, 2)
     team.all_free()
     team.check(manifest, first)
     team.memory.uploads.shares.silent_s = LAST_S
     if how == "never there":  # it comes late
-        with pytest.raises(ShareMissing, match="there is no share of"):
+        with pytest.raises(ShareMissingError, match="there is no share of"):
             team.join(2)
     if how != "ended":
         team.check(team.take(3, second), second)
@@ -842,7 +844,7 @@ def test_a_host_whose_node_is_lost_when_it_has_brought_its_portion_costs_no_snap
     sealing = team.pool.submit(team.seal, upload, 2)
     until(lambda: uploads.of_run(RUN_ID), "the next one to begin there")
     tell(snapshot_name(2, 1), attempt=1, why="host 1: its node was lost", host=1)
-    with pytest.raises(ShareMissing, match="host 1: its node was lost"):
+    with pytest.raises(ShareMissingError, match="host 1: its node was lost"):
         sealing.result(LAST_S)
     team.all_free()
 
@@ -853,7 +855,7 @@ def test_a_host_that_is_silent_is_waited_for_once(team: Team) -> None:
     team.fill(upload, checkpoint)
     team.memory.uploads.shares.silent_s = 4.0
     began_s = time.monotonic()
-    with pytest.raises(ShareMissing, match="nothing came for 4 s"):
+    with pytest.raises(ShareMissingError, match="nothing came for 4 s"):
         team.seal(upload, 1)
     assert 4.0 <= time.monotonic() - began_s < 7.5
     team.all_free()
@@ -869,7 +871,7 @@ def test_the_first_host_ends_and_nobody_waits(team: Team) -> None:
     assert not team.memory.committed(RUN)
     waiting = team.pool.submit(team.join, 2)
     team.first.uploads.abroad.decline(RUN, team.at, snapshot_name(2, 1), 1, "no slot is free")
-    with pytest.raises(ShareMissing, match="no slot is free"):
+    with pytest.raises(ShareMissingError, match="no slot is free"):
         waiting.result(LAST_S)
 
 
@@ -877,7 +879,7 @@ def test_a_memory_node_without_room_is_not_waited_for_by_other_hosts(
     team: Team, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
-        raise RingFull("none of 2 slots can be had now")
+        raise RingFullError("none of 2 slots can be had now")
 
     checkpoint = Checkpoint(1)
     waiting = team.pool.submit(team.join, 1)
@@ -885,9 +887,9 @@ def test_a_memory_node_without_room_is_not_waited_for_by_other_hosts(
         patch.setattr(team.first.uploads.abroad.bringing.tier(team.at, RUN_ID), "begin", full)
         upload = team.lead(1, checkpoint)
         team.fill(upload, checkpoint)
-        with pytest.raises(ShareMissing, match="can be had now"):
+        with pytest.raises(ShareMissingError, match="can be had now"):
             team.seal(upload, 1)
-    with pytest.raises(ShareMissing, match="can be had now"):
+    with pytest.raises(ShareMissingError, match="can be had now"):
         waiting.result(LAST_S)
     team.all_free()
     team.check(team.take(2, checkpoint), checkpoint)
@@ -899,7 +901,7 @@ def test_a_later_attempt_gives_up_what_an_earlier_one_was_bringing(team: Team) -
     name = snapshot_name(1, 1)
     team.join(1)
     NodeStore(team.at).open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=2, token="other"))
-    with pytest.raises((ShareMissing, Fenced), match="attempt"):
+    with pytest.raises((ShareMissingError, FencedError), match="attempt"):
         team.seal(upload, 1)
     with pytest.raises(SpotError):
         team.remote().joint.join(name, attempt=1, host=1, wait_s=0.0)
@@ -960,7 +962,7 @@ def test_what_comes_late_does_not_end_what_was_begun_after_it(team: Team) -> Non
     upload = team.lead(2, checkpoint)
     until(lambda: len(team.memory.uploads), "it to begin there")
     late = Shared(name=snapshot_name(1, 1), shares=2, layout=checkpoint.told(), by_hosts=True)
-    with pytest.raises(ShareMissing, match=r"step-000000001-attempt-0001 was overtaken by step-000000002"):
+    with pytest.raises(ShareMissingError, match=r"step-000000001-attempt-0001 was overtaken by step-000000002"):
         team.memory.lease(RUN, 1, upload.nbytes, name=late.name, shared=late)
     team.fill(upload, checkpoint)
     sealing = team.pool.submit(team.seal, upload, 2)
@@ -979,7 +981,7 @@ def test_what_is_begun_while_a_later_attempt_begins_keeps_no_slot(team: Team, mo
         return slot
 
     monkeypatch.setattr(uploads_module, "_lease", overtaken)
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         team.memory.lease(RUN, 1, 1_000)
     assert not len(team.memory.uploads)
     assert not team.filling()
@@ -1031,7 +1033,7 @@ def test_a_memory_node_that_is_lost_is_said_and_older_snapshots_count_again(team
     checkpoint = Checkpoint(3)
     team.at = f"spot://127.0.0.1:1/{RUN}"
     upload = team.lead(3, checkpoint)
-    with pytest.raises(ShareMissing, match="did not come together at"):
+    with pytest.raises(ShareMissingError, match="did not come together at"):
         team.seal(upload, 3)
     team.all_free()
 
@@ -1044,10 +1046,10 @@ def test_a_memory_node_at_which_none_begins_is_asked_how_it_is_though_a_rank_of_
     monkeypatch.setattr(team.first.routes, "heard", lambda url, error: heard.append(f"{url}: {error}"))
 
     def lost(*_: Any, **__: Any) -> None:
-        raise NodeUnreachable("nobody there")
+        raise ServerUnreachableError("nobody there")
 
     monkeypatch.setattr(team.first.uploads.abroad.bringing.tier(team.at, RUN_ID), "begin", lost)
-    with pytest.raises(ShareMissing, match="nobody there"):
+    with pytest.raises(ShareMissingError, match="nobody there"):
         team.seal(team.lead(1, Checkpoint(1), shares=2), 1)
     assert heard == [f"{team.at}: nobody there"]
     team.all_free()
@@ -1073,7 +1075,7 @@ def test_what_only_the_other_node_takes_is_made_durable_by_that_one(
     carrier, other = pair.at.split()
 
     def full(*_: Any, **__: Any) -> None:
-        raise RingFull("none of 2 slots can be had now")
+        raise RingFullError("none of 2 slots can be had now")
 
     with monkeypatch.context() as patch:
         patch.setattr(pair.first.uploads.abroad.bringing.tier(carrier, RUN_ID), "begin", full)
@@ -1088,7 +1090,7 @@ def test_what_only_the_other_node_takes_is_made_durable_by_that_one(
 def test_a_later_attempt_at_one_node_ends_the_earlier_one_at_both(pair: Team) -> None:
     carrier, _ = pair.at.split()
     NodeStore(carrier).open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=2, token="other"))
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         pair.take(1, Checkpoint(1))
     pair.all_free()
 
@@ -1099,7 +1101,7 @@ def test_what_the_last_node_to_end_does_not_take_is_given_up_there(pair: Team) -
 
     def broken(*_: Any) -> Any:
         assert go_on.wait(LAST_S)
-        raise NodeUnreachable("its line is broken")
+        raise ServerUnreachableError("its line is broken")
 
     tier.bring = broken  # type: ignore[method-assign]
     pair.take(1, Checkpoint(1))
@@ -1191,16 +1193,16 @@ def test_a_memory_node_that_stays_silent_is_not_asked_again_for_a_snapshot(is_th
         asked.append(path.rpartition("/")[2])
         if is_there and len(asked) > 1:
             return {"upload": "u", "nbytes": 1000, "layout": "", "layout_id": "l", "shares": 2, "digest": "d"}
-        raise NodeUnreachable("no memory node answers") from TimeoutError("timed out")
+        raise ServerUnreachableError("no snapshot server answers") from TimeoutError("timed out")
 
     def ping() -> None:
         if not is_there:
-            raise NodeUnreachable("nor to this")
+            raise ServerUnreachableError("nor to this")
         asked.append("ping")
 
     client = SimpleNamespace(call=call, ping=ping)
     tier = remote.JointUploads(cast(NodeClient, client), "spot://node:7070/run", RUN)
-    with contextlib.nullcontext() if is_there else pytest.raises(NodeUnreachable, match="nor to this"):
+    with contextlib.nullcontext() if is_there else pytest.raises(ServerUnreachableError, match="nor to this"):
         tier.join(snapshot_name(1, 1), attempt=1, host=1, wait_s=100.0)
     assert asked == (["join", "ping", "join"] if is_there else ["join"])
 
@@ -1211,7 +1213,7 @@ def test_a_memory_node_that_could_not_be_told_is_told_when_it_answers_again(
     """Else ranks of the other hosts would wait for two minutes for a snapshot that never begins."""
 
     def unreachable(*_: Any, **__: Any) -> None:
-        raise NodeUnreachable("no route to host")
+        raise ServerUnreachableError("no route to host")
 
     waiting = team.pool.submit(team.join, 1)
     with monkeypatch.context() as patch:
@@ -1219,11 +1221,11 @@ def test_a_memory_node_that_could_not_be_told_is_told_when_it_answers_again(
         patch.setattr(joint, "begin", unreachable)
         patch.setattr(joint, "decline", unreachable)
         upload = team.lead(1, Checkpoint(1))
-        with pytest.raises(ShareMissing, match="no route to host"):
+        with pytest.raises(ShareMissingError, match="no route to host"):
             team.seal(upload, 1)
         time.sleep(0.2)
         assert not waiting.done()
-    with pytest.raises(ShareMissing, match="no route to host"):
+    with pytest.raises(ShareMissingError, match="no route to host"):
         waiting.result(LAST_S)
     team.all_free()
 
@@ -1235,7 +1237,7 @@ def test_a_host_whose_link_was_cut_says_that_it_brings_nothing_as_soon_as_it_wor
     """Else all hosts would wait for it for a minute, from when the last byte came: some two in all."""
 
     def unreachable(*_: Any, **__: Any) -> None:
-        raise NodeUnreachable("no route to host")
+        raise ServerUnreachableError("no route to host")
 
     upload, checkpoint = team.lead(1, Checkpoint(1)), Checkpoint(1)
     team.fill(upload, checkpoint)
@@ -1244,11 +1246,11 @@ def test_a_host_whose_link_was_cut_says_that_it_brings_nothing_as_soon_as_it_wor
         tier = team.second.uploads.abroad.bringing.tier(team.at, RUN_ID)
         for what in (fails, "decline", "placed"):
             patch.setattr(tier, what, unreachable)
-        with contextlib.suppress(ShareMissing):  # its ranks are told so
+        with contextlib.suppress(ShareMissingError):  # its ranks are told so
             team.follow(1, checkpoint)
         time.sleep(0.5)
         assert not sealing.done()
-    with pytest.raises(ShareMissing, match="host 1: no route to host"):
+    with pytest.raises(ShareMissingError, match="host 1: no route to host"):
         sealing.result(LAST_S)
     team.all_free()
     team.check(team.take(2, checkpoint), checkpoint)

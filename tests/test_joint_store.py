@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import CorruptSnapshot, Fenced, ShareMissing, SpotError, TierError
+from lightning_spot.errors import CorruptSnapshotError, FencedError, ShareMissingError, SpotError, TierError
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.notes import Own
@@ -270,7 +270,9 @@ def dies_at_every_call(root: Path, number: int, before: Callable[[Host], None], 
 
 def bring_and_note(host: Host) -> None:
     host.bring(2)
-    with pytest.raises(ShareMissing, match=r"has not brought its files of step-000000002-attempt-0001 within \d+ s"):
+    with pytest.raises(
+        ShareMissingError, match=r"has not brought its files of step-000000002-attempt-0001 within \d+ s"
+    ):
         host.end(2)
 
 
@@ -278,7 +280,7 @@ def look(host: Host) -> int:
     """What the newest step is, by what a host is told that waits."""
     try:
         return host.tier.finish(host.gathering(2), host.number, goes_on).step
-    except ShareMissing:
+    except ShareMissingError:
         return 1
 
 
@@ -299,7 +301,7 @@ def test_a_host_that_is_killed_at_any_call_leaves_the_snapshot_or_the_one_before
         survivor.bring(2)
         try:
             committed = survivor.end(2).step
-        except ShareMissing:
+        except ShareMissingError:
             committed = 1
         ends.append(committed)
         check(store, committed)
@@ -309,7 +311,7 @@ def test_a_host_that_is_killed_at_any_call_leaves_the_snapshot_or_the_one_before
 
 def test_what_hosts_have_brought_that_are_all_gone_is_committed_by_the_next_attempt(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "run")
-    location = Location.of(str(tmp_path / "run"), None, None)
+    location = Location.of(str(tmp_path / "run"), local_server=False)
     together(pair(store), 1)
     for host in pair(store):
         host.bring(2)
@@ -327,7 +329,7 @@ def test_the_next_attempt_reads_again_where_that_fails_and_needs_not_write_to_re
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = LocalStore(tmp_path / "run")
-    location, bounds = Location.of(str(tmp_path / "run"), None, None), Patience(first_pause_s=0.0)
+    location, bounds = Location.of(str(tmp_path / "run"), local_server=False), Patience(first_pause_s=0.0)
     for host in pair(store):
         host.bring(2)
     bring_notes(store, (0, 1))
@@ -362,7 +364,7 @@ def test_notes_that_do_not_fit_each_other_keep_no_attempt_from_resuming(
         host.bring(2)
     bring_notes(store, (0,))
     bring_notes(store, (1,), "another")
-    found = survey(Location.of(str(tmp_path / "run"), None, None))
+    found = survey(Location.of(str(tmp_path / "run"), local_server=False))
     assert steps(found) == [1]
     assert not found.problems
     assert "is passed over: host 1 has another layout" in caplog.text
@@ -387,9 +389,9 @@ def test_a_later_attempt_keeps_a_snapshot_of_an_earlier_one_from_being_committed
     bring_and_note(Host(1, store))
     (lead := Host(0, store)).bring(2)
     store.claim(attempt(store.url, 2))
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         lead.end(2)
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         Host(0, store).bring(3)
     assert store.survey().manifests == []
 
@@ -397,7 +399,7 @@ def test_a_later_attempt_keeps_a_snapshot_of_an_earlier_one_from_being_committed
 def test_a_name_is_brought_once_and_nothing_is_written_over(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "run")
     together(pair(store), 1)
-    with pytest.raises(ShareMissing, match="nothing is written over"):
+    with pytest.raises(ShareMissingError, match="nothing is written over"):
         Host(0, store).bring(1)
     check(store, 1)
 
@@ -410,19 +412,21 @@ def test_hosts_that_do_not_fit_each_other_and_bytes_that_were_changed_make_no_sn
     with ThreadPoolExecutor(2) as pool:
         ends = [pool.submit(host.end, 2, digest) for host, digest in zip(hosts, ("same", "another"), strict=True)]
         for end in ends:
-            with pytest.raises(ShareMissing, match=r"host \d has another model, or other optimizers, than host \d"):
+            with pytest.raises(
+                ShareMissingError, match=r"host \d has another model, or other optimizers, than host \d"
+            ):
                 end.result(LAST_S)
     assert {name[:5] for name in names_of(store, 2)} == {"torn-"}  # else each such snapshot would leave all its bytes
 
     store = LocalStore(tmp_path / "damaged")
     bring_and_note(Host(1, store))
     (tmp_path / "damaged" / snapshot_name(2, 1) / "__1_0.distcp").write_bytes(bytes(9_000))
-    with pytest.raises(CorruptSnapshot, match="are not those that were brought"):
+    with pytest.raises(CorruptSnapshotError, match="are not those that were brought"):
         Host(0, store).take(2)
 
     image = bytearray(content(3))
     image[FILES[1].stop] = 1  # between two files, where nothing would be read again
-    with pytest.raises(CorruptSnapshot, match="are not zero"):
+    with pytest.raises(CorruptSnapshotError, match="are not zero"):
         Host(1, store).bring(3, bytes(image))
     assert store.survey().manifests == []
 
@@ -432,7 +436,7 @@ def test_a_host_that_gives_up_keeps_the_others_from_waiting_and_what_it_left_is_
     (guest := Host(1, store)).bring(2)
     Host(0, store).tier.decline(snapshot_name(2, 1), attempt=1, why="no slot is free")
     guest.tier.wait_s = 600.0
-    with pytest.raises(ShareMissing, match="no slot is free"):
+    with pytest.raises(ShareMissingError, match="no slot is free"):
         guest.end(2)
     later = manifest_of(5)
     later = replace(later, name=snapshot_name(5, 2), attempt=2).sealed(memoryview(content(5)))
@@ -458,10 +462,10 @@ def test_where_the_disk_is_full_no_host_leaves_its_files(tmp_path: Path) -> None
             other.bring(2)
         assert [name for name in names_of(store, 2) if "1" in name] == []
         other.tier.placed(other.gathering(2), 1, "host 1: No space left on device")
-        with pytest.raises(ShareMissing, match="host 1: No space left"):
+        with pytest.raises(ShareMissingError, match="host 1: No space left"):
             waiting.result(LAST_S)
     assert [name[:5] for name in names_of(store, 2)] == ["torn-"]
-    with pytest.raises(ShareMissing, match="host 1: No space left"):  # who comes later begins with nothing
+    with pytest.raises(ShareMissingError, match="host 1: No space left"):  # who comes later begins with nothing
         Host(1, store).bring(2)
     assert [name[:5] for name in names_of(store, 2)] == ["torn-"]
 
@@ -473,7 +477,7 @@ def test_what_is_damaged_in_memory_while_it_is_written_is_not_committed(tmp_path
 
     store = LocalStore(tmp_path / "run")
     other = Host(1, HookedStore(store.root, damage))
-    with pytest.raises(CorruptSnapshot, match="was damaged in memory"):
+    with pytest.raises(CorruptSnapshotError, match="was damaged in memory"):
         other.bring(2)
     assert names_of(store, 2) == []
 
@@ -492,7 +496,7 @@ def test_a_host_that_has_said_that_it_will_not_leaves_no_note(tmp_path: Path) ->
     store = LocalStore(tmp_path / "run")
     (first := Host(0, store)).bring(2)
     first.tier.decline(snapshot_name(2, 1), attempt=1, why="a rank has ended")
-    with pytest.raises(ShareMissing, match="was given up"):
+    with pytest.raises(ShareMissingError, match="was given up"):
         first.end(2)
     assert [name[:5] for name in names_of(store, 2)] == ["torn-"]
 
@@ -533,7 +537,7 @@ def test_who_comes_too_late_to_commit_leaves_no_manifest_without_bytes(tmp_path:
         host.bring(2)
     bring_notes(store, (0, 1))
     late = Host(1, HookedStore(store.root, overtake))
-    with pytest.raises(ShareMissing, match="has not brought"):
+    with pytest.raises(ShareMissingError, match="has not brought"):
         late.tier.finish(late.gathering(2), 1, goes_on)
     assert [manifest.step for manifest in overtaken] == [2]
     assert store.survey().manifests == []
@@ -560,7 +564,7 @@ def test_a_snapshot_that_a_host_tears_while_another_one_commits_it_is_not_there(
     other = Host(1, store)
     other.bring(1)
     other.tier.placed(other.gathering(1), 1)
-    with pytest.raises(ShareMissing, match="its node was lost"):
+    with pytest.raises(ShareMissingError, match="its node was lost"):
         Host(0, HookedStore(store.root, tear)).take(1)
     assert torn
     assert store.survey().manifests == []
@@ -570,7 +574,7 @@ def test_nothing_is_kept_of_what_was_given_up_before_its_note(tmp_path: Path) ->
     host = Host(1, LocalStore(tmp_path / "run"))
     host.bring(1)
     host.tier.give_up(host.gathering(1))
-    with pytest.raises(ShareMissing, match="was given up"):
+    with pytest.raises(ShareMissingError, match="was given up"):
         host.end(1)
     assert host.tier._brought == {}
 

@@ -56,7 +56,7 @@ def kill_again_and_again(zygote: Zygote, root: Path, kinds: list[str], chance: r
     for trial, kind in enumerate(kinds):
         oracle = root / f"oracle-{trial}"
         # Where the trainer alone is killed, the newest is durable nowhere: memory has it, however slow the machine is.
-        pid = zygote.spawn(run_dir, oracle, **({"durable_every_s": 3600.0} if kind == "trainer" else {}))
+        pid = zygote.spawn(run_dir, oracle, **({"min_upload_interval_s": 3600.0} if kind == "trainer" else {}))
         ((step, tier, whole),) = until(lambda oracle=oracle: lines(oracle, "from"), "the trainer to start", 60)
         assert whole == "whole", f"trial {trial}: the state of step {step} from {tier} is no single step's"
         assert int(step) >= promised, f"trial {trial}: resumed at {step}, promised was {promised}"

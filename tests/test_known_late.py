@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.errors import NotSerialisable
+from lightning_spot.errors import NotSerializableError
 from tests.conftest import new_process
 from tests.models import Net, data, trainer
 from tests.test_fit import Stop, StopAt
@@ -45,14 +45,14 @@ def test_a_class_that_is_known_to_torch_only_in_training_is_named_at_once(
     def fit(stop: int) -> None:
         new_process()
         torch.serialization.clear_safe_globals()
-        spot: dict[str, Any] = {"memory": None, "interval": EverySteps(2), "on_full": "wait", "notices": None}
+        spot: dict[str, Any] = {"local_server": False, "interval": EverySteps(2), "on_full": "wait", "notices": None}
         trainer(StopAt(stop), SpotCheckpoint(str(tmp_path / "run"), **spot)).fit(ImportsLate(), data(8))
 
     try:
         with pytest.raises(Stop):
             fit(7)
         assert caplog.text.count("Coded is known to torch only since training has begun") == 1
-        with pytest.raises(NotSerialisable, match=r"not loaded: tests\.test_known_late\.Coded"):
+        with pytest.raises(NotSerializableError, match=r"not loaded: tests\.test_known_late\.Coded"):
             fit(9)
     finally:
         torch.serialization.clear_safe_globals()

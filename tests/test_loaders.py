@@ -492,7 +492,7 @@ WARNED: dict[str, tuple[Callable[[], Any], str, int]] = {
 @pytest.mark.parametrize("name", WARNED)
 def test_what_a_state_does_not_hold_is_named(name: str, tmp_path: Path) -> None:
     make, says, at = WARNED[name]
-    spot = {"rewind": "skip"} if "skipped" in name else {}
+    spot = {"data_resume": "seek"} if "skipped" in name else {}
     case = Case(loaders=make, val=None, settings={"limit_val_batches": 0}, spot=spot)
     stop = StopAt(at) if at == 8 else StopIn("on_train_batch_start", 6)
     with pytest.raises(Stop):
@@ -524,7 +524,7 @@ def test_an_epoch_that_has_less_batches_than_it_must_have_is_named(sized: bool, 
 
 
 def test_with_replay_a_loader_that_keeps_its_state_is_exact_with_augmentation_in_workers(tmp_path: Path) -> None:
-    case = Case(loaders=noisy, val=None, settings={"limit_val_batches": 0}, spot={"rewind": "replay"})
+    case = Case(loaders=noisy, val=None, settings={"limit_val_batches": 0}, spot={"data_resume": "replay"})
     with pytest.raises(Stop):
         train(case, tmp_path / "broken", StopAt(8), seed=11, every=1)
     assert train(case, tmp_path / "broken", seed=200, every=1000) == []

@@ -36,7 +36,7 @@ def short_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
 def fit(
     root: Path, logger: Any, *callbacks: pl.Callback, seed: int, ckpt_path: str | None = None, **more: Any
 ) -> pl.Trainer:
-    spot = SpotCheckpoint(str(root / "run"), memory=None, interval=EverySteps(5), on_full="wait", notices=None)
+    spot = SpotCheckpoint(str(root / "run"), local_server=False, interval=EverySteps(5), on_full="wait", notices=None)
     pl.seed_everything(seed, verbose=False)
     made = trainer(*callbacks, spot, logger=logger, log_every_n_steps=1, val_check_interval=7, **more)
     made.fit(Model(), loader(), DataLoader(Augmented(), 16), ckpt_path=ckpt_path)
@@ -111,7 +111,9 @@ def test_a_second_fit_goes_on_with_its_rows_behind_those_of_the_first(tmp_path: 
         pl.seed_everything(1, verbose=False)
         logger = CSVLogger(str(root), "logs", flush_logs_every_n_steps=1)
         more: dict[str, Any] = {"logger": logger, "log_every_n_steps": 1}
-        spot = SpotCheckpoint(str(root / "run"), memory=None, interval=EverySteps(5), on_full="wait", notices=None)
+        spot = SpotCheckpoint(
+            str(root / "run"), local_server=False, interval=EverySteps(5), on_full="wait", notices=None
+        )
         run, model = trainer(spot, *stop, **more, max_epochs=1), Model()
         run.fit(model, loader())
         if by_another:

@@ -50,23 +50,23 @@ class LoseAt(pl.Callback):
             raise RuntimeError(ERROR)
 
 
-@pytest.mark.parametrize("memory", ["auto", None])
+@pytest.mark.parametrize("local_server", [True, False])
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end"])
 def test_what_is_committed_is_safe_and_the_error_is_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str | None, hook: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_server: bool, hook: str
 ) -> None:
     threads = threading.active_count()
     device = Fallible()
     with monkeypatch.context() as patch:  # to undo all would undo where the nodes of tests are
         patch.setattr(cuda, "Cuda", lambda: device)
-        callback = spot(tmp_path, memory=memory)
+        callback = spot(tmp_path, local_server=local_server)
         with pytest.raises(RuntimeError, match=ERROR) as raised:
             trainer(callback, LoseAt(device, callback, 10, hook)).fit(Net(), data())
     assert raised.traceback[-1].name == "lose"
     assert manifests(tmp_path)[0].step == 9
     assert callback.last_committed_step == 9
     new_process()
-    again = spot(tmp_path, memory=memory)
+    again = spot(tmp_path, local_server=local_server)
     run = trainer(again)
     run.fit(Net(), data())
     assert again.resumed_from is not None

@@ -28,7 +28,7 @@ from lightning_spot.capture.streamed_file import stream_parts
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.errors import Fenced, NodeUnreachable, TierError
+from lightning_spot.errors import FencedError, ServerUnreachableError, TierError
 from lightning_spot.fit.beginning import Beginning
 from lightning_spot.image.layout import lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -116,7 +116,7 @@ def test_the_end_is_durable_although_the_node_is_lost(
     if memory_file:
         monkeypatch.setenv("LIGHTNING_SPOT_SHM_DIR", "")  # what the node held goes with it
     caplog.set_level("INFO")
-    probe, callback = Probe(), spot(tmp_path, max_stall_s=1.0, notices=None)
+    probe, callback = Probe(), spot(tmp_path, server_call_timeout_s=1.0, notices=None)
     strike = Strike(callback, number, when)
     trainer(callback, probe, strike).fit(Net(), data())
     assert check_all(tmp_path, probe)[0].complete
@@ -141,7 +141,7 @@ def test_of_a_node_that_another_version_has_left_on_this_host_it_is_said_what_to
         upgraded.setattr("lightning_spot.client.node_client.PROTOCOL_VERSION", 99)
         trainer(spot(tmp_path, notices=None)).fit(Net(), data())
     said = [record.getMessage() for record in caplog.records if "another version of lightning_spot" in record.message]
-    assert any("no memory node could be started on this host" in line for line in said)
+    assert any("no snapshot server could be started on this host" in line for line in said)
     assert len(said) == 2, "where snapshots go, and what is passed over: to ask again helps nothing"
     assert all(f"`kill {process.pid}`; what it has is brought to the durable tier" in line for line in said)
     assert not any("both hosts" in line for line in said), "it is of this host"
@@ -154,11 +154,11 @@ def test_of_a_node_that_is_lost_there_is_one_warning(
 ) -> None:
     """Three said the same."""
     # Where a machine is slow, the next node may be silent for a second, too; that this one is killed is seen at once.
-    callback = spot(tmp_path, max_stall_s=20.0, notices=None, durable_every_s=0)
+    callback = spot(tmp_path, server_call_timeout_s=20.0, notices=None, min_upload_interval_s=0)
     trainer(callback, Strike(callback, signal.SIGKILL, when)).fit(Net(), data())
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == 1, said
-    assert "the memory node on this host is lost" in said[0]
+    assert "the snapshot server on this host is lost" in said[0]
     assert "snapshots are missed, also those on their way" in said[0]
 
 
@@ -178,29 +178,29 @@ def test_a_node_that_is_lost_before_the_attempt_begins_is_replaced(
     probe = Probe()
     trainer(callback, probe).fit(Net(), data())
     assert check_all(tmp_path, probe)[0].complete
-    assert "the memory node on this host is lost" in caplog.text
+    assert "the snapshot server on this host is lost" in caplog.text
 
 
 def test_a_node_that_hangs_keeps_training_no_longer_than_max_stall_s(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It kept it for 120 s."""
-    probe, callback = Probe(), spot(tmp_path, max_stall_s=1.0, notices=None)
+    probe, callback = Probe(), spot(tmp_path, server_call_timeout_s=1.0, notices=None)
     strike = Strike(callback, signal.SIGSTOP, 20)
     run = trainer(callback, probe, strike, max_epochs=4)
     run.fit(Net(), data())
     assert run.global_step == 80
     assert strike.longest_s < 30.0  # on a machine that does much else; a few seconds on a quiet one
-    assert "did not answer within max_stall_s=1.0 s" in caplog.text
+    assert "did not answer within server_call_timeout_s=1.0 s" in caplog.text
     assert check_all(tmp_path, probe)[0].complete
     until(lambda: not lives(strike.struck[0]), "the node that hung to be gone")
 
 
-@pytest.mark.parametrize("memory", ["auto", None])
+@pytest.mark.parametrize("local_server", [True, False])
 def test_a_state_that_fits_no_memory_is_streamed(
-    tmp_path: Path, memory: str | None, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, local_server: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    probe, callback = Probe(), spot(tmp_path, memory=memory, memory_limit=1000, notices=None)
+    probe, callback = Probe(), spot(tmp_path, local_server=local_server, memory_limit=1000, notices=None)
     with pytest.raises(Stop):
         trainer(callback, probe, StopAt(31)).fit(Net(), data())
     found = check_all(tmp_path, probe)
@@ -210,9 +210,9 @@ def test_a_state_that_fits_no_memory_is_streamed(
         check_archive(path)
     assert caplog.text.count("cannot fit this node's memory") == 1
     assert caplog.text.count("part by part") == 1
-    assert "no memory node could be started" not in caplog.text  # it has as little memory as was said
+    assert "no snapshot server could be started" not in caplog.text  # it has as little memory as was said
     caplog.set_level("INFO")
-    again = spot(tmp_path, memory=memory, memory_limit=1000, keep=2, notices=None)
+    again = spot(tmp_path, local_server=local_server, memory_limit=1000, keep=2, notices=None)
     trainer(again).fit(Net(), data())
     assert again.resumed_from is not None
     assert again.resumed_from.step == 30
@@ -224,9 +224,9 @@ def test_a_state_that_fits_no_memory_here_goes_to_the_memory_node(
     tmp_path: Path, start_node: Callable[..., RunningNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which brings it on: nothing is written to the durable tier from here, and fit returns once it is there."""
-    node = start_node("--allow", str(tmp_path))
+    node = start_node("--allow-storage", str(tmp_path))
     monkeypatch.setattr(LocalStore, "put_parts", lambda *_more, **_named: pytest.fail("written from here"))
-    probe, callback = Probe(), spot(tmp_path, memory=node.url, memory_limit=1000, notices=None)
+    probe, callback = Probe(), spot(tmp_path, servers=node.url, memory_limit=1000, notices=None)
     trainer(callback, probe, max_epochs=1).fit(Net(), data())
     found = check_all(tmp_path, probe)
     assert (found[0].step, found[0].complete) == (20, True)
@@ -254,19 +254,19 @@ def test_a_memory_node_that_cannot_take_it_is_passed_over(
     tmp_path: Path, start_node: Callable[..., RunningNode], caplog: pytest.LogCaptureFixture
 ) -> None:
     """One may not write, one is too small, one is gone: the durable tier has it, and nobody is asked each time."""
-    strict, small = start_node(), start_node("--allow", str(tmp_path), "--memory", "4KiB")
+    strict, small = start_node(), start_node("--allow-storage", str(tmp_path), "--memory-limit", "4KiB")
     durable = tmp_path / "durable"
     past = past_memory(durable, strict.url, small.url, "spot://127.0.0.1:9")
     for step in (1, 2):
         past.write({}, manifest_of(step, nbytes=5000))
         assert LocalStore(durable).survey().manifests[0].step == step
     assert caplog.text.count("may not write") == caplog.text.count("cannot fit") == 1
-    assert caplog.text.count("no memory node answers") == 1
+    assert caplog.text.count("no snapshot server answers") == 1
     assert past.flush(0.0) == []
 
 
 def test_what_only_a_lost_memory_node_had_is_named(tmp_path: Path, start_node: Callable[..., RunningNode]) -> None:
-    node = start_node("--allow", str(tmp_path))
+    node = start_node("--allow-storage", str(tmp_path))
     durable = tmp_path / "durable"
     LocalStore(durable).claim(claim_of(1, token="t", run_id=RUN_ID))
     past = past_memory(durable, node.url)
@@ -338,7 +338,7 @@ def test_what_a_memory_node_lost_that_was_started_anew_is_named(
     )
     ending = Ending(cast(SnapshotWriter, writer), past, str(tmp_path / "durable"), past._info, None)
     assert ending.bring(0.1) is None
-    assert "lost with the memory node that had it" in said[0]
+    assert "lost with the snapshot server that had it" in said[0]
     said.clear()
     data = image_of(1, 5000)
     writer.committed = LocalStore(tmp_path / "durable").put_parts(
@@ -356,9 +356,11 @@ def test_a_call_that_breaks_off_as_the_ring_is_left_starts_no_new_node(tmp_path:
         link.ask(lambda _host: broken_off(), None)
 
     def broken_off() -> None:
-        raise NodeUnreachable("Remote end closed connection without response")
+        raise ServerUnreachableError("Remote end closed connection without response")
 
-    host = cast(Host, SimpleNamespace(leave=leave, flush=lambda _wait_s: [], max_stall_s=5.0, disconnect=found.clear))
+    host = cast(
+        Host, SimpleNamespace(leave=leave, flush=lambda _wait_s: [], server_call_timeout_s=5.0, disconnect=found.clear)
+    )
     link = HostLink(host, lambda: cast(Host, found.append("a new node")))
     writer = SimpleNamespace(host=host, link=link, committed=None, settle=lambda _wait_s: None)
     ending = Ending(cast(SnapshotWriter, writer), past, str(tmp_path / "durable"), past._info, None)
@@ -370,7 +372,7 @@ def test_a_call_that_breaks_off_as_the_ring_is_left_starts_no_new_node(tmp_path:
 
 def test_what_a_lost_ring_could_not_be_told_the_next_one_is_told() -> None:
     """Else other ranks would wait for ten minutes for a snapshot that rank 0 cannot begin."""
-    lost, new = SimpleNamespace(max_stall_s=1.0, disconnect=lambda: None), SimpleNamespace()
+    lost, new = SimpleNamespace(server_call_timeout_s=1.0, disconnect=lambda: None), SimpleNamespace()
     is_there, told = threading.Event(), list[Any]()
 
     def find() -> Host:
@@ -379,7 +381,7 @@ def test_what_a_lost_ring_could_not_be_told_the_next_one_is_told() -> None:
 
     def say(host: Host) -> None:
         if host is cast(Host, lost):
-            raise NodeUnreachable("it has gone")
+            raise ServerUnreachableError("it has gone")
         told.append(host)
 
     link = HostLink(cast(Host, lost), find)
@@ -396,13 +398,13 @@ def test_of_a_snapshot_whose_ring_is_lost_before_it_is_said_for_which_the_slot_i
     told: list[str] = []
 
     def gone(*_what: object) -> None:
-        raise NodeUnreachable("it has gone")
+        raise ServerUnreachableError("it has gone")
 
-    lost = cast(Host, SimpleNamespace(max_stall_s=1.0, disconnect=lambda: None, say=gone, decline=gone))
+    lost = cast(Host, SimpleNamespace(server_call_timeout_s=1.0, disconnect=lambda: None, say=gone, decline=gone))
     new = cast(Host, SimpleNamespace(decline=lambda name, why: told.append(f"{name}: {why}")))
     leases = Leases(HostLink(lost, lambda: new), lambda _lease: None, lambda _full, _left_s: None)
     shared = Shared(name="step-000000002-attempt-0001", shares=2)
-    with mmap.mmap(-1, 10) as memory, pytest.raises(NodeUnreachable):
+    with mmap.mmap(-1, 10) as memory, pytest.raises(ServerUnreachableError):
         leases.say(lost, Lease("id", memory, 10, "tmpfs", 0, shared=shared, is_said=False))
     until(lambda: told, "the new ring to be told")
     assert told == [f"{shared.name}: rank 0 cannot begin it (it has gone)"]
@@ -519,7 +521,9 @@ def test_what_was_damaged_before_a_deadline_is_taken_again_or_said(tmp_path: Pat
 def test_what_a_tier_has_refused_is_not_called_durable(tmp_path: Path) -> None:
     """It was, at the end of an attempt that a later one had taken over from."""
     run = Damaging(tmp_path, complete=False)
-    run.store.errors = lambda kind, _: Fenced("a later one", run="run", attempt=1, current=2) if kind == "put" else None
+    run.store.errors = lambda kind, _: (
+        FencedError("a later one", run="run", attempt=1, current=2) if kind == "put" else None
+    )
     run.take(3)
     ending = run.ending(None)
     assert ending.bring(30.0) is None
@@ -537,7 +541,7 @@ def test_it_is_said_how_long_the_end_waits_for_what_is_not_durable(
     run.take(3)
     run.ending(None).bring(2.0)
     (line,) = [each.getMessage() for each in caplog.records if "fit waits for" in each.getMessage()]
-    assert "up to 2 s more (flush_timeout_s) until all is durable" in line
+    assert "up to 2 s more (upload_timeout_s) until all is durable" in line
     assert "No space left on device" in line
     run.writer.close()
 
@@ -550,7 +554,7 @@ def test_what_a_later_attempt_overtook_is_not_said_to_be_lost_with_a_node(
     run.take(3)
 
     def refuses(*_: Any, **__: Any) -> bool:
-        raise Fenced("attempt 2 has taken over", run="run", attempt=1, current=2)
+        raise FencedError("attempt 2 has taken over", run="run", attempt=1, current=2)
 
     monkeypatch.setattr(run.host, "seal", refuses)
     run.writer.begin(run.state, manifest_of(4, nbytes=0), wait_s=30.0)
@@ -634,7 +638,7 @@ def test_streamed_parts_are_the_file_with_right_checksums() -> None:
 
 def test_nothing_of_ours_is_left_after_fit(tmp_path: Path) -> None:
     before = set(threading.enumerate())
-    callback = spot(tmp_path, max_stall_s=1.0, notices=None)
+    callback = spot(tmp_path, server_call_timeout_s=1.0, notices=None)
     strike = Strike(callback, signal.SIGKILL, 30)
     trainer(callback, strike).fit(Net(), data())
 
@@ -651,7 +655,7 @@ def test_a_node_that_is_lost_while_a_resume_asks_it_is_asked_again(
 ) -> None:
     """It alone has the newest snapshot, and the next node takes that over."""
     with pytest.raises(Stop):
-        trainer(spot(tmp_path, memory="auto"), StopAt(10)).fit(Net(), data())
+        trainer(spot(tmp_path), StopAt(10)).fit(Net(), data())
     record, left = find_record(str(tmp_path / "run-1")), [True]
     newest = tmp_path / "run-1" / f"{snapshot_name(9, 1)}"
     until(lambda: (newest / "manifest.json").exists(), "the newest snapshot to be durable")
@@ -674,6 +678,6 @@ def test_a_node_that_is_lost_while_a_resume_asks_it_is_asked_again(
     monkeypatch.setattr(patience, "PATIENCE", Patience(tries=3, first_pause_s=0.05))
     probe = Probe()
     with pytest.raises(Stop):
-        trainer(spot(tmp_path, memory="auto"), probe, StopAt(11)).fit(Net(), data())
+        trainer(spot(tmp_path), probe, StopAt(11)).fit(Net(), data())
     assert not left
     assert min(probe.states) == 9

@@ -5,12 +5,12 @@ bit for bit.
 
 ==================  =====================================================================================
 lost                a rank; the second machine (all its processes and memory); the first machine, which
-                    has rank 0; the memory node; the link of the second machine, for some seconds
+                    has rank 0; the snapshot server; the link of the second machine, for some seconds
 when                staging, sending, committing, flushing, restoring, or any moment of training
 trained             DDP and FSDP2, each on two and on four ranks
 ==================  =====================================================================================
 
-Elsewhere the same is lost without a memory node (DDP: ``test_across.py``; FSDP2, by way of a bucket:
+Elsewhere the same is lost without a snapshot server (DDP: ``test_across.py``; FSDP2, by way of a bucket:
 ``test_sharded_bucket.py``), with snapshots spread over several nodes (``test_spread_machines.py``), by bad links
 (``test_bad_links.py``), and on one host (``test_together.py``, ``test_sharded_fit.py``).
 """
@@ -28,7 +28,7 @@ from tests.test_together import accounts, check_states, load, manifests
 
 __all__ = ["twins"]
 
-LOST = ("a rank", "a machine", "the first machine", "the memory node", "a link")
+LOST = ("a rank", "a machine", "the first machine", "the snapshot server", "a link")
 TWO, FOUR = 1, 2
 """Ranks of each machine."""
 

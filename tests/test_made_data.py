@@ -79,7 +79,7 @@ class Learner(pl.LightningModule):
 def fit(run: Path, *callbacks: pl.Callback) -> tuple[Learner, list[str]]:
     new_process()
     pl.seed_everything(1, verbose=False)
-    more: dict[str, Any] = {"memory": None, "interval": EverySteps(1), "on_full": "wait", "notices": None}
+    more: dict[str, Any] = {"local_server": False, "interval": EverySteps(1), "on_full": "wait", "notices": None}
     learner = Learner()
     fits = trainer(*callbacks, SpotCheckpoint(str(run), **more), max_epochs=4, reload_dataloaders_every_n_epochs=1)
     with warnings.catch_warnings(record=True) as caught:

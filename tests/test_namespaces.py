@@ -37,7 +37,7 @@ def version(name):
     return real(name)
 importlib.metadata.version = version
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
-callback = lambda path: SpotCheckpoint(path, memory=None, interval=EverySteps(2), on_full="wait", notices=None)
+callback = lambda path: SpotCheckpoint(path, local_server=False, interval=EverySteps(2), on_full="wait", notices=None)
 import {name} as pl
 from {name}.callbacks import ModelCheckpoint
 from {name}.demos.boring_classes import BoringModel
@@ -63,7 +63,7 @@ def fit(path, *callbacks, seed):
     quiet = dict(enable_progress_bar=False, enable_model_summary=False)
     spot = callback(path + "/run")
     trainer = pl.Trainer(
-        logger=CSVLogger(path), plugins=[SpotCheckpointIO(memory=None)], default_root_dir=path,
+        logger=CSVLogger(path), plugins=[SpotCheckpointIO(local_server=False)], default_root_dir=path,
         callbacks=[*callbacks, spot], **settings, **quiet,
     )
     model = Logs()
@@ -136,7 +136,9 @@ def test_classes_of_both_are_known(other: Any, tmp_path: Path) -> None:
                 raise Stop
 
     def fit(*callbacks: Any) -> SpotCheckpoint:
-        spot = SpotCheckpoint(str(tmp_path / "run"), memory=None, interval=EverySteps(2), on_full="wait", notices=None)
+        spot = SpotCheckpoint(
+            str(tmp_path / "run"), local_server=False, interval=EverySteps(2), on_full="wait", notices=None
+        )
         frozen = other.callbacks.StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
         run = other.Trainer(
             max_epochs=2,

@@ -16,7 +16,7 @@ import pytest
 
 from lightning_spot.client.embedded import Session
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import NodeUnreachable, ShareMissing, TierError
+from lightning_spot.errors import ServerUnreachableError, ShareMissingError, TierError
 from lightning_spot.fit import together
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.restore import Hosts
@@ -66,7 +66,7 @@ def test_hosts_whose_first_one_has_no_thread_to_begin_a_snapshot_bring_the_next_
     lacking("spot-joint", 1)
     upload = team.lead(1, Checkpoint(1))
     team.fill(upload, Checkpoint(1))
-    with pytest.raises(ShareMissing, match="needs a thread of its own"):
+    with pytest.raises(ShareMissingError, match="needs a thread of its own"):
         team.seal(upload, 1)
     team.all_free()
     team.check(team.take(2, Checkpoint(2)), Checkpoint(2))
@@ -78,7 +78,7 @@ def test_what_cannot_be_sent_for_want_of_a_thread_keeps_no_slot(team: Team, lack
     team.fill(upload, Checkpoint(1))
     team.follow(1, Checkpoint(1))
     lacking("spot-joint", 1)
-    with pytest.raises(ShareMissing, match="needs a thread of its own"):
+    with pytest.raises(ShareMissingError, match="needs a thread of its own"):
         team.seal(upload, 1)
     team.all_free()
     team.check(team.take(2, Checkpoint(2)), Checkpoint(2))
@@ -96,13 +96,13 @@ def test_what_is_given_up_without_a_thread_to_say_so_keeps_no_slot(
     assert not told
     assert not len(team.first.uploads)
     assert [slot["state"] for slot in team.first.ring.status()["slots"]] == ["free"]
-    team.check(team.take(2, Checkpoint(2)), Checkpoint(2))  # at the memory node it makes way for the next one
+    team.check(team.take(2, Checkpoint(2)), Checkpoint(2))  # at the snapshot server it makes way for the next one
 
 
 def test_a_host_without_a_thread_to_take_part_says_so_and_takes_part_in_the_next(team: Team, lacking: Lacking) -> None:
     """It noted that it does, and each flush waited for that."""
     lacking("spot-joint", 1)
-    with pytest.raises(ShareMissing, match="new thread"):
+    with pytest.raises(ShareMissingError, match="new thread"):
         team.join(1)
     assert team.second.uploads.abroad.visits.wait(None, 0.0) == []
     team.check(team.take(2, Checkpoint(2)), Checkpoint(2))
@@ -134,7 +134,7 @@ def test_a_node_without_a_descriptor_for_one_trainer_serves_the_next(
     with contextlib.closing(Node(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as node:
         channel = DescriptorChannel(node, tmp_path / "fds", None)
         no_descriptor.set()
-        with pytest.raises(NodeUnreachable):
+        with pytest.raises(ServerUnreachableError):
             Session(tmp_path / "fds", None, 5.0)
         Session(tmp_path / "fds", None, 5.0).close()
         channel.close()
@@ -188,7 +188,7 @@ def on_two_ranks(action: Callable[[Any], Any]) -> list[Any]:
 def test_without_a_thread_to_give_each_rank_reads_for_itself(tmp_path: Path, lacking: Lacking) -> None:
     """Rank 0 ended with an error, and the others waited for it."""
     lacking("spot-giver", 1)
-    location = Location.of(tmp_path / "run", None, None)
+    location = Location.of(tmp_path / "run", local_server=False)
 
     def begin(trainer: Any) -> int:
         with contextlib.closing(Hosts(Agreement(trainer), location)) as hosts:

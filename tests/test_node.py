@@ -1,4 +1,4 @@
-"""The node as a program: HTTP, tokens, protocol, draining, the embedded node, and ``spot://``."""
+"""The node as a program: HTTP, tokens, protocol, draining, the local server, and ``spot://``."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from lightning_spot.client.node_client import NodeClient, PartStream
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import (
-    CorruptSnapshot,
-    NodeRefused,
-    NodeUnreachable,
-    ProtocolMismatch,
-    RingFull,
+    CorruptSnapshotError,
+    ProtocolMismatchError,
+    RingFullError,
+    ServerRefusedError,
+    ServerUnreachableError,
     SettingsError,
-    SnapshotTooLarge,
+    SnapshotTooLargeError,
 )
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.runs import RunInfo, parse_run
@@ -97,12 +97,12 @@ def client_of(node: RunningNode, token: str | None = None) -> NodeClient:
         (["--listen", "127.0.0.1:99999"], "--listen"),
         (["--listen", "0.0.0.0:7070"], "LIGHTNING_SPOT_TOKEN"),
         (["--listen", "[::]:7070"], "LIGHTNING_SPOT_TOKEN"),
-        (["--memory", "much"], "'much' is no size"),
-        (["--memory", "3"], "--memory 3: that is 3 bytes. Give a unit, such as 3MB or 3GiB"),
-        (["--run-memory", "8"], "--run-memory 8: that is 8 bytes. Give a unit"),
-        (["--memory", "900TiB"], "--memory 900TiB: this machine"),
+        (["--memory-limit", "much"], "'much' is no size"),
+        (["--memory-limit", "3"], "--memory-limit 3: that is 3 bytes. Give a unit, such as 3MB or 3GiB"),
+        (["--run-memory-limit", "8"], "--run-memory-limit 8: that is 8 bytes. Give a unit"),
+        (["--memory-limit", "900TiB"], "--memory-limit 900TiB: this machine"),
         (["--slots", "0"], "--slots 0"),
-        (["--flush-to", "nonsense://x", "--listen", "127.0.0.1:0"], "nonsense"),
+        (["--storage", "nonsense://x", "--listen", "127.0.0.1:0"], "nonsense"),
     ],
 )
 def test_bad_flags_are_one_line(flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,7 +189,7 @@ def test_from_another_host_nobody_fills_a_slot_with_others_nor_seals_one(start_n
     node.call("POST", "/v1/runs/run/open", {"attempt": 1})
     paths = ["runs/run/shares", "runs/run/decline", *(f"uploads/none/{what}" for what in ("share", "placed", "seal"))]
     for path in paths:
-        with pytest.raises(NodeRefused, match="own host") as caught:
+        with pytest.raises(ServerRefusedError, match="own host") as caught:
             node.call("POST", f"/v1/{path}", {})
         assert caught.value.status == 403
 
@@ -200,10 +200,10 @@ def test_every_request_needs_the_token(start_node: StartNode, monkeypatch: pytes
     node = start_node(environment={"LIGHTNING_SPOT_TOKEN_FILE": str(secret)})
     for path in ("/v1/status", "/v1/runs/run/snapshots", "/v1/files/run/last.ckpt"):
         for token, what in ((None, "asks for a token"), ("wrong", "has another token")):
-            with pytest.raises(NodeRefused, match=f"{what}.*LIGHTNING_SPOT_TOKEN") as caught:
+            with pytest.raises(ServerRefusedError, match=f"{what}.*LIGHTNING_SPOT_TOKEN") as caught:
                 client_of(node, token).call("GET", path)
             assert caught.value.status == 401
-            with pytest.raises(NodeRefused, match=what):  # an answer to HEAD has no body that could say so
+            with pytest.raises(ServerRefusedError, match=what):  # an answer to HEAD has no body that could say so
                 client_of(node, token).head("/v1/files/run/last.ckpt")
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "correct-horse-battery")
     put(node, 1)
@@ -213,7 +213,7 @@ def test_every_request_needs_the_token(start_node: StartNode, monkeypatch: pytes
 def test_another_protocol_is_named(start_node: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
     node = start_node()
     monkeypatch.setattr(client_module, "PROTOCOL_VERSION", 1)
-    with pytest.raises(ProtocolMismatch, match=rf"speaks protocol {PROTOCOL_VERSION}.*1"):
+    with pytest.raises(ProtocolMismatchError, match=rf"speaks protocol {PROTOCOL_VERSION}.*1"):
         client_of(node).call("GET", "/v1/status")
 
 
@@ -229,14 +229,14 @@ def test_something_else_at_the_port() -> None:
 
     server = http.server.HTTPServer(("127.0.0.1", 0), Other)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    with pytest.raises(ProtocolMismatch, match="check the address"):
+    with pytest.raises(ProtocolMismatchError, match="check the address"):
         NodeClient(parse_spot_url(f"spot://127.0.0.1:{server.server_port}")[0]).call("GET", "/v1/status")
     server.shutdown()
     server.server_close()
 
 
 def test_nobody_there(port: int) -> None:
-    with pytest.raises(NodeUnreachable, match=f"127.0.0.1:{port}"):
+    with pytest.raises(ServerUnreachableError, match=f"127.0.0.1:{port}"):
         NodeClient(parse_spot_url(f"spot://127.0.0.1:{port}")[0]).call("GET", "/v1/status")
 
 
@@ -256,9 +256,9 @@ def test_back_pressure_over_http(start_node: StartNode, tmp_path: Path) -> None:
     client.call("POST", "/v1/runs/run/open", {"attempt": 1})
     for _ in range(2):
         client.call("POST", "/v1/runs/run/uploads", body)
-    with pytest.raises(RingFull):
+    with pytest.raises(RingFullError):
         client.call("POST", "/v1/runs/run/uploads", body)
-    with pytest.raises(SnapshotTooLarge):
+    with pytest.raises(SnapshotTooLargeError):
         client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 2**40})
 
 
@@ -318,20 +318,20 @@ def test_what_is_damaged_on_its_way_back_is_fetched_again(
     assert damaged == [0]
     assert bytes(buffer) == data
     most = 3
-    with pytest.raises(CorruptSnapshot, match="part 0"):
+    with pytest.raises(CorruptSnapshotError, match="part 0"):
         store.fetch(manifest, memoryview(buffer))
 
 
 def test_a_line_that_damages_everything_is_named(start_node: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
     node = start_node()
     monkeypatch.setattr(PartStream, "send", lambda _self, parts: [(part, "wrong") for part in parts])
-    with pytest.raises(CorruptSnapshot, match="damaged"):
+    with pytest.raises(CorruptSnapshotError, match="damaged"):
         put(node, 1)
     assert NodeStore(f"{node.url}/run").survey().manifests == []
 
 
 def test_sigterm_drains(start_node: StartNode, tmp_path: Path) -> None:
-    node = start_node("--flush-to", str(tmp_path / "durable"))
+    node = start_node("--storage", str(tmp_path / "durable"))
     manifest = put(node, 4)
     assert node.stop() == 0
     assert LocalStore(tmp_path / "durable" / "run").survey().manifests == [manifest]
@@ -339,7 +339,7 @@ def test_sigterm_drains(start_node: StartNode, tmp_path: Path) -> None:
 
 def test_sigterm_says_what_it_could_not_flush(start_node: StartNode, tmp_path: Path) -> None:
     target = tmp_path / "durable"
-    node = start_node("--flush-to", str(target), "--drain-timeout", "1")
+    node = start_node("--storage", str(target), "--drain-timeout", "1s")
     target.rmdir()  # the node has made it, to see whether it can
     target.write_text("a file in the way")
     put(node, 4)
@@ -351,12 +351,12 @@ def test_a_directory_that_cannot_be_written_to_is_an_error_at_the_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("a file in the way")
-    assert main(["--listen", "127.0.0.1:0", "--memory", "64MiB", "--flush-to", str(tmp_path / "file")]) == 2
+    assert main(["--listen", "127.0.0.1:0", "--memory-limit", "64MiB", "--storage", str(tmp_path / "file")]) == 2
     assert "cannot be made" in capsys.readouterr().err
 
 
 def test_a_node_flushes_to_s3(start_node: StartNode, s3: str) -> None:
-    node = start_node("--flush-to", s3)
+    node = start_node("--storage", s3)
     manifest = put(node, 4)
     assert client_of(node).call("POST", "/v1/flush", {"wait_s": 30}) == {"unreached": []}
     from lightning_spot.client.stores import open_store
@@ -364,9 +364,9 @@ def test_a_node_flushes_to_s3(start_node: StartNode, s3: str) -> None:
     assert open_store(f"{s3}/run").survey().manifests == [manifest]
 
 
-# -- the embedded node ------------------------------------------------------------------------------------------------
+# -- the local server ------------------------------------------------------------------------------------------------
 
-SETTINGS: dict[str, Any] = {"slots": 2, "memory_bytes": 2**26, "idle_timeout_s": 60.0}
+SETTINGS: dict[str, Any] = {"slots": 2, "memory_bytes": 2**26, "server_idle_timeout_s": 60.0}
 
 
 def node_pid(host: EmbeddedHost) -> int:
@@ -394,13 +394,13 @@ def test_one_with_another_token_is_not_waited_for(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "first")
     host = starting.start(str(tmp_path), "run", **SETTINGS)
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "second")
-    with pytest.raises(NodeRefused, match="was started with another LIGHTNING_SPOT_TOKEN"):
+    with pytest.raises(ServerRefusedError, match="was started with another LIGHTNING_SPOT_TOKEN"):
         starting.attach(str(tmp_path), "run")
     assert node_pid(host)  # and it was not ended
 
 
 def test_it_ends_when_idle(tmp_path: Path) -> None:
-    host = starting.start(str(tmp_path), "run", **{**SETTINGS, "idle_timeout_s": 0.5})
+    host = starting.start(str(tmp_path), "run", **{**SETTINGS, "server_idle_timeout_s": 0.5})
     record = starting.find_record(str(tmp_path))
     host.open_run(named_run("run", tmp_path))
     time.sleep(1.0)
@@ -440,7 +440,7 @@ def test_a_slot_that_is_asked_for_at_ctrl_c_is_given_back(
 def test_it_outlives_its_trainer(tmp_path: Path) -> None:
     code = (
         "import sys, time; from lightning_spot.client import starting\n"
-        f"host = starting.start({str(tmp_path)!r}, 'run', slots=2, memory_bytes=2**26, idle_timeout_s=60)\n"
+        f"host = starting.start({str(tmp_path)!r}, 'run', slots=2, memory_bytes=2**26, server_idle_timeout_s=60)\n"
         "from tests.conftest import named_run\n"
         "host.open_run(named_run('run')); print('up', flush=True); time.sleep(60)"
     )
@@ -474,7 +474,7 @@ def test_a_dead_nodes_record_is_replaced(tmp_path: Path) -> None:
 def test_a_node_that_cannot_start_shows_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starting, "subprocess", subprocess)  # started cold, as everywhere but in the tests
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(NodeUnreachable, match="did not start"):
+    with pytest.raises(ServerUnreachableError, match="did not start"):
         starting.start(str(tmp_path), "run", **SETTINGS)
 
 

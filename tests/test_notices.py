@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.errors import NoticeUnavailable, SettingsError
+from lightning_spot.errors import NoticeUnavailableError, SettingsError
 from lightning_spot.notices import detect, metadata_service, signals
 from lightning_spot.notices.alibaba import AlibabaSource
 from lightning_spot.notices.aws import AwsSource
@@ -67,7 +67,7 @@ def subject(request: pytest.FixtureRequest, server: MetadataServer, tmp_path: Pa
         answers: list[float] = []
         yield Subject(CallSource(lambda: answers[0] if answers else None), answers.append)
     else:
-        source = SignalSource(["SIGUSR2"], grace_s=60.0)
+        source = SignalSource(["SIGUSR2"], grace_period_s=60.0)
         source.install()
         yield Subject(source, lambda _: os.kill(os.getpid(), signal.SIGUSR2))
         source.restore()
@@ -82,7 +82,7 @@ def test_nothing_then_a_notice(subject: Subject) -> None:
     assert notice.source == subject.source.name
     assert notice.text
     expected = 30.0 if subject.source.name == "gcp" else 60.0
-    assert notice.grace_s == pytest.approx(expected, abs=10.0)  # whole seconds, on a machine that may be slow
+    assert notice.grace_period_s == pytest.approx(expected, abs=10.0)  # whole seconds, on a machine that may be slow
     assert notice.deadline_s == pytest.approx(time.monotonic() + expected, abs=10.0)
     subject.source.close()
     subject.source.close()
@@ -107,18 +107,18 @@ def test_no_answer_is_no_notice(cloud: str, server: MetadataServer, monkeypatch:
     assert source.poll() is None  # the proxy was not asked
     server.garbage = True
     server.announce(60.0)
-    with pytest.raises(NoticeUnavailable):
+    with pytest.raises(NoticeUnavailableError):
         source.poll()
     server.garbage = False
     server.close()
-    with pytest.raises(NoticeUnavailable, match=f"{cloud} does not answer at http://127.0.0.1"):
+    with pytest.raises(NoticeUnavailableError, match=f"{cloud} does not answer at http://127.0.0.1"):
         source.poll()
 
 
 def test_a_hanging_service_is_given_up(server: MetadataServer) -> None:
     server.hang = True
     started = time.monotonic()
-    with pytest.raises(NoticeUnavailable):
+    with pytest.raises(NoticeUnavailableError):
         metadata_service.ask(server.url, "/", source="aws", headers={}, wait_s=0.2)
     assert time.monotonic() - started < 15  # it would hang for 30 s
 
@@ -209,11 +209,11 @@ def test_a_call_may_answer_in_several_ways() -> None:
         return CallSource(lambda: value).poll()
 
     assert answer(False) is None
-    assert answer(True).grace_s is None
-    assert answer(12).grace_s == 12.0
+    assert answer(True).grace_period_s is None
+    assert answer(12).grace_period_s == 12.0
     own = Notice(source="mine", kind="advice", text="soon", seen_s=0.0)
     assert answer(own) is own
-    with pytest.raises(NoticeUnavailable, match="returned 'soon'"):
+    with pytest.raises(NoticeUnavailableError, match="returned 'soon'"):
         answer("soon")
 
 
@@ -221,14 +221,14 @@ def test_a_file_may_say_why(tmp_path: Path) -> None:
     (tmp_path / "notice").write_text("maintenance tonight")
     notice = FileSource(tmp_path / "notice").poll()
     assert notice is not None
-    assert notice.grace_s is None
+    assert notice.grace_period_s is None
     assert "maintenance tonight" in notice.text
-    with pytest.raises(NoticeUnavailable):
+    with pytest.raises(NoticeUnavailableError):
         FileSource(tmp_path).poll()
 
 
 def test_signals_are_counted_and_handlers_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIGHTNING_SPOT_GRACE_S", "25")
+    monkeypatch.setenv("LIGHTNING_SPOT_GRACE_PERIOD_S", "25")
     before = signal.getsignal(signal.SIGTERM)
     source = SignalSource()
     watcher = Watcher([source])
@@ -236,7 +236,7 @@ def test_signals_are_counted_and_handlers_put_back(monkeypatch: pytest.MonkeyPat
     watcher.install_signals()
     os.kill(os.getpid(), signal.SIGTERM)
     assert watcher.notice is not None
-    assert watcher.notice.grace_s == 25
+    assert watcher.notice.grace_period_s == 25
     assert watcher.repeated == 0
     os.kill(os.getpid(), signal.SIGTERM)
     assert watcher.repeated == 1
@@ -325,8 +325,8 @@ def test_bad_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         open_sources(3)  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="no such signal"):
         SignalSource(["SIGKILL"])
-    monkeypatch.setenv("LIGHTNING_SPOT_GRACE_S", "soon")
-    with pytest.raises(SettingsError, match="LIGHTNING_SPOT_GRACE_S='soon'"):
+    monkeypatch.setenv("LIGHTNING_SPOT_GRACE_PERIOD_S", "soon")
+    with pytest.raises(SettingsError, match="LIGHTNING_SPOT_GRACE_PERIOD_S='soon'"):
         open_sources("signal")
 
 

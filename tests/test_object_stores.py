@@ -20,7 +20,7 @@ from botocore.exceptions import ClientError
 from botocore.retries import standard
 
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import CorruptSnapshot, Fenced, SettingsError, SpotError, TierError
+from lightning_spot.errors import CorruptSnapshotError, FencedError, SettingsError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.run.location import Location
 from lightning_spot.run.patience import Patience
@@ -172,7 +172,7 @@ def test_of_two_hosts_that_claim_at_once_one_is_fenced(
             try:
                 stores[index].claim(claims[index])  # noqa: B023
                 won.append(index)  # noqa: B023
-            except Fenced:
+            except FencedError:
                 fenced.append(index)  # noqa: B023
 
         threads = [threading.Thread(target=claim, args=(index,)) for index in range(4)]
@@ -312,7 +312,7 @@ def test_missing_credentials_are_an_error_that_says_so(monkeypatch: pytest.Monke
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     s3fs.S3FileSystem.clear_instance_cache()
     with pytest.raises(SettingsError, match=r"no credentials .* s3://bucket/run .* AWS_ACCESS_KEY_ID") as caught:
-        survey(Location.of("s3://bucket/run", None, None), Patience(tries=1))
+        survey(Location.of("s3://bucket/run", local_server=False), Patience(tries=1))
     assert "resume=False" not in str(caught.value)
     s3fs.S3FileSystem.clear_instance_cache()
 
@@ -331,7 +331,9 @@ def test_a_name_server_that_does_not_answer_keeps_no_process_from_ending(monkeyp
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://nowhere.invalid:9000")
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     s3fs.S3FileSystem.clear_instance_cache()
-    asking = threading.Thread(target=lambda: survey(Location.of("s3://bucket/run", None, None), Patience(tries=1)))
+    asking = threading.Thread(
+        target=lambda: survey(Location.of("s3://bucket/run", local_server=False), Patience(tries=1))
+    )
     asking.start()
     try:
         until(lambda: asked, "the endpoint's name to be asked for")
@@ -362,7 +364,7 @@ def test_a_part_that_comes_damaged_is_read_once_more(monkeypatch: pytest.MonkeyP
     if times == 1:
         assert fetched(store, manifest) == sealed(1, 1000)[1]
     else:
-        with pytest.raises(CorruptSnapshot, match="do not have the checksum"):
+        with pytest.raises(CorruptSnapshotError, match="do not have the checksum"):
             fetched(store, manifest)
 
 

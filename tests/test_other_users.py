@@ -24,7 +24,7 @@ import pytest
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.node_client import NodeClient
-from lightning_spot.errors import NodeRefused, NodeUnreachable, SettingsError
+from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SettingsError
 from lightning_spot.goodput.ledger import AttemptRecord
 from lightning_spot.goodput.reached import keep_reached, read_reached
 from lightning_spot.memory.area import SlotArea
@@ -39,7 +39,7 @@ from lightning_spot.staging.slot import SlotMemory
 SOON_S = 5.0  # a start that waits for something takes 30 s
 NOBODY = 65534
 RUN = RunInfo(name="run", id="0123456789ab", location="", attempt=1, token="")
-SETTINGS = {"slots": 2, "memory_bytes": 2**26, "idle_timeout_s": 30.0}
+SETTINGS = {"slots": 2, "memory_bytes": 2**26, "server_idle_timeout_s": 30.0}
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as two users")
 
@@ -314,7 +314,7 @@ def test_the_end_of_a_huge_log_is_shown(runtime_dir: Path, tmp_path: Path, monke
         log.write(b"the end\n")
     monkeypatch.setattr(starting, "subprocess", subprocess)  # started cold, as everywhere but in the tests
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(NodeUnreachable, match="the end"):
+    with pytest.raises(ServerUnreachableError, match="the end"):
         starting.start(str(tmp_path), "run", **SETTINGS)
 
 
@@ -348,11 +348,11 @@ def test_a_node_of_another_user_is_not_spoken_to(
         assert alive is not None
         record.note(alive, **SETTINGS)  # type: ignore[arg-type]
         began_s = time.monotonic()
-        with pytest.raises(NodeRefused, match="another user"):
+        with pytest.raises(ServerRefusedError, match="another user"):
             EmbeddedHost(record, "run")
-        with pytest.raises(NodeRefused, match="another user"):
+        with pytest.raises(ServerRefusedError, match="another user"):
             NodeClient(Address(socket_path=str(record.http))).ping()
-        with pytest.raises(NodeRefused, match="another user"):
+        with pytest.raises(ServerRefusedError, match="another user"):
             starting.start(str(tmp_path), "run", **SETTINGS)
         assert time.monotonic() - began_s < SOON_S
         os.close(alive)

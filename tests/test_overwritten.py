@@ -70,7 +70,7 @@ class KeepsFullLater(KeepsFull):
 def fit(run: Path, kind: type[Net], *callbacks: pl.Callback, **more: Any) -> tuple[Net, list[str]]:
     new_process()
     pl.seed_everything(1, verbose=False)
-    spot: dict[str, Any] = {"memory": None, "interval": EverySteps(1), "on_full": "wait", "notices": None}
+    spot: dict[str, Any] = {"local_server": False, "interval": EverySteps(1), "on_full": "wait", "notices": None}
     net = kind()
     fits = trainer(*callbacks, SpotCheckpoint(str(run), **spot), **more)
     with warnings.catch_warnings(record=True) as caught:

@@ -22,7 +22,7 @@ from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import PROTOCOL_VERSION, take_environment
-from lightning_spot.errors import Fenced, NodeRefused, SpotError, TierError, Unclaimed
+from lightning_spot.errors import FencedError, ServerRefusedError, SpotError, TierError, UnclaimedError
 from lightning_spot.image.manifest import OWN_DIR, Manifest, snapshot_name
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.node import Node
@@ -91,7 +91,7 @@ class Lent:
 def lent(start_node: Callable[..., RunningNode], tmp_path: Path) -> Lent:
     (tmp_path / "allowed").mkdir()
     (tmp_path / "outside").mkdir()
-    return Lent(start_node("--allow", str(tmp_path / "allowed"), "--drain-timeout", "0"), tmp_path / "allowed")
+    return Lent(start_node("--allow-storage", str(tmp_path / "allowed"), "--drain-timeout", "0"), tmp_path / "allowed")
 
 
 def test_a_node_does_nothing_where_the_attempt_has_not_claimed(lent: Lent) -> None:
@@ -100,7 +100,7 @@ def test_a_node_does_nothing_where_the_attempt_has_not_claimed(lent: Lent) -> No
     (victim / "notes.txt").write_bytes(DATA)
     lent.open("thief", victim, claimed=False)
     assert lent.put("thief", "new.txt") != []
-    with pytest.raises(Unclaimed):
+    with pytest.raises(UnclaimedError):
         lent.delete("thief", "notes.txt")
     assert [path.name for path in victim.iterdir()] == ["notes.txt"]
 
@@ -203,7 +203,7 @@ def test_two_machines_with_one_number_touch_nothing_of_each_other(place: str) ->
         lambda: retain(late, 1, theirs),
         lambda: late.claim(claim_of(1, token="first")),
     ):
-        with pytest.raises(Fenced):
+        with pytest.raises(FencedError):
             act()
     owner.delete(mine)  # of that name, but another one
     assert owner.has(theirs)
@@ -214,7 +214,7 @@ def test_two_machines_with_one_number_touch_nothing_of_each_other(place: str) ->
 def test_nobody_writes_or_deletes_without_a_claim(place: str) -> None:
     store = owned(place, "first")
     for act in (lambda: store.put(snapshot(1), memoryview(b"x" * 100), attempt=1), lambda: store.delete(snapshot(1))):
-        with pytest.raises(Unclaimed):
+        with pytest.raises(UnclaimedError):
             act()
 
 
@@ -264,7 +264,7 @@ def test_a_claim_is_created_exclusively_where_the_library_can(monkeypatch: pytes
         pipe(files, path, value, **more)
 
     monkeypatch.setattr(Bucket, "pipe_file", later)
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         store.claim(claim_of(1, token="second"))
     claim = store.newest_claim()
     assert claim is not None
@@ -293,7 +293,7 @@ def starts_at_once(count: int, monkeypatch: pytest.MonkeyPatch) -> int:
         store.owner = Owner(1, mine[number].digest)
         try:
             store.claim(mine[number])
-        except Fenced as error:
+        except FencedError as error:
             lost.append(error)
 
     threads = [threading.Thread(target=start, args=(number,)) for number in range(count)]
@@ -305,7 +305,7 @@ def starts_at_once(count: int, monkeypatch: pytest.MonkeyPatch) -> int:
         try:
             store.put(snapshot(number), memoryview(b"x" * 100), attempt=1)
             wrote.append(number)
-        except Fenced as error:
+        except FencedError as error:
             lost.append(error)
     assert [manifest.step for manifest in stores[0].survey().manifests] == wrote
     return len(wrote)
@@ -322,7 +322,7 @@ def test_of_trainers_that_start_at_once_one_writes_two_hundred_times(monkeypatch
 
 def test_a_trainer_is_told_that_its_number_is_anothers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims, "_AGAIN_S", 0.01)
-    url, told = str(tmp_path / "run"), list[Fenced]()
+    url, told = str(tmp_path / "run"), list[FencedError]()
     mine = claim_of(1, token="mine")
     LocalStore(url).claim(mine)
     watch = ClaimWatch(url, mine, is_made=True, fenced=told.append)
@@ -345,7 +345,7 @@ def test_the_node_of_a_killed_start_goes_on_with_the_credentials_of_the_next_one
         monkeypatch.delenv(name)
 
     def start(attempt: int) -> EmbeddedHost:
-        host = starting.start(url, "run", slots=2, memory_bytes=2**24, idle_timeout_s=60.0)
+        host = starting.start(url, "run", slots=2, memory_bytes=2**24, server_idle_timeout_s=60.0)
         told: dict[str, Any] = {"location": url, "durable_url": url, "attempt": attempt, "token": f"t{attempt}"}
         host.open_run(RunInfo(name="run", id="", **told))
         return host
@@ -470,7 +470,7 @@ def test_another_run_of_the_node_is_neither_settled_nor_deleted(lent: Lent) -> N
     there = sorted(str(path) for path in lent.root.rglob("*"))
     listed = [item.manifest.name for item in store.listing()]
     for act in (lambda: thief.settle(manifest, 1), lambda: thief.delete(manifest)):
-        with pytest.raises(NodeRefused, match=REFUSED):
+        with pytest.raises(ServerRefusedError, match=REFUSED):
             act()
     assert lent.flush() == []
     assert [item.manifest.name for item in store.listing()] == listed
@@ -492,7 +492,7 @@ def test_what_an_attempt_without_a_claim_has_left_is_never_done_for_a_later_one(
     assert lent.flush() == []
     there = sorted(str(path) for path in lent.root.rglob("*"))
     thief.open_run(replace(victim, attempt=2, token="a stranger's"))
-    with pytest.raises(Unclaimed):
+    with pytest.raises(UnclaimedError):
         thief.delete(snapshot(1))
     forged = snapshot(9, name=snapshot_name(9, 2), attempt=2)
     thief.put(forged, memoryview(b"x" * 100), attempt=2)
@@ -538,5 +538,5 @@ def test_an_attempt_that_was_overtaken_is_fenced(tokened: int) -> None:
         lambda: stores[0].torn(NAME, "why", attempt=1),
         lambda: stores[0].joint.decline(NAME, attempt=1, why="why"),
     ):
-        with pytest.raises(Fenced):
+        with pytest.raises(FencedError):
             act()

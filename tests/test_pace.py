@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.errors import RingFull, SnapshotNotFound, TierError
+from lightning_spot.errors import RingFullError, SnapshotNotFoundError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import flusher
 from lightning_spot.memory.work import LAST_RETRY_S, BackOff
@@ -102,14 +102,14 @@ def test_a_damaged_newest_makes_the_one_before_it_owed_again(bench: Bench, monke
 
 
 def test_two_snapshots_are_durable_every_s_apart(bench: Bench) -> None:
-    bench.open(durable_every_s=0.6)
+    bench.open(min_upload_interval_s=0.6)
     began, step = time.monotonic(), 0
     while len(bench.tier().puts()) < 3 or step < 4:
         step += 1
         bench.save(step, wait_s=5)
         time.sleep(0.01)
         assert len(bench.tier().puts()) <= 1 + (time.monotonic() - began) / 0.6
-    bench.open(durable_every_s=600.0)
+    bench.open(min_upload_interval_s=600.0)
     bench.save(step + 1, wait_s=5)
     assert bench.flush() == []  # who waits for it does not wait for the next turn
     assert bench.tier().puts()[-1] == step + 1
@@ -148,7 +148,7 @@ def _threads(url: str) -> list[threading.Thread]:
 # -- what fails, fails alone ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [SnapshotNotFound, FileNotFoundError, TierError, OSError, ValueError])
+@pytest.mark.parametrize("kind", [SnapshotNotFoundError, FileNotFoundError, TierError, OSError, ValueError])
 def test_every_kind_of_error_is_counted_shown_and_retried_with_back_off(bench: Bench, kind: type[Exception]) -> None:
     """Today a FileNotFoundError of the store made 71,920 puts in 2 s, silently."""
     bench.open()
@@ -344,17 +344,18 @@ def test_back_off_of_things_and_of_the_tier() -> None:
     assert backoff.due_s("a") == now + 0.5
 
 
-# -- a slow bucket and a fast memory node -----------------------------------------------------------------------------
+# -- a slow bucket and a fast snapshot server
+# -----------------------------------------------------------------------------
 
 
 def lags(save: Callable[[int], Any], newest: Callable[[], int], *, steps: int, step_s: float) -> list[int]:
-    """Train for ``steps`` steps, with a snapshot every 5; how far the newest at the memory node is behind at each."""
+    """Train for ``steps`` steps, with a snapshot every 5; how far the newest at the server is behind at each."""
     measured = []
     for step in range(1, steps + 1):
         if step % 5 == 0:
             try:
                 save(step)
-            except RingFull:
+            except RingFullError:
                 print("skipped", step)
         time.sleep(step_s)  # a machine that is slow for a moment makes up for nothing
         measured.append(step - newest())
@@ -388,7 +389,7 @@ def test_a_slow_bucket_does_not_slow_the_memory_node_down(tmp_path: Path, allowe
 @pytest.mark.soak
 def test_a_bucket_at_1_mb_s_behind_20_mb_snapshots(start_node: Callable[..., RunningNode], tmp_path: Path) -> None:
     """The measurement of issue 8, over HTTP: 20 MB every 5 steps of 0.1 s, a bucket at 1 MB/s."""
-    far = start_node("--memory", "1GiB")
+    far = start_node("--memory-limit", "1GiB")
 
     class Mixed(Bench):
         def store(self, url: str) -> Any:

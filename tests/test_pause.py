@@ -14,14 +14,14 @@ from tests.models import EachDurable, Net, Probe, data, trainer
 from tests.test_fit import check_all, spot
 
 
-@pytest.mark.parametrize(("partitions", "buffer"), [("eager", "64MiB"), ("asymmetric", "1KiB"), ("backward", None)])
+@pytest.mark.parametrize(("copy_mode", "buffer"), [("eager", "64MiB"), ("asymmetric", "1KiB"), ("backward", None)])
 def test_a_snapshot_is_committed_while_training_pauses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partitions: Any, buffer: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copy_mode: Any, buffer: str | None
 ) -> None:
     monkeypatch.setattr(schedule, "LEAST_BYTES", 64)
     monkeypatch.setattr(cuda, "Cuda", lambda: device)
     device, probe = Emulated(), Probe()
-    callback = spot(tmp_path, interval=EverySteps(1), device_buffer=buffer, partitions=partitions)
+    callback = spot(tmp_path, interval=EverySteps(1), device_buffer=buffer, copy_mode=copy_mode)
     pauses = EachDurable(tmp_path / "run-1", 9)  # before the next optimizer step
     trainer(callback, probe, pauses).fit(Net(), data())
     assert len(check_all(tmp_path, probe)) >= 2

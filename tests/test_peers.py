@@ -261,7 +261,7 @@ def test_a_snapshot_for_which_there_was_no_slot_does_not_count_as_begun() -> Non
     watch, trainer = SeamWatch(spot), SimpleNamespace()
     for step, skipped in ((1, 0), (2, 1), (2, 1), (3, 1)):
         watch.after_batch(trainer)  # type: ignore[arg-type]
-        spot.snapshots.begun_step, spot.skipped = step, skipped
+        spot.snapshots.begun_step, spot.num_skipped = step, skipped
         watch.passed()
     assert sorted(watch.begun) == [1, 3]
 

@@ -9,7 +9,7 @@ import struct
 import numpy as np
 import pytest
 
-from lightning_spot.errors import CorruptSnapshot, SettingsError
+from lightning_spot.errors import CorruptSnapshotError, SettingsError
 from lightning_spot.image import picked
 from lightning_spot.image.delta import decode, encode_picked
 from lightning_spot.image.floats import WIDTHS, Floats, read_floats
@@ -78,7 +78,7 @@ def test_strangers_cannot_write_beyond_the_part(seed: int) -> None:
         room = bytearray(12_000)
         try:
             decode(hostile, base, memoryview(room)[1000:11_000])
-        except CorruptSnapshot:
+        except CorruptSnapshotError:
             continue
         finally:
             assert room[:1000] == room[11_000:] == bytes(1000)
@@ -96,7 +96,7 @@ def test_strangers_cannot_write_beyond_the_part(seed: int) -> None:
     ],
 )
 def test_numbers_that_are_none_are_refused(picks: bytes) -> None:
-    with pytest.raises(CorruptSnapshot, match="delta is damaged"):
+    with pytest.raises(CorruptSnapshotError, match="delta is damaged"):
         decode(encode_picked(b"", [], picks), bytes(10_000), memoryview(bytearray(10_000)))
 
 

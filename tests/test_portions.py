@@ -13,7 +13,13 @@ import pytest
 
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.spread import SpreadStore
-from lightning_spot.errors import CorruptManifest, CorruptSnapshot, Fenced, NodeUnreachable, SettingsError
+from lightning_spot.errors import (
+    CorruptManifestError,
+    CorruptSnapshotError,
+    FencedError,
+    ServerUnreachableError,
+    SettingsError,
+)
 from lightning_spot.image.files import FileSpan, note_name, torn_name
 from lightning_spot.image.manifest import Manifest, portion_name, snapshot_name
 from lightning_spot.image.notes import Note, sealed, spans_of
@@ -98,7 +104,7 @@ class Replica:
     def read(self, portion: Manifest, start: int, into: memoryview) -> None:
         self.asked += 1
         if self._silent:
-            raise NodeUnreachable("its link is cut")
+            raise ServerUnreachableError("its link is cut")
         assert portion.portion is not None
         into[:] = self._images[portion.portion.host][start : start + len(into)]
 
@@ -143,7 +149,7 @@ def test_portions_that_do_not_belong_together_are_none() -> None:
         [found[0], replace(found[1], files=found[0].files), found[2]],
         [found[0], replace(found[1], portion=None), found[2]],
     ):
-        with pytest.raises(CorruptSnapshot):
+        with pytest.raises(CorruptSnapshotError):
             whole_of(others)
 
 
@@ -154,7 +160,7 @@ def test_portions_without_the_checksums_of_their_parts_make_no_whole(sizes: tupl
     files = (replace(other.files[0], nbytes=0), replace(other.files[1], offset=0, nbytes=0))
     told = replace(other, nbytes=sizes[1], checksums=(), files=files, part_bytes=2**27 if sizes[1] > 2**40 else 8192)
     told = Manifest.from_json(told.to_json())
-    with pytest.raises(CorruptSnapshot, match="no checksums"):
+    with pytest.raises(CorruptSnapshotError, match="no checksums"):
         whole_of([replace(one, part_bytes=told.part_bytes), told])
 
 
@@ -163,7 +169,7 @@ def test_a_portion_without_the_checksum_of_its_end_makes_no_whole() -> None:
     one, other = portions(5000, 5000)[0]
     assert other.portion is not None
     told = Manifest.from_json(replace(other, portion=replace(other.portion, tail="")).to_json())
-    with pytest.raises(CorruptSnapshot, match="no checksums"):
+    with pytest.raises(CorruptSnapshotError, match="no checksums"):
         whole_of([one, told])
 
 
@@ -176,9 +182,9 @@ def test_a_portion_says_what_it_is_and_its_note_too() -> None:
     assert portion.portion.tail == checksum(bytes(place % 251 for place in range(5000)) + bytes(PART_BYTES - 5000))
     note = Note.of_portion(portion)
     assert Note.from_json(note.to_json()) == note
-    with pytest.raises(CorruptManifest):
+    with pytest.raises(CorruptManifestError):
         Note.of_portion(replace(portion, portion=None))
-    with pytest.raises(CorruptManifest):
+    with pytest.raises(CorruptManifestError):
         Note.from_json('{"portion": 7}')
 
 
@@ -198,11 +204,11 @@ def test_a_malformed_portion_is_refused(wrong: dict[str, Any]) -> None:
     (portion, _), _ = portions(5000, 5000)
     fields = portion.to_dict()
     fields["portion"] = {**fields["portion"], **wrong}
-    with pytest.raises(CorruptManifest):
+    with pytest.raises(CorruptManifestError):
         Manifest.from_dict(fields)
-    with pytest.raises(CorruptManifest):
+    with pytest.raises(CorruptManifestError):
         Manifest.from_dict({**portion.to_dict(), "name": snapshot_name(1, 1)})
-    with pytest.raises(CorruptManifest):
+    with pytest.raises(CorruptManifestError):
         Manifest.from_dict({**portion.to_dict(), "files": []})
 
 
@@ -238,7 +244,7 @@ def test_a_portion_that_is_damaged_in_memory_leaves_nothing_at_the_durable_tier(
 
     with monkeypatch.context() as damaging:
         damaging.setattr(JointFolder, "write_all", damaged)
-        with pytest.raises(CorruptSnapshot):
+        with pytest.raises(CorruptSnapshotError):
             put_portion(store, other, memoryview(image), attempt=1)
     there = {path.name for path in (tmp_path / "run" / one.snapshot).iterdir()}
     assert there == {*(file.name for file in one.files), note_name(0)}
@@ -279,7 +285,7 @@ def test_a_portion_that_waits_for_others_hears_of_a_later_attempt_and_that_there
     assert over.value.is_final
     torn.unlink()
     store.claim(Claim(attempt=2, run_id="", digest="b", location=store.url, started_unix_s=0.0))
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         put_portion(store, one, memoryview(images[0]), attempt=1)
 
 

@@ -23,7 +23,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_spot import EverySteps, Preempted, PreemptionGuard, RemoteSnapshot, SpotCheckpoint
+from lightning_spot import EverySteps, PreemptedError, PreemptionGuard, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.capture.ending import Ending
 from lightning_spot.errors import SettingsError, TierError
 from lightning_spot.exact.compare import differences
@@ -246,11 +246,11 @@ def stopping(root: Path, **more: Any) -> SpotCheckpoint:
 
 
 def test_an_urgent_snapshot_and_the_exit_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    spot = stopping(tmp_path, grace_s=60.0)
+    spot = stopping(tmp_path, grace_period_s=60.0)
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as stopped:
         trainer(NoticeAt(7, term), spot, logger=CSVLogger(str(tmp_path))).fit(Net(), data())
-    assert isinstance(stopped.value, Preempted)
+    assert isinstance(stopped.value, PreemptedError)
     assert stopped.value.code == 143
     assert LocalStore(tmp_path / "run").survey().manifests[0].step == 8
     assert spot.notice is not None
@@ -262,14 +262,14 @@ def test_an_urgent_snapshot_and_the_exit_code(tmp_path: Path, caplog: pytest.Log
     assert done.resumed_from.step == 8
 
 
-@pytest.mark.parametrize(("more", "least_s", "most_s"), [({}, 900, 1000), ({"grace_s": 60.0}, 0, 60)])
+@pytest.mark.parametrize(("more", "least_s", "most_s"), [({}, 900, 1000), ({"grace_period_s": 60.0}, 0, 60)])
 def test_ranks_wait_as_long_as_the_first_one_may_need(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, float], least_s: float, most_s: float
 ) -> None:
     waits: list[float] = []
     monkeypatch.setattr(Ranks, "part", lambda _, wait_s: waits.append(wait_s))
-    spot = stopping(tmp_path, memory=None, flush_timeout_s=1000.0, **more)
-    with pytest.raises(Preempted):
+    spot = stopping(tmp_path, local_server=False, upload_timeout_s=1000.0, **more)
+    with pytest.raises(PreemptedError):
         trainer(NoticeAt(1, term), spot).fit(Net(), data())
     assert least_s < waits[0] <= most_s
 
@@ -300,7 +300,7 @@ def test_an_end_that_fails_leaves_no_handler_behind(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(Ending, "bring", bring)
     handler = signal.getsignal(signal.SIGTERM)
-    spot = stopping(tmp_path, memory=None, strict=True)
+    spot = stopping(tmp_path, local_server=False, on_error="raise")
     try:
         with pytest.raises(TierError, match="the disk is gone") as raised:
             trainer(NoticeAt(1, stop), spot).fit(Net(), data())
@@ -339,7 +339,7 @@ def test_a_signal_at_the_end_waits_until_the_last_snapshot_is_safe(
     monkeypatch.setattr(Ending, "bring", slow)
     former = signal.signal(signal.SIGTERM, passed_on)
     try:
-        trainer(stopping(tmp_path, memory=None), max_epochs=1).fit(Net(), data(3))
+        trainer(stopping(tmp_path, local_server=False), max_epochs=1).fit(Net(), data(3))
         assert signal.getsignal(signal.SIGTERM) == passed_on
     finally:
         signal.signal(signal.SIGTERM, former)
@@ -362,7 +362,7 @@ def test_a_signal_at_the_end_ends_no_rank_before_the_first_one(
     monkeypatch.setattr(Ranks, "part", lambda *_: came.append("the first rank is done"))
     former = signal.signal(signal.SIGTERM, lambda *_: came.append("the signal goes on"))
     try:
-        trainer(*more, stopping(tmp_path, memory=None), max_epochs=1).fit(Net(), data(3))
+        trainer(*more, stopping(tmp_path, local_server=False), max_epochs=1).fit(Net(), data(3))
     finally:
         signal.signal(signal.SIGTERM, former)
     assert came == (["the first rank is done", "the signal goes on"] if more else [])
@@ -377,7 +377,7 @@ def test_a_signal_behind_the_last_place_to_stop_at_is_passed_on(tmp_path: Path) 
 
     former = signal.signal(signal.SIGTERM, passed_on)
     try:
-        trainer(AtEnd(), stopping(tmp_path, memory=None), max_epochs=1).fit(Net(), data(3))
+        trainer(AtEnd(), stopping(tmp_path, local_server=False), max_epochs=1).fit(Net(), data(3))
     finally:
         signal.signal(signal.SIGTERM, former)
     assert there == [[True]]
@@ -446,7 +446,7 @@ def test_should_stop_and_an_exception_at_the_same_moment(tmp_path: Path) -> None
 
 def test_in_mid_accumulation_nothing_is_lost(tmp_path: Path) -> None:
     """The urgent snapshot holds the gradients of the window that was cut."""
-    settings = {"interval": EverySteps(1000), "memory": None, "on_full": "wait", "keep": 100}
+    settings = {"interval": EverySteps(1000), "local_server": False, "on_full": "wait", "keep": 100}
     case = CASES["accumulation"]
     twin = SpotCheckpoint(str(tmp_path / "twin" / "run"), **settings)
     train(case, tmp_path / "twin", seed=11, spot=twin, max_epochs=1)
@@ -532,7 +532,7 @@ def test_a_bucket_in_which_lightning_finds_nothing_is_named_with_the_way_on(s3: 
 def test_a_folder_that_stays_is_not_warned_of(tmp_path: Path, more: dict[str, Any]) -> None:
     callbacks: list[pl.Callback] = [PreemptionGuard("signal")]
     if "writes" in more:
-        callbacks.append(RemoteSnapshot(str(tmp_path / "run"), memory=None))
+        callbacks.append(RemoteSnapshot(str(tmp_path / "run"), local_server=False))
     callbacks.append(ModelCheckpoint(str(tmp_path / more["dirpath"]) if "dirpath" in more else None))
     logger = CSVLogger(str(tmp_path), version=more.get("version")) if more else False
     with warnings.catch_warnings():
@@ -555,7 +555,7 @@ def test_advice_raises_the_rate_and_does_not_stop(tmp_path: Path) -> None:
 
 
 def test_a_grace_that_fits_no_tier_is_said_early(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    spot = stopping(tmp_path, interval=EverySteps(3), grace_s=1e-9)
+    spot = stopping(tmp_path, interval=EverySteps(3), grace_period_s=1e-9)
 
     class Wait(pl.Callback):
         def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -569,10 +569,10 @@ def test_a_grace_that_fits_no_tier_is_said_early(tmp_path: Path, caplog: pytest.
 def test_bad_settings(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="mean 'aws'"):
         SpotCheckpoint(str(tmp_path / "run"), notices="awss")
-    with pytest.raises(SettingsError, match="grace_s=-1"):
-        PreemptionGuard(grace_s=-1)
-    with pytest.raises(SettingsError, match="rewind='back'"):
-        SpotCheckpoint(str(tmp_path / "run"), rewind="back")  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="grace_period_s=-1"):
+        PreemptionGuard(grace_period_s=-1)
+    with pytest.raises(SettingsError, match="data_resume='back'"):
+        SpotCheckpoint(str(tmp_path / "run"), data_resume="back")  # type: ignore[arg-type]
 
 
 def test_planning_against_a_deadline() -> None:

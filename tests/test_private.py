@@ -83,7 +83,9 @@ def hide(monkeypatch: pytest.MonkeyPatch, *hidden: str) -> None:
 
 def fit(root: Path, *more: pl.Callback) -> list[str]:
     """Train with everything that has private names; our warnings."""
-    spot = SpotCheckpoint(str(root / "run"), memory=None, interval=EverySteps(2), on_full="wait", notices="signal")
+    spot = SpotCheckpoint(
+        str(root / "run"), local_server=False, interval=EverySteps(2), on_full="wait", notices="signal"
+    )
     callbacks = [StochasticWeightAveraging(0.01, swa_epoch_start=1)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -22,7 +22,14 @@ from lightning_spot.client.encoding import OutgoingPart
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import MOST_PART_BYTES, PROTOCOL_VERSION
-from lightning_spot.errors import CorruptManifest, CorruptSnapshot, NodeRefused, RingFull, SettingsError, TooManyStreams
+from lightning_spot.errors import (
+    CorruptManifestError,
+    CorruptSnapshotError,
+    RingFullError,
+    ServerRefusedError,
+    SettingsError,
+    TooManyStreamsError,
+)
 from lightning_spot.image.delta import MOST_RANGES, Coding, decode
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.parts import checksum
@@ -181,7 +188,7 @@ def test_parts_of_a_size_that_nobody_sends_are_refused(nbytes: int, part_bytes: 
     plain = Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=nbytes, part_bytes=part_bytes)
     with asked(node_of()) as client:
         open_run(client)
-        with pytest.raises((SettingsError, CorruptManifest), match="parts"):
+        with pytest.raises((SettingsError, CorruptManifestError), match="parts"):
             begin(client, nbytes, name=plain.name, manifest=plain.to_dict())
 
 
@@ -212,14 +219,14 @@ def test_a_delta_has_no_more_ranges_than_anybody_sends(coding: Coding) -> None:
     count = MOST_RANGES + 1
     bounds = b"".join(struct.pack(">II", 2 * place, 2 * place + 1) for place in range(count))
     base = bytes(64 * count)
-    with pytest.raises(CorruptSnapshot, match=f"{count} ranges"):
+    with pytest.raises(CorruptSnapshotError, match=f"{count} ranges"):
         decode(struct.pack(">BI", coding, count) + bounds + bytes(count), base, memoryview(bytearray(base)))
 
 
 @pytest.mark.parametrize("picks", [struct.pack("<IBH", 0, 4, 0) * 2, struct.pack("<IBHHI", 0, 4, 1, 0, 7) * 2])
 def test_numbers_that_are_put_again_and_again_are_none(picks: bytes) -> None:
     base = bytes(256)
-    with pytest.raises(CorruptSnapshot, match="out of order"):
+    with pytest.raises(CorruptSnapshotError, match="out of order"):
         decode(struct.pack(">BI", Coding.PICKED, 0) + picks, base, memoryview(bytearray(base)))
 
 
@@ -236,7 +243,7 @@ def test_an_upload_has_as_many_senders_as_hosts() -> None:
             for number in range(hosts):
                 for _ in range(2):
                     stack.callback(client.stream(upload, f"host {number}").close)
-            with pytest.raises(TooManyStreams, match=f"{hosts} already"):
+            with pytest.raises(TooManyStreamsError, match=f"{hosts} already"):
                 client.stream(upload, "another")
 
 
@@ -247,7 +254,7 @@ def test_one_client_does_not_take_all_threads_of_streams(monkeypatch: pytest.Mon
         for _ in range(4):
             stack.callback(client.stream(begin(client, 4096)).close)
         upload = begin(client, 4096)
-        with pytest.raises(TooManyStreams, match="share of the streams"):
+        with pytest.raises(TooManyStreamsError, match="share of the streams"):
             client.stream(upload)
         address = (client.address.host, client.address.port)
         with socket.create_connection(address, timeout=30, source_address=(ANOTHER, 0)) as other:
@@ -280,7 +287,7 @@ def test_no_run_is_forgotten_that_has_something_only_here(monkeypatch: pytest.Mo
         for number in range(4):
             open_run(client, f"run-{number}")
             commit(client, 1, b"only here", f"run-{number}")
-        with pytest.raises(RingFull, match="4 of them this client's"):
+        with pytest.raises(RingFullError, match="4 of them this client's"):
             open_run(client, "one-more")
         client.call("POST", "/v1/runs/run-2/settle", {"attempt": 1, "name": snapshot_name(1, 1), "lineage": ""})
         open_run(client, "one-more")  # what is durable need not be here
@@ -323,9 +330,9 @@ def test_no_attempt_jumps_ahead_of_its_claim(tmp_path: Path, known: int) -> None
     if known:
         node.open_run(info)
     far = replace(info, attempt=known + MOST_AHEAD + 1, token="u")
-    with pytest.raises(NodeRefused, match="far above"):
+    with pytest.raises(ServerRefusedError, match="far above"):
         node.open_run(far)
-    with pytest.raises(NodeRefused, match="far above"):
+    with pytest.raises(ServerRefusedError, match="far above"):
         node.open_run(replace(far, durable_url=None))
     assert node.claimed(f"run@{RUN_ID}") == known
     claim = Claim(run_id=RUN_ID, attempt=far.attempt, digest=digest_of("u"), location=url, started_unix_s=1.0)
@@ -340,7 +347,7 @@ def test_attempts_by_the_clock_are_no_jump(tmp_path: Path) -> None:
     info = folder_info(str(tmp_path))
     assert node.open_run(info).attempt == info.attempt
     for far in (replace(info, attempt=info.attempt + 2 * MOST_AHEAD), replace(info, id=RUN_ID)):
-        with pytest.raises(NodeRefused, match="far above"):
+        with pytest.raises(ServerRefusedError, match="far above"):
             node.open_run(replace(far, token="another"))
     node.close()
 
@@ -474,10 +481,10 @@ def test_a_refused_request_is_told_why_while_its_body_is_still_on_its_way(nbytes
     """The rest of it was taken for a head that is too long, and the connection was reset."""
     with asked(node_of()) as client:
         for _ in range(3):
-            with pytest.raises(NodeRefused, match="answered 404"):
+            with pytest.raises(ServerRefusedError, match="answered 404"):
                 client.call("POST", "/v1/no-such", {"x": "x" * nbytes})
         for _ in range(3):
-            with pytest.raises(NodeRefused, match="longer than 262144 bytes"):
+            with pytest.raises(ServerRefusedError, match="longer than 262144 bytes"):
                 client.call("POST", "/v1/flush", {"x": "x" * max(nbytes, 2**19)})
         assert client.call("GET", "/v1/runs")["runs"] == []
 
@@ -518,7 +525,7 @@ def test_slots_are_bounded_by_open_files(monkeypatch: pytest.MonkeyPatch) -> Non
     for run in ("greedy", "other", "third", "fourth"):
         node.open_run(RunInfo(name=run, id="", location="", attempt=1, token=""))
     held = [node.lease("greedy", 1, 10) for _ in range(4)]
-    with pytest.raises(RingFull, match=r"open files allow for 8 slots, half of them for a run: .* ulimit -n"):
+    with pytest.raises(RingFullError, match=r"open files allow for 8 slots, half of them for a run: .* ulimit -n"):
         node.lease("greedy", 1, 10)
     assert not_ready(node) == []
     for run, slots in (("other", 2), ("third", 1), ("fourth", 1)):

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import Fenced, SpotError, TierError
+from lightning_spot.errors import FencedError, SpotError, TierError
 from lightning_spot.tiers.filesystem import open_filesystem
 from lightning_spot.tiers.retention import retain
 from lightning_spot.tiers.store import Store
@@ -204,7 +204,7 @@ def test_wrong_credentials_are_one_clear_error(server: Server, monkeypatch: pyte
     for act in (lambda: open_store(url).survey(), lambda: put(open_store(url), 1)):
         with pytest.raises(SpotError) as raised:
             act()
-        assert not isinstance(raised.value, Fenced)
+        assert not isinstance(raised.value, FencedError)
         said = str(raised.value)
         print(f"{server.name}: {said!r}")
         assert url in said

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_spot.errors import CorruptSnapshot, TierError
+from lightning_spot.errors import CorruptSnapshotError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.run import receiving
 from lightning_spot.run.sources import StoreSource
@@ -59,7 +59,7 @@ def test_what_is_damaged_is_not_opened(source: StoreSource, tmp_path: Path) -> N
     manifest, data = stored(source, 1)
     path = tmp_path / "run" / manifest.data_path
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(CorruptSnapshot, match="part 4"):
+    with pytest.raises(CorruptSnapshotError, match="part 4"):
         source.open(manifest)
 
 
@@ -79,12 +79,12 @@ def test_an_error_is_no_other_one_where_its_traceback_looks_at_the_image(source:
     """It was that of memory which cannot be unmapped, and no older snapshot was taken."""
 
     def use(part: memoryview) -> None:
-        raise CorruptSnapshot(f"{len(part)} bytes that nobody can read")
+        raise CorruptSnapshotError(f"{len(part)} bytes that nobody can read")
 
     manifest, _ = stored(source, 1)
     snapshot = source.open(manifest)
     try:
-        with pytest.raises(CorruptSnapshot, match="10 bytes"), snapshot.image() as image:
+        with pytest.raises(CorruptSnapshotError, match="10 bytes"), snapshot.image() as image:
             use(image[10:20])
     finally:
         snapshot.close()

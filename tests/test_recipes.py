@@ -97,7 +97,7 @@ def test_torchrun_restarts_all_ranks(tmp_path: Path) -> None:
         "here = pathlib.Path(__file__).parent\n"
         "rank, attempt = os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']\n"
         "(here / f'ran-{rank}-{attempt}').touch()\n"
-        "assert os.environ['LIGHTNING_SPOT_GRACE_S'] == '30'\n"
+        "assert os.environ['LIGHTNING_SPOT_GRACE_PERIOD_S'] == '30'\n"
         "sys.exit(143 if attempt == '0' else 0)\n"
     )
     done = torchrun(script, 120, RANKS="2", MAX_RESTARTS="2")
@@ -160,7 +160,7 @@ def test_torchrun_starts_no_ranks_again_on_a_machine_that_is_taken_away(tmp_path
         "(here / ('ran-' + os.environ['TORCHELASTIC_RESTART_COUNT'])).touch()\n"
         "from lightning_spot import PreemptionGuard\n"
         "from tests.models import Net, data, trainer\n"
-        "guard = PreemptionGuard(f'file:{here}/notice', grace_s=120.0)\n"
+        "guard = PreemptionGuard(f'file:{here}/notice', grace_period_s=120.0)\n"
         "trainer(guard, max_epochs=10**6, max_steps=-1).fit(Net(), data())\n"
     )
     (tmp_path / "notice").touch()

@@ -1,4 +1,4 @@
-"""Several memory nodes: where runs go, snapshots kept at two of them, and what is left when one of the two is lost."""
+"""Several snapshot servers: where runs go, snapshots kept at two of them, and what is left when one is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from lightning_spot import SpotCheckpoint
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.errors import CorruptSnapshot, SettingsError
+from lightning_spot.errors import CorruptSnapshotError, SettingsError
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.node import Node
@@ -43,7 +43,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
 
 def held(bench: Chained, base: str) -> list[int]:
-    """Steps that a memory node has."""
+    """Steps that a snapshot server has."""
     return [manifest.step for slot in bench.nodes[base].committed(RUN) if (manifest := slot.manifest)]
 
 
@@ -79,15 +79,15 @@ def test_where_a_run_goes_does_not_change_with_the_version() -> None:
     assert placed(NODES[:4], "1" * 12) == tuple(NODES[number] for number in (0, 1, 3, 2))
 
 
-@pytest.mark.parametrize("memory", ["auto", None, NODES[0], NODES[:1]])
-def test_more_replicas_than_nodes_are_refused(memory: Any, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"replicas=2 .*memory"):
-        SpotCheckpoint(str(tmp_path), memory=memory, replicas=2)
+@pytest.mark.parametrize("servers", [None, NODES[0], NODES[:1]])
+def test_more_replicas_than_nodes_are_refused(servers: Any, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"replicas=2 .*servers"):
+        SpotCheckpoint(str(tmp_path), servers=servers, replicas=2)
 
 
 def test_a_node_that_is_named_twice_is_no_second_one(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="twice"):
-        SpotCheckpoint(str(tmp_path), memory=[NODES[0], NODES[0]], replicas=2)
+        SpotCheckpoint(str(tmp_path), servers=[NODES[0], NODES[0]], replicas=2)
 
 
 def test_the_node_of_this_machine_is_no_replica(
@@ -115,9 +115,9 @@ def test_an_address_that_is_bound_here_is_of_this_machine(monkeypatch: pytest.Mo
 def test_lightning_cli_takes_several_nodes_and_replicas(tmp_path: Path) -> None:
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(SpotCheckpoint, "spot")
-    written = {"dirpath": str(tmp_path), "memory": NODES[:2], "replicas": 2}
+    written = {"dirpath": str(tmp_path), "servers": NODES[:2], "replicas": 2}
     given = parser.parse_object({"spot": {"class_path": "lightning_spot.SpotCheckpoint", "init_args": written}})
-    assert (given.spot.init_args.memory, given.spot.init_args.replicas) == (NODES[:2], 2)
+    assert (given.spot.init_args.servers, given.spot.init_args.replicas) == (NODES[:2], 2)
 
 
 # -- two replicas -----------------------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def test_a_part_that_arrives_damaged_at_one_is_sent_again_and_the_other_has_it(m
     def send(coming: Coming, **more: Any) -> Manifest:
         if not refused:
             refused.append(coming.manifest.step)
-            raise CorruptSnapshot("part 0 arrives damaged")
+            raise CorruptSnapshotError("part 0 arrives damaged")
         return real(coming, **more)
 
     bench.behind[FIRST].send = send  # type: ignore[method-assign]
@@ -357,7 +357,7 @@ def pair(tmp_path: Path) -> Iterator[list[tuple[Node, str]]]:
 
 
 def _recovered(tmp_path: Path, urls: list[str]) -> tuple[int, bytes, str]:
-    found = survey(Location.of(str(tmp_path / "run"), urls, None), Patience(tries=1))
+    found = survey(Location.of(str(tmp_path / "run"), servers=urls), Patience(tries=1))
     assert found.identity.run_id == RUN_ID
 
     def use(snapshot: OpenSnapshot) -> bytes:

@@ -21,7 +21,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from lightning_spot.client.filesystem import SpotFileSystem
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError, TierError
+from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.fit import chosen, restore
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.chosen import ResumedFrom, choose, own_small
@@ -117,7 +117,7 @@ def restored(
 ) -> list[Any]:
     """What each rank gets: what it chose, or the error that it raises."""
     group = group or Group(size)
-    location = Location.of(store.root, None, None)
+    location = Location.of(store.root, local_server=False)
 
     def restore_on(rank: int) -> Any:
         threading.current_thread().name = f"rank-{rank}"
@@ -194,7 +194,7 @@ def test_a_host_reads_once_and_its_ranks_look_at_the_same_memory(
 
 
 def test_what_is_shared_cannot_be_written_to(run: LocalStore) -> None:
-    source = survey(Location.of(run.root, None, None)).candidates[0][1]
+    source = survey(Location.of(run.root, local_server=False)).candidates[0][1]
     manifest = run.survey().manifests[0]
     snapshot = source.open(manifest, use=Use.SHARE)
     try:
@@ -275,7 +275,7 @@ def test_a_host_that_sees_the_tier_reads_there(
 def test_a_host_to_which_no_tier_gives_it_is_an_error_on_all(run: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_spot.retry.time.sleep", lambda _s: None)
     for rank, error in enumerate(restored(run, 4)):
-        assert isinstance(error, CorruptSnapshot)  # there are snapshots, and none can be used
+        assert isinstance(error, CorruptSnapshotError)  # there are snapshots, and none can be used
         assert "on the host of rank 2" in str(error), rank
         assert "-of-another-host" in str(error)
 
@@ -322,7 +322,7 @@ def test_what_leaves_a_memory_node_before_it_is_read_is_read_where_it_is_durable
 
     class Left(StoreSource):
         def open(self, manifest: Manifest, progress: Progress | None = None, *, use: Use = Use.CHECK) -> OpenSnapshot:
-            raise SnapshotNotFound(f"{manifest.name} has left memory")
+            raise SnapshotNotFoundError(f"{manifest.name} has left memory")
 
     def look(location: Location) -> Survey:
         found = survey(location)
@@ -339,7 +339,7 @@ def test_what_one_rank_cannot_use_none_uses(run: LocalStore, failing: int, monke
 
     def load(snapshot: OpenSnapshot, **options: Any) -> Any:
         if rank_of_this_thread() == failing and snapshot.manifest.step == 6:
-            raise CorruptSnapshot("it went bad")
+            raise CorruptSnapshotError("it went bad")
         return original(snapshot, **options)
 
     monkeypatch.setattr(chosen, "_load", load)
@@ -356,7 +356,7 @@ def test_an_unexpected_error_on_one_rank_is_raised_on_all(
         return {}
 
     monkeypatch.setattr(chosen, "_load", load)
-    location = Location.of(run.root, None, None)
+    location = Location.of(run.root, local_server=False)
     group, errors = Group(2), []
 
     def restore_on(rank: int) -> None:
@@ -430,7 +430,7 @@ class Loading(Rank):
 
 
 def load_named(url: str, store: LocalStore) -> list[Any]:
-    group, location = Group(3), Location.of(store.root, None, None)
+    group, location = Group(3), Location.of(store.root, local_server=False)
 
     def load_on(rank: int) -> Any:
         threading.current_thread().name = f"rank-{rank}"
@@ -492,8 +492,8 @@ def test_a_taker_waits_until_it_is_ready_and_hears_why_it_is_not(
         waiting = pool.submit(take, giver.card, 1, manifest_of(run))
         with pytest.raises(TimeoutError):
             waiting.result(0.1)
-        giver.give(1, CorruptSnapshot("part 3 is bad", part=3))
-        with pytest.raises(CorruptSnapshot, match="part 3 is bad"):
+        giver.give(1, CorruptSnapshotError("part 3 is bad", part=3))
+        with pytest.raises(CorruptSnapshotError, match="part 3 is bad"):
             waiting.result(10)
     giver.give(2, TierError("x"))
     with pytest.raises(NotShared, match="given it up"):

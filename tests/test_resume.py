@@ -30,7 +30,7 @@ from lightning_spot.client.connection import BoundedSocket
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.starting import attach
 from lightning_spot.config import PROTOCOL_VERSION
-from lightning_spot.errors import CorruptSnapshot, NodeUnreachable, SpotError, TierError
+from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum
 from lightning_spot.run import patience
@@ -54,8 +54,8 @@ EIO = Path("/proc/self/mem")  # reading its first byte fails with EIO, also for 
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was interrupted after step 9: snapshots of steps 3, 6 and 9."""
     path = tmp_path_factory.mktemp("trained") / "run-1"
-    each: dict[str, Any] = {"interval": EverySteps(3), "on_full": "wait", "durable_every_s": 0.0}
-    callback = SpotCheckpoint(str(path), memory=None, keep=3, notices=None, **each)
+    each: dict[str, Any] = {"interval": EverySteps(3), "on_full": "wait", "min_upload_interval_s": 0.0}
+    callback = SpotCheckpoint(str(path), local_server=False, keep=3, notices=None, **each)
     with pytest.raises(Stop):
         trainer(callback, StopAt(10), EachDurable(path, 3)).fit(Net(), data())
     assert [manifest.step for manifest in LocalStore(path).survey().manifests] == [9, 6, 3]
@@ -73,8 +73,8 @@ def run(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 def begins(url: str | Path, **more: Any) -> int | type[SpotError]:
     """The step at which ``fit`` begins to train, or the kind of error it ends with. Its own snapshots are few."""
-    settings: dict[str, Any] = {"interval": EverySteps(100), "memory": None, "notices": None, "keep": 1}
-    callback, probe = SpotCheckpoint(str(url), **{**settings, "on_full": "wait", "run": "run-1", **more}), Probe()
+    settings: dict[str, Any] = {"interval": EverySteps(100), "local_server": False, "notices": None, "keep": 1}
+    callback, probe = SpotCheckpoint(str(url), **{**settings, "on_full": "wait", "run_name": "run-1", **more}), Probe()
     try:
         trainer(callback, probe, StopAt(11)).fit(Net(), data())
     except Stop:
@@ -142,7 +142,7 @@ def test_when_all_are_bad_there_is_one_clear_error(run: Path, damage: str) -> No
     for folder in run.glob("step-*"):
         act(folder / file)
     before = names(run)
-    assert begins(run) is CorruptSnapshot
+    assert begins(run) is CorruptSnapshotError
     assert names(run) == before
     assert begins(run, resume=False, interval=EverySteps(4)) == 0
     assert LocalStore(run).survey().manifests[0].step == 8
@@ -198,7 +198,7 @@ def test_a_tier_that_cannot_be_read_is_an_error_and_then_goes_on(
 ) -> None:
     before = names(run)
     faulty.use(Plan(kind=kind, span=0, only=only))
-    assert begins(f"{scheme}://{run}") in (TierError, CorruptSnapshot)
+    assert begins(f"{scheme}://{run}") in (TierError, CorruptSnapshotError)
     faulty.use(Plan())
     assert names(run) == before
     assert begins(f"{scheme}://{run}") == 9
@@ -208,7 +208,7 @@ def test_a_full_disk_where_nodes_leave_their_records_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What the memory of this host has is not read then; what is durable is."""
-    callback = SpotCheckpoint(str(tmp_path), interval=EverySteps(3), run="run-1", on_full="wait", notices=None)
+    callback = SpotCheckpoint(str(tmp_path), interval=EverySteps(3), run_name="run-1", on_full="wait", notices=None)
     with pytest.raises(Stop):
         trainer(callback, StopAt(10)).fit(Net(), data())
 
@@ -216,7 +216,7 @@ def test_a_full_disk_where_nodes_leave_their_records_is_passed_over(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("lightning_spot.client.starting.NodeRecord.starting", full)
-    with pytest.raises(NodeUnreachable, match="No space left"):
+    with pytest.raises(ServerUnreachableError, match="No space left"):
         attach(str(tmp_path), "run-1")
     assert begins(tmp_path) == 9
     assert "No space left" in caplog.text
@@ -279,7 +279,7 @@ def test_a_tier_that_is_dead_for_some_calls_costs_no_step(run: Path, at: int, sp
     faulty.use(Plan(kind="EIO", at=at, span=span, only=("ls", "cat_file", "info")))
     first = begins(f"faulty://{run}")
     faulty.use(Plan())
-    assert first in (9, TierError, CorruptSnapshot)
+    assert first in (9, TierError, CorruptSnapshotError)
     assert begins(f"faulty://{run}") in (9, 10)
     assert set(before) <= set(names(run)) | {name for name in before if "000000003" in name or "000000006" in name}
 
@@ -287,9 +287,9 @@ def test_a_tier_that_is_dead_for_some_calls_costs_no_step(run: Path, at: int, sp
 def test_no_connection_to_a_memory_node_stays_after_a_resume(
     run: Path, tmp_path: Path, start_node: Callable[..., RunningNode]
 ) -> None:
-    url = start_node("--allow", str(tmp_path)).url
-    settings: dict[str, Any] = {"memory": url, "interval": EverySteps(1)}
-    callbacks = [SpotCheckpoint(str(run), run="run-1", notices=None, **settings) for _ in range(2)]
+    url = start_node("--allow-storage", str(tmp_path)).url
+    settings: dict[str, Any] = {"servers": url, "interval": EverySteps(1)}
+    callbacks = [SpotCheckpoint(str(run), run_name="run-1", notices=None, **settings) for _ in range(2)]
     for callback in callbacks:  # the second one resumes what the node has, too
         with contextlib.suppress(Stop):
             trainer(callback, StopAt(11)).fit(Net(), data())
@@ -306,10 +306,10 @@ def is_connected_to(connection: BoundedSocket, url: str) -> bool:
 
 
 def test_a_memory_node_that_does_not_answer(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    settings = {"memory": "spot://127.0.0.1:9", "flush_timeout_s": 0.5}
+    settings = {"local_server": True, "servers": "spot://127.0.0.1:9", "upload_timeout_s": 0.5}
     assert begins(run, **settings) == 9  # the durable tier has answered, and has something
     lines = [record.message for record in caplog.records if "spot://127.0.0.1:9" in record.message]
-    assert any("no memory node answers at" in line for line in lines)
+    assert any("no snapshot server answers at" in line for line in lines)
     assert any("The newest snapshot of those that answer is taken" in line for line in lines)
     assert all(line.count("spot://127.0.0.1:9") == 1 for line in lines)
     for folder in run.glob("step-*"):
@@ -320,7 +320,7 @@ def test_a_memory_node_that_does_not_answer(run: Path, caplog: pytest.LogCapture
 def test_auto_resume_alone_raises_as_well(run: Path) -> None:
     loop(run)
     with pytest.raises(SpotError, match="resume=False"):
-        trainer(AutoResume(str(run), memory=None)).fit(Net(), data())
+        trainer(AutoResume(str(run), local_server=False)).fit(Net(), data())
 
 
 @pytest.mark.parametrize("what", ["cut", "flip", "eio"])
@@ -352,7 +352,7 @@ def test_a_file_that_goes_bad_between_its_check_and_its_use_falls_back(
                     raise reader.problem from None
                 raise
 
-    opened = open_newest(survey(Location.of(str(run), None, None)), use)
+    opened = open_newest(survey(Location.of(str(run), local_server=False)), use)
     assert opened is not None
     assert opened[1] == 6
     assert f"{step_9(run).name} at durable is passed over" in caplog.text
@@ -373,7 +373,7 @@ def test_the_reader_gives_the_very_bytes(run: Path) -> None:
             assert reader.read() == content[-22:]
         return True
 
-    assert open_newest(survey(Location.of(str(run), None, None)), use) is not None
+    assert open_newest(survey(Location.of(str(run), local_server=False)), use) is not None
 
 
 def test_a_memory_node_is_asked_as_patiently_as_the_durable_tier(
@@ -384,7 +384,7 @@ def test_a_memory_node_is_asked_as_patiently_as_the_durable_tier(
         listener.bind(("127.0.0.1", 0))
         listener.listen(1)
         port = listener.getsockname()[1]
-        place = Location.of(tmp_path / "run-1", f"spot://127.0.0.1:{port}", None)
+        place = Location.of(tmp_path / "run-1", servers=f"spot://127.0.0.1:{port}")
 
         def answer() -> None:
             for _ in range(2):
@@ -414,11 +414,11 @@ def test_a_memory_node_that_stands_still_is_not_waited_for(
     """Nothing was said for a minute, and then it had been asked once."""
     monkeypatch.setattr(NodeClient, "ping", functools.partialmethod(NodeClient.ping, 0.2))
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        place = Location.of(tmp_path / "run-1", f"spot://127.0.0.1:{silent.getsockname()[1]}", None)
+        place = Location.of(tmp_path / "run-1", servers=f"spot://127.0.0.1:{silent.getsockname()[1]}")
         began_s = time.monotonic()
         found = survey(place, Patience(tries=2, first_pause_s=0.05))
         assert time.monotonic() - began_s < 45.0
-    assert "no memory node answers" in found.problems[place.nodes[0]]
+    assert "no snapshot server answers" in found.problems[place.servers[0]]
     assert "asking again" in caplog.text
 
 
@@ -427,9 +427,9 @@ def test_a_memory_node_that_refuses_the_token_is_not_asked_again(
 ) -> None:
     """It will refuse that one tomorrow, too."""
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "right")
-    url = start_node("--allow", str(tmp_path)).url
+    url = start_node("--allow-storage", str(tmp_path)).url
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "wrong")
-    (why,) = survey(Location.of(tmp_path / "run-1", url, None)).problems.values()
+    (why,) = survey(Location.of(tmp_path / "run-1", servers=url)).problems.values()
     assert "another token" in why
     assert "asking again" not in caplog.text
 

@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 
 from lightning_spot.errors import (
-    CorruptSnapshot,
-    Fenced,
-    NodeUnreachable,
-    RingFull,
-    RunBusy,
+    CorruptSnapshotError,
+    FencedError,
+    RingFullError,
+    RunBusyError,
+    ServerUnreachableError,
     SettingsError,
-    SnapshotNotFound,
-    SnapshotTooLarge,
+    SnapshotNotFoundError,
+    SnapshotTooLargeError,
     TierError,
 )
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -95,7 +95,7 @@ def test_back_pressure_when_every_slot_is_needed(make: Callable[..., Bench]) -> 
     bench.save(1)
     until(lambda: bench.tier().tries, "the flusher to take the first")
     bench.save(2)
-    with pytest.raises(RingFull, match="too slow"):
+    with pytest.raises(RingFullError, match="too slow"):
         bench.save(3)  # one is being written, the other is the newest
     threading.Timer(0.2, bench.tier().open.set).start()
     bench.save(3, wait_s=30)
@@ -132,7 +132,7 @@ def test_one_slot_never_gives_its_only_snapshot_away(make: Callable[..., Bench])
     bench = make(slots=1)
     bench.open(durable=False)
     bench.save(1)
-    with pytest.raises(RingFull):
+    with pytest.raises(RingFullError):
         bench.save(2)
 
 
@@ -154,7 +154,7 @@ def test_a_failing_tier_does_not_stop_snapshots(bench: Bench) -> None:
 
 def test_too_large_is_not_a_full_ring(bench: Bench) -> None:
     bench.open()
-    with pytest.raises(SnapshotTooLarge) as caught:
+    with pytest.raises(SnapshotTooLargeError) as caught:
         bench.node.lease(RUN, 1, 65 * MIB)
     assert (caught.value.nbytes, caught.value.memory_bytes) == (65 * MIB, 64 * MIB)
 
@@ -302,12 +302,12 @@ def test_earlier_attempts_are_refused(bench: Bench) -> None:
     bench.open()
     upload = bench.node.lease(RUN, 1, 100)
     bench.open(attempt=2)
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         bench.save(5, attempt=1)
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         bench.node.seal(upload.id, manifest_of(1, nbytes=100))
     assert len(bench.node.uploads) == 0
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         bench.open(attempt=1)
     bench.save(5, attempt=2)
 
@@ -316,7 +316,7 @@ def test_what_a_tier_refused_of_one_attempt_is_not_said_of_the_next(bench: Bench
     """Its node may serve a run again that another host had taken over meanwhile."""
     bench.node.begin_session("trainer")
     bench.open(attempt=1, session="trainer")
-    bench.tier().fail(Fenced("a later one", run="run", attempt=1, current=2))
+    bench.tier().fail(FencedError("a later one", run="run", attempt=1, current=2))
     bench.save(1)
     until(lambda: any(tier.refused for tier in bench.node.tiers().values()), "the tier to refuse it")
     bench.node.end_session("trainer")
@@ -330,12 +330,12 @@ def test_what_a_tier_refused_of_one_attempt_is_not_said_of_the_next(bench: Bench
 def test_two_attempts_of_one_number_are_told_apart(bench: Bench) -> None:
     bench.open(attempt=4, token="one")
     bench.open(attempt=4, token="one")  # the same once more
-    with pytest.raises(Fenced, match="two were started at once"):
+    with pytest.raises(FencedError, match="two were started at once"):
         bench.open(attempt=4, token="other")
 
 
 def test_a_run_that_is_not_known_is_to_be_opened(bench: Bench) -> None:
-    with pytest.raises(SnapshotNotFound, match="open the run again"):
+    with pytest.raises(SnapshotNotFoundError, match="open the run again"):
         bench.node.lease(RUN, 1, 100)
 
 
@@ -427,7 +427,7 @@ def test_what_waits_for_a_trainer_to_be_gone_is_said_once_of_each_run_and_no_mor
             until(lambda tries=tier.tries, before=before: len(tries) > before, "it to be tried once more", 60.0)
     assert caplog.text.count("is tried again when that trainer is gone") == 2
     health = bench.node.flusher.health[tier.url]
-    health.refuses(Fenced("x", run="run", attempt=1, current=7), OTHER_ID, 1)
+    health.refuses(FencedError("x", run="run", attempt=1, current=7), OTHER_ID, 1)
     monkeypatch.setattr(work, "LEFT_S", 0.0)
     assert bench.flush(60.0) == []
     assert [manifest.step for manifest in tier.survey().manifests] == [5]
@@ -461,7 +461,7 @@ def test_an_identity_that_was_given_up_and_comes_late_takes_nothing_from_the_run
     bench.open(attempt=2, **told)
     bench.open(attempt=1, run_id=OTHER_ID, **told)
     assert bench.node.registry.highest(RUN_ID) == 2
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         bench.open(attempt=1, location="file:///run", token="theirs")
     bench.open(attempt=3, run_id=OTHER_ID, **told)  # in the right order, the other one is forgotten
     assert bench.node.registry.highest(RUN_ID) == 0
@@ -471,7 +471,7 @@ def test_a_live_trainer_keeps_its_run(bench: Bench) -> None:
     bench.node.begin_session("first")
     bench.open(session="first", pid=4711)
     bench.node.begin_session("second")
-    with pytest.raises(RunBusy, match="4711"):
+    with pytest.raises(RunBusyError, match="4711"):
         bench.open(attempt=2, session="second")
     bench.open(session="second")  # its own trainer, which connected again
     bench.node.end_session("second")
@@ -486,12 +486,12 @@ def test_a_killed_trainer_keeps_nothing_though_its_connection_is_not_seen_to_end
         bench.node.begin_session("first", process.to_json())
         bench.open(session="first", pid=killed.pid)
         bench.node.begin_session("second", ProcessId.of(os.getpid()).to_json())  # type: ignore[union-attr]
-        with pytest.raises(RunBusy, match=str(killed.pid)):
+        with pytest.raises(RunBusyError, match=str(killed.pid)):
             bench.open(attempt=2, session="second")
         killed.kill()
     assert bench.open(attempt=2, session="second").attempt == 2
     assert bench.node.end_session("first") == []
-    with pytest.raises(RunBusy):
+    with pytest.raises(RunBusyError):
         bench.open(attempt=3)
 
 
@@ -502,7 +502,7 @@ def test_of_two_trainers_that_begin_a_run_at_the_same_moment_one_is_refused(benc
     first = RunInfo(name="x", id="1" * 12, location="file:///x", attempt=1, token="a", session="first", pid=4711)
     second = replace(first, id="2" * 12, token="b", session="second")
     bench.node.open_run(first)
-    with pytest.raises(RunBusy, match="4711"):
+    with pytest.raises(RunBusyError, match="4711"):
         bench.node.open_run(second)
     bench.node.open_run(replace(second, id="3" * 12, location="file:///y"))
     bench.node.end_session("first")
@@ -516,9 +516,9 @@ def test_an_older_file_never_replaces_a_newer_one(bench: Bench) -> None:
     upload = bench.node.lease(RUN, 2, 1000)
     with upload.slot.view(1000) as view:
         view[:] = image_of(20, 1000)
-    with pytest.raises(Fenced, match="older"):
+    with pytest.raises(FencedError, match="older"):
         bench.node.seal(upload.id, manifest_of(20, 1, name="last.ckpt", file="", created_unix_s=60.0))
-    with pytest.raises(Fenced, match="older"):
+    with pytest.raises(FencedError, match="older"):
         bench.file("last.ckpt", 8, attempt=2, created_unix_s=60.0)
     assert len(bench.node.uploads) == 0
     assert [slot.manifest for slot in bench.node.committed(RUN)] == [newest]
@@ -547,7 +547,7 @@ def test_a_killed_trainer_gives_its_half_filled_slot_back(bench: Bench) -> None:
     bench.open(session="trainer")
     for _ in range(3):
         bench.node.lease(RUN, 1, 100, session="trainer")
-    with pytest.raises(RingFull):
+    with pytest.raises(RingFullError):
         bench.node.lease(RUN, 1, 100)
     bench.node.end_session("trainer")
     bench.node.lease(RUN, 1, 100)
@@ -563,7 +563,7 @@ def test_a_trainer_killed_while_it_waits_leaves_nothing_behind(make: Callable[..
     def wait() -> None:
         try:
             outcome.append(bench.node.lease(RUN, 1, 100, session="trainer", wait_s=20))
-        except (RingFull, NodeUnreachable) as error:
+        except (RingFullError, ServerUnreachableError) as error:
             outcome.append(error)
 
     waiting = threading.Thread(target=wait)
@@ -573,7 +573,7 @@ def test_a_trainer_killed_while_it_waits_leaves_nothing_behind(make: Callable[..
     bench.node.abort(held.id)
     waiting.join(10)
     assert not waiting.is_alive()
-    assert isinstance(outcome[0], (RingFull, NodeUnreachable))
+    assert isinstance(outcome[0], (RingFullError, ServerUnreachableError))
     assert len(bench.node.uploads) == 0
     bench.node.lease(RUN, 1, 100)  # the slot is free
 
@@ -589,12 +589,12 @@ def test_many_who_wait_for_a_full_ring_look_at_its_slots_once(
     bench.open(durable=False)
     held = [bench.node.lease(RUN, 1, nbytes) for nbytes in (100, 200)]
     for nbytes in (100, 50, *[100] * 30):  # one that wants less may find room where others find none
-        with pytest.raises(RingFull, match="2 being filled"):
+        with pytest.raises(RingFullError, match="2 being filled"):
             bench.node.lease(RUN, 1, nbytes)
     assert len(looked) == 4
     bench.node.abort(held[0].id)
     assert bench.node.lease(RUN, 1, 100)
-    with pytest.raises(RingFull, match="2 being filled"):
+    with pytest.raises(RingFullError, match="2 being filled"):
         bench.node.lease(RUN, 1, 100)
     assert len(looked) == 6
 
@@ -604,7 +604,7 @@ def test_who_no_longer_wants_a_slot_stops_waiting(make: Callable[..., Bench]) ->
     bench.open(durable=False)
     bench.node.lease(RUN, 1, 100)
     began = time.monotonic()
-    with pytest.raises(RingFull):
+    with pytest.raises(RingFullError):
         bench.node.lease(RUN, 1, 100, wait_s=30, cancelled=lambda: time.monotonic() > began + 0.2)
     assert time.monotonic() - began < 25
 
@@ -614,7 +614,7 @@ def test_whoever_waits_is_called_when_a_slot_is_freed(make: Callable[..., Bench]
     bench = make(slots=1)
     bench.open(durable=False)
     upload = bench.node.lease(RUN, 1, 100)
-    with pytest.raises(RingFull):
+    with pytest.raises(RingFullError):
         bench.node.lease(RUN, 1, 100)
     called = threading.Event()
     bench.node.ring.watch(called.set)
@@ -631,7 +631,7 @@ def test_an_upload_commits_only_what_it_was_opened_for(bench: Bench) -> None:
         sealed = manifest_of(1, **{"attempt": 3, **fields}).sealed(memoryview(bytes(fields.get("nbytes", 1000))))
         upload.received.begin(0, sealed.nbytes)
         upload.received.end(0, sealed.checksums[0])
-        with pytest.raises((SettingsError, CorruptSnapshot)):
+        with pytest.raises((SettingsError, CorruptSnapshotError)):
             bench.node.commit(upload.id, sealed)
     assert bench.node.committed(RUN) == []
     assert len(bench.node.uploads) == 0
@@ -641,10 +641,10 @@ def test_parts_must_all_have_arrived(bench: Bench) -> None:
     bench.open()
     upload = bench.node.lease(RUN, 1, 100)
     manifest = manifest_of(1, nbytes=100).sealed(memoryview(bytes(100)))
-    with pytest.raises(CorruptSnapshot, match="lost or damaged"):
+    with pytest.raises(CorruptSnapshotError, match="lost or damaged"):
         bench.node.commit(upload.id, manifest)
     assert bench.committed() == []
-    with pytest.raises(SnapshotNotFound):
+    with pytest.raises(SnapshotNotFoundError):
         bench.node.find_upload(upload.id)
 
 
@@ -691,7 +691,7 @@ def test_a_slot_is_read_once_more_only_if_it_had_to_wait(
 
 def test_what_a_tier_calls_corrupt_stays_in_memory(bench: Bench) -> None:
     bench.open()
-    bench.tier().fail(CorruptSnapshot("damaged on its way"))
+    bench.tier().fail(CorruptSnapshotError("damaged on its way"))
     sealed = bench.save(1)
     until(lambda: bench.node.flusher.failing(bench.tier().url), "the failure to be seen")
     assert bench.committed() == [1]
@@ -710,7 +710,7 @@ def test_removal_reaches_the_tier_also_while_it_is_written(bench: Bench) -> None
     bench.tier().open.set()
     assert bench.flush() == []
     assert bench.tier().survey().manifests == []
-    with pytest.raises(SnapshotNotFound):
+    with pytest.raises(SnapshotNotFoundError):
         bench.node.remove(RUN, first.name)
 
 
@@ -760,7 +760,7 @@ def test_a_run_stays_within_its_own_bound(make: Callable[..., Bench]) -> None:
         held = [slot for slot in bench.node.ring.slots if slot.run == RUN_ID]
         assert sum(slot.capacity for slot in held) <= 16 * MIB
     assert bench.committed()[0] == 9
-    with pytest.raises(SnapshotTooLarge, match="--run-memory"):
+    with pytest.raises(SnapshotTooLargeError, match="--run-memory-limit"):
         bench.save(10, nbytes=17 * MIB)
     bench.open(run_id=OTHER_ID, durable=False)
     bench.save(1, nbytes=15 * MIB, run_id=OTHER_ID)
@@ -799,9 +799,9 @@ def test_a_restarted_node_knows_the_attempts_of_what_it_holds(make: Callable[...
     killed.die()
     heir = make(area=runtime_dir / "area", allow=[])
     assert heir.node.claimed(RUN) == 8
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         heir.open(attempt=7)
-    with pytest.raises(Fenced, match="two were started"):
+    with pytest.raises(FencedError, match="two were started"):
         heir.open(attempt=8, token="of somebody else")
     heir.open(attempt=8)
     listed = heir.node.listed()
@@ -835,7 +835,7 @@ def test_who_leases_a_slot_that_was_just_committed_learns_what_is_in_it(
 
 
 def test_an_orderly_end_keeps_what_is_safe_nowhere_else(make: Callable[..., Bench], runtime_dir: Path) -> None:
-    """A memory node without a tier below holds the only copy; after SIGTERM the next node has it, as after SIGKILL."""
+    """A server without a tier below holds the only copy; after SIGTERM the next node has it, as after SIGKILL."""
     ended = make(area=runtime_dir / "area", allow=[])
     ended.open(attempt=7)
     ended.save(4, attempt=7)
@@ -1050,7 +1050,7 @@ def test_a_node_without_slots_is_bounded_by_memory_only(tmp_path: Path) -> None:
 
 
 def test_a_put_that_failed_is_not_put_off_by_the_pace(bench: Bench) -> None:
-    bench.open(durable_every_s=3600.0)
+    bench.open(min_upload_interval_s=3600.0)
     failures = iter([TierError("once", tier="x")])
     bench.tier().errors = lambda kind, _manifest: next(failures, None) if kind == "put" else None
     sealed = bench.save(1)
@@ -1097,7 +1097,7 @@ def test_opening_a_run_without_its_token_changes_nothing_of_it(bench: Bench) -> 
     bench.save(1)
     known = bench.node.registry.find(RUN).info
     for token in ("", "another"):
-        with pytest.raises(Fenced, match="another trainer"):
+        with pytest.raises(FencedError, match="another trainer"):
             bench.node.open_run(replace(known, token=token, durable_url="/elsewhere"))
     for moved in (replace(known, durable_url="/elsewhere"), replace(known, location="file:///elsewhere")):
         with pytest.raises(SettingsError, match="/elsewhere"):

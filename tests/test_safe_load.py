@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_spot.errors import CorruptSnapshot, NotSerialisable, SpotError
+from lightning_spot.errors import CorruptSnapshotError, NotSerializableError, SpotError
 from lightning_spot.exact.dump import KEY, read_checkpoint
 from lightning_spot.exact.rank_states import packed
 from lightning_spot.image.placeholder import Placeholder
@@ -153,7 +153,7 @@ def test_what_is_hostile_stays_inert_or_is_refused(users: list[Any]) -> None:
 
 def test_a_file_that_claims_to_hold_more_than_it_is_is_refused() -> None:
     packed = file(tensor(1 << 22, 1 << 22), zipfile.ZIP_DEFLATED, 1 << 24)
-    with pytest.raises(CorruptSnapshot, match="claims to hold 1677"):
+    with pytest.raises(CorruptSnapshotError, match="claims to hold 1677"):
         safe_load(packed)
 
 
@@ -162,7 +162,7 @@ def test_any_other_file_is_one_clear_error(content: Any) -> None:
     old = io.BytesIO()
     if callable(content):
         content([1], old, _use_new_zipfile_serialization=False)
-    with pytest.raises(CorruptSnapshot, match="is damaged or forged"):
+    with pytest.raises(CorruptSnapshotError, match="is damaged or forged"):
         safe_load(old if old.getvalue() else io.BytesIO(content))
 
 
@@ -301,14 +301,14 @@ def test_other_arrays_of_numpy_are_inert(value: Any) -> None:
 def test_other_protocols_are_one_clear_error() -> None:
     written = io.BytesIO()
     torch.save({"x": np.ones(2)}, written, pickle_protocol=5)
-    with pytest.raises(NotSerialisable, match="opcode"):
+    with pytest.raises(NotSerializableError, match="opcode"):
         safe_load(written)
 
 
 def test_an_integer_that_torch_does_not_read_is_named() -> None:
     written = io.BytesIO()
     torch.save({"x": 10**700}, written)
-    with pytest.raises(NotSerialisable, match=r"an integer of more than 255 bytes.*as text"):
+    with pytest.raises(NotSerializableError, match=r"an integer of more than 255 bytes.*as text"):
         safe_load(written)
 
 
@@ -359,7 +359,7 @@ def test_a_load_changes_nothing_that_other_threads_share() -> None:
 def test_what_the_user_allows_stays_as_it_was(value: bytes) -> None:
     with torch.serialization.safe_globals([np.dtype, (threading.Event, "a.B"), np.ndarray]):
         before = set(torch.serialization.get_safe_globals())
-        with contextlib.suppress(NotSerialisable):
+        with contextlib.suppress(NotSerializableError):
             safe_load(held(value))
         assert set(torch.serialization.get_safe_globals()) == before
     with pytest.raises(Exception, match=r"Unsupported global|is blocked"):  # nothing of ours is left for a plain load

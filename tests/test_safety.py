@@ -24,7 +24,7 @@ from lightning_spot.capture.slot_pool import SlotMaker
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import NodeUnreachable, RingFull, SpotError
+from lightning_spot.errors import RingFullError, ServerUnreachableError, SpotError
 from lightning_spot.exact.seams import Seam
 from lightning_spot.fit.exit import secure
 from lightning_spot.fit.fit import Fit
@@ -45,9 +45,9 @@ URL = "spot://127.0.0.1:9/run"
 
 
 class Ring:
-    """A ring that has step 4, which is owed again once its node has noticed that the memory node is lost."""
+    """A ring that has step 4, which is owed again once its node has noticed that the snapshot server is lost."""
 
-    max_stall_s = 5.0
+    server_call_timeout_s = 5.0
 
     def __init__(self, carrier: str) -> None:
         self._carriers = [carrier, carrier, ""]
@@ -67,7 +67,7 @@ class Ring:
 
 
 def at_notice(url: str) -> str:
-    """What is said at a notice, of a training whose hosts have brought step 5 to a memory node."""
+    """What is said at a notice, of a training whose hosts have brought step 5 to a snapshot server."""
     newest = manifest_of(5, nbytes=5000)
     link = HostLink(cast(Host, Ring(url)))
     writer = SimpleNamespace(committed=newest, past_memory=newest, host=link.host, link=link, settle=lambda _wait_s: 0)
@@ -113,7 +113,7 @@ def test_a_memory_node_is_asked_whether_it_has_what_hosts_have_brought(has_it: b
 
 
 def test_training_does_not_stand_still_for_an_urgent_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It did for max_stall_s, also where the deadline was nearer."""
+    """It did for server_call_timeout_s, also where the deadline was nearer."""
     monkeypatch.setattr(schedule, "LEAST_BYTES", 64)
     real, real_settle, begun, stood = InProcessHost.seal, SnapshotWriter.settle, threading.Event(), []
 
@@ -135,11 +135,11 @@ def test_training_does_not_stand_still_for_an_urgent_snapshot(tmp_path: Path, mo
                 raise Stop
 
     monkeypatch.setattr(InProcessHost, "seal", seal)
-    monkeypatch.setattr(InProcessHost, "max_stall_s", 60.0)
+    monkeypatch.setattr(InProcessHost, "server_call_timeout_s", 60.0)
     monkeypatch.setattr(SnapshotWriter, "settle", settle)
     said: list[str] = []
     root = str(tmp_path / "run")
-    callback = RemoteSnapshot(root, memory=None, interval=EverySteps(2), on_full="wait", partitions="still")
+    callback = RemoteSnapshot(root, local_server=False, interval=EverySteps(2), on_full="wait", copy_mode="blocking")
     with pytest.raises(Stop):
         trainer(callback, Notice()).fit(Net(), data())
     assert "step 3" in said[0]
@@ -148,7 +148,7 @@ def test_training_does_not_stand_still_for_an_urgent_snapshot(tmp_path: Path, mo
 
 
 def test_a_trainer_whose_run_was_taken_over_does_not_wait_at_a_notice(tmp_path: Path) -> None:
-    """It did, for all of `flush_timeout_s`: no tier would ever have what it had taken."""
+    """It did, for all of `upload_timeout_s`: no tier would ever have what it had taken."""
     root = tmp_path / "run"
 
     class TakenOver(pl.Callback):
@@ -164,7 +164,7 @@ def test_a_trainer_whose_run_was_taken_over_does_not_wait_at_a_notice(tmp_path: 
                 raise Stop
 
     said: list[str] = []
-    callback = RemoteSnapshot(str(root), memory=None, interval=EverySteps(1000))
+    callback = RemoteSnapshot(str(root), local_server=False, interval=EverySteps(1000))
     with pytest.raises(Stop):
         trainer(callback, TakenOver()).fit(Net(), data())
     assert "step 3" in said[0]
@@ -204,7 +204,7 @@ def noticed_in_validation(
     root: Path, kind: type[InValidation], every: int, *more: pl.Callback
 ) -> tuple[str, list[dict[str, Any]]]:
     """What was said, and the snapshots there are."""
-    snapshots = RemoteSnapshot(str(root), memory=None, interval=EverySteps(every))
+    snapshots = RemoteSnapshot(str(root), local_server=False, interval=EverySteps(every))
     callback = kind(snapshots)
     with pytest.raises(Stop):
         trainer(callback, *more, snapshots, limit_train_batches=4).fit(Net(), data(), data(2))
@@ -231,7 +231,7 @@ def test_the_slot_of_an_urgent_snapshot_has_the_time_that_slots_have_also_right_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In front of a validation there was no step yet. A large slot took longer than a call may: its node was lost."""
-    resumes = AutoResume(str(tmp_path / "run"), memory=None)
+    resumes = AutoResume(str(tmp_path / "run"), local_server=False)
     noticed_in_validation(tmp_path / "run", InValidation, 1000, resumes)
     create, made_by = SlotMemory.create, []
 
@@ -250,7 +250,7 @@ def test_the_slot_of_an_urgent_snapshot_has_the_time_that_slots_have_also_right_
 
 @pytest.mark.parametrize(
     ("every", "error"),
-    [(4, RingFull("all slots are on their way")), (1000, NodeUnreachable("gone"))],
+    [(4, RingFullError("all slots are on their way")), (1000, ServerUnreachableError("gone"))],
     ids=["skipped before", "node lost now"],
 )
 def test_a_snapshot_that_could_not_be_begun_is_taken_at_a_notice(
@@ -280,7 +280,7 @@ class Owner:
     writer: SnapshotWriter
 
     def reconnect(self) -> Host:
-        raise NodeUnreachable("there is no other")
+        raise ServerUnreachableError("there is no other")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from lightning_spot.errors import SettingsError
-from lightning_spot.staging.modes import MODES, Drift, Mode, ModeTrial, check_partitions
+from lightning_spot.staging.modes import MODES, Drift, Mode, ModeTrial, check_copy_mode
 from lightning_spot.staging.partitions import LEAST_BYTES
 from lightning_spot.staging.schedule import START, HostClock, PlaceKind, Point, Profiler, Schedule, Timetable
 
@@ -21,11 +21,11 @@ PIECES_OF: tuple[Sequence[int], ...] = tuple(zip(*PIECES, strict=True))
 class Training:
     """Iterations on a clock that is set: the forward pass takes 1 s a micro-batch, each gradient takes 2 s."""
 
-    def __init__(self, partitions: str = "auto", batches: int = 1, *, may_stand: bool = False) -> None:
+    def __init__(self, copy_mode: str = "auto", batches: int = 1, *, may_stand: bool = False) -> None:
         self.now_s = self.used_s = 0.0
         self.batches = batches
         self.schedule = Schedule(
-            check_partitions(partitions), HostClock(lambda: self.now_s, lambda: self.used_s, processors=2)
+            check_copy_mode(copy_mode), HostClock(lambda: self.now_s, lambda: self.used_s, processors=2)
         )
         self.schedule.owned = lambda: {100 + number: number for number in range(4)}
         self.schedule.begin(lambda: GRADIENTS, may_stand=may_stand)
@@ -211,15 +211,15 @@ def test_pieces_go_in_the_order_in_which_the_optimizer_overwrites_them() -> None
     assert order == sorted(order, reverse=True)
 
 
-COSTS = {"eager": (1.0, 0.5), "asymmetric": (1.1, 0.4), "backward": (1.2, 0.3), "still": (1.3, 0.1)}
+COSTS = {"eager": (1.0, 0.5), "asymmetric": (1.1, 0.4), "backward": (1.2, 0.3), "blocking": (1.3, 0.1)}
 """Seconds that a snapshot adds to its own iteration, and to the one that follows."""
 
 
 @pytest.mark.parametrize("every", [1, 2, 4])
-@pytest.mark.parametrize("cheapest", ["eager", "asymmetric", "backward", "still"])
+@pytest.mark.parametrize("cheapest", ["eager", "asymmetric", "backward", "blocking"])
 def test_auto_keeps_the_mode_that_costs_least_in_all(cheapest: Mode, every: int) -> None:
     costs = {**COSTS, cheapest: (1.25, 0.0)}
-    training = Training("auto", may_stand=cheapest == "still").profiled()
+    training = Training("auto", may_stand=cheapest == "blocking").profiled()
     schedule = training.schedule
     assert schedule.mode is None
     used: list[Mode] = []
@@ -240,23 +240,23 @@ def test_auto_keeps_the_mode_that_costs_least_in_all(cheapest: Mode, every: int)
         schedule.stepping()
         schedule.iteration_ends()
     assert used[:6] == ["eager", "eager", "asymmetric", "asymmetric", "backward", "backward"]
-    assert ("still" in used) == (cheapest == "still")
+    assert ("blocking" in used) == (cheapest == "blocking")
     assert schedule.mode == cheapest
-    assert schedule.watched == (frozenset() if cheapest in ("eager", "still") else frozenset({3, 2, 0}))
+    assert schedule.watched == (frozenset() if cheapest in ("eager", "blocking") else frozenset({3, 2, 0}))
     for _ in range(5):
         plan = training.iteration(snapshot=True)
         assert (plan is None) == (cheapest == "eager")
-        assert plan is None or plan.stands_still == (cheapest == "still")
+        assert plan is None or plan.stands_still == (cheapest == "blocking")
 
 
 def test_training_stands_still_only_where_it_may() -> None:
-    training = Training("still", may_stand=True)
+    training = Training("blocking", may_stand=True)
     assert training.schedule.watched == frozenset()
     plan = training.iteration(snapshot=True)
     assert plan is not None
     assert plan.stands_still
     assert training.schedule.timetable([100], [1000]) is None  # so little is no matter
-    assert Training("still").iteration(snapshot=True) is None
+    assert Training("blocking").iteration(snapshot=True) is None
 
 
 def test_disturbed_iterations_do_not_count() -> None:
@@ -354,5 +354,5 @@ def test_a_point_that_few_iterations_reach_is_no_place() -> None:
 
 
 def test_an_unknown_setting_is_named() -> None:
-    with pytest.raises(SettingsError, match=r"partitions='lazy'.*'auto', 'asymmetric', 'backward', 'eager', 'still'"):
-        check_partitions("lazy")
+    with pytest.raises(SettingsError, match=r"copy_mode='lazy'.*'auto', 'asymmetric', 'backward', 'eager', 'blocking'"):
+        check_copy_mode("lazy")

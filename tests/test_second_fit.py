@@ -19,7 +19,7 @@ from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
 
 from lightning_spot import AutoResume, EverySteps, GoodputMonitor, RemoteSnapshot, SpotCheckpoint, SpotCheckpointIO
-from lightning_spot.errors import ModelChanged
+from lightning_spot.errors import ModelChangedError
 from lightning_spot.fit import earlier
 from lightning_spot.fit.resume import other_hyperparameters
 from lightning_spot.goodput.records import read_records
@@ -47,7 +47,7 @@ class EndAt(pl.Callback):
 
 
 def spot(root: Path, **more: Any) -> SpotCheckpoint:
-    settings = {"memory": None, "interval": EverySteps(2), "on_full": "wait", "notices": None}
+    settings = {"local_server": False, "interval": EverySteps(2), "on_full": "wait", "notices": None}
     return SpotCheckpoint(str(root / "run"), **{**settings, **more})
 
 
@@ -120,7 +120,7 @@ def test_a_program_that_leaves_a_training_out_is_given_no_others_weights(tmp_pat
     new_process()
     model = other()
     untouched = copy.deepcopy(model.state_dict())
-    with pytest.raises(ModelChanged, match=r"fit-n.*a dirpath of its own") as error:
+    with pytest.raises(ModelChangedError, match=r"fit-n.*a dirpath of its own") as error:
         trainer(spot(tmp_path), max_epochs=9).fit(model, data(6))
     assert error.value.missing or error.value.reshaped
     assert all(torch.equal(value, untouched[name]) for name, value in model.state_dict().items())
@@ -213,7 +213,7 @@ def test_a_pruned_trial_is_over_and_another_exception_is_said(tmp_path: Path) ->
 
 def test_a_node_of_a_trial_goes_when_the_next_one_begins(tmp_path: Path) -> None:
     with pytest.raises(TrialPruned):
-        trainer(spot(tmp_path / "one", memory="auto"), EndAt(5, TrialPruned)).fit(Net(), data(6))
+        trainer(spot(tmp_path / "one"), EndAt(5, TrialPruned)).fit(Net(), data(6))
     record = find_record(str(tmp_path / "one" / "run"))
     assert record.running()
     fold(tmp_path / "two", start=0.0)
@@ -225,7 +225,7 @@ def test_nodes_go_at_the_end_of_a_program_unless_an_exception_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(Stop):
-        trainer(spot(tmp_path, memory="auto"), EndAt(5)).fit(Net(), data(6))
+        trainer(spot(tmp_path), EndAt(5)).fit(Net(), data(6))
     record = find_record(str(tmp_path / "run"))
     monkeypatch.setattr("sys.last_value", Stop(), raising=False)
     earlier._at_exit(os.getpid())
@@ -283,8 +283,8 @@ def test_the_tuner_is_no_training_of_the_run(tmp_path: Path) -> None:
 
 def test_a_second_fit_has_an_account_of_its_own_wherever_the_monitor_is_listed(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
-    snapshots = RemoteSnapshot(run, memory=None, interval=EverySteps(2))
-    callbacks = [GoodputMonitor(log_every_s=None), AutoResume(run, memory=None), snapshots]
+    snapshots = RemoteSnapshot(run, local_server=False, interval=EverySteps(2))
+    callbacks = [GoodputMonitor(log_every_s=None), AutoResume(run, local_server=False), snapshots]
     for place in ("run", "run/fit-2"):
         trainer(*callbacks, max_epochs=1).fit(Net(), data(4))
         assert [record.attempt for record in read_records(str(tmp_path / place))] == [1]
@@ -413,8 +413,8 @@ def test_callback_and_trainer_can_be_copied_before_and_after_fit(tmp_path: Path,
         assert theirs.location == callback.location
         assert theirs.interval is not callback.interval
 
-    callback = spot(tmp_path, memory="auto", notices="signal")
-    run = trainer(callback, max_epochs=1, plugins=[SpotCheckpointIO(memory=None)])
+    callback = spot(tmp_path, notices="signal")
+    run = trainer(callback, max_epochs=1, plugins=[SpotCheckpointIO(local_server=False)])
     copies(run, callback)
     copied(run).fit(Net(), data(4))
     new_process()

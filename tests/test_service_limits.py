@@ -26,14 +26,14 @@ from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import (
-    CorruptManifest,
-    CorruptSnapshot,
-    NodeRefused,
-    RingFull,
+    CorruptManifestError,
+    CorruptSnapshotError,
+    RingFullError,
+    ServerRefusedError,
     SettingsError,
-    SnapshotNotFound,
+    SnapshotNotFoundError,
     SpotError,
-    TooManyStreams,
+    TooManyStreamsError,
 )
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.parts import checksum
@@ -165,12 +165,12 @@ def test_who_waits_for_a_slot_and_goes_leaves_nothing(start_node: StartNode) -> 
     time.sleep(0.5)  # whoever still waited would have it by now
 
     def leased() -> bool:
-        with suppress(RingFull):  # a node that is slow has not heard yet that they have gone
+        with suppress(RingFullError):  # a node that is slow has not heard yet that they have gone
             return bool(client.call("POST", "/v1/runs/run/uploads", body))
         return False
 
     until(leased, "the slot to be had")
-    with pytest.raises(RingFull):
+    with pytest.raises(RingFullError):
         client.call("POST", "/v1/runs/run/uploads", body)
 
 
@@ -193,7 +193,7 @@ async def _hung_up(reader: asyncio.StreamReader) -> None:
 
 def test_a_head_has_its_time_and_so_has_silence() -> None:
     async def run() -> None:
-        connections = Connections(Silent, head_timeout_s=0.5, idle_timeout_s=0.8)
+        connections = Connections(Silent, head_timeout_s=0.5, server_idle_timeout_s=0.8)
         server, port = await _serving(connections)
         begun_s = time.monotonic()
         silent, _ = await asyncio.open_connection("127.0.0.1", port)
@@ -216,7 +216,7 @@ def test_a_head_has_its_time_and_so_has_silence() -> None:
 
 def test_a_request_that_is_being_handled_is_no_silence() -> None:
     async def run() -> None:
-        connections = Connections(Silent, head_timeout_s=30.0, idle_timeout_s=0.8)
+        connections = Connections(Silent, head_timeout_s=30.0, server_idle_timeout_s=0.8)
         server, port = await _serving(connections)
         kept, keep = await asyncio.open_connection("127.0.0.1", port)
         keep.write(b"a head")
@@ -340,7 +340,7 @@ OPEN, UPLOADS = "/v1/runs/run/open", "/v1/runs/run/uploads"
 def lasting_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
     """One node for every bad request: it must live through all of them."""
     folder = tmp_path_factory.mktemp("node")
-    flags = ["--listen", "127.0.0.1:0", "--memory", "64MiB"]
+    flags = ["--listen", "127.0.0.1:0", "--memory-limit", "64MiB"]
     environment = {"LIGHTNING_SPOT_SHM_DIR": "", "LIGHTNING_SPOT_RUNTIME_DIR": str(folder)}
     node = RunningNode(flags, folder / "node.log", environment).wait_listening()
     open_run(client_of(node))
@@ -360,7 +360,7 @@ def lasting_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNo
         ("POST", UPLOADS, {"attempt": 1, "nbytes": 1, "wait_s": -1}),
         ("POST", UPLOADS, {"attempt": 1, "nbytes": 1, "wait_s": "60"}),
         ("POST", OPEN, {"attempt": 1, "keep": 10**30}),
-        ("POST", OPEN, {"attempt": 1, "durable_every_s": float("nan")}),
+        ("POST", OPEN, {"attempt": 1, "min_upload_interval_s": float("nan")}),
         ("POST", OPEN, {"attempt": 1, "token": "x" * 10**5}),
         ("POST", OPEN, {"attempt": 1, "location": ["a"]}),
         ("POST", "/v1/runs/run@zz/open", {"attempt": 1}),
@@ -371,7 +371,7 @@ def lasting_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNo
 def test_a_number_out_of_bounds_is_refused(lasting_node: RunningNode, method: str, path: str, body: Any) -> None:
     with pytest.raises(SpotError) as caught:
         client_of(lasting_node).call(method, path, body, timeout_s=30)
-    assert isinstance(caught.value, SettingsError | NodeRefused), caught.value
+    assert isinstance(caught.value, SettingsError | ServerRefusedError), caught.value
 
 
 _SPOKEN = f"{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\n"
@@ -505,7 +505,7 @@ def test_an_upload_commits_only_what_it_was_opened_for(lasting_node: RunningNode
     assert len(list(stream.send(halves))) == 2
     stream.close()
     manifest = {**MANIFEST, "part_bytes": 50, **change}
-    with pytest.raises((SettingsError, CorruptManifest)):
+    with pytest.raises((SettingsError, CorruptManifestError)):
         client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": manifest})
     for run in ("run", "other"):
         held = client.call("GET", f"/v1/runs/{run}/snapshots")["snapshots"]
@@ -529,21 +529,21 @@ def test_nothing_is_removed_through_an_alias(lasting_node: RunningNode) -> None:
     client = client_of(lasting_node)
     open_run(client, "alias")
     manifest = commit(client, 5, "alias")
-    with pytest.raises(NodeRefused, match=r"only another name, .*of .*remove that by its own name"):
+    with pytest.raises(ServerRefusedError, match=r"only another name, .*of .*remove that by its own name"):
         client.call("DELETE", "/v1/files/alias/last.ckpt")
     assert client.head("/v1/files/alias/last.ckpt")["spot-snapshot"] == manifest.name
     put_file(lasting_node, "alias", "last.ckpt", b"x")  # a file of its own
     client.call("DELETE", "/v1/files/alias/last.ckpt")
     assert client.head("/v1/files/alias/last.ckpt")["spot-snapshot"] == manifest.name
     client.call("DELETE", f"/v1/files/alias/{manifest.name}")
-    with pytest.raises(SnapshotNotFound):
+    with pytest.raises(SnapshotNotFoundError):
         client.head("/v1/files/alias/last.ckpt")
 
 
 def test_health_and_readiness_tell_strangers_no_secret(start_node: StartNode, tmp_path: Path) -> None:
     durable = tmp_path / "durable"
     node = start_node(
-        "--slots", "2", "--flush-to", str(durable), environment={"LIGHTNING_SPOT_TOKEN": "open-sesame-to-me"}
+        "--slots", "2", "--storage", str(durable), environment={"LIGHTNING_SPOT_TOKEN": "open-sesame-to-me"}
     )
     trainer = client_of(node, "open-sesame-to-me")
 
@@ -591,7 +591,7 @@ def test_every_upload_has_a_stream_however_many_there_are(monkeypatch: pytest.Mo
             upload = client.call("POST", "/v1/runs/run/uploads", body)["upload"]
             streams.append(client.stream(upload))
             stack.callback(streams[-1].close)
-            with pytest.raises(TooManyStreams) if step >= 4 else nullcontext():  # 8 for 4 uploads are two for each
+            with pytest.raises(TooManyStreamsError) if step >= 4 else nullcontext():  # 8 for 4 uploads are two for each
                 stack.callback(client.stream(upload).close)
         for step, stream in enumerate(streams):
             part = memoryview(image_of(step, 4096))
@@ -667,7 +667,7 @@ def test_what_was_checked_and_written_again_is_unchecked_again(
     is_refused = answered == [NO_DIGEST]
     try:
         client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": manifest.to_dict()})
-    except CorruptSnapshot:
+    except CorruptSnapshotError:
         assert not is_refused
         return
     into = bytearray(1000)
@@ -687,7 +687,7 @@ def test_a_range_that_is_being_written_is_not_checked() -> None:
         received.end(0, None)
         done.join(10)
         assert received.close() == {0: (100, "b" * 32)}
-        with pytest.raises(SnapshotNotFound):
+        with pytest.raises(SnapshotNotFoundError):
             received.begin(0, 100)
 
 
@@ -699,5 +699,5 @@ def test_a_part_that_could_not_be_made_is_not_there(lasting_node: RunningNode) -
     stream._socket.sendall(Frame(PartKind.SAME, 0, 10, 0, NO_DIGEST).pack())
     assert stream._socket.recv(16).hex() == NO_DIGEST
     stream.close()
-    with pytest.raises(CorruptSnapshot):
+    with pytest.raises(CorruptSnapshotError):
         client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": manifest.to_dict()})

@@ -28,7 +28,7 @@ from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.encoding import OutgoingPart
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import NodeUnreachable, RunBusy, SpotError, TierError
+from lightning_spot.errors import RunBusyError, ServerUnreachableError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.node import Node
@@ -49,7 +49,13 @@ KILL, STOP, TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
 
 
 def start(dirpath: Path, slots: int = 3, **more: Any) -> EmbeddedHost:
-    settings = {"slots": slots, "memory_bytes": 2**28, "idle_timeout_s": 30.0, "max_stall_s": PATIENT_S, **more}
+    settings = {
+        "slots": slots,
+        "memory_bytes": 2**28,
+        "server_idle_timeout_s": 30.0,
+        "server_call_timeout_s": PATIENT_S,
+        **more,
+    }
     return starting.start(str(dirpath), "run", **settings)
 
 
@@ -119,7 +125,7 @@ def go_on_and_end(
     dirpath: Path, runtime_dir: Path, newest: int, attempt: int, pids: set[int], stall_s: float = PATIENT_S
 ) -> None:
     """The next trainer comes: it finds the newest that was committed, takes another, and leaves nothing behind."""
-    host = start(dirpath, max_stall_s=stall_s)
+    host = start(dirpath, server_call_timeout_s=stall_s)
     host.open_run(info_of(str(dirpath), attempt))
     pids.add(node_pid(host))
     reader = start(dirpath)  # what it looks at stays in memory until it leaves
@@ -162,7 +168,7 @@ BLOWS = [
 @pytest.mark.parametrize(("blow", "phase"), BLOWS)
 def test_a_node_is_struck(tmp_path: Path, runtime_dir: Path, blow: signal.Signals, phase: str) -> None:
     stall_s = STALL_S if blow is STOP else PATIENT_S
-    host = start(tmp_path, max_stall_s=stall_s)
+    host = start(tmp_path, server_call_timeout_s=stall_s)
     pid = node_pid(host)
     host.open_run(info_of(str(tmp_path), 1))
     for step in (1, 2):
@@ -185,7 +191,7 @@ def test_a_stopped_trainer_keeps_its_run_and_goes_on(tmp_path: Path, runtime_dir
     host = start(tmp_path)
     time.sleep(0.5)
     assert filling(host) == 1
-    with pytest.raises(RunBusy):
+    with pytest.raises(RunBusyError):
         host.open_run(info_of(str(tmp_path), 2))
     trainer.kill()  # SIGKILL ends a stopped process, too
     pid = node_pid(host)
@@ -198,7 +204,7 @@ def test_a_stopped_trainer_keeps_its_run_and_goes_on(tmp_path: Path, runtime_dir
 
 
 def test_every_call_to_a_stopped_node_ends_in_time(tmp_path: Path) -> None:
-    host = start(tmp_path, max_stall_s=STALL_S)
+    host = start(tmp_path, server_call_timeout_s=STALL_S)
     host.open_run(info_of(str(tmp_path), 1))
     lease = host.lease(NBYTES, 0.0)
     take(host, 1, NBYTES)
@@ -224,7 +230,7 @@ def test_every_call_to_a_stopped_node_ends_in_time(tmp_path: Path) -> None:
 
     def bounded(call: Callable[[], Any]) -> None:
         began_s = time.monotonic()
-        with pytest.raises(NodeUnreachable):
+        with pytest.raises(ServerUnreachableError):
             call()
         assert time.monotonic() - began_s < LATEST_S
 
@@ -236,14 +242,14 @@ def test_every_call_to_a_stopped_node_ends_in_time(tmp_path: Path) -> None:
 def test_a_stopped_node_is_replaced_and_its_snapshots_are_taken_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host = start(tmp_path, max_stall_s=STALL_S)
+    host = start(tmp_path, server_call_timeout_s=STALL_S)
     host.open_run(info_of(str(tmp_path), 1))
     pid = node_pid(host)
     os.kill(pid, STOP)
     began_s = time.monotonic()
-    with pytest.raises(NodeUnreachable):
+    with pytest.raises(ServerUnreachableError):
         host.lease(NBYTES, 0.0)
-    again = start(tmp_path, max_stall_s=STALL_S)
+    again = start(tmp_path, server_call_timeout_s=STALL_S)
     assert time.monotonic() - began_s < LATEST_S
     assert node_pid(again) != pid
     assert not lives(pid)
@@ -257,7 +263,7 @@ def test_a_stopped_node_is_replaced_and_its_snapshots_are_taken_over(
 
 
 def test_a_slow_node_is_waited_for_as_long_as_it_answers(tmp_path: Path) -> None:
-    host = start(tmp_path, slots=1, max_stall_s=STALL_S)
+    host = start(tmp_path, slots=1, server_call_timeout_s=STALL_S)
     host.open_run(info_of(str(tmp_path), 1))
     only = host.lease(NBYTES, 0.0)
     began_s = time.monotonic()
@@ -277,8 +283,8 @@ def test_a_process_that_got_the_dead_nodes_number_is_never_hit(tmp_path: Path, m
         record.alive.write_text(changed.to_json())
         with open(record.alive, "rb") as alive:
             fcntl.flock(alive, fcntl.LOCK_EX)
-            with pytest.raises(NodeUnreachable, match="does not answer"):
-                start(tmp_path, max_stall_s=STALL_S)
+            with pytest.raises(ServerUnreachableError, match="does not answer"):
+                start(tmp_path, server_call_timeout_s=STALL_S)
         assert not changed.kill(0.1) or lives(bystander.pid)
         assert lives(bystander.pid)
         assert process.kill(30.0)
@@ -296,7 +302,7 @@ def test_who_starts_a_node_and_is_stopped_does_not_hold_others_for_ever(
     with open(record.lock, "wb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         began_s = time.monotonic()
-        with pytest.raises(NodeUnreachable, match="another process has been starting"):
+        with pytest.raises(ServerUnreachableError, match="another process has been starting"):
             start(tmp_path)
         assert time.monotonic() - began_s < LATEST_S
 
@@ -311,7 +317,7 @@ def test_a_worker_that_holds_the_connections_does_not_keep_a_dead_trainer_alive(
         assert lives(trainer.worker)
         host = start(tmp_path)
         until(lambda: filling(host) == 0, "the dead trainer's slot to be free")
-        host.open_run(info_of(str(tmp_path), 2))  # RunBusy otherwise
+        host.open_run(info_of(str(tmp_path), 2))  # RunBusyError otherwise
     finally:
         os.kill(trainer.worker, KILL)
 
@@ -331,13 +337,13 @@ def test_a_node_that_has_come_in_the_place_of_another_is_not_taken_for_it(tmp_pa
     lost, closed = start(tmp_path), start(tmp_path)
     lost.check()
     closed.session.close()
-    with pytest.raises(NodeUnreachable, match="has gone"):
+    with pytest.raises(ServerUnreachableError, match="has gone"):
         closed.check()
     os.kill(node_pid(lost), KILL)
     new = start(tmp_path)
     new.check()
     assert node_pid(lost) == node_pid(new)  # requests are answered all the same
-    with pytest.raises(NodeUnreachable, match="has gone"):
+    with pytest.raises(ServerUnreachableError, match="has gone"):
         lost.check()
 
 
@@ -348,7 +354,7 @@ def test_a_forked_child_has_no_session_and_does_no_harm(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         code = 1
-        with contextlib.suppress(NodeUnreachable):
+        with contextlib.suppress(ServerUnreachableError):
             host.session.map_slot(0, 1)
             code = 2
         with contextlib.suppress(SpotError):
@@ -376,7 +382,7 @@ def test_an_answer_that_ctrl_c_left_is_not_taken_for_the_next_one(
         patch.setattr(socket, "recv_fds", pressed)
         with pytest.raises(KeyboardInterrupt):
             host.session.map_slot(0, 1)
-    with pytest.raises(NodeUnreachable):
+    with pytest.raises(ServerUnreachableError):
         host.session.map_slot(1, 1)
     host.leave(complete=False)
 
@@ -446,9 +452,9 @@ def test_a_second_sigterm_ends_the_node_at_once(tmp_path: Path) -> None:
 
 @pytest.fixture
 def busy_node(start_node: Callable[..., RunningNode], tmp_path: Path) -> tuple[RunningNode, NodeClient]:
-    """A memory node with an open run, an upload under way, and a tier below that fails."""
+    """A snapshot server with an open run, an upload under way, and a tier below that fails."""
     durable = tmp_path / "durable"
-    node = start_node("--flush-to", str(durable), "--drain-timeout", "60")
+    node = start_node("--storage", str(durable), "--drain-timeout", "60s")
     client = NodeClient(parse_spot_url(node.url)[0])
     client.call("POST", "/v1/runs/run/open", {"attempt": 1})
     return node, client
@@ -527,7 +533,7 @@ def test_a_second_node_on_a_taken_port_touches_nothing(
     shm = Path(os.environ["LIGHTNING_SPOT_SHM_DIR"])
     before = sorted((path, path.stat().st_ino) for path in shm.rglob("*"))
     assert before
-    assert main(["--listen", f"127.0.0.1:{port}", "--memory", "64MiB"]) == 2
+    assert main(["--listen", f"127.0.0.1:{port}", "--memory-limit", "64MiB"]) == 2
     assert "in use" in capsys.readouterr().err
     assert sorted((path, path.stat().st_ino) for path in shm.rglob("*")) == before
     _commit(client, upload, 2)

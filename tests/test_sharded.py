@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from lightning_spot.cli.command import main
 from lightning_spot.config import format_bytes
-from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported, ModelChanged, NotSerialisable
+from lightning_spot.errors import CorruptSnapshotError, LayoutUnsupportedError, ModelChangedError, NotSerializableError
 from lightning_spot.exact.optimizers import keep_dtypes, precise_of
 from lightning_spot.exact.sharded import MODEL, Dtensors, _put_back_optimizer
 from lightning_spot.image.files import check_files
@@ -277,7 +277,7 @@ def test_a_ranks_own_state_has_the_size_that_was_agreed_or_is_refused() -> None:
         data = state_archive(state, nbytes)
         assert len(data) == nbytes
         assert same(load_state(memoryview(data)), state)
-    with pytest.raises(LayoutUnsupported, match="does not fit"):
+    with pytest.raises(LayoutUnsupportedError, match="does not fit"):
         state_archive(state, least)
 
 
@@ -285,13 +285,13 @@ def test_what_cannot_be_saved_is_named() -> None:
     class Odd(torch.Tensor):
         pass
 
-    with pytest.raises(NotSerialisable, match=r"model\.odd is a Odd"):
+    with pytest.raises(NotSerializableError, match=r"model\.odd is a Odd"):
         Planner(1).plan({"model": {"odd": torch.ones(2).as_subclass(Odd)}})
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     for kind, tensor in (("nested", nested), ("sparse_coo", torch.eye(2).to_sparse())):
-        with pytest.raises(NotSerialisable, match=rf"model\.odd is a {kind} tensor: .* persistent=False"):
+        with pytest.raises(NotSerializableError, match=rf"model\.odd is a {kind} tensor: .* persistent=False"):
             Planner(1).plan({"model": {"odd": tensor}})
-    with pytest.raises(NotSerialisable, match=r"groups\.0\.bad cannot be serialised"):
+    with pytest.raises(NotSerializableError, match=r"groups\.0\.bad cannot be serialised"):
         ShardedLayouter(0, 1).lay_out({"groups": [{"bad": lambda: 0}]}, state_archive({}, 4096), [4096], {})
 
 
@@ -305,7 +305,7 @@ def test_nothing_in_it_runs_code(one: Any, tmp_path: Path) -> None:
     image = bytearray(written.layout.nbytes)
     fill(image, written)
     manifest = replace(one[2], nbytes=len(image), files=written.files, checksums=())
-    with pytest.raises(CorruptSnapshot, match="evil holds an object that is not loaded"):
+    with pytest.raises(CorruptSnapshotError, match="evil holds an object that is not loaded"):
         load_all(ImageReader(memoryview(image), manifest))
     assert not (tmp_path / "ran").exists()
 
@@ -339,7 +339,7 @@ def test_places_that_cannot_be_are_refused(one: Any, change: Any) -> None:
     changed = bytearray(image) + text
     files = [file for file in manifest.files if file.name != SHARDS_FILE]
     files.append(replace(span, offset=len(image), nbytes=len(text)))
-    with pytest.raises(CorruptSnapshot, match=r"another copy is needed|upgrade"):
+    with pytest.raises(CorruptSnapshotError, match=r"another copy is needed|upgrade"):
         Shards.read(memoryview(changed), replace(manifest, nbytes=len(changed), files=tuple(files), checksums=()))
 
 
@@ -347,7 +347,7 @@ def test_a_dtype_that_torch_does_not_know_is_named(one: Any) -> None:
     _, image, manifest = one
     shards = Shards.read(memoryview(image), manifest)
     odd = replace(shards.tensors[0], dtype="nn")
-    with pytest.raises(LayoutUnsupported, match=r"state_dict\.weight has dtype 'nn'"):
+    with pytest.raises(LayoutUnsupportedError, match=r"state_dict\.weight has dtype 'nn'"):
         metadata_of(replace(shards, tensors=(odd,)))
 
 
@@ -356,10 +356,10 @@ def test_a_state_that_asks_for_what_is_not_there_is_refused(one: Any) -> None:
     with as_rank(0, (2,)) as mesh:
         mine = on_rank(state, mesh, empty=True)
         mine["state_dict"]["more"] = torch.ones(2)
-        with pytest.raises(ModelChanged, match=r"new in the model: state_dict\.more"):
+        with pytest.raises(ModelChangedError, match=r"new in the model: state_dict\.more"):
             load(mine, ImageReader(memoryview(image), manifest))
         other = {"state_dict": {"weight": torch.ones(8, 5), "none": mine["state_dict"]["none"]}}
-        with pytest.raises(ModelChanged, match=r"gone .*: state_dict\.bias; changed .*weight \(7, 5\)→\(8, 5\)"):
+        with pytest.raises(ModelChangedError, match=r"gone .*: state_dict\.bias; changed .*weight \(7, 5\)→\(8, 5\)"):
             load(other, ImageReader(memoryview(image), manifest), whole=("state_dict",))
 
 
@@ -411,7 +411,7 @@ def test_the_plain_file_made_of_it_is_what_one_device_would_have_saved(
 
     assert main(["show", str(tmp_path)]) == 0
     assert f"\ndirectory   {manifest.name}, " in capsys.readouterr().out
-    assert main(["pull", str(tmp_path), manifest.name, "--consolidate", "--to", str(tmp_path / "pulled.ckpt")]) == 0
+    assert main(["cp", f"{tmp_path}@{manifest.name}", "--consolidate", str(tmp_path / "pulled.ckpt")]) == 0
     assert (tmp_path / "pulled.ckpt").read_bytes() == (tmp_path / "plain.ckpt").read_bytes()
     assert (tmp_path / "pulled.ckpt").stat().st_mode == (folder / "manifest.json").stat().st_mode
     assert format_bytes((tmp_path / "pulled.ckpt").stat().st_size) in capsys.readouterr().out
@@ -419,7 +419,7 @@ def test_the_plain_file_made_of_it_is_what_one_device_would_have_saved(
 
     damaged = folder / "__0_0.distcp"
     damaged.write_bytes(damaged.read_bytes().replace(b"PK", b"PX", 1))
-    with pytest.raises(CorruptSnapshot, match="do not have the checksum"):
+    with pytest.raises(CorruptSnapshotError, match="do not have the checksum"):
         write_plain(folder, tmp_path / "plain.ckpt")
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["plain.ckpt", manifest.name]
 
@@ -557,13 +557,13 @@ def test_an_optimizer_without_any_state_comes_back() -> None:
 
 def test_states_of_optimizers_with_keys_that_are_no_text_are_refused_by_name() -> None:
     """They came back as text: the optimizer did not find its state, or began anew with it."""
-    with pytest.raises(NotSerialisable, match=r"optimizer_0\.state\.weight has the key 0, .* all keys are text"):
+    with pytest.raises(NotSerializableError, match=r"optimizer_0\.state\.weight has the key 0, .* all keys are text"):
         resumed(lambda optimizer: next(iter(optimizer.state.values())).update({0: torch.ones(2)}))
 
 
 def test_a_state_that_an_optimizer_keeps_of_no_parameter_is_refused_by_name() -> None:
     """It was a ``KeyError`` with an address."""
-    with pytest.raises(NotSerialisable, match=r"AdamW keeps a state of 'meta': .* Keep it in param_groups"):
+    with pytest.raises(NotSerializableError, match=r"AdamW keeps a state of 'meta': .* Keep it in param_groups"):
         resumed(lambda optimizer: optimizer.state.update(meta={"seen": 3}))  # type: ignore[call-overload]
 
 

@@ -1,4 +1,4 @@
-"""Ranks of two hosts, each with a node, that write one snapshot in shards: it comes together at a memory node."""
+"""Ranks of two hosts, each with a node, that write one snapshot in shards: it comes together at a snapshot server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lightning_spot.capture.tensors import by_storage, expected_nbytes
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import NodeUnreachable, SettingsError, ShareMissing, TierError
+from lightning_spot.errors import ServerUnreachableError, SettingsError, ShareMissingError, TierError
 from lightning_spot.fit.hosts import Hosts
 from lightning_spot.fit.in_shards import InShards, WhereTo, check_place
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -56,7 +56,7 @@ ROWS, COLUMNS = 8192, 16
 
 
 def gone(rank: int) -> EmbeddedHost:
-    raise NodeUnreachable(f"rank {rank} has lost its node")
+    raise ServerUnreachableError(f"rank {rank} has lost its node")
 
 
 class Desk:
@@ -79,7 +79,7 @@ class Desk:
                     (folder := Path(os.environ[name]) / "h1").mkdir(mode=0o700)
                     monkeypatch.setenv(name, str(folder))
                 info = replace(info, nodes=(), durable_url=None, carry=False)
-            host = starting.start(self.url, "run", slots=3, memory_bytes=memory_bytes, idle_timeout_s=30.0)
+            host = starting.start(self.url, "run", slots=3, memory_bytes=memory_bytes, server_idle_timeout_s=30.0)
             if rank in (0, 1):
                 host.open_run(info)
                 LocalStore(self.url).claim(info.claim())  # as the trainer does
@@ -163,13 +163,13 @@ class Desk:
 
         with monkeypatch.context() as patched:
             patched.setattr(self.hosts[rank], "join", smaller)
-            with pytest.raises(ShareMissing, match=rf"rank {rank}: .*the slot for it (at )?100000"):
+            with pytest.raises(ShareMissingError, match=rf"rank {rank}: .*the slot for it (at )?100000"):
                 self.take(1)
         self.check(self.take(2))
 
 
 class AtNodes(Desk):
-    """They put snapshots together at memory nodes, which are given by their URLs."""
+    """They put snapshots together at snapshot servers, which are given by their URLs."""
 
     def __init__(
         self, root: Path, memories: dict[str, Node], monkeypatch: pytest.MonkeyPatch, memory_bytes: int = 2**26
@@ -313,7 +313,9 @@ def test_a_rank_of_another_host_whose_own_state_has_no_room_drops_that_snapshot_
 ) -> None:
     desk.check(desk.take(1))
     long = "x" * 400_000
-    with pytest.raises(ShareMissing, match=r"did not come together at spot://.*rank 3: its own state has \d+ bytes"):
+    with pytest.raises(
+        ShareMissingError, match=r"did not come together at spot://.*rank 3: its own state has \d+ bytes"
+    ):
         desk.take(2, long)
     desk.check(desk.take(3, long))
 
@@ -373,10 +375,10 @@ class OnTwoHosts(SimpleNamespace):
 def test_hosts_whose_parts_would_come_together_nowhere_are_refused(
     memory: str, settings: dict[str, Any], way_on: str
 ) -> None:
-    ring = RingSettings(slots=2, memory_bytes=2**20, idle_timeout_s=9.0, keep=1, strict=False, **settings)
+    ring = RingSettings(slots=2, memory_bytes=2**20, server_idle_timeout_s=9.0, keep=1, strict=False, **settings)
     trainer = cast(Any, OnTwoHosts())
     with pytest.raises(SettingsError, match=rf"sharded over 2 hosts is saved at one place.*{way_on}"):
-        InShards(trainer, Location.of("/nowhere", memory, None), ring).check()
+        InShards(trainer, Location.of("/nowhere", servers=memory), ring).check()
 
 
 def claim_at(root: Path, token: str) -> None:
@@ -436,8 +438,8 @@ def test_that_no_memory_node_carries_a_run_on_is_not_said_while_they_are_asked_f
     across = SimpleNamespace(hosts=HOSTS, is_under_way=False, carrier="", look=lambda: "")
     writer = SimpleNamespace(missed=0, across=across, say_once=lambda kind, *_: said.append(kind))
     attempt = cast(Any, SimpleNamespace(writer=writer))
-    ring = RingSettings(slots=2, memory_bytes=2**20, idle_timeout_s=9.0, keep=1, strict=False)
-    where_to = WhereTo(Location.of(str(tmp_path / "run"), "spot://node:7070", None), ring)
+    ring = RingSettings(slots=2, memory_bytes=2**20, server_idle_timeout_s=9.0, keep=1, strict=False)
+    where_to = WhereTo(Location.of(str(tmp_path / "run"), servers="spot://node:7070"), ring)
     where_to.begin()
     assert where_to.how(attempt, waits=False) == ""
     assert said == []
@@ -451,8 +453,8 @@ def test_a_run_that_ends_with_no_snapshot_of_its_end_does_not_end_quietly(
 ) -> None:
     """Why there was none may have been said long before, and then nothing was said at the end."""
     monkeypatch.setattr(WhereTo, "_carrier", lambda *_, anew: "")
-    ring = RingSettings(slots=2, memory_bytes=2**20, idle_timeout_s=9.0, keep=1, strict=False)
-    location = Location.of(str(tmp_path / "run"), None, None)
+    ring = RingSettings(slots=2, memory_bytes=2**20, server_idle_timeout_s=9.0, keep=1, strict=False)
+    location = Location.of(str(tmp_path / "run"), local_server=False)
     host = InProcessHost(slots=2, memory_bytes=2**20, open_store=open_store)
     attempt = Attempt(survey(location), host, ring, sharded_over=4)
     attempt.writer.across.hosts = HOSTS

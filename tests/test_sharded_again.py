@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_spot.capture.contents import Unchanged
 from lightning_spot.capture.tensors import by_storage
-from lightning_spot.errors import NotSerialisable
+from lightning_spot.errors import NotSerializableError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.shards import Path
 from lightning_spot.sharded import layout, plan
@@ -69,7 +69,9 @@ def test_items_and_paths_are_those_that_torch_finds_and_empty_dicts() -> None:
 
 
 def test_two_items_of_one_name_are_named() -> None:
-    with pytest.raises(NotSerialisable, match=r"have the name 'a\.b\.c'.*\['a', 'b\.c'\] and at \['a', 'b', 'c'\]"):
+    with pytest.raises(
+        NotSerializableError, match=r"have the name 'a\.b\.c'.*\['a', 'b\.c'\] and at \['a', 'b', 'c'\]"
+    ):
         Planner(1).plan({"a": {"b.c": 1, "b": {"c": 2}}})
 
 
@@ -256,7 +258,7 @@ def test_the_rest_of_a_checkpoint_is_read_by_torch(fails: bool, monkeypatch: pyt
             read = torch.load(io.BytesIO(data), weights_only=True)
             assert (read["epoch"], read["step"]) == (3, step)
             assert torch.equal(read["callbacks"]["average"], torch.arange(5.0))
-        with pytest.raises(NotSerialisable, match="the checkpoint cannot be serialised"):
+        with pytest.raises(NotSerializableError, match="the checkpoint cannot be serialised"):
             layouter.lay_out({"w": torch.ones(2)}, OWN, [4096], {"bad": lambda: 0})
 
 
@@ -284,7 +286,9 @@ def test_a_shard_that_is_not_what_its_placements_say_is_named() -> None:
         image_of(layouter, state)
         for other in (local(state).detach().view(-1)[:12].view(4, 3), torch.rand(4, 3)):
             local(state).data = other
-            with pytest.raises(NotSerialisable, match=r"model\.rows has \(4, 3\) elements on rank 0, and \(4, 4\)"):
+            with pytest.raises(
+                NotSerializableError, match=r"model\.rows has \(4, 3\) elements on rank 0, and \(4, 4\)"
+            ):
                 image_of(layouter, state)
 
 

@@ -1,4 +1,4 @@
-"""Ranks of two hosts that write one snapshot in shards, with no memory node: it comes together at the durable tier."""
+"""Ranks of two hosts that write one snapshot in shards, with no server: it comes together at the durable tier."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from lightning_spot.capture import following
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.errors import NodeUnreachable, ShareMissing
+from lightning_spot.errors import ServerUnreachableError, ShareMissingError
 from lightning_spot.exact.compare import differences
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.shards import Shards
@@ -40,7 +40,7 @@ class Apart(Desk):
 
     def connect(self) -> EmbeddedHost:
         """Another connection to the node of the second host, which is started anew if it is lost."""
-        host = starting.start(self.url, "run", slots=3, memory_bytes=self.memory_bytes, idle_timeout_s=30.0)
+        host = starting.start(self.url, "run", slots=3, memory_bytes=self.memory_bytes, server_idle_timeout_s=30.0)
         host.open_run(replace(info_of(self.url, 1), durable_url=None, carry=False))
         return host
 
@@ -91,7 +91,7 @@ def test_a_host_that_cannot_bring_its_files_drops_the_snapshot_and_the_next_one_
     desk.most_own_bytes = 70_000  # and all have the same room again, also rank 0, which has not begun
     desk.check(desk.take(3))
     long = "x" * 400_000
-    with pytest.raises(ShareMissing, match=r"rank 3: its own state has \d+ bytes"):
+    with pytest.raises(ShareMissingError, match=r"rank 3: its own state has \d+ bytes"):
         desk.take(4, long)
     until(lambda: is_free(desk.hosts[1]), "the other rank's part to keep no slot", LAST_S)
     desk.most_own_bytes = 401_000  # all ranks are asked after a snapshot was missed
@@ -130,7 +130,7 @@ def test_ranks_have_the_same_room_where_rank_0_could_not_begin(desk: Apart, monk
     desk.most_own_bytes = 100_000
     with monkeypatch.context() as patch:
         patch.setattr(desk.first.link, "_host", None)
-        with pytest.raises(NodeUnreachable):
+        with pytest.raises(ServerUnreachableError):
             desk.begin(0, 2)
     desk.hosts[0].decline(snapshot_name(2, 1), "its node was lost for a moment", desk.at)
     futures.wait([desk.begin(rank, 2) for rank in (1, 2, 3)], LAST_S)
@@ -157,7 +157,7 @@ def test_the_node_of_another_host_says_what_it_has_still_to_bring(desk: Apart) -
 def test_a_rank_that_comes_when_it_is_over_takes_no_slot(desk: Apart) -> None:
     node = desk.hosts[1]
     node.decline(snapshot_name(1, 1), "rank 1: it has no room")
-    with pytest.raises(ShareMissing, match="rank 1: it has no room"):
+    with pytest.raises(ShareMissingError, match="rank 1: it has no room"):
         desk.begin(3, 1).result(LAST_S)
     assert [slot for slot in node._call("GET", "/v1/status")["slots"] if slot["capacity_bytes"]] == []
 
@@ -184,7 +184,7 @@ def test_a_host_whose_node_is_lost_has_nobody_wait_for_its_files(
         late.result(LAST_S)  # so the next node answers where the lost one did
         monkeypatch.setattr(following, "_AGAIN_S", 0.05)
         early._tasks.put(lambda: None)
-    with pytest.raises(ShareMissing, match=f"rank {written}: the node of its host was lost"):
+    with pytest.raises(ShareMissingError, match=f"rank {written}: the node of its host was lost"):
         leading[0].result(LAST_S)
     futures.wait([late], LAST_S)
 

@@ -1,4 +1,4 @@
-"""Two machines train a model in shards with no memory node, and something is lost: it comes together in a bucket."""
+"""Two machines train a model in shards with no server, and something is lost: it comes together in a bucket."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COPY = "import s3fs, sys; s3fs.S3FileSystem().get('bucket/run/', sys.argv[1] + 
 
 
 class Bucket(Sharded):
-    """The third machine has a bucket in place of the memory node."""
+    """The third machine has a bucket in place of the snapshot server."""
 
     third = "the bucket"
 

@@ -1,4 +1,4 @@
-"""Ranks of a model in shards that believe to be on several hosts, and put snapshots together at a memory node."""
+"""Ranks of a model in shards that believe to be on several hosts, and put snapshots together at a snapshot server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def train(warm_python: str) -> Train:
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[tuple[Node, str]]:
-    """A memory node that carries runs on, and its URL."""
+    """A snapshot server that carries runs on, and its URL."""
     node = Node(slots=None, memory_bytes=512 * MIB, open_store=open_store, allow=[str(tmp_path)])
     with served(node) as port:
         yield node, f"spot://127.0.0.1:{port}"

@@ -26,7 +26,7 @@ from lightning_spot.capture.split import Number
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.starting import attach
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import NodeUnreachable, SnapshotFailed, TierError
+from lightning_spot.errors import ServerUnreachableError, SnapshotFailedError, TierError
 from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.sharded import Dtensors
 from lightning_spot.fit.hosts import Hosts, _open
@@ -48,7 +48,7 @@ HOSTS = ((0, 2), (1, 3))
 ROWS, COLUMNS = 512, 8
 ENDS = [ROWS * COLUMNS * part // 4 for part in range(5)]
 RANGES = tuple(itertools.pairwise(ENDS))
-SETTINGS = RingSettings(slots=3, memory_bytes=2**26, idle_timeout_s=30.0, keep=5, strict=False)
+SETTINGS = RingSettings(slots=3, memory_bytes=2**26, server_idle_timeout_s=30.0, keep=5, strict=False)
 
 
 class Rank(SimpleNamespace):
@@ -83,12 +83,12 @@ class Ranks:
     """Four ranks on two hosts, of which each has every other one."""
 
     def __init__(self, root: Path, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.location = location = Location.of(root / "run", memory, None)
+        self.location = location = Location.of(root / "run", servers=memory if memory != "auto" else None)
         self.store, self.weights, talk = LocalStore(location.url), torch.rand(ROWS * COLUMNS), Talk()
         self.frozen = torch.rand(ROWS * COLUMNS)
         self.attempt = Attempt(survey(location), open_host(location, SETTINGS), SETTINGS, sharded_over=4)
         across = self.attempt.writer.across
-        across.wanted, across.hosts = bool(location.nodes), HOSTS
+        across.wanted, across.hosts = bool(location.servers), HOSTS
         first = {name: os.environ[name] for name in ("LIGHTNING_SPOT_RUNTIME_DIR", "LIGHTNING_SPOT_SHM_DIR")}
         for name, value in first.items():
             (folder := Path(value) / "h1").mkdir(mode=0o700)
@@ -117,7 +117,7 @@ class Ranks:
         """A connection to the node of the first host."""
         host = attach(self.location.url, self.location.name, revive=False)
         if host is None:
-            raise NodeUnreachable("there is no memory node on this host at present")
+            raise ServerUnreachableError("there is no snapshot server on this host at present")
         host.run, host.attempt = self.attempt.info.text, 1
         return host
 
@@ -199,7 +199,7 @@ def answers_late(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def late(*arguments: Any, **more: Any) -> Any:
         lease(*arguments, **more)
-        raise NodeUnreachable("it does not answer") from TimeoutError()
+        raise ServerUnreachableError("it does not answer") from TimeoutError()
 
     monkeypatch.setattr(host, "lease", late)
 
@@ -293,7 +293,7 @@ def test_the_others_hear_of_what_fails_before_rank_0_asks_its_writer(
     make: Callable[[str], Ranks], monkeypatch: pytest.MonkeyPatch, memory: str
 ) -> None:
     """They waited for its slot."""
-    ranks, of, failures = make(memory), LastState.of, [SnapshotFailed("none is left")]
+    ranks, of, failures = make(memory), LastState.of, [SnapshotFailedError("none is left")]
     ranks.write(1)
 
     def fails_once(*what: Any) -> LastState:

@@ -26,11 +26,11 @@ from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
-    NodeUnreachable,
-    NotSerialisable,
-    RingFull,
+    NotSerializableError,
+    RingFullError,
+    ServerUnreachableError,
     SettingsError,
-    ShareMissing,
+    ShareMissingError,
     SpotError,
 )
 from lightning_spot.exact.dump import Dump
@@ -83,7 +83,7 @@ class Desk:
         self.groups: list[Any] = []
 
     def connect(self) -> EmbeddedHost:
-        return starting.start(self.url, "run", slots=3, memory_bytes=2**26, idle_timeout_s=30.0)
+        return starting.start(self.url, "run", slots=3, memory_bytes=2**26, server_idle_timeout_s=30.0)
 
     def joined(self) -> EmbeddedHost:
         host = self.connect()
@@ -147,7 +147,7 @@ def test_a_rank_that_ends_while_it_looks_for_its_node_leaves_no_thread(desk: Des
     def connect() -> EmbeddedHost:
         looking.set()
         go_on.wait(LAST_S)
-        raise NodeUnreachable("it is gone")
+        raise ServerUnreachableError("it is gone")
 
     desk.other._connect = connect
     desk.other_host.disconnect()
@@ -159,7 +159,7 @@ def test_a_rank_that_ends_while_it_looks_for_its_node_leaves_no_thread(desk: Des
     assert ending.is_alive()
     go_on.set()
     ending.join(LAST_S)
-    assert isinstance(other.exception(LAST_S), NodeUnreachable)
+    assert isinstance(other.exception(LAST_S), ServerUnreachableError)
     assert desk.other._tasks.close(0.0)
 
 
@@ -170,7 +170,7 @@ def test_a_rank_whose_training_goes_on_before_the_slot_is_there_drops_that_snaps
     desk.other.copied()  # training goes on
     done = desk.begin(0, 1)
     for future in (done, other):  # not after the ten minutes that a rank may need to write its share
-        with pytest.raises(ShareMissing, match="training went on before its slot was there"):
+        with pytest.raises(ShareMissingError, match="training went on before its slot was there"):
             future.result(120.0)
     desk.other._max_stall_s = usual_s
     assert desk.take(2).step == 2
@@ -178,20 +178,20 @@ def test_a_rank_whose_training_goes_on_before_the_slot_is_there_drops_that_snaps
 
 def test_other_ranks_hear_at_once_that_rank_0_cannot_begin(desk: Desk) -> None:
     first, desk.kept = desk.writer, []
-    desk.first.max_stall_s, usual_s = 0.1, desk.first.max_stall_s
+    desk.first.server_call_timeout_s, usual_s = 0.1, desk.first.server_call_timeout_s
     first._maker._ready.clear()  # its slot is still being made
     other = desk.begin(1, 1)
-    with pytest.raises(RingFull, match="still being made"):
+    with pytest.raises(RingFullError, match="still being made"):
         desk.begin(0, 1, wait_s=0.0)
-    with pytest.raises(ShareMissing, match=r"rank 0 cannot begin it \(the slot for it is"):
+    with pytest.raises(ShareMissingError, match=r"rank 0 cannot begin it \(the slot for it is"):
         other.result(60.0)
     first._maker._ready.set()
-    desk.first.max_stall_s = usual_s
+    desk.first.server_call_timeout_s = usual_s
 
     other = desk.begin(1, 2)
-    with pytest.raises(NotSerialisable):
+    with pytest.raises(NotSerializableError):
         desk.begin(0, 2, bad=lambda: 0)
-    with pytest.raises(ShareMissing, match=r"rank 0 cannot begin it .*cannot be serialised"):
+    with pytest.raises(ShareMissingError, match=r"rank 0 cannot begin it .*cannot be serialised"):
         other.result(60.0)
     desk.copied()
     assert desk.take(3).step == 3
@@ -235,7 +235,7 @@ def test_where_a_slot_that_was_leased_ahead_cannot_be_said_to_be_for_it_nobody_w
     done, other = desk.begin(0, 2), desk.begin(1, 2)
     with pytest.raises(SettingsError, match="does not know"):
         done.result(60.0)
-    with pytest.raises(ShareMissing, match="rank 0 cannot begin it"):
+    with pytest.raises(ShareMissingError, match="rank 0 cannot begin it"):
         other.result(60.0)
     desk.copied()
     monkeypatch.setattr(desk.first, "say", real)
@@ -319,7 +319,7 @@ def test_a_slot_leased_ahead_is_said_before_a_later_snapshot_is_begun(desk: Desk
 def test_a_slot_leased_ahead_is_said_before_a_later_snapshot_is_declined(desk: Desk) -> None:
     """Else it is over for the others before it has begun."""
     with unsaid(desk) as second:
-        with pytest.raises(NotSerialisable):
+        with pytest.raises(NotSerializableError):
             desk.begin(0, 3, bad=lambda: 0)
         other = desk.begin(1, 2)
         desk.copied()
@@ -364,9 +364,9 @@ def test_a_part_that_training_could_not_wait_for_is_not_written(desk: Desk, monk
         desk.other.copied()
     desk.weights.numpy()[:] = 2.0  # as the optimizer does
     done = desk.begin(0, 2)
-    with pytest.raises(ShareMissing):
+    with pytest.raises(ShareMissingError):
         other.result(60.0)
-    with pytest.raises(ShareMissing):
+    with pytest.raises(ShareMissingError):
         done.result(60.0)
     assert desk.take(3).step == 3
 
@@ -376,7 +376,7 @@ def test_other_ranks_hear_at_once_that_rank_0_is_fenced(desk: Desk) -> None:
     other = desk.begin(1, 1)
     rank_0 = SimpleNamespace(number=1, writer=desk.writer)
     Attempt.decline(cast(Attempt, rank_0), 1, "a later attempt has taken the run over", complete=False)
-    with pytest.raises(ShareMissing, match="a later attempt has taken the run over"):
+    with pytest.raises(ShareMissingError, match="a later attempt has taken the run over"):
         other.result(60.0)
 
 
@@ -431,7 +431,7 @@ def dump_of(state: dict[str, Any]) -> Dump:
 
 
 def ring(*, strict: bool) -> RingSettings:
-    return RingSettings(slots=2, memory_bytes=2**20, idle_timeout_s=9.0, keep=1, strict=strict)
+    return RingSettings(slots=2, memory_bytes=2**20, server_idle_timeout_s=9.0, keep=1, strict=strict)
 
 
 @pytest.mark.parametrize("number", range(2))
@@ -461,7 +461,7 @@ def test_a_fenced_rank_0_says_that_there_will_be_no_snapshot() -> None:
     told: list[Any] = []
     attempt = SimpleNamespace(fenced=True, decline=lambda step, why, **how: told.append((step, why, how)))
     trainer = cast(Any, Alone())
-    in_shards = InShards(trainer, Location.of("/nowhere", "auto", None), ring(strict=False))
+    in_shards = InShards(trainer, Location.of("/nowhere"), ring(strict=False))
     in_shards.write(cast(Any, attempt), dump_of({}), {}, complete=True, how=ALONE, wait_s=0.0, commit_s=0.0)
     assert told == [(1, "a later attempt has taken the run over", {"complete": True, "at": ""})]
 
@@ -472,17 +472,17 @@ def test_a_state_that_cannot_be_saved_ends_no_training_unless_it_is_to() -> None
     attempt = cast(Any, SimpleNamespace(fenced=False, writer=writer, skipped=0))
     trainer, bad = cast(Any, Alone()), dump_of({"bad": lambda: 0})
     how: dict[str, Any] = {"complete": False, "how": ALONE, "wait_s": 0.0, "commit_s": 0.0}
-    InShards(trainer, Location.of("/nowhere", "auto", None), ring(strict=False)).write(attempt, bad, dict, **how)
+    InShards(trainer, Location.of("/nowhere"), ring(strict=False)).write(attempt, bad, dict, **how)
     assert "no snapshot now, training goes on: the state of this rank cannot be serialised" in said[0]
     assert attempt.skipped == 1
-    with pytest.raises(NotSerialisable):
-        InShards(trainer, Location.of("/nowhere", "auto", None), ring(strict=True)).write(attempt, bad, dict, **how)
+    with pytest.raises(NotSerializableError):
+        InShards(trainer, Location.of("/nowhere"), ring(strict=True)).write(attempt, bad, dict, **how)
 
 
 def test_of_a_state_that_fits_no_memory_it_is_said_what_to_do_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    location = Location.of(str(tmp_path / "run"), None, None)
+    location = Location.of(str(tmp_path / "run"), local_server=False)
     host = InProcessHost(slots=2, memory_bytes=2**20, open_store=open_store)
     attempt = Attempt(survey(location), host, ring(strict=False), sharded_over=1)
     state = ShardedCheckpoint({"state_dict": {"w": torch.zeros(2**20)}}, {}, {})
@@ -493,7 +493,7 @@ def test_of_a_state_that_fits_no_memory_it_is_said_what_to_do_and_nothing_else(
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == 1, said
     assert "cannot fit this node's memory of" in said[0]
-    assert "more --memory (or memory_limit=)" in said[0]
+    assert "more --memory-limit (or memory_limit=)" in said[0]
 
 
 def test_optimizers_have_names_while_a_module_is_gathered_for_a_validation() -> None:

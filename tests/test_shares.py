@@ -18,7 +18,14 @@ from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.slot_pool import Leases
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.errors import Fenced, NodeUnreachable, RingFull, SettingsError, ShareMissing, SnapshotNotFound
+from lightning_spot.errors import (
+    FencedError,
+    RingFullError,
+    ServerUnreachableError,
+    SettingsError,
+    ShareMissingError,
+    SnapshotNotFoundError,
+)
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.host import Host, Lease
@@ -165,11 +172,11 @@ def test_a_slot_that_is_not_for_it_becomes_no_snapshot_of_ranks(ranks: Ranks) ->
     with pytest.raises(SettingsError, match="give it once more"):
         say(upload, NBYTES, shared, "0" * 32)
     ranks.bench.open(attempt=2, session="rank-0")
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         say(upload, NBYTES, shared)
     assert upload.joint is None
     ranks.node.abort(upload.id)
-    with pytest.raises(SnapshotNotFound):
+    with pytest.raises(SnapshotNotFoundError):
         say(upload, NBYTES, shared)
 
 
@@ -177,7 +184,7 @@ def test_of_a_slot_that_is_said_to_be_for_one_that_is_over_nothing_comes(ranks: 
     ranks.of.decline(RUN, 1, snapshot_name(1, 1), "no room")
     upload = ranks.node.lease(RUN, 1, NBYTES, session="rank-0")
     ranks.of.say(upload, NBYTES, Shared(name=snapshot_name(1, 1), shares=3))
-    with pytest.raises(ShareMissing, match="no room"):
+    with pytest.raises(ShareMissingError, match="no room"):
         ranks.node.seal(upload.id, manifest_of(1))
 
 
@@ -192,7 +199,7 @@ def test_a_rank_that_ends_gives_the_snapshot_up_and_the_former_one_stands(ranks:
     sealing = ranks.pool.submit(ranks.node.seal, upload.id, manifest_of(2))
     ranks.of.reconnect_s = 0.0
     ranks.node.end_session("rank-2")
-    with pytest.raises(ShareMissing, match="rank 2 ended"):
+    with pytest.raises(ShareMissingError, match="rank 2 ended"):
         sealing.result(LAST_S)
     assert ranks.bench.committed() == [1]
     assert ranks.slots_filling() == 0  # it can be used again
@@ -201,9 +208,9 @@ def test_a_rank_that_ends_gives_the_snapshot_up_and_the_former_one_stands(ranks:
 def test_a_share_that_was_torn_gives_the_snapshot_up_with_its_reason(ranks: Ranks) -> None:
     upload = ranks.lease(1)
     ranks.of.placed(ranks.join(1, 1).id, 1, "rank 1: a tensor changed")
-    with pytest.raises(ShareMissing, match="a tensor changed"):
+    with pytest.raises(ShareMissingError, match="a tensor changed"):
         ranks.join(1, 2)
-    with pytest.raises(ShareMissing, match="a tensor changed"):
+    with pytest.raises(ShareMissingError, match="a tensor changed"):
         ranks.node.seal(upload.id, manifest_of(1))
     assert ranks.slots_filling() == 0
 
@@ -213,11 +220,11 @@ def test_a_slot_is_not_used_again_while_a_rank_may_still_write_into_it(tmp_path:
     upload = ranks.lease(1)
     ranks.join(1, 1)
     ranks.node.abort(upload.id)
-    with pytest.raises(RingFull):
+    with pytest.raises(RingFullError):
         ranks.lease(2)
     ranks.of.placed(upload.id, 1)  # its bytes went nowhere
     assert ranks.lease(2).slot is upload.slot
-    with pytest.raises(SnapshotNotFound):
+    with pytest.raises(SnapshotNotFoundError):
         ranks.of.placed(upload.id, 1)
     ranks.close()
 
@@ -225,20 +232,20 @@ def test_a_slot_is_not_used_again_while_a_rank_may_still_write_into_it(tmp_path:
 def test_nobody_waits_for_a_snapshot_that_will_not_be(ranks: Ranks) -> None:
     waiting = ranks.pool.submit(ranks.join, 1, 1)
     ranks.of.decline(RUN, 1, snapshot_name(1, 1), "no slot is free")
-    with pytest.raises(ShareMissing, match="no slot is free"):
+    with pytest.raises(ShareMissingError, match="no slot is free"):
         waiting.result(LAST_S)
     waiting = ranks.pool.submit(ranks.join, 2, 1)
     ranks.lease(3)
-    with pytest.raises(ShareMissing, match="overtaken"):
+    with pytest.raises(ShareMissingError, match="overtaken"):
         waiting.result(LAST_S)
     ranks.take(4)
-    with pytest.raises(ShareMissing, match="committed already"):
+    with pytest.raises(ShareMissingError, match="committed already"):
         ranks.join(4, 1)
     waiting = ranks.pool.submit(ranks.join, 5, 1)
     ranks.node.end_session("rank-0")
-    with pytest.raises(ShareMissing, match="rank that leases its slot has ended"):
+    with pytest.raises(ShareMissingError, match="rank that leases its slot has ended"):
         waiting.result(LAST_S)
-    with pytest.raises(NodeUnreachable, match="has closed"):
+    with pytest.raises(ServerUnreachableError, match="has closed"):
         ranks.of.join(RUN, 1, snapshot_name(6, 1), 1, "a stranger")
 
 
@@ -249,7 +256,7 @@ def test_a_snapshot_that_was_given_up_waits_for_no_share(ranks: Ranks, when: str
     upload = ranks.lease(1) if when == "after that" else None
     ranks.of.decline(RUN, 1, snapshot_name(1, 1), "another host has given it up")
     upload = upload or ranks.lease(1)
-    with pytest.raises(ShareMissing, match="another host has given it up"):
+    with pytest.raises(ShareMissingError, match="another host has given it up"):
         ranks.node.seal(upload.id, manifest_of(1))
     assert ranks.slots_filling() == 0
     assert ranks.take(2).step == 2
@@ -258,31 +265,31 @@ def test_a_snapshot_that_was_given_up_waits_for_no_share(ranks: Ranks, when: str
 def test_a_share_that_never_comes_is_waited_for_no_longer_than_allowed(ranks: Ranks) -> None:
     upload = ranks.lease(1)
     ranks.fill(ranks.join(1, 1), 1, 1)
-    with pytest.raises(ShareMissing, match="not begun within"):
+    with pytest.raises(ShareMissingError, match="not begun within"):
         ranks.join(2, 2, wait_s=0.0)
     ranks.of.wait_s = 0.0
-    with pytest.raises(ShareMissing, match="bytes of rank 2 did not come within 0 s"):
+    with pytest.raises(ShareMissingError, match="bytes of rank 2 did not come within 0 s"):
         ranks.node.seal(upload.id, manifest_of(1))
 
 
 def test_a_rank_whose_connection_has_closed_is_not_waited_for(ranks: Ranks) -> None:
     ranks.node.end_session("rank-2")
-    with pytest.raises(NodeUnreachable, match="has closed"):
+    with pytest.raises(ServerUnreachableError, match="has closed"):
         ranks.join(1, 2)
     upload = ranks.lease(1)
     ranks.fill(ranks.join(1, 1), 1, 1)
     ranks.of.wait_s, ranks.of.reconnect_s = 10.0, 0.0
-    with pytest.raises(ShareMissing, match="rank 2 ended"):
+    with pytest.raises(ShareMissingError, match="rank 2 ended"):
         ranks.node.seal(upload.id, manifest_of(1))
     assert ranks.slots_filling() == 0
 
 
 def test_a_rank_that_has_given_up_waiting_is_not_waited_for(ranks: Ranks) -> None:
-    with pytest.raises(ShareMissing, match="not begun within"):
+    with pytest.raises(ShareMissingError, match="not begun within"):
         ranks.join(1, 2, wait_s=0.0)
     upload = ranks.lease(1)
     ranks.of.wait_s = 10.0
-    with pytest.raises(ShareMissing, match="rank 2 has waited for its slot in vain"):
+    with pytest.raises(ShareMissingError, match="rank 2 has waited for its slot in vain"):
         ranks.node.seal(upload.id, manifest_of(1))
     assert ranks.take(2).step == 2
 
@@ -290,9 +297,9 @@ def test_a_rank_that_has_given_up_waiting_is_not_waited_for(ranks: Ranks) -> Non
 def test_a_rank_with_another_layout_gives_the_snapshot_up_for_all(ranks: Ranks) -> None:
     upload = ranks.lease(1, digest="one")
     ranks.join(1, 1, digest="one")
-    with pytest.raises(ShareMissing, match="another layout"):
+    with pytest.raises(ShareMissingError, match="another layout"):
         ranks.join(1, 2, digest="two")
-    with pytest.raises(ShareMissing, match="rank 2 has another layout"):
+    with pytest.raises(ShareMissingError, match="rank 2 has another layout"):
         ranks.node.seal(upload.id, manifest_of(1))
 
 
@@ -300,7 +307,7 @@ def test_a_slot_that_is_there_when_it_is_over_is_waited_for_by_nobody(ranks: Ran
     """The other ranks were told so while it was made."""
     ranks.of.decline(RUN, 1, snapshot_name(1, 1), "no room")
     upload = ranks.lease(1)
-    with pytest.raises(ShareMissing, match="no room"):
+    with pytest.raises(ShareMissingError, match="no room"):
         ranks.of.wait(upload)
 
 
@@ -342,20 +349,20 @@ def test_a_share_is_one_rank_s_and_one_of_those_there_are(ranks: Ranks) -> None:
 
 def test_a_rank_of_an_earlier_attempt_takes_no_share(ranks: Ranks) -> None:
     ranks.bench.open(attempt=2, session="rank-0")
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         ranks.join(1, 1)
 
 
-# -- over the sockets of a node on this host --------------------------------------------------------------------------
+# -- over the sockets of a local server --------------------------------------------------------------------------
 
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Callable[[], EmbeddedHost]]:
-    """Make connections to one embedded node, as each rank has one; the first has opened the run."""
+    """Make connections to one local server, as each rank has one; the first has opened the run."""
     made: list[EmbeddedHost] = []
 
     def connect() -> EmbeddedHost:
-        settings = {"slots": 2, "memory_bytes": 2**26, "idle_timeout_s": 30.0}
+        settings = {"slots": 2, "memory_bytes": 2**26, "server_idle_timeout_s": 30.0}
         host = starting.start(str(tmp_path / "run"), "run", **settings)
         made.append(host)
         if len(made) == 1:
@@ -400,12 +407,12 @@ def test_processes_fill_one_slot_through_the_node_of_their_host(hosts: Callable[
             first._call("POST", path, {**body, **wrong})
     first.abort(ahead)
     first.decline(snapshot_name(4, 1), "no slot is free")
-    with pytest.raises(ShareMissing, match="no slot is free"):
+    with pytest.raises(ShareMissingError, match="no slot is free"):
         second.join(snapshot_name(4, 1), share=1, wait_s=LAST_S)
     lease = first.lease(NBYTES, 30.0, shared=replace(shared, name=snapshot_name(5, 1)))
     second.join(snapshot_name(5, 1), share=1, wait_s=LAST_S)
     second.disconnect()
-    with pytest.raises(ShareMissing, match="rank 1 ended"):
+    with pytest.raises(ShareMissingError, match="rank 1 ended"):
         first.seal(lease, replace(manifest, name=snapshot_name(5, 1), step=5))
 
 
@@ -418,7 +425,9 @@ def test_of_an_earlier_snapshot_is_said_for_which_its_slot_is_before_a_later_one
             asked.append(f"lease for {shared.name if shared is not None else 'what comes'}")
             return Lease(str(len(asked)), memory, nbytes, "tmpfs", 0, shared=shared)
 
-        said = SimpleNamespace(lease=lease, max_stall_s=1.0, say=lambda lease: asked.append(f"say {lease.shared.name}"))
+        said = SimpleNamespace(
+            lease=lease, server_call_timeout_s=1.0, say=lambda lease: asked.append(f"say {lease.shared.name}")
+        )
         host = cast(Host, said)
         leases = Leases(HostLink(host), lambda _lease: None, lambda _full, _left_s: None)
         leases.lease_ahead(host, NBYTES, comes=True)

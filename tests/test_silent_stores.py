@@ -81,7 +81,7 @@ def test_the_trainer_says_it_too(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         say_failing(say_once, link)  # type: ignore[arg-type]
     assert [record.getMessage() for record in caplog.records] == [
-        "lightning_spot: s3://bucket: no byte moved; the node on this host has given that connection up and goes on"
+        "lightning_spot: s3://bucket: no byte moved; the local server has given that connection up and goes on"
     ]
 
 

@@ -194,19 +194,19 @@ QUICK = ["simulate", "--work", "6h", "--runs", "20"]
 def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "picture.png"
     two = ["--policy", "YoungDaly", "--policy", "every 1 min"]
-    assert main([*QUICK, *two, "--memory-node-speed", "600MB/s", "--plot", str(picture)]) == 0
+    assert main([*QUICK, *two, "--server-speed", "600MB/s", "--plot", str(picture)]) == 0
     said = capsys.readouterr().out
     assert all(
-        name in said for name in ("YoungDaly", "every 1 min", "memory of the host", "memory node", "durable tier")
+        name in said for name in ("YoungDaly", "every 1 min", "memory of the host", "snapshot server", "durable tier")
     )
-    assert "A memory node makes the run" in said
+    assert "A snapshot server makes the run" in said
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_command_says_that_no_memory_node_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--memory-node-speed", "100MB/s", "--memory-node-price", "5", "--price", "1", "--policy", "YoungDaly"]
+    arguments = ["--server-speed", "100MB/s", "--server-price", "5", "--price", "1", "--policy", "YoungDaly"]
     assert main([*QUICK, *arguments]) == 0
-    assert "you need no memory node" in capsys.readouterr().out
+    assert "you need no snapshot server" in capsys.readouterr().out
 
 
 def test_a_duration_has_a_unit() -> None:
@@ -219,7 +219,7 @@ def test_a_duration_has_a_unit() -> None:
         seconds("soon")
 
 
-@pytest.mark.parametrize("flag", ["--memory-node-speed", "--durable-speed", "--snapshot-size"])
+@pytest.mark.parametrize("flag", ["--server-speed", "--durable-speed", "--snapshot-size"])
 def test_a_size_so_small_has_lost_its_unit(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*QUICK, flag, "600"])
@@ -244,8 +244,8 @@ def test_command_json(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--policy", "often"], "YoungDaly"),
         (["--runs", "0"], "at least 1"),
-        (["--nodes", "2", "--correlated", "3"], "correlated=3"),
-        (["--nodes", "0"], "nodes=0"),
+        (["--hosts", "2", "--correlated", "3"], "correlated=3"),
+        (["--hosts", "0"], "hosts=0"),
         (["--lifetime", "0"], "more than 0"),
         (["--crash-every", "0"], "more than 0"),
         (["--trace", "nothing.csv"], "nothing.csv"),

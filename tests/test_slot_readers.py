@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_spot.client.embedded import Session
-from lightning_spot.errors import CorruptSnapshot, NodeUnreachable
+from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.run import sources
 from lightning_spot.run.sources import MemorySource, Use
@@ -93,7 +93,7 @@ def test_a_slot_that_gets_other_memory_as_it_is_handed_over_is_not_taken_for_ano
     session = Session(tmp_path / "channel", None, 10.0)
     mapped = session.map_slot(slot.index, slot.generation)
     assert mapped[:4] == b"mine"
-    with pytest.raises(NodeUnreachable, match="no longer has slot"):
+    with pytest.raises(ServerUnreachableError, match="no longer has slot"):
         session.map_slot(slot.index, slot.generation)
     session.close()
     listening.close()
@@ -109,7 +109,7 @@ def test_a_slot_that_has_got_other_memory_since_it_was_leased_is_not_mapped(
     listening = channel.DescriptorChannel(bench.node, tmp_path / "channel", None)
     session = Session(tmp_path / "channel", None, 10.0)
     session.map_slot(slot.index, slot.generation).close()
-    with pytest.raises(NodeUnreachable, match="as it was leased"):
+    with pytest.raises(ServerUnreachableError, match="as it was leased"):
         session.map_slot(slot.index, slot.generation - 1)
     session.close()
     listening.close()
@@ -178,6 +178,6 @@ def test_a_slot_that_is_damaged_is_found_as_it_is_copied(
     with slot.view(1000) as view:
         view[500] ^= 1
     attached(bench)
-    with pytest.raises(CorruptSnapshot):
+    with pytest.raises(CorruptSnapshotError):
         MemorySource("", RUN).open(manifest, use=Use.SHARE)
     until(lambda: not slot.readers, "the slot to be let go")

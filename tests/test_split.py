@@ -26,7 +26,7 @@ from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.errors import NodeFailed, NodeUnreachable, ShareMissing, SpotError
+from lightning_spot.errors import ServerFailedError, ServerUnreachableError, ShareMissingError, SpotError
 from lightning_spot.exact import rank_states
 from lightning_spot.exact.rank_states import Packing, Rooms, packed, unpacked
 from lightning_spot.fit.hosts import Hosts
@@ -79,7 +79,7 @@ def test_every_byte_is_written_by_one_rank_and_shares_are_equal(shares: int, buf
 def test_a_state_that_only_torch_can_write_is_not_divided() -> None:
     rooms = Rooms()
     rooms.put(1, b"x")
-    with pytest.raises(ShareMissing, match=r"plain torch\.save"):
+    with pytest.raises(ShareMissingError, match=r"plain torch\.save"):
         Divider().divide(lay_out_plain({"r": rooms.known}), snapshot_name(1, 1), {}, {}, SharingRanks(2, rooms.known))
 
 
@@ -161,7 +161,7 @@ class Desk:
         ]
 
     def connect(self) -> EmbeddedHost:
-        settings = {"slots": 3, "memory_bytes": 2**26, "idle_timeout_s": 30.0}
+        settings = {"slots": 3, "memory_bytes": 2**26, "server_idle_timeout_s": 30.0}
         self.hosts.append(starting.start(self.url, "run", **settings))
         return self.hosts[-1]
 
@@ -267,7 +267,7 @@ def test_a_thread_of_ours_that_reads_from_a_gpu_says_that_it_does(desk: Desk, ca
             if error is None:
                 assert desk.saved(done.result(LAST_S))["ranks"][1] == {"rank": 1}
             else:
-                with pytest.raises(ShareMissing, match="rank 1: the GPU failed: no room"):
+                with pytest.raises(ShareMissingError, match="rank 1: the GPU failed: no room"):
                     done.result(LAST_S)
             assert state.read == [True]
     finally:
@@ -296,7 +296,7 @@ def test_a_tensor_of_another_rank_that_changes_meanwhile_drops_the_snapshot(desk
     desk.begin_shares(2)
     weight.add_(1.0)
     done = desk.begin_first(2)
-    with pytest.raises(ShareMissing, match="rank 2"):
+    with pytest.raises(ShareMissingError, match="rank 2"):
         done.result(LAST_S)
     assert desk.writer.missed == 1
     weight.copy_(before)
@@ -332,17 +332,17 @@ def test_what_was_written_past_the_counts_on_another_rank_is_copied_before_train
 def test_ranks_that_do_not_train_the_same_are_named_and_the_former_snapshot_stands(desk: Desk) -> None:
     desk.begin(1).result(LAST_S)
     desk.ranks[1].weights[2] = torch.zeros(3)
-    with pytest.raises(ShareMissing, match=r"rank 1: tensor 2 of rank 0's optimizers has .* 12 bytes of float32"):
+    with pytest.raises(ShareMissingError, match=r"rank 1: tensor 2 of rank 0's optimizers has .* 12 bytes of float32"):
         desk.begin(2).result(LAST_S)
     desk.ranks[1].weights = [weight + 1 for weight in desk.ranks[0].weights]
-    with pytest.raises(ShareMissing, match="rank 1: its parameters"):
+    with pytest.raises(ShareMissingError, match="rank 1: its parameters"):
         desk.begin(3).result(LAST_S)
     assert [manifest.step for manifest in desk.first.manifests()] == [1]
 
 
 def test_a_state_that_outgrew_its_room_drops_the_snapshot(desk: Desk) -> None:
     desk.ranks[1].state = {"rank": torch.zeros(100_000)}
-    with pytest.raises(ShareMissing, match=r"rank 1: its own state has .* bytes, there is room for"):
+    with pytest.raises(ShareMissingError, match=r"rank 1: its own state has .* bytes, there is room for"):
         desk.begin(1).result(LAST_S)
     desk.rooms.put(1, packed(desk.ranks[1].state))
     assert torch.equal(desk.saved(desk.begin(2).result(LAST_S))["ranks"][1]["rank"], torch.zeros(100_000))
@@ -367,7 +367,7 @@ def test_word_that_a_share_is_in_place_is_said_again_or_the_node_is_left(
     def place(lease: Lease, torn: str = "") -> None:
         words.append(torn)
         if len(words) <= lost:
-            raise NodeUnreachable("timed out")
+            raise ServerUnreachableError("timed out")
         placed(lease, torn)
 
     monkeypatch.setattr(host, "placed", place)
@@ -375,13 +375,13 @@ def test_word_that_a_share_is_in_place_is_said_again_or_the_node_is_left(
     if lost == 1:
         assert done.result(120.0).step == 1  # not after ten minutes
     else:
-        with pytest.raises(ShareMissing, match="rank 1 ended before its bytes were in place"):
+        with pytest.raises(ShareMissingError, match="rank 1 ended before its bytes were in place"):
             done.result(120.0)
     assert words == ["", ""]
     assert desk.begin(2).result(LAST_S).step == 2
 
 
-@pytest.mark.parametrize(("error", "times"), [(NodeFailed, 1), (NodeUnreachable, 2)])
+@pytest.mark.parametrize(("error", "times"), [(ServerFailedError, 1), (ServerUnreachableError, 2)])
 @pytest.mark.parametrize("unheard", [0, 1])
 def test_a_rank_whose_first_request_fails_is_not_waited_for(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, error: type[SpotError], times: int, unheard: int
@@ -403,7 +403,7 @@ def test_a_rank_whose_first_request_fails_is_not_waited_for(
     for method in left:
         monkeypatch.setattr(EmbeddedHost, method, failing(method))
     monkeypatch.setattr(following, "_AGAIN_S", 0.1)
-    with pytest.raises(ShareMissing, match="rank 1: it went wrong"):
+    with pytest.raises(ShareMissingError, match="rank 1: it went wrong"):
         desk.begin(1).result(120.0)
     assert left == {"join": 0, "decline": 0}
     assert desk.begin(2).result(LAST_S).step == 2
@@ -415,7 +415,7 @@ def test_a_rank_that_ends_looks_for_no_other_node_to_say_what_it_did_not_write(d
 
     def connect() -> EmbeddedHost:
         asked.append(None)
-        raise NodeUnreachable("there is no memory node on this host at present")
+        raise ServerUnreachableError("there is no snapshot server on this host at present")
 
     share._connect = connect
     share._tasks.put(share._leave)
@@ -443,7 +443,7 @@ def test_a_connection_that_comes_when_its_rank_has_ended_is_closed(desk: Desk, m
     share.close()
     goes_on.set()
     share._tasks._thread.join(LAST_S)
-    with pytest.raises(NodeUnreachable):
+    with pytest.raises(ServerUnreachableError):
         desk.hosts[-1].session.check()
     assert share._host is None
 
@@ -457,7 +457,7 @@ def test_a_rank_that_cannot_map_the_slot_says_so(desk: Desk, monkeypatch: pytest
 
     with monkeypatch.context() as failing:
         failing.setattr(host.session, "map_slot", map_slot)  # type: ignore[attr-defined]
-        with pytest.raises(ShareMissing, match="rank 1: no memory for a map"):
+        with pytest.raises(ShareMissingError, match="rank 1: no memory for a map"):
             desk.begin(1).result(120.0)  # not after ten minutes
     assert desk.begin(2).result(LAST_S).step == 2
 

@@ -15,7 +15,7 @@ from lightning_spot.checkpoint_io import SpotCheckpointIO
 from lightning_spot.client.filesystem import SpotFileSystem
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.errors import SettingsError, SnapshotNotFound, SpotError
+from lightning_spot.errors import SettingsError, SnapshotNotFoundError, SpotError
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode, until
@@ -41,7 +41,7 @@ def settle(node: RunningNode) -> None:
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A node, and the directory to which it brings what it holds."""
     folder = tmp_path_factory.mktemp("node")
-    flags = ["--listen", "127.0.0.1:0", "--memory", "512MiB", "--flush-to", str(folder / "durable")]
+    flags = ["--listen", "127.0.0.1:0", "--memory-limit", "512MiB", "--storage", str(folder / "durable")]
     environment = {"LIGHTNING_SPOT_SHM_DIR": "", "LIGHTNING_SPOT_RUNTIME_DIR": str(folder)}
     node = RunningNode(flags, folder / "node.log", environment).wait_listening()
     yield node
@@ -75,7 +75,7 @@ def test_a_snapshot_of_several_files_is_a_directory_of_them(shared: RunningNode,
     buffer = bytearray(manifest.nbytes)
     store.fetch(manifest, memoryview(buffer))
     assert buffer == image
-    with pytest.raises(SnapshotNotFound, match="the newest snapshot is several"):
+    with pytest.raises(SnapshotNotFoundError, match="the newest snapshot is several"):
         fs.cat_file(f"{run}/last.ckpt")
 
 
@@ -242,7 +242,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_an_error_not_a_mixture(shar
 def test_what_has_left_the_memory_is_not_shown_and_said_to_lie_where_the_run_is_durable(
     start_node: StartNode, tmp_path: Path
 ) -> None:
-    node = start_node("--slots", "1", "--flush-to", str(tmp_path))
+    node = start_node("--slots", "1", "--storage", str(tmp_path))
     fs, durable, (gone, image) = file_system(node), tmp_path / "run", sharded(1)
     held = sharded(2)[0]
     for manifest, content in ((gone, image), sharded(2)):
@@ -250,7 +250,7 @@ def test_what_has_left_the_memory_is_not_shown_and_said_to_lie_where_the_run_is_
         settle(node)
     assert fs.ls("run", detail=False) == [f"run/{held.name}"]
     for ask in (fs.info, fs.cat_file, fs.ls):
-        with pytest.raises(SnapshotNotFound, match=f"What has left its memory lies in {durable}"):
+        with pytest.raises(SnapshotNotFoundError, match=f"What has left its memory lies in {durable}"):
             ask(f"run/{gone.name}")
     NodeClient(parse_spot_url(node.url)[0]).call("DELETE", f"/v1/files/run/{held.name}")
     until(lambda: not (durable / held.name).exists(), "what is removed from memory to be removed there, too")

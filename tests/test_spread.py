@@ -1,4 +1,4 @@
-"""Models in shards on two hosts whose snapshots are spread over memory nodes: each node has some hosts' portions."""
+"""Models in shards on two hosts whose snapshots are spread over servers: each node has some hosts' portions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from lightning_spot.cli.command import main
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import Fenced, ShareMissing, TierError
+from lightning_spot.errors import FencedError, ShareMissingError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import flusher, work
 from lightning_spot.memory.flusher import put_portion
@@ -105,7 +105,7 @@ class Spread(Desk):
         return image, whole
 
     def joint(self, attempt: int) -> JointTier:
-        """What a node of that attempt makes of the memory nodes."""
+        """What a node of that attempt makes of the snapshot servers."""
         store = open_store(self.at)
         assert isinstance(store, HasJoint)
         store.joint.know(info_of(self.url, attempt))
@@ -169,7 +169,7 @@ def test_a_snapshot_that_is_not_whole_takes_the_place_of_none(make: Make) -> Non
     until(lambda: [2, 1] in desk.held().values(), "its first portion to be there", LAST_S)
     assert desk.whole() == [1]
     desk.hosts[1].decline(snapshot_name(2, 1), "no slot is free", desk.at)  # the second host never brings its own
-    with pytest.raises(ShareMissing, match="no slot is free"):
+    with pytest.raises(ShareMissingError, match="no slot is free"):
         first[0].result(LAST_S)
     until(lambda: sorted(desk.held().values()) == [[1], [1]], "what is torn to be dropped", LAST_S)
     desk.check(desk.take(3))
@@ -186,7 +186,7 @@ def test_who_leads_is_lost_before_it_has_said_that_a_snapshot_is_whole(
         monkeypatch.setattr(node.spread, "whole", fail)
     desk.check(desk.take(2))
     assert sorted(desk.held().values()) == [[2, 1], [2, 1]]
-    found = survey(Location.of(desk.url, list(desk.memories), "run"))
+    found = survey(Location.of(desk.url, servers=list(desk.memories), run_name="run"))
     spread = [manifest for manifest, source in found.candidates if " " in source.tier]
     assert [manifest.step for manifest in spread] == [2, 1]
     assert found.candidates[0][0].step == 2
@@ -295,7 +295,7 @@ def test_what_attempts_left_that_were_killed_in_a_snapshot_does_not_pile_up(
     desk.joint(2).begin(Shared(name=snapshot_name(3, 2), shares=4), MIB, attempt=2, hosts=2)
     assert sorted(desk.held().values()) == [[2, 1], [2, 1]]
     assert desk.whole() == [2, 1]
-    with pytest.raises((ShareMissing, Fenced)):
+    with pytest.raises((ShareMissingError, FencedError)):
         begun[0].result(LAST_S)
 
 
@@ -304,14 +304,14 @@ def test_an_earlier_attempt_is_refused(make: Make) -> None:
     manifest = desk.take(1)
     for node in desk.nodes.values():
         node.open_run(replace(info_of(desk.url, 2), token="another"))
-    with pytest.raises((ShareMissing, Fenced)):
+    with pytest.raises((ShareMissingError, FencedError)):
         desk.take(2)
     for url in desk.at.split()[1:]:
         store = NodeStore(url)
         store.know(info_of(desk.url, 1))
-        with pytest.raises(Fenced):
+        with pytest.raises(FencedError):
             store.torn(manifest.name, "why not", attempt=1)
-        with pytest.raises(Fenced):
+        with pytest.raises(FencedError):
             store.whole(Told(manifest.name), attempt=1)
     desk.check(manifest)
 
@@ -382,18 +382,18 @@ def test_commands_say_what_portions_are_and_find_the_whole_over_nodes(
     assert f"{manifest.name}-host-000" in said
     assert re.search(r"portion [12] of 2", said)
     assert "spread" not in said
-    assert main(["pull", run, "--to", str(tmp_path / "pulled")]) == 2
-    assert "--memory" in capsys.readouterr().err
-    assert main(["verify", run, "--memory", other]) == 0
+    assert main(["cp", run, str(tmp_path / "pulled")]) == 2
+    assert "--server" in capsys.readouterr().err
+    assert main(["verify", run, "--server", other]) == 0
     said = capsys.readouterr().out
     assert re.search(rf"good {manifest.name} at {one} {other}", said)
     assert said.count("good") == 3
-    assert main(["pull", run, "--memory", other, "--to", str(tmp_path / "pulled")]) == 0
+    assert main(["cp", run, "--server", other, str(tmp_path / "pulled")]) == 0
     image, whole = desk.image(manifest)
     for span in whole.files:
         assert (tmp_path / "pulled" / span.name).read_bytes() == image[span.offset : span.stop]
-    assert main(["pull", run, "--memory", other, "--consolidate", "--to", str(tmp_path / "one.ckpt")]) == 0
-    assert main(["ls", desk.url, "--memory", one, "--memory", other, "--json"]) == 0
+    assert main(["cp", run, "--server", other, "--consolidate", str(tmp_path / "one.ckpt")]) == 0
+    assert main(["ls", desk.url, "--server", one, "--server", other, "--json"]) == 0
     states = [entry["state"] for entry in json.loads(capsys.readouterr().out.partition("[")[2].join("[]")[:-1])]
     assert "spread" in states
 
@@ -406,9 +406,9 @@ def test_a_portion_of_a_newer_snapshot_that_is_not_whole_is_not_pulled(
     begun = desk.lead(2)
     until(lambda: [2, 1] in desk.held().values(), "its first portion to be there", LAST_S)
     one, other = desk.memories
-    to = ["--memory", other, "--to", str(tmp_path / "pulled")]
-    assert main(["pull", f"{one}/run@{RUN_ID}", *to]) == 0
+    to = ["--server", other, str(tmp_path / "pulled")]
+    assert main(["cp", f"{one}/run@{RUN_ID}", *to]) == 0
     assert "step 1, from" in capsys.readouterr().out
     desk.hosts[1].decline(snapshot_name(2, 1), "it is over", desk.at)
-    with pytest.raises(ShareMissing):
+    with pytest.raises(ShareMissingError):
         begun[0].result(LAST_S)

@@ -1,4 +1,4 @@
-"""Trainings in shards on several hosts, whose snapshots are spread over memory nodes; something of them is lost."""
+"""Trainings in shards on several hosts, whose snapshots are spread over snapshot servers; something of them is lost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Nodes = Callable[..., dict[str, Node]]
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    """Starts memory nodes that carry runs on; they are given by their URLs."""
+    """Starts snapshot servers that carry runs on; they are given by their URLs."""
     with contextlib.ExitStack() as ends:
 
         def start(count: int, memory_bytes: int = 512 * MIB) -> dict[str, Node]:

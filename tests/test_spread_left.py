@@ -1,4 +1,4 @@
-"""Portions at memory nodes whose trainers are gone, or one of which is: they become durable, or go in bounded time."""
+"""Portions at servers whose trainers are gone, or one of which is: they become durable, or go in bounded time."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ MANIFEST = Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbyt
 class Carried(Two):
     """Two nodes that bring down what they have; each host has its own."""
 
-    def __init__(self, root: Path, ends: contextlib.ExitStack, durable_every_s: float | None = None) -> None:
-        self.durable_every_s, self.store = durable_every_s, LocalStore(str(root / "run"))
+    def __init__(self, root: Path, ends: contextlib.ExitStack, min_upload_interval_s: float | None = None) -> None:
+        self.min_upload_interval_s, self.store = min_upload_interval_s, LocalStore(str(root / "run"))
         super().__init__(root, ends, slots=4, allow=[str(root)])
 
     def info(self) -> RunInfo:
-        return replace(info_of(self.url, self.attempt), durable_every_s=self.durable_every_s, spread=True)
+        return replace(info_of(self.url, self.attempt), min_upload_interval_s=self.min_upload_interval_s, spread=True)
 
     def bring_all(self, step: int) -> None:
         """Nobody is left to say that it is whole."""
@@ -67,7 +67,7 @@ Make = Callable[..., Carried]
 def carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setattr(Portions, "read", lambda *_: Portions((((0, NBYTES),),), (1,)))
     with contextlib.ExitStack() as ends:
-        yield lambda durable_every_s=None: Carried(tmp_path, ends, durable_every_s)
+        yield lambda min_upload_interval_s=None: Carried(tmp_path, ends, min_upload_interval_s)
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_what_an_attempt_has_left_becomes_durable_although_another_one_has_come_
 ) -> None:
     """The nodes were refused, let go what they had, and ended as if all were safe."""
     monkeypatch.setattr(work, "LEFT_S", 2.0)
-    nodes = carried(durable_every_s=0.0)
+    nodes = carried(min_upload_interval_s=0.0)
     claim(nodes, 2)
     nodes.bring_all(1)
     for node in told:
@@ -116,7 +116,7 @@ def test_what_an_attempt_has_left_becomes_durable_although_another_one_has_come_
 
 @pytest.mark.usefixtures("left")
 def test_what_an_attempt_has_left_is_brought_nowhere_that_has_newer_of_the_next_one(carried: Make) -> None:
-    nodes = carried(durable_every_s=0.0)
+    nodes = carried(min_upload_interval_s=0.0)
     claim(nodes, 2)
     image = memoryview(image_of(1, NBYTES))
     nodes.store.put(manifest_of(1, 2).sealed(image), image, attempt=2)
@@ -137,7 +137,7 @@ def test_the_rest_of_what_is_older_than_what_is_durable_is_not_waited_for_long(
     """The next attempt had one node, which brought its portion; the other let its own go. That one waited for an hour,
     and a node that was told to end for as long as it may: it ended with an error, and all was durable."""
     monkeypatch.setattr(work, "SURPASSED_S", 2.0)
-    nodes = carried(durable_every_s=0.0)
+    nodes = carried(min_upload_interval_s=0.0)
     nodes.begin(3)
     nodes.bring(3, 0)
     nodes.tell(0, 3, brings=True)  # the next attempt goes on from it
@@ -152,7 +152,7 @@ def test_the_rest_of_what_is_older_than_what_is_durable_is_not_waited_for_long(
 def test_a_killed_trainer_is_gone_although_the_node_of_its_host_lives(
     carried: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That went on asking the memory nodes for a quarter of an hour, and they took it for the trainer's word."""
+    """That went on asking the snapshot servers for a quarter of an hour, and they took it for the trainer's word."""
     monkeypatch.setattr(work, "LEFT_S", 1.0)
     monkeypatch.setattr(replication, "ASK_AGAIN_S", 0.1)
     nodes = carried()
@@ -290,7 +290,7 @@ def test_what_the_next_attempt_goes_on_from_stays_although_the_durable_tier_refu
     carried: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That attempt has claimed the run there, and has nothing newer yet: it would have to go back further."""
-    nodes, fails = carried(durable_every_s=0.0), [True]
+    nodes, fails = carried(min_upload_interval_s=0.0), [True]
     put = flusher.put_portion
 
     def outage(*given: Any, **more: Any) -> Manifest:
@@ -365,7 +365,7 @@ def test_what_is_at_no_durable_tier_stays(carried: Make, tmp_path: Path, monkeyp
 
 def test_what_is_lost_of_one_that_was_to_be_durable_keeps_no_later_one_from_being_so(carried: Make) -> None:
     """However often it is looked whether the rest of it has come, that is no time in which the tier is to rest."""
-    nodes = carried(durable_every_s=2.0)
+    nodes = carried(min_upload_interval_s=2.0)
     nodes.begin(1)
     nodes.bring(1, 0)
     nodes.tell(0, 1, brings=True)  # what the other node had of it is lost
@@ -408,7 +408,7 @@ def test_a_durable_tier_that_fails_keeps_no_portion_from_a_node(carried: Make, t
 
 
 def test_a_node_that_shuts_down_takes_no_further_portions_and_hears_when_it_is_not_needed(carried: Make) -> None:
-    nodes = carried(durable_every_s=3600.0)
+    nodes = carried(min_upload_interval_s=3600.0)
     nodes.take(1)
     until(lambda: nodes.durable() == [1], "the first one at the durable tier")
     nodes.take(2)

@@ -1,4 +1,4 @@
-"""Two machines that train in shards, and two with memory nodes, each of which has what one of them brings."""
+"""Two machines that train in shards, and two with snapshot servers, each of which has what one of them brings."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["twin", "twins"]
 class Spread(Sharded):
     """Snapshots are spread over the two nodes."""
 
-    third = "a memory node"
+    third = "a snapshot server"
     memories: tuple[str, ...] = ("memory", "other")
 
     def start_node(self) -> None:
         known: dict[str, str] = getattr(self, "urls", {})
         for name in ("memory",) if known else self.memories:
-            url = listening(self.network, name, 7070, self.root / name, "--allow", str(self.root))
+            url = listening(self.network, name, 7070, self.root / name, "--allow-storage", str(self.root))
             self.urls = known = {**known, name: url}
         self.url = ",".join(known.values())
 
@@ -59,7 +59,7 @@ def machines(
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("when", [staging, sending, committing, restoring, flushing])
-@pytest.mark.parametrize("what", ["a rank", "a machine", "the first machine", "a memory node", "a link"])
+@pytest.mark.parametrize("what", ["a rank", "a machine", "the first machine", "a snapshot server", "a link"])
 def test_snapshots_are_spread_over_nodes_and_something_is_lost(
     machines: Spread, twin: Path, what: str, when: Callable[[Spread], None]
 ) -> None:

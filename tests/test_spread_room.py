@@ -15,7 +15,7 @@ from lightning_spot.client import spread
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.spread import JointPortions, Missing, Seen, SpreadStore
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import NodeUnreachable, ShareMissing
+from lightning_spot.errors import ServerUnreachableError, ShareMissingError
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.portion import Portions
@@ -121,7 +121,7 @@ def test_a_portion_that_comes_when_its_snapshot_was_given_up_takes_no_room(two: 
 
 
 def silent(*_: Any, **__: Any) -> None:
-    raise NodeUnreachable("its link is cut")
+    raise ServerUnreachableError("its link is cut")
 
 
 def test_a_node_that_was_not_told_that_a_snapshot_is_over_is_told_with_the_next_one(
@@ -153,7 +153,9 @@ def test_a_portion_that_was_lost_with_its_node_is_not_waited_for(
         cut.setattr(spread, "placed_portions", lambda urls, *_: [urls, urls[::-1]])
         for word in ("look", "torn"):
             cut.setattr(two.stores[lost], word, silent)
-        with pytest.raises(ShareMissing, match=rf"of host {lost} was lost with its memory node .*its link is cut"):
+        with pytest.raises(
+            ShareMissingError, match=rf"of host {lost} was lost with its snapshot server .*its link is cut"
+        ):
             two.seal(gathering)
     assert two.held()[1 - lost] == [1]
     assert two.whole() == [1]
@@ -161,7 +163,7 @@ def test_a_portion_that_was_lost_with_its_node_is_not_waited_for(
 
 def test_which_missing_portions_are_waited_for() -> None:
     at = [("a", "b"), ("b", "c"), ("c", "a")]
-    lost = NodeUnreachable("its link is cut")
+    lost = ServerUnreachableError("its link is cut")
 
     def look(missing: Missing, hosts: list[int], asked_s: float, *silent: str) -> list[int]:
         return missing.lost(Seen([], "", 0.0, dict.fromkeys(silent, lost)), hosts, asked_s, asked_s + 5.0)
@@ -222,7 +224,7 @@ def test_a_snapshot_that_is_given_up_while_its_portions_are_counted_is_not_said_
     for host in HOSTS:
         two.bring(2, host)
     monkeypatch.setattr(JointPortions, "_look", late)
-    with pytest.raises(ShareMissing):
+    with pytest.raises(ShareMissingError):
         two.seal(gathering)
     assert two.held() == [[1], [1]]
     assert not any(slot.overtaken for node in two.nodes for slot in node.ring.committed())

@@ -117,7 +117,7 @@ def test_nothing_is_told_again_when_a_later_attempt_has_the_run(carried: Make, d
 
 def test_a_word_that_comes_late_has_nothing_brought_down_that_was_overtaken(carried: Make) -> None:
     """All nodes must bring the same snapshot: the others would not bring this one."""
-    nodes = carried(durable_every_s=3600.0)
+    nodes = carried(min_upload_interval_s=3600.0)
     nodes.take(1)
     until(lambda: nodes.durable() == [1], "the first one at the durable tier")
     nodes.take(2)
@@ -178,7 +178,7 @@ def test_a_node_that_comes_back_without_leave_to_write_keeps_what_it_has_until_i
     def node(*allow: str) -> Node:
         return Node(slots=4, memory_bytes=2**26, open_store=open_store, area=runtime_dir / "area", allow=allow)
 
-    nodes = carried(durable_every_s=3600.0)
+    nodes = carried(min_upload_interval_s=3600.0)
     for allow in ((), (str(tmp_path),)):
         with contextlib.ExitStack() as ends:
             heir = node(*allow)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import CorruptSnapshot, SpotError
+from lightning_spot.errors import CorruptSnapshotError, SpotError
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_order
 from lightning_spot.tiers import files, objects
@@ -275,7 +275,7 @@ def test_every_request_of_a_put_in_blocks_to_s3(
         buffer = bytearray(manifest.nbytes)
         try:
             store.fetch(manifest, memoryview(buffer))
-        except CorruptSnapshot:
+        except CorruptSnapshotError:
             return False
         return bytes(buffer) == images[manifest.step]
 

@@ -21,13 +21,13 @@ import pytest
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
-    CorruptSnapshot,
-    Fenced,
+    CorruptSnapshotError,
+    FencedError,
     SettingsError,
-    SnapshotNotFound,
+    SnapshotNotFoundError,
     SpotError,
     TierError,
-    TornSnapshot,
+    TornSnapshotError,
 )
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_name
@@ -251,9 +251,9 @@ def test_a_part_that_is_not_what_was_committed_is_noticed_as_it_comes(store: Sto
     (found,) = store.survey().manifests
     checksums = list(found.checksums)
     checksums[part] = "0" * 32
-    with pytest.raises(CorruptSnapshot, match=f"part {len(checksums) - 1 if part else 0}"):
+    with pytest.raises(CorruptSnapshotError, match=f"part {len(checksums) - 1 if part else 0}"):
         store.fetch(replace(found, checksums=tuple(checksums)), memoryview(bytearray(found.nbytes)))
-    with pytest.raises(CorruptSnapshot):
+    with pytest.raises(CorruptSnapshotError):
         store.fetch(replace(found, checksums=()), memoryview(bytearray(found.nbytes)))
 
 
@@ -332,11 +332,11 @@ def test_a_snapshot_of_several_files(store: Store, in_parts: bool) -> None:
             assert fs.cat_file(f"{root}/{manifest.path_of(span)}") == image[span.offset : span.stop]
         _write(store, f"{manifest.name}/__0_0.distcp", b"cut short")
         assert not store.has(manifest)
-        with pytest.raises(CorruptSnapshot, match="cut short"):
+        with pytest.raises(CorruptSnapshotError, match="cut short"):
             fetched(store, manifest)
         fs.rm_file(f"{root}/{manifest.name}/__0_0.distcp")
         assert not store.has(manifest)
-        with pytest.raises(SnapshotNotFound):
+        with pytest.raises(SnapshotNotFoundError):
             fetched(store, manifest)
         store.put(manifest, view, attempt=1)
         assert fetched(store, manifest) == image
@@ -354,10 +354,10 @@ def test_bytes_that_no_file_would_keep_are_refused(store: Store, in_parts: bool)
     damaged = image[:-1] + b"x"
     manifest = replace(manifest, checksums=()).sealed(memoryview(damaged))
     if in_parts:
-        with pytest.raises(CorruptSnapshot, match="not zero"):
+        with pytest.raises(CorruptSnapshotError, match="not zero"):
             store.put_parts(replace(manifest, checksums=()), [memoryview(damaged)], attempt=1)
     else:
-        with pytest.raises(CorruptSnapshot, match="not zero"):
+        with pytest.raises(CorruptSnapshotError, match="not zero"):
             store.put(manifest, memoryview(damaged), attempt=1)
     assert store.survey().manifests == []
 
@@ -396,7 +396,7 @@ def test_what_another_node_deletes_at_the_same_moment_is_no_failure(
 
 
 def test_fetch_of_what_is_not_there(store: Store) -> None:
-    with pytest.raises((SnapshotNotFound, CorruptSnapshot)):
+    with pytest.raises((SnapshotNotFoundError, CorruptSnapshotError)):
         fetched(store, snapshot(5)[0])
 
 
@@ -405,7 +405,7 @@ def test_claims_fence_earlier_attempts(store: Store) -> None:
     put(store, 5, by=1)
     store.claim(claim_of(2))
     assert store.claimed() == 2
-    with pytest.raises(Fenced) as caught:
+    with pytest.raises(FencedError) as caught:
         put(store, 6, by=1)
     assert caught.value.current == 2
     assert [manifest.step for manifest in store.survey().manifests] == [5]
@@ -416,9 +416,9 @@ def test_of_two_claims_of_a_number_the_first_holds(store: Store) -> None:
     mine, other = claim_of(2, token="mine"), claim_of(2, token="other")
     store.claim(mine)
     store.claim(mine)  # asked again: an answer may be lost
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         store.claim(other)
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         store.claim(claim_of(1))
     assert store.claimed() == 2
     store.claim(claim_of(3))
@@ -475,9 +475,9 @@ def test_a_source_of_parts_that_fails(store: Store) -> None:
 
     def parts() -> Iterator[memoryview]:
         yield memoryview(data)[:256]
-        raise TornSnapshot("changed meanwhile")
+        raise TornSnapshotError("changed meanwhile")
 
-    with pytest.raises(TornSnapshot):
+    with pytest.raises(TornSnapshotError):
         store.put_parts(replace(manifest, checksums=()), parts(), attempt=1)
     assert store.survey().manifests == []
     put(store, 5)
@@ -487,7 +487,7 @@ def test_a_later_attempts_file_is_not_overwritten_by_an_earlier_one(store: Store
     """A dead trainer's node put an older ``last.ckpt`` over a newer one, seconds later."""
     newer = put(store, 9, attempt=2, by=2, name="last.ckpt", file="")
     older, data = snapshot(7, attempt=1, name="last.ckpt", file="")
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         store.put(older, memoryview(data), attempt=1)
     assert fetched(store, newer) == snapshot(9)[1]
 
@@ -801,7 +801,7 @@ def test_truncated_file_is_found(tmp_path: Path) -> None:
     manifest = put(store, 1)
     path = store.root / manifest.data_path
     os.truncate(path, 10)
-    with pytest.raises(CorruptSnapshot, match="cut short"):
+    with pytest.raises(CorruptSnapshotError, match="cut short"):
         fetched(store, manifest)
 
 

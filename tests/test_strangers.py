@@ -24,7 +24,7 @@ import lightning_spot
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.config import read_environment
-from lightning_spot.errors import NodeRefused, NodeUnreachable, SettingsError
+from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SettingsError
 from lightning_spot.protocol.counted_log import CountedLog
 from lightning_spot.protocol.wire import Address, error_from_body, parse_spot_url
 from tests.conftest import RunningNode
@@ -111,7 +111,7 @@ def test_an_answer_that_is_none_of_a_node_is_not_quoted() -> None:
     """What cannot read a request quotes the line that it cannot read: the one with the token, for instance."""
     body = f"400, message:\n  Invalid header value char:\n\n    b'Bearer {TOKEN}\\x01'".encode()
     error = error_from_body(400, body, "spot://10.0.0.1:7070")
-    assert isinstance(error, NodeRefused)
+    assert isinstance(error, ServerRefusedError)
     assert "horse" not in str(error)
 
 
@@ -126,7 +126,7 @@ def test_an_answer_that_is_no_http_is_not_quoted() -> None:
 
         answering = threading.Thread(target=answer)
         answering.start()
-        with pytest.raises(NodeUnreachable, match="BadStatusLine") as caught:
+        with pytest.raises(ServerUnreachableError, match="BadStatusLine") as caught:
             NodeClient(Address("127.0.0.1", listener.getsockname()[1]), TOKEN).call("POST", "/v1/flush")
         answering.join()
     assert "horse" not in "".join(traceback.format_exception(caught.value))
@@ -136,7 +136,7 @@ def test_a_short_token_is_one_warning_of_a_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "x" * 15)
-    spot = SpotCheckpoint(tmp_path / "run", interval=EverySteps(1), memory=None, notices=None)
+    spot = SpotCheckpoint(tmp_path / "run", interval=EverySteps(1), local_server=False, notices=None)
     trainer(spot, max_steps=2).fit(Net(), data())
     assert caplog.text.count("fewer than 16 characters") == 1
     assert "xxx" not in caplog.text

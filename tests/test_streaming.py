@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_spot.errors import CorruptSnapshot, NodeUnreachable
+from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError
 from lightning_spot.exact.dump import read_checkpoint
 from lightning_spot.fit.chosen import _load
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -47,7 +47,7 @@ class Far:
             self.most_under_way = max(self.most_under_way, self.under_way)
         try:
             if self.gone:
-                raise NodeUnreachable("the node has gone", tier=self.url)
+                raise ServerUnreachableError("the node has gone", tier=self.url)
             into[:] = self.content[start : start + len(into)]
             manifest.verify_range(start, into, self.url)
         finally:
@@ -121,18 +121,18 @@ def test_a_part_that_nobody_reads_is_checked_all_the_same() -> None:
         assert reader.read(10) == bytes(10)
         reader.seek(-10, io.SEEK_END)
         reader.read()
-        with pytest.raises(CorruptSnapshot, match="part 20"):
+        with pytest.raises(CorruptSnapshotError, match="part 20"):
             reader.finish()
 
 
 def test_what_is_damaged_or_gone_is_raised_as_such_not_as_torch_has_it() -> None:
     far = Far(saved())
     far.content[len(far.content) // 2] ^= 1
-    with pytest.raises(CorruptSnapshot, match="part 30"):
+    with pytest.raises(CorruptSnapshotError, match="part 30"):
         far.load()
     far = Far(saved())
     far.gone = True
-    with pytest.raises(NodeUnreachable, match="has gone"):
+    with pytest.raises(ServerUnreachableError, match="has gone"):
         far.load()
 
 
@@ -142,11 +142,11 @@ def test_what_was_refused_once_is_never_handed_out() -> None:
     with far.reader() as reader:
         for start in (12 * PART_BYTES, 12 * PART_BYTES, 11 * PART_BYTES, 0, 12 * PART_BYTES + 10):
             reader.seek(start)
-            with pytest.raises(CorruptSnapshot, match="part 12"):
+            with pytest.raises(CorruptSnapshotError, match="part 12"):
                 reader.read(13 * PART_BYTES - start)
         reader.seek(13 * PART_BYTES)
         assert reader.read(100) == far.content[13 * PART_BYTES :][:100]
-        with pytest.raises(CorruptSnapshot, match="part 12"):
+        with pytest.raises(CorruptSnapshotError, match="part 12"):
             reader.finish()
 
 

@@ -1,4 +1,4 @@
-"""Words to memory nodes that are told again: see also ``test_spread_told.py``."""
+"""Words to snapshot servers that are told again: see also ``test_spread_told.py``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from lightning_spot.client import telling
 from lightning_spot.client.telling import Telling
-from lightning_spot.errors import Fenced, NodeUnreachable
+from lightning_spot.errors import FencedError, ServerUnreachableError
 from tests.conftest import until
 
 
@@ -22,9 +22,9 @@ class Listener:
 
     def hear(self, what: str, attempt: int) -> None:
         if self.is_cut:
-            raise NodeUnreachable(f"{self.url} does not answer")
+            raise ServerUnreachableError(f"{self.url} does not answer")
         if attempt < self.attempt:
-            raise Fenced("a later attempt has the run", current=self.attempt)
+            raise FencedError("a later attempt has the run", current=self.attempt)
         self.heard.append(what)
 
 

@@ -21,7 +21,7 @@ from lightning_spot import threads
 from lightning_spot.capture.background import Background
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.client.embedded import Session
-from lightning_spot.errors import NodeUnreachable
+from lightning_spot.errors import ServerUnreachableError
 from lightning_spot.image.sealing import Sealing
 from lightning_spot.memory.host import Host
 from lightning_spot.memory.node import Node
@@ -201,10 +201,10 @@ def test_a_tier_that_had_no_thread_gets_one_later(tmp_path: Path, lacking: Calla
 
 def test_a_lost_node_for_which_no_thread_looks_is_found_lost_again(lacking: Callable[[str, int], None]) -> None:
     """It ended training, or nobody looked for a new node any more."""
-    lost, new = SimpleNamespace(max_stall_s=1.0, disconnect=lambda: None), SimpleNamespace()
+    lost, new = SimpleNamespace(server_call_timeout_s=1.0, disconnect=lambda: None), SimpleNamespace()
     link = HostLink(cast(Host, lost), lambda: cast(Host, new))
     lacking("spot-reconnect", 1)
-    gone = NodeUnreachable("it has gone")
+    gone = ServerUnreachableError("it has gone")
     link.lose(cast(Host, lost), gone)
     assert link.host is lost
     link.lose(cast(Host, lost), gone)
@@ -218,7 +218,7 @@ def test_a_node_without_a_thread_for_one_trainer_serves_the_next(
     with contextlib.closing(Node(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as node:
         channel = DescriptorChannel(node, tmp_path / "fds", None)
         lacking("spot-session", 1)
-        with pytest.raises(NodeUnreachable):
+        with pytest.raises(ServerUnreachableError):
             Session(tmp_path / "fds", None, 5.0)
         Session(tmp_path / "fds", None, 5.0).close()
         channel.close()

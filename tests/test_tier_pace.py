@@ -34,7 +34,7 @@ DAY_S = 86400.0
 
 
 def tiers(node_s: float | None, durable_s: float) -> tuple[Tier, ...]:
-    """The host's memory, a memory node if one is wanted, and a durable tier."""
+    """The host's memory, a snapshot server if one is wanted, and a durable tier."""
     node = [] if node_s is None else [Tier(name="node", drain_s=node_s, survives=Failure.MACHINE)]
     return chain(*node, Tier(name="durable", drain_s=durable_s))
 
@@ -83,9 +83,9 @@ def test_no_other_interval_is_much_better(stall_s: float, mtbf_s: float, near_s:
 # -- what is measured -------------------------------------------------------------------------------------------------
 
 
-def paced_by(durable_every_s: float = 0.0, **found: TierHealth) -> float:
+def paced_by(min_upload_interval_s: float = 0.0, **found: TierHealth) -> float:
     """Seconds that the measured tiers ask to have between two snapshots."""
-    return Costs(stall_s=1.0, mtbf_s=3600.0, tiers=paces_of(found, durable_every_s)).drain_s
+    return Costs(stall_s=1.0, mtbf_s=3600.0, tiers=paces_of(found, min_upload_interval_s)).drain_s
 
 
 def test_the_measured_pace_is_that_of_the_memory_node_while_it_works() -> None:
@@ -118,7 +118,11 @@ def test_a_training_tells_its_policy_how_fast_its_memory_node_is(
 ) -> None:
     policy = Learning()
     snapshots = RemoteSnapshot(
-        str(tmp_path / "run-1"), memory=start_node().url, interval=policy, durable_every_s=3600.0, idle_timeout_s=10.0
+        str(tmp_path / "run-1"),
+        servers=start_node().url,
+        interval=policy,
+        min_upload_interval_s=3600.0,
+        server_idle_timeout_s=10.0,
     )
     trainer(snapshots, Pause(0.05), max_epochs=2).fit(Net(), data())
     told = policy.costs[-1]
@@ -172,7 +176,7 @@ def test_one_tier(interval_s: float, stall_s: float, drain_s: float, mtbf_s: flo
     [
         (16.7, 125.0, 7 * DAY_S, 30 * DAY_S),
         (16.7, 125.0, 4 * 3600.0, 30 * DAY_S),
-        (16.7, 125.0, 4 * 3600.0, 7200.0),  # a memory node on a spot machine
+        (16.7, 125.0, 4 * 3600.0, 7200.0),  # a snapshot server on a spot machine
         (None, 125.0, 4 * 3600.0, math.inf),
         (None, 12.5, 1800.0, math.inf),
     ],
@@ -225,7 +229,7 @@ def lost_by(job: SimulatedJob, taken: Any, *listed: tuple[float, Failure]) -> fl
 
 
 def test_a_failure_goes_back_to_the_nearest_tier_that_outlives_it() -> None:
-    """Snapshots each 10 s; a memory node takes 15 s for one, a bucket 40 s, both the newest when they are free."""
+    """Snapshots each 10 s; a snapshot server takes 15 s for one, a bucket 40 s, both the newest when they are free."""
     job = SimulatedJob(work_s=1000.0, stall_s=0.0, tiers=tiers(15.0, 40.0))
     taken = np.arange(10.0, 1000.0, 10.0)
     assert lost_by(job, taken, (99.0, Failure.PROCESS)) == 9  # 90 is in memory
@@ -375,12 +379,12 @@ def test_a_tier_is_not_faster_than_the_one_before_it() -> None:
 
 
 def test_a_memory_node_makes_snapshots_several_times_as_frequent(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["simulate", "--nodes", "8", "--snapshot-size", "10GB", "--memory-node-speed", "600MB/s"]
+    arguments = ["simulate", "--hosts", "8", "--snapshot-size", "10GB", "--server-speed", "600MB/s"]
     names = ["ConvergenceAware", "YoungDaly", "OverheadBudget"]
     chosen = [word for name in names for word in ("--policy", name)]
     assert main([*arguments, *chosen, "--runs", "20", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["tiers"]
-    alone, with_node = told["durable tier only"], told["with a memory node"]
+    alone, with_node = told["durable tier only"], told["with a snapshot server"]
     for before, after in zip(alone, with_node, strict=True):
         assert after["snapshots"] >= 2.5 * before["snapshots"]
         node, durable = after["tiers"][1:]

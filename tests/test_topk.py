@@ -18,7 +18,7 @@ from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import encoding
 from lightning_spot.client.encoding import Approximation, packers
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.errors import CorruptManifest, CorruptSnapshot, NodeUnreachable, TierError
+from lightning_spot.errors import CorruptManifestError, CorruptSnapshotError, ServerUnreachableError, TierError
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_order
 from lightning_spot.memory.host import InProcessHost
@@ -60,13 +60,13 @@ def at_far(pair: Pair, step: int, *, exact: bool) -> Slot | None:
 
 
 def arrive(pair: Pair, step: int, *, exact: bool) -> bytes:
-    """Wait until the memory node has a snapshot, and nothing else of that step; its bytes."""
+    """Wait until the snapshot server has a snapshot, and nothing else of that step; its bytes."""
     until(lambda: at_far(pair, step, exact=exact), f"step {step}")
     slot = at_far(pair, step, exact=exact)
     assert slot is not None
     assert slot.manifest is not None
     assert slot.manifest.exact is exact
-    slot.manifest.verify(slot.view(), "the memory node")
+    slot.manifest.verify(slot.view(), "the snapshot server")
     until(lambda: not any(slot.readers for slot in pair.near.node.ring.slots), "the sender")
     assert at_far(pair, step, exact=not exact) is None
     return bytes(slot.view())
@@ -76,7 +76,7 @@ def arrive(pair: Pair, step: int, *, exact: bool) -> bytes:
 def topk(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Pair:
     """Approximations are sent, however fast the machine is that this runs on."""
     monkeypatch.setattr(Approximation, "pays", lambda _self: True)
-    pair.open(compression="topk", session="a trainer that lives")
+    pair.open(lossy="topk", session="a trainer that lives")
     return pair
 
 
@@ -143,7 +143,7 @@ def test_where_there_is_room_for_one_snapshot_it_is_exact(topk: Pair) -> None:
     """Nothing could take the place of an approximated one: there was no other snapshot until the end of training."""
     topk.near.close()
     topk.near = Sender(topk.near.root, topk.url, slots=1)
-    topk.open(compression="topk", session="a trainer that lives")
+    topk.open(lossy="topk", session="a trainer that lives")
     image = floats(1, NBYTES)
     for step in (1, 2, 3):
         image = moved(image, step)
@@ -208,7 +208,7 @@ def test_a_send_that_broke_off_leaves_both_ends_at_one(topk: Pair, monkeypatch: 
         def prepared(threads: Any) -> Any:
             prepare(threads)
             broken.set()
-            raise NodeUnreachable("the line broke")
+            raise ServerUnreachableError("the line broke")
 
         return call(self, upload, prepared)
 
@@ -221,7 +221,7 @@ def test_a_send_that_broke_off_leaves_both_ends_at_one(topk: Pair, monkeypatch: 
 def test_a_real_file_is_read_by_torch_and_by_zipfile(topk: Pair, tmp_path: Path) -> None:
     """Weights and moments are approximated; counters, integers, small tensors and the rest are not."""
     host = InProcessHost(slots=3, memory_bytes=64 * MIB, open_store=topk.near._open)
-    info = RunInfo(name="run", id=RUN_ID, location="", attempt=2, token="u", nodes=(topk.url,), compression="topk")
+    info = RunInfo(name="run", id=RUN_ID, location="", attempt=2, token="u", nodes=(topk.url,), lossy="topk")
     host.open_run(info)
     writer = SnapshotWriter(host, approximates=True)
     weight = torch.nn.Parameter(torch.randn(512, 512))
@@ -336,7 +336,7 @@ def test_the_manifest_says_so_and_that_of_an_exact_one_says_nothing() -> None:
     assert [inexact.order, exact.order, replace(exact, complete=True).order] == orders
     assert inexact.order > manifest_of(6).order
     for wrong in ({"exact": "no"}, {"complete": True}, {"file": ""}):
-        with pytest.raises(CorruptManifest, match="exact"):
+        with pytest.raises(CorruptManifestError, match="exact"):
             Manifest.from_dict({**inexact.to_dict(), **wrong})
 
 
@@ -377,7 +377,7 @@ def test_two_replicas_approximations_of_one_step_are_never_mixed_without_notice(
     newest, older = stores[0].survey().manifests
     assert (newest.exact, older.exact) == (False, True)
     into = memoryview(bytearray(1000))
-    with pytest.raises(CorruptSnapshot):
+    with pytest.raises(CorruptSnapshotError):
         stores[0].fetch(newest, into)
     stores[0].fetch(older, into)
     assert into == exact

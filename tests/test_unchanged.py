@@ -24,7 +24,7 @@ from lightning_spot.capture import contents, slot_pool
 from lightning_spot.capture.contents import CHECK_EVERY, ShareTurns, Unchecked, share_of
 from lightning_spot.capture.tensors import by_storage, storage_address
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.errors import TornSnapshot
+from lightning_spot.errors import TornSnapshotError
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.image.pickling import Named
 from lightning_spot.sharded.consolidate import read_folder
@@ -120,7 +120,7 @@ def test_whatever_is_written_is_saved(
             write(desk)
         try:
             desk.take(step_)
-        except TornSnapshot:
+        except TornSnapshotError:
             assert unseen
             assert step_ in (8, 15)
 
@@ -192,7 +192,7 @@ def test_writes_past_the_counts_are_found_and_said(
                 done = desk.begin(step_, desk.checkpoint())
                 desk.writer.copied()
                 done.result(30)
-            except TornSnapshot:
+            except TornSnapshotError:
                 torn.append(step_)
             if torn and step_ >= torn[0] + 3:
                 break
@@ -226,7 +226,7 @@ def test_a_write_past_the_counts_is_found_before_a_counted_one_hides_it(
     with torch.no_grad():
         desk.weights[3].mul_(2)
     gate.set()
-    with pytest.raises(TornSnapshot):
+    with pytest.raises(TornSnapshotError):
         done.result(30)
     desk.take(7)
 
@@ -248,7 +248,7 @@ def test_what_was_written_past_the_counts_is_copied_before_training_goes_on(
     numbers[7] = 1e9
     done = desk.begin(6, desk.checkpoint())
     desk.writer.copied()
-    with pytest.raises(TornSnapshot):
+    with pytest.raises(TornSnapshotError):
         done.result(30)
     monkeypatch.setattr(desk.writer._copying, "_schedule", Later())
     for step_ in range(7, 10):
@@ -380,8 +380,8 @@ def test_adapters_cost_what_they_train(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(SnapshotWriter, "begin", counting)
     model = Adapters()
-    each: dict[str, Any] = {"interval": EverySteps(1), "on_full": "wait", "durable_every_s": 0.0, "slots": 2}
-    snapshots = RemoteSnapshot(str(tmp_path / "run"), memory=None, **each)
+    each: dict[str, Any] = {"interval": EverySteps(1), "on_full": "wait", "min_upload_interval_s": 0.0, "slots": 2}
+    snapshots = RemoteSnapshot(str(tmp_path / "run"), local_server=False, **each)
     trainer(snapshots, EachDurable(tmp_path / "run", 1), max_epochs=1).fit(model, data(12))
     nbytes = {True: 0, False: 0}
     for parameter in model.parameters():
@@ -429,7 +429,7 @@ def last_of(
     monkeypatch.setattr(ShareTurns, "next", lambda _, among: among - 1)  # another share than that number's
     monkeypatch.setattr(contents, "_looks_alike", lambda _piece, _view: True)
     usual: dict[str, Any] = {"interval": EverySteps(1), "on_full": "wait", "slots": 2, "notices": "signal"}
-    spot = SpotCheckpoint(str(tmp_path / "run"), **usual, grace_s=60.0)
+    spot = SpotCheckpoint(str(tmp_path / "run"), **usual, grace_period_s=60.0)
     with pytest.raises(SystemExit):
         trainer(writes, spot, val_check_interval=8, strategy=strategy).fit(model, data(12), data(2))
     newest = LocalStore(tmp_path / "run").survey().manifests[0]

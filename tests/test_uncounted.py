@@ -96,7 +96,7 @@ class InnerLoop(Net):
 
 
 def spot(root: Path, **more: Any) -> SpotCheckpoint:
-    settings = {"memory": None, "interval": EverySteps(1), "on_full": "wait", "notices": None}
+    settings = {"local_server": False, "interval": EverySteps(1), "on_full": "wait", "notices": None}
     return SpotCheckpoint(str(root / "run"), **{**settings, **more})
 
 
@@ -134,7 +134,7 @@ def test_steps_that_lightning_does_not_count_are_named(
 def test_it_is_an_error_where_snapshots_must_be_taken(tmp_path: Path) -> None:
     new_process()
     with pytest.raises(SettingsError, match=r"counted no step in 8 batches"):
-        trainer(spot(tmp_path, strict=True), max_epochs=1).fit(InBackward(), data(12))
+        trainer(spot(tmp_path, on_error="raise"), max_epochs=1).fit(InBackward(), data(12))
 
 
 class OnlyCounts(Net):
@@ -151,14 +151,14 @@ class OnlyCounts(Net):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-@pytest.mark.parametrize("partitions", ["eager", "backward", "asymmetric"])
-def test_a_step_within_backward_waits_for_the_copy(tmp_path: Path, partitions: Any) -> None:
+@pytest.mark.parametrize("copy_mode", ["eager", "backward", "asymmetric"])
+def test_a_step_within_backward_waits_for_the_copy(tmp_path: Path, copy_mode: Any) -> None:
     """Each snapshot was torn, and dropped."""
     new_process()
-    callback = spot(tmp_path, partitions=partitions)
+    callback = spot(tmp_path, copy_mode=copy_mode)
     with pytest.warns(UserWarning, match=r"Adam steps weights .* configure_optimizers has not returned it"):
         trainer(callback, max_epochs=1).fit(OnlyCounts(100_000), data(6))
-    assert callback.torn == 0
+    assert callback.num_dropped == 0
     assert callback.last_committed_step == 6
 
 
@@ -191,4 +191,4 @@ def test_optimizers_that_lightning_has_are_not_named(tmp_path: Path, kind: type[
     new_process()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*has not returned it")
-        trainer(spot(tmp_path, strict=True), max_epochs=1).fit(kind(), data(5))
+        trainer(spot(tmp_path, on_error="raise"), max_epochs=1).fit(kind(), data(5))

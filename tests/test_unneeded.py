@@ -1,4 +1,4 @@
-"""An embedded node ends when nobody needs it: told so by what changes, and looking seldom where nothing does."""
+"""An local server ends when nobody needs it: told so by what changes, and looking seldom where nothing does."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Asked:
         self.watched.set()
 
 
-async def until_unneeded(node: Any, idle_timeout_s: float = 600.0) -> None:
+async def until_unneeded(node: Any, server_idle_timeout_s: float = 600.0) -> None:
     service: Any = SimpleNamespace(last_request_s=0.0)
-    await asyncio.wait_for(program._until_unneeded(node, service, idle_timeout_s, program._Signals()), 60)
+    await asyncio.wait_for(program._until_unneeded(node, service, server_idle_timeout_s, program._Signals()), 60)
 
 
 def test_a_node_to_which_nothing_happens_looks_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,5 +77,5 @@ def test_the_time_in_which_nobody_comes_begins_when_the_last_one_has_gone(monkey
 
     monkeypatch.setattr(program, "_wait", passes)
     monkeypatch.setattr(program, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    asyncio.run(until_unneeded(node, idle_timeout_s=20.0))
+    asyncio.run(until_unneeded(node, server_idle_timeout_s=20.0))
     assert 1027 <= now_s[0] <= 1027 + program._LOOK_S + 1

@@ -28,7 +28,7 @@ import torch
 from lightning.pytorch.trainer.connectors import checkpoint_connector
 
 from lightning_spot import SpotCheckpointIO
-from lightning_spot.errors import NotSerialisable
+from lightning_spot.errors import NotSerializableError
 from lightning_spot.exact.compare import differences
 from lightning_spot.exact.dump import read_checkpoint
 from lightning_spot.exact.loadability import Outline
@@ -145,9 +145,9 @@ def test_a_foreign_object_is_a_placeholder_and_the_rest_comes_back(make: Callabl
     assert found["thing"][1] == 3
     assert "not loaded" in repr(placeholder)
     copy.deepcopy(placeholder)
-    with pytest.raises(NotSerialisable, match=r"thing\[0\] of the snapshot is a .*add_safe_globals"):
+    with pytest.raises(NotSerializableError, match=r"thing\[0\] of the snapshot is a .*add_safe_globals"):
         _ = placeholder.value
-    with pytest.raises(NotSerialisable, match="not loaded"):
+    with pytest.raises(NotSerializableError, match="not loaded"):
         placeholder()
     assert [where for where, _ in placeholders_in(found)] == ["thing[0]", "again"]
 
@@ -162,7 +162,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("kind", "make"), REFUSED.items(), ids=REFUSED)
 def test_what_torch_cannot_stand_in_for_is_an_error_that_names_it(kind: str, make: Callable[[], Any]) -> None:
-    with pytest.raises(NotSerialisable, match=rf"(?s){re.escape(kind)}.*add_safe_globals"):
+    with pytest.raises(NotSerializableError, match=rf"(?s){re.escape(kind)}.*add_safe_globals"):
         read_checkpoint(saved({"hyper_parameters": {"x": make()}}))
 
 
@@ -252,7 +252,7 @@ def test_a_hostile_pickle_runs_nothing(pickled: bytes, monkeypatch: pytest.Monke
     RAN.clear()
     monkeypatch.setattr("os.system", ran)
     monkeypatch.setattr("posix.system", ran)
-    with contextlib.suppress(NotSerialisable):
+    with contextlib.suppress(NotSerializableError):
         assert isinstance(read_checkpoint(Machine.file(pickled)), Placeholder)
     assert RAN == []
 
@@ -309,7 +309,7 @@ class Loading(Keeping):
 
 @pytest.fixture
 def no_node() -> dict[str, Any]:
-    return {"memory": None, "notices": None}
+    return {"local_server": False, "notices": None}
 
 
 def test_hyperparameters_of_any_class_do_not_keep_a_run_from_resuming(
@@ -388,7 +388,7 @@ def test_a_configuration_for_hyperparameters_does_not_keep_a_run_from_resuming(
         trainer(spot(tmp_path, **no_node)).fit(Configured(5), ConfiguredData(), weights_only=False)
 
 
-@pytest.mark.parametrize("plugins", [[], [SpotCheckpointIO(memory=None)]], ids=["callback", "plugin"])
+@pytest.mark.parametrize("plugins", [[], [SpotCheckpointIO(local_server=False)]], ids=["callback", "plugin"])
 def test_a_snapshot_that_is_named_in_fit_is_read_in_the_same_way(
     plugins: list[Any], tmp_path: Path, no_node: dict[str, Any]
 ) -> None:
@@ -412,7 +412,7 @@ def test_a_state_that_a_resume_needs_is_named_at_the_first_snapshot_and_by_the_r
         trainer(spot(tmp_path, **no_node), Loading(late=True), StopAt(22)).fit(Net(), data())
     assert caplog.text.count("NO RESUME") == 1
     assert "callbacks.Loading.tracker.kept is a tests.test_unpickling.Thing" in caplog.text
-    with pytest.raises(NotSerialisable, match=r"callbacks\.Loading\.tracker\.kept is a .*add_safe_globals"):
+    with pytest.raises(NotSerializableError, match=r"callbacks\.Loading\.tracker\.kept is a .*add_safe_globals"):
         trainer(spot(tmp_path, **no_node), Loading()).fit(Net(), data())
     caplog.clear()
     with torch.serialization.safe_globals([Thing]):

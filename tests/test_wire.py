@@ -1,4 +1,4 @@
-"""What goes over the wire to a memory node: only what changed; and whatever goes wrong, never a wrong snapshot."""
+"""What goes over the wire to a snapshot server: only what changed; and whatever goes wrong, never a wrong snapshot."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_fine_tuning_costs_what_it_trains(pair: Pair, monkeypatch: pytest.Monk
 
 
 def test_the_status_tells_what_was_sent_and_what_was_not(pair: Pair) -> None:
-    pair.open(compression=None)
+    pair.open(compression="off")
     image = state(1, 24 * MIB)  # three parts
     pair.near.bring(1, bytes(image))
     image[:1000] = random.Random(2).randbytes(1000)
@@ -103,7 +103,7 @@ def test_the_status_tells_what_was_sent_and_what_was_not(pair: Pair) -> None:
 
 @needs_zstd
 def test_deltas_are_packed_when_asked_for(pair: Pair, kinds: Counter[str]) -> None:
-    pair.open(compression="delta")
+    pair.open(compression="always")
     image = floats(1, 20 * MIB)
     pair.near.bring(1, image)
     image = trained(image)
@@ -138,7 +138,7 @@ def test_no_snapshot_waits_for_what_is_packed_to_be_thrown_away(pair: Pair, monk
 
 
 def test_without_compression_what_changed_goes_as_it_is(pair: Pair, kinds: Counter[str]) -> None:
-    pair.open(compression=None)
+    pair.open(compression="off")
     image = floats(1, 20 * MIB)
     pair.near.bring(1, image)
     image = trained(image)
@@ -153,7 +153,7 @@ def test_without_zstd_auto_sends_as_it_is_and_delta_is_refused(
     monkeypatch.setattr(packing, "zstd", None)
     with pytest.raises(SettingsError, match=r"compression='delta' needs zstd.*pip install"):
         packing.check_compression("delta")
-    pair.open(compression="delta")  # of a trainer whose Python has zstd
+    pair.open(compression="always")  # of a trainer whose Python has zstd
     image = floats(1, MIB)
     pair.near.bring(1, image)
     pair.near.bring(2, trained(image))
@@ -170,18 +170,18 @@ def test_the_setting_goes_from_node_to_node(pair: Pair, monkeypatch: pytest.Monk
         return opened(self, info, client)
 
     monkeypatch.setattr(Node, "open_run", noting)
-    pair.open(compression=None)
+    pair.open(compression="off")
     assert [info.compression for info in told] == [None, None]
 
 
 def test_the_setting_goes_from_the_callback_to_the_node_on_this_host(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"compression='zip' is none of 'auto', 'delta', 'topk'"):
         SpotCheckpoint(str(tmp_path), compression="zip")  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match="memory= names none"):
-        SpotCheckpoint(str(tmp_path), compression="topk")
+    with pytest.raises(SettingsError, match="servers= names none"):
+        SpotCheckpoint(str(tmp_path), lossy="topk")
     host = InProcessHost(slots=2, memory_bytes=2**24, open_store=open_store)
-    ring = RingSettings(slots=2, memory_bytes=2**24, idle_timeout_s=9.0, keep=1, strict=True, compression=None)
-    attempt = Attempt(survey(Location.of(str(tmp_path / "run-1"), None, None)), host, ring)
+    ring = RingSettings(slots=2, memory_bytes=2**24, server_idle_timeout_s=9.0, keep=1, strict=True, compression="off")
+    attempt = Attempt(survey(Location.of(str(tmp_path / "run-1"), local_server=False)), host, ring)
     known = host._node.registry.info(attempt.info.key)
     attempt.finish(5.0, complete=False)
     assert known is not None

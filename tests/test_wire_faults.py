@@ -1,4 +1,4 @@
-"""Whatever goes wrong while changes are sent to a memory node: what it commits is right, and it gets there."""
+"""Whatever goes wrong while changes are sent to a snapshot server: what it commits is right, and it gets there."""
 
 from __future__ import annotations
 

@@ -23,12 +23,12 @@ from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
-    NodeUnreachable,
-    NotSerialisable,
-    RingFull,
-    ShareMissing,
-    SnapshotTooLarge,
-    TornSnapshot,
+    NotSerializableError,
+    RingFullError,
+    ServerUnreachableError,
+    ShareMissingError,
+    SnapshotTooLargeError,
+    TornSnapshotError,
 )
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.pickling import TensorPickler
@@ -131,7 +131,7 @@ def test_a_torn_snapshot_is_dropped_and_the_tensor_remembered(desk: Desk, monkey
     done = desk.begin(0, desk.checkpoint())
     desk.weights[1].add_(1)  # before anyone said that it may change
     desk.writer.copied()
-    with pytest.raises(TornSnapshot, match="1 tensors"):
+    with pytest.raises(TornSnapshotError, match="1 tensors"):
         done.result(30)
     assert desk.writer.torn == 1
     done = desk.begin(1, desk.checkpoint())
@@ -162,7 +162,7 @@ def test_what_torch_refuses_is_refused(desk: Desk) -> None:
         def __reduce__(self) -> str:
             raise RuntimeError("not me")
 
-    with pytest.raises(NotSerialisable, match="not me"):
+    with pytest.raises(NotSerializableError, match="not me"):
         desk.begin(0, desk.checkpoint(it=Refuses()))
     desk.begin(1, desk.checkpoint()).result(30)
     assert same(desk.saved(1), desk.weights, desk.buffer)
@@ -170,7 +170,7 @@ def test_what_torch_refuses_is_refused(desk: Desk) -> None:
 
 def test_too_large_leaves_the_writer_usable(tmp_path: Path) -> None:
     desk = Desk(tmp_path, memory_bytes=2**22)
-    with pytest.raises(SnapshotTooLarge):
+    with pytest.raises(SnapshotTooLargeError):
         desk.begin(0, desk.checkpoint(extra=torch.ones(2**21)))
     desk.begin(1, desk.checkpoint()).result(30)
     assert same(desk.saved(1), desk.weights, desk.buffer)
@@ -180,10 +180,10 @@ def test_too_large_leaves_the_writer_usable(tmp_path: Path) -> None:
 
 def test_a_lost_ring_is_found_again(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(*_: Any, **__: Any) -> None:
-        raise NodeUnreachable("gone")
+        raise ServerUnreachableError("gone")
 
     monkeypatch.setattr(desk.host, "lease", gone)
-    with pytest.raises(NodeUnreachable):
+    with pytest.raises(ServerUnreachableError):
         desk.begin(0, desk.checkpoint())
     monkeypatch.undo()
     until(lambda: desk.writer.host is not None, "the ring")
@@ -303,7 +303,7 @@ class Waiting(Follower[str]):
     """A rank whose slot comes when its node says so."""
 
     def _fill(self, host: Host, lease: Lease, task: Task[str], what: str) -> None:
-        raise ShareMissing("it has nothing to write")
+        raise ShareMissingError("it has nothing to write")
 
     def begin(self, name: str, wait_s: float) -> None:
         self._put(Task(name, "rank 1", Number(1, 0, 1), "", "state", wait_s))
@@ -317,9 +317,9 @@ def test_a_rank_that_waits_for_its_slot_says_what_for(
 
     def join(*_: Any, **__: Any) -> Lease:
         begun.wait(20.0)
-        raise ShareMissing("there will be none")
+        raise ShareMissingError("there will be none")
 
-    host = SimpleNamespace(max_stall_s=0.1, join=join, disconnect=lambda: None)
+    host = SimpleNamespace(server_call_timeout_s=0.1, join=join, disconnect=lambda: None)
     rank = Waiting(cast(Host, host), lambda: cast(Host, host))
 
     def go_on() -> None:
@@ -334,7 +334,7 @@ def test_a_rank_that_waits_for_its_slot_says_what_for(
         (said,) = (record.getMessage() for record in caplog.records)
         assert re.fullmatch(
             "lightning_spot: rank 1: training waits for its slot of step-1, for up to (20|1[0-9]) s more: it has not"
-            " begun at this host's node",
+            " begun at the local server",
             said,
         )
     finally:
@@ -350,7 +350,7 @@ def test_who_waits_for_other_hosts_says_what_for(monkeypatch: pytest.MonkeyPatch
     pending = SimpleNamespace(done=done, lease=SimpleNamespace(shared=shared), manifest=SimpleNamespace(name="step-1"))
     state.begun(cast(Pending, pending))
     for wait_s in (0.01, 0.3):  # it is not said where nobody would wait for so long
-        with pytest.raises(RingFull, match="step-1 is still on its way to spot://node:7070/run"):
+        with pytest.raises(RingFullError, match="step-1 is still on its way to spot://node:7070/run"):
             state.make_way(cast(Host, SimpleNamespace()), "spot://node:7070/run", wait_s)
     assert said == ["step-1 is still on its way to spot://node:7070/run 0.25"]
     threading.Timer(0.2, done.set_result, [cast(Manifest, None)]).start()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_spot.errors import CorruptSnapshot, SettingsError
+from lightning_spot.errors import CorruptSnapshotError, SettingsError
 from lightning_spot.image import sealing
 from lightning_spot.image.layout import Layout, Layouter
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -120,7 +120,7 @@ def test_memory_that_was_changed_by_others_is_found_in_its_turn() -> None:
         before = Before(written, checksums[: layout.nbytes // PART_BYTES], turn)
         try:
             Sealing(manifest_of(1, layout.nbytes), image, before).run(1)
-        except CorruptSnapshot as error:
+        except CorruptSnapshotError as error:
             found.append(error.part)
     assert found == [17]
 

@@ -65,7 +65,7 @@ class Account(pl.Callback):
                 file.write(f"{trainer.global_step} {digest(module.state_dict())}\n")
 
     def wait_for_carrier(self, step: int) -> None:
-        """Where there are other hosts, begin when a memory node carries the run on, and all are open."""
+        """Where there are other hosts, begin when a snapshot server carries the run on, and all are open."""
         snapshotter = self.spot.snapshots.snapshotter
         attempt = snapshotter.writing.attempt if snapshotter is not None else None
         assert attempt is not None
@@ -100,7 +100,7 @@ class Account(pl.Callback):
         told = {
             "copied": writer.copied_bytes if writer is not None else 0,
             "missed": getattr(writer, "missed", 0),
-            "skipped": self.spot.skipped,
+            "skipped": self.spot.num_skipped,
             "posted": getattr(writer, "posted", 0),
             "brought": writer.across.brought if attempt is not None else 0,
             "stall_s": snapshotter.pacing.stall_s,
@@ -148,7 +148,7 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=1, help="machines, on each of which this was started")
     parser.add_argument("--unlike", action="store_true", help="rank 1 has another optimizer")
     parser.add_argument("--zero", action="store_true", help="each rank has the optimizer's state of some parameters")
-    parser.add_argument("--compression", default="auto")
+    parser.add_argument("--lossy", choices=["topk"])
     parser.add_argument("--strict", action="store_true")
     parser.add_argument("--hold", type=int, default=-9, help="step at which to wait for ROOT/go, and then for a node")
     parser.add_argument("--kill", type=int, nargs=2, default=(-1, -1), help="rank and step")
@@ -161,17 +161,18 @@ def main() -> int:
     be_on_host(arguments.hosts - 1 - host if arguments.turned else host)
     torch.set_num_threads(1)
     pl.seed_everything(11, verbose=False)
-    nodes = arguments.memory.split(",")
+    nodes = [] if arguments.memory in ("auto", "none") else arguments.memory.split(",")
     spot = SpotCheckpoint(
         str(arguments.root / "run"),
-        memory=None if arguments.memory == "none" else nodes if len(nodes) > 1 else arguments.memory,
+        servers=nodes or None,
+        local_server=arguments.memory != "none",
         replicas=arguments.replicas,
         interval=EverySteps(arguments.every),
         on_full="wait",
         keep=100,
-        durable_every_s=arguments.durable_every,
-        strict=arguments.strict,
-        compression=arguments.compression,
+        min_upload_interval_s=arguments.durable_every,
+        on_error="raise" if arguments.strict else "warn",
+        lossy=arguments.lossy,
     )
     account = Account(arguments.root, spot, tuple(arguments.kill), tuple(arguments.notice), arguments.hold)
     backend = "gloo" if arguments.accelerator == "cpu" else "nccl"

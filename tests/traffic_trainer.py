@@ -176,7 +176,8 @@ def main() -> int:
     be_on_host(int(os.environ.get("LOCAL_RANK", "0")) * arguments.hosts // arguments.ranks)
     spot = SpotCheckpoint(
         str(arguments.root / "run"),
-        memory=None if arguments.memory == "none" else arguments.memory,
+        servers=None if arguments.memory in ("auto", "none") else arguments.memory,
+        local_server=arguments.memory != "none",
         interval=EverySteps(arguments.every),
         on_full="wait",
     )

@@ -28,7 +28,7 @@ needs_zstd = pytest.mark.skipif(not packing.can_pack(), reason="this Python has 
 
 
 class Sender(Bench):
-    """The node on a trainer's host, which sends to a memory node."""
+    """The node on a trainer's host, which sends to a snapshot server."""
 
     def __init__(self, root: Path, url: str, **settings: Any) -> None:
         super().__init__(root, memory_bytes=512 * MIB, open_store=self._open, **{"slots": 4, **settings})

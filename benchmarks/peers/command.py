@@ -21,7 +21,7 @@ from benchmarks.peers.ways import WAYS
 QUICK = ["none", "ours", "ModelCheckpoint", "AsyncCheckpointIO", "dash", "oteacheck"]
 OTHERS = ["AsyncCheckpointIO", "DCP thread staged", "torchsnapshot"]
 MAIN = ["none", "none again", "ours still", "ours eager", "datastates", *OTHERS]
-LARGE = ["none", "ours still own pace", "ours still", "datastates", *OTHERS]
+LARGE = ["none", "ours blocking own pace", "ours still", "datastates", *OTHERS]
 FULL = {"scale": "full", "warm_up": 4, "measured": 4, "longest": 5}  # whose steps take seconds
 VARIOUS = ["bert", "roberta", "bloom", "resnet", "vit"]
 PUBLISHED: list[dict[str, Any]] = [

@@ -205,19 +205,19 @@ def _torchsnapshot(folder: Path, every: int) -> Baseline:
 
 
 def ours(folder: Path, interval: EverySteps, *, memory_node: bool = False, **settings: Any) -> Saving:
-    """``SpotCheckpoint`` with a node of its own and a local directory; or a memory node on loopback besides.
+    """``SpotCheckpoint`` with a node of its own and a local directory; or a snapshot server on loopback besides.
 
-    Each snapshot that the disk can take is brought there, as the others' are; or with ``durable_every_s=None`` as
+    Each snapshot that the disk can take is brought there, as the others' are; or with ``min_upload_interval_s=None`` as
     seldom as by default: what is owed to the disk at the end of a turn is waited for behind it, and not counted.
 
-    With a memory node, training stands still for the copies: what is compared there is how they are sent.
+    With a snapshot server, training stands still for the copies: what is compared there is how they are sent.
     """
     durable = folder / "run"
-    settings.setdefault("durable_every_s", 0.0)
+    settings.setdefault("min_upload_interval_s", 0.0)
     shm = Path(os.environ["LIGHTNING_SPOT_SHM_DIR"])
     watched, close, source = {HOST: str(shm), DURABLE: str(durable)}, lambda: None, str(durable)
     if memory_node:
-        settings["partitions"] = "still"
+        settings["copy_mode"] = "blocking"
         process, source = _memory_node(far_folder(shm, folder))
         watched[PEER] = str(far_folder(shm, folder))
         settings["memory"] = source
@@ -239,7 +239,7 @@ def ours(folder: Path, interval: EverySteps, *, memory_node: bool = False, **set
     def settle() -> None:
         _until(is_safe, "the newest snapshot was not safe everywhere")
 
-    waits = {"leave" if settings["durable_every_s"] is None else "settle": settle}
+    waits = {"leave" if settings["min_upload_interval_s"] is None else "settle": settle}
     return Saving(
         callbacks=[watch, spot],
         timed=[spot],
@@ -251,18 +251,18 @@ def ours(folder: Path, interval: EverySteps, *, memory_node: bool = False, **set
         close=close,
         spot=spot,
         **waits,
-        tries=40 if settings.get("partitions", "auto") == "auto" else 3,
+        tries=40 if settings.get("copy_mode", "auto") == "auto" else 3,
     )
 
 
 def far_folder(shm: Path, folder: Path) -> Path:
-    """Where the memory node of the way that saves to ``folder`` keeps its slots."""
+    """Where the snapshot server of the way that saves to ``folder`` keeps its slots."""
     return shm / f"far-{folder.name}"
 
 
 def _memory_node(shm: Path) -> tuple[subprocess.Popen[str], str]:
     shm.mkdir()
-    command = [sys.executable, "-m", "lightning_spot", "node", "--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "lightning_spot", "serve", "--listen", "127.0.0.1:0"]
     environment = {**os.environ, "LIGHTNING_SPOT_SHM_DIR": str(shm)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
     assert process.stdout is not None
@@ -300,8 +300,8 @@ def _ways() -> dict[str, Way]:
         "torchsnapshot": of_callback(_torchsnapshot),
         **{name: of_callback(kind) for name, kind in BASELINES.items()},
     }
-    ways |= {f"ours {mode}": _ours(partitions=mode) for mode in MODES}
-    ways["ours still own pace"] = _ours(partitions="still", durable_every_s=None)
+    ways |= {f"ours {mode}": _ours(copy_mode=mode) for mode in MODES}
+    ways["ours blocking own pace"] = _ours(copy_mode="blocking", min_upload_interval_s=None)
     for name, compression in (("delta", "delta"), ("whole", None), ("topk", "topk")):
         ways[f"ours+node {name}"] = _ours(memory_node=True, compression=compression)
     return ways

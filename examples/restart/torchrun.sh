@@ -7,7 +7,7 @@
 set -eu
 
 # torchrun passes a SIGTERM on and kills the ranks 30 s later.
-export LIGHTNING_SPOT_GRACE_S=${LIGHTNING_SPOT_GRACE_S:-30}
+export LIGHTNING_SPOT_GRACE_PERIOD_S=${LIGHTNING_SPOT_GRACE_PERIOD_S:-30}
 
 # When the cloud says that this machine will be taken away, ranks would be started again on it: they end this script.
 export LIGHTNING_SPOT_RESTARTER_PID=$$

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.callbacks.part import Part
+from lightning_spot.config import check_flag
 from lightning_spot.errors import SettingsError
-from lightning_spot.exact.epochs import REWINDS, Rewind
+from lightning_spot.exact.epochs import DATA_RESUMES, DataResume
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.fit.chosen import ResumedFrom
 from lightning_spot.fit.failed_resumes import OnResumeFailure, check_on_resume_failure
@@ -29,12 +30,12 @@ class AutoResume(Part):
 
     Args:
         dirpath: durable directory or fsspec URL of the run.
-        memory: ``"auto"`` for this host's node, ``None`` for the durable tier only, or one or several
-            ``spot://host:port``.
-        run: name of the run; default the last component of ``dirpath``.
-        rewind: how a resumed epoch gets to its place in the data: ``"replay"`` loads the batches before it again, which
-            is exact even with random augmentation in workers; ``"skip"`` draws their indices only; ``"auto"`` skips
-            where the loader has no workers (exact, too) and replays where it has.
+        servers: one or several ``spot://host:port`` of snapshot servers that are asked, too.
+        local_server: whether the server on this host is asked, too.
+        run_name: name of the run; default the last component of ``dirpath``.
+        data_resume: how a resumed epoch gets to its place in the data: ``"replay"`` loads the batches before it again,
+            which is exact even with random augmentation in workers; ``"seek"`` draws their indices only; ``"auto"``
+            seeks where the loader has no workers (exact, too) and replays where it has.
         on_resume_failure: what a start does if two starts before it went on from the newest snapshot and ended without
             one of their own: ``"error"`` goes on from it again (each such start warns), ``"older"`` from the snapshot
             before; how many there are is ``keep``.
@@ -44,7 +45,7 @@ class AutoResume(Part):
 
     Example::
 
-        trainer = L.Trainer(callbacks=[AutoResume("s3://bucket/run-1", memory="spot://10.0.0.5:7070")])
+        trainer = L.Trainer(callbacks=[AutoResume("s3://bucket/run-1", servers="spot://10.0.0.5:7070")])
     """
 
     resumes = True
@@ -53,17 +54,21 @@ class AutoResume(Part):
         self,
         dirpath: str,
         *,
-        memory: str | Sequence[str] | None = "auto",
-        run: str | None = None,
-        rewind: Rewind = "auto",
+        servers: str | Sequence[str] | None = None,
+        local_server: bool = True,
+        run_name: str | None = None,
+        data_resume: DataResume = "auto",
         on_resume_failure: OnResumeFailure = "error",
     ) -> None:
         super().__init__()
-        if rewind not in REWINDS:
-            raise SettingsError(f"rewind={rewind!r}: it is one of {', '.join(map(repr, REWINDS))}")
-        self.rewind: Rewind = rewind
+        if data_resume not in DATA_RESUMES:
+            raise SettingsError(f"data_resume={data_resume!r}: it is one of {', '.join(map(repr, DATA_RESUMES))}")
+        self.data_resume: DataResume = data_resume
+        check_flag("local_server", local_server)
         self.on_resume_failure = check_on_resume_failure(on_resume_failure)
-        self.location = self._named = Location.of(dirpath, memory, run)
+        self.location = self._named = Location.of(
+            dirpath, servers=servers, local_server=local_server, run_name=run_name
+        )
         self._resume: Resume | None = None
 
     def __repr__(self) -> str:
@@ -92,7 +97,7 @@ class AutoResume(Part):
                 f"callbacks of this Trainer resume runs from {' and from '.join(places)}, and it can go on from one"
                 " only: keep one of them. With resume=False another one takes snapshots only"
             )
-        FitState.of(trainer).rewind = self.rewind
+        FitState.of(trainer).data_resume = self.data_resume
         self._resume = fit.resume
         fit.resume.on_failure = self.on_resume_failure
         self.location = fit.resume.take_over(self._named)

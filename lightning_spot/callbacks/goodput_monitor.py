@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
 from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.config import check_number, format_seconds
-from lightning_spot.errors import Preempted, SettingsError
+from lightning_spot.errors import PreemptedError, SettingsError
 from lightning_spot.exact.loggers import logged_step
 from lightning_spot.exact.namespaces import SpotCallback
 from lightning_spot.fit.fit import Fit
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LOGGED = ("stall_s", "lost_s", "down_s")  # the rest is for the report
+_BADPUT = ("blocked_s", "lost_s", "restore_s", "startup_s", "down_s")
+_NO_STEP = -1.0  # logged before the first snapshot: no logger gets a new column in the middle of a run
 
 
 class GoodputMonitor(SpotCallback):
@@ -35,8 +36,9 @@ class GoodputMonitor(SpotCallback):
 
     Every attempt keeps a small record beside the snapshots and writes it anew every ``heartbeat_s``, from a thread of
     its own. At every step it notes in memory of this host how far it got, which outlives a killed trainer. Where the
-    machine is gone too, the snapshots tell. Logged are ``spot/goodput`` and the seconds ``spot/stall_s``,
-    ``spot/lost_s`` and ``spot/down_s``. :class:`SpotCheckpoint` has one; beside :class:`RemoteSnapshot` it may be added
+    machine is gone too, the snapshots tell. Logged are ``spot/goodput``, the seconds
+    ``spot/badput_{blocked,lost,restore,startup,down}_s``, ``spot/last_committed_step`` (-1 before the first snapshot)
+    and ``spot/snapshot_blocked_ms``. :class:`SpotCheckpoint` has one; beside :class:`RemoteSnapshot` it may be added
     by hand.
 
     Args:
@@ -59,7 +61,7 @@ class GoodputMonitor(SpotCallback):
             check_number("log_every_s", log_every_s, 0, above=True)
         check_number("heartbeat_s", heartbeat_s, 0, above=True)
         self.metric = Goodput(sync_on_compute=False)  # rank 0 alone knows, and asks
-        self._dirpath = Location.of(dirpath, None, None).url if dirpath is not None else None
+        self._dirpath = Location.of(dirpath).url if dirpath is not None else None
         self._log_every_s = float(log_every_s) if log_every_s is not None else None
         self._heartbeat_s = float(heartbeat_s)
         self._journal: Journal | None = None
@@ -130,7 +132,7 @@ class GoodputMonitor(SpotCallback):
             return
         if (journal := self._journal) is not None:
             self._try(lambda: self._note(trainer, journal))
-        self._try(lambda: self._close("preempted" if isinstance(exception, Preempted) else "failed"))
+        self._try(lambda: self._close("preempted" if isinstance(exception, PreemptedError) else "failed"))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Let go, if nothing did before: the run had ended before, and nothing was left to train."""
@@ -171,14 +173,19 @@ class GoodputMonitor(SpotCallback):
 
     def _note(self, trainer: pl.Trainer, journal: Journal) -> None:
         snapshots = self._snapshots
-        stall_s, begun = (snapshots.stall_s, snapshots.begun_step) if snapshots is not None else (0.0, -1)
-        journal.note(trainer.global_step, stall_s, begun)
+        blocked_s, begun = (snapshots.blocked_s, snapshots.begun_step) if snapshots is not None else (0.0, -1)
+        journal.note(trainer.global_step, blocked_s, begun)
 
     def _log(self, trainer: pl.Trainer) -> None:
         whole = self.spent()
         self.metric.reset()
         self.metric.update(**{name: getattr(whole, name) for name in Spent.__slots__})
-        values = {"goodput": float(self.metric.compute()), **{name: getattr(whole, name) for name in _LOGGED}}
+        values = {"goodput": float(self.metric.compute())}
+        values |= {f"badput_{name}": getattr(whole, name) for name in _BADPUT}
+        if (snapshots := self._snapshots) is not None:
+            committed = snapshots.last_committed_step
+            values["last_committed_step"] = _NO_STEP if committed is None else float(committed)
+            values["snapshot_blocked_ms"] = 1000 * snapshots.snapshot_blocked_s
         if self._log_every_s is None:
             return
         step = logged_step(trainer)  # what Lightning itself logs by

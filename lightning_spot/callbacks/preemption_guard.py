@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_spot.callbacks.part import Part
 from lightning_spot.config import check_number
-from lightning_spot.errors import Preempted
+from lightning_spot.errors import PreemptedError
 from lightning_spot.exact import private
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.seams import Seam, Seams
@@ -44,7 +44,8 @@ class PreemptionGuard(Part):
         notices: ``"auto"`` for signals, the file named by ``LIGHTNING_SPOT_NOTICE_FILE``, and the cloud this machine is
             found to be on; ``None`` for none; or one or several of ``"aws"``, ``"gcp"``, ``"azure"``, ``"alibaba"``,
             ``"signal"``, ``"file:PATH"``, a callable, or a source of your own.
-        grace_s: seconds between a notice that does not say and the end; default ``LIGHTNING_SPOT_GRACE_S``, or unknown.
+        grace_period_s: seconds between a notice that does not say and the end; default
+            ``LIGHTNING_SPOT_GRACE_PERIOD_S``, or unknown.
 
     Raises:
         SettingsError: if a source is not known.
@@ -58,13 +59,13 @@ class PreemptionGuard(Part):
         trainer.fit(model, ckpt_path="last")
     """
 
-    def __init__(self, notices: Notices = "auto", *, grace_s: float | None = None) -> None:
+    def __init__(self, notices: Notices = "auto", *, grace_period_s: float | None = None) -> None:
         super().__init__()
-        if grace_s is not None:
-            check_number("grace_s", grace_s, 0, above=True)
+        if grace_period_s is not None:
+            check_number("grace_period_s", grace_period_s, 0, above=True)
         open_sources(notices)  # an unknown source is an error here, not on the machine that is taken away
         self.notices = notices
-        self.grace_s = float(grace_s) if grace_s is not None else None
+        self.grace_period_s = float(grace_period_s) if grace_period_s is not None else None
         self.notice: Notice | None = None
         self._watcher: Watcher | None = None
         self._ranks: Ranks | None = None
@@ -96,7 +97,7 @@ class PreemptionGuard(Part):
             return
         watcher.start()
         self._ranks = ranks = Ranks(trainer)
-        self._stop = ranks.ballot(lambda: _plain(watcher.notice, self.grace_s))
+        self._stop = ranks.ballot(lambda: _plain(watcher.notice, self.grace_period_s))
         self._keep_signals(trainer, watcher)
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -151,7 +152,7 @@ class PreemptionGuard(Part):
         try:
             super().on_exception(trainer, pl_module, exception)
         finally:
-            self._close(trainer, leaving=isinstance(exception, Preempted), over=False)
+            self._close(trainer, leaving=isinstance(exception, PreemptedError), over=False)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Stop watching."""
@@ -186,8 +187,8 @@ class PreemptionGuard(Part):
         assert self._ranks is not None
         watcher, facts = self._watcher, self._stop.facts or {}
         watcher.accept()
-        grace_s = facts.pop("left_s")
-        self.notice = Notice(**facts, seen_s=self._stop.called_s, grace_s=grace_s)
+        grace_period_s = facts.pop("left_s")
+        self.notice = Notice(**facts, seen_s=self._stop.called_s, grace_period_s=grace_period_s)
         if watcher.notice is not None and watcher.notice.source != SignalSource.name:
             end_restarts_here()
         exit_ = Fit.of(trainer).exit
@@ -195,9 +196,9 @@ class PreemptionGuard(Part):
 
     def _check_grace(self, trainer: pl.Trainer) -> None:
         """Say early, once something was measured, that a notice would come too late for an urgent snapshot."""
-        grace_s = self.grace_s or (self._watcher.usual_grace_s if self._watcher is not None else None)
-        if grace_s is not None:
-            self._grace_checked = Fit.of(trainer).exit.warn_of_short_grace(grace_s)
+        grace_period_s = self.grace_period_s or (self._watcher.usual_grace_s if self._watcher is not None else None)
+        if grace_period_s is not None:
+            self._grace_checked = Fit.of(trainer).exit.warn_of_short_grace(grace_period_s)
 
     def _keep_signals(self, trainer: pl.Trainer, watcher: Watcher) -> None:
         """Have our handlers stand where Lightning would put its own, which hang or crash with several ranks."""
@@ -240,10 +241,10 @@ class PreemptionGuard(Part):
             watcher.pass_signals_on()
 
 
-def _plain(notice: Notice | None, grace_s: float | None) -> dict[str, Any] | None:
+def _plain(notice: Notice | None, grace_period_s: float | None) -> dict[str, Any] | None:
     """A notice as the ranks tell it to each other: clocks differ, so it names the seconds that are left."""
     if notice is None:
         return None
-    grace_s = notice.grace_s if notice.grace_s is not None else grace_s
-    left_s = notice.seen_s + grace_s - time.monotonic() if grace_s is not None else None
+    grace_period_s = notice.grace_period_s if notice.grace_period_s is not None else grace_period_s
+    left_s = notice.seen_s + grace_period_s - time.monotonic() if grace_period_s is not None else None
     return {"source": notice.source, "kind": notice.kind, "text": notice.text, "left_s": left_s}

@@ -1,4 +1,4 @@
-"""RemoteSnapshot: asynchronous snapshots to memory, at an interval, and from there to every tier below."""
+"""RemoteSnapshot: asynchronous snapshots to memory, at an interval, and from there to servers and storage."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lightning_spot.callbacks.part import Part, move_to_the_end
 from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.config import (
     DEVICE_BUFFER,
-    FLUSH_TIMEOUT_S,
-    IDLE_TIMEOUT_S,
     KEEP,
-    MAX_STALL_S,
+    SERVER_CALL_TIMEOUT_S,
+    SERVER_IDLE_TIMEOUT_S,
+    UPLOAD_TIMEOUT_S,
     check_flag,
     check_number,
     parse_bytes,
@@ -23,12 +23,12 @@ from lightning_spot.exact.seams import Seams
 from lightning_spot.fit.fit import Fit
 from lightning_spot.fit.snapshotter import Snapshotter
 from lightning_spot.fit.taking_part import takes_part
-from lightning_spot.fit.writing import Iterations, SnapshotSettings
-from lightning_spot.image.packing import Compression, check_compression
+from lightning_spot.fit.writing import Iterations, OnError, SnapshotSettings
+from lightning_spot.image.packing import chosen_compression
 from lightning_spot.interval.convergence import ConvergenceAware
 from lightning_spot.interval.policy import EverySeconds, IntervalPolicy
-from lightning_spot.run.location import AUTO, Location, check_replicas, memory_limit_bytes
-from lightning_spot.staging.modes import Partitions, check_partitions
+from lightning_spot.run.location import Location, check_replicas, memory_limit_bytes
+from lightning_spot.staging.modes import CopyMode, check_copy_mode
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -36,20 +36,21 @@ if TYPE_CHECKING:
 
 
 class RemoteSnapshot(Part):
-    """Takes snapshots beside training: into a ring in memory, from there to memory nodes and the durable tier.
+    """Takes snapshots beside training: into a ring in memory, from there to snapshot servers and the durable tier.
 
     What the next forward pass may change is copied before the hook returns; parameters and optimizer state are copied
     while the next forward and backward run, and ``optimizer.step()`` waits for what is left.
 
     Args:
         dirpath: durable directory or fsspec URL of the run.
-        memory: ``"auto"`` for a node on this host, which outlives a killed trainer; ``None`` for a ring inside the
-            trainer's process only; one or several ``spot://host:port`` for memory nodes on other hosts besides. Of
-            several, a run goes to one; runs spread over them, and go to the next when one fails. Those of a model in
-            shards on several hosts are spread over all, see docs/scale.md.
-        replicas: how many of the memory nodes each snapshot is kept at, so that one of them may be lost. Each takes the
-            newest at its own pace; one of them brings it on to the durable tier.
-        run: name of the run; default the last component of ``dirpath``.
+        servers: one or several ``spot://host:port`` of snapshot servers on other hosts, to which the one on this host
+            sends. Of several, a run goes to one (to ``replicas``); runs spread over them, and go to the next when one
+            fails. Those of a sharded model on several hosts are spread over all, see docs/scale.md.
+        local_server: whether a server on this host, started by itself, holds the snapshots and outlives a killed
+            trainer; without it they are held in the trainer's own memory.
+        replicas: at how many of the snapshot servers each snapshot is kept, so that one of them may be lost. Each takes
+            the newest at its own pace; one of them brings it on to the durable tier.
+        run_name: name of the run; default the last component of ``dirpath``.
         interval: when to take a snapshot; default :class:`ConvergenceAware`, which needs no setting.
         keep: snapshots each tier keeps, at least 1.
         slots: slots of the ring on this host, at least 2; default 2 and one for each tier below (the durable one, and
@@ -57,25 +58,25 @@ class RemoteSnapshot(Part):
             ``slots`` times the checkpoint's size of memory.
         memory_limit: most memory for slots, such as ``"64GiB"``; default half of the host's.
         on_full: what to do when all slots are dirty: ``"skip"`` this snapshot, or ``"wait"`` for the flusher.
-        durable_every_s: at least so many seconds lie between two snapshots that are brought to the durable tier; 0
-            brings it the newest one whenever it is free. So does ``None``, but for steps of which several are saved
-            within 5 s: of these it gets one in 40 times as long as it takes to write, at least one in 30 s if it can be
-            written in that time. The last one is brought there in any case, and what is there at a notice.
-        compression: how what changed since the last snapshot goes to a memory node on another host: ``"auto"``
-            compresses it (without loss) where that was measured to be faster, ``"delta"`` always, ``None`` never.
-            What has not changed is not sent in any case; what lies there is always the plain, whole file.
-            ``"topk"`` is **not exact**: 9 of 10 snapshots go there as approximations, of which 1 % of the numbers are
-            sent, where that is faster; a resume from one says so. See ``docs/promises.md``.
-        flush_timeout_s: how long ``fit`` waits at its end until all is durable, seconds.
-        idle_timeout_s: the node on this host ends when no trainer came for so long, seconds.
-        max_stall_s: how long a call to the node on this host may keep the training thread, seconds, more than 0; a
-            node that does not answer in time is replaced.
-        strict: raise where a warning and going on without snapshots would do.
-        partitions: how copying is spread over the iteration that follows a snapshot: all ``"eager"`` at once,
+        min_upload_interval_s: least seconds between two snapshots that are brought to the durable tier; 0 brings it the
+            newest one whenever it is free. So does ``None``, but for steps of which several are saved within 5 s: of
+            these it gets one in 40 times as long as it takes to write, at least one in 30 s if it can be written in
+            that time. The last one is brought there in any case, and what is there at a notice.
+        compression: how what changed since the last snapshot goes to a snapshot server on another host: ``"auto"``
+            compresses it (without loss) where that is faster, ``"always"`` always, ``"off"`` never. What has not
+            changed is not sent in any case; what lies there is always the plain, whole file.
+        lossy: ``"topk"`` is **not exact**: 9 of 10 snapshots go to snapshot servers as approximations, of which 1 % of
+            the numbers are sent, where that is faster; a resume from one says so. See ``docs/promises.md``.
+        upload_timeout_s: how long ``fit`` waits at its end until all is durable, seconds.
+        server_idle_timeout_s: the local server ends when no trainer came for so long, seconds.
+        server_call_timeout_s: how long a call to the local server may keep the training thread, seconds, more than 0; a
+            server that does not answer in time is replaced.
+        on_error: ``"warn"`` and go on without snapshots, or ``"raise"`` where that would do.
+        copy_mode: how copying is spread over the iteration that follows a snapshot: all ``"eager"`` at once,
             ``"asymmetric"`` in proportion to measured idle time, or in the ``"backward"`` pass as gradients come. With
-            ``"still"`` training waits, and all processors copy and seal: what costs least where it uses them all (one
-            process that trains on a CPU; elsewhere it is ``"eager"``). ``"auto"`` tries each that can be, and keeps
-            the one with the shortest iterations.
+            ``"blocking"`` training waits, and all processors copy and seal: what costs least where it uses them all
+            (one process that trains on a CPU; elsewhere it is ``"eager"``). ``"auto"`` tries each that can be, and
+            keeps the one with the shortest iterations.
         device_buffer: memory on each GPU through which the last bytes leave while the optimizer steps, or ``None``.
 
     Raises:
@@ -86,7 +87,7 @@ class RemoteSnapshot(Part):
 
     Example::
 
-        trainer = L.Trainer(callbacks=[RemoteSnapshot("s3://bucket/run-1", memory="spot://10.0.0.5:7070")])
+        trainer = L.Trainer(callbacks=[RemoteSnapshot("s3://bucket/run-1", servers="spot://10.0.0.5:7070")])
     """
 
     writes = True
@@ -95,21 +96,23 @@ class RemoteSnapshot(Part):
         self,
         dirpath: str,
         *,
-        memory: str | Sequence[str] | None = "auto",
+        servers: str | Sequence[str] | None = None,
+        local_server: bool = True,
         replicas: int = 1,
-        run: str | None = None,
+        run_name: str | None = None,
         interval: IntervalPolicy | None = None,
         keep: int = KEEP,
         slots: int | None = None,
         memory_limit: str | float | None = None,
         on_full: Literal["skip", "wait"] = "skip",
-        durable_every_s: float | None = None,
-        compression: Compression = "auto",
-        flush_timeout_s: float = FLUSH_TIMEOUT_S,
-        idle_timeout_s: float = IDLE_TIMEOUT_S,
-        max_stall_s: float = MAX_STALL_S,
-        strict: bool = False,
-        partitions: Partitions = "auto",
+        min_upload_interval_s: float | None = None,
+        compression: Literal["auto", "always", "off"] = "auto",
+        lossy: Literal["topk"] | None = None,
+        upload_timeout_s: float = UPLOAD_TIMEOUT_S,
+        server_idle_timeout_s: float = SERVER_IDLE_TIMEOUT_S,
+        server_call_timeout_s: float = SERVER_CALL_TIMEOUT_S,
+        on_error: OnError = "warn",
+        copy_mode: CopyMode = "auto",
         device_buffer: str | float | None = DEVICE_BUFFER,
     ) -> None:
         super().__init__()
@@ -118,19 +121,22 @@ class RemoteSnapshot(Part):
             check_number("slots", slots, 2, whole=True)  # one stays whole while the other is filled
         if on_full not in ("skip", "wait"):
             raise SettingsError(f"on_full={on_full!r}: it is 'skip' or 'wait'")
-        check_compression(compression)
-        if durable_every_s is not None:
-            check_number("durable_every_s", durable_every_s, 0)
-        check_number("flush_timeout_s", flush_timeout_s, 0)
-        check_number("idle_timeout_s", idle_timeout_s, 0)
-        check_number("max_stall_s", max_stall_s, 0, above=True)
-        check_flag("strict", strict)
-        self.location = self._named = Location.of(dirpath, memory, run)
-        check_replicas(replicas, memory)
-        if compression == "topk" and not self.location.nodes:
+        if min_upload_interval_s is not None:
+            check_number("min_upload_interval_s", min_upload_interval_s, 0)
+        check_number("upload_timeout_s", upload_timeout_s, 0)
+        check_number("server_idle_timeout_s", server_idle_timeout_s, 0)
+        check_number("server_call_timeout_s", server_call_timeout_s, 0, above=True)
+        if on_error not in ("warn", "raise"):
+            raise SettingsError(f"on_error={on_error!r}: it is 'warn' or 'raise'")
+        check_flag("local_server", local_server)
+        self.location = self._named = Location.of(
+            dirpath, servers=servers, local_server=local_server, run_name=run_name
+        )
+        check_replicas(replicas, servers)
+        if lossy is not None and not self.location.servers:
             raise SettingsError(
-                "compression='topk' is for what is sent to memory nodes, and memory= names none: name one, such as"
-                " memory='spot://10.0.0.5:7070', or leave compression out"
+                "lossy= is for what is sent to snapshot servers, and servers= names none: name one, such as"
+                " servers='spot://10.0.0.5:7070', or leave lossy out"
             )
         asked = (getattr(interval, name, None) for name in ("due", "taken"))
         if interval is not None and (isinstance(interval, type) or not all(map(callable, asked))):
@@ -138,16 +144,16 @@ class RemoteSnapshot(Part):
         if read_environment().drill_dir is not None:
             interval = EverySeconds(1.0)  # a drill is short, and wants something to resume from
         ring = RingSettings(
-            slots=int(slots) if slots is not None else 3 + min(int(replicas), len(self.location.nodes)),
+            slots=int(slots) if slots is not None else 3 + min(int(replicas), len(self.location.servers)),
             beyond=slots is None,
             memory_bytes=memory_limit_bytes(memory_limit),
-            idle_timeout_s=float(idle_timeout_s),
+            server_idle_timeout_s=float(server_idle_timeout_s),
             keep=int(keep),
-            strict=bool(strict),
-            durable_every_s=float(durable_every_s) if durable_every_s is not None else None,
-            compression=compression,
+            strict=on_error == "raise",
+            min_upload_interval_s=float(min_upload_interval_s) if min_upload_interval_s is not None else None,
+            compression=chosen_compression(compression, lossy),
             replicas=int(replicas),
-            max_stall_s=float(max_stall_s),
+            server_call_timeout_s=float(server_call_timeout_s),
             device_buffer_bytes=(
                 0 if device_buffer is None else parse_bytes(device_buffer, "device_buffer", none="no buffer")
             ),
@@ -158,8 +164,8 @@ class RemoteSnapshot(Part):
             policy=policy,
             ring=ring,
             on_full=on_full,
-            flush_timeout_s=float(flush_timeout_s),
-            partitions=check_partitions(partitions),
+            upload_timeout_s=float(upload_timeout_s),
+            copy_mode=check_copy_mode(copy_mode),
         )
         self.snapshotter: Snapshotter | None = None
 
@@ -173,25 +179,26 @@ class RemoteSnapshot(Part):
     def in_common(self) -> dict[str, Any]:
         """See :class:`~lightning_spot.callbacks.part.Part`. How much memory there is, and the paths, are a host's.
 
-        The nodes that rank 0 names are those that all use, in whatever order. So is its name of the run, but that is
+        The servers that rank 0 names are those that all use, in whatever order. So is its name of the run, but that is
         for people: where it is drawn at each start, such as from the time, ranks may differ in it.
         """
         ring, told = self._settings.ring, self._named
         return {
             "interval": self._interval,
-            "memory": ", ".join(sorted(told.nodes)) or (AUTO if told.embedded else None),
+            "servers": ", ".join(sorted(told.servers)) or None,
+            "local_server": told.has_local_server,
             "replicas": ring.replicas,
             "keep": ring.keep,
             "on_full": self._settings.on_full,
-            "durable_every_s": ring.durable_every_s,
+            "min_upload_interval_s": ring.min_upload_interval_s,
             "compression": ring.compression,
-            "strict": ring.strict,
+            "on_error": "raise" if ring.strict else "warn",
         }
 
     @property
     def replicas(self) -> int:
-        """At how many memory nodes each snapshot is kept; 0 where ``memory`` names none."""
-        return self._settings.ring.replicas if self.location.nodes else 0
+        """At how many snapshot servers each snapshot is kept; 0 where ``servers`` names none."""
+        return self._settings.ring.replicas if self.location.servers else 0
 
     @property
     def interval(self) -> IntervalPolicy:
@@ -204,9 +211,14 @@ class RemoteSnapshot(Part):
         return self.snapshotter.writing.number if self.snapshotter is not None else 0
 
     @property
-    def stall_s(self) -> float:
+    def blocked_s(self) -> float:
         """Seconds that training has waited for snapshots in this ``fit``."""
         return self.snapshotter.pacing.stall_s if self.snapshotter is not None else 0.0
+
+    @property
+    def snapshot_blocked_s(self) -> float:
+        """Seconds that training waits for one snapshot, a mean that outliers do not move; 0 before the first."""
+        return self.snapshotter.pacing.blocked_each_s if self.snapshotter is not None else 0.0
 
     @property
     def begun_step(self) -> int:
@@ -220,12 +232,12 @@ class RemoteSnapshot(Part):
         return committed.step if committed is not None else None
 
     @property
-    def skipped(self) -> int:
+    def num_skipped(self) -> int:
         """Snapshots of this ``fit`` that were due and not taken, since every slot was busy."""
         return self.snapshotter.skipped if self.snapshotter is not None else 0
 
     @property
-    def torn(self) -> int:
+    def num_dropped(self) -> int:
         """Snapshots of this ``fit`` that were dropped, since a tensor changed while it was copied."""
         return self.snapshotter.writing.torn if self.snapshotter is not None else 0
 

@@ -11,19 +11,26 @@ from lightning_spot.callbacks.goodput_monitor import GoodputMonitor
 from lightning_spot.callbacks.part import move_to_the_end
 from lightning_spot.callbacks.preemption_guard import PreemptionGuard
 from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
-from lightning_spot.config import DEVICE_BUFFER, FLUSH_TIMEOUT_S, IDLE_TIMEOUT_S, KEEP, MAX_STALL_S, check_flag
-from lightning_spot.exact.epochs import Rewind
+from lightning_spot.config import (
+    DEVICE_BUFFER,
+    KEEP,
+    SERVER_CALL_TIMEOUT_S,
+    SERVER_IDLE_TIMEOUT_S,
+    UPLOAD_TIMEOUT_S,
+    check_flag,
+)
+from lightning_spot.exact.epochs import DataResume
 from lightning_spot.exact.namespaces import SpotCallback
 from lightning_spot.fit.chosen import ResumedFrom
 from lightning_spot.fit.failed_resumes import OnResumeFailure
 from lightning_spot.fit.taking_part import takes_part
+from lightning_spot.fit.writing import OnError
 from lightning_spot.goodput.metric import Goodput
-from lightning_spot.image.packing import Compression
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.notices.choose import Notices
 from lightning_spot.notices.notice import Notice
 from lightning_spot.run.location import Location
-from lightning_spot.staging.modes import Partitions
+from lightning_spot.staging.modes import CopyMode
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -34,37 +41,15 @@ class SpotCheckpoint(SpotCallback):
 
     Args:
         dirpath: durable directory or fsspec URL of the run (``checkpoints/run-1``, ``s3://bucket/run-1``).
-        memory: ``"auto"`` for a memory node on this host, started by itself, which outlives a killed trainer;
-            ``None`` for none; one or several ``spot://host:port`` for memory nodes on other hosts besides. Of several,
-            a run goes to one (to ``replicas``); runs spread over them, and go to the next when one fails. Those of a
-            model in shards on several hosts are spread over all, see docs/scale.md.
-        replicas: how many of the memory nodes each snapshot is kept at, so that one of them may be lost.
-        run: name of the run; default the last component of ``dirpath``.
-        interval: when to take a snapshot; default :class:`ConvergenceAware`, which needs no setting.
-        keep: snapshots each tier keeps, at least 1.
         notices: sources of preemption notices, see :class:`PreemptionGuard`; ``None`` for none.
-        grace_s: seconds between a notice that does not say and the end, see there.
+        grace_period_s: seconds between a notice that does not say and the end, see there.
         resume: whether to resume from the newest good snapshot. A ``ckpt_path`` given to ``fit`` always wins.
-        rewind: how a resumed epoch gets to its place in the data, see :class:`AutoResume`.
+        data_resume: how a resumed epoch gets to its place in the data, see :class:`AutoResume`.
         on_resume_failure: what a start does if resumes from the newest snapshot have failed, see there.
-        slots: slots of the ring on this host, at least 2; default 2 and one for each tier below, and up
-            to 2 more for a GPU whose snapshots overlap. Each takes the checkpoint's size of memory.
-        memory_limit: most memory for slots, such as ``"64GiB"``; default half of the host's.
-        on_full: what to do when all slots are dirty: ``"skip"`` this snapshot, or ``"wait"`` for the flusher.
-        durable_every_s: at least so many seconds lie between two snapshots that are brought to the durable tier; 0
-            brings it the newest one whenever it is free. So does ``None``, but for steps of which several are saved
-            within 5 s: of these it gets one in 40 times as long as it takes to write, at least one in 30 s if it can be
-            written in that time. The last one is brought there in any case, and what is there at a notice.
-        compression: how what changed goes to a memory node on another host, ``"auto"``, ``"delta"``, ``None`` or, not
-            exact, ``"topk"``; see :class:`RemoteSnapshot`.
-        flush_timeout_s: how long ``fit`` waits at its end until all is durable, seconds.
-        idle_timeout_s: the node on this host ends when no trainer came for so long, seconds.
-        max_stall_s: how long a call to the node on this host may keep the training thread, seconds, more than 0; a
-            node that does not answer in time is replaced.
-        log_goodput: whether the loggers get ``spot/goodput`` and three more values, and the progress bar one.
-        strict: raise where a warning and going on without snapshots would do.
-        partitions: how copying is spread over the iteration that follows a snapshot, see :class:`RemoteSnapshot`.
-        device_buffer: memory on each GPU through which the last bytes leave while the optimizer steps, or ``None``.
+        log_goodput: whether the loggers get what :class:`GoodputMonitor` measures, and the progress bar one value.
+        servers, local_server, replicas, run_name, interval, keep, slots, memory_limit, on_full, min_upload_interval_s,
+            compression, lossy, upload_timeout_s, server_idle_timeout_s, server_call_timeout_s, on_error, copy_mode,
+            device_buffer: as :class:`RemoteSnapshot` takes them.
 
     Raises:
         SettingsError: if an argument cannot be used.
@@ -85,27 +70,29 @@ class SpotCheckpoint(SpotCallback):
         self,
         dirpath: str,
         *,
-        memory: str | Sequence[str] | None = "auto",
+        servers: str | Sequence[str] | None = None,
+        local_server: bool = True,
         replicas: int = 1,
-        run: str | None = None,
+        run_name: str | None = None,
         interval: IntervalPolicy | None = None,
         keep: int = KEEP,
         notices: Notices = "auto",
-        grace_s: float | None = None,
+        grace_period_s: float | None = None,
         resume: bool = True,
-        rewind: Rewind = "auto",
+        data_resume: DataResume = "auto",
         on_resume_failure: OnResumeFailure = "error",
         slots: int | None = None,
         memory_limit: str | float | None = None,
         on_full: Literal["skip", "wait"] = "skip",
-        durable_every_s: float | None = None,
-        compression: Compression = "auto",
-        flush_timeout_s: float = FLUSH_TIMEOUT_S,
-        idle_timeout_s: float = IDLE_TIMEOUT_S,
-        max_stall_s: float = MAX_STALL_S,
+        min_upload_interval_s: float | None = None,
+        compression: Literal["auto", "always", "off"] = "auto",
+        lossy: Literal["topk"] | None = None,
+        upload_timeout_s: float = UPLOAD_TIMEOUT_S,
+        server_idle_timeout_s: float = SERVER_IDLE_TIMEOUT_S,
+        server_call_timeout_s: float = SERVER_CALL_TIMEOUT_S,
         log_goodput: bool = True,
-        strict: bool = False,
-        partitions: Partitions = "auto",
+        on_error: OnError = "warn",
+        copy_mode: CopyMode = "auto",
         device_buffer: str | float | None = DEVICE_BUFFER,
     ) -> None:
         super().__init__()
@@ -113,26 +100,35 @@ class SpotCheckpoint(SpotCallback):
         check_flag("log_goodput", log_goodput)
         self.snapshots = RemoteSnapshot(
             dirpath,
-            memory=memory,
+            servers=servers,
+            local_server=local_server,
             replicas=replicas,
-            run=run,
+            run_name=run_name,
             interval=interval,
             keep=keep,
             slots=slots,
             memory_limit=memory_limit,
             on_full=on_full,
-            durable_every_s=durable_every_s,
+            min_upload_interval_s=min_upload_interval_s,
             compression=compression,
-            flush_timeout_s=flush_timeout_s,
-            idle_timeout_s=idle_timeout_s,
-            max_stall_s=max_stall_s,
-            strict=strict,
-            partitions=partitions,
+            lossy=lossy,
+            upload_timeout_s=upload_timeout_s,
+            server_idle_timeout_s=server_idle_timeout_s,
+            server_call_timeout_s=server_call_timeout_s,
+            on_error=on_error,
+            copy_mode=copy_mode,
             device_buffer=device_buffer,
         )
         # Both are made in any case: what cannot be used is an error also where it would not be used.
-        resumes = AutoResume(dirpath, memory=memory, run=run, rewind=rewind, on_resume_failure=on_resume_failure)
-        guard = PreemptionGuard(notices, grace_s=grace_s)
+        resumes = AutoResume(
+            dirpath,
+            servers=servers,
+            local_server=local_server,
+            run_name=run_name,
+            data_resume=data_resume,
+            on_resume_failure=on_resume_failure,
+        )
+        guard = PreemptionGuard(notices, grace_period_s=grace_period_s)
         self._resume = resumes if resume else None
         self._guard = guard if notices is not None else None
         self._goodput = GoodputMonitor(log_every_s=60.0 if log_goodput else None)
@@ -158,9 +154,9 @@ class SpotCheckpoint(SpotCallback):
         return self.snapshots.interval
 
     @property
-    def stall_s(self) -> float:
+    def blocked_s(self) -> float:
         """Seconds that training has waited for snapshots in this ``fit``."""
-        return self.snapshots.stall_s
+        return self.snapshots.blocked_s
 
     @property
     def last_committed_step(self) -> int | None:
@@ -168,14 +164,14 @@ class SpotCheckpoint(SpotCallback):
         return self.snapshots.last_committed_step
 
     @property
-    def skipped(self) -> int:
+    def num_skipped(self) -> int:
         """Snapshots of this ``fit`` that were due and not taken, since every slot was busy."""
-        return self.snapshots.skipped
+        return self.snapshots.num_skipped
 
     @property
-    def torn(self) -> int:
+    def num_dropped(self) -> int:
         """Snapshots of this ``fit`` that were dropped, since a tensor changed while it was copied."""
-        return self.snapshots.torn
+        return self.snapshots.num_dropped
 
     @property
     def resumed_from(self) -> ResumedFrom | None:

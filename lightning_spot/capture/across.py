@@ -11,7 +11,7 @@ from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.saying import SAY_S
 from lightning_spot.capture.slot_pool import give_back
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.errors import RingFull, SpotError
+from lightning_spot.errors import RingFullError, SpotError
 from lightning_spot.memory.host import Host
 from lightning_spot.memory.joint import SpreadPlace, is_durable, nodes_of
 
@@ -26,19 +26,19 @@ class Across:
         waits: told that training waits for long, and for how long it may yet.
 
     Attributes:
-        wanted: whether there are other hosts, and a memory node is to carry the run on.
+        wanted: whether there are other hosts, and a snapshot server is to carry the run on.
         carrier: where hosts may bring the next snapshot, as known when the last one was committed; see
             :meth:`~lightning_spot.memory.host.Host.carrier`.
         brought: snapshots that hosts have brought together.
-        at: URLs of the run at the memory nodes to which the newest snapshot was brought, separated by spaces; one of
-            them has it, or, of a :class:`~lightning_spot.memory.joint.SpreadPlace`, all together, and may have lost it
-            since. ``""`` if this host has it, or the durable tier.
-        spread: where snapshots are spread over memory nodes: at how many each portion is to be kept; else 0.
+        at: URLs of the run at the snapshot servers to which the newest snapshot was brought, separated by spaces; one
+            of them has it, or, of a :class:`~lightning_spot.memory.joint.SpreadPlace`, all together, and may have lost
+            it since. ``""`` if this host has it, or the durable tier.
+        spread: where snapshots are spread over snapshot servers: at how many each portion is to be kept; else 0.
         hosts: the ranks of each host, if they bring a state in shards; that of rank 0 first.
         own_nbytes: what this host brings of such a snapshot, on rank 0; 0 before the first one.
     """
 
-    def __init__(self, link: HostLink, waits: Callable[[RingFull, float], None]) -> None:
+    def __init__(self, link: HostLink, waits: Callable[[RingFullError, float], None]) -> None:
         self.wanted = False
         self.carrier = ""
         self.brought = 0
@@ -83,7 +83,7 @@ class Across:
             wait_s: how long to wait for the one before.
 
         Raises:
-            RingFull: if that is not committed by then.
+            RingFullError: if that is not committed by then.
         """
         before, self._last = self._last, None
         if before is None or before.done.done():
@@ -92,7 +92,7 @@ class Across:
             self._gave_way = before
             give_back(host, before.lease)
             return
-        full = RingFull(f"{before.manifest.name} is still on its way to {_at(before)}")
+        full = RingFullError(f"{before.manifest.name} is still on its way to {_at(before)}")
         try:
             futures.wait([before.done], min(wait_s, SAY_S))
             if wait_s > SAY_S and not before.done.done():
@@ -123,7 +123,7 @@ class Across:
         self._last = self._gave_way = None
 
     def why_lost(self, name: str, wait_s: float) -> str:
-        """Why none of the memory nodes at :attr:`at` is known to have a snapshot any more; ``""`` if one has it.
+        """Why none of the snapshot servers at :attr:`at` is known to have a snapshot any more; ``""`` if one has it.
 
         Args:
             name: of the snapshot.

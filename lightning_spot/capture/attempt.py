@@ -25,13 +25,13 @@ from lightning_spot.capture.tensors import expected_nbytes, tensors_in
 from lightning_spot.capture.unforeseen import UnforeseenFailures, failure_of
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import (
-    Fenced,
-    NodeFailed,
-    NotSerialisable,
-    RingFull,
-    ShareMissing,
-    SnapshotFailed,
-    SnapshotTooLarge,
+    FencedError,
+    NotSerializableError,
+    RingFullError,
+    ServerFailedError,
+    ShareMissingError,
+    SnapshotFailedError,
+    SnapshotTooLargeError,
     SpotError,
     TierError,
 )
@@ -46,7 +46,7 @@ from lightning_spot.staging.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
-_UNFORESEEN = (NodeFailed, SnapshotFailed)
+_UNFORESEEN = (ServerFailedError, SnapshotFailedError)
 
 
 @functools.cache  # read from files, and the training thread asks
@@ -108,7 +108,7 @@ class Attempt:
                 found,
                 host,
                 keep=settings.keep,
-                durable_every_s=settings.durable_every_s,
+                min_upload_interval_s=settings.min_upload_interval_s,
                 compression=settings.compression,
                 replicas=settings.replicas,
             )
@@ -128,13 +128,13 @@ class Attempt:
             leave(host)
             raise
         self._past_memory = PastMemory(self.writer, self.location.url, self.info)
-        self.safety = Safety(self.writer, settings.durable_every_s or 0.0)
+        self.safety = Safety(self.writer, settings.min_upload_interval_s or 0.0)
 
     def _writer(
         self, host: Host, look: Callable[[Layout], str | None], schedule: Schedule | None, sharded_over: int
     ) -> SnapshotWriter:
         copier = Copier(buffer_bytes=self._settings.device_buffer_bytes)
-        reopen = self._reopen if self.location.embedded else None
+        reopen = self._reopen if self.location.has_local_server else None
         if sharded_over:
             token = self.info.token
             return ShardedWriter(host, reopen, copier, schedule, look, world_size=sharded_over, token=token)
@@ -256,7 +256,7 @@ class Attempt:
             step: of the snapshot.
             why: for people.
             complete: whether the run is at its end.
-            at: URL of the run at the memory node to which other hosts would have brought their parts.
+            at: URL of the run at the snapshot server to which other hosts would have brought their parts.
         """
         self.writer.decline(snapshot_name(step, self.number, complete=complete), why, at)
 
@@ -271,15 +271,15 @@ class Attempt:
             error: what was in the way.
             ranks: that were to fill it together with this one.
         """
-        if isinstance(error, RingFull):
+        if isinstance(error, RingFullError):
             self.skipped += 1
             cause = "full" if self.writer.ready else "slots not made"  # another cause, later, is said too
             step = manifest.step if manifest is not None else 0
             self.writer.say_once(cause, "snapshot of step %d is skipped, and others may be: %s", step, error)
-        elif isinstance(error, Fenced):
+        elif isinstance(error, FencedError):
             self.writer.fence = error
             self._complain("fenced", error)
-        elif isinstance(error, SnapshotTooLarge) or type(error) is TierError:  # this host has no memory for it
+        elif isinstance(error, SnapshotTooLargeError) or type(error) is TierError:  # this host has no memory for it
             if checkpoint is None or manifest is None:  # no single process has all of it
                 self._complain("past-memory-failed", error)
             elif self._has_all(manifest.name, ranks):
@@ -290,9 +290,9 @@ class Attempt:
             self._complain(f"failed: {error}", error)
             self.count_failure()
         else:
-            if isinstance(error, NotSerialisable):
+            if isinstance(error, NotSerializableError):
                 self._last = None  # to try again at the end would be in vain
-            if isinstance(error, ShareMissing):
+            if isinstance(error, ShareMissingError):
                 self.writer.miss(error)
             # That the node is lost was said when it was.
             self._complain(type(error).__name__, error, was_said=self.writer.link.is_loss(error))
@@ -305,7 +305,7 @@ class Attempt:
             return False
         try:
             self.writer.mailbox.put_into({rank: room.numpy().data for rank, room in ranks.sent.items()}, name)
-        except ShareMissing as error:
+        except ShareMissingError as error:
             logger.debug("%s: %s", name, error)
             return False
         return True
@@ -367,7 +367,7 @@ class Attempt:
         )
         try:
             self._past_memory.write(checkpoint, manifest)
-        except Fenced as fence:
+        except FencedError as fence:
             self.writer.fence = fence
             self._complain("fenced", fence)
         except SpotError as failure:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, CopyPlan, SealedContent, SlotViews, Unchanged
 from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.saying import SayOnce
-from lightning_spot.errors import TornSnapshot
+from lightning_spot.errors import TornSnapshotError
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest
@@ -59,7 +59,7 @@ class Pending:
         plan: what is copied.
         view: its slot, as the writer sees it.
         sent: first byte and length of the room for what other ranks send, by rank.
-        floats: where in it numbers lie that may be approximated on their way to a memory node.
+        floats: where in it numbers lie that may be approximated on their way to a snapshot server.
         followed: whether another one is to follow in a moment, see :meth:`Host.seal`.
     """
 
@@ -84,7 +84,7 @@ class Pending:
                 rank: held.enter_context(whole[start : start + nbytes]) for rank, (start, nbytes) in self.sent.items()
             }
 
-    def torn(self, found: int) -> TornSnapshot | None:
+    def torn(self, found: int) -> TornSnapshotError | None:
         """Why what was copied is worthless, if it is.
 
         Args:
@@ -92,12 +92,14 @@ class Pending:
         """
         name = self.manifest.name
         if self.job.moved:
-            return TornSnapshot(
+            return TornSnapshotError(
                 f"snapshot {name} was dropped: {len(self.job.moved)} tensors changed between two optimizer steps while"
                 " they were copied. From now on these are copied before the step goes on"
             )
         if found:
-            return TornSnapshot(f"snapshot {name} was dropped: {found} tensors were not as they were thought to be")
+            return TornSnapshotError(
+                f"snapshot {name} was dropped: {found} tensors were not as they were thought to be"
+            )
         return None
 
     @property
@@ -196,7 +198,7 @@ class Copying:
         """Wait until all of a snapshot is in its slot.
 
         Raises:
-            TornSnapshot: if that is not what the tensors were.
+            TornSnapshotError: if that is not what the tensors were.
         """
         found = self.unchanged.written_past_counts(pending.plan, pending.view)
         pending.job.wait()

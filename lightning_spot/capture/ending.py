@@ -21,7 +21,7 @@ from lightning_spot.capture.tensors import Glances, tensors_in
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import format_bytes
-from lightning_spot.errors import NodeUnreachable, SpotError
+from lightning_spot.errors import ServerUnreachableError, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.costs import Failure, TierPace
 from lightning_spot.interval.deadline import Deadline, DeadlinePlan, plan_urgent
@@ -36,7 +36,7 @@ from lightning_spot.tiers.store import Holdings
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_NOTICES_S = 15.0  # a node on this host notices in this time, too, that the memory node is lost
+_NOTICES_S = 15.0  # a local server notices in this time, too, that the snapshot server is lost
 _LOOK_S = 10.0
 _OTHERS_S, _AGAIN_S = 30.0, 0.5
 _BEFORE = "The run goes on from the one before it"
@@ -50,12 +50,12 @@ class Safety:
 
     Args:
         writer: of the snapshots.
-        durable_every_s: least seconds between two snapshots brought to the durable tier.
+        min_upload_interval_s: least seconds between two snapshots brought to the durable tier.
     """
 
-    def __init__(self, writer: SnapshotWriter, durable_every_s: float = 0.0) -> None:
+    def __init__(self, writer: SnapshotWriter, min_upload_interval_s: float = 0.0) -> None:
         self._writer = writer
-        self._durable_every_s = durable_every_s
+        self._durable_every_s = min_upload_interval_s
 
     def plan(self, deadline: Deadline | None) -> DeadlinePlan:
         """Plan an urgent snapshot of the size of the last one (any size fits if there was none).
@@ -77,7 +77,7 @@ class Safety:
         at = self._writer.across.at
         carrier = self._writer.link.ask(lambda host: host.carrier(), at).partition(" ")[0]
         is_lost = bool(at) and carrier not in at.split()
-        # What is committed and not safe yet goes first; where only a lost memory node had it, the one before it.
+        # What is committed and not safe yet goes first; where only a lost snapshot server had it, the one before it.
         waits = newest is not None and (is_lost or safe_step < newest.step)
         return plan_urgent(nbytes, left_s, speeds, waiting_bytes=nbytes if waits else 0)
 
@@ -135,14 +135,14 @@ class Safety:
                 # Failing tiers are tried now.
                 nothing_owed = writer.host is not None and not writer.host.flush(_POLL_S)
             except SpotError as error:
-                return f"{what} is committed in memory; the memory node does not answer ({error})"
+                return f"{what} is committed in memory; the snapshot server does not answer ({error})"
             if deadline.left_s == 0:
                 break
             time.sleep(_POLL_S)
         return f"{what} is committed in memory, and safe nowhere else after {time.monotonic() - started_s:.1f} s{of}"
 
     def _lost(self, newest: Manifest, deadline: Deadline) -> str:
-        """Where the newest snapshot was, if only a memory node had it that is not known to have it now; else ``""``."""
+        """Where the newest snapshot was, if only a server had it that is not known to have it now; else ``""``."""
         across = self._writer.across
         if not across.at:
             return ""
@@ -150,7 +150,7 @@ class Safety:
         return f"{across.at}, which had it, {why}" if why else ""
 
     def _bring_older(self, deadline: Deadline, cut_short: Callable[[], bool]) -> str:
-        """Wait until what this host has is safe: it is owed again when its node notices that the memory node is lost.
+        """Wait until what this host has is safe: it is owed again when the local server sees that another is lost.
 
         Returns:
             what is safe, for people.
@@ -190,18 +190,18 @@ class Safety:
         return max(-1 if from_memory is None else from_memory, past.step if past is not None else -1)
 
 
-def paces_of(tiers: Mapping[str, TierHealth], durable_every_s: float = 0.0) -> tuple[TierPace, ...]:
-    """How fast each working tier takes snapshots; a memory node counts as fast until it has taken one.
+def paces_of(tiers: Mapping[str, TierHealth], min_upload_interval_s: float = 0.0) -> tuple[TierPace, ...]:
+    """How fast each working tier takes snapshots; a snapshot server counts as fast until it has taken one.
 
     Args:
         tiers: how each is doing, by its URL.
-        durable_every_s: least seconds between two snapshots brought to the durable tier.
+        min_upload_interval_s: least seconds between two snapshots brought to the durable tier.
     """
     working = [tier for tier in tiers.values() if not tier.error and not tier.carried]
     paces = [
         TierPace(drain_s=tier.drain_s, survives=Failure.MACHINE)
         if tier.kind == "node"
-        else TierPace(drain_s=max(tier.drain_s, durable_every_s), survives=Failure.NODE)
+        else TierPace(drain_s=max(tier.drain_s, min_upload_interval_s), survives=Failure.NODE)
         for tier in working
         if tier.flushed
     ]
@@ -331,7 +331,7 @@ class Ending:
             return _IN_MEMORY
         if is_there:
             return self._durable
-        why = f"the newest snapshot, {newest.name}, was lost with the memory node that had it. {_BEFORE}"
+        why = f"the newest snapshot, {newest.name}, was lost with the snapshot server that had it. {_BEFORE}"
         if (fence := self._writer.fence) is not None:
             why = f"the newest snapshot, {newest.name}, is not at the durable tier: {fence}"
         for tier in tiers:
@@ -368,14 +368,14 @@ class Ending:
                     self._say_waits(left, within(deadline_s))
                     left = host.flush(within(deadline_s))
                 return left
-            except NodeUnreachable as error:
+            except ServerUnreachableError as error:
                 self._writer.link.lose(host, error)
                 if self._writer.host is host:  # there is no way to another
                     raise
 
     def _say_waits(self, left: list[str], wait_s: float) -> None:
         for line in left:
-            why = "fit waits for up to %.0f s more (flush_timeout_s) until all is durable: %s"
+            why = "fit waits for up to %.0f s more (upload_timeout_s) until all is durable: %s"
             self._writer.say_once(f"waits at the end: {line}", why, wait_s, line)
 
     def _see(self, name: str, deadline_s: float) -> bool | None:

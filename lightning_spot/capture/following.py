@@ -24,7 +24,14 @@ from lightning_spot.capture.saying import SAY_S, SayOnce
 from lightning_spot.capture.slot_pool import give_back, have_made
 from lightning_spot.capture.split import Number
 from lightning_spot.capture.unforeseen import as_failure
-from lightning_spot.errors import Fenced, NodeFailed, NodeUnreachable, ShareMissing, SpotError, TornSnapshot
+from lightning_spot.errors import (
+    FencedError,
+    ServerFailedError,
+    ServerUnreachableError,
+    ShareMissingError,
+    SpotError,
+    TornSnapshotError,
+)
 from lightning_spot.image.pieces import Piece
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.staging.batch import SlotView
@@ -73,9 +80,9 @@ class Declined:
         for name, say in list(self._untold.items()):
             try:
                 say(host())
-            except (NodeUnreachable, NodeFailed, OSError) as error:
+            except (ServerUnreachableError, ServerFailedError, OSError) as error:
                 logger.debug("it is told again that a rank writes nothing: %s", error)
-                return not isinstance(error, NodeUnreachable)
+                return not isinstance(error, ServerUnreachableError)
             except SpotError as error:  # it is another node, or another attempt's: nobody waits there
                 logger.debug("nobody waits for what a rank does not write: %s", error)
             self._untold.pop(name, None)
@@ -90,7 +97,8 @@ class Task(Generic[What]):
         name: of the snapshot.
         who: writes it, for messages.
         number: which share of it is this rank's.
-        at: URL of the run at the memory node, or durable tier, to which this host brings it; ``""`` on that of rank 0.
+        at: URL of the run at the snapshot server, or durable tier, to which this host brings it; ``""`` on that of rank
+            0.
         what: is written, as at the seam; ``None`` once it is, so that nothing is kept alive.
         wait_s: how long rank 0 may wait for a clean slot.
         still: whether no tensor changes until it is there. Then nothing is left for training to copy, or to order.
@@ -159,7 +167,7 @@ class Entrusted:
         try:
             host.decline(task.name, why, task.at, number.host, number.here)
         except SpotError as error:
-            logger.debug("nobody could be told that the node on this host was lost: %s", error)
+            logger.debug("nobody could be told that the local server was lost: %s", error)
 
 
 class Follower(ABC, Generic[What]):
@@ -184,7 +192,7 @@ class Follower(ABC, Generic[What]):
         self._connect = connect
         self._copier = copier if copier is not None else Copier()
         self._schedule = schedule
-        self._max_stall_s = host.max_stall_s
+        self._max_stall_s = host.server_call_timeout_s
         self._host: Host | None = host
         self._views = SlotViews(self._copier)
         self._unsteady: frozenset[int] = frozenset()
@@ -289,7 +297,7 @@ class Follower(ABC, Generic[What]):
         if task.late or event.wait(min(limit_s, SAY_S)):
             return
         if limit_s > SAY_S:
-            why = "%s: training waits for its slot of %s, for up to %.0f s more: it has not begun at this host's node"
+            why = "%s: training waits for its slot of %s, for up to %.0f s more: it has not begun at the local server"
             self._say_once("waits", why, task.who, task.name, limit_s - SAY_S)
             if event.wait(limit_s - SAY_S):
                 return
@@ -309,8 +317,8 @@ class Follower(ABC, Generic[What]):
         try:
             (self._host or self._reconnect()).check()
         except (SpotError, OSError) as error:
-            logger.debug("the node on this host: %s", error)
-            if isinstance(error, NodeUnreachable):
+            logger.debug("the local server: %s", error)
+            if isinstance(error, ServerUnreachableError):
                 self._leave()
 
     def _owe(self, name: str, why: str, at: str, host: int = 0, share: int = 1) -> None:
@@ -350,11 +358,11 @@ class Follower(ABC, Generic[What]):
         """Start the copies for which training waits before its optimizer steps.
 
         Raises:
-            ShareMissing: if it has gone on already.
+            ShareMissingError: if it has gone on already.
         """
         with task.lock:
             if task.late:
-                raise ShareMissing("training went on before its slot was there")
+                raise ShareMissingError("training went on before its slot was there")
             task.look = functools.partial(self._unchanged.written_past_counts, plan, view)
             schedule = None if task.still else self._schedule
             task.job = job = self._copier.start(pieces, view, watches, schedule, task.after)
@@ -368,10 +376,12 @@ class Follower(ABC, Generic[What]):
         if job.moved:
             self._unsteady |= job.moved
             self.torn += 1
-            raise TornSnapshot(f"{len(job.moved)} tensors changed between two optimizer steps while they were copied")
+            raise TornSnapshotError(
+                f"{len(job.moved)} tensors changed between two optimizer steps while they were copied"
+            )
         if found:
             self.torn += 1
-            raise TornSnapshot(f"{found} tensors were written to past torch's count of writes")
+            raise TornSnapshotError(f"{found} tensors were written to past torch's count of writes")
 
     def _warm(self, nbytes: int) -> None:
         if (host := self._host) is None:
@@ -393,7 +403,7 @@ class Follower(ABC, Generic[What]):
         except Exception as raised:  # rank 0 says why there is no snapshot
             problem = error = as_failure(raised)
             self._failed(task, error)
-            if isinstance(error, NodeUnreachable):
+            if isinstance(error, ServerUnreachableError):
                 self._leave()
         except BaseException as error:
             problem = error
@@ -430,7 +440,7 @@ class Follower(ABC, Generic[What]):
         try:
             self._say_owed()  # who waits for an earlier part is in this one's way
             return self._joined(task)
-        except (Fenced, ShareMissing):  # as the node says
+        except (FencedError, ShareMissingError):  # as the node says
             raise
         except Exception as error:  # it may never have heard of this rank, and would wait for it
             self._owe_share(task, error)
@@ -441,7 +451,7 @@ class Follower(ABC, Generic[What]):
         try:
             if self._host is not None:
                 return self._host, self._ask(self._host, task)
-        except NodeUnreachable as error:
+        except ServerUnreachableError as error:
             logger.debug("another connection is made: %s", error)
             self._leave()
         host = self._reconnect()
@@ -451,7 +461,7 @@ class Follower(ABC, Generic[What]):
         host = self._connect()
         if self._is_closed:  # this took longer than the end of the training
             host.disconnect()
-            raise NodeUnreachable("nothing more is written by this rank")
+            raise ServerUnreachableError("nothing more is written by this rank")
         self._host = host
         self._entrusted.lost(host)
         return host
@@ -462,7 +472,7 @@ class Follower(ABC, Generic[What]):
             return host.join(
                 task.name, share=number.here, digest=digest, wait_s=_JOIN_S, at=task.at, host=number.host, told=told
             )
-        except (Fenced, NodeUnreachable, ShareMissing):
+        except (FencedError, ServerUnreachableError, ShareMissingError):
             raise
         except Exception:  # the node does not know, and would wait for this rank for as long as it is connected
             self._leave()
@@ -473,10 +483,10 @@ class Follower(ABC, Generic[What]):
         try:
             try:
                 host.placed(lease, torn)
-            except NodeUnreachable as error:  # this process stood still, perhaps before that was sent
+            except ServerUnreachableError as error:  # this process stood still, perhaps before that was sent
                 logger.debug("it is said once more that a share is over: %s", error)
                 host.placed(lease, torn)
-        except NodeUnreachable as error:
+        except ServerUnreachableError as error:
             logger.debug("a share is over, and the node is left: %s", error)
             self._leave()
         except SpotError as error:  # it was given up meanwhile: rank 0 knows

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 from weakref import WeakSet
 
-from lightning_spot.config import MAX_STALL_S
-from lightning_spot.errors import Fenced, NodeUnreachable, SpotError
+from lightning_spot.config import SERVER_CALL_TIMEOUT_S
+from lightning_spot.errors import FencedError, ServerUnreachableError, SpotError
 from lightning_spot.image.packing import Compression
 from lightning_spot.memory.host import Host
 from lightning_spot.run.location import Location
@@ -33,25 +33,25 @@ class RingSettings:
         slots: of the ring.
         beyond: whether it may have more of them for a GPU whose snapshots overlap.
         memory_bytes: limit of their memory.
-        idle_timeout_s: its node ends when no trainer came for so long.
+        server_idle_timeout_s: its node ends when no trainer came for so long.
         keep: snapshots that each tier keeps.
         strict: whether to raise where a warning would do.
-        durable_every_s: least seconds between two snapshots brought to the durable tier, see :class:`RunInfo`.
-        compression: how what changed goes to memory nodes behind, see :class:`RunInfo`.
+        min_upload_interval_s: least seconds between two snapshots brought to the durable tier, see :class:`RunInfo`.
+        compression: how what changed goes to snapshot servers behind, see :class:`RunInfo`.
         replicas: how many of them each snapshot is kept at.
-        max_stall_s: how long a call to the ring may keep the training thread.
+        server_call_timeout_s: how long a call to the ring may keep the training thread.
         device_buffer_bytes: of the buffer on each GPU, see :class:`~lightning_spot.staging.copier.Copier`; 0 for none.
     """
 
     slots: int
     memory_bytes: int
-    idle_timeout_s: float
+    server_idle_timeout_s: float
     keep: int
     strict: bool
-    durable_every_s: float | None = None
+    min_upload_interval_s: float | None = None
     compression: Compression = "auto"
     replicas: int = 1
-    max_stall_s: float = MAX_STALL_S
+    server_call_timeout_s: float = SERVER_CALL_TIMEOUT_S
     device_buffer_bytes: int = 0
     beyond: bool = False
 
@@ -61,8 +61,8 @@ def open_host(location: Location, settings: RingSettings) -> Host:
     return location.open_host(
         slots=settings.slots,
         memory_bytes=settings.memory_bytes,
-        idle_timeout_s=settings.idle_timeout_s,
-        max_stall_s=settings.max_stall_s,
+        server_idle_timeout_s=settings.server_idle_timeout_s,
+        server_call_timeout_s=settings.server_call_timeout_s,
         strict=settings.strict,
     )
 
@@ -107,7 +107,7 @@ class HostLink:
             return default
         try:
             return question(host)
-        except NodeUnreachable as error:
+        except ServerUnreachableError as error:
             self.lose(host, error)
         except SpotError as error:
             logger.debug("the ring on this host: %s", error)
@@ -139,23 +139,25 @@ class HostLink:
             try:
                 thread.start()  # what it finds, it says under this lock
             except RuntimeError as problem:  # no more threads can be had now: who asks next finds it lost again
-                logger.warning("lightning_spot: no new memory node can be looked for now: %s", problem)
+                logger.warning("lightning_spot: no new snapshot server can be looked for now: %s", problem)
                 return
             self._host, self._thread = None, thread
             self.losses += 1
             self._said.add(error)
         silent = isinstance(error.__cause__, TimeoutError)
-        reason = f"it did not answer within max_stall_s={host.max_stall_s:.1f} s" if silent else error
+        reason = (
+            f"it did not answer within server_call_timeout_s={host.server_call_timeout_s:.1f} s" if silent else error
+        )
         logger.warning(
-            "lightning_spot: the memory node on this host is lost (%s); starting a new one, training goes on. Until"
+            "lightning_spot: the snapshot server on this host is lost (%s); starting a new one, training goes on. Until"
             " that is there, snapshots are missed, also those on their way",
             reason,
         )
         host.disconnect()
 
-    def missing(self) -> NodeUnreachable:
+    def missing(self) -> ServerUnreachableError:
         """The error of who needs the ring while there is none."""
-        error = NodeUnreachable("the memory node on this host is lost; a new one is being started")
+        error = ServerUnreachableError("the snapshot server on this host is lost; a new one is being started")
         self._said.add(error)
         return error
 
@@ -184,11 +186,11 @@ class HostLink:
             try:
                 found = reconnect()
                 prepare(found)
-            except Fenced as error:
+            except FencedError as error:
                 logger.warning("lightning_spot: %s", error)
                 break
             except Exception as error:  # whatever it is, training goes on and it is tried again
-                logger.warning("lightning_spot: no new memory node yet (%s)", error)
+                logger.warning("lightning_spot: no new snapshot server yet (%s)", error)
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed, pause_s)
                 pause_s = min(2 * pause_s, _LAST_RETRY_S)
@@ -206,11 +208,11 @@ class HostLink:
                 leave(found)
 
 
-def _said(host: Host, say: Callable[[Host], None]) -> NodeUnreachable | None:
+def _said(host: Host, say: Callable[[Host], None]) -> ServerUnreachableError | None:
     """Say something to a ring; the error if it is not there to hear it."""
     try:
         say(host)
-    except NodeUnreachable as error:
+    except ServerUnreachableError as error:
         return error
     except SpotError as error:
         logger.debug("the ring on this host: %s", error)

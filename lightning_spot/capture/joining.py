@@ -19,7 +19,7 @@ from lightning_spot.capture.sharded_writer import Portioned, ShardedCheckpoint, 
 from lightning_spot.capture.split import Number
 from lightning_spot.capture.tensors import copies_of
 from lightning_spot.capture.unforeseen import failure_of
-from lightning_spot.errors import Fenced, LayoutUnsupported, ShareMissing, SpotError
+from lightning_spot.errors import FencedError, LayoutUnsupportedError, ShareMissingError, SpotError
 from lightning_spot.image.layout import Layout, Layouter
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.memory.host import Host, Lease
@@ -133,7 +133,7 @@ class Joining(Follower[_Part | SpotError]):
             step: Lightning's ``global_step``.
             complete: whether the run is at its end.
             wait_s: how long rank 0 may wait for a slot.
-            at: URL of the run at the memory node, or durable tier, to which several hosts bring it.
+            at: URL of the run at the snapshot server, or durable tier, to which several hosts bring it.
             still: whether nothing changes any tensor until :meth:`settle` returned. Then this waits for nothing.
         """
         name = snapshot_name(step, self._attempt, complete=complete)
@@ -178,11 +178,11 @@ class Joining(Follower[_Part | SpotError]):
         self.needs = 0
         try:
             own = bytes(state_archive(checkpoint.own, room, self._own_layouter))
-        except LayoutUnsupported:
+        except LayoutUnsupportedError:
             own = bytes(state_archive(checkpoint.own))
             if is_agreed:
                 self.needs = len(own)
-                raise ShareMissing(outgrown(len(own), room)) from None
+                raise ShareMissingError(outgrown(len(own), room)) from None
         image = self._lay_out(checkpoint.state, own, [room] * self._world_size)
         by_address = {piece.storage.data_ptr(): piece.storage for piece in image.layout.pieces}
         watched = [address for address in by_address if address in owned and address not in self._unsteady]
@@ -216,10 +216,10 @@ class Joining(Follower[_Part | SpotError]):
         try:
             late = self._host.flush(wait_s) if self._host is not None else []
         except SpotError as error:  # rank 0 says what became of the snapshot
-            logger.debug("the node on this host: %s", error)
+            logger.debug("the local server: %s", error)
         else:
             for line in late:
-                logger.warning("lightning_spot: %s. The node on this host goes on with it", line)
+                logger.warning("lightning_spot: %s. The local server goes on with it", line)
 
     def _check_begun(self, task: Task[_Part | SpotError], what: _Part | SpotError) -> None:
         if isinstance(what, SpotError) and is_by_itself(task.at):  # the node is told at once, see below
@@ -259,7 +259,7 @@ class Joining(Follower[_Part | SpotError]):
         super()._failed(task, error)
         if is_by_itself(task.at):  # the other hosts have nobody else to hear it from
             self._owe(task.name, f"{task.who}: {error}", task.at)
-        if not isinstance(error, ShareMissing | Fenced):
+        if not isinstance(error, ShareMissingError | FencedError):
             self._say_once(type(error).__name__, "this rank writes no part of %s: %s", task.name, error)
 
     def _check(self, lease: Lease, task: Task[_Part | SpotError], part: _Part) -> Layout:
@@ -274,7 +274,7 @@ class Joining(Follower[_Part | SpotError]):
         _, state_bytes, lines, is_portioned = self._heard
         image = self._with_room(part, state_bytes)
         if image.digest != shared.digest:
-            raise ShareMissing(
+            raise ShareMissingError(
                 f"it has another model or other optimizers than rank 0: {_first_difference(image.plan.lines(), lines)}."
                 " All ranks must build the same"
             )
@@ -286,7 +286,7 @@ class Joining(Follower[_Part | SpotError]):
         """What this rank writes into a slot for the portion of its host."""
         moved = self._portioned.moved(layout, told, _BEYOND, host)
         if host and moved.nbytes != lease.nbytes:  # that of the first host ends where rank 0 says
-            raise ShareMissing(f"its host's portion has {moved.nbytes} bytes, and the slot for it {lease.nbytes}")
+            raise ShareMissingError(f"its host's portion has {moved.nbytes} bytes, and the slot for it {lease.nbytes}")
         return fitting(replace(moved, nbytes=lease.nbytes), lease.nbytes)
 
     def _with_room(self, part: _Part, state_bytes: list[int]) -> ShardedImage:
@@ -297,8 +297,8 @@ class Joining(Follower[_Part | SpotError]):
         own = load_state(memoryview(part.own))
         try:
             archive = state_archive(own, room)
-        except LayoutUnsupported:
-            raise ShareMissing(outgrown(len(state_archive(own)), room)) from None
+        except LayoutUnsupportedError:
+            raise ShareMissingError(outgrown(len(state_archive(own)), room)) from None
         return self._lay_out(part.state, archive, state_bytes)
 
     def _lay_out(self, state: State, own: bytes | bytearray, state_bytes: Sequence[int]) -> ShardedImage:

@@ -1,4 +1,4 @@
-"""Where snapshots go that fit no memory here: to a memory node that brings them on, else to the durable tier."""
+"""Where snapshots go that fit no memory here: to a snapshot server that brings them on, else to the durable tier."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_spot.capture.host_link import within
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import Fenced, NodeUnreachable, SpotError
+from lightning_spot.errors import FencedError, ServerUnreachableError, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.joint import SpreadPlace
 from lightning_spot.memory.runs import RunInfo
@@ -44,10 +44,10 @@ class PastMemory:
         self._away_until_s: dict[str, float] = {}
 
     def write(self, checkpoint: Any, manifest: Manifest) -> None:
-        """Bring a snapshot to the first memory node that has room and carries the run on, else to the durable tier.
+        """Bring a snapshot to the first snapshot server that has room and carries the run on, else to the durable tier.
 
         Raises:
-            Fenced: if a later attempt has taken the run over.
+            FencedError: if a later attempt has taken the run over.
             SpotError: if it is nowhere in the end.
         """
         for node in self._info.nodes:
@@ -74,7 +74,7 @@ class PastMemory:
 
     @property
     def is_at_a_node(self) -> bool:
-        """Whether the newest such snapshot went to a memory node, which may have lost it since."""
+        """Whether the newest such snapshot went to a snapshot server, which may have lost it since."""
         return bool(self._writer.across.at)
 
     def flush(self, wait_s: float) -> list[str]:
@@ -93,7 +93,7 @@ class PastMemory:
                 try:
                     lines = self._owed_at(url, newest.name, deadline_s) if newest is not None else None
                 except SpotError as error:
-                    away.append(f"the memory node that has the newest snapshot cannot be asked: {error}")
+                    away.append(f"the snapshot server that has the newest snapshot cannot be asked: {error}")
                     continue
                 if lines == []:
                     return []
@@ -109,7 +109,7 @@ class PastMemory:
             try:
                 return NodeStore(url).flush(min(_SPREAD_S, within(deadline_s)))
             except SpotError as error:
-                return [f"a memory node that has some of the newest snapshot cannot be asked: {error}"]
+                return [f"a snapshot server that has some of the newest snapshot cannot be asked: {error}"]
 
         while True:
             with ThreadPoolExecutor(len(place.urls)) as pool:
@@ -139,14 +139,14 @@ class PastMemory:
         return []
 
     def _write_to(self, node: str, checkpoint: Any, manifest: Manifest) -> bool:
-        """Bring a snapshot to a memory node; whether it is there, and will be durable without this host."""
+        """Bring a snapshot to a snapshot server; whether it is there, and will be durable without this host."""
         store = NodeStore(f"{node.rstrip('/')}/{self._info.text}")
         try:
             opened = store.open_run(replace(self._info, nodes=(), session=""))
             if not opened.carries:
-                raise NodeUnreachable(opened.why_not, tier=node)
+                raise ServerUnreachableError(opened.why_not, tier=node)
             self._writer.store_past_memory(checkpoint, manifest, store)
-        except Fenced:
+        except FencedError:
             raise
         except SpotError as error:
             self._away_until_s[node] = time.monotonic() + _AWAY_S

@@ -7,7 +7,7 @@ import re
 from typing import Any, NamedTuple
 
 from lightning_spot.capture.host_link import HostLink
-from lightning_spot.errors import RingFull
+from lightning_spot.errors import RingFullError
 from lightning_spot.memory.health import TierHealth
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class SayWhyNot:
         self._why = ""
 
 
-def say_waiting(say_once: SayOnce, link: HostLink, full: RingFull, left_s: float) -> None:
+def say_waiting(say_once: SayOnce, link: HostLink, full: RingFullError, left_s: float) -> None:
     """Say that training waits for a slot, and what fails meanwhile."""
     say_once("waits", "training waits for a slot, for up to %.0f s more: %s", left_s, full)
     say_failing(say_once, link)
@@ -66,11 +66,11 @@ def say_failing(say_once: SayOnce, link: HostLink) -> None:
     nothing: dict[str, TierHealth] = {}
     for url, tier in link.ask(lambda host: host.tiers(), nothing).items():
         if tier.error:
-            say_once(f"{url} fails", "%s fails (%s); the node on this host goes on trying", url, tier.error)
+            say_once(f"{url} fails", "%s fails (%s); the local server goes on trying", url, tier.error)
         if tier.refused:
             say_once(f"{url} refuses", "%s takes nothing of this attempt any more: %s", url, tier.refused)
         if tier.silent:
-            why = "%s; the node on this host has given that connection up and goes on"
+            why = "%s; the local server has given that connection up and goes on"
             say_once(f"{url} is silent", why, tier.silent)
         if tier.dropped:
             say_once(tier.dropped, "a snapshot was damaged in memory and dropped: %s", tier.dropped)

@@ -1,7 +1,7 @@
 """Takes snapshots of sharded state: every rank writes its own part of one image, into one slot of the node on its host.
 
 Rank 0 leases the slot and commits the image; the others join by the snapshot's name (see :mod:`.joining`). No
-collective. On several hosts each has a slot for the files of its own ranks, which its node sends to a memory node;
+collective. On several hosts each has a slot for the files of its own ranks, which its node sends to a snapshot server;
 there they are put together. Without one, it writes them to the durable tier, and all ranks find out by themselves what
 is whose.
 """
@@ -20,7 +20,7 @@ from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.saying import outgrown, read_outgrown
 from lightning_spot.capture.split import SharingRanks
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.errors import LayoutUnsupported, NodeUnreachable, ShareMissing, SpotError
+from lightning_spot.errors import LayoutUnsupportedError, ServerUnreachableError, ShareMissingError, SpotError
 from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, FileSpan
 from lightning_spot.image.layout import Entry, Layout, Layouter
 from lightning_spot.image.manifest import Manifest
@@ -70,12 +70,12 @@ def fitting(layout: Layout, nbytes: int) -> Layout:
     """The layout, if what it places lies in a slot of so many bytes.
 
     Raises:
-        ShareMissing: if it does not.
+        ShareMissingError: if it does not.
     """
     frame_end = max([at + len(data) for at, data in layout.frame], default=0)
     end = max([frame_end, *[piece.offset + piece.nbytes for piece in layout.pieces]])
     if end > nbytes:
-        raise ShareMissing(f"what it writes ends at {end} bytes, and the slot for it at {nbytes}")
+        raise ShareMissingError(f"what it writes ends at {end} bytes, and the slot for it at {nbytes}")
     return layout
 
 
@@ -191,7 +191,7 @@ class ShardedWriter(SnapshotWriter):
     def _open(self, host: Host, checkpoint: Any, manifest: Manifest, wait_s: float, divide: object) -> OpenedSnapshot:
         try:
             layout, lease, manifest = self._lead(host, checkpoint, manifest, wait_s)
-        except NodeUnreachable as error:
+        except ServerUnreachableError as error:
             self.link.lose(host, error)
             raise
         return OpenedSnapshot(layout, lease, manifest, layout, {})
@@ -230,10 +230,10 @@ class ShardedWriter(SnapshotWriter):
         """The image with room for the ranks' own states: twice what the longest needed."""
         try:
             own = state_archive(checkpoint.own, self._own_bytes, self._own_layouter)
-        except LayoutUnsupported:
+        except LayoutUnsupportedError:
             nbytes = len(state_archive(checkpoint.own))
             if self._is_by_itself:  # only what all ranks were told is the same for all of them
-                raise ShareMissing(f"rank 0: {outgrown(nbytes, self._own_bytes)}") from None
+                raise ShareMissingError(f"rank 0: {outgrown(nbytes, self._own_bytes)}") from None
             self._own_bytes = room_for(nbytes)
             own = state_archive(checkpoint.own, self._own_bytes)
         state_bytes = [self._own_bytes] * self._world_size
@@ -249,7 +249,7 @@ class ShardedWriter(SnapshotWriter):
     def _commit(self, host: Host, pending: Pending) -> bool:
         try:  # what was written is not told: this rank knows of its own part only
             return host.seal(pending.lease, pending.manifest, pending.destinations)
-        except ShareMissing as error:
+        except ShareMissingError as error:
             if not self._is_by_itself and (said := read_outgrown(str(error))):
                 self._own_bytes = room_for(said.nbytes)
             raise

@@ -15,7 +15,7 @@ from lightning_spot.capture.saying import outgrown
 from lightning_spot.capture.split import ALIKE, HeldTensor, Number, Split, held_by, sample
 from lightning_spot.capture.tensors import copies_of
 from lightning_spot.capture.unforeseen import failure_of
-from lightning_spot.errors import ShareMissing, SpotError
+from lightning_spot.errors import ShareMissingError, SpotError
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece
@@ -91,7 +91,7 @@ class ShareWriter(Follower[_Share | SpotError]):
             state: what only this rank knows, for the room that rank 0 has kept for it; or why that is not known.
                 (Rank 0 hears of it.)
             wait_s: how long rank 0 may wait for a clean slot, seconds: :meth:`copied` waits as long.
-            at: URL of the run at the memory node to which all hosts bring it; ``""`` if rank 0's host writes it.
+            at: URL of the run at the snapshot server to which all hosts bring it; ``""`` if rank 0's host writes it.
         """
         number = self._across if at else self._number
         if number is None:
@@ -134,7 +134,7 @@ class ShareWriter(Follower[_Share | SpotError]):
         split, portion = self._check(lease, task.number, what)
         room = split.states.get(task.number.share)
         if room is not None and len(what.state) > room[1]:
-            raise ShareMissing(outgrown(len(what.state), room[1]))
+            raise ShareMissingError(outgrown(len(what.state), room[1]))
         view = self._views.of(host, lease)
         pieces, watches = self._pieces(split, portion, task.number, what)
         known = self._views.content(view).take(lease.held)
@@ -163,9 +163,9 @@ class ShareWriter(Follower[_Share | SpotError]):
             self._split = (shared.layout, split, Portion(split.portion(host)) if host else None)
         _, split, portion = self._split
         if difference := split.difference(what.held, number.rank):
-            raise ShareMissing(f"{difference}. {ALIKE}")
+            raise ShareMissingError(f"{difference}. {ALIKE}")
         if shared.digest != what.sample:
-            raise ShareMissing(
+            raise ShareMissingError(
                 "its parameters, or the states of its optimizers, are not those of rank 0; a snapshot of both would be"
                 f" of neither. {ALIKE}"
             )

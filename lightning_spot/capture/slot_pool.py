@@ -13,7 +13,7 @@ from lightning_spot.capture.contents import SlotViews
 from lightning_spot.capture.host_link import HostLink, within
 from lightning_spot.capture.saying import SAY_S
 from lightning_spot.config import read_environment
-from lightning_spot.errors import NodeUnreachable, RingFull, SpotError
+from lightning_spot.errors import RingFullError, ServerUnreachableError, SpotError
 from lightning_spot.memory.ahead import LEAST_BYTES
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.memory.joint import Shared
@@ -48,7 +48,7 @@ class Leases:
     """
 
     def __init__(
-        self, link: HostLink, leased: Callable[[Lease], None], waits: Callable[[RingFull, float], None]
+        self, link: HostLink, leased: Callable[[Lease], None], waits: Callable[[RingFullError, float], None]
     ) -> None:
         self._link = link
         self._leased, self._waits = leased, waits
@@ -131,12 +131,12 @@ class Leases:
                 # Its memory may be still to be made, which takes long for a large one: who waits anyway waits for that.
                 limit_s = min(left_s - slice_s, _made_within_s(nbytes))
                 return self._ask(host, nbytes, slice_s, making(), shared, limit_s)
-            except RingFull as full:
+            except RingFullError as full:
                 if left_s <= _SLICE_S or time.monotonic() >= deadline_s:
                     raise
                 if wait_s - left_s >= SAY_S:
                     self._waits(full, left_s)
-            except NodeUnreachable as error:
+            except ServerUnreachableError as error:
                 self._link.lose(host, error)
                 raise
 
@@ -154,7 +154,7 @@ class Leases:
             if is_wanted and host is self._link.host:
                 try:
                     self._ahead = (host, self._ask(host, nbytes, 0.0, making))
-                except NodeUnreachable as error:
+                except ServerUnreachableError as error:
                     self._link.lose(host, error)
                 except SpotError as error:
                     logger.debug("no slot ahead: %s", error)
@@ -174,7 +174,7 @@ class Leases:
         try:
             host.say(lease)
         except BaseException as error:
-            if isinstance(error, NodeUnreachable):
+            if isinstance(error, ServerUnreachableError):
                 self._link.lose(host, error)
             name, why = shared.name, f"rank 0 cannot begin it ({error})"
             self._link.tell(lambda host: host.decline(name, why))
@@ -192,7 +192,7 @@ class Leases:
             self._unsaid.pop(lease.id, None)
             try:
                 host.say(lease)
-            except NodeUnreachable as error:
+            except ServerUnreachableError as error:
                 self._link.lose(host, error)
             except SpotError as error:
                 logger.debug("for which snapshot a slot is could not be said: %s", error)
@@ -223,7 +223,7 @@ class Leases:
         more: dict[str, Any] = {"shared": shared} if shared is not None else {}
         if making is not Making.NOW:
             more["making"] = making
-        if limit_s > host.max_stall_s:
+        if limit_s > host.server_call_timeout_s:
             more["limit_s"] = limit_s
         lease = host.lease(nbytes, wait_s, **more)
         self._leased(lease)
@@ -322,8 +322,8 @@ class SlotMaker:
 
         What callbacks add is not known before, nor what a training gets later: another optimizer's state, averages. A
         state that has grown may go on growing, so its slots have room for more. Where it grows so fast that the one
-        that was made in the background is too small again, training waits for the next, up to ``max_stall_s``: not
-        every snapshot is skipped.
+        that was made in the background is too small again, training waits for the next, up to
+        ``server_call_timeout_s``: not every snapshot is skipped.
 
         Args:
             host: the ring.
@@ -335,7 +335,7 @@ class SlotMaker:
             return True
         again, self._was_too_small = self._was_too_small, True
         self.first(host, _with_room(nbytes, host.memory_bytes), gpu=self._size[1])
-        return again and not waits and self.wait(host.max_stall_s)
+        return again and not waits and self.wait(host.server_call_timeout_s)
 
     def again(self, host: Host) -> None:
         """Make the first slot of another ring; returns when it is there."""
@@ -435,7 +435,7 @@ class SlotMaker:
             finally:
                 give_back(host, lease, untouched=True)  # one that was there already holds what it held
             logger.debug("slot %d was made in %.2f s", lease.slot, time.monotonic() - began_s)
-        except NodeUnreachable as error:
+        except ServerUnreachableError as error:
             self._lose(host, error)
         except SpotError as error:  # who needs it has it made then, and is told; or nobody does any more
             logger.debug("no slot was made ahead: %s", error)
@@ -449,7 +449,7 @@ class SlotMaker:
         """
         try:
             return have_made(host, nbytes, making)
-        except RingFull:
+        except RingFullError:
             if not (making.is_ahead and self._asked):
                 raise
             return have_made(host, nbytes)
@@ -476,11 +476,11 @@ class Supply:
         """Wait while the first slot is made in the background, no longer than for a clean one.
 
         Raises:
-            RingFull: if it is not there by then.
+            RingFullError: if it is not there by then.
         """
-        wait_s = wait_s or host.max_stall_s
+        wait_s = wait_s or host.server_call_timeout_s
         if not self._maker.wait(wait_s):
-            raise RingFull(f"the slot for it is still being made after {wait_s:.0f} s")
+            raise RingFullError(f"the slot for it is still being made after {wait_s:.0f} s")
 
     def take(self, host: Host, nbytes: int, wait_s: float, shared: Shared | None) -> Lease:
         """Take a slot; where there is none, a further one may be made.
@@ -500,13 +500,13 @@ class Supply:
         if self._maker.has_outgrown(nbytes):
             self._leases.give_back()  # it is too small, and its memory is to be made anew
         if not self._maker.fits(host, nbytes, waits=wait_s > 0) and not (wait_s and self._maker.wait(wait_s)):
-            raise RingFull("the slots are too small for it; a larger one is being made")
+            raise RingFullError("the slots are too small for it; a larger one is being made")
         wait_s = within(deadline_s)
         making, began_s = self._maker.making(nbytes), time.monotonic()
         if not wait_s or making is Making.NEVER:
             try:
                 return self._leases.take(host, nbytes, 0.0, shared, making)
-            except RingFull:
+            except RingFullError:
                 self._maker.found_none(host, nbytes)
                 if not wait_s:
                     raise

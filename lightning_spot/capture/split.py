@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_spot.errors import ShareMissing
+from lightning_spot.errors import ShareMissingError
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.pieces import Piece
 from lightning_spot.image.portion import Portions, joined
@@ -57,7 +57,7 @@ class SharingRanks:
         shares: how many, rank 0 among them.
         states: room in the checkpoint for what only one rank knows, by the share of each rank, from 1 on, that writes
             it by itself.
-        hosts: how many ranks each host has, if several bring it to a memory node; shares are numbered host by host.
+        hosts: how many ranks each host has, if several bring it to a snapshot server; shares are numbered host by host.
         at: URL of the run at that node.
         sent: likewise by the rank, from 1 on, of those that send it to rank 0, which writes it.
     """
@@ -122,7 +122,7 @@ class Split:
             ranks: that fill it.
 
         Raises:
-            ShareMissing: if the file is not one of which several ranks can each write some.
+            ShareMissingError: if the file is not one of which several ranks can each write some.
         """
         pieces = {piece.storage.data_ptr(): piece for piece in layout.pieces}
         rooms = _rooms_in(layout, ranks.states)
@@ -231,7 +231,7 @@ class Divider:
         """Say which bytes are whose. Alone, rank 0 copies all of it.
 
         Raises:
-            ShareMissing: see :meth:`Split.of`.
+            ShareMissingError: see :meth:`Split.of`.
         """
         if ranks is None:
             return Divided(None, layout, {})
@@ -256,14 +256,14 @@ def _rooms_in(layout: Layout, rooms: Mapping[int, torch.Tensor]) -> dict[int, Pi
     """The pieces of a layout that are rooms for ranks' own states.
 
     Raises:
-        ShareMissing: if one of them is none by itself.
+        ShareMissingError: if one of them is none by itself.
     """
     if not rooms:
         return {}
     wanted = {room.untyped_storage().data_ptr(): rank for rank, room in rooms.items()}
     found = {wanted[address]: piece for piece in layout.pieces if (address := piece.storage.data_ptr()) in wanted}
     if len(found) < len(rooms):
-        raise ShareMissing(BY_ONE_RANK)
+        raise ShareMissingError(BY_ONE_RANK)
     return found
 
 

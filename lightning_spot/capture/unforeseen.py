@@ -11,7 +11,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from lightning_spot.errors import SnapshotFailed, SpotError
+from lightning_spot.errors import SnapshotFailedError, SpotError
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def as_failure(error: Exception) -> SpotError:
         return error
     logger.debug("a snapshot could not be taken", exc_info=error)
     text = str(error)
-    failure = SnapshotFailed(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+    failure = SnapshotFailedError(f"{type(error).__name__}: {text}" if text else type(error).__name__)
     failure.__cause__ = error.with_traceback(None)  # its frames would keep tensors alive
     return failure
 

@@ -30,7 +30,14 @@ from lightning_spot.capture.split import Divided, Divider, SharingRanks
 from lightning_spot.capture.streamed_file import store_streamed
 from lightning_spot.capture.unforeseen import as_failure
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.errors import Fenced, NodeUnreachable, NotSerialisable, ShareMissing, SpotError, TornSnapshot
+from lightning_spot.errors import (
+    FencedError,
+    NotSerializableError,
+    ServerUnreachableError,
+    ShareMissingError,
+    SpotError,
+    TornSnapshotError,
+)
 from lightning_spot.image.floats import WIDTHS, Floats
 from lightning_spot.image.layout import Layout, Layouter, lay_out_plain, outline_of
 from lightning_spot.image.manifest import Manifest
@@ -65,7 +72,7 @@ class Outliner:
         """Lay ``checkpoint`` out.
 
         Raises:
-            NotSerialisable: if it holds what cannot be pickled.
+            NotSerializableError: if it holds what cannot be pickled.
             MemoryError: if there is not the memory for it now; the next one may be laid out.
         """
         try:
@@ -79,7 +86,7 @@ class Outliner:
         except MemoryError:
             raise
         except Exception as error:
-            raise NotSerialisable(
+            raise NotSerializableError(
                 f"the training state cannot be serialised ({type(error).__name__}: {error}); look at what"
                 " on_save_checkpoint, state_dict and hyperparameters put into the checkpoint"
             ) from error
@@ -110,7 +117,7 @@ class Finishing:
 
     Attributes:
         link: to the ring, which may be lost and found again.
-        across: of what several hosts bring to a memory node.
+        across: of what several hosts bring to a snapshot server.
         committed: manifest of the newest snapshot that is committed in memory, or was stored past it.
         past_memory: manifest of the newest that was stored past it: outside this host.
         torn: snapshots dropped because a tensor changed while it was copied.
@@ -138,7 +145,7 @@ class Finishing:
         self.mailbox: Mailbox | None = None
         self.committed: Manifest | None = None
         self.past_memory: Manifest | None = None
-        self.fence: Fenced | None = None
+        self.fence: FencedError | None = None
         self.torn = 0
         self.together, self.posted, self.missed, self.missed_because = 0, 0, 0, ""
         self._say_why_not = SayWhyNot(self.say_once)
@@ -210,23 +217,23 @@ class Finishing:
 
     def _failed(self, host: Host, pending: Pending, error: BaseException) -> None:
         error = as_failure(error) if isinstance(error, Exception) else error  # who waits for it expects no other kind
-        self.torn += isinstance(error, TornSnapshot)
+        self.torn += isinstance(error, TornSnapshotError)
         if not pending.job.is_done:  # the slot is given back: nothing is to come into it any more
             self._copying.copier.give_up(pending.view)
         if self.mailbox is not None:
             self.mailbox.over(pending.manifest.name)  # else what has come, or comes yet, would be kept until the end
-        if isinstance(error, NodeUnreachable):
+        if isinstance(error, ServerUnreachableError):
             self.link.lose(host, error)
         else:
             give_back(host, pending.lease)
         if self.across.has_given_way(pending):
             pending.done.set_exception(error)
             return
-        if isinstance(error, ShareMissing):
+        if isinstance(error, ShareMissingError):
             self.miss(error)
-        if isinstance(error, Fenced):
+        if isinstance(error, FencedError):
             self.fence = error
-        if isinstance(error, TornSnapshot):
+        if isinstance(error, TornSnapshotError):
             self.say_once("torn", "%s", error)
         elif not self.link.is_loss(error):  # of which it was said
             self._say_why_not(pending.manifest.name, str(error))
@@ -365,7 +372,9 @@ class SnapshotWriter(Finishing):
             raise
         if job.stands_still and not self.across.is_under_way:  # that would be to wait for other hosts
             self.copied()
-            futures.wait([pending.done], host.max_stall_s)  # what goes wrong, or takes longer, does so meanwhile
+            futures.wait(
+                [pending.done], host.server_call_timeout_s
+            )  # what goes wrong, or takes longer, does so meanwhile
         return pending.done
 
     def copied(self) -> None:

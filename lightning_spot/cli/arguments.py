@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 
 from lightning_spot.config import check_number, check_run_name, why_no_place, without_password
 from lightning_spot.errors import SettingsError
-from lightning_spot.run.location import AUTO, Location, node_url
+from lightning_spot.image.manifest import snapshot_order
+from lightning_spot.run.location import Location, node_url
+
+LATEST = "latest"
+"""The newest snapshot of a run."""
+
+
+def split_run(given: str) -> tuple[str, str | None]:
+    """A run, and which of its snapshots is meant: ``RUN@STEP``, ``RUN@NAME`` or ``RUN@latest``; ``None`` if none is.
+
+    ``spot://host:port/NAME@ID`` is a run, and so is a directory that is there.
+    """
+    run, separator, selector = given.rpartition("@")
+    is_step = re.fullmatch(r"\d{1,11}", selector) is not None  # an ID has twelve hexadecimal digits
+    if not separator or "/" in selector or os.path.exists(given):
+        return given, None
+    return (run, selector) if is_step or selector == LATEST or snapshot_order(selector) is not None else (given, None)
 
 
 def check_given(url: str, nodes: Sequence[str], run: str | None) -> None:
-    """Refuse what names no place, no memory node or no run.
+    """Refuse what names no place, no snapshot server or no run.
 
     Raises:
         SettingsError: naming the flag.
@@ -21,14 +39,14 @@ def check_given(url: str, nodes: Sequence[str], run: str | None) -> None:
         try:
             node_url(node)
         except SettingsError as error:
-            raise SettingsError(f"--memory {error}") from error
+            raise SettingsError(f"--server {error}") from error
     if twice := [node for node in nodes if nodes.count(node) > 1]:
-        raise SettingsError(f"--memory names {twice[0]} twice")
+        raise SettingsError(f"--server names {twice[0]} twice")
     if run is not None:
         try:
             check_run_name(run)
         except SettingsError as error:
-            raise SettingsError(f"--run: {error}") from error
+            raise SettingsError(f"--run-name: {error}") from error
 
 
 def location_of(url: str, nodes: Sequence[str], run: str | None) -> Location:
@@ -36,22 +54,22 @@ def location_of(url: str, nodes: Sequence[str], run: str | None) -> Location:
 
     Args:
         url: its directory or URL.
-        nodes: memory nodes that are asked, too.
+        nodes: snapshot servers that are asked, too.
         run: its name, if that is not the last part of ``url``.
 
     Raises:
         SettingsError: in words of the command line.
     """
     if url.startswith("spot:"):
-        raise SettingsError(f"{url} is a memory node: give a directory or URL, and the node by --memory")
+        raise SettingsError(f"{url} is a snapshot server: give a directory or URL, and the server by --server")
     check_given(url, nodes, run)
-    place = Location.of(url, nodes or AUTO, run or "run")
+    place = Location.of(url, servers=nodes or None, run_name=run or "run")
     if run is not None:
         return place
     try:
-        return Location.of(url, nodes or AUTO, None)
+        return Location.of(url, servers=nodes or None)
     except SettingsError:  # all else was good
-        raise SettingsError(f"{url!r} does not end with a name of a run: give it by --run") from None
+        raise SettingsError(f"{url!r} does not end with a name of a run: give it by --run-name") from None
 
 
 def check_replicas_given(replicas: int, nodes: Sequence[str]) -> None:
@@ -63,5 +81,5 @@ def check_replicas_given(replicas: int, nodes: Sequence[str]) -> None:
     check_number("--replicas", replicas, 1, whole=True)
     if replicas > max(1, len(nodes)):
         raise SettingsError(
-            f"--replicas={replicas}: each replica is at a node of its own, and --memory names {len(nodes)} of them"
+            f"--replicas={replicas}: each replica is at a node of its own, and --server names {len(nodes)} of them"
         )

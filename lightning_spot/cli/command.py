@@ -14,7 +14,7 @@ import sys
 from lightning_spot._version import __version__
 from lightning_spot.cli import doctor, drill, listing, report, simulate, transfer
 from lightning_spot.cli.output import error_console
-from lightning_spot.errors import CorruptSnapshot, SpotError
+from lightning_spot.errors import CorruptSnapshotError, SpotError
 from lightning_spot.service import program, settings
 from lightning_spot.untrusted import log_plainly
 
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = command_parser().parse_args(argv)
     try:
         return int(arguments.call(arguments))
-    except CorruptSnapshot as error:
+    except CorruptSnapshotError as error:
         _say(str(error))
         return 1
     except SpotError as error:
@@ -52,9 +52,9 @@ def command_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    node = commands.add_parser("node", help="run a memory node")
-    settings.add_arguments(node)
-    node.set_defaults(call=_node)
+    serve = commands.add_parser("serve", help="run a snapshot server")
+    settings.add_arguments(serve)
+    serve.set_defaults(call=_serve)
 
     for name, module, call, text in (
         ("drill", drill, drill.drill, "train undisturbed and with kills, and compare the final states bit by bit"),
@@ -70,23 +70,26 @@ def command_parser() -> argparse.ArgumentParser:
         ("ls", listing.ls, "list the snapshots of a run at every tier"),
         ("show", listing.show, "show one snapshot: sizes, checksums, versions, what is in it"),
         ("verify", transfer.verify, "read every byte of the snapshots and check it"),
-        ("pull", transfer.pull, "copy a snapshot's checkpoint into a file, or a sharded one into a directory"),
+        ("cp", transfer.copy, "copy a snapshot's checkpoint into a file, or a sharded one into a directory"),
     ):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("url", metavar="URL", help="run: its directory, fsspec URL, or spot://host:port/RUN")
+        one = {"ls": "", "verify": "; RUN@STEP for one snapshot, RUN@latest for the newest (default: all)"}
         command.add_argument(
-            "--memory",
+            "run",
+            metavar="RUN" if name == "ls" else "RUN[@STEP]",
+            help="directory, fsspec URL, or spot://host:port/NAME"
+            + one.get(name, "; RUN@STEP for one snapshot (default: the newest, RUN@latest)"),
+        )
+        command.add_argument(
+            "--server",
             action="append",
             default=[],
             metavar="spot://HOST:PORT",
-            help="also ask this memory node; may be given several times",
+            help="also ask this snapshot server; may be given several times",
         )
-        command.add_argument("--run", help="name of the run (default: last component of URL)")
-        if name in ("show", "verify", "pull"):
-            usual = "all" if name == "verify" else "the newest"
-            command.add_argument("snapshot", nargs="?", help=f"name of the snapshot, or its step (default: {usual})")
-        if name == "pull":
-            command.add_argument("--to", default=".", metavar="PATH", help="file or directory (default: %(default)s)")
+        command.add_argument("--run-name", metavar="NAME", help="name of the run (default: last component of RUN)")
+        if name == "cp":
+            command.add_argument("dest", metavar="DEST", help="file, or directory to copy it into")
             command.add_argument("--force", action="store_true", help="replace an existing file")
             command.add_argument(
                 "--consolidate", action="store_true", help="make one plain file of a sharded snapshot (needs torch)"
@@ -97,12 +100,12 @@ def command_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _node(arguments: argparse.Namespace) -> int:
+def _serve(arguments: argparse.Namespace) -> int:
     logging.getLogger().setLevel(logging.INFO)
     try:
         return program.run_node(settings.settings_from(arguments))
     except OSError as error:
-        _say(f"lightning-spot node: {error}")
+        _say(f"lightning-spot serve: {error}")
         return 2
 
 

@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_spot.cli.arguments import check_replicas_given, location_of
 from lightning_spot.cli.output import error_console, wide_console
-from lightning_spot.cli.simulate import seconds
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import check_number, format_bytes, format_seconds, parse_flag_bytes, read_environment
-from lightning_spot.errors import NodeUnreachable, SettingsError, SpotError, TierError
+from lightning_spot.errors import ServerUnreachableError, SettingsError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.runs import RunInfo, run_text
 from lightning_spot.notices.detect import CLOUDS, detect_cloud
 from lightning_spot.run.location import memory_limit_bytes
 from lightning_spot.run.patience import PATIENCE, unless_silent
+from lightning_spot.service.settings import seconds
 from lightning_spot.tiers.filesystem import open_filesystem, speaks, tier_errors
 from lightning_spot.tiers.s3 import S3, aborts_unfinished
 from lightning_spot.tiers.store import Holdings, Store
@@ -37,7 +37,7 @@ from lightning_spot.tiers.store import Holdings, Store
 if TYPE_CHECKING:
     from lightning_spot.simulation.closed_form import Outlook
 
-ALONE, WITH_NODE = "durable tier only", "with the memory node"
+ALONE, WITH_NODE = "durable tier only", "with the snapshot server"
 _WORTH_A_NODE = 0.01
 _USUAL_BYTES = 10**9
 """Size of a snapshot of which nothing is known."""
@@ -54,7 +54,7 @@ _ABORTS = {
     ]
 }
 _WAY_ON = (
-    ". Is one running there (`lightning-spot node --listen HOST:PORT`), and does a firewall let this host through?"
+    ". Is one running there (`lightning-spot serve --listen HOST:PORT`), and does a firewall let this host through?"
 )
 
 
@@ -91,13 +91,13 @@ def together(nodes: Sequence[str], speed: Callable[[str], float]) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``doctor``."""
-    parser.add_argument("url", metavar="DIRPATH", help="durable directory or fsspec URL that snapshots are to go to")
+    parser.add_argument("url", metavar="RUN", help="durable directory or fsspec URL that snapshots are to go to")
     parser.add_argument(
-        "--memory",
+        "--server",
         action="append",
         default=[],
         metavar="spot://HOST:PORT",
-        help="also measure this memory node",
+        help="also measure this snapshot server",
     )
     parser.add_argument("--replicas", type=int, default=1, metavar="N", help="nodes that keep each snapshot (1)")
     parser.add_argument(
@@ -115,8 +115,8 @@ def doctor(arguments: argparse.Namespace) -> int:
     check_number("--lifetime", arguments.lifetime, 0, above=True)
     if sample > (most := memory_limit_bytes(None)):
         raise SettingsError(f"--sample {arguments.sample}: at most half of this host's memory, {format_bytes(most)}")
-    location = location_of(arguments.url, arguments.memory, "doctor")
-    check_replicas_given(arguments.replicas, arguments.memory)
+    location = location_of(arguments.url, arguments.server, "doctor")
+    check_replicas_given(arguments.replicas, arguments.server)
     say = error_console().print
     made = _not_there(location.url)
     problems: list[str] = []
@@ -129,7 +129,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     facts: dict[str, Any] = {"copy_bytes_per_s": copy_speed(sample)}
     tiers: dict[str, float] = {}
     scratch = f"{location.url}/.doctor-{secrets.token_hex(4)}"
-    stores = {node: f"{node}/doctor" for node in location.nodes}
+    stores = {node: f"{node}/doctor" for node in location.servers}
     if found is not None:
         stores[location.url] = scratch
     for url, where in stores.items():
@@ -142,24 +142,24 @@ def doctor(arguments: argparse.Namespace) -> int:
         problems += _remove(scratch, known=location.url not in tiers)
     _remove_empty(made)
     facts["tiers_bytes_per_s"] = tiers
-    nodes = [url for url in location.nodes if url in tiers]
+    nodes = [url for url in location.servers if url in tiers]
     facts["not_carried"], wrong = _not_carried(nodes, location.url)
     problems += wrong
     if len(nodes) > 1:
-        say(f"writing {format_bytes(sample)} to each memory node at the same time …")
+        say(f"writing {format_bytes(sample)} to each snapshot server at the same time …")
         each = functools.partial(_node_store_speed, nbytes=sample)
         facts["nodes_together_bytes_per_s"] = together(nodes, each)
-    say("starting a memory node on this host …")
+    say("starting a snapshot server on this host …")
     try:
         facts["node_bytes_per_s"] = node_speed(scratch, sample)
     except (SpotError, OSError) as error:
-        problems.append(f"the memory node on this host: {error}")
+        problems.append(f"the snapshot server on this host: {error}")
     cloud = detect_cloud()
-    facts["cloud"], facts["grace_s"] = cloud, CLOUDS[cloud]().grace_s if cloud is not None else None
+    facts["cloud"], facts["grace_period_s"] = cloud, CLOUDS[cloud]().grace_period_s if cloud is not None else None
     outlooks = _outlooks(snapshot_bytes, facts["copy_bytes_per_s"], tiers, location.url, arguments.lifetime)
     facts["outlook"] = {label: asdict(found) for label, found in outlooks.items()}
     replicas = min(arguments.replicas, len(nodes))
-    facts["advice"] = _advice(outlooks, snapshot_bytes, location.url, nodes, replicas, facts["grace_s"])
+    facts["advice"] = _advice(outlooks, snapshot_bytes, location.url, nodes, replicas, facts["grace_period_s"])
     if found is not None:
         facts["advice"][:0] = _of_unfinished_uploads(location.url)
     facts["problems"] = problems
@@ -178,7 +178,7 @@ def _remove_empty(made: Iterable[Path]) -> None:
 
 
 def _not_carried(nodes: list[str], durable_url: str) -> tuple[dict[str, str], list[str]]:
-    """Which memory nodes would not bring a run to its durable directory, and why; what is wrong with others."""
+    """Which snapshot servers would not bring a run to its durable directory, and why; what is wrong with others."""
     found: dict[str, str] = {}
     problems: list[str] = []
     for node in nodes:
@@ -197,7 +197,7 @@ def _node_store_speed(node: str, nbytes: int) -> float:
 def _problem(url: str, where: str, error: SpotError) -> str:
     """What is wrong with a tier, said of it, and not of the place below it that was made up to be measured."""
     said = str(error).replace(where, url)
-    return f"{url}: {said.removeprefix(f'{url}: ')}{_WAY_ON if isinstance(error, NodeUnreachable) else ''}"
+    return f"{url}: {said.removeprefix(f'{url}: ')}{_WAY_ON if isinstance(error, ServerUnreachableError) else ''}"
 
 
 def _size(arguments: argparse.Namespace, flag: str) -> int:
@@ -249,7 +249,7 @@ def store_speed(store: Store, nbytes: int) -> float:
 
 
 def node_speed(run_url: str, nbytes: int) -> float:
-    """Bytes per second at which a memory node on this host commits a snapshot: copied into its slot and checked.
+    """Bytes per second at which a snapshot server on this host commits a snapshot: copied into its slot and checked.
 
     Args:
         run_url: of a run that there is not; its node is started, and ends by itself.
@@ -257,7 +257,7 @@ def node_speed(run_url: str, nbytes: int) -> float:
     """
     image = bytes(nbytes)
     room = 4 * nbytes + (64 << 20)  # slots are somewhat larger than what they hold
-    host = start(run_url, "doctor", slots=2, memory_bytes=room, idle_timeout_s=1.0)
+    host = start(run_url, "doctor", slots=2, memory_bytes=room, server_idle_timeout_s=1.0)
     try:
         attempt = host.open_run(RunInfo(name="doctor", id="", location="", attempt=1, token="")).attempt
         took_s = []
@@ -280,7 +280,7 @@ def node_speed(run_url: str, nbytes: int) -> float:
 def _outlooks(
     snapshot_bytes: int, copy_bytes_per_s: float, tiers: dict[str, float], durable_url: str, lifetime_s: float
 ) -> dict[str, Outlook]:
-    """What to expect without a memory node, and with the first one that works."""
+    """What to expect without a snapshot server, and with the first one that works."""
     from lightning_spot.simulation.closed_form import outlook
     from lightning_spot.simulation.job import SimulatedJob, chain, durable_tier, memory_node
 
@@ -301,24 +301,24 @@ def _advice(
     url: str,
     nodes: list[str],
     replicas: int,
-    grace_s: float | None,
+    grace_period_s: float | None,
 ) -> list[str]:
-    memory = f", memory={nodes!r}" if nodes else ""
+    memory = f", servers={nodes!r}" if nodes else ""
     memory += f", replicas={replicas}" if replicas > 1 else ""
     advice = _of_memory(2 + 1 + replicas, snapshot_bytes)
     alone, with_node = outlooks.get(ALONE), outlooks.get(WITH_NODE)
     if alone is not None and with_node is not None:
         gain = alone.total - with_node.total
-        verdict = "keep it" if gain > _WORTH_A_NODE else "you need no memory node"
+        verdict = "keep it" if gain > _WORTH_A_NODE else "you need no snapshot server"
         saves = f"{100 * gain:.1f} % of the time" if gain > 0 else "nothing"
-        advice.append(f"the memory node saves {saves}: {verdict}")
+        advice.append(f"the snapshot server saves {saves}: {verdict}")
         memory = memory if gain > _WORTH_A_NODE else ""
     elif alone is not None and alone.safe_s > alone.interval_s / 2:
-        advice.append("most of what a preemption takes is on its way to the durable tier: a memory node would help")
+        advice.append("most of what a preemption takes is on its way to the durable tier: a snapshot server would help")
     best = min(outlooks.values(), key=lambda found: found.total, default=None)
-    if best is not None and grace_s is not None and best.safe_s > grace_s:
+    if best is not None and grace_period_s is not None and best.safe_s > grace_period_s:
         advice.append(
-            f"a notice leaves {grace_s:.0f} s, and a snapshot needs {best.safe_s:.0f} s until it is safe: after a"
+            f"a notice leaves {grace_period_s:.0f} s, a snapshot needs {best.safe_s:.0f} s until it is safe: after a"
             " notice the run resumes from its last regular snapshot"
         )
     if not outlooks:
@@ -373,14 +373,16 @@ def _of_memory(slots: int, snapshot_bytes: int) -> list[str]:
 def _print(facts: dict[str, Any], outlooks: dict[str, Outlook], snapshot_bytes: int) -> None:
     console = wide_console()
     cloud = facts["cloud"] or "none found; signals and the notice file are watched"
-    console.print(f"cloud: {cloud}" + (f", a notice leaves {facts['grace_s']:.0f} s" if facts["grace_s"] else ""))
+    console.print(
+        f"cloud: {cloud}" + (f", a notice leaves {facts['grace_period_s']:.0f} s" if facts["grace_period_s"] else "")
+    )
     console.print(f"copy within memory: {format_bytes(facts['copy_bytes_per_s'])}/s")
     if "node_bytes_per_s" in facts:
-        console.print(f"committed by a node on this host: {format_bytes(facts['node_bytes_per_s'])}/s")
+        console.print(f"committed by a local server: {format_bytes(facts['node_bytes_per_s'])}/s")
     for url, speed in facts["tiers_bytes_per_s"].items():
         console.print(f"stored at {url}: {format_bytes(speed)}/s")
     if (speed := facts.get("nodes_together_bytes_per_s")) is not None:
-        console.print(f"stored at all memory nodes at the same time: {format_bytes(speed)}/s")
+        console.print(f"stored at all snapshot servers at the same time: {format_bytes(speed)}/s")
     for node, why in facts["not_carried"].items():
         console.print(
             f"{node} brings no run to its durable directory, and no model in shards on several hosts is spread over it:"

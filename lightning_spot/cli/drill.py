@@ -23,6 +23,7 @@ from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.protocol.process import descendants
 from lightning_spot.protocol.record import find_record
+from lightning_spot.service.settings import seconds
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.untrusted import LARGE_BYTES, read_object
 
@@ -106,7 +107,7 @@ def training(command: list[str], folder: Path, notice: Path) -> Iterator[Trainin
         process.wait()
 
 
-class DrillFailed(SpotError):
+class DrillFailedError(SpotError):
     """The drill could not be carried out: the training itself failed, or never took a snapshot."""
 
 
@@ -153,7 +154,7 @@ class Drill:
         took_s, (_, store) = time.monotonic() - started, _store(undisturbed)
         self._disturbed(disturbed, took_s, store.survey().manifests[0].step)
         if not self.disturbances:
-            raise DrillFailed("the second run was done before it was disturbed: the training has to take longer")
+            raise DrillFailedError("the second run was done before it was disturbed: the training has to take longer")
         return _differences(_final(undisturbed), _final(disturbed))
 
     def _undisturbed(self, undisturbed: Path, disturbed: Path) -> None:
@@ -163,17 +164,19 @@ class Drill:
             deadline = time.monotonic() + self.limit_s
             while process.poll() is None:
                 if time.monotonic() > deadline:
-                    raise DrillFailed(f"the training is not done after {self.limit_s:.0f} s: give it less, or --limit")
+                    raise DrillFailedError(
+                        f"the training is not done after {self.limit_s:.0f} s: give it less, or --limit"
+                    )
                 if not disturbed.exists():
                     self._is_launched = self._is_launched or bool(trained.launched())
                     _begin_with_first_snapshot(undisturbed, disturbed)
                 time.sleep(_POLL_S)
         if process.returncode != 0:
-            raise DrillFailed(
+            raise DrillFailedError(
                 f"the undisturbed training ended with exit code {process.returncode}:\n{_tail(undisturbed)}"
             )
         if not disturbed.exists():
-            raise DrillFailed(
+            raise DrillFailedError(
                 "the training took no snapshot before its last one: it must use SpotCheckpoint, and take longer than"
                 " its first few steps"
             )
@@ -193,7 +196,7 @@ class Drill:
             if code == 0:
                 return
             if not is_disturbed or (code not in _ENDED and not self._is_launched):
-                raise DrillFailed(f"a resumed training ended with exit code {code}:\n{_tail(disturbed)}")
+                raise DrillFailedError(f"a resumed training ended with exit code {code}:\n{_tail(disturbed)}")
 
     def _code(self, process: subprocess.Popen[bytes], disturbed: Path) -> int:
         try:
@@ -215,8 +218,8 @@ class Drill:
             time.sleep(_POLL_S)
         return False
 
-    def _endless(self, disturbed: Path) -> DrillFailed:
-        return DrillFailed(f"the training did not end within {self.limit_s:.0f} s\n{_tail(disturbed)}")
+    def _endless(self, disturbed: Path) -> DrillFailedError:
+        return DrillFailedError(f"the training did not end within {self.limit_s:.0f} s\n{_tail(disturbed)}")
 
     def _comes_to_a_moment(self, process: subprocess.Popen[bytes], disturbed: Path, took_s: float, steps: int) -> bool:
         """Wait for a random moment of an undisturbed run's time, or of the steps that are left if sooner.
@@ -249,7 +252,7 @@ class Drill:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     parser.add_argument("--kills", type=int, default=3, help="how often the second run is disturbed (%(default)s)")
-    parser.add_argument("--limit", type=float, default=3600.0, metavar="S", help="longest training (%(default)s s)")
+    parser.add_argument("--limit", type=seconds, default=3600.0, metavar="TIME", help="longest training (1h)")
     parser.add_argument("--seed", type=int, help="of the moments of the kills (default: random, printed)")
     parser.add_argument("--keep", metavar="DIR", help="keep snapshots and logs there")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
@@ -333,12 +336,12 @@ def _store(folder: Path) -> tuple[Path, LocalStore]:
     """The run that the training wrote below ``folder``; there is one."""
     runs = [path for path in (folder / "runs").glob("*") if path.is_dir()]
     if not runs:
-        raise DrillFailed(f"the training wrote no snapshots: does it use SpotCheckpoint?\n{_tail(folder)}")
+        raise DrillFailedError(f"the training wrote no snapshots: does it use SpotCheckpoint?\n{_tail(folder)}")
     return runs[0], LocalStore(runs[0])
 
 
 def _begin_with_first_snapshot(undisturbed: Path, disturbed: Path) -> None:
-    with contextlib.suppress(DrillFailed, SpotError, OSError):
+    with contextlib.suppress(DrillFailedError, SpotError, OSError):
         run, store = _store(undisturbed)
         early = [manifest for manifest in store.survey().manifests if not manifest.complete]
         if not early:
@@ -365,7 +368,7 @@ def _final(folder: Path) -> Path:
     run, store = _store(folder)
     newest: Manifest | None = next(iter(store.survey().manifests), None)
     if newest is None or not newest.complete:
-        raise DrillFailed(f"the run in {run} has no final snapshot\n{_tail(folder)}")
+        raise DrillFailedError(f"the run in {run} has no final snapshot\n{_tail(folder)}")
     return run / newest.data_path
 
 
@@ -374,7 +377,7 @@ def _differences(first: Path, second: Path) -> Verdict:
     command = [sys.executable, "-m", "lightning_spot.exact.compare", str(first), str(second)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise DrillFailed(f"the final states could not be compared:\n{done.stderr[-2000:]}")
+        raise DrillFailedError(f"the final states could not be compared:\n{done.stderr[-2000:]}")
     return Verdict(**read_object(done.stdout, LARGE_BYTES))
 
 

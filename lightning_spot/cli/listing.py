@@ -9,11 +9,14 @@ import time
 from lightning_spot.cli.output import plain_table, wide_console
 from lightning_spot.cli.tiers import Entry, ask, pick
 from lightning_spot.config import format_bytes
+from lightning_spot.errors import SettingsError
 
 
 def ls(arguments: argparse.Namespace) -> int:
     """List the snapshots of a run at every tier, newest first."""
     found = ask(arguments)
+    if found.selected is not None:
+        raise SettingsError(f"ls lists all snapshots of a run: give {found.url}, or show {arguments.run}")
     if arguments.json:
         unreadable = [{"name": name, "state": "unreadable", "reason": why} for name, why in found.unreadable.items()]
         print(json.dumps([*(_facts(entry) for entry in found.entries), *unreadable], indent=1))
@@ -41,7 +44,8 @@ def ls(arguments: argparse.Namespace) -> int:
 
 def show(arguments: argparse.Namespace) -> int:
     """Show everything known of one snapshot."""
-    entry = pick(ask(arguments), arguments.snapshot)
+    found = ask(arguments)
+    entry = pick(found, found.selected)
     if arguments.json:
         print(json.dumps(_facts(entry), indent=1))
         return 0
@@ -57,7 +61,7 @@ def show(arguments: argparse.Namespace) -> int:
         "step": manifest.step,
         "epoch": manifest.epoch,
         "attempt": manifest.attempt,
-        "exact": "yes" if manifest.exact else "no, an approximation (compression='topk')",
+        "exact": "yes" if manifest.exact else "no, an approximation (lossy='topk')",
         "complete": "yes, the run had ended" if manifest.complete else "no",
         "taken": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created_unix_s))
         + f" ({_age(manifest.created_unix_s)} ago)",

@@ -11,13 +11,13 @@ from lightning_spot.cli.arguments import location_of
 from lightning_spot.cli.output import plain_table, wide_console
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import format_count, format_seconds
-from lightning_spot.errors import SettingsError, SnapshotNotFound
+from lightning_spot.errors import SettingsError, SnapshotNotFoundError
 from lightning_spot.goodput.ledger import AttemptRecord, Spent, history, lost_steps, spent, total
 from lightning_spot.goodput.reached import completed
 from lightning_spot.goodput.records import read_records
 
 _WIDE = 60
-_PARTS = {"start_s": "-", "restore_s": "r", "productive_s": "=", "stall_s": "s", "lost_s": "x", "down_s": "."}
+_PARTS = {"startup_s": "-", "restore_s": "r", "productive_s": "=", "blocked_s": "s", "lost_s": "x", "down_s": "."}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,13 +31,13 @@ def report(arguments: argparse.Namespace) -> int:
     """Show the attempts of a run, and the whole."""
     if arguments.url.startswith("spot://"):
         raise SettingsError(
-            f"{arguments.url} names a memory node, which keeps no records of attempts: give the run's directory or URL"
+            f"{arguments.url} names a snapshot server, which keeps no records of attempts: give the run's dirpath"
         )
     url = location_of(arguments.url, (), "report").url
     before, records = history(_records(url))
     if not records:
         open_store(url).survey()  # a bucket that is not there is another error than one without this run
-        raise SnapshotNotFound(
+        raise SnapshotNotFoundError(
             f"{url} has no records of attempts: it is no run, or was trained without SpotCheckpoint or GoodputMonitor"
         )
     parts = spent(records)
@@ -62,7 +62,7 @@ def report(arguments: argparse.Namespace) -> int:
             format_seconds(part.total_s - part.down_s),
             str(len(record.snapshots)),
             *((str(record.replicas),) if replicated else ()),
-            format_seconds(part.stall_s),
+            format_seconds(part.blocked_s),
             f"{format_count(lost, 'step')}, {format_seconds(part.lost_s)}",
             format_seconds(part.down_s),
             record.end,

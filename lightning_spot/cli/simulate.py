@@ -1,11 +1,10 @@
-"""``lightning-spot simulate``: what a job would cost with each interval policy, and whether it needs a memory node."""
+"""``lightning-spot simulate``: what a job would cost with each interval policy, and with a snapshot server."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -15,35 +14,17 @@ from rich.table import Table
 from lightning_spot.cli.output import plain_table, wide_console
 from lightning_spot.config import check_number, format_seconds, parse_flag_bytes
 from lightning_spot.errors import SettingsError
+from lightning_spot.service.settings import seconds
 
 if TYPE_CHECKING:
     from lightning_spot.simulation.failures import Failures
     from lightning_spot.simulation.job import SimulatedJob
     from lightning_spot.simulation.policies import PolicyRow
 
-_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _SMALL = 0.01
 _MOST_RUNS = 10**6
-_OUTLIVES = {"process": "process", "machine": "machine", "node": "memory node"}
+_OUTLIVES = {"process": "process", "machine": "machine", "node": "snapshot server"}
 LOSSES = ("exponential", "power", "floor", "steps")
-
-
-def seconds(text: str) -> float:
-    """A duration with a unit, such as ``90s``, ``10min``, ``2h`` or ``3d``; only 0 does without.
-
-    Raises:
-        argparse.ArgumentTypeError: if it is none.
-    """
-    match = re.fullmatch(r"([0-9.]+)\s*(s|min|h|d)", text.strip())
-    try:
-        value = float(match[1]) * _UNITS[match[2]] if match else float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no duration such as 90s, 10min, 2h or 3d") from None
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is no duration such as 90s, 10min, 2h or 3d")
-    if match is None and value:
-        raise argparse.ArgumentTypeError(f"{text!r} has no unit; write it like {text}s, {text}min, {text}h or {text}d")
-    return value
 
 
 def _bytes(text: str) -> int:
@@ -73,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="distribution of a machine's lifetime (weibull)",
     )
     spot.add_argument("--lifetime", type=seconds, default=7200.0, metavar="TIME", help="mean of a machine's (2h)")
-    spot.add_argument("--nodes", type=int, default=1, metavar="N", help="machines of the job (1)")
+    spot.add_argument("--hosts", type=int, default=1, metavar="N", help="machines of the job (1)")
     spot.add_argument("--correlated", type=int, default=1, metavar="N", help="machines lost in one event (1)")
     spot.add_argument("--trace", metavar="CSV", help="recorded preemptions instead: a file with a column 'time'")
     spot.add_argument(
@@ -95,18 +76,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="bytes that the durable tier takes in a second (80MB/s)",
     )
     tiers.add_argument(
-        "--memory-node-speed",
+        "--server-speed",
         type=_bytes,
         metavar="SIZE/s",
-        help="bytes that a memory node takes; given, the job is simulated with one and without",
+        help="bytes that a snapshot server takes; given, the job is simulated with one and without",
     )
-    tiers.add_argument("--memory-node-price", type=float, default=0.0, metavar="PRICE", help="of it for an hour (0)")
+    tiers.add_argument("--server-price", type=float, default=0.0, metavar="PRICE", help="of it for an hour (0)")
     tiers.add_argument(
-        "--memory-node-lifetime",
+        "--server-lifetime",
         type=seconds,
         default=None,
         metavar="TIME",
-        help="mean of the memory node's, no spot machine (30d)",
+        help="mean of the snapshot server's, no spot machine (30d)",
     )
     parser.add_argument(
         "--policy", action="append", metavar="NAME", help="simulate only this policy; may be given several times (all)"
@@ -121,14 +102,14 @@ def simulate(arguments: argparse.Namespace) -> int:
     """Simulate, and print a table for each choice of tiers."""
     from lightning_spot.simulation.policies import POLICIES, compare
 
-    for flag in ("--price", "--memory-node-price", "--loss-rate", "--seed"):
+    for flag in ("--price", "--server-price", "--loss-rate", "--seed"):
         check_number(flag, _given(arguments, flag), 0)
-    for flag in ("--work", "--lifetime", "--crash-every", "--memory-node-lifetime"):
+    for flag in ("--work", "--lifetime", "--crash-every", "--server-lifetime"):
         if (value := _given(arguments, flag)) is not None:
             check_number(flag, value, 0, above=True)
-    check_number("--nodes", arguments.nodes, 1, whole=True)
-    if not 1 <= arguments.correlated <= arguments.nodes:
-        raise SettingsError(f"--correlated={arguments.correlated}: of --nodes={arguments.nodes}, 1 to all go at a time")
+    check_number("--hosts", arguments.hosts, 1, whole=True)
+    if not 1 <= arguments.correlated <= arguments.hosts:
+        raise SettingsError(f"--correlated={arguments.correlated}: of --hosts={arguments.hosts}, 1 to all go at a time")
     check_number("--runs", arguments.runs, 1, whole=True)
     if arguments.runs > _MOST_RUNS:
         raise SettingsError(f"--runs={arguments.runs}: at most {_MOST_RUNS}, which fit the memory; a thousand will do")
@@ -151,7 +132,7 @@ def simulate(arguments: argparse.Namespace) -> int:
         print(json.dumps({"mtbf_s": failures.mtbf_s, "tiers": tables, "verdict": verdict}, indent=1))
         return 0
     console = wide_console()
-    priced = bool(arguments.price or arguments.memory_node_price)
+    priced = bool(arguments.price or arguments.server_price)
     for name, rows in groups.items():
         console.print(_table(name, rows, priced))
         console.print(_tier_table(rows[0], priced))
@@ -173,12 +154,12 @@ def _failures(arguments: argparse.Namespace) -> Failures:
         machines = failures.Trace.read(arguments.trace)
     else:
         shapes = {"exponential": failures.Exponential, "weibull": failures.Weibull, "bathtub": failures.Bathtub}
-        machines = failures.Fleet(shapes[arguments.hazard](arguments.lifetime), arguments.nodes, arguments.correlated)
+        machines = failures.Fleet(shapes[arguments.hazard](arguments.lifetime), arguments.hosts, arguments.correlated)
     process_s = failures.PROCESS_MTBF_S if arguments.crash_every is None else arguments.crash_every
-    node_s = failures.NODE_MTBF_S if arguments.memory_node_lifetime is None else arguments.memory_node_lifetime
+    node_s = failures.NODE_MTBF_S if arguments.server_lifetime is None else arguments.server_lifetime
     back_s = 0.0
-    if arguments.memory_node_speed:  # another machine, and the first snapshot on its way there
-        back_s = arguments.restart + arguments.snapshot_size / arguments.memory_node_speed
+    if arguments.server_speed:  # another machine, and the first snapshot on its way there
+        back_s = arguments.restart + arguments.snapshot_size / arguments.server_speed
     return failures.Mixed(machines, process_s, node_s, back_s)
 
 
@@ -197,36 +178,36 @@ def _jobs(arguments: argparse.Namespace) -> dict[str, SimulatedJob]:
         stall_s=arguments.stall,
         restart_s=arguments.restart,
         restore_s=arguments.restore,
-        price_per_hour=arguments.price * arguments.nodes,
+        price_per_hour=arguments.price * arguments.hosts,
         loss=loss,
     )
-    size, speed = arguments.snapshot_size, arguments.memory_node_speed
+    size, speed = arguments.snapshot_size, arguments.server_speed
     durable = durable_tier(size, arguments.durable_speed)
     jobs = {"durable tier only": replace(job, tiers=chain(durable))}
     if speed:
-        node = memory_node(size, speed, arguments.memory_node_price)
-        jobs["with a memory node"] = replace(job, tiers=chain(node, durable))
+        node = memory_node(size, speed, arguments.server_price)
+        jobs["with a snapshot server"] = replace(job, tiers=chain(node, durable))
     return jobs
 
 
 def _verdict(groups: Mapping[str, Sequence[PolicyRow]]) -> str:
-    """Whether the memory node is worth it, for the best policy of each."""
+    """Whether the snapshot server is worth it, for the best policy of each."""
     if len(groups) < 2:
         return ""
     without, with_node = (min(rows, key=lambda row: row.total_s) for rows in groups.values())
     if not math.isfinite(with_node.total_s):
-        return "The run never ends, with a memory node or without."
+        return "The run never ends, with a snapshot server or without."
     if not math.isfinite(without.total_s):
-        return "The run ends with a memory node only: it is worth having."
+        return "The run ends with a snapshot server only: it is worth having."
     saved = 1 - with_node.total_s / without.total_s
-    verdict = f"A memory node makes the run {100 * abs(saved):.1f} % {'shorter' if saved >= 0 else 'longer'}"
+    verdict = f"A snapshot server makes the run {100 * abs(saved):.1f} % {'shorter' if saved >= 0 else 'longer'}"
     if without.price:
         dearer = with_node.price - without.price
         verdict += f" and {'costs' if dearer > 0 else 'saves'} {abs(dearer):.2f} of {without.price:.2f}"
         needed = dearer < 0
     else:
         needed = saved > _SMALL
-    return f"{verdict}: {'it is worth having' if needed else 'you need no memory node'}."
+    return f"{verdict}: {'it is worth having' if needed else 'you need no snapshot server'}."
 
 
 def _table(name: str, rows: Sequence[PolicyRow], priced: bool) -> Table:

@@ -7,10 +7,10 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_spot.cli.arguments import check_given, location_of
+from lightning_spot.cli.arguments import LATEST, check_given, location_of, split_run
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.spread import SpreadStore
-from lightning_spot.errors import SettingsError, SnapshotNotFound, SpotError
+from lightning_spot.errors import SettingsError, SnapshotNotFoundError, SpotError
 from lightning_spot.image.manifest import OWN_DIR, Manifest, snapshot_order
 from lightning_spot.memory.tier import Listed
 from lightning_spot.protocol.wire import parse_spot_url
@@ -20,7 +20,7 @@ from lightning_spot.run.survey import spread_over, survey
 from lightning_spot.tiers.store import Holdings
 
 _NODE_LIKE = re.compile(r"[^/:]+:\d+(/|$)")
-"""What a memory node's address looks like without its scheme: taken for a directory."""
+"""What a snapshot server's address looks like without its scheme: taken for a directory."""
 
 _ONCE = Patience(tries=1, silent_s=6.0)
 
@@ -53,6 +53,7 @@ class Found:
         unreadable: snapshots that are there but cannot be used, with tier and reason.
         problems: one line for each tier that did not answer.
         url: the run that was asked for.
+        selected: step or name of the snapshot of it that was, if one was.
         is_known: whether a tier knows of a run there, or could not say.
         hint: what to do where none does, for people.
     """
@@ -61,6 +62,7 @@ class Found:
     unreadable: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     url: str = ""
+    selected: str | None = None
     is_known: bool = True
     hint: str = "give the directory or URL of one"
 
@@ -70,20 +72,21 @@ def ask(arguments: argparse.Namespace) -> Found:
 
     Raises:
         SettingsError: if a URL is malformed, names one of several runs of that name, or one snapshot and no run.
-        SnapshotNotFound: if no tier that was asked answers, or no run was ever there: a wrong path is no run without
-            snapshots.
+        SnapshotNotFoundError: if no tier that was asked answers, or no run was ever there: a wrong path is no run
+            without snapshots.
     """
-    _check_names_a_run(str(arguments.url))
-    found = _ask_nodes(arguments) if str(arguments.url).startswith("spot:") else _ask_run(arguments)
-    found.url = str(arguments.url)
+    url, selected = split_run(arguments.run)
+    _check_names_a_run(url)
+    found = _ask_nodes(url, arguments) if url.startswith("spot:") else _ask_run(url, arguments)
+    found.url, found.selected = url, selected
     if not (found.is_known or found.entries or found.unreadable):
-        hint = f"for a memory node write spot://{found.url}" if _NODE_LIKE.match(found.url) else found.hint
+        hint = f"for a snapshot server write spot://{found.url}" if _NODE_LIKE.match(found.url) else found.hint
         if found.problems:  # one that did not answer may know of it
             silent = "; ".join(found.problems)
-            raise SnapshotNotFound(
+            raise SnapshotNotFoundError(
                 f"no tier that answers knows of a run at {found.url!r}, and not all do: {silent}; {hint}"
             )
-        raise SnapshotNotFound(f"no run is, or ever was, at {found.url!r}: {hint}")
+        raise SnapshotNotFoundError(f"no run is, or ever was, at {found.url!r}: {hint}")
     found.entries.sort(key=lambda entry: entry.manifest.order, reverse=True)
     return found
 
@@ -103,19 +106,21 @@ def pick(found: Found, wanted: str | None) -> Entry:
     """The newest snapshot, or the newest of that name or step.
 
     Raises:
-        SnapshotNotFound: if there is none; names what there is.
+        SnapshotNotFoundError: if there is none; names what there is.
     """
     whole = [entry for entry in found.entries if entry.manifest.portion is None]
     for entry in whole:
-        if wanted is None or wanted in (entry.manifest.name, str(entry.manifest.step)):
+        if wanted in (None, LATEST, entry.manifest.name, str(entry.manifest.step)):
             return entry
     names = ", ".join(sorted({entry.manifest.name for entry in whole})) or "nothing"
     if len(whole) < len(found.entries):
-        names += " that is whole; portions of hosts, which lie at several memory nodes, are one if all are given"
-        names += " (--memory)"
+        names += " that is whole; portions of hosts, which lie at several snapshot servers, are one if all are given"
+        names += " (--server)"
     what = f"no snapshot {wanted!r}" if wanted is not None else "no snapshot"
     bad = [f"{item} cannot be used ({why})" for item, why in found.unreadable.items()]
-    raise SnapshotNotFound("; ".join([f"{what} of {found.url} at any tier; there is {names}", *bad, *found.problems]))
+    raise SnapshotNotFoundError(
+        "; ".join([f"{what} of {found.url} at any tier; there is {names}", *bad, *found.problems])
+    )
 
 
 def _check_names_a_run(url: str) -> None:
@@ -124,21 +129,21 @@ def _check_names_a_run(url: str) -> None:
     for place, part in enumerate(parts):
         if place and snapshot_order(part) is not None:
             run = "/".join(parts[:place])
-            raise SettingsError(f"{url!r} is one snapshot: give its run, {run}, and {part} after it (but for ls)")
+            raise SettingsError(f"{url!r} is one snapshot: write {run}@{part} (for ls, its run {run})")
 
 
-def _ask_nodes(arguments: argparse.Namespace) -> Found:
+def _ask_nodes(url: str, arguments: argparse.Namespace) -> Found:
     """Ask nodes for a run by its name (``RUN``, or ``RUN@ID`` where several have it)."""
-    check_given("/", arguments.memory, arguments.run)
-    address, path = parse_spot_url(str(arguments.url))
-    run = arguments.run or path.split("/")[0]
+    check_given("/", arguments.server, arguments.run_name)
+    address, path = parse_spot_url(url)
+    run = arguments.run_name or path.split("/")[0]
     if not run:
-        raise SettingsError(f"{arguments.url!r} names no run; write {address}/RUN")
+        raise SettingsError(f"{url!r} names no run; write {address}/RUN")
     found = Found(
         is_known=False,
         hint="a node that was restarted knows only what it had in memory; ask by the run's URL",
     )
-    nodes = [str(address), *(str(parse_spot_url(item)[0]) for item in arguments.memory)]
+    nodes = [str(address), *(str(parse_spot_url(item)[0]) for item in arguments.server)]
     answers: list[tuple[Source, Holdings]] = []
     for node in nodes:
         source = StoreSource(NodeStore(f"{node}/{run}"), node)
@@ -154,13 +159,13 @@ def _ask_nodes(arguments: argparse.Namespace) -> Found:
     for spread, holdings in spread_over(answers):
         found.entries[:0] = _entries(spread, holdings)
     if len(found.problems) == len(nodes):
-        raise SnapshotNotFound("; ".join(found.problems))
+        raise SnapshotNotFoundError("; ".join(found.problems))
     return found
 
 
-def _ask_run(arguments: argparse.Namespace) -> Found:
+def _ask_run(url: str, arguments: argparse.Namespace) -> Found:
     """Ask the tiers of a run by its durable directory, as a trainer does."""
-    location = location_of(arguments.url, arguments.memory, arguments.run)
+    location = location_of(url, arguments.server, arguments.run_name)
     seen = survey(location, _ONCE, commits=False)
     found = Found(unreadable=seen.unreadable, problems=[of_tier(tier, why) for tier, why in seen.problems.items()])
     for source, holdings in seen.answers:
@@ -172,7 +177,7 @@ def _ask_run(arguments: argparse.Namespace) -> Found:
         found.hint = "SpotCheckpointIO has saved plain checkpoint files there, which ls and load_from_checkpoint read"
     found.is_known = bool(seen.claim is not None or seen.runs or seen.durable is None)
     if not seen.answers and found.problems:
-        raise SnapshotNotFound("; ".join(found.problems))
+        raise SnapshotNotFoundError("; ".join(found.problems))
     return found
 
 

@@ -1,4 +1,4 @@
-"""``lightning-spot pull`` and ``verify``: read snapshots, check every byte, with a progress bar."""
+"""``lightning-spot cp`` and ``verify``: read snapshots, check every byte, with a progress bar."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from lightning_spot.cli.output import error_console, say
 from lightning_spot.cli.tiers import Entry, Found, ask, look_again, pick
 from lightning_spot.config import PART_BYTES, format_bytes
-from lightning_spot.errors import CorruptSnapshot, SettingsError, SnapshotNotFound, SpotError, TierError
+from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.image.files import cut
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
 from lightning_spot.run.reading import OpenSnapshot
@@ -26,25 +26,20 @@ _LOOKS = 10
 """How often the newest snapshot is looked for where training supersedes each one before it can be opened."""
 
 
-def pull(arguments: argparse.Namespace) -> int:
+def copy(arguments: argparse.Namespace) -> int:
     """Copy the newest snapshot (or the one named) into a file, or a directory, that torch and Lightning read.
 
     Where what could not be read may be newer, that is said. Where the newest is damaged, an error names the one before.
     """
     found = ask(arguments)
-    try:
-        wanted = pick(found, arguments.snapshot).manifest
-    except SnapshotNotFound as error:
-        if "/" not in str(arguments.snapshot):
-            raise
-        raise SnapshotNotFound(f"{error}. Where it is copied to is said by --to {arguments.snapshot}") from error
+    wanted = pick(found, found.selected).manifest
     _target(arguments, wanted)  # an error in it is said before anything is read
-    if arguments.snapshot is None:
+    if found.selected is None:
         for what, why in found.unreadable.items():
             say(f"passed over: {what}: {why}")
         for problem in found.problems:
             say(f"not asked: {problem}")
-    snapshot = _open_newest(found) if arguments.snapshot is None else _open_somewhere(found, wanted.name)
+    snapshot = _open_newest(found) if found.selected is None else _open_somewhere(found, wanted.name)
     try:
         wanted = snapshot.manifest
         target, one_file = _target(arguments, wanted), arguments.consolidate or not wanted.files
@@ -67,12 +62,12 @@ def verify(arguments: argparse.Namespace) -> int:
     One that left its tier meanwhile, as all do while training goes on, is not bad.
     """
     found = ask(arguments)
-    if arguments.snapshot is not None:
-        name = pick(found, arguments.snapshot).manifest.name
+    if found.selected is not None:
+        name = pick(found, found.selected).manifest.name
         found.entries = [entry for entry in found.entries if entry.manifest.name == name]
         found.unreadable = {what: why for what, why in found.unreadable.items() if what.startswith(f"{name} at ")}
     if not found.entries and not found.unreadable:
-        raise SnapshotNotFound("; ".join([f"no snapshot of {found.url} to verify", *found.problems]))
+        raise SnapshotNotFoundError("; ".join([f"no snapshot of {found.url} to verify", *found.problems]))
     bad = len(found.unreadable)
     for what, why in found.unreadable.items():
         say(f"BAD  {what}: {why}")
@@ -105,18 +100,20 @@ def _open_newest(found: Found) -> OpenSnapshot:
         newest = pick(found, None)  # of portions alone there is nothing to open
         try:
             return _open_somewhere(found, newest.manifest.name)
-        except SnapshotNotFound:
+        except SnapshotNotFoundError:
             looks += 1
             look_again(found, newest.source, forget=looks >= _LOOKS)
             if not found.entries:
                 raise
-        except CorruptSnapshot as error:  # older weights than those asked for are no answer; how to have them is said
+        except (
+            CorruptSnapshotError
+        ) as error:  # older weights than those asked for are no answer; how to have them is said
             names = (entry.manifest.name for entry in found.entries if entry.manifest.portion is None)
             older = next((name for name in names if name != newest.manifest.name), None)
             if older is None:
                 raise
-            raise CorruptSnapshot(
-                f"{error}. To have the snapshot before it: lightning-spot pull {found.url} {older}",
+            raise CorruptSnapshotError(
+                f"{error}. To have the snapshot before it: lightning-spot cp {found.url}@{older} DEST",
                 where=error.where,
                 part=error.part,
             ) from error
@@ -135,7 +132,7 @@ def _open_somewhere(found: Found, name: str) -> OpenSnapshot:
             return _open(entry)
         except SpotError as error:
             problem, tier = error, entry.source.tier
-    raise problem or CorruptSnapshot(f"{name} is at no tier any more")
+    raise problem or CorruptSnapshotError(f"{name} is at no tier any more")
 
 
 def _open(entry: Entry) -> OpenSnapshot:
@@ -155,15 +152,15 @@ def _has_left(entry: Entry) -> bool:
 
 
 def _target(arguments: argparse.Namespace, wanted: Manifest) -> Path:
-    target, name, one_file = Path(arguments.to), wanted.name, arguments.consolidate or not wanted.files
+    target, name, one_file = Path(arguments.dest), wanted.name, arguments.consolidate or not wanted.files
     if target.is_dir():
         target = target / (name if not one_file or name.endswith(".ckpt") else f"{name}.ckpt")
     if target.exists() and not one_file:
-        raise SettingsError(f"{target} exists, and a directory is never replaced; pass --to another path")
+        raise SettingsError(f"{target} exists, and a directory is never replaced; name another path")
     if target.exists() and not arguments.force:
-        raise SettingsError(f"{target} exists; pass --force to replace it, or --to another path")
+        raise SettingsError(f"{target} exists; pass --force to replace it, or name another path")
     if not target.parent.is_dir():
-        raise SettingsError(f"{target.parent} is no directory; make it first, or pass --to another path")
+        raise SettingsError(f"{target.parent} is no directory; make it first, or name another path")
     return target
 
 

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from lightning_spot.errors import NodeRefused
+from lightning_spot.errors import ServerRefusedError
 from lightning_spot.protocol.ownership import connect
 from lightning_spot.protocol.wire import Address
 
@@ -27,13 +27,13 @@ def connect_to_own(path: str, timeout_s: float) -> socket.socket:
     """Connect to the Unix socket of a node of this user's.
 
     Raises:
-        NodeRefused: if another user's process is at it: waiting would not help.
+        ServerRefusedError: if another user's process is at it: waiting would not help.
         OSError: if nothing can be reached there.
     """
     try:
         return connect(path, timeout_s)
     except PermissionError as error:
-        raise NodeRefused(
+        raise ServerRefusedError(
             f"{path} is not used ({error.strerror or error}). Remove it, or set LIGHTNING_SPOT_RUNTIME_DIR to a private"
             " directory",
             status=403,
@@ -89,7 +89,7 @@ class Connection(http.client.HTTPConnection):
         """Open the socket by a deadline (monotonic).
 
         Raises:
-            NodeRefused: if another user's process is at a Unix socket.
+            ServerRefusedError: if another user's process is at a Unix socket.
             OSError: if nothing can be reached.
         """
         self.timeout = max(0.001, min(CONNECT_TIMEOUT_S, deadline_s - time.monotonic()))

@@ -1,6 +1,6 @@
-"""The embedded node as its trainer sees it.
+"""The local server as its trainer sees it.
 
-No call lasts longer than ``max_stall_s``, unless the node goes on answering meanwhile.
+No call lasts longer than ``server_call_timeout_s``, unless the node goes on answering meanwhile.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any
 
 from lightning_spot.client.connection import connect_to_own
 from lightning_spot.client.node_client import NodeClient, quoted
-from lightning_spot.config import MAX_STALL_S, environment_to_hand_over, read_environment
+from lightning_spot.config import SERVER_CALL_TIMEOUT_S, environment_to_hand_over, read_environment
 from lightning_spot.errors import (
-    NodeFailed,
-    NodeRefused,
-    NodeUnreachable,
-    RingFull,
-    SnapshotNotFound,
+    RingFullError,
+    ServerFailedError,
+    ServerRefusedError,
+    ServerUnreachableError,
+    SnapshotNotFoundError,
     SpotError,
     TierError,
 )
@@ -56,7 +56,7 @@ _LONGEST_LINE = 65536
 _OPEN_TIMEOUT_S = 15.0  # a node may have to ask the tiers below
 _SEAL_TIMEOUT_S = 3600.0  # as long as the node answers pings meanwhile
 _LONGEST_REASON = 2000
-_PING_SHARE = 0.75  # of max_stall_s: pings are a second apart
+_PING_SHARE = 0.75  # of server_call_timeout_s: pings are a second apart
 
 
 class Session:
@@ -67,32 +67,33 @@ class Session:
     Args:
         path: of the node's channel.
         token: secret to greet with, if any.
-        max_stall_s: bound on every call, seconds.
+        server_call_timeout_s: bound on every call, seconds.
 
     Raises:
-        NodeUnreachable: if the node does not answer in time (then its ``__cause__`` is a ``TimeoutError``), or at all.
-        NodeRefused: if it has another secret, or is another user's: to wait for it would not help.
+        ServerUnreachableError: if the node does not answer in time (then its ``__cause__`` is a ``TimeoutError``), or
+            at all.
+        ServerRefusedError: if it has another secret, or is another user's: to wait for it would not help.
 
     Attributes:
         id: names this session in HTTP requests.
     """
 
-    def __init__(self, path: Path, token: str | None, max_stall_s: float) -> None:
-        self._max_stall_s = max_stall_s
+    def __init__(self, path: Path, token: str | None, server_call_timeout_s: float) -> None:
+        self._max_stall_s = server_call_timeout_s
         self._lock = threading.Lock()
         try:
-            self._socket = connect_to_own(str(path), max_stall_s)
+            self._socket = connect_to_own(str(path), server_call_timeout_s)
             answer, _ = self._ask({"token": token, "pid": os.getpid()})
         except BlockingIOError as error:  # nobody accepts connections any more
-            raise NodeUnreachable(f"the node on this host does not answer at {path}") from TimeoutError(str(error))
-        except NodeUnreachable:
+            raise ServerUnreachableError(f"the local server does not answer at {path}") from TimeoutError(str(error))
+        except ServerUnreachableError:
             raise
         except OSError as error:
-            raise NodeUnreachable(f"the node on this host does not answer at {path}: {error}") from error
+            raise ServerUnreachableError(f"the local server does not answer at {path}: {error}") from error
         if "session" not in answer:
             self._socket.close()
-            raise NodeRefused(
-                "the node on this host was started with another LIGHTNING_SPOT_TOKEN than this process has; set that",
+            raise ServerRefusedError(
+                "the local server was started with another LIGHTNING_SPOT_TOKEN than this process has; set that",
                 status=401,
             )
         self.id = str(answer["session"])
@@ -111,7 +112,7 @@ class Session:
         answer, fd = self._ask({"slot": index})
         if fd is None or answer.get("generation") != generation:
             _close_all([fd] if fd is not None else [])
-            raise NodeUnreachable(f"the node on this host no longer has slot {index} as it was leased")
+            raise ServerUnreachableError(f"the local server no longer has slot {index} as it was leased")
         try:
             return map_shared(fd, int(answer["capacity"]))
         except (OSError, ValueError) as error:  # such as ``ulimit -v``, too many mappings, or a memory that is shorter
@@ -127,23 +128,23 @@ class Session:
             name: of the snapshot.
 
         Raises:
-            SnapshotNotFound: if the node holds none of that name.
+            SnapshotNotFoundError: if the node holds none of that name.
         """
         _, fd = self._ask({"run": run, "name": name})
         if fd is None:
-            raise SnapshotNotFound(f"snapshot {name!r} of run {run!r} has left the memory of this host's node")
+            raise SnapshotNotFoundError(f"snapshot {name!r} of run {run!r} has left the memory of the local server")
         return fd
 
     def check(self) -> None:
         """Raise if it is over: what was told in it is not known to a node that has come in the place of this one.
 
         Raises:
-            NodeUnreachable: if the node has gone, or has closed it.
+            ServerUnreachableError: if the node has gone, or has closed it.
         """
         with self._lock:  # the node says nothing unasked: what can be read while nobody asks is the end
             fd = self._socket.fileno()
             if fd < 0 or wait_readable([fd], 0.0):
-                raise NodeUnreachable("the node on this host has gone")
+                raise ServerUnreachableError("the local server has gone")
 
     def close(self) -> None:
         """Leave: what was pinned is let go."""
@@ -152,7 +153,7 @@ class Session:
     def _ask(self, message: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
         deadline = time.monotonic() + self._max_stall_s
         if not self._lock.acquire(timeout=self._max_stall_s):
-            raise NodeUnreachable("the node on this host does not answer") from TimeoutError()
+            raise ServerUnreachableError("the local server does not answer") from TimeoutError()
         fds: list[int] = []
         try:
             self._socket.settimeout(_left(deadline))
@@ -168,12 +169,12 @@ class Session:
             self._socket.close()  # an answer that comes late, or after Ctrl-C, must not be taken for the next one's
             if not isinstance(error, (OSError, ValueError)):
                 raise
-            raise NodeUnreachable(f"the node on this host has gone, or does not answer: {error}") from error
+            raise ServerUnreachableError(f"the local server has gone, or does not answer: {error}") from error
         finally:
             self._lock.release()
         if not isinstance(answer, dict):
             _close_all(fds)
-            raise NodeUnreachable("the node on this host has gone")
+            raise ServerUnreachableError("the local server has gone")
         return answer, fds[0] if fds else None
 
     def forget(self) -> None:
@@ -203,31 +204,31 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 class EmbeddedHost:
-    """The embedded node as its trainer sees it; implements :class:`~lightning_spot.memory.host.Host`.
+    """The local server as its trainer sees it; implements :class:`~lightning_spot.memory.host.Host`.
 
     Args:
         record: where it is.
         run: the run, as ``NAME@ID`` or ``NAME``.
-        max_stall_s: how long a call may take, see :class:`~lightning_spot.memory.host.Host`.
+        server_call_timeout_s: how long a call may take, see :class:`~lightning_spot.memory.host.Host`.
 
     Raises:
-        NodeUnreachable: if it does not answer now.
+        ServerUnreachableError: if it does not answer now.
 
     Attributes:
         released: called with the memory of a slot that is not used any more, before it is unmapped: whoever has made
             views of it lets them go.
     """
 
-    def __init__(self, record: NodeRecord, run: str, max_stall_s: float = MAX_STALL_S) -> None:
+    def __init__(self, record: NodeRecord, run: str, server_call_timeout_s: float = SERVER_CALL_TIMEOUT_S) -> None:
         self.run = run
         self.attempt = 0
-        self.max_stall_s = max_stall_s
+        self.server_call_timeout_s = server_call_timeout_s
         self.memory_bytes = int(record.settings().get("memory_bytes", sys.maxsize))
         self.released: Callable[[mmap.mmap], None] | None = None
         self.client = NodeClient(Address(socket_path=str(record.http)))
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
         self._layout = KnownLayout()
-        self.session = Session(record.fds, read_environment().token, max_stall_s)
+        self.session = Session(record.fds, read_environment().token, server_call_timeout_s)
         try:
             self._ping()  # the session is served by a thread: this asks whether the event loop turns, too
         except BaseException:
@@ -259,12 +260,12 @@ class EmbeddedHost:
             body |= {"name": shared.name, "shares": shared.shares, "digest": shared.digest, "at": shared.at}
             body |= {"image_nbytes": shared.image_nbytes, **self._layout.to_send(shared.layout)}
         try:
-            leased = self._wait_for_slot(upload, body, wait_s, limit_s or self.max_stall_s)
+            leased = self._wait_for_slot(upload, body, wait_s, limit_s or self.server_call_timeout_s)
             if shared is not None:
                 self._note(shared)
             return self._mapped(leased, nbytes, 0, shared)
         except BaseException as error:
-            if type(error) is TierError or isinstance(error, NodeFailed) or not isinstance(error, SpotError):
+            if type(error) is TierError or isinstance(error, ServerFailedError) or not isinstance(error, SpotError):
                 # It cannot be mapped, the node failed after that, or Ctrl-C came with its answer under way.
                 with contextlib.suppress(SpotError):
                     self._call("DELETE", f"/v1/uploads/{upload}")
@@ -273,12 +274,12 @@ class EmbeddedHost:
     def _wait_for_slot(self, upload: str, body: dict[str, Any], wait_s: float, limit_s: float) -> dict[str, Any]:
         try:
             return self._call("POST", f"/v1/runs/{quoted(self.run)}/uploads", body, limit_s=wait_s + limit_s)
-        except NodeUnreachable as error:
-            if limit_s <= self.max_stall_s or not isinstance(error.__cause__, TimeoutError):
+        except ServerUnreachableError as error:
+            if limit_s <= self.server_call_timeout_s or not isinstance(error.__cause__, TimeoutError):
                 raise
             self._ping()  # a node that is busy is not lost; it takes the slot back by itself, unless it is there by now
             self._call("DELETE", f"/v1/uploads/{upload}")
-            raise RingFull(f"the slot for it is still being made after {wait_s + limit_s:.0f} s") from error
+            raise RingFullError(f"the slot for it is still being made after {wait_s + limit_s:.0f} s") from error
 
     def say(self, lease: Lease) -> None:
         """See :meth:`Host.say`."""
@@ -297,7 +298,7 @@ class EmbeddedHost:
         body = {"attempt": self.attempt, "name": name, "share": share, "digest": digest, "wait_s": wait_s}
         body |= {"session": self.session.id, "at": at, "host": host}
         body |= self._layout.to_send(told) if told else {"layout_id": self._layout.id}
-        limit_s = wait_s + self.max_stall_s
+        limit_s = wait_s + self.server_call_timeout_s
         joined = self._call("POST", f"/v1/runs/{quoted(self.run)}/shares", body, limit_s=limit_s, again=True)
         if joined["layout"] is not None:
             self._layout = KnownLayout(str(joined["layout_id"]), str(joined["layout"]))
@@ -362,7 +363,7 @@ class EmbeddedHost:
     def flush(self, wait_s: float) -> list[str]:
         """See :meth:`Host.flush`."""
         body = {"run": None, "wait_s": wait_s}
-        answer = self._call("POST", "/v1/flush", body, limit_s=wait_s + self.max_stall_s, again=True)
+        answer = self._call("POST", "/v1/flush", body, limit_s=wait_s + self.server_call_timeout_s, again=True)
         return [str(line) for line in answer["unreached"]]
 
     def check(self) -> None:
@@ -432,13 +433,16 @@ class EmbeddedHost:
     def _call(
         self, method: str, path: str, body: Any = None, *, limit_s: float = 0.0, again: bool | None = None
     ) -> dict[str, Any]:
-        """Ask the node. Beyond ``max_stall_s`` the answer is waited for as long as the node answers pings meanwhile."""
-        longer = limit_s > self.max_stall_s
+        """Ask the node.
+
+        Beyond ``server_call_timeout_s`` the answer is waited for as long as the node answers pings meanwhile.
+        """
+        longer = limit_s > self.server_call_timeout_s
         return self.client.call(
             method,
             path,
             body,
-            timeout_s=max(limit_s, self.max_stall_s),
+            timeout_s=max(limit_s, self.server_call_timeout_s),
             again=again,
             pulse=self._ping if longer else None,
         )
@@ -449,7 +453,7 @@ class EmbeddedHost:
             self._layout = KnownLayout.of(shared.layout)
 
     def _ping(self) -> None:
-        self.client.ping(_PING_SHARE * self.max_stall_s)
+        self.client.ping(_PING_SHARE * self.server_call_timeout_s)
 
     def _let_go(self, generations: dict[int, int]) -> None:
         """Unmap slots that the node has replaced or given up."""

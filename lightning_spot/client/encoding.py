@@ -5,7 +5,7 @@ known how long a byte took on a connection; of one piece of it that was packed, 
 It pays where packing takes less time than what it saves on the way. What a snapshot that was packed took shows whether
 that is so: if not, what packing costs is taken for twice as much from then on.
 
-With ``compression="topk"`` what a node has of a run is kept here, too. The next snapshot is approximated from that:
+With ``lossy="topk"`` what a node has of a run is kept here, too. The next snapshot is approximated from that:
 the numbers that it is most behind in are put there, and sent; everything that is no such number is put there, and sent,
 as it is. What comes out is a whole checkpoint file with checksums of its own, which the node makes in the same way, and
 checks. Now and then a snapshot is sent exactly, and all begins from it.
@@ -419,7 +419,7 @@ class Approximation:
         if not self._has_said:
             self._has_said = True
             logger.warning(
-                "compression='topk' needs %s more memory on this host, which has not as much left: snapshots are sent"
+                "lossy='topk' needs %s more memory on this host, which has not as much left: snapshots are sent"
                 " exactly",
                 format_bytes(capacity),
             )

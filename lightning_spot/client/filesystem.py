@@ -11,7 +11,7 @@ from urllib.parse import unquote
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from lightning_spot.client.node_client import NodeClient, quoted
-from lightning_spot.errors import SettingsError, SnapshotNotFound
+from lightning_spot.errors import SettingsError, SnapshotNotFoundError
 from lightning_spot.memory.paths import LAST
 from lightning_spot.protocol.wire import Address, answered, file_path, parse_spot_url
 from lightning_spot.untrusted import file_name
@@ -20,7 +20,7 @@ BLOCK_BYTES = 8 * 1024 * 1024
 
 
 class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no types
-    """The snapshots and files of the runs that a memory node holds in its memory: to be read only.
+    """The snapshots and files of the runs that a snapshot server holds in its memory: to be read only.
 
     What has left that memory lies where the run is durable. A run is a directory, a snapshot a directory in it with
     ``model.ckpt`` (or the files of a sharded checkpoint) and ``manifest.json``. ``RUN/last.ckpt`` reads
@@ -89,7 +89,7 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
         headers, why = {}, self.unstrip_protocol(path)
         try:
             headers = self.client.head(f"/v1/files/{quoted(path)}")
-        except SnapshotNotFound as error:
+        except SnapshotNotFoundError as error:
             why = f"{why}: {error}"
         real = unquote(headers.get("spot-path", ""))
         if real and (real == below or ("/" not in below and unquote(headers["spot-snapshot"]) != below)):
@@ -106,12 +106,12 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
         if real or any(str(item["path"]).startswith(f"{below}/") for item in listing["files"]):
             return _directory(path)
         if below == LAST and listing["last"]:
-            raise SnapshotNotFound(
+            raise SnapshotNotFoundError(
                 f"{self.unstrip_protocol(path)} names one file, and the newest snapshot is several:"
                 f" {self.unstrip_protocol(run)}/{listing['last']}. Give its directory, or make one file of it with"
-                " lightning-spot pull"
+                " lightning-spot cp"
             )
-        raise SnapshotNotFound(why)
+        raise SnapshotNotFoundError(why)
 
     def modified(self, path: str) -> datetime:
         """When a file was taken."""

@@ -18,7 +18,13 @@ from urllib.parse import quote
 from lightning_spot.client.connection import Connection, Pool
 from lightning_spot.client.encoding import OutgoingPart
 from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES, check_token, read_environment
-from lightning_spot.errors import Malformed, NodeFailed, NodeUnreachable, ProtocolMismatch, SpotError
+from lightning_spot.errors import (
+    MalformedError,
+    ProtocolMismatchError,
+    ServerFailedError,
+    ServerUnreachableError,
+    SpotError,
+)
 from lightning_spot.image.parts import checksum
 from lightning_spot.protocol.wire import (
     ATTEMPT_HEADER,
@@ -64,7 +70,7 @@ class PartStream:
         sender: of several hosts that send it: names this one, which has a stream in any case.
 
     Raises:
-        NodeUnreachable: if no node answers.
+        ServerUnreachableError: if no node answers.
         SpotError: whatever the node answered with.
     """
 
@@ -104,7 +110,7 @@ class PartStream:
         """Send parts, and yield each with the xxh3-128 of what lies there now.
 
         Raises:
-            NodeUnreachable: if the connection breaks.
+            ServerUnreachableError: if the connection breaks.
         """
         waiting: list[OutgoingPart] = []
         try:
@@ -165,8 +171,8 @@ class PartStream:
             code = int(status[0]) if status and status[0].isdigit() else 0
             raise error_from_body(code, body, self._name)
 
-    def _unreachable(self, error: OSError) -> NodeUnreachable:
-        return NodeUnreachable(f"the connection to {self._name} broke ({plain(error)})", tier=self._name)
+    def _unreachable(self, error: OSError) -> ServerUnreachableError:
+        return ServerUnreachableError(f"the connection to {self._name} broke ({plain(error)})", tier=self._name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,7 +244,7 @@ class NodeClient:
             pulse: called about every second while the answer is waited for; what it raises ends the call.
 
         Raises:
-            NodeUnreachable: if no node answers in time.
+            ServerUnreachableError: if no node answers in time.
             SpotError: whatever the node answered with.
         """
         data = json.dumps(body).encode() if body is not None else b""
@@ -258,7 +264,7 @@ class NodeClient:
         """Ask whether the node is there: who waits for a long answer does it meanwhile.
 
         Raises:
-            NodeUnreachable: if it does not answer in time.
+            ServerUnreachableError: if it does not answer in time.
         """
         self.call("GET", "/healthz", timeout_s=timeout_s)
 
@@ -277,7 +283,7 @@ class NodeClient:
                 Without, the caller checks what came.
 
         Raises:
-            NodeUnreachable: if the connection breaks before all of them came.
+            ServerUnreachableError: if the connection breaks before all of them came.
         """
         if etag is not None and len(into) > LONGEST_DIGESTED_BYTES:
             for place in range(0, len(into), LONGEST_DIGESTED_BYTES):
@@ -330,9 +336,9 @@ class NodeClient:
     def _json(self, answer: bytes) -> dict[str, Any]:
         try:
             return read_object(answer or b"{}", _LONGEST_ANSWER_BYTES)
-        except Malformed as error:
-            raise NodeUnreachable(
-                f"{self.address} sent no answer of a memory node: {error}; is it the right address?",
+        except MalformedError as error:
+            raise ServerUnreachableError(
+                f"{self.address} sent no answer of a snapshot server: {error}; is it the right address?",
                 tier=str(self.address),
             ) from error
 
@@ -345,7 +351,7 @@ class NodeClient:
             try:
                 connection, used = self._pool.take(deadline_s)
                 return self._ask(connection, request, deadline_s, read)
-            except NodeFailed:
+            except ServerFailedError:
                 if has_failed or not request.again:
                     raise
                 has_failed = True
@@ -356,8 +362,8 @@ class NodeClient:
                     continue
                 # The text of errors of HTTP quotes headers: ours, with the token, or what a stranger has answered.
                 why = f"{type(error).__name__}: {plain(error)}" if isinstance(error, OSError) else type(error).__name__
-                raise NodeUnreachable(
-                    f"no memory node answers at {self.address} ({why})", tier=str(self.address)
+                raise ServerUnreachableError(
+                    f"no snapshot server answers at {self.address} ({why})", tier=str(self.address)
                 ) from (error if isinstance(error, OSError) else None)
 
     def _ask(self, connection: Connection, request: _Request, deadline_s: float, read: _Read) -> Any:
@@ -395,7 +401,7 @@ class NodeClient:
         spoken = response.getheader(PROTOCOL_HEADER)
         if spoken != str(PROTOCOL_VERSION):
             remedy = ": install the same version of lightning_spot on both hosts (or check the address)"
-            raise ProtocolMismatch(
+            raise ProtocolMismatchError(
                 f"{self.address} speaks protocol {plain(spoken or 'unknown')}, this client {PROTOCOL_VERSION}"
                 f"{remedy if self.address.host else ''}",
                 tier=str(self.address),

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 from lightning_spot.client.encoding import OutgoingPart, Part, PartEncoder
 from lightning_spot.client.node_client import PING_S, NodeClient, PartStream
-from lightning_spot.errors import CorruptSnapshot, NodeUnreachable, TooManyStreams
+from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError, TooManyStreamsError
 from lightning_spot.memory.tier import Sent
 from lightning_spot.protocol.wire import PartKind
 
@@ -49,8 +49,8 @@ class PartLanes:
             how the parts went; what had to be sent again is counted each time.
 
         Raises:
-            NodeUnreachable: if the node does not answer any more.
-            CorruptSnapshot: if a part arrives damaged again and again.
+            ServerUnreachableError: if the node does not answer any more.
+            CorruptSnapshotError: if a part arrives damaged again and again.
         """
         open_stream = functools.partial(self._client.stream, upload, self._sender)
         shared, sent = _Shared(parts), Sent()
@@ -69,7 +69,7 @@ class PartLanes:
                     lane.stop()
                 raise
         if count and not shared.are_taken:
-            raise TooManyStreams("this node serves no connection for the parts", tier=self._url)
+            raise TooManyStreamsError("this node serves no connection for the parts", tier=self._url)
         return sent
 
 
@@ -95,18 +95,18 @@ class _Lane:
         for last_try in (False,) * (_SENDS_OF_A_PART - 1) + (True,):
             try:
                 self._send_over()
-            except TooManyStreams:
+            except TooManyStreamsError:
                 if not self._again:
                     return self._sent  # the node has many others to serve: the lanes that it serves do the rest
                 if last_try:
                     raise
                 time.sleep(_PAUSE_S)  # it may not have noticed yet that the connection before this one broke
-            except NodeUnreachable:
+            except ServerUnreachableError:
                 if last_try or self._parts.are_stopped:
                     raise
             if not self._again:
                 return self._sent
-        raise CorruptSnapshot(
+        raise CorruptSnapshotError(
             f"bytes {min(self._again)}… arrive damaged at {self._url}, {_SENDS_OF_A_PART} times", where=self._url
         )
 

@@ -1,4 +1,4 @@
-"""A node as a store: the tier that a node on this host sends to, and from which a trainer recovers."""
+"""A node as a store: the tier that a local server sends to, and from which a trainer recovers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from lightning_spot.client.node_client import NodeClient, quoted
 from lightning_spot.client.part_lanes import CONNECTIONS, PartLanes
 from lightning_spot.config import LARGEST, PART_BYTES
 from lightning_spot.errors import (
-    CorruptSnapshot,
-    NodeRefused,
-    NodeUnreachable,
+    CorruptSnapshotError,
+    ServerRefusedError,
+    ServerUnreachableError,
     SettingsError,
-    SnapshotNotFound,
+    SnapshotNotFoundError,
     SpotError,
 )
 from lightning_spot.image.coming import Coming
@@ -66,7 +66,7 @@ _TOLD = (
     "token",
     "keep",
     "durable_url",
-    "durable_every_s",
+    "min_upload_interval_s",
     "compression",
     "carry",
     "spread",
@@ -146,7 +146,7 @@ class JointUploads:
             try:
                 path, tried = f"/v1/runs/{quoted(self._run)}/joint/join", {"wait_s": wait_s, "again": wait_s < left_s}
                 joined = self._ask(path, {**request, **tried}, wait_s + _ASK_S)
-            except NodeUnreachable as error:
+            except ServerUnreachableError as error:
                 if not pauses or not left_s:
                     raise
                 if isinstance(error.__cause__, TimeoutError):
@@ -199,9 +199,12 @@ class JointUploads:
 
         try:
             retried(
-                lambda: self._ask(path, body, _ASK_S), _PAUSES_S, lambda error: isinstance(error, NodeUnreachable), note
+                lambda: self._ask(path, body, _ASK_S),
+                _PAUSES_S,
+                lambda error: isinstance(error, ServerUnreachableError),
+                note,
             )
-        except SnapshotNotFound:
+        except SnapshotNotFoundError:
             # Only an answer was lost, and the upload is over since: committed, if all is well.
             if not lost or not (torn or self._is_committed(gathering.shared.name)):
                 raise
@@ -213,7 +216,7 @@ class JointUploads:
         """
 
         def has_broken(error: Exception) -> bool:
-            return isinstance(error, NodeUnreachable) and not isinstance(error.__cause__, TimeoutError)
+            return isinstance(error, ServerUnreachableError) and not isinstance(error.__cause__, TimeoutError)
 
         def note(error: Exception, _pause_s: float) -> None:
             logger.debug("%s is asked again for %s: %s", self._url, name, error)
@@ -234,7 +237,7 @@ class JointUploads:
             goes_on()
             try:
                 self._client.ping()
-            except NodeUnreachable as error:  # one may be lost on a link that is lossy for a moment
+            except ServerUnreachableError as error:  # one may be lost on a link that is lossy for a moment
                 failed += 1
                 if failed > _LOST_PINGS:
                     raise
@@ -263,9 +266,9 @@ class JointUploads:
     ) -> dict[str, Any]:
         try:
             return self._client.call("POST", path, body, timeout_s=timeout_s, pulse=pulse)
-        except NodeRefused as error:
+        except ServerRefusedError as error:
             if error.status in (404, 405):
-                raise NodeRefused(
+                raise ServerRefusedError(
                     f"{self._url} runs an earlier version of lightning_spot, at which hosts cannot put a snapshot"
                     " together: install the same version there",
                     tier=self._url,
@@ -324,7 +327,9 @@ class NodeStore:
                     whole = OutgoingPart.whole(sum(sizes), part, checksums[-1])
                     for sent, arrived in stream.send([whole] if len(part) else []):
                         if arrived != sent.digest:
-                            raise CorruptSnapshot(f"bytes {sent.start}… arrive damaged at {self.url}", where=self.url)
+                            raise CorruptSnapshotError(
+                                f"bytes {sent.start}… arrive damaged at {self.url}", where=self.url
+                            )
                     sizes.append(len(part))
             finally:
                 stream.close()
@@ -366,7 +371,7 @@ class NodeStore:
         self.client.receive(path, start, into)
         try:
             manifest.verify_range(start, into, self.url)
-        except CorruptSnapshot:  # perhaps on its way
+        except CorruptSnapshotError:  # perhaps on its way
             self.client.receive(path, start, into)
             manifest.verify_range(start, into, self.url)
 
@@ -374,7 +379,7 @@ class NodeStore:
         """See :meth:`Store.delete`."""
         try:
             self.client.call("DELETE", f"/v1/files/{quoted(self.run, manifest.name)}")
-        except SnapshotNotFound:
+        except SnapshotNotFoundError:
             return
 
     def sweep(self, current: Manifest, seen: Holdings | None = None) -> None:
@@ -557,7 +562,7 @@ class NodeStore:
         try:
             try:
                 leased = ask(request)
-            except SnapshotNotFound:
+            except SnapshotNotFoundError:
                 name, identity = parse_run(self.run)
                 info = self._info or RunInfo(name=name, id=identity, location="", attempt=max(1, attempt), token="")
                 self.open_run(info)

@@ -1,4 +1,4 @@
-"""Snapshots whose portions lie at several memory nodes: brought there by each host, and read as one store.
+"""Snapshots whose portions lie at several snapshot servers: brought there by each host, and read as one store.
 
 No host asks another. Each knows which nodes its portion goes to, and sends it there as any snapshot is sent. The first
 host looks at all nodes until all portions are there; then, and only then, the snapshot counts, and it says so to all.
@@ -21,12 +21,12 @@ from lightning_spot.client.part_lanes import CONNECTIONS
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.telling import Telling, Word, at_all
 from lightning_spot.errors import (
-    CorruptSnapshot,
-    Fenced,
-    NodeUnreachable,
+    CorruptSnapshotError,
+    FencedError,
+    ServerUnreachableError,
     SettingsError,
-    ShareMissing,
-    SnapshotNotFound,
+    ShareMissingError,
+    SnapshotNotFoundError,
     SpotError,
     TierError,
 )
@@ -251,7 +251,7 @@ class _Sending(Coming):
 
 
 class JointPortions(ByItself):
-    """Implements :class:`~lightning_spot.memory.tier.JointTier` for one run that is spread over memory nodes.
+    """Implements :class:`~lightning_spot.memory.tier.JointTier` for one run that is spread over snapshot servers.
 
     Args:
         nodes: of this run: those to which portions are brought, and those besides that may have earlier ones.
@@ -333,10 +333,12 @@ class JointPortions(ByItself):
             for coming in comings:
                 coming.stop()
             pool.shutdown(wait=False)
-        if fenced := next((error for error in problems if isinstance(error, Fenced)), None):
+        if fenced := next((error for error in problems if isinstance(error, FencedError)), None):
             raise fenced
         if all(problems):
-            raise ShareMissing(f"no memory node takes this host's portion of {portion.snapshot}: {problems[0]}")
+            raise ShareMissingError(
+                f"no snapshot server takes this host's portion of {portion.snapshot}: {problems[0]}"
+            )
         goes_on()
         self._known.sent(portion)
         self._took_s = {portion.snapshot: time.monotonic() - began_s}
@@ -372,12 +374,12 @@ class JointPortions(ByItself):
             if torn or lost or time.monotonic() - began_s >= bound_s:
                 why = torn or _why_missing(name, missing, lost, seen, bound_s)
                 self._give_up(name, manifest.attempt, why)
-                raise ShareMissing(why)
+                raise ShareMissingError(why)
             goes_on()
             time.sleep(next(pauses))
         brings = is_to_be_brought(seen, manifest)
         if not self._known.decide(name, whole=True):
-            raise ShareMissing(f"{name} was given up")
+            raise ShareMissingError(f"{name} was given up")
         self._tell(told_of(seen, name, manifest.lineage, brings=brings), manifest.attempt)
         return replace(manifest, checksums=())
 
@@ -404,8 +406,10 @@ class JointPortions(ByItself):
             node.whole(Told(name), attempt=info.attempt)
 
         for problem in self._say("whole", tell):
-            level = logging.DEBUG if isinstance(problem, SnapshotNotFound) else logging.WARNING  # it has nothing of it
-            logger.log(level, "a memory node was not told that %s is gone on from: %s", name, problem)
+            level = (
+                logging.DEBUG if isinstance(problem, SnapshotNotFoundError) else logging.WARNING
+            )  # it has nothing of it
+            logger.log(level, "a snapshot server was not told that %s is gone on from: %s", name, problem)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -438,7 +442,7 @@ class JointPortions(ByItself):
             with self._lock:
                 url = next(targets, None)
             if url is None:
-                return problem or NodeUnreachable("there is no further memory node")
+                return problem or ServerUnreachableError("there is no further snapshot server")
             try:
                 self._nodes[url].send(
                     coming,
@@ -446,7 +450,7 @@ class JointPortions(ByItself):
                     earlier=lambda _run, name: self._earlier(name, gathering),
                 )
                 return None
-            except Fenced as error:
+            except FencedError as error:
                 return error
             except SpotError as error:
                 if not coming.given_up:
@@ -479,9 +483,9 @@ class JointPortions(ByItself):
     def _tell(self, told: Told, attempt: int) -> None:
         self._known.told = (told.name, told.brings)
         for problem in self._say("whole", lambda node: node.whole(told, attempt=attempt)):
-            if isinstance(problem, Fenced):
+            if isinstance(problem, FencedError):
                 raise problem
-            logger.debug("a memory node was not told that %s is whole: %s", told.name, problem)
+            logger.debug("a snapshot server was not told that %s is whole: %s", told.name, problem)
 
     def _tear(self, name: str, why: str, attempt: int, *, over: bool) -> list[SpotError]:
         """Tell all nodes that a snapshot will never be whole, and, from who leads it, that it is ``over``."""
@@ -496,7 +500,7 @@ def _why_missing(name: str, missing: Sequence[int], lost: Sequence[int], seen: S
     """Why a snapshot is given up of which portions are missing, those that are ``lost`` among them."""
     silent = f" ({'; '.join(map(str, seen.problems.values()))})" if seen.problems else ""
     if lost:
-        return f"the portion of {name} of host {', '.join(map(str, lost))} was lost with its memory node{silent}"
+        return f"the portion of {name} of host {', '.join(map(str, lost))} was lost with its snapshot server{silent}"
     listed = ", ".join(map(str, missing))
     return f"host {listed} has not brought its portion of {name} within {bound_s:.0f} s{silent}"
 
@@ -509,7 +513,7 @@ def _results(sending: Sequence[Future[SpotError | None]], began_s: float) -> lis
         if waiting and any(each.result() is None for each in done):
             futures.wait(waiting, max(_OTHERS_S, time.monotonic() - began_s))
             break
-    late = NodeUnreachable("it takes much longer there than at another node")
+    late = ServerUnreachableError("it takes much longer there than at another node")
     return [each.result() if each.done() else late for each in sending]
 
 
@@ -540,7 +544,7 @@ class SpreadStore:
     def __init__(self, url: str) -> None:
         place = SpreadPlace.read(url)
         if place is None:
-            raise SettingsError(f"{url!r} names no memory nodes over which a snapshot is spread")
+            raise SettingsError(f"{url!r} names no snapshot servers over which a snapshot is spread")
         self.url, self.place = url, place
         self.nodes = [NodeStore(each) for each in place.urls]
         self._held: dict[str, _Whole] = {}  # by its name
@@ -557,7 +561,7 @@ class SpreadStore:
         found = [held for answer in asked if not isinstance(answer, SpotError) for held in answer]
         problems = [answer for answer in asked if isinstance(answer, SpotError)]
         if len(problems) == len(asked):
-            raise TierError(f"no memory node answers: {problems[0]}", tier=self.url)
+            raise TierError(f"no snapshot server answers: {problems[0]}", tier=self.url)
         manifests = self.know(found)
         return Holdings(manifests, {}, max((portion.attempt for _, portion in found), default=0))
 
@@ -573,11 +577,11 @@ class SpreadStore:
             by_host = [hosts[host] for host in sorted(hosts)]
             portions = [held[0][1] for held in by_host]
             if late := missing(portions):
-                logger.info("%s is not whole at memory nodes: what host %s has brought is at none", name, late)
+                logger.info("%s is not whole at snapshot servers: what host %s has brought is at none", name, late)
                 continue
             try:
                 manifests.append(whole_of(portions))
-            except CorruptSnapshot as error:
+            except CorruptSnapshotError as error:
                 logger.warning("lightning_spot: %s", error)
                 continue
             # Of two replicas only those that are the same count.
@@ -663,7 +667,7 @@ class SpreadStore:
         if manifest.name not in self._held:
             self.survey()
         if manifest.name not in self._held:
-            raise SnapshotNotFound(f"{manifest.name} is not whole at {self.url} (any more)")
+            raise SnapshotNotFoundError(f"{manifest.name} is not whole at {self.url} (any more)")
 
     def _in_turn(self, manifest: Manifest) -> list[tuple[int, int]]:
         """The ranges of a snapshot, in an order in which all nodes are asked at the same time."""
@@ -689,15 +693,15 @@ class SpreadStore:
                 return
             except SpotError as error:
                 problem = error
-                if isinstance(error, NodeUnreachable):
+                if isinstance(error, ServerUnreachableError):
                     self._silent.add(node.url)
-        raise problem or SnapshotNotFound(f"{manifest.name} has left {self.url}")
+        raise problem or SnapshotNotFoundError(f"{manifest.name} has left {self.url}")
 
     def _ask_all(self, ask: Callable[[NodeStore], T]) -> list[T | SpotError]:
         def one(node: NodeStore) -> T | SpotError | Any:
             try:
                 return ask(node)
-            except SnapshotNotFound:
+            except SnapshotNotFoundError:
                 return []
             except SpotError as error:
                 return error

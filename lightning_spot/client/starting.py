@@ -1,4 +1,4 @@
-"""Starts the embedded node: one per run and host, by the first trainer that needs it, detached, so it outlives it.
+"""Starts the local server: one per run and host, by the first trainer that needs it, detached, so it outlives it.
 
 A node that holds its lock but does not answer (stopped, or blocked) is ended, and a new one takes its place and its
 slots.
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.config import MAX_STALL_S
-from lightning_spot.errors import NodeUnreachable, ProtocolMismatch
+from lightning_spot.config import SERVER_CALL_TIMEOUT_S
+from lightning_spot.errors import ProtocolMismatchError, ServerUnreachableError
 from lightning_spot.protocol.ownership import open_file, remove_file, tail_of
 from lightning_spot.protocol.record import NodeRecord, find_record
 
@@ -30,31 +30,37 @@ _KILL_TIMEOUT_S = 5.0
 _SHOWN_BYTES = 2000
 
 
-def attach(dirpath: str, run: str, max_stall_s: float = MAX_STALL_S, *, revive: bool = True) -> EmbeddedHost | None:
-    """Connect to the embedded node of a run; ``None`` if there is none.
+def attach(
+    dirpath: str, run: str, server_call_timeout_s: float = SERVER_CALL_TIMEOUT_S, *, revive: bool = True
+) -> EmbeddedHost | None:
+    """Connect to the local server of a run; ``None`` if there is none.
 
     Args:
         dirpath: durable URL of the run.
         run: its name.
-        max_stall_s: see :func:`start`.
+        server_call_timeout_s: see :func:`start`.
         revive: whether to start a node, run as the last one was, for the slots that a killed one left, and to replace
             one that does not answer. Otherwise those count as none.
 
     Raises:
-        NodeUnreachable: if there is something in memory, but no node gives it out.
+        ServerUnreachableError: if there is something in memory, but no node gives it out.
     """
     record = find_record(dirpath)
     if revive:
         try:
-            return _connect(record, run, max_stall_s, lambda: record.settings() if record.left_slots() else {})
-        except NodeUnreachable:
+            return _connect(
+                record, run, server_call_timeout_s, lambda: record.settings() if record.left_slots() else {}
+            )
+        except ServerUnreachableError:
             raise
         except OSError as error:  # such as a full disk, or no more descriptors
-            raise NodeUnreachable(f"no memory node can be reached or started on this host: {error}") from error
+            raise ServerUnreachableError(
+                f"no snapshot server can be reached or started on this host: {error}"
+            ) from error
     try:
-        return EmbeddedHost(record, run, max_stall_s) if record.running() else None
-    except NodeUnreachable as error:
-        logger.debug("the embedded node is on its way out, or does not answer: %s", error)
+        return EmbeddedHost(record, run, server_call_timeout_s) if record.running() else None
+    except ServerUnreachableError as error:
+        logger.debug("the local server is on its way out, or does not answer: %s", error)
         return None
 
 
@@ -64,31 +70,31 @@ def start(
     *,
     slots: int,
     memory_bytes: int,
-    idle_timeout_s: float,
-    max_stall_s: float = MAX_STALL_S,
+    server_idle_timeout_s: float,
+    server_call_timeout_s: float = SERVER_CALL_TIMEOUT_S,
 ) -> EmbeddedHost:
-    """Connect to the embedded node of a run; start it first if need be. Trainers that start at once get one node.
+    """Connect to the local server of a run; start it first if need be. Trainers that start at once get one node.
 
     Args:
         dirpath: durable URL of the run.
         run: its name.
         slots: slots of the ring, if it is started now.
         memory_bytes: limit of their memory, likewise.
-        idle_timeout_s: it ends when no trainer has been connected for so long, likewise.
-        max_stall_s: a node that does not answer for so long is ended and replaced; bound on later calls, see
+        server_idle_timeout_s: it ends when no trainer has been connected for so long, likewise.
+        server_call_timeout_s: a node that does not answer for so long is ended and replaced; bound on later calls, see
             :class:`~lightning_spot.memory.host.Host`.
 
     Raises:
-        NodeUnreachable: if it does not come up; the message holds the end of its log.
+        ServerUnreachableError: if it does not come up; the message holds the end of its log.
     """
-    settings = {"slots": slots, "memory_bytes": memory_bytes, "idle_timeout_s": idle_timeout_s}
-    host = _connect(find_record(dirpath), run, max_stall_s, lambda: settings)
+    settings = {"slots": slots, "memory_bytes": memory_bytes, "server_idle_timeout_s": server_idle_timeout_s}
+    host = _connect(find_record(dirpath), run, server_call_timeout_s, lambda: settings)
     assert host is not None
     return host
 
 
 def _connect(
-    record: NodeRecord, run: str, max_stall_s: float, settings: Callable[[], dict[str, Any]]
+    record: NodeRecord, run: str, server_call_timeout_s: float, settings: Callable[[], dict[str, Any]]
 ) -> EmbeddedHost | None:
     """Connect to a node; where none lives, start one with ``settings()``, or return ``None`` if that is empty."""
     if not record.running() and not settings():
@@ -99,13 +105,13 @@ def _connect(
         while True:
             if record.running():
                 try:
-                    return EmbeddedHost(record, run, max_stall_s)
-                except NodeUnreachable as error:
+                    return EmbeddedHost(record, run, server_call_timeout_s)
+                except ServerUnreachableError as error:
                     _wait_or_end(record, error, deadline)
-                except ProtocolMismatch as error:
+                except ProtocolMismatchError as error:
                     process = record.process()
-                    raise ProtocolMismatch(
-                        "another version of lightning_spot has started the memory node of this run on this host, and it"
+                    raise ProtocolMismatchError(
+                        "another version of lightning_spot has started the server of this run on this host, and it"
                         f" is still there ({error}). End it: `kill {process.pid if process is not None else 'PID'}`;"
                         " what it has is brought to the durable tier before it goes",
                         tier=str(record.http),
@@ -116,22 +122,24 @@ def _connect(
                 return None
 
 
-def _wait_or_end(record: NodeRecord, error: NodeUnreachable, deadline: float) -> None:
+def _wait_or_end(record: NodeRecord, error: ServerUnreachableError, deadline: float) -> None:
     """Give a node that is coming up or leaving a little time; end one that has stopped answering."""
     if time.monotonic() > deadline:
-        raise NodeUnreachable(f"the embedded node does not answer at {record.http}; see {record.log}") from error
+        raise ServerUnreachableError(f"the local server does not answer at {record.http}; see {record.log}") from error
     process = record.process()
     silent = isinstance(error.__cause__, TimeoutError)
     if process is None or not process.alive or not (silent or process.stopped):
         time.sleep(0.05)
         return
     logger.warning(
-        "lightning_spot: the memory node on this host (pid %d) lives but does not answer; it is ended, and a new one"
+        "lightning_spot: the server on this host (pid %d) lives but does not answer; it is ended, and a new one"
         " takes its snapshots over",
         process.pid,
     )
     if not process.kill(_KILL_TIMEOUT_S):
-        raise NodeUnreachable(f"the embedded node (pid {process.pid}) does not answer and cannot be ended") from error
+        raise ServerUnreachableError(
+            f"the local server (pid {process.pid}) does not answer and cannot be ended"
+        ) from error
 
 
 def _spawn(
@@ -141,10 +149,17 @@ def _spawn(
     *,
     slots: int,
     memory_bytes: int,
-    idle_timeout_s: float,
+    server_idle_timeout_s: float,
 ) -> None:
     command = [sys.executable, "-m", "lightning_spot.service.program", "--embedded", str(record.folder), record.key]
-    command += ["--slots", str(slots), "--memory", str(memory_bytes), "--idle-timeout", str(idle_timeout_s)]
+    command += [
+        "--slots",
+        str(slots),
+        "--memory-limit",
+        str(memory_bytes),
+        "--idle-timeout",
+        str(server_idle_timeout_s),
+    ]
     package_home = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package_home, *_python_path()])}
     for leftover in (opened.http, opened.fds):
@@ -162,7 +177,9 @@ def _spawn(
     while not opened.fds.exists() or not opened.running():
         if process.poll() is not None or time.monotonic() > deadline:
             tail = tail_of(opened.log, _SHOWN_BYTES)
-            raise NodeUnreachable(f"the embedded memory node did not start (exit {process.poll()}). Its log:\n{tail}")
+            raise ServerUnreachableError(
+                f"the embedded snapshot server did not start (exit {process.poll()}). Its log:\n{tail}"
+            )
         time.sleep(0.02)
     with warnings.catch_warnings():  # it outlives whoever has started it: that is no leak
         warnings.simplefilter("ignore", ResourceWarning)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.errors import Fenced, SettingsError, SnapshotNotFound, SpotError
+from lightning_spot.errors import FencedError, SettingsError, SnapshotNotFoundError, SpotError
 from lightning_spot.retry import growing
 from lightning_spot.threads import all_at_once
 
@@ -88,7 +88,7 @@ class Telling:
 
     def _note(self, node: NodeStore, about: str, word: Word, problem: SpotError | None) -> None:
         """Note whether a node has heard a word, or never will; under the lock."""
-        if isinstance(problem, Fenced):  # a later attempt speaks for the run: all nodes would refuse it
+        if isinstance(problem, FencedError):  # a later attempt speaks for the run: all nodes would refuse it
             for url, words in list(self.unheard.items()):
                 if about in words and words[about][1] is word:
                     self._forget(url, about)
@@ -129,7 +129,7 @@ class Telling:
             try:
                 at_all(nodes, self._tell_all_again)
             except Exception:  # whatever fails, such as want of memory, nobody else tells them again
-                logger.exception("lightning_spot: memory nodes were not told again; they are later")
+                logger.exception("lightning_spot: snapshot servers were not told again; they are later")
 
     def _tell_all_again(self, node: NodeStore) -> None:
         with self._lock:
@@ -149,7 +149,7 @@ class Telling:
 
 def _is_heard(problem: SpotError | None) -> bool:
     """Whether a node need not be told again: it has heard, or has nothing of that run."""
-    return problem is None or isinstance(problem, Fenced | SnapshotNotFound | SettingsError)
+    return problem is None or isinstance(problem, FencedError | SnapshotNotFoundError | SettingsError)
 
 
 def at_all(nodes: Iterable[NodeStore], ask: Word) -> dict[str, SpotError]:

@@ -18,13 +18,13 @@ from lightning_spot.exact.workers import LastingWorkers, are_made, begin_watched
 
 logger = logging.getLogger(__name__)
 
-Rewind = Literal["auto", "replay", "skip"]
+DataResume = Literal["auto", "replay", "seek"]
 """How a loader comes back to its position: ``"replay"`` loads the epoch's batches again and drops them, which is exact
-even with random augmentation inside workers; ``"skip"`` draws their indices only; ``"auto"`` skips where there are no
+even with random augmentation inside workers; ``"seek"`` draws their indices only; ``"auto"`` skips where there are no
 workers (exact, too) and replays where there are. A loader with a state of its own goes on from that, but with
 ``"replay"``, and with ``"auto"`` where a shuffle buffer is in no state."""
 
-REWINDS = ("auto", "replay", "skip")
+DATA_RESUMES = ("auto", "replay", "seek")
 
 _END = object()
 _BUFFERS = ("buffer_size", "bufsize", "shuffle_buffer", "shuffle_buffer_size")
@@ -98,7 +98,7 @@ class Epoch:
         if is_short and self.is_checked and not (self.exhausted or self.dealt):
             rank_zero_warn(
                 f"lightning_spot: an epoch ended after {self.yielded} of {self.expected} batches:"
-                f' {type(self.loader).__name__} did not come back to its place. Set rewind="replay": batches are loaded'
+                f' {type(self.loader).__name__} is not back at its place. Set data_resume="replay": batches are loaded'
                 " again in place of its state"
             )
 
@@ -154,7 +154,7 @@ class ResumedEpoch(Epoch):
         workers: LastingWorkers | None,
         resume: State,
         restore_step: Callable[[bool], bool],
-        rewind: Rewind,
+        data_resume: DataResume,
     ) -> None:
         self.loader, self.own, self.workers = loader, own, workers
         self.indices = _indices(loader, workers)
@@ -175,8 +175,8 @@ class ResumedEpoch(Epoch):
         self.before = None
         self.resume: State | None = resume
         self._restore_step = restore_step
-        self._rewind = rewind
-        self._by_state = rewind == "skip" or (rewind == "auto" and not any(shuffle_buffers(own)))
+        self._data_resume = data_resume
+        self._by_state = data_resume == "seek" or (data_resume == "auto" and not any(shuffle_buffers(own)))
         self._due_random = False
         self._data: dict[str, str] = resume.get("data", {})
         self._lost: list[str] = []
@@ -343,7 +343,7 @@ class ResumedEpoch(Epoch):
             self.indices = self.indices or Indices(getattr(self.loader, sampler_name(self.loader)))
             self.indices.at_start = lambda: self._random_was(at_first)
         loads = workers or self._data != self.data_at_iter  # what reading changes in the data happens again
-        if draws_at_once(self.loader) and (self._rewind == "skip" or (self._rewind == "auto" and not loads)):
+        if draws_at_once(self.loader) and (self._data_resume == "seek" or (self._data_resume == "auto" and not loads)):
             return self._iter_by_index(batches, at_first)
         inner = begin_epoch(self.loader, self.workers, self.indices)
         if at_first is not None:

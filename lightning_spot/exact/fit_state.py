@@ -19,7 +19,7 @@ from lightning_spot.exact.buffers import Buffers
 from lightning_spot.exact.checkpoint import checkpoint_of, checkpoint_through_save, leave_out_callbacks
 from lightning_spot.exact.ddp import GradientOrder, shares_buffers
 from lightning_spot.exact.dump import KEY, Dump, read_checkpoint, with_ranks
-from lightning_spot.exact.epochs import Rewind
+from lightning_spot.exact.epochs import DataResume
 from lightning_spot.exact.loadability import follow_named
 from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.made_of import FixedSteps
@@ -48,14 +48,14 @@ class FitState(PerTrainer):
     """The exact state of one trainer's ``fit``, on this rank. One for each trainer: see :meth:`of`.
 
     Attributes:
-        rewind: how a resumed epoch gets to its place in the data.
+        data_resume: how a resumed epoch gets to its place in the data.
         once: is told when the sanity check begins and ends.
         fixed_steps: is told when the states of schedulers are loaded.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
-        self.rewind: Rewind = "auto"
+        self.data_resume: DataResume = "auto"
         self._undo: list[Callable[[], object]] = []
         self._callbacks: list[pl.Callback] = []
         self._renew()
@@ -93,7 +93,7 @@ class FitState(PerTrainer):
         restoring = self._restoring
         paused = self.once.paused
         positions = restoring.position_for, restoring.has_positions
-        loaders = Loaders(self._trainer, *positions, restoring.before_step, lambda: self.rewind, paused)
+        loaders = Loaders(self._trainer, *positions, restoring.before_step, lambda: self.data_resume, paused)
         self._undo.append(loaders.end)
         restoring.loaders = loaders
         self._switches.run(private.REQUESTS, loaders.follow_requests)

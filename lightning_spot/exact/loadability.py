@@ -19,7 +19,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_spot.config import format_names
-from lightning_spot.errors import NotSerialisable, SettingsError
+from lightning_spot.errors import NotSerializableError, SettingsError
 from lightning_spot.exact.checkpoint import OF_DATA, OF_MODEL, as_saved
 from lightning_spot.exact.dump import KEY, read_checkpoint
 from lightning_spot.exact.rank_states import states_in_files
@@ -49,7 +49,7 @@ def check_resumable(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
         checkpoint: as :func:`read_checkpoint` gave it.
 
     Raises:
-        NotSerialisable: naming the entries.
+        NotSerializableError: naming the entries.
     """
     lacking = [
         f"{where} is a {kind_of(placeholder)}"
@@ -58,7 +58,7 @@ def check_resumable(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
     ]
     if lacking:
         more = f" and {len(lacking) - _MOST_NAMED} more" if len(lacking) > _MOST_NAMED else ""
-        raise NotSerialisable(
+        raise NotSerializableError(
             "a resume needs objects that torch does not load with weights_only=True:"
             f" {', '.join(lacking[:_MOST_NAMED])}{more}. {ADVICE}"
         )
@@ -164,7 +164,7 @@ class Trial:
             )
         try:
             check_resumable(self._trainer, read_checkpoint(cast(IO[bytes], Outline(layout)), map_location="meta"))
-        except NotSerialisable as error:
+        except NotSerializableError as error:
             return f"snapshots are taken, but NO RESUME from them will be possible: {error}"
         except Exception as error:  # the trial is no reason to lose the thread that writes snapshots
             return f"it was not found out whether a resume can read the snapshots ({type(error).__name__}: {error})"

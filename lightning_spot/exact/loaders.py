@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.exact import private
-from lightning_spot.exact.epochs import Rewind
+from lightning_spot.exact.epochs import DataResume
 from lightning_spot.exact.position import (
     FollowedLoader,
     PositionedLoader,
@@ -35,7 +35,7 @@ class Loaders:
         position_for: position at which a training loader begins its epoch, ``None`` for its start.
         has_positions: whether there are some, of the snapshot that the fit goes on from.
         restore_step: see :class:`PositionedLoader`.
-        rewind: how a training loader gets to its position.
+        data_resume: how a training loader gets to its position.
         asking: entered while the program is asked for loaders.
     """
 
@@ -45,7 +45,7 @@ class Loaders:
         position_for: Callable[[PositionedLoader], State | None],
         has_positions: Callable[[], bool],
         restore_step: Callable[[bool], bool],
-        rewind: Callable[[], Rewind],
+        data_resume: Callable[[], DataResume],
         asking: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._trainer = trainer
@@ -65,7 +65,7 @@ class Loaders:
                     has_positions()
                 ):  # they are given to loaders once these are told their epoch, and Lightning's are not
                     private.LOADER_STATES.set(trainer.fit_loop, [])
-                return PositionedLoader(processed, position_for, restore_step, rewind())
+                return PositionedLoader(processed, position_for, restore_step, data_resume())
             if trainer.state.stage in ("validate", "sanity_check"):
                 return FollowedLoader(processed, self._before_validation)
             return processed

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_spot.exact.epochs import Epoch, ResumedEpoch, Rewind, begin_epoch, has_length, shuffle_buffers
+from lightning_spot.exact.epochs import DataResume, Epoch, ResumedEpoch, begin_epoch, has_length, shuffle_buffers
 from lightning_spot.exact.indices import is_stateful, sampler_name
 from lightning_spot.exact.order import batch_of, dealt
 from lightning_spot.exact.own_state import OwnState
@@ -65,7 +65,7 @@ class PositionedLoader(FollowedLoader):
         restore_step: called just before the first batch after a resume is fetched: sets all generators to what they
             were at the resumed step; ``False`` if there is nothing to set now, as for all loaders but the first that
             asks. Told whether that batch is there at all: the epoch may have been at its end.
-        rewind: how to get to a position.
+        data_resume: how to get to a position.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class PositionedLoader(FollowedLoader):
         loader: Any,
         resume: Callable[[PositionedLoader], State | None],
         restore_step: Callable[[bool], bool],
-        rewind: Rewind = "auto",
+        data_resume: DataResume = "auto",
     ) -> None:
         super().__init__(loader)
-        self.__dict__.update(_resume=resume, _restore_step=restore_step, _rewind=rewind)
+        self.__dict__.update(_resume=resume, _restore_step=restore_step, _data_resume=data_resume)
 
     def __getattr__(self, name: str) -> Any:
         """Of the loader; its state, while it is still to go to its place, is that of its place."""
@@ -92,7 +92,9 @@ class PositionedLoader(FollowedLoader):
         position = own["_resume"](self)
         parts = own["_loader"], own["_own"], own["_workers"]
         own["_epoch"] = (
-            Epoch(*parts) if position is None else ResumedEpoch(*parts, position, own["_restore_step"], own["_rewind"])
+            Epoch(*parts)
+            if position is None
+            else ResumedEpoch(*parts, position, own["_restore_step"], own["_data_resume"])
         )
         if before is not None:
             own["_epoch"].follow(before)
@@ -211,15 +213,15 @@ def _why_its_state_is_not_exact(loader: Any, inner: Any) -> Iterator[str]:
     kind = type(data).__iter__ if isinstance(data, IterableDataset) else None
     if inspect.isgeneratorfunction(kind) and not hasattr(data, "state_dict"):
         yield f"{_BEGINS_AGAIN} {type(data).__name__} has no state_dict: give it one"
-    for buffer in shuffle_buffers(OwnState({"dataset": data})) if loader.__dict__.get("_rewind") == "skip" else ():
+    for buffer in shuffle_buffers(OwnState({"dataset": data})) if loader.__dict__.get("_data_resume") == "skip" else ():
         yield (
             f"the shuffle buffer of {type(data).__name__} ({buffer}) may be in no state: a resume in mid-epoch may lose"
-            ' or repeat samples. Leave rewind="skip" out: batches are loaded again'
+            ' or repeat samples. Leave data_resume="seek" out: batches are loaded again'
         )
     if isinstance(epoch, ResumedEpoch) and epoch.workers_draw_others:
         yield (
             f"workers of {type(inner).__name__} draw random numbers, which its state does not hold: augmentation in"
-            ' them is not exact after this resume. Set rewind="replay", and persistent_workers=False'
+            ' them is not exact after this resume. Set data_resume="replay", and persistent_workers=False'
         )
 
 

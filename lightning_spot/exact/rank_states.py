@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lightning_spot.errors import LayoutUnsupported
+from lightning_spot.errors import LayoutUnsupportedError
 from lightning_spot.image.layout import Layout, filled, lay_out
 from lightning_spot.sharded.layout import load_state
 from lightning_spot.sharded.places import state_file
@@ -51,7 +51,7 @@ class Packing:
         self._layout: Layout | None = None
         try:
             layout = lay_out(state)
-        except LayoutUnsupported:
+        except LayoutUnsupportedError:
             self._data = packed(state)
             return
         if any(_waits_for(piece.storage) for piece in layout.pieces):

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from lightning_spot.errors import ModelChanged, NotSerialisable
+from lightning_spot.errors import ModelChangedError, NotSerializableError
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.optimizers import keep_dtypes
@@ -88,7 +88,7 @@ class Dtensors:
         except KeyError:
             other = next(each for each, values in optimizer.state.items() if values and id(each) not in names)
             what = "a tensor that is none of the model's parameters" if isinstance(other, torch.Tensor) else repr(other)
-            raise NotSerialisable(
+            raise NotSerializableError(
                 f"{type(optimizer).__name__} keeps a state of {what}: snapshots of a model in shards have what is kept"
                 " of its parameters. Keep it in param_groups"
             ) from None
@@ -161,7 +161,7 @@ def put_back(trainer: pl.Trainer, image: Image, manifest: Manifest, extra: State
         extra: what modules have given with ``get_extra_state``, by their names in the state dict.
 
     Raises:
-        ModelChanged: if it is the snapshot of another model.
+        ModelChangedError: if it is the snapshot of another model.
     """
     reader = ImageReader(image, manifest)
     holder = holder_of(trainer)
@@ -190,7 +190,7 @@ def _put_back_optimizer(holder: Dtensors, optimizer: torch.optim.Optimizer, read
     present = [list(map(holder.name, group[_NAMES])) for group in optimizer.param_groups]
     if saved != [sorted(names) for names in present]:
         before, now = set(chain.from_iterable(saved)), set(chain.from_iterable(present))
-        raise ModelChanged(
+        raise ModelChangedError(
             f"the parameters of {key} have changed since snapshot {reader.name}: give each model a dirpath of its own,"
             " or start afresh with resume=False",
             reshaped=[],

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import RingSettings, leave, open_host
 from lightning_spot.config import read_environment, why_weak
-from lightning_spot.errors import NodeUnreachable
+from lightning_spot.errors import ServerUnreachableError
 from lightning_spot.fit.in_shards import InShards
 from lightning_spot.fit.resume import Resume
 from lightning_spot.memory.host import Host
@@ -71,10 +71,10 @@ class Beginning:
         assert host is not None
         try:
             return self._attempt_at(host, schedule)
-        except NodeUnreachable as error:  # the tiers were asked since it was opened
-            if not self._location.embedded:
+        except ServerUnreachableError as error:  # the tiers were asked since it was opened
+            if not self._location.has_local_server:
                 raise
-            logger.warning("lightning_spot: the memory node on this host is lost (%s); starting a new one", error)
+            logger.warning("lightning_spot: the snapshot server on this host is lost (%s); starting a new one", error)
             return self._attempt_at(open_host(self._location, self._settings), schedule)
 
     def _attempt_at(self, host: Host, schedule: Schedule | None) -> Attempt:

@@ -12,7 +12,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_spot.config import format_bytes
-from lightning_spot.errors import CorruptSnapshot, SettingsError, SnapshotNotFound
+from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError
 from lightning_spot.exact.dump import KEY, read_checkpoint, with_ranks
 from lightning_spot.exact.loadability import check_resumable
 from lightning_spot.exact.rank_states import states_in_files
@@ -44,7 +44,7 @@ class ResumedFrom:
         step: its ``global_step``.
         epoch: its ``current_epoch``.
         attempt: that took it.
-        tier: ``"memory"``, ``"durable"`` or the URL of a memory node.
+        tier: ``"memory"``, ``"durable"`` or the URL of a snapshot server.
         url: where exactly.
         complete: whether the run had reached its end.
         exact: whether it has the very bits of its step.
@@ -131,13 +131,14 @@ def choose(
 def _newest(found: Survey, restore: Restore[Checkpoint]) -> tuple[OpenSnapshot, Checkpoint] | None:
     try:
         return open_newest(restore.announced(found), restore.use, stays=False)
-    except (CorruptSnapshot, SnapshotNotFound) as error:
+    except (CorruptSnapshotError, SnapshotNotFoundError) as error:
         again = look_again(found)
-        if isinstance(error, CorruptSnapshot) and [item[0] for item in again.candidates] == [
+        if isinstance(error, CorruptSnapshotError) and [item[0] for item in again.candidates] == [
             item[0] for item in found.candidates
         ]:
             raise
-        # A write that was under way when the run was claimed took their place, or what left a memory node is durable.
+        # A write that was under way when the run was claimed took their place, or what left a snapshot server is
+        # durable.
         return open_newest(restore.announced(again), restore.use)
 
 
@@ -162,7 +163,7 @@ def _read(file: IO[bytes] | str, manifest: Manifest, *, trusts: bool) -> Checkpo
         return cast(Checkpoint, with_ranks(trusted, _read_trusted))
     checkpoint = read_checkpoint(file)
     if not isinstance(checkpoint, dict):
-        raise CorruptSnapshot(f"{manifest.name} was committed so, and is no checkpoint of Lightning's")
+        raise CorruptSnapshotError(f"{manifest.name} was committed so, and is no checkpoint of Lightning's")
     return checkpoint
 
 
@@ -230,13 +231,13 @@ def load_shards(trainer: pl.Trainer, image: Image, manifest: Manifest, *, trusts
 
     Raises:
         SettingsError: if the strategy of this trainer has no shards.
-        ModelChanged: if it is the snapshot of another model.
-        NotSerialisable: if a module's extra state was not loaded.
+        ModelChangedError: if it is the snapshot of another model.
+        NotSerializableError: if a module's extra state was not loaded.
     """
     if not is_sharded(trainer):
         raise SettingsError(
             f"snapshot {manifest.name} is sharded, and {type(trainer.strategy).__name__} is not: make one plain file of"
-            " it (`lightning-spot pull DIRPATH --consolidate --to FILE`) for fit(ckpt_path=FILE), or go on with"
+            " it (`lightning-spot cp DIRPATH --consolidate FILE`) for fit(ckpt_path=FILE), or go on with"
             " ModelParallelStrategy"
         )
     data = io.BytesIO(_file(image, manifest, REST_FILE))

@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import replace
 
 from lightning_spot.client.starting import attach
-from lightning_spot.errors import Preempted, SpotError
+from lightning_spot.errors import PreemptedError, SpotError
 from lightning_spot.run.location import Location
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def what_interrupted(named: Location) -> str | None:
 
 def node_was_left(location: Location, attempt: int, error: BaseException) -> None:
     """A node stays for a trainer that is started again. Where the program goes on instead, it is let go soon."""
-    if location.embedded and not isinstance(error, (Preempted, KeyboardInterrupt)):
+    if location.has_local_server and not isinstance(error, (PreemptedError, KeyboardInterrupt)):
         if not _nodes:
             atexit.register(_at_exit, os.getpid())
         _nodes[location.url] = (location, attempt)

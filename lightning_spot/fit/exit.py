@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_spot.errors import Preempted, SpotError, TierError
+from lightning_spot.errors import PreemptedError, SpotError, TierError
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.fit_state import FitState
@@ -97,22 +97,22 @@ class Exit(OfTrainer):
             " one, ModelCheckpoint('checkpoints'), or the logger the same version in each start"
         )
 
-    def warn_of_short_grace(self, grace_s: float) -> bool:
+    def warn_of_short_grace(self, grace_period_s: float) -> bool:
         """Say early that a notice would come too late for an urgent snapshot.
 
         Args:
-            grace_s: seconds that a notice leaves.
+            grace_period_s: seconds that a notice leaves.
 
         Returns:
             whether enough was measured to tell.
         """
         measured = [safe_s for item in self._snapshotters if (safe_s := item.writing.safe_after_s()) is not None]
         for safe_s in measured:
-            if safe_s > grace_s:
+            if safe_s > grace_period_s:
                 rank_zero_warn(
-                    f"lightning_spot: a notice leaves {grace_s:.0f} s, but a snapshot was measured to need {safe_s:.0f}"
+                    f"lightning_spot: a notice leaves {grace_period_s:.0f} s, but a snapshot has needed {safe_s:.0f}"
                     " s until it is safe outside this machine: after a notice the run will resume from its last regular"
-                    " snapshot. A memory node nearby, or a shorter interval, loses less"
+                    " snapshot. A snapshot server nearby, or a shorter interval, loses less"
                 )
         return bool(measured)
 
@@ -130,11 +130,11 @@ class Exit(OfTrainer):
             part: waits, so many seconds at most, until rank 0 has left; on rank 0, not at all.
 
         Raises:
-            Preempted: always; the process exits with :data:`EXIT_CODE`.
+            PreemptedError: always; the process exits with :data:`EXIT_CODE`.
         """
         trainer = self._trainer
         rank_zero_info(f"lightning_spot: {notice.text}; all ranks stop after step {trainer.global_step}")
-        longest_s = max((item.settings.flush_timeout_s for item in self._snapshotters), default=0.0)
+        longest_s = max((item.settings.upload_timeout_s for item in self._snapshotters), default=0.0)
         self.deadline = deadline = Deadline.of(notice.deadline_s, longest_s)
         for snapshotter in self._snapshotters:
             bring = partial(secure, trainer, snapshotter, seam, deadline, cut_short)
@@ -145,7 +145,7 @@ class Exit(OfTrainer):
         part(deadline.left_s if deadline.is_named else max(RANKS_WAIT_S, deadline.left_s))
         if trainer.is_global_zero and is_requeued_by_slurm(trainer):
             requeue_slurm_job()
-        raise Preempted(notice.text, EXIT_CODE)
+        raise PreemptedError(notice.text, EXIT_CODE)
 
     def fail(self, error: BaseException) -> None:
         """Bring what is committed to safety. The state at hand may be in mid-step: it is no snapshot."""
@@ -159,7 +159,7 @@ class Exit(OfTrainer):
             for snapshotter in begun
         ]
         do_all(parts, self.let_go)
-        if not isinstance(error, Preempted):  # of that, more was said
+        if not isinstance(error, PreemptedError):  # of that, more was said
             for snapshotter in begun:
                 is_none = snapshotter.writing.committed is None and not self._resume.snapshots
                 can_go_on = not (is_none or _would_come_again(error))
@@ -188,7 +188,7 @@ class Exit(OfTrainer):
 
     def _finish(self, *, complete: bool) -> None:
         for snapshotter in self._snapshotters:
-            wait_s = snapshotter.settings.flush_timeout_s
+            wait_s = snapshotter.settings.upload_timeout_s
             if self.deadline is not None:
                 wait_s = min(wait_s, self.deadline.left_s)
             finish = partial(snapshotter.finish, wait_s, complete=complete)

@@ -11,7 +11,7 @@ from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import RingSettings, leave
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.starting import attach, start
-from lightning_spot.errors import NodeUnreachable, SpotError
+from lightning_spot.errors import ServerUnreachableError, SpotError
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.memory.runs import RunInfo
@@ -28,16 +28,16 @@ class Hosts:
 
     Attributes:
         ranks: that reach the node of their host, by host, that of rank 0 first.
-        can_bring: whether all do, on several hosts, and may bring snapshots together to a memory node or, of a model
-            in shards, to the durable tier.
+        can_bring: whether all do, on several hosts, and may bring snapshots together to a snapshot server or, of a
+            model in shards, to the durable tier.
         mine: connection of this rank, from 1 on, to the node of its host; ``None`` if it has none.
         is_guest: whether this rank is on another host than rank 0.
         connect: makes the connection once more.
         count: how many hosts there are.
         token: of the attempt.
         why_not: of the first rank that reaches no node, why; ``""`` if all do.
-        spread: where the snapshots of a model in shards are spread over memory nodes: at how many each host's portion
-            is to be kept; else 0.
+        spread: where the snapshots of a model in shards are spread over snapshot servers: at how many each host's
+            portion is to be kept; else 0.
     """
 
     ranks: tuple[tuple[int, ...], ...] = ((),)
@@ -76,14 +76,14 @@ class Hosts:
         info = agreement.tell(attempt.info if attempt is not None else None)
         places = agreement.gather(place_of(location))
         is_guest = places[agreement.rank] != places[0]
-        may_bring = settings.compression != "topk" if location.nodes else in_shards
+        may_bring = settings.compression != "topk" if location.servers else in_shards
 
         def connect() -> EmbeddedHost:
             if is_guest:
                 return _open(location, settings, info)
-            host = attach(location.url, location.name, settings.max_stall_s, revive=False)
+            host = attach(location.url, location.name, settings.server_call_timeout_s, revive=False)
             if host is None:
-                raise NodeUnreachable("there is no memory node on this host at present")
+                raise ServerUnreachableError("there is no snapshot server on this host at present")
             host.run, host.attempt = run, number
             return host
 
@@ -129,8 +129,8 @@ def _open(location: Location, settings: RingSettings, info: RunInfo) -> Embedded
         location.name,
         slots=settings.slots,
         memory_bytes=settings.memory_bytes,
-        idle_timeout_s=settings.idle_timeout_s,
-        max_stall_s=settings.max_stall_s,
+        server_idle_timeout_s=settings.server_idle_timeout_s,
+        server_call_timeout_s=settings.server_call_timeout_s,
     )
     try:
         host.open_run(replace(info, nodes=(), durable_url=None, carry=False))
@@ -141,7 +141,7 @@ def _open(location: Location, settings: RingSettings, info: RunInfo) -> Embedded
 
 
 def place_of(location: Location) -> str:
-    """The same for ranks that would reach one embedded node: one kernel, and one runtime directory on it."""
+    """The same for ranks that would reach one local server: one kernel, and one runtime directory on it."""
     try:
         folder = find_record(location.url).folder.stat()
     except (SpotError, OSError) as error:  # then it has no node, and no other rank has the same place
@@ -151,4 +151,4 @@ def place_of(location: Location) -> str:
 
 
 def _nobody() -> EmbeddedHost:
-    raise NodeUnreachable("there is no memory node on this host")
+    raise ServerUnreachableError("there is no snapshot server on this host")

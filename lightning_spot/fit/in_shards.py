@@ -1,8 +1,8 @@
 """Snapshots of a ``fit`` in which each rank has a part of the model: every rank writes its own, on its own thread.
 
 With several hosts, no host ever has a whole snapshot: all of them, the first, urgent ones and that of the end too, are
-put together at a memory node that carries the run on. While there is none, there are no snapshots. Where none is named,
-each host brings its ranks' files to the durable tier by itself.
+put together at a snapshot server that carries the run on. While there is none, there are no snapshots. Where none is
+named, each host brings its ranks' files to the durable tier by itself.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lightning_spot.capture.tensors import by_storage, expected_nbytes, optimize
 from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
-    CorruptManifest,
-    NodeUnreachable,
+    CorruptManifestError,
+    ServerUnreachableError,
     SettingsError,
-    SnapshotNotFound,
+    SnapshotNotFoundError,
     SpotError,
     TierError,
 )
@@ -57,8 +57,8 @@ _CARRIER_S = 60.0
 _HEALTH_S = 5.0
 _ASKED_S = 10.0  # so long may it take at a start until nodes were asked and carry the run on
 _NO_CARRIER = (
-    "no snapshot now, training goes on: each host has a part of the model, and no memory node that carries the run on"
-    " is there to put them together (%s); it may be starting, or lack --allow for the durable tier"
+    "no snapshot now, training goes on: each host has a part of the model, and no server that carries the run on"
+    " is there to put them together (%s); it may be starting, or lack --allow-storage for the durable tier"
 )
 
 _SEEN_S = 90.0  # a network mount may show late what another host has written
@@ -88,10 +88,10 @@ class InShards(OfTrainer):
         Raises:
             SettingsError: if it is one.
         """
-        if self._trainer.world_size > 1 and not self._location.embedded:
+        if self._trainer.world_size > 1 and not self._location.has_local_server:
             raise SettingsError(
-                "a sharded model needs a memory node on this host, which its ranks fill together: leave memory= as it"
-                " is, or give memory='auto', and a dirpath that other processes see"
+                "a sharded model needs the local server, which its ranks fill together: leave local_server out, and"
+                " give a dirpath that other processes see"
             )
         if self._trainer.num_nodes > 1:
             self._where_to.check(self._trainer.num_nodes)
@@ -111,7 +111,7 @@ class InShards(OfTrainer):
         self._hosts = hosts = Hosts.meet(agreement, self._location, self._ring, attempt, run, number, in_shards=True)
         try:
             agreement.together(self._check_all)
-            if hosts.can_bring and not self._location.nodes:
+            if hosts.can_bring and not self._location.servers:
                 leads = agreement.rank in [ranks[0] for ranks in hosts.ranks]
                 agreement.together(lambda: check_place(self._location.url, run, number, hosts.token) if leads else None)
         except BaseException:
@@ -120,7 +120,7 @@ class InShards(OfTrainer):
         across = hosts.ranks if hosts.can_bring else ()
         if attempt is not None:
             self._where_to.begin()
-            wanted = hosts.can_bring and bool(self._location.nodes)
+            wanted = hosts.can_bring and bool(self._location.servers)
             attempt.writer.across.wanted, attempt.writer.across.hosts = wanted, across
             attempt.writer.across.spread = hosts.spread
         elif (mine := hosts.mine) is not None:
@@ -135,7 +135,9 @@ class InShards(OfTrainer):
         if hosts.count > 1:
             self._where_to.check(hosts.count)
         if hosts.why_not:
-            raise NodeUnreachable(f"every rank needs the memory node of its host, and one has none: {hosts.why_not}")
+            raise ServerUnreachableError(
+                f"every rank needs the snapshot server of its host, and one has none: {hosts.why_not}"
+            )
 
     def warm(self, state: Any) -> None:
         """On another rank than 0: have a slot made for a snapshot with the tensors of ``state``, if this rank is to."""
@@ -151,7 +153,7 @@ class InShards(OfTrainer):
 
         Args:
             attempt: on rank 0.
-            wait_s: how long to wait for a memory node, where several hosts need one; a minute at most.
+            wait_s: how long to wait for a snapshot server, where several hosts need one; a minute at most.
         """
 
         def place() -> str:
@@ -257,7 +259,7 @@ class InShards(OfTrainer):
         wait_s: float,
     ) -> None:
         trainer, at = self._trainer, how.partition(ACROSS)[2]
-        if at and not self._location.nodes:
+        if at and not self._location.servers:
             at = self._location.url  # the same place may have another path on each host
         hosts = tuple(map(len, self._hosts.ranks))
         ranks = SharingRanks(sum(hosts), {}, hosts, at) if at else None
@@ -295,7 +297,7 @@ class InShards(OfTrainer):
 
     def _show(self, attempt: Attempt | None) -> None:
         """Show it for the next snapshot, where nobody leads who would tell; every rank calls it."""
-        if self._hosts.can_bring and (not self._location.nodes or self._hosts.spread > 0):
+        if self._hosts.can_bring and (not self._location.servers or self._hosts.spread > 0):
             needs = self._joining.needs if self._joining is not None else 0
             said = read_outgrown(attempt.writer.missed_because) if attempt is not None else None
             self._files.show(said.nbytes if said is not None else needs)
@@ -342,7 +344,7 @@ class WhereTo:
         self._begun_s = float("-inf")
 
     def begin(self) -> None:
-        """An attempt has begun: its memory nodes are asked from now on."""
+        """An attempt has begun: its snapshot servers are asked from now on."""
         self._begun_s = time.monotonic()
 
     def check(self, hosts: int) -> None:
@@ -357,8 +359,8 @@ class WhereTo:
         why = ""
         if hosts > MOST_HOSTS:
             why = f"more than {MOST_HOSTS} hosts. Take fewer, larger ones"
-        elif self._location.nodes and self._ring.compression == "topk":
-            why = "compression='topk'. Leave compression= as it is"
+        elif self._location.servers and self._ring.compression == "topk":
+            why = "lossy='topk'. Leave lossy= out"
         if why:
             raise SettingsError(
                 f"a model that is sharded over {hosts} hosts is saved at one place, to which each host brings the"
@@ -370,7 +372,7 @@ class WhereTo:
 
         Args:
             attempt: that writes it.
-            waits: whether what is on its way to a memory node is waited for.
+            waits: whether what is on its way to a snapshot server is waited for.
         """
         writer, across = attempt.writer, attempt.writer.across
         missed = writer.missed > self._missed
@@ -380,9 +382,9 @@ class WhereTo:
                 writer.say_once("under way", "a snapshot that is due while the one before is on its way is skipped")
                 self._say_why(attempt)
                 return ""
-            if not self._location.nodes:
+            if not self._location.servers:
                 now_s = time.monotonic()
-                if now_s - self._brought_s < (self._ring.durable_every_s or 0.0):
+                if now_s - self._brought_s < (self._ring.min_upload_interval_s or 0.0):
                     return ""
                 self._brought_s = now_s
             if not (at := self._carrier(attempt, anew=missed)):
@@ -397,7 +399,7 @@ class WhereTo:
 
         Args:
             attempt: that writes it.
-            wait_s: how long to wait for a memory node; a minute at most.
+            wait_s: how long to wait for a snapshot server; a minute at most.
         """
         if not attempt.writer.across.hosts or attempt.fenced:
             return ""
@@ -410,19 +412,19 @@ class WhereTo:
         return at
 
     def _carrier(self, attempt: Attempt, *, anew: bool) -> str:
-        """URL of the run at the memory node that carries it on; ``""`` if none does.
+        """URL of the run at the snapshot server that carries it on; ``""`` if none does.
 
-        Where no memory node is named, that of its durable tier.
+        Where no snapshot server is named, that of its durable tier.
         """
         across = attempt.writer.across
-        if not self._location.nodes:
+        if not self._location.servers:
             return self._location.url
         if anew or not across.carrier:
             across.look()
         return across.carrier
 
     def _say_no_carrier(self, attempt: Attempt) -> None:
-        attempt.writer.say_once("no carrier", _NO_CARRIER, ", ".join(self._location.nodes))
+        attempt.writer.say_once("no carrier", _NO_CARRIER, ", ".join(self._location.servers))
 
     def _say_why(self, attempt: Attempt) -> None:
         """Say if a tier fails: then the one before is on its way for long."""
@@ -476,9 +478,9 @@ def check_place(url: str, run: str, number: int, token: str, *, writes: bool = T
         time.sleep(_LOOK_S)
     what = "brings its part of a snapshot there" if writes else "reads there what it resumes from"
     raise SettingsError(
-        f"{url} cannot be used from every host ({problem}): without a memory node, each host {what},"
+        f"{url} cannot be used from every host ({problem}): without a snapshot server, each host {what},"
         " so it must be one place for all of them. Give a bucket, or a directory that"
-        " all hosts mount; or start a memory node that all hosts reach, and name it (memory='spot://host:7070')"
+        " all hosts mount; or start a snapshot server that all hosts reach, and name it (servers='spot://host:7070')"
     )
 
 
@@ -488,7 +490,7 @@ def _is_claimed(store: Store, run: str, number: int, token: str, *, writes: bool
     folder = store.folder(ATTEMPTS_DIR, attempt=number, run_id=parse_run(run)[1])
     try:
         claim = Claim.from_json(folder.read(claim_name(number)))
-    except (SnapshotNotFound, CorruptManifest):
+    except (SnapshotNotFoundError, CorruptManifestError):
         return False
     if claim.digest != digest_of(token):
         return False

@@ -298,6 +298,11 @@ class Pacing:
                 f" interval grows to {format_seconds(shortest_s)}, for max_overhead, and follows what is measured"
             )
 
+    @property
+    def blocked_each_s(self) -> float:
+        """Seconds that training waits for one snapshot, as far as is known."""
+        return self._stall.value or 0.0
+
     def _learn_stall(self) -> bool:
         """Note what the last snapshot has cost; whether there is something new."""
         if self._stalled_s < 0:

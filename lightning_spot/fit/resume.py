@@ -23,7 +23,7 @@ from lightning_spot.capture.tensors import shape_of
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.starting import attach
 from lightning_spot.config import format_names
-from lightning_spot.errors import ModelChanged, NodeUnreachable, SettingsError, SpotError
+from lightning_spot.errors import ModelChangedError, ServerUnreachableError, SettingsError, SpotError
 from lightning_spot.exact import namespaces, private, progress, shipped
 from lightning_spot.exact.checkpoint import OF_DATA, OF_MODEL, held
 from lightning_spot.exact.compare import shown
@@ -239,7 +239,7 @@ class Resume(OfTrainer):
         if self._newest_survey(location).candidates and self._trainer.ckpt_path is None:
             raise SettingsError(
                 f"run {location.name!r} has snapshots, and with this version of Lightning none can be resumed from"
-                f" (see the warning). Fetch one with `lightning-spot pull {location.url}` and name it in"
+                f" (see the warning). Fetch one with `lightning-spot cp {location.url} DEST` and name it in"
                 " fit(ckpt_path=), install another version of Lightning, or start afresh with resume=False"
             )
 
@@ -291,7 +291,7 @@ class Resume(OfTrainer):
         if exact is not None:
             other = f"the newest exact one is {exact.name}: name its file in fit(ckpt_path=) to go on from that instead"
         return (
-            f"{chosen.name}, from which this run goes on, is not exact (compression='topk'): weights and optimizer"
+            f"{chosen.name}, from which this run goes on, is not exact (lossy='topk'): weights and optimizer"
             f" states are approximately those of step {chosen.step}, and the run will end with other bits;"
             f" {other}"
         )
@@ -371,7 +371,7 @@ def bring_below(trainer: pl.Trainer, location: Location) -> None:
     if ranks.size == 1:
         return
     places = ranks.gather(place_of(location))
-    if len(set(places)) == 1:  # this host's node is asked by whoever looks
+    if len(set(places)) == 1:  # the local server is asked by whoever looks
         return
     leads = places.index(places[ranks.rank]) == ranks.rank
     everyones = ranks.gather(_late(location) if leads else [])
@@ -390,7 +390,7 @@ def _late(location: Location) -> list[str]:
     """What the node of this host has not brought below in time, one line each."""
     try:
         host = attach(location.url, location.name)
-    except NodeUnreachable as error:  # there is one, or slots of one
+    except ServerUnreachableError as error:  # there is one, or slots of one
         return [str(error)]
     except (SpotError, OSError) as error:
         logger.debug("no node can be had here: %s", error)
@@ -417,7 +417,7 @@ def check_model(trainer: pl.Trainer, checkpoint: dict[str, Any], snapshot: str) 
         snapshot: its name and place, for the message.
 
     Raises:
-        ModelChanged: naming what differs.
+        ModelChangedError: naming what differs.
     """
     module = trainer.lightning_module
     if not module.strict_loading or namespaces.overrides(module, "on_load_checkpoint"):
@@ -488,8 +488,8 @@ def _groups(groups: list[dict[str, Any]]) -> str:
     return f"groups of {', '.join(str(len(group['params'])) for group in groups)} parameters"
 
 
-def _other_optimizers(snapshot: str, before: str, now: str) -> ModelChanged:
-    return ModelChanged(
+def _other_optimizers(snapshot: str, before: str, now: str) -> ModelChangedError:
+    return ModelChangedError(
         f"snapshot {snapshot} has {before}, and configure_optimizers makes {now}. If the program was changed, take that"
         " back; if it replaces optimizers, or adds groups of parameters, in mid-training, make them so in"
         " configure_optimizers when it is started again. Or start afresh with resume=False",

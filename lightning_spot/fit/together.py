@@ -1,12 +1,12 @@
 """The ranks of one ``fit`` that write its snapshots together: who takes part, and whether the next one is written so.
 
 Where all ranks hold the same parameters (DDP), those on the host of rank 0 write a share each, through the node there,
-and each writes what only it knows. With other hosts, and a memory node that carries the run on, the ranks of all hosts
-do, and each host's node sends what its ranks have written. Rank 0 decides for each snapshot, and its word comes with
-the agreement that one is due. It writes the first snapshot alone, the one after a share was missing, and all where that
-cannot be. What ranks know that do not write it by themselves, they send to rank 0, beside training. Urgent ones and
-that of the end are rank 0's host's alone, and what only one rank knows is gathered: should a share of these be missing,
-rank 0 has all that it needs to write them alone.
+and each writes what only it knows. With other hosts, and a snapshot server that carries the run on, the ranks of all
+hosts do, and each host's node sends what its ranks have written. Rank 0 decides for each snapshot, and its word comes
+with the agreement that one is due. It writes the first snapshot alone, the one after a share was missing, and all where
+that cannot be. What ranks know that do not write it by themselves, they send to rank 0, beside training. Urgent ones
+and that of the end are rank 0's host's alone, and what only one rank knows is gathered: should a share of these be
+missing, rank 0 has all that it needs to write them alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_spot.capture.share import ShareWriter
 from lightning_spot.capture.split import ALIKE, BY_ONE_RANK, Number, Owners, SharingRanks
 from lightning_spot.capture.tensors import expected_nbytes, optimizer_owned
 from lightning_spot.capture.unforeseen import Pause, failure_of
-from lightning_spot.errors import ShareMissing, SpotError
+from lightning_spot.errors import ShareMissingError, SpotError
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import Dump, gather
 from lightning_spot.exact.own_parameters import average_now_and_then
@@ -49,12 +49,10 @@ ALONE, TOGETHER, GATHERED = "alone", "together", "together, with the states of a
 SENT = ", with what each rank knows sent to rank 0"
 """Ends the word that rank 0, or its host's ranks, write a snapshot, and that nothing is gathered."""
 ACROSS = "together with the ranks of all hosts, at "
-"""Begins the word that all hosts bring a snapshot to a memory node, whose URL follows."""
+"""Begins the word that all hosts bring a snapshot to a snapshot server, whose URL follows."""
 
 _BY_ITSELF = "the host of rank 0 sends every snapshot by itself, since "
-_NOT_APPROXIMATED = (
-    "what several hosts bring is not approximated. Leave compression= as it is to have each host send its share"
-)
+_NOT_APPROXIMATED = "what several hosts bring is not approximated. Leave lossy= out to have each host send its share"
 _MOST_FAILURES = 2
 
 
@@ -101,13 +99,13 @@ class Together(OfTrainer):
         """
         trainer = self._trainer
         is_ddp = isinstance(trainer.strategy, namespaces.classes("strategies", "DDPStrategy"))
-        if trainer.world_size == 1 or not location.embedded or not is_ddp:
+        if trainer.world_size == 1 or not location.has_local_server or not is_ddp:
             return False
         self._hosts = hosts = Hosts.meet(Agreement(trainer), location, self._settings, attempt, run, number)
         self._members = list(hosts.ranks[0]) if len(hosts.ranks[0]) > 1 else []
         if attempt is not None:
             attempt.writer.across.wanted = hosts.can_bring
-            if hosts.count > 1 and location.nodes and (why := self._why_by_itself(hosts)):
+            if hosts.count > 1 and location.servers and (why := self._why_by_itself(hosts)):
                 rank_zero_warn(f"lightning_spot: {_BY_ITSELF}{why}")
         if hosts.mine is None or trainer.global_rank in (0, *self._members) or hosts.can_bring:
             return attempt is None and hosts.mine is not None
@@ -115,7 +113,7 @@ class Together(OfTrainer):
         return False
 
     def _why_by_itself(self, hosts: Hosts) -> str:
-        """Why no other host than that of rank 0 sends anything to memory nodes; ``""`` if all do."""
+        """Why no other host than that of rank 0 sends anything to snapshot servers; ``""`` if all do."""
         if self._settings.compression == "topk":
             return _NOT_APPROXIMATED
         if hosts.count > MOST_HOSTS:
@@ -166,7 +164,7 @@ class Together(OfTrainer):
 
         Args:
             attempt: that writes it.
-            waits: whether what is on its way to a memory node is waited for; else there is none now: ``""``.
+            waits: whether what is on its way to a snapshot server is waited for; else there is none now: ``""``.
             across: whether other hosts may take part.
         """
         writer = attempt.writer
@@ -203,7 +201,7 @@ class Together(OfTrainer):
             if state.is_under_way and not waits:
                 attempt.writer.say_once(
                     "under way",
-                    "a snapshot that is due while the one before is on its way to the memory node is skipped",
+                    "a snapshot that is due while the one before is on its way to the snapshot server is skipped",
                 )
                 return ""
             if state.carrier and known:
@@ -358,10 +356,10 @@ def checked(said: str) -> str:
     """What rank 0 has said of the next snapshot.
 
     Raises:
-        ShareMissing: on all ranks, if it ends the training.
+        ShareMissingError: on all ranks, if it ends the training.
     """
     if said not in ("", ALONE, TOGETHER, GATHERED, ALONE + SENT, TOGETHER + SENT) and ACROSS not in said:
-        raise ShareMissing(said)
+        raise ShareMissingError(said)
     return said
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _NBYTES = 4096
-"""Of a word. Packed, the addresses of as many memory nodes as a run may have fit into it."""
+"""Of a word. Packed, the addresses of as many snapshot servers as a run may have fit into it."""
 _LENGTH_BYTES = 4
 _NOT_PACKED_BYTES = 1024  # to pack it takes a tenth of a millisecond
 _PACKED = b"z"  # no JSON begins so

@@ -26,7 +26,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.run.location import Location
 from lightning_spot.staging.device import DeviceClock
-from lightning_spot.staging.modes import Partitions
+from lightning_spot.staging.modes import CopyMode
 from lightning_spot.staging.schedule import BUCKET_BYTES, GradientWatch, Schedule
 
 if TYPE_CHECKING:
@@ -105,16 +105,16 @@ class Writing(OfTrainer):
         """Begin the next attempt of the run, once it is decided what it goes on from. Every rank calls it."""
         trainer = self._trainer
         if self.in_shards is not None or trainer.is_global_zero:
-            self.iterations = Iterations(trainer, self._settings.partitions)
+            self.iterations = Iterations(trainer, self._settings.copy_mode)
         schedule = self.iterations.schedule if self.iterations is not None else None
         self.attempt = attempt = Agreement(trainer).on_rank_zero(partial(beginning.attempt, schedule))
         named = (attempt.number, attempt.info.text, attempt.info.id) if attempt is not None else (0, "", "")
         self.number, run, resume.run_id = trainer.strategy.broadcast(named)
         resume.attempt, resume.info = self.number, attempt.info if attempt is not None else None
-        if self.in_shards is None and trainer.world_size > 1 and not self._location.nodes and resume.is_wanted():
+        if self.in_shards is None and trainer.world_size > 1 and not self._location.servers and resume.is_wanted():
             self._check_place(attempt, run)
         if self.together.begin(attempt, self._location, run, self.number):
-            self.iterations = Iterations(trainer, self._settings.partitions)
+            self.iterations = Iterations(trainer, self._settings.copy_mode)
             self.together.write_with(self.iterations.schedule)
         if self.in_shards is not None and self.iterations is not None:
             self.in_shards.begin(attempt, run, self.number, self.iterations.schedule)
@@ -206,7 +206,7 @@ class Writing(OfTrainer):
         trainer = self._trainer
         self.begun_step = trainer.global_step
         if self.in_shards is not None:
-            how, commit_s = "" if complete or urgent else how, self._settings.flush_timeout_s if complete else wait_s
+            how, commit_s = "" if complete or urgent else how, self._settings.upload_timeout_s if complete else wait_s
             waits = {"wait_s": wait_s, "commit_s": commit_s}
             self.in_shards.write(self.attempt, dump, self._interval, complete=complete, how=how, **waits)
             return
@@ -261,6 +261,10 @@ class Writing(OfTrainer):
         )
 
 
+OnError = Literal["warn", "raise"]
+"""What is done where going on without snapshots would do."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotSettings:
     """How the snapshots of a run are taken.
@@ -269,15 +273,15 @@ class SnapshotSettings:
         policy: that decides when.
         ring: how the ring on this host is opened.
         on_full: what to do when all slots are dirty: ``"skip"`` this snapshot, or ``"wait"`` for the flusher.
-        flush_timeout_s: how long the end waits until all is durable, seconds.
-        partitions: how copying is spread over the iteration that follows.
+        upload_timeout_s: how long the end waits until all is durable, seconds.
+        copy_mode: how copying is spread over the iteration that follows.
     """
 
     policy: IntervalPolicy
     ring: RingSettings
     on_full: Literal["skip", "wait"]
-    flush_timeout_s: float
-    partitions: Partitions
+    upload_timeout_s: float
+    copy_mode: CopyMode
 
 
 class Iterations(OfTrainer):
@@ -285,15 +289,15 @@ class Iterations(OfTrainer):
 
     Args:
         trainer: that fits.
-        partitions: how copying is spread over an iteration.
+        copy_mode: how copying is spread over an iteration.
 
     Attributes:
         schedule: that is told.
     """
 
-    def __init__(self, trainer: pl.Trainer, partitions: Partitions) -> None:
+    def __init__(self, trainer: pl.Trainer, copy_mode: CopyMode) -> None:
         super().__init__(trainer)
-        self.schedule = Schedule(partitions)
+        self.schedule = Schedule(copy_mode)
         self._gradients: GradientWatch | None = None
 
     def begin(self) -> None:

@@ -85,16 +85,16 @@ class Journal:
         self._keep()
         self._wake.set()
 
-    def note(self, step: int, stall_s: float, begun_step: int) -> None:
+    def note(self, step: int, blocked_s: float, begun_step: int) -> None:
         """Note where training is; costs microseconds, and once a second some more.
 
         Args:
             step: of the optimizer.
-            stall_s: seconds that training has waited for snapshots.
+            blocked_s: seconds that training has waited for snapshots.
             begun_step: of the newest snapshot that was begun, -1 for none.
         """
         record = self.record
-        record.step, record.unix_s, record.stall_s = step, self._now(), stall_s
+        record.step, record.unix_s, record.blocked_s = step, self._now(), blocked_s
         if begun_step >= 0 and (not record.snapshots or record.snapshots[-1][0] != begun_step):
             record.begin_snapshot(begun_step, record.unix_s)
         if time.monotonic() - self._kept_s >= KEEP_S:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from lightning_spot.config import HIGHEST_ATTEMPT, MOST_NODES
-from lightning_spot.errors import Malformed
+from lightning_spot.errors import MalformedError
 from lightning_spot.untrusted import MOST_UNIX_S, as_object, integer, items, text
 from lightning_spot.untrusted import number as number_in
 
@@ -30,11 +30,11 @@ class AttemptRecord:
         from_step: ``global_step`` at that time.
         step: the last one.
         unix_s: when this was noted.
-        stall_s: seconds that training waited for snapshots.
+        blocked_s: seconds that training waited for snapshots.
         snapshots: step and time of those begun; every other one is left out when there are too many.
         restore_s: of the seconds before training began, those that finding and reading the snapshot took; 0 for a fresh
             start.
-        replicas: at how many memory nodes each of its snapshots was to be kept; 0 where none was named.
+        replicas: at how many snapshot servers each of its snapshots was to be kept; 0 where none was named.
         end: one of :data:`ENDS`.
         earlier: account of the attempts before it.
     """
@@ -45,7 +45,7 @@ class AttemptRecord:
     from_step: int = 0
     step: int = 0
     unix_s: float = 0.0
-    stall_s: float = 0.0
+    blocked_s: float = 0.0
     snapshots: list[tuple[int, float]] = field(default_factory=list)
     restore_s: float = 0.0
     replicas: int = 0
@@ -70,12 +70,12 @@ class AttemptRecord:
         """Of what :meth:`as_dict` gave; what a later version may have added is left out.
 
         Raises:
-            Malformed: if a value is not what it should be.
+            MalformedError: if a value is not what it should be.
         """
         trained, earlier = record.get("trained_unix_s"), record.get("earlier")
         end = text(record, "end", "running")
         if end not in ENDS:
-            raise Malformed(f"its end is none of {', '.join(ENDS)}")
+            raise MalformedError(f"its end is none of {', '.join(ENDS)}")
         return cls(
             attempt=integer(record, "attempt", None, 0, HIGHEST_ATTEMPT),
             begun_unix_s=_time(record, "begun_unix_s", None),
@@ -83,7 +83,7 @@ class AttemptRecord:
             from_step=integer(record, "from_step", 0, 0, _MOST_STEPS),
             step=integer(record, "step", 0, 0, _MOST_STEPS),
             unix_s=_time(record, "unix_s", 0.0),
-            stall_s=_time(record, "stall_s", 0.0),
+            blocked_s=_time(record, "blocked_s", 0.0),
             snapshots=[_snapshot(item) for item in items(record, "snapshots", 4 * MOST_SNAPSHOTS)],
             restore_s=_time(record, "restore_s", 0.0),
             replicas=integer(record, "replicas", 0, 0, MOST_NODES),
@@ -107,19 +107,19 @@ class Spent:
 
     Attributes:
         productive_s: trained, and kept.
-        stall_s: waited for snapshots.
+        blocked_s: waited for snapshots.
         lost_s: trained, and done again by the next attempt.
         restore_s: found and read the snapshot that an attempt went on from.
         down_s: from the end of an attempt to the start of the next; none after one that completed the run.
-        start_s: the rest of the time from the start of ``fit`` until training began.
+        startup_s: the rest of the time from the start of ``fit`` until training began.
     """
 
     productive_s: float = 0.0
-    stall_s: float = 0.0
+    blocked_s: float = 0.0
     lost_s: float = 0.0
     restore_s: float = 0.0
     down_s: float = 0.0
-    start_s: float = 0.0
+    startup_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -173,7 +173,7 @@ class Account:
         """Of the plain values in a record.
 
         Raises:
-            Malformed: if one is not what it should be.
+            MalformedError: if one is not what it should be.
         """
         closed = as_object(account.get("closed", {}))
         return cls(
@@ -270,20 +270,20 @@ def _end_s(record: AttemptRecord) -> float:
 def _of(record: AttemptRecord, down_s: float, lost: int) -> Spent:
     end_s = _end_s(record)
     if record.trained_unix_s is None:
-        return Spent(start_s=end_s - record.begun_unix_s, down_s=down_s)
+        return Spent(startup_s=end_s - record.begun_unix_s, down_s=down_s)
     before_s = max(0.0, record.trained_unix_s - record.begun_unix_s)
     restore_s = min(record.restore_s, before_s)
     training_s = max(0.0, end_s - record.trained_unix_s)
-    stall_s = min(record.stall_s, training_s)
+    blocked_s = min(record.blocked_s, training_s)
     share = _share_of_time(record, lost, end_s, training_s)
-    work_s = training_s - stall_s
+    work_s = training_s - blocked_s
     return Spent(
         productive_s=work_s * (1 - share),
-        stall_s=stall_s,
+        blocked_s=blocked_s,
         lost_s=work_s * share,
         restore_s=restore_s,
         down_s=down_s,
-        start_s=before_s - restore_s,
+        startup_s=before_s - restore_s,
     )
 
 

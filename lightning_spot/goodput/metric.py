@@ -22,7 +22,7 @@ class Goodput(Metric):
     Example::
 
         goodput = Goodput()
-        goodput.update(productive_s=90.0, stall_s=1.0, lost_s=4.0, restore_s=2.0, down_s=3.0)
+        goodput.update(productive_s=90.0, blocked_s=1.0, lost_s=4.0, restore_s=2.0, down_s=3.0)
         goodput.compute()  # tensor(0.9000)
     """
 
@@ -30,11 +30,11 @@ class Goodput(Metric):
     is_differentiable = False
     full_state_update = False
     productive_s: torch.Tensor
-    stall_s: torch.Tensor
+    blocked_s: torch.Tensor
     lost_s: torch.Tensor
     restore_s: torch.Tensor
     down_s: torch.Tensor
-    start_s: torch.Tensor
+    startup_s: torch.Tensor
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -44,30 +44,30 @@ class Goodput(Metric):
     def update(
         self,
         productive_s: float,
-        stall_s: float = 0.0,
+        blocked_s: float = 0.0,
         lost_s: float = 0.0,
         restore_s: float = 0.0,
         down_s: float = 0.0,
-        start_s: float = 0.0,
+        startup_s: float = 0.0,
     ) -> None:
         """Add seconds.
 
         Args:
             productive_s: trained, and kept.
-            stall_s: waited for snapshots.
+            blocked_s: waited for snapshots.
             lost_s: trained, and done again.
             restore_s: found and read what an attempt went on from.
             down_s: without machines.
-            start_s: the rest of the time from a start until training began.
+            startup_s: the rest of the time from a start until training began.
         """
         self.productive_s += productive_s
-        self.stall_s += stall_s
+        self.blocked_s += blocked_s
         self.lost_s += lost_s
         self.restore_s += restore_s
         self.down_s += down_s
-        self.start_s += start_s
+        self.startup_s += startup_s
 
     def compute(self) -> torch.Tensor:
         """Productive over total seconds; 1 before any time has passed."""
-        whole = self.productive_s + self.stall_s + self.lost_s + self.restore_s + self.down_s + self.start_s
+        whole = self.productive_s + self.blocked_s + self.lost_s + self.restore_s + self.down_s + self.startup_s
         return torch.where(whole > 0, self.productive_s / whole.clamp(min=1e-9), torch.ones_like(whole)).float()

@@ -7,7 +7,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from lightning_spot.errors import Malformed
+from lightning_spot.errors import MalformedError
 from lightning_spot.goodput.ledger import AttemptRecord
 from lightning_spot.tiers.claims import ATTEMPTS_DIR
 from lightning_spot.tiers.filesystem import make_parent, open_filesystem, tier_errors
@@ -89,11 +89,11 @@ def _read(files: Any, path: str, attempt: int) -> AttemptRecord | None:
     try:
         record = AttemptRecord.from_dict(read_sealed(files.cat_file(path, start=0, end=_MOST_BYTES + 1), _MOST_BYTES))
         if record.attempt != attempt:
-            raise Malformed(f"it is that of attempt {record.attempt}")
+            raise MalformedError(f"it is that of attempt {record.attempt}")
         return record
     except FileNotFoundError:
         return None  # removed meanwhile
-    except Malformed as error:
+    except MalformedError as error:
         logger.warning(
             "lightning_spot: the record of attempt %d, %s, is damaged: %s. The time of that attempt is not counted.",
             attempt,

@@ -18,7 +18,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from lightning_spot.errors import CorruptSnapshot, NotSerialisable
+from lightning_spot.errors import CorruptSnapshotError, NotSerializableError
 
 _DEEPEST = 500
 _MOST_AGAIN = 16
@@ -71,8 +71,8 @@ def check_bounds(file: IO[bytes] | str) -> None:
     """Refuse a file of ``torch.save`` that asks for more than it is; its place in the end is its beginning.
 
     Raises:
-        CorruptSnapshot: saying what it asks for.
-        NotSerialisable: if it is written in another protocol than ours.
+        CorruptSnapshotError: saying what it asks for.
+        NotSerializableError: if it is written in another protocol than ours.
     """
     with zipfile.ZipFile(file) as archive:
         inside = sum(record.file_size for record in archive.infolist())
@@ -130,12 +130,12 @@ def _follow(pickled: bytes) -> None:
             arguments, called = stack.pop(), stack.pop()
             stack.append(_call(called, arguments))
         elif name == "LONG4":
-            raise NotSerialisable(
+            raise NotSerializableError(
                 "the file has an integer of more than 255 bytes, which torch does not read. It is not loaded. Keep"
                 " such a number as text"
             )
         elif name not in ("PROTO", "STOP"):
-            raise NotSerialisable(
+            raise NotSerializableError(
                 f"the file has the opcode {name}, of another protocol than torch.save's own. It is not loaded. Save it"
                 " without pickle_protocol"
             )
@@ -156,7 +156,7 @@ def _call(called: _Made, arguments: _Made) -> _Made:
     """What a call makes.
 
     Raises:
-        CorruptSnapshot: if it could be of any size.
+        CorruptSnapshotError: if it could be of any size.
     """
     kind, kinds = called.kind, arguments.items
     is_encoding = kind == "_codecs.encode"
@@ -181,5 +181,5 @@ def _global(argument: str) -> str:
     return f"{torch._utils.IMPORT_MAPPING.get(module, module)}.{name}"
 
 
-def _refused(why: str) -> CorruptSnapshot:
-    return CorruptSnapshot(f"the file {why}. It is damaged or forged, and is not loaded. Take another one")
+def _refused(why: str) -> CorruptSnapshotError:
+    return CorruptSnapshotError(f"the file {why}. It is damaged or forged, and is not loaded. Take another one")

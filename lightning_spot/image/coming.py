@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 
-from lightning_spot.errors import SnapshotNotFound
+from lightning_spot.errors import SnapshotNotFoundError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum, part_ranges
 
@@ -76,7 +76,7 @@ class Coming:
         """Yield ``(start, stop, checksum)`` of every part, in the order in which they become final; waits for each.
 
         Raises:
-            SnapshotNotFound: if the file was given up.
+            SnapshotNotFoundError: if the file was given up.
         """
         for place in range(len(self._parts)):
             self._wait(lambda place=place: len(self._order) > place)  # type: ignore[misc]
@@ -87,14 +87,16 @@ class Coming:
         """Yield every part from the first to the last; ends once the file is committed here.
 
         Raises:
-            SnapshotNotFound: if the file was given up.
+            SnapshotNotFoundError: if the file was given up.
         """
         for index, (start, stop) in enumerate(self._parts):
             self._wait(lambda index=index: bool(self._checksums[index]))  # type: ignore[misc]
             part = self.image[start:stop]
             if checksum(part) != self._checksums[index]:  # who takes it would note the checksum of what it is now
                 self.give_up()
-                raise SnapshotNotFound(f"part {index} of {self.manifest.name} has changed in memory since it arrived")
+                raise SnapshotNotFoundError(
+                    f"part {index} of {self.manifest.name} has changed in memory since it arrived"
+                )
             yield part
         self.committed()
 
@@ -102,7 +104,7 @@ class Coming:
         """Wait until the file is committed on this host; its sealed manifest.
 
         Raises:
-            SnapshotNotFound: if it was given up.
+            SnapshotNotFoundError: if it was given up.
         """
         self._wait(lambda: self._committed)
         return self.manifest
@@ -122,4 +124,4 @@ class Coming:
                 if not self._changed.wait(QUIET_S) and before == len(self._order) and not ready():
                     self._given_up = not self._committed
             if self._given_up:
-                raise SnapshotNotFound(f"{self.manifest.name} was given up while it was sent on")
+                raise SnapshotNotFoundError(f"{self.manifest.name} was given up while it was sent on")

@@ -10,7 +10,7 @@ this gives 1.53 x.) It is arithmetic modulo 2**32: whatever the bytes mean, the 
 
     coding (1 byte), number of ranges (4), start and stop of each (4 + 4), then the bytes of all ranges
 
-Where ``compression="topk"`` asks for it, single numbers outside of the ranges follow these, see
+Where ``lossy="topk"`` asks for it, single numbers outside of the ranges follow these, see
 :mod:`~lightning_spot.image.picked`.
 
 Both ends import this module when they need it: numpy would double the time that a node takes to start.
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_spot.errors import CorruptSnapshot
+from lightning_spot.errors import CorruptSnapshotError
 from lightning_spot.image.packing import zstd
 from lightning_spot.image.picked import put
 from lightning_spot.image.portion import Image
@@ -141,16 +141,16 @@ def decode(delta: Buffer, base: Buffer, into: memoryview) -> None:
         into: as long as ``base``.
 
     Raises:
-        CorruptSnapshot: if it is no delta for a part of this length.
+        CorruptSnapshotError: if it is no delta for a part of this length.
     """
     try:
         _decode(memoryview(delta), base, into)
     except (struct.error, ValueError) as error:
-        raise CorruptSnapshot(f"a delta is damaged: {error}") from error
+        raise CorruptSnapshotError(f"a delta is damaged: {error}") from error
     except Exception as error:
         if zstd is None or not isinstance(error, zstd.ZstdError):
             raise
-        raise CorruptSnapshot(f"a delta is damaged: {error}") from error
+        raise CorruptSnapshotError(f"a delta is damaged: {error}") from error
 
 
 def _decode(delta: memoryview, base: Buffer, into: memoryview) -> None:

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lightning_spot.errors import CorruptManifest, CorruptSnapshot
+from lightning_spot.errors import CorruptManifestError, CorruptSnapshotError
 
 MODEL_FILE = "model.ckpt"
 FILE_ALIGNMENT_BYTES = 4096
@@ -77,14 +77,14 @@ def files_from_json(fields: object) -> tuple[FileSpan, ...]:
     """Read the files of a manifest; see :func:`check_files`.
 
     Raises:
-        CorruptManifest: if they are not what they should be.
+        CorruptManifestError: if they are not what they should be.
     """
     if not isinstance(fields, (list, tuple)):
-        raise CorruptManifest("a manifest contradicts itself: files is no list")
+        raise CorruptManifestError("a manifest contradicts itself: files is no list")
     try:
         return tuple(FileSpan(**item) for item in fields)
     except TypeError as error:
-        raise CorruptManifest(f"a manifest contradicts itself: a file is incomplete ({error})") from error
+        raise CorruptManifestError(f"a manifest contradicts itself: a file is incomplete ({error})") from error
 
 
 def check_files(files: Sequence[FileSpan], nbytes: int) -> str | None:
@@ -140,7 +140,8 @@ def cut(files: Sequence[FileSpan], parts: Iterable[memoryview]) -> Iterator[tupl
         the files, in order. The bytes of one must be taken to their end before the next file is asked for.
 
     Raises:
-        CorruptSnapshot: if a byte that is in no file is not zero: it would not be there when the image is read again.
+        CorruptSnapshotError: if a byte that is in no file is not zero: it would not be there when the image is read
+            again.
     """
     source = _Parts(iter(parts))
     for file in files:
@@ -155,12 +156,12 @@ def check_zero(gap: memoryview) -> None:
     """Check bytes between files.
 
     Raises:
-        CorruptSnapshot: if one is not zero.
+        CorruptSnapshotError: if one is not zero.
     """
     for start in range(0, len(gap), _CHECKED_BYTES):
         piece = bytes(gap[start : start + _CHECKED_BYTES])
         if piece != bytes(len(piece)):
-            raise CorruptSnapshot("bytes that are in no file of the snapshot are not zero; it is not committed")
+            raise CorruptSnapshotError("bytes that are in no file of the snapshot are not zero; it is not committed")
 
 
 class _Parts:

@@ -21,7 +21,7 @@ from zlib import crc32
 
 import torch
 
-from lightning_spot.errors import LayoutUnsupported
+from lightning_spot.errors import LayoutUnsupportedError
 from lightning_spot.image.archive import descriptor, directory, directory_entry, header
 from lightning_spot.image.pickling import Named, TensorPickler
 from lightning_spot.image.pieces import Piece
@@ -76,7 +76,7 @@ class Layouter:
             nbytes: size that the file is to have; ``None`` for no more than it needs. A record of zeros fills it up.
 
         Raises:
-            LayoutUnsupported: if it needs more than ``nbytes``.
+            LayoutUnsupportedError: if it needs more than ``nbytes``.
         """
         pickled = self._pickler.dump(checkpoint)
         storages, places = self._pickler.storages, self._places
@@ -249,7 +249,7 @@ def _filled_up(pickled: bytes, entries: list[bytes], last_nbytes: int, start: in
     """What follows the last storage, as :func:`_tail`, of a file that ends at ``stop``."""
     least = start + _least_tail(len(pickled), sum(map(len, entries)), last_nbytes, start)
     if least > stop:
-        raise LayoutUnsupported(f"a file of {least} bytes does not fit into {stop}")
+        raise LayoutUnsupportedError(f"a file of {least} bytes does not fit into {stop}")
     return _tail(pickled, entries, last_nbytes, start, 1 + stop - least)
 
 

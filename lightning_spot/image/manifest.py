@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_spot import untrusted
 from lightning_spot.config import HIGHEST_ATTEMPT, MANIFEST_VERSION, PART_BYTES
-from lightning_spot.errors import CorruptManifest, CorruptSnapshot, Malformed, UnknownFormat
+from lightning_spot.errors import CorruptManifestError, CorruptSnapshotError, MalformedError, UnknownFormatError
 from lightning_spot.image.files import MODEL_FILE, FileSpan, check_files, files_from_json
 from lightning_spot.image.parts import checksum_parts, part_ranges, verify_parts
 
@@ -55,7 +55,7 @@ def snapshot_order(name: str) -> Order | None:
 
 
 def portion_name(name: str, host: int) -> str:
-    """Name, at memory nodes, of what one of several hosts brings of a snapshot that is spread over them."""
+    """Name, at snapshot servers, of what one of several hosts brings of a snapshot that is spread over them."""
     return f"{name}{_HOST}{host:04d}"
 
 
@@ -114,7 +114,7 @@ class Manifest:
         created_unix_s: wall-clock time of the capture, seconds since 1970.
         world_size: number of ranks that trained.
         versions: versions of torch, lightning and lightning_spot that wrote it.
-        exact: whether it holds the very bits of the training state; not what ``compression="topk"`` made of it.
+        exact: whether it holds the very bits of the training state; not what ``lossy="topk"`` made of it.
         portion: what of a snapshot it is, if it is one host's portion of it; then :attr:`name` is that of the portion.
         format: version of the format that it is written in; one that was read from an earlier one has the present one.
     """
@@ -181,11 +181,11 @@ class Manifest:
         """The file of that name, of those that the image is cut into at rest.
 
         Raises:
-            CorruptSnapshot: if there is none.
+            CorruptSnapshotError: if there is none.
         """
         span = next((span for span in self.files if span.name == file), None)
         if span is None:
-            raise CorruptSnapshot(f"{self.name} has no {file}", where=self.name)
+            raise CorruptSnapshotError(f"{self.name} has no {file}", where=self.name)
         return span
 
     def span_at(self, path: str) -> FileSpan | None:
@@ -215,7 +215,7 @@ class Manifest:
         """Check the whole file against this manifest.
 
         Raises:
-            CorruptSnapshot: if size or a part's checksum differs.
+            CorruptSnapshotError: if size or a part's checksum differs.
         """
         verify_parts(image, self.checksums, self.part_bytes, f"{self.run}/{self.name} at {where}")
 
@@ -227,7 +227,7 @@ class Manifest:
         """Check one of the :meth:`ranges`.
 
         Raises:
-            CorruptSnapshot: if a part's checksum differs, or this manifest is not sealed.
+            CorruptSnapshotError: if a part's checksum differs, or this manifest is not sealed.
         """
         first = start // self.part_bytes
         checksums = self.checksums[first : first - (-len(data) // self.part_bytes)]
@@ -253,13 +253,13 @@ class Manifest:
         """Read a manifest.
 
         Raises:
-            CorruptManifest: if it is damaged or contradicts itself.
-            UnknownFormat: if a newer version of this package wrote it.
+            CorruptManifestError: if it is damaged or contradicts itself.
+            UnknownFormatError: if a newer version of this package wrote it.
         """
         try:
             fields = untrusted.read_json(text, untrusted.LARGE_BYTES)
-        except Malformed as error:
-            raise CorruptManifest(f"a manifest cannot be read: {error}") from error
+        except MalformedError as error:
+            raise CorruptManifestError(f"a manifest cannot be read: {error}") from error
         return cls._read(fields, at_rest=True)
 
     @classmethod
@@ -270,20 +270,20 @@ class Manifest:
     @classmethod
     def _read(cls, fields: Any, *, at_rest: bool) -> Manifest:
         if not isinstance(fields, dict) or type(fields.get("format")) is not int:
-            raise CorruptManifest("a manifest is no JSON object with a 'format' number")
+            raise CorruptManifestError("a manifest is no JSON object with a 'format' number")
         version, known = fields["format"], dict(fields)
         if version > MANIFEST_VERSION:
-            raise UnknownFormat(
+            raise UnknownFormatError(
                 f"a manifest has format {version}; this version of lightning_spot reads up to"
                 f" {MANIFEST_VERSION}: upgrade it"
             )
         try:
             if not untrusted.unseal(known) and at_rest and version > _LAST_WITHOUT_CHECKSUM:
-                raise Malformed("it has no checksum of itself")
+                raise MalformedError("it has no checksum of itself")
             manifest = cls._of(known)
             manifest._check()
-        except (Malformed, TypeError) as error:
-            raise CorruptManifest(f"a manifest is damaged or contradicts itself: {error}") from error
+        except (MalformedError, TypeError) as error:
+            raise CorruptManifestError(f"a manifest is damaged or contradicts itself: {error}") from error
         return manifest
 
     @classmethod
@@ -348,4 +348,4 @@ def _shown(said: object) -> str:
 
 def _require(is_met: object, otherwise: str) -> None:
     if not is_met:
-        raise Malformed(otherwise)
+        raise MalformedError(otherwise)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from lightning_spot.errors import CorruptManifest, CorruptSnapshot, Malformed, SettingsError
+from lightning_spot.errors import CorruptManifestError, CorruptSnapshotError, MalformedError, SettingsError
 from lightning_spot.image.files import FileSpan, check_files, pieces
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum, part_ranges
@@ -80,7 +80,7 @@ class Note:
         digest: what all of them must agree on: a checksum of the layout.
         pieces: all bytes that it has, in order.
         manifest: of the snapshot, without checksums; of host 0 only, and not where there is a :attr:`portion`.
-        portion: its manifest, if this host's portion lay at a memory node by itself: then it has no pieces.
+        portion: its manifest, if this host's portion lay at a snapshot server by itself: then it has no pieces.
     """
 
     name: str
@@ -93,10 +93,10 @@ class Note:
 
     @classmethod
     def of_portion(cls, portion: Manifest) -> Note:
-        """The note of a portion that lay at a memory node by itself."""
+        """The note of a portion that lay at a snapshot server by itself."""
         of = portion.portion
         if of is None:
-            raise CorruptManifest(f"{portion.name} is no host's portion of a snapshot")
+            raise CorruptManifestError(f"{portion.name} is no host's portion of a snapshot")
         return cls(name=portion.snapshot, host=of.host, hosts=of.hosts, digest=of.digest, pieces=(), portion=portion)
 
     def to_json(self) -> str:
@@ -111,7 +111,7 @@ class Note:
         """Read a note.
 
         Raises:
-            CorruptManifest: if it is damaged or contradicts itself.
+            CorruptManifestError: if it is damaged or contradicts itself.
         """
         try:
             fields = read_sealed(text, LARGE_BYTES)
@@ -126,17 +126,17 @@ class Note:
                 pieces=tuple(_piece(item) for item in items(fields, "pieces", _MOST_PIECES)),
                 manifest=Manifest.from_dict(noted) if noted is not None else None,
             )
-        except Malformed as error:
-            raise CorruptManifest(f"the note of a host is damaged: {error}") from error
+        except MalformedError as error:
+            raise CorruptManifestError(f"the note of a host is damaged: {error}") from error
         named = note.manifest is None or note.manifest.name == note.name
         if not named or note.host >= note.hosts or (note.manifest is not None) != (note.host == 0):
-            raise CorruptManifest(f"the note of host {note.host} of {note.hosts} contradicts itself")
+            raise CorruptManifestError(f"the note of host {note.host} of {note.hosts} contradicts itself")
         return note
 
 
 def _piece(item: object) -> Piece:
     if not isinstance(item, list) or len(item) != 3:
-        raise Malformed("a piece is no place, length and checksum")
+        raise MalformedError("a piece is no place, length and checksum")
     fields = dict(zip(("place", "length", "checksum"), item, strict=True))
     return (
         integer(fields, "place", None, 0, _MOST_BYTES),
@@ -168,7 +168,7 @@ def sealed(notes: Iterable[Note], read: Callable[[FileSpan, int, int], bytes]) -
             its checksum is made anew. Called on several threads.
 
     Raises:
-        CorruptSnapshot: if the notes do not fit each other, or bytes are not those that were noted.
+        CorruptSnapshotError: if the notes do not fit each other, or bytes are not those that were noted.
     """
     by_host = sorted(notes, key=lambda note: note.host)
     portions = [note.portion for note in by_host if note.portion is not None]
@@ -177,21 +177,21 @@ def sealed(notes: Iterable[Note], read: Callable[[FileSpan, int, int], bytes]) -
     first = by_host[0]
     manifest = first.manifest
     if manifest is None:
-        raise CorruptSnapshot(f"the first host has left no note of {first.name}")
+        raise CorruptSnapshotError(f"the first host has left no note of {first.name}")
     for note in by_host:
         if (note.name, note.hosts, note.digest) != (first.name, first.hosts, first.digest):
-            raise CorruptSnapshot(f"host {note.host} has another layout of {first.name} than the first host")
+            raise CorruptSnapshotError(f"host {note.host} has another layout of {first.name} than the first host")
     found = sorted(piece for note in by_host for piece in note.pieces)
     ends = [0, *(start + nbytes for start, nbytes, _ in found)]
     if [start for start, _, _ in found] != ends[:-1] or ends[-1] != manifest.nbytes:
-        raise CorruptSnapshot(f"what the hosts have brought of {first.name} is not every byte of it once")
+        raise CorruptSnapshotError(f"what the hosts have brought of {first.name} is not every byte of it once")
     source, parts = iter(found), list[list[Piece]]()
     for start, stop in part_ranges(manifest.nbytes, manifest.part_bytes):
         of_part: list[Piece] = []
         while sum(nbytes for _, nbytes, _ in of_part) < stop - start:
             of_part.append(next(source))
         if of_part[-1][0] + of_part[-1][1] != stop:
-            raise CorruptSnapshot(f"the hosts have cut {first.name} into other parts than its manifest")
+            raise CorruptSnapshotError(f"the hosts have cut {first.name} into other parts than its manifest")
         parts.append(of_part)
 
     def checksum_of(of_part: list[Piece]) -> str:
@@ -215,5 +215,7 @@ def _whole(manifest: Manifest, found: list[Piece], read: Callable[[FileSpan, int
     for start, nbytes, noted in found:
         piece = data[start - begin : start - begin + nbytes]
         if len(data) != end - begin or checksum(piece) != noted:
-            raise CorruptSnapshot(f"bytes {start}–{start + nbytes} of {manifest.name} are not those that were brought")
+            raise CorruptSnapshotError(
+                f"bytes {start}–{start + nbytes} of {manifest.name} are not those that were brought"
+            )
     return checksum(data)

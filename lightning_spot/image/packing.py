@@ -20,7 +20,7 @@ def _find() -> Any:
             return importlib.import_module(name)
         except ImportError:
             continue
-    logger.debug("this Python has no zstd: what changed goes to memory nodes as it is")
+    logger.debug("this Python has no zstd: what changed goes to snapshot servers as it is")
     return None
 
 
@@ -32,16 +32,21 @@ def can_pack() -> bool:
     return zstd is not None
 
 
-def check_compression(compression: object) -> None:
-    """Check a value of the setting ``compression``.
+def chosen_compression(compression: object, lossy: object) -> Compression:
+    """What the settings ``compression`` and ``lossy`` ask for.
 
     Raises:
         SettingsError: if it is none, or needs what is missing here.
     """
-    if compression not in ("auto", "delta", "topk", None):
-        raise SettingsError(f"compression={compression!r} is none of 'auto', 'delta', 'topk' (not exact) and None")
-    if compression == "delta" and not can_pack():
+    if compression not in ("auto", "always", "off"):
+        raise SettingsError(f"compression={compression!r} is none of 'auto', 'always' and 'off'")
+    if lossy not in (None, "topk"):
+        raise SettingsError(f"lossy={lossy!r} is neither None nor 'topk'")
+    if compression == "always" and not can_pack():
         raise SettingsError(
-            "compression='delta' needs zstd, which this Python lacks: pip install backports.zstd, or use"
+            "compression='always' needs zstd, which this Python lacks: pip install backports.zstd, or use"
             " compression='auto', which does without"
         )
+    if lossy is not None:
+        return "topk"
+    return None if compression == "off" else "delta" if compression == "always" else "auto"

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
-from lightning_spot.errors import CorruptSnapshot, TierError
+from lightning_spot.errors import CorruptSnapshotError, TierError
 
 _READ_BYTES = 512 * 1024  # stays in the processor's cache until it is checksummed
 
@@ -40,11 +40,11 @@ def verify_parts(image: memoryview, checksums: tuple[str, ...], part_bytes: int,
         first: place of ``image`` in the file.
 
     Raises:
-        CorruptSnapshot: at the first part that differs.
+        CorruptSnapshotError: at the first part that differs.
     """
     ranges = list(part_ranges(len(image), part_bytes))
     if len(ranges) != len(checksums):
-        raise CorruptSnapshot(f"{where}: {len(ranges)} parts found, {len(checksums)} expected", where=where)
+        raise CorruptSnapshotError(f"{where}: {len(ranges)} parts found, {len(checksums)} expected", where=where)
     for index, ((start, stop), expected) in enumerate(zip(ranges, checksums, strict=True)):
         if checksum(image[start:stop]) != expected:
             raise _damaged(where, first + start, first + stop, first // part_bytes + index)
@@ -73,12 +73,12 @@ def verify_file(
         threads: that read at once.
 
     Raises:
-        CorruptSnapshot: at a part that differs, or if the file is shorter.
+        CorruptSnapshotError: at a part that differs, or if the file is shorter.
         TierError: if it cannot be read.
     """
     parts = -(-nbytes // part_bytes)
     if parts != len(checksums):
-        raise CorruptSnapshot(f"{where}: {parts} parts found, {len(checksums)} expected", where=where)
+        raise CorruptSnapshotError(f"{where}: {parts} parts found, {len(checksums)} expected", where=where)
 
     def check(first: int) -> None:
         buffer = memoryview(bytearray(min(_READ_BYTES, part_bytes, nbytes)))
@@ -109,12 +109,12 @@ def _read(fd: int, into: memoryview, place: int, nbytes: int, where: str) -> int
             f"{where} cannot be read at byte {place}: {error.strerror}; another copy is needed", tier=where
         ) from error
     if count == 0:
-        raise CorruptSnapshot(f"{where} is cut short: {place} of {nbytes} bytes are there", where=where)
+        raise CorruptSnapshotError(f"{where} is cut short: {place} of {nbytes} bytes are there", where=where)
     return count
 
 
-def _damaged(where: str, start: int, stop: int, index: int) -> CorruptSnapshot:
-    return CorruptSnapshot(
+def _damaged(where: str, start: int, stop: int, index: int) -> CorruptSnapshotError:
+    return CorruptSnapshotError(
         f"{where}: bytes {start}–{stop} (part {index}) do not have the checksum they were committed with",
         where=where,
         part=index,

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from lightning_spot.errors import NotSerialisable
+from lightning_spot.errors import NotSerializableError
 from lightning_spot.untrusted import plain
 
 ADVICE = (
@@ -23,7 +23,7 @@ SHORT.maxother = SHORT.maxstring = 120
 
 
 class Placeholder:
-    """Stands for an object of a class that is not loaded. To use it raises :class:`NotSerialisable`.
+    """Stands for an object of a class that is not loaded. To use it raises :class:`NotSerializableError`.
 
     Args:
         kind: full name of its class, or of the function that makes it.
@@ -49,7 +49,7 @@ class Placeholder:
 
 def _refuse(placeholder: Placeholder, *_: Any) -> NoReturn:
     where = f"{placeholder._where} of the snapshot" if placeholder._where else "what is used here"
-    raise NotSerialisable(f"{plain(where)} is a {plain(placeholder._kind)}, which was not loaded. {ADVICE}")
+    raise NotSerializableError(f"{plain(where)} is a {plain(placeholder._kind)}, which was not loaded. {ADVICE}")
 
 
 for _name in (

@@ -24,7 +24,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from lightning_spot.errors import CorruptSnapshot, NotSerialisable, SpotError
+from lightning_spot.errors import CorruptSnapshotError, NotSerializableError, SpotError
 from lightning_spot.image.bounds import check_bounds
 from lightning_spot.image.placeholder import ADVICE, Placeholder, kind_of, parts_of, remember_places
 from lightning_spot.image.restricted import restricted_load
@@ -43,8 +43,8 @@ def safe_load(file: IO[bytes] | str, map_location: str = "cpu") -> Any:
         what was saved, with a :class:`Placeholder` for each object of another class. Each knows its place.
 
     Raises:
-        NotSerialisable: if it holds an object that cannot be loaded that way.
-        CorruptSnapshot: if it is damaged or forged.
+        NotSerializableError: if it holds an object that cannot be loaded that way.
+        CorruptSnapshotError: if it is damaged or forged.
         NotImplementedError: if torch has a tensor of its kind not on ``"meta"``.
         MemoryError: if there is not enough memory for it.
         OSError: if the file cannot be read.
@@ -58,7 +58,7 @@ def safe_load(file: IO[bytes] | str, map_location: str = "cpu") -> Any:
     except (OSError, SpotError, MemoryError):
         raise
     except UnpicklingError as error:
-        raise NotSerialisable(
+        raise NotSerializableError(
             f"the file holds an object that cannot be read safely ({plain(error, LONGEST_TEXT)}). {ADVICE}"
         ) from error
     except Exception as error:  # of a damaged or forged file, torch may raise anything
@@ -67,11 +67,11 @@ def safe_load(file: IO[bytes] | str, map_location: str = "cpu") -> Any:
         if map_location == "meta" and isinstance(error, NotImplementedError):  # a page, about torch's inside
             raise NotImplementedError("torch reads no quantized or nested tensor without its bytes") from error
         if stand_ins.kinds:  # such as a subclass of tensors, which torch cannot make of a stand-in
-            raise NotSerialisable(
+            raise NotSerializableError(
                 f"the file is not read without objects that are not loaded: {', '.join(map(plain, stand_ins.kinds))}"
                 f" ({type(error).__name__}: {plain(error)}). {ADVICE}"
             ) from error
-        raise CorruptSnapshot(
+        raise CorruptSnapshotError(
             f"the file cannot be read ({type(error).__name__}: {plain(error)}). It is damaged or forged, and not loaded"
         ) from error
     return loaded

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from lightning_spot.errors import CorruptSnapshot
+from lightning_spot.errors import CorruptSnapshotError
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum, part_ranges
@@ -45,7 +45,7 @@ class Sealing(Coming):
         """Seal the file on ``threads`` threads at most, this one among them; its sealed manifest.
 
         Raises:
-            CorruptSnapshot: if a part that nobody has written to is not what it was.
+            CorruptSnapshotError: if a part that nobody has written to is not what it was.
         """
         if self._before is not None:
             self._take_over(self._before)
@@ -61,7 +61,7 @@ class Sealing(Coming):
             if written.touches(start, stop):
                 continue
             if (index + before.turn) % CHECK_EVERY == 0 and checksum(self.image[start:stop]) != known:
-                raise CorruptSnapshot(
+                raise CorruptSnapshotError(
                     f"part {index} of {self.manifest.name} is not what it was, though it was not to change: somebody"
                     " else has written to this memory. It is not committed",
                     part=index,
@@ -106,11 +106,11 @@ def seal_parts(manifest: Manifest, checksums: Sequence[str], sizes: Sequence[int
     """The sealed manifest of a file that came in parts.
 
     Raises:
-        CorruptSnapshot: if the parts are not those that the manifest announced.
+        CorruptSnapshotError: if the parts are not those that the manifest announced.
     """
     wanted = [stop - start for start, stop in part_ranges(manifest.nbytes, manifest.part_bytes)]
     if list(sizes) != wanted:
-        raise CorruptSnapshot(
+        raise CorruptSnapshotError(
             f"{manifest.name} came as {sum(sizes)} bytes in {len(sizes)} parts, not as {manifest.nbytes} bytes in"
             f" {len(wanted)}; it is not committed"
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NoReturn
 
-from lightning_spot.errors import CorruptSnapshot
+from lightning_spot.errors import CorruptSnapshotError
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Image
@@ -135,7 +135,7 @@ class Shards:
             manifest: of the snapshot.
 
         Raises:
-            CorruptSnapshot: if they are not there, or contradict themselves or the manifest.
+            CorruptSnapshotError: if they are not there, or contradict themselves or the manifest.
         """
         files = {file.name: file for file in manifest.files}
         if SHARDS_FILE not in files:
@@ -214,7 +214,7 @@ class _Checked:
 
 
 def _refuse(manifest: Manifest, why: str) -> NoReturn:
-    raise CorruptSnapshot(
+    raise CorruptSnapshotError(
         f"{manifest.run}/{manifest.name} is no sharded snapshot that can be read: {plain(why)}; another copy is needed",
         where=manifest.name,
     )

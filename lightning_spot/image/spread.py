@@ -1,4 +1,4 @@
-"""A snapshot whose portions lie apart, each at a memory node of its own: what the whole is, made of their manifests.
+"""A snapshot whose portions lie apart, each at a server of its own: the whole is made of their manifests.
 
 In the whole, each portion begins with a new part, so that the checksums of all parts are known without reading a byte.
 What lies between the end of a portion and the next part is zero, and in no file.
@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from lightning_spot.errors import CorruptSnapshot
+from lightning_spot.errors import CorruptSnapshotError
 from lightning_spot.image.files import FileSpan, check_files
 from lightning_spot.image.manifest import Manifest, PortionOf, portion_name
 from lightning_spot.image.parts import checksum
@@ -55,12 +55,12 @@ def whole_of(portions: Iterable[Manifest]) -> Manifest:
     """The manifest of the snapshot, of those of the portions of all hosts. Whoever makes it makes the same.
 
     Raises:
-        CorruptSnapshot: if they do not fit each other.
+        CorruptSnapshotError: if they do not fit each other.
     """
     by_host = sorted(portions, key=_host)
     name, first = by_host[0].snapshot, by_host[0]
     if missing(by_host) or len({_host(portion) for portion in by_host}) != len(by_host):
-        raise CorruptSnapshot(f"the portions of {name} are not those of all hosts once")
+        raise CorruptSnapshotError(f"the portions of {name} are not those of all hosts once")
     files, checksums = list[FileSpan](), list[str]()
     for portion, start in zip(by_host, starts(by_host), strict=False):
         of = portion.portion
@@ -68,15 +68,15 @@ def whole_of(portions: Iterable[Manifest]) -> Manifest:
         assert first.portion is not None
         agreed = (portion.snapshot, portion.part_bytes, of.hosts, of.digest)
         if agreed != (name, first.part_bytes, first.portion.hosts, first.portion.digest):
-            raise CorruptSnapshot(f"host {of.host} has another layout of {name} than the first host")
+            raise CorruptSnapshotError(f"host {of.host} has another layout of {name} than the first host")
         files += (replace(span, offset=span.offset + start) for span in portion.files)
         checksums += (*portion.checksums[:-1], of.tail)
     nbytes = starts(by_host)[-1]
     # Also before anybody makes room for what a stranger says.
     if not all(checksums) or len(checksums) * first.part_bytes != nbytes:
-        raise CorruptSnapshot(f"the portions of {name} have no checksums of all their parts")
+        raise CorruptSnapshotError(f"the portions of {name} have no checksums of all their parts")
     if problem := check_files(files, nbytes):
-        raise CorruptSnapshot(f"the portions of {name} make no snapshot: {problem}")
+        raise CorruptSnapshotError(f"the portions of {name} make no snapshot: {problem}")
     return replace(first, name=name, nbytes=nbytes, files=tuple(files), checksums=tuple(checksums), portion=None)
 
 
@@ -93,5 +93,5 @@ def place_of(part: int, begins: Sequence[int]) -> tuple[int, int]:
 
 def _host(portion: Manifest) -> int:
     if portion.portion is None:
-        raise CorruptSnapshot(f"{portion.name} is no host's portion of a snapshot")
+        raise CorruptSnapshotError(f"{portion.name} is no host's portion of a snapshot")
     return portion.portion.host

@@ -14,13 +14,13 @@ from lightning_spot.errors import SettingsError
 from lightning_spot.interval.adaptive import FIRST_S, Adaptive
 from lightning_spot.interval.costs import Costs
 
-CociMode = Literal["AUTO", "MANUAL", "CCM"]
+CociMode = Literal["auto", "manual", "ccm"]
 _MOVED = 0.1
 _MOST_READINGS = 4096
 
 
 class COCI(Adaptive):
-    """Snapshots where the fitted loss ``exp(theta_1 * t + theta_2)`` has fallen by another equal part.
+    """Snapshots where the fitted loss ``exp(slope * t + offset)`` has fallen by another equal part.
 
     The published rule (COCI, convergence-oriented checkpoint intervals) finds the number of parts by subtracting a time
     from a loss, so the same job planned in seconds, minutes and hours gets different numbers. Here, every number has
@@ -31,12 +31,13 @@ class COCI(Adaptive):
     Nothing bounds how far apart two slots may be: late in a run that is very far. :class:`ConvergenceAware` bounds it.
 
     Args:
-        mode: ``"AUTO"`` measures cost and fits the loss; ``"MANUAL"`` takes them; ``"CCM"`` is Young's rule alone.
-        ts: seconds that training waits for one snapshot (MANUAL; CCM measures it if not given).
-        theta_1: slope of the loss's logarithm, per second, below 0 (MANUAL).
-        theta_2: its offset (MANUAL).
-        ft_lambda: failures per second; measured if not given.
-        fit_interval: readings of the loss between two fits (AUTO).
+        mode: ``"auto"`` measures cost and fits the loss; ``"manual"`` takes them; ``"ccm"`` is Young's rule alone.
+        snapshot_cost_s: seconds that training waits for one snapshot, ``ts`` in the paper (manual; ccm measures it if
+            not given).
+        slope: of the loss's logarithm, per second, below 0; ``theta_1`` in the paper (manual).
+        offset: of it; ``theta_2`` in the paper (manual).
+        failure_rate_per_s: ``lambda`` in the paper; measured if not given.
+        fit_interval: readings of the loss between two fits (auto).
         profile_threshold: readings before the first fit, and steps before the first plan.
 
     Raises:
@@ -47,38 +48,36 @@ class COCI(Adaptive):
 
     def __init__(
         self,
-        mode: CociMode = "AUTO",
+        mode: CociMode = "auto",
         *,
-        ts: float | None = None,
-        theta_1: float | None = None,
-        theta_2: float | None = None,
-        ft_lambda: float | None = None,
+        snapshot_cost_s: float | None = None,
+        slope: float | None = None,
+        offset: float | None = None,
+        failure_rate_per_s: float | None = None,
         fit_interval: int = 50,
         profile_threshold: int = 50,
     ) -> None:
         super().__init__()
-        if mode not in ("AUTO", "MANUAL", "CCM"):
-            raise SettingsError(f'COCI(mode={mode!r}): it is "AUTO", "MANUAL" or "CCM"')
-        if mode == "MANUAL" and (ts is None or theta_1 is None or theta_2 is None):
-            raise SettingsError('COCI(mode="MANUAL") needs ts, theta_1 and theta_2; "AUTO" measures them')
-        for name, value in (("ts", ts), ("ft_lambda", ft_lambda)):
+        if mode not in ("auto", "manual", "ccm"):
+            raise SettingsError(f'COCI(mode={mode!r}): it is "auto", "manual" or "ccm"')
+        if mode == "manual" and (snapshot_cost_s is None or slope is None or offset is None):
+            raise SettingsError('COCI(mode="manual") needs snapshot_cost_s, slope and offset; "auto" measures them')
+        for name, value in (("snapshot_cost_s", snapshot_cost_s), ("failure_rate_per_s", failure_rate_per_s)):
             if value is not None:
                 check_number(f"COCI: {name}", value, 0, above=True)
-        for name, value in (("theta_1", theta_1), ("theta_2", theta_2)):
+        for name, value in (("slope", slope), ("offset", offset)):
             if value is not None:
                 check_number(f"COCI: {name}", value, -LARGEST)
-        if theta_1 is not None and not theta_1 < 0:
-            raise SettingsError(f"COCI: theta_1={theta_1!r}: it is less than 0, since the loss falls")
+        if slope is not None and not slope < 0:
+            raise SettingsError(f"COCI: slope={slope!r}: it is less than 0, since the loss falls")
         check_number("COCI: fit_interval", fit_interval, 1, whole=True)
         check_number("COCI: profile_threshold", profile_threshold, 2, whole=True)
         self.mode: CociMode = mode
-        self.ts = float(ts) if ts is not None else None
-        self.ft_lambda = float(ft_lambda) if ft_lambda is not None else None
+        self.snapshot_cost_s = float(snapshot_cost_s) if snapshot_cost_s is not None else None
+        self.failure_rate_per_s = float(failure_rate_per_s) if failure_rate_per_s is not None else None
         self.fit_interval, self.profile_threshold = int(fit_interval), int(profile_threshold)
         self._theta = (
-            (float(theta_1), float(theta_2))
-            if theta_1 is not None and theta_2 is not None and mode == "MANUAL"
-            else None
+            (float(slope), float(offset)) if slope is not None and offset is not None and mode == "manual" else None
         )
         self._readings: list[tuple[float, float]] = []
         self._since_fit = 0
@@ -88,12 +87,12 @@ class COCI(Adaptive):
         self._planned = False
 
     def interval_s(self, step: int) -> float:
-        """Young's interval ``sqrt(2 * ts / ft_lambda)``, which holds where there are no slots."""
+        """Young's interval ``sqrt(2 * snapshot_cost_s / failure_rate_per_s)``, which holds where there are no slots."""
         costs = self._costs
         if costs is None:
             return FIRST_S
-        stall_s = self.ts if self.ts is not None else costs.stall_s
-        mtbf_s = 1 / self.ft_lambda if self.ft_lambda is not None else costs.mtbf_s
+        stall_s = self.snapshot_cost_s if self.snapshot_cost_s is not None else costs.stall_s
+        mtbf_s = 1 / self.failure_rate_per_s if self.failure_rate_per_s is not None else costs.mtbf_s
         return max(math.sqrt(2 * stall_s * mtbf_s), costs.drain_s)
 
     def wait_s(self, step: int, now_s: float) -> float:
@@ -121,7 +120,7 @@ class COCI(Adaptive):
 
     def progress(self, step: int, value: float) -> None:
         """A reading of the loss."""
-        if self.mode != "AUTO" or not math.isfinite(value):
+        if self.mode != "auto" or not math.isfinite(value):
             return
         self._readings.append((self._elapsed_s, value))
         self._since_fit += 1
@@ -141,7 +140,7 @@ class COCI(Adaptive):
         """Go on where the snapshot was taken."""
         self._readings = [(t, value) for t, value in state["readings"]]
         self._elapsed_s, self._slots = state["elapsed_s"], list(state["slots"])
-        if self.mode == "AUTO" and state["theta"] is not None:
+        if self.mode == "auto" and state["theta"] is not None:
             self._theta = (state["theta"][0], state["theta"][1])
             self._planned = bool(self._slots)
 
@@ -166,7 +165,7 @@ class COCI(Adaptive):
         if self._elapsed_s <= 0:
             return  # how long a step takes is not known yet
         self._planned = True
-        if self._theta is None or self.mode == "CCM" or not self._theta[0] < 0:
+        if self._theta is None or self.mode == "ccm" or not self._theta[0] < 0:
             return
         slope, offset = self._theta
         begin_s, end_s = self._elapsed_s, self._elapsed_s * total / step

@@ -17,7 +17,7 @@ class Failure(IntEnum):
     MACHINE = 1
     """The trainer's machine, as a preemption does."""
     NODE = 2
-    """The machine at a time when the memory node is gone as well."""
+    """The machine at a time when the snapshot server is gone as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

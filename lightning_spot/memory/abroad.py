@@ -1,13 +1,13 @@
 """Snapshots that several hosts bring to one place, each its portion: what the node of each of these hosts does.
 
-The first host begins an upload at a memory node; the others join it by the snapshot's name (see ``push``). The
+The first host begins an upload at a snapshot server; the others join it by the snapshot's name (see ``push``). The
 ranks of each host fill a slot of its own node, which holds that host's portion only. When all of these are done, the
-portion is sent; when all portions are there, the first host has the memory node commit it. No host has all of it.
-With replicas this is done at several memory nodes at a time. The snapshot counts when the one that carries the run on
-has committed it, or, if that fails, another one; the next one does not wait for the others. At these, of what has come
-since, the newest has its turn (see ``push``).
+portion is sent; when all portions are there, the first host has the snapshot server commit it. No host has all of it.
+With replicas this is done at several snapshot servers at a time. The snapshot counts when the one that carries the run
+on has committed it, or, if that fails, another one; the next one does not wait for the others. At these, of what has
+come since, the newest has its turn (see ``push``).
 
-Without a memory node, the place is the durable tier. There, no host asks another one: each is told by its own ranks
+Without a snapshot server, the place is the durable tier. There, no host asks another one: each is told by its own ranks
 what of the snapshot is its own, and whichever finds that all of it is there commits it (see ``joint_store``).
 """
 
@@ -23,12 +23,12 @@ from functools import partial
 from typing import TypeVar
 
 from lightning_spot.errors import (
-    Fenced,
-    NodeUnreachable,
+    FencedError,
+    ServerUnreachableError,
     SettingsError,
-    ShareMissing,
-    SnapshotFailed,
-    SnapshotNotFound,
+    ShareMissingError,
+    SnapshotFailedError,
+    SnapshotNotFoundError,
     SpotError,
 )
 from lightning_spot.image.files import FileSpan
@@ -63,10 +63,10 @@ class Abroad:
     """The joint uploads of a host. Methods may be called from any thread.
 
     Args:
-        uploads: of this host's node.
+        uploads: of the local server.
         ring: likewise.
         registry: likewise.
-        open_store: makes the stores of memory nodes and durable tiers.
+        open_store: makes the stores of snapshot servers and durable tiers.
         heard: see :data:`Heard`.
         below: what the node does at durable tiers.
 
@@ -107,9 +107,10 @@ class Abroad:
         return [*led, *self.visits.wait(run, max(0.0, deadline_s - time.monotonic()))]
 
     def begin(self, upload: Upload) -> None:
-        """Have an upload begun at its places, in the background: at memory nodes, the other hosts wait for that.
+        """Have an upload begun at its places, in the background: at snapshot servers, the other hosts wait for that.
 
-        At a memory node to which an earlier one is on its way, and which does not carry the run on, its turn is later.
+        At a snapshot server to which an earlier one is on its way, and which does not carry the run on, its turn is
+        later.
 
         Raises:
             SettingsError: if its layout does not say what each host brings.
@@ -135,16 +136,16 @@ class Abroad:
         """Send what this host brings, and have the snapshot committed once the others have brought theirs.
 
         Returns:
-            the sealed manifest, as soon as the memory node that carries the run on has committed it, or, if that fails,
-            another one.
+            the sealed manifest, as soon as the snapshot server that carries the run on has committed it, or, if that
+            fails, another one.
 
         Raises:
-            ShareMissing: if none does in the end; the slot is freed, here and there.
-            Fenced: if a later attempt holds the run, as one of them says.
+            ShareMissingError: if none does in the end; the slot is freed, here and there.
+            FencedError: if a later attempt holds the run, as one of them says.
         """
         lead = self._leads.find(upload)
         if lead is None:
-            raise SnapshotNotFound(f"upload {upload.id!r} does not exist (any more)")
+            raise SnapshotNotFoundError(f"upload {upload.id!r} does not exist (any more)")
         self._uploads.bring(upload)
         sending = {
             _background(partial(self._send, lead, url, manifest), partial(self._not_sent, lead, url)): url
@@ -156,7 +157,7 @@ class Abroad:
             _, waiting = futures.wait(waiting, return_when=futures.FIRST_COMPLETED)
             ended = [each for each in sending if each.done()]
             for each in ended:
-                if isinstance(each.exception(), Fenced):
+                if isinstance(each.exception(), FencedError):
                     each.result()
             done = [each for each in ended if each.exception() is None]
             if done and first in done:
@@ -169,9 +170,9 @@ class Abroad:
             error = each.exception()
             if isinstance(error, SpotError | TimeoutError):
                 why = str(error) or "it did not begin there in time"
-                raise ShareMissing(f"{manifest.name} did not come together at {url}: {why}") from error
+                raise ShareMissingError(f"{manifest.name} did not come together at {url}: {why}") from error
             each.result()
-        raise ShareMissing(f"{manifest.name} was to be brought to no memory node")
+        raise ShareMissingError(f"{manifest.name} was to be brought to no snapshot server")
 
     def end(self, upload: Upload) -> None:
         """An upload is over. If it was given up, so it is there. Nothing happens if this host does not lead it."""
@@ -203,7 +204,7 @@ class Abroad:
                     return
                 except SpotError as error:  # they wait in vain for a while
                     logger.debug("%s could not be told: %s", url, error)
-                    if not isinstance(error, NodeUnreachable) or time.monotonic() > deadline_s:
+                    if not isinstance(error, ServerUnreachableError) or time.monotonic() > deadline_s:
                         return
                 time.sleep(_AGAIN_S)
 
@@ -278,7 +279,7 @@ def _background(work: Callable[[], T], failed: Callable[[SpotError], object] | N
     try:
         return in_background(work, "spot-joint")
     except RuntimeError as error:
-        problem = SnapshotFailed(f"it needs a thread of its own: {error}")
+        problem = SnapshotFailedError(f"it needs a thread of its own: {error}")
         logger.info("what belongs to a snapshot of several hosts is not done: %s", problem)
         if failed is not None:
             failed(problem)
@@ -304,7 +305,7 @@ def _within(files: Sequence[FileSpan], ranges: Ranges) -> tuple[FileSpan, ...]:
 
 
 def _named(manifest: Manifest, at: str) -> Manifest:
-    """The manifest without checksums, as the place knows its run: a memory node may have another name for it."""
+    """The manifest without checksums, as the place knows its run: a snapshot server may have another name for it."""
     if is_by_itself(at):
         return replace(manifest, checksums=())
     name, identity = parse_run(at.rpartition("/")[2])

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lightning_spot.errors import CorruptSnapshot, SettingsError, TierError
+from lightning_spot.errors import CorruptSnapshotError, SettingsError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.slots import Slot, SlotState, file_order
@@ -128,7 +128,7 @@ class SlotArea:
                 info = RunInfo(**{**record["info"], "nodes": tuple(record["info"]["nodes"])})
                 deletions = tuple((str(url), Manifest.from_dict(fields)) for url, fields in record["deletions"])
                 yield Left(info, bool(record["complete"]), deletions)
-            except (OSError, ValueError, KeyError, TypeError, CorruptSnapshot) as error:
+            except (OSError, ValueError, KeyError, TypeError, CorruptSnapshotError) as error:
                 logger.warning("%s is left out: %s", directory.path / path.name, error)
 
     def adopt(self) -> list[Slot]:
@@ -231,7 +231,7 @@ class SlotArea:
             manifest = Manifest.from_dict(record["manifest"])
             slot.memory = SlotMemory.reopen(self.image(slot))
             if manifest.nbytes > slot.capacity:
-                raise CorruptSnapshot(f"{where} is shorter than its manifest says")
+                raise CorruptSnapshotError(f"{where} is shorter than its manifest says")
             with slot.view(manifest.nbytes) as view:
                 manifest.verify(view, where)
             slot.places = tuple(record["places"]) if record["places"] is not None else None
@@ -240,7 +240,7 @@ class SlotArea:
             slot.whole, slot.brings = bool(record.get("whole")), bool(record.get("brings"))
             slot.overtaken = bool(record.get("overtaken"))
             slot.sequence, slot.generation = int(record["sequence"]), 1
-        except (FileNotFoundError, ValueError, KeyError, TypeError, CorruptSnapshot) as error:
+        except (FileNotFoundError, ValueError, KeyError, TypeError, CorruptSnapshotError) as error:
             logger.warning("a slot left by an earlier node is dropped: %s", error)
             if slot.memory is not None:
                 slot.memory.close()

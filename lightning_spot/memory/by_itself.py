@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_spot.errors import SettingsError, ShareMissing
+from lightning_spot.errors import SettingsError, ShareMissingError
 from lightning_spot.image.files import FileSpan, check_zero, pieces
 from lightning_spot.image.manifest import snapshot_order
 from lightning_spot.image.portion import Image
@@ -24,7 +24,9 @@ class ByItself:
 
     def join(self, name: str, *, attempt: int, host: int, wait_s: float) -> Gathering:
         """See :meth:`JointTier.join`. There is nobody to ask."""
-        raise ShareMissing(f"host {host} was not told what of {name} (attempt {attempt}) is its own within {wait_s} s")
+        raise ShareMissingError(
+            f"host {host} was not told what of {name} (attempt {attempt}) is its own within {wait_s} s"
+        )
 
 
 def check_gaps(image: Image, ranges: Ranges, files: Sequence[FileSpan]) -> None:
@@ -36,7 +38,7 @@ def check_gaps(image: Image, ranges: Ranges, files: Sequence[FileSpan]) -> None:
         files: that are cut out of them.
 
     Raises:
-        CorruptSnapshot: if it is not zero.
+        CorruptSnapshotError: if it is not zero.
     """
     for start, nbytes in ranges:
         for span, first, last in pieces(files, start, start + nbytes):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lightning_spot.errors import CorruptSnapshot, SettingsError, ShareMissing, SpotError
+from lightning_spot.errors import CorruptSnapshotError, SettingsError, ShareMissingError, SpotError
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import part_ranges
@@ -37,13 +37,13 @@ def gather(upload: Upload, manifest: Manifest) -> None:
         manifest: of the snapshot.
 
     Raises:
-        CorruptSnapshot: otherwise.
+        CorruptSnapshotError: otherwise.
     """
     _end_streams(upload)
     if manifest.nbytes != upload.nbytes:
-        raise CorruptSnapshot(f"{manifest.name} has {manifest.nbytes} bytes, this upload was for {upload.nbytes}")
+        raise CorruptSnapshotError(f"{manifest.name} has {manifest.nbytes} bytes, this upload was for {upload.nbytes}")
     if not is_whole(upload.received.close(), upload.nbytes):
-        raise CorruptSnapshot(f"what the hosts have sent of {manifest.name} is not every byte of it once")
+        raise CorruptSnapshotError(f"what the hosts have sent of {manifest.name} is not every byte of it once")
 
 
 def _end_streams(upload: Upload) -> None:
@@ -54,7 +54,7 @@ def _end_streams(upload: Upload) -> None:
             with contextlib.suppress(OSError):  # it was closed meanwhile
                 connection.shutdown(socket.SHUT_RDWR)
         if time.monotonic() > deadline_s:
-            raise CorruptSnapshot(f"hosts are still sending {upload.name}, and have said that they are done")
+            raise CorruptSnapshotError(f"hosts are still sending {upload.name}, and have said that they are done")
         time.sleep(_LOOK_S)
 
 
@@ -105,12 +105,12 @@ class Commits:
             the sealed manifest.
 
         Raises:
-            ShareMissing: if a rank's bytes are not there in the end; the slot is freed.
+            ShareMissingError: if a rank's bytes are not there in the end; the slot is freed.
         """
         upload = self._uploads.find(upload_id)
         try:
             self._uploads.shares.wait(upload)
-        except ShareMissing:
+        except ShareMissingError:
             self._uploads.abort(upload_id)
             raise
         if upload.joint is not None and upload.joint.shared.at:
@@ -119,7 +119,9 @@ class Commits:
             upload = self._uploads.find(upload_id)
             self._check(upload, manifest)
             if manifest.nbytes > upload.slot.capacity:
-                raise CorruptSnapshot(f"{manifest.name} has {manifest.nbytes} bytes, its slot {upload.slot.capacity}")
+                raise CorruptSnapshotError(
+                    f"{manifest.name} has {manifest.nbytes} bytes, its slot {upload.slot.capacity}"
+                )
             upload.sealing, upload.slot.floats = True, floats
         # The view lives as long as the sealing: who sends its parts on may be at it when this call is done.
         before = upload.before(manifest, written)
@@ -153,7 +155,7 @@ class Commits:
         Nothing more may come from here on: what was checked stays what it is.
 
         Raises:
-            CorruptSnapshot: if a part is missing or differs; the slot is freed.
+            CorruptSnapshotError: if a part is missing or differs; the slot is freed.
         """
         upload = self._uploads.find(upload_id)
         if manifest.nbytes != upload.nbytes:
@@ -169,7 +171,7 @@ class Commits:
         for index, ((start, stop), noted) in enumerate(zip(ranges, manifest.checksums, strict=True)):
             if received.get(start) != (stop - start, noted):
                 self._uploads.abort(upload_id)
-                raise CorruptSnapshot(
+                raise CorruptSnapshotError(
                     f"part {index} of {manifest.name} was lost or damaged on its way; it is sent again", part=index
                 )
         committed = self._commit(upload, manifest, None)

@@ -4,7 +4,8 @@ A tier takes the newest snapshot when it is free: from its slot or while it stil
 this node. What fails is retried with back-off on its own (a snapshot, a file, a deletion, a retention) and holds
 nothing else up; when several things fail in a row, the tier as a whole is given time.
 
-One host's portion of a snapshot is brought to the durable tier as hosts without memory nodes do it: files, then a note.
+One host's portion of a snapshot is brought to the durable tier as hosts without snapshot servers do it: files, then a
+note.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from lightning_spot.config import KEEP
-from lightning_spot.errors import CorruptSnapshot, Fenced, SnapshotNotFound, SpotError
+from lightning_spot.errors import CorruptSnapshotError, FencedError, SnapshotNotFoundError, SpotError
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.files import FileSpan, is_note, note_name
 from lightning_spot.image.floats import Floats
@@ -56,8 +57,8 @@ def put_portion(store: Store, portion: Manifest, image: memoryview, *, attempt: 
 
     Raises:
         NotWhole: if other portions are still to come, or will never be, or make another snapshot.
-        Fenced: if a later attempt has claimed the run.
-        CorruptSnapshot: if the bytes are not those of the manifest (any more): nothing of them stays there.
+        FencedError: if a later attempt has claimed the run.
+        CorruptSnapshotError: if the bytes are not those of the manifest (any more): nothing of them stays there.
         TierError: if the tier fails.
     """
     note = Note.of_portion(portion)
@@ -77,7 +78,7 @@ def put_portion(store: Store, portion: Manifest, image: memoryview, *, attempt: 
         is_whole = _may_be_whole(there, note) and folder.read_notes(there, found)
         try:
             committed = folder.commit(there, found) if is_whole else None
-        except CorruptSnapshot as error:  # no host is left to say that another one has another model
+        except CorruptSnapshotError as error:  # no host is left to say that another one has another model
             raise NotWhole(str(error), len(there), is_final=True) from error
         if committed is None:
             raise NotWhole(f"{portion.snapshot} is at {store.url} as far as this node has it", len(there))
@@ -97,7 +98,7 @@ def _write(folder: JointFolder, portion: Manifest, image: memoryview, missing: S
     )
     try:
         portion.verify(image, "memory")  # what was damaged meanwhile may have been written so
-    except CorruptSnapshot:
+    except CorruptSnapshotError:
         folder.remove(file.name for file in missing)
         raise
 
@@ -137,19 +138,20 @@ class Putting:
 
         Raises:
             PutOff: if it waits for others.
-            Fenced: if a later attempt has claimed the run there, and this is not what a trainer has left that is gone.
+            FencedError: if a later attempt has claimed the run there, and this is not what a trainer has left that is
+                gone.
         """
         name = job.manifest.name
         while True:  # one more attempt may claim the run meanwhile
             try:
                 return self._put(store, url, job, attempt)
-            except Fenced as error:
+            except FencedError as error:
                 if error.current <= attempt or not self._is_left_over(store, job, error):
                     raise
                 attempt = error.current
                 logger.info("%s goes to %s all the same: its trainer is gone, and nothing is newer there", name, url)
 
-    def _is_left_over(self, store: Store, job: Job, fence: Fenced) -> bool:
+    def _is_left_over(self, store: Store, job: Job, fence: FencedError) -> bool:
         """Whether what a later attempt fences off is the newest of its run all the same, and its trainer is gone.
 
         That attempt may have ended before it had a snapshot, and before this node heard of it.
@@ -217,7 +219,7 @@ class Putting:
             except NotWhole as error:
                 error.is_surpassed = self._has_newer(store, manifest)
                 raise
-            except CorruptSnapshot:
+            except CorruptSnapshotError:
                 if not self._is_intact(url, image, job, slot):
                     return None
                 raise
@@ -235,7 +237,7 @@ class Putting:
                 return store.send(coming, attempt=attempt, earlier=self._earlier, floats=floats)
             store.put_parts(coming.manifest, coming.parts_in_order(), attempt=attempt)
             return coming.committed()
-        except SnapshotNotFound:
+        except SnapshotNotFoundError:
             if coming.given_up:
                 return None
             raise
@@ -249,7 +251,7 @@ class Putting:
             if slot.manifest is not manifest:
                 return None  # it has just left memory
             fresh = time.monotonic() - slot.checked_s < CHECKED_S
-            # A memory node checks every part that it receives anyway.
+            # A snapshot server checks every part that it receives anyway.
             if not (fresh or url.startswith("spot://")) and not self._is_intact(url, image, job, slot):
                 return None
             try:
@@ -258,7 +260,7 @@ class Putting:
                     return store.send(coming, attempt=attempt, earlier=self._earlier, floats=floats)
                 store.put(manifest, image, attempt=attempt)
                 return manifest
-            except CorruptSnapshot:
+            except CorruptSnapshotError:
                 if not self._is_intact(url, image, job, slot):
                     return None
                 raise
@@ -267,13 +269,13 @@ class Putting:
         """Whether a slot still holds what was committed; if not it is dropped, never carried further."""
         try:
             job.manifest.verify(image, "memory")
-        except CorruptSnapshot as error:
+        except CorruptSnapshotError as error:
             logger.error("%s. It is dropped; the one before it stands", error)
             self._dropped(url, str(error))
             slot.held = ""  # nothing that is in it counts as known
             try:
                 self._ring.drop(job.run, job.manifest.name)
-            except SnapshotNotFound:
+            except SnapshotNotFoundError:
                 logger.debug("%s has left memory already", job.manifest.name)
             return False
         return True
@@ -488,7 +490,7 @@ class Flusher:
             if isinstance(store, NodeTier):
                 self._stores[url] = store  # it has learned how fast the node is
             self._do(store, url, job, attempt)
-        except Fenced as error:
+        except FencedError as error:
             self._fenced(url, job, attempt, error)
         except PutOff as error:
             self._put_off(url, job, error)
@@ -617,7 +619,7 @@ class Flusher:
             self._succeeded(url, job)
         self._heard(url, None)
 
-    def _fenced(self, url: str, job: Job, attempt: int, error: Fenced) -> None:
+    def _fenced(self, url: str, job: Job, attempt: int, error: FencedError) -> None:
         if self._attempt(job) >= error.current > attempt:
             with self._ring.changed:  # the later attempt has just become this node's own, which writes it at once
                 self.work.dropped(url, job)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lightning_spot.errors import Fenced
+from lightning_spot.errors import FencedError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.runs import key_of
 from lightning_spot.memory.tier import Sent
@@ -66,7 +66,7 @@ class TierHealth:
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in figures.items() if name in known})
 
-    def refuses(self, error: Fenced, run: str, attempt: int) -> None:
+    def refuses(self, error: FencedError, run: str, attempt: int) -> None:
         """Note that the tier takes nothing of an attempt any more.
 
         Args:

@@ -1,4 +1,4 @@
-"""What a trainer asks of the ring on its own host, and the ring inside the trainer's process (``memory=None``)."""
+"""What a trainer asks of the ring on its host, and the ring in the trainer's process (``local_server=False``)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from lightning_spot.config import MAX_STALL_S
-from lightning_spot.errors import SettingsError, ShareMissing
+from lightning_spot.config import SERVER_CALL_TIMEOUT_S
+from lightning_spot.errors import SettingsError, ShareMissingError
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.written import Ranges
@@ -51,13 +51,13 @@ class Lease:
 class Host(Protocol):
     """A ring on this host, as its trainer sees it. Methods may be called from any thread.
 
-    Every call ends: one that is not answered within ``max_stall_s``, beyond what it was told to wait, raises
-    :class:`~lightning_spot.errors.NodeUnreachable`. Only :meth:`seal` may take longer, by the size of the snapshot.
+    Every call ends: one that is not answered within ``server_call_timeout_s``, beyond what it was told to wait, raises
+    :class:`~lightning_spot.errors.ServerUnreachableError`. Only :meth:`seal` may take longer, by the snapshot's size.
 
     Attributes:
         run: the run, as ``NAME@ID``.
         attempt: the attempt that writes, 0 before :meth:`open_run`.
-        max_stall_s: see above, seconds.
+        server_call_timeout_s: see above, seconds.
         memory_bytes: most bytes that all its slots together may hold.
         released: called with the memory of a slot that is not used any more, before it is unmapped: whoever has made
             views of it lets them go.
@@ -65,7 +65,7 @@ class Host(Protocol):
 
     run: str
     attempt: int
-    max_stall_s: float
+    server_call_timeout_s: float
     memory_bytes: int
     released: Callable[[mmap.mmap], None] | None
 
@@ -73,8 +73,8 @@ class Host(Protocol):
         """Let an attempt write a run here; at a new ring, let it go on.
 
         Raises:
-            RunBusy: if another live trainer on this host writes the run.
-            Fenced: if a later attempt, or another one of that number, is known here.
+            RunBusyError: if another live trainer on this host writes the run.
+            FencedError: if a later attempt, or another one of that number, is known here.
         """
 
     def lease(
@@ -91,12 +91,12 @@ class Host(Protocol):
         Args:
             nbytes: size of the snapshot.
             wait_s: how long to wait for a slot to become clean.
-            limit_s: how long the answer may take beyond that; default ``max_stall_s``.
+            limit_s: how long the answer may take beyond that; default ``server_call_timeout_s``.
             shared: if other ranks of this host, each with a connection of its own, will fill it too.
             making: whether its memory is made for it, see :class:`Making`.
 
         Raises:
-            RingFull: if there is none in time.
+            RingFullError: if there is none in time.
         """
 
     def say(self, lease: Lease) -> None:
@@ -115,14 +115,14 @@ class Host(Protocol):
             share: from 1; 0 is the rank's that leases the slot.
             digest: must be the one that rank has given; ``""`` if the caller compares it.
             wait_s: how long to wait until the slot is leased.
-            at: if another host leads it: URL of the run at the memory node, or the durable tier, to which the hosts
+            at: if another host leads it: URL of the run at the snapshot server, or the durable tier, to which the hosts
                 bring it. The slot then holds the portion of this host.
             host: number of this host among these, from 1.
             told: at a durable tier: the layout, which says what this host brings; all its ranks say the same.
 
         Raises:
-            ShareMissing: if there will be no such snapshot: given up, declined, overtaken by a later one, begun with
-                another digest, or not in time.
+            ShareMissingError: if there will be no such snapshot: given up, declined, overtaken by a later one, begun
+                with another digest, or not in time.
         """
 
     def placed(self, lease: Lease, torn: str = "") -> None:
@@ -160,7 +160,7 @@ class Host(Protocol):
             lease: of the slot.
             manifest: without checksums.
             destinations: tiers of a user's file, instead of the run's.
-            floats: where in it numbers lie that may be approximated on their way to a memory node.
+            floats: where in it numbers lie that may be approximated on their way to a snapshot server.
             written: what was written since the slot was filled as ``lease.held``, ``None`` for all.
             followed: whether another snapshot is to follow within :data:`~lightning_spot.memory.work.FOLLOWED_S`: the
                 durable tier leaves most of these out.
@@ -169,7 +169,7 @@ class Host(Protocol):
             whether the next snapshot would need a slot that is still to be made.
 
         Raises:
-            ShareMissing: if other ranks fill it too, and the bytes of one of them will not come.
+            ShareMissingError: if other ranks fill it too, and the bytes of one of them will not come.
         """
 
     def abort(self, lease: Lease, *, untouched: bool = False) -> None:
@@ -182,7 +182,7 @@ class Host(Protocol):
         """Raise if this very ring is lost, also where another one has come in its place.
 
         Raises:
-            NodeUnreachable: if it is gone, does not answer, or knows this trainer no more.
+            ServerUnreachableError: if it is gone, does not answer, or knows this trainer no more.
         """
 
     def remove(self, name: str) -> None:
@@ -192,15 +192,15 @@ class Host(Protocol):
         """How each tier below is doing, by its URL."""
 
     def carrier(self, spread: int = 0) -> str:
-        """Where several hosts may bring the next snapshot: URLs of the run at memory nodes, separated by spaces.
+        """Where several hosts may bring the next snapshot: URLs of the run at snapshot servers, separated by spaces.
 
         The first is that of the one that carries the run on to its durable tier. Its other replicas follow; the ring
         goes past those to which an earlier snapshot is still on its way when that one begins. ``""`` while none carries
         it on.
 
         Args:
-            spread: if snapshots are spread over all memory nodes: at how many of them each portion is to be kept; the
-                answer is a :class:`~lightning_spot.memory.joint.SpreadPlace`.
+            spread: if snapshots are spread over all snapshot servers: at how many of them each portion is to be kept;
+                the answer is a :class:`~lightning_spot.memory.joint.SpreadPlace`.
         """
 
     def refused(self) -> list[Manifest]:
@@ -238,7 +238,7 @@ class InProcessHost:
         open_store: makes the stores of the tiers below.
     """
 
-    max_stall_s = MAX_STALL_S
+    server_call_timeout_s = SERVER_CALL_TIMEOUT_S
 
     def __init__(self, *, slots: int, memory_bytes: int, open_store: Callable[[str], Store]) -> None:
         self.run = ""
@@ -251,9 +251,9 @@ class InProcessHost:
     def open_run(self, info: RunInfo) -> Opened:
         """See :meth:`Host.open_run`."""
         pace_s = (
-            info.durable_every_s or 0.0
+            info.min_upload_interval_s or 0.0
         )  # what is in this memory goes with the trainer: the next tier gets what it can
-        opened = self._node.open_run(replace(info, session=IN_PROCESS, durable_every_s=pace_s))
+        opened = self._node.open_run(replace(info, session=IN_PROCESS, min_upload_interval_s=pace_s))
         self.run, self.attempt = info.text, opened.attempt
         return opened
 
@@ -268,7 +268,7 @@ class InProcessHost:
     ) -> Lease:
         """See :meth:`Host.lease`. No other process gets at this ring."""
         if shared is not None and (shared.shares > 1 or shared.at):
-            raise SettingsError("a ring inside the trainer (memory=None) cannot be filled by several ranks")
+            raise SettingsError("a ring inside the trainer (local_server=False) cannot be filled by several ranks")
         upload = self._node.lease(self.run, self.attempt, nbytes, wait_s=wait_s, session=IN_PROCESS, making=making)
         memory = upload.slot.memory
         assert memory is not None
@@ -276,17 +276,17 @@ class InProcessHost:
 
     def say(self, lease: Lease) -> None:
         """See :meth:`Host.say`."""
-        raise SettingsError("a ring inside the trainer (memory=None) cannot be filled by several ranks")
+        raise SettingsError("a ring inside the trainer (local_server=False) cannot be filled by several ranks")
 
     def join(
         self, name: str, *, share: int, digest: str = "", wait_s: float, at: str = "", host: int = 0, told: str = ""
     ) -> Lease:
         """See :meth:`Host.join`."""
-        raise ShareMissing(f"there is no share of {name} to write: its slot is in another process' memory")
+        raise ShareMissingError(f"there is no share of {name} to write: its slot is in another process' memory")
 
     def placed(self, lease: Lease, torn: str = "") -> None:
         """See :meth:`Host.placed`."""
-        raise ShareMissing("a ring inside the trainer (memory=None) has no shares")
+        raise ShareMissingError("a ring inside the trainer (local_server=False) has no shares")
 
     def decline(self, name: str, why: str, at: str = "", host: int = 0, share: int = 1) -> None:
         """See :meth:`Host.decline`; nobody waits."""

@@ -23,9 +23,9 @@ class Shared:
         shares: how many ranks fill it.
         digest: what all of them must agree on, such as a checksum of the layout; ``""`` if they see to it themselves.
         layout: what the other ranks have to know of it, a text of any form; kept until another one is given.
-        at: URLs of the run at the memory nodes to which several hosts send it, separated by spaces, first that of the
-            one that carries it on; or that of its durable tier; or, of memory nodes over which it is spread, see
-            :class:`SpreadPlace`. Each host sends its portion, which the layout names
+        at: URLs of the run at the snapshot servers to which several hosts send it, separated by spaces, first that of
+            the one that carries it on; or that of its durable tier; or, of snapshot servers over which it is spread,
+            see :class:`SpreadPlace`. Each host sends its portion, which the layout names
             (see :class:`~lightning_spot.image.portion.Portions`). ``""`` if the ranks of one host have all of it.
         image_nbytes: of the image, where the slot of the first host, too, holds its own portion only; else 0.
         by_hosts: at that node: whether the shares are hosts', and come over the network.
@@ -46,7 +46,7 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class SpreadPlace:
-    """Memory nodes over which a snapshot is spread: each host brings its portion to some of them.
+    """Snapshot servers over which a snapshot is spread: each host brings its portion to some of them.
 
     Attributes:
         replicas: at how many each portion is kept.
@@ -72,7 +72,7 @@ class SpreadPlace:
         besides = tuple(url.removeprefix(_BESIDES) for url in named if url.startswith(_BESIDES))
         are_nodes = bool(urls) and all(url.startswith("spot://") for url in (*urls, *besides))
         if not (replicas.isdigit() and int(replicas) and are_nodes):
-            raise SettingsError(f"{at!r} names no memory nodes over which a snapshot is spread")
+            raise SettingsError(f"{at!r} names no snapshot servers over which a snapshot is spread")
         return cls(int(replicas), urls, besides)
 
     @property
@@ -83,12 +83,12 @@ class SpreadPlace:
 
 
 def is_durable(at: str) -> bool:
-    """Whether hosts bring a snapshot to a durable tier, and not to memory nodes."""
+    """Whether hosts bring a snapshot to a durable tier, and not to snapshot servers."""
     return is_by_itself(at) and not at.startswith(_SPREAD)
 
 
 def is_by_itself(at: str) -> bool:
-    """Whether each host brings its portion by itself: to a durable tier, or to memory nodes over which it is spread."""
+    """Whether each host brings its portion by itself: to a durable tier, or to servers over which it is spread."""
     return bool(at) and not at.startswith("spot://")
 
 
@@ -98,7 +98,7 @@ def urls_of(at: str) -> list[str]:
 
 
 def nodes_of(at: str) -> list[str]:
-    """URLs of the run at the memory nodes to which hosts bring a snapshot; none if they bring it to a durable tier."""
+    """URLs of the run at the servers to which hosts bring a snapshot; none if they bring it to a durable tier."""
     place = SpreadPlace.read(at)
     return list(place.urls) if place is not None else [] if is_durable(at) else at.split()
 

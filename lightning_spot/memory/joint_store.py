@@ -1,4 +1,4 @@
-"""A durable tier to which several hosts bring one snapshot, each the files of its own ranks, with no memory node.
+"""A durable tier to which several hosts bring one snapshot, each the files of its own ranks, with no snapshot server.
 
 Every host writes its files to the snapshot's folder, then a note of what it has brought; whoever finds the notes of all
 hosts commits it. An attempt begins each name once, so nothing is ever written over.
@@ -21,12 +21,12 @@ from typing import TypeVar
 
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import (
-    CorruptManifest,
-    CorruptSnapshot,
-    Malformed,
+    CorruptManifestError,
+    CorruptSnapshotError,
+    MalformedError,
     SettingsError,
-    ShareMissing,
-    SnapshotNotFound,
+    ShareMissingError,
+    SnapshotNotFoundError,
     TierError,
 )
 from lightning_spot.image import notes
@@ -182,7 +182,7 @@ class JointFolder:
             return None
         try:
             manifest = notes.sealed(found.values(), self._read)
-        except SnapshotNotFound as error:
+        except SnapshotNotFoundError as error:
             logger.debug("%s: %s", self._name, error)
             return None
         data, needed = memoryview(manifest.to_json().encode()), {span.name for span in manifest.spans}
@@ -221,7 +221,7 @@ class JointFolder:
         """What a host has noted; ``None`` if that is not there any more, or not what it should be."""
         try:
             note = self._patiently(lambda: Note.from_json(self._files.read(name)))
-        except (SnapshotNotFound, CorruptManifest) as error:  # who has committed it removes them
+        except (SnapshotNotFoundError, CorruptManifestError) as error:  # who has committed it removes them
             logger.debug("%s/%s: %s", self._name, name, error)
             return None
         return note if (note.name, note_name(note.host)) == (self._name, name) else None
@@ -273,7 +273,7 @@ def commit_left(store: Store, name: str) -> Manifest | None:
 def _why(data: bytes) -> str:
     try:
         return plain(text(read_object(data), "why", None)) or "one of the hosts says so"
-    except Malformed:
+    except MalformedError:
         return "another host says that it will not be, and its note is damaged"
 
 
@@ -354,11 +354,11 @@ class JointStore(ByItself):
         files, folder, began_s = gathering.files or own.files, self._folder(name, goes_on), time.monotonic()
         there, claimed = folder.look()
         if taken := [file.name for file in files if file.name in there]:
-            raise ShareMissing(f"{name} has {taken[0]} at {self.store.url} already, and nothing is written over")
+            raise ShareMissingError(f"{name} has {taken[0]} at {self.store.url} already, and nothing is written over")
         folder.check_fence(claimed)
         if why := folder.why_torn(there):
             self._decide(name, leaves_note=False)
-            raise ShareMissing(why)
+            raise ShareMissingError(why)
         check_gaps(image, ranges, files)
         found = _pieces_of(image, ranges)
         self._write(name, folder, files, image, goes_on, lambda: found == _pieces_of(image, ranges))
@@ -387,8 +387,8 @@ class JointStore(ByItself):
             goes_on: called now and then; what it raises ends this.
 
         Raises:
-            ShareMissing: if another host says that it never will be, or has another layout, or does not bring what it
-                has in time.
+            ShareMissingError: if another host says that it never will be, or has another layout, or does not bring what
+                it has in time.
         """
         name = gathering.upload
         folder, brought = self._folder(name, goes_on), self._brought.pop(name, None)
@@ -403,19 +403,19 @@ class JointStore(ByItself):
                 return folder.manifest()
             if why := folder.why_torn(there):
                 folder.remove([note_name(host), *(brought.files if brought is not None else ())])
-                raise ShareMissing(why)
+                raise ShareMissingError(why)
             is_whole = folder.read_notes(there, found)
             if why := _differ(found, gathering.shared.digest, host):
                 folder.remove([note_name(host), *(brought.files if brought is not None else ())])
                 folder.tear(why)
-                raise ShareMissing(why)
+                raise ShareMissingError(why)
             is_due = is_whole and whole_s >= after_s
             if is_due and (manifest := folder.commit(there, found)) is not None:
                 self._committed(manifest)
                 return manifest
             if waited_s >= bound_s and (is_due or not is_whole):
                 late = ", ".join(map(str, notes.missing(found))) or "which says that it has"
-                raise ShareMissing(f"host {late} has not brought its files of {name} within {bound_s:.0f} s")
+                raise ShareMissingError(f"host {late} has not brought its files of {name} within {bound_s:.0f} s")
             goes_on()
             time.sleep(pause_s)
             waited_s, whole_s = waited_s + pause_s, whole_s + pause_s if is_whole else 0.0
@@ -467,7 +467,7 @@ class JointStore(ByItself):
             if time.monotonic() - begun_s > _TORN_S and looks.acquire(blocking=False):
                 try:
                     if why := folder.why_torn(folder.sizes()):
-                        raise ShareMissing(why)
+                        raise ShareMissingError(why)
                     begun_s = time.monotonic()
                 finally:
                     looks.release()
@@ -476,7 +476,7 @@ class JointStore(ByItself):
         try:
             folder.write_all(contents, wanted)
             if not is_intact():
-                raise CorruptSnapshot(f"{name} was damaged in memory while it was written; it is dropped")
+                raise CorruptSnapshotError(f"{name} was damaged in memory while it was written; it is dropped")
         except Exception:
             self._decide(name, leaves_note=False)
             folder.remove(contents)  # before others are told: there may be no room for that
@@ -488,13 +488,13 @@ class JointStore(ByItself):
         name, shared = gathering.upload, gathering.shared
         hosts, brought = Portions.read(shared.layout, gathering.nbytes).hosts, self._brought.pop(name, None)
         if brought is None:
-            raise ShareMissing(f"{name} was given up")
+            raise ShareMissingError(f"{name} was given up")
         note = Note(name=name, host=host, hosts=hosts, digest=shared.digest, pieces=brought.pieces, manifest=manifest)
         folder = self._folder(name, brought.goes_on)
         folder.check_fence()
         if not self._decide(name, leaves_note=True):
             folder.remove(brought.files)
-            raise ShareMissing(f"{name} was given up")
+            raise ShareMissingError(f"{name} was given up")
         folder.write(note_name(host), memoryview(note.to_json().encode()))
         self._brought[name] = brought
 

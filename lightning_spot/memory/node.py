@@ -1,6 +1,6 @@
-"""A memory node without its network: runs, uploads and what becomes of them, over a ring and a flusher.
+"""A snapshot server without its network: runs, uploads and what becomes of them, over a ring and a flusher.
 
-The HTTP service puts this on a socket; with ``memory=None`` a trainer holds one in its own process.
+The HTTP service puts this on a socket; with ``local_server=False`` a trainer holds one in its own process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spot.config import KEEP
-from lightning_spot.errors import NodeUnreachable, SettingsError, SnapshotNotFound, TierError
+from lightning_spot.errors import ServerUnreachableError, SettingsError, SnapshotNotFoundError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.memory.area import Left
 from lightning_spot.memory.commits import Commits
@@ -169,8 +169,8 @@ class Node:
             client: who says it.
 
         Raises:
-            RunBusy: if a live trainer on this host holds the run.
-            Fenced: if a later attempt holds the run, or another one of the same number.
+            RunBusyError: if a live trainer on this host holds the run.
+            FencedError: if a later attempt holds the run, or another one of the same number.
         """
         check_name(info.name)
         if self.draining and info.key not in self.registry.runs:
@@ -203,7 +203,7 @@ class Node:
         with self._lock:
             try:
                 known = self.registry.find(run)
-            except SnapshotNotFound:  # its attempt could not begin
+            except SnapshotNotFoundError:  # its attempt could not begin
                 self._not_needed = True
                 return
             if self.registry.held_by_another(known.info, session):
@@ -217,7 +217,7 @@ class Node:
 
         Raises:
             SettingsError: if ``name`` is not that of a snapshot.
-            Fenced: if ``attempt`` no longer holds the run.
+            FencedError: if ``attempt`` no longer holds the run.
         """
         if (order := snapshot_order(name)) is None:
             raise SettingsError(f"{name!r} names no snapshot")
@@ -322,14 +322,14 @@ class Node:
             unseen: whether a file that is not in memory is removed at the run's tiers all the same.
 
         Raises:
-            SnapshotNotFound: if it is not in memory.
+            SnapshotNotFoundError: if it is not in memory.
         """
         key = self.registry.key(run)
         try:
             manifest, urls = self.ring.drop(key, name)
             if manifest.is_file:  # also one of its name that went past this node's memory since
                 manifest = replace(manifest, attempt=self.registry.highest(key))
-        except SnapshotNotFound:
+        except SnapshotNotFoundError:
             if not unseen:
                 raise
             info, tiers = self.registry.find(run).info, self.ring.tiers(key)
@@ -420,10 +420,10 @@ class Node:
     def _brought(
         self, url: str, portion: Manifest | None, seconds: float, sent: Sent | None, error: Exception | None
     ) -> None:
-        """Several hosts have put a snapshot together at a memory node, or have not; this one has led."""
+        """Several hosts have put a snapshot together at a snapshot server, or have not; this one has led."""
         if portion is not None:
             self.flusher.took(url, portion, seconds, sent)
-        if error is None or isinstance(error, NodeUnreachable):
+        if error is None or isinstance(error, ServerUnreachableError):
             self._heard(url, error)
 
     def _forget(self, key: str) -> None:

@@ -1,4 +1,4 @@
-"""Which memory nodes a run goes to: rendezvous hashing, so that runs spread over nodes with nobody to ask."""
+"""Which snapshot servers a run goes to: rendezvous hashing, so that runs spread over nodes with nobody to ask."""
 
 from __future__ import annotations
 

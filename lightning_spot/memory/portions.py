@@ -1,4 +1,4 @@
-"""What a trainer's host keeps of snapshots that several hosts have brought to a memory node: its portion of each."""
+"""What a trainer's host keeps of snapshots that several hosts have brought to a server: its portion of each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def hold(ring: Ring, slot: Slot, held: HeldPortion, upload: str) -> None:
 
 
 def find(ring: Ring, run: str, ranges: Ranges, base: BaseInfo, *, is_apart: bool) -> Glance | None:
-    """What a memory node has as the base of an upload, as far as it is here; ``None`` if it is not.
+    """What a snapshot server has as the base of an upload, as far as it is here; ``None`` if it is not.
 
     Args:
         ring: of this host.
@@ -55,7 +55,7 @@ def find(ring: Ring, run: str, ranges: Ranges, base: BaseInfo, *, is_apart: bool
 
 
 def find_alone(ring: Ring, run: str, portion: Manifest) -> Glance | None:
-    """A portion that lies at memory nodes by itself, as far as it is here, too; ``None`` if it is not.
+    """A portion that lies at snapshot servers by itself, as far as it is here, too; ``None`` if it is not.
 
     Args:
         ring: of this host.
@@ -78,7 +78,7 @@ def _begins(ranges: Ranges) -> tuple[Ranges, int]:
 
 
 def surpass(ring: Ring, run: str, newer: Manifest) -> None:
-    """Note that a memory node has a newer snapshot, of which no host has all: older ones are not waited for."""
+    """Note that a snapshot server has a newer snapshot, of which no host has all: older ones are not waited for."""
     with ring.changed:
         for slot in ring.committed(run):
             manifest = slot.surpassed or slot.snapshot  # a slow node may have an older one only now
@@ -89,7 +89,7 @@ def surpass(ring: Ring, run: str, newer: Manifest) -> None:
 
 
 def surpassing(ring: Ring, run: str) -> Manifest | None:
-    """The snapshot at a memory node that is newer than all here; ``None`` if there is none."""
+    """The snapshot at a snapshot server that is newer than all here; ``None`` if there is none."""
     with ring.changed:
         slots = ring.committed(run)
         newer = [slot.surpassed for slot in slots if slot.surpassed is not None]
@@ -99,7 +99,7 @@ def surpassing(ring: Ring, run: str) -> Manifest | None:
 
 
 def fall_back(ring: Ring, run: str) -> None:
-    """The memory node is lost, and perhaps what it had with it: what is here may be the newest again."""
+    """The snapshot server is lost, and perhaps what it had with it: what is here may be the newest again."""
     with ring.changed:
         for slot in ring.slots:
             slot.surpassed = slot.surpassed if slot.run != run else None

@@ -31,7 +31,7 @@ def refusal(url: str, prefixes: Sequence[str]) -> str:
     listed = ", ".join(prefixes) or "nothing"
     return (
         f"this node may not write to {url} (allowed: {listed}). Its operator can start it with"
-        f" --allow {url.rstrip('/').rpartition('/')[0] or url}; until then the trainer's host writes there itself"
+        f" --allow-storage {url.rstrip('/').rpartition('/')[0] or url}; until then the trainer's host writes there"
     )
 
 

@@ -16,7 +16,14 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import NamedTuple, Protocol
 
-from lightning_spot.errors import Fenced, NodeUnreachable, SettingsError, ShareMissing, SpotError, TierError
+from lightning_spot.errors import (
+    FencedError,
+    ServerUnreachableError,
+    SettingsError,
+    ShareMissingError,
+    SpotError,
+    TierError,
+)
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Portion, PortionImage, Portions
 from lightning_spot.image.written import Ranges
@@ -74,13 +81,13 @@ class Filled(Protocol):
 
 
 class Bringing:
-    """The way from the slots of a host to memory nodes and durable tiers. Methods may be called from any thread.
+    """The way from the slots of a host to snapshot servers and durable tiers. Methods may be called from any thread.
 
     Args:
-        uploads: of this host's node.
+        uploads: of the local server.
         ring: likewise.
         registry: likewise.
-        open_store: makes the stores of memory nodes and durable tiers.
+        open_store: makes the stores of snapshot servers and durable tiers.
         below: what the node does for it.
     """
 
@@ -198,7 +205,7 @@ class Bringing:
     def check(self, upload: Upload) -> None:
         """Raise if an upload was given up meanwhile, or a later attempt has begun; else it is alive."""
         if upload.ended:
-            raise ShareMissing(f"{upload.name} was given up")
+            raise ShareMissingError(f"{upload.name} was given up")
         self.check_attempt(upload.run, upload.attempt, upload.name)
         upload.touched_s = time.monotonic()
 
@@ -206,7 +213,7 @@ class Bringing:
         """Raise if nothing more is to be done for a snapshot: a later attempt has begun, or this node ends."""
         check_fence(run, attempt, self.registry.highest(run))
         if self.uploads.closing:
-            raise ShareMissing(f"{name} is not brought further: this node is shutting down")
+            raise ShareMissingError(f"{name} is not brought further: this node is shutting down")
 
 
 _LOOK_S = 1.0  # how often what waits for its turn looks whether it is still wanted
@@ -214,7 +221,7 @@ _LOOK_S = 1.0  # how often what waits for its turn looks whether it is still wan
 Begun = tuple[JointTier, Gathering]
 
 
-class Passed(ShareMissing):
+class Passed(ShareMissingError):
     """A snapshot is not brought to a place, for no fault of that place."""
 
 
@@ -607,7 +614,7 @@ class Visits:
         """The snapshot has begun at a node; the slot for it, which is leased when it has at the first one.
 
         Raises:
-            ShareMissing: if the portion is at another node already, and its slot not here any more.
+            ShareMissingError: if the portion is at another node already, and its slot not here any more.
         """
         name, portions = visit.name, Portions.read(gathering.shared.layout, gathering.nbytes)
         if visit.host > len(portions.ranks):
@@ -615,7 +622,7 @@ class Visits:
         portion = Portion(portions.ranges[visit.host - 1])
         with self._changed:
             if visit.over:
-                raise ShareMissing(f"{name} has begun there when this host had brought it elsewhere")
+                raise ShareMissingError(f"{name} has begun there when this host had brought it elsewhere")
             visit.joined.add(url)
             self._changed.notify_all()
         with visit.leasing:
@@ -630,7 +637,7 @@ class Visits:
                     self._newest[visit.key] = visit
                     self._changed.notify_all()
             elif visit.portion is None or visit.portion.ranges != portion.ranges:
-                raise SettingsError(f"{name} has another layout at {url} than at the other memory nodes")
+                raise SettingsError(f"{name} has another layout at {url} than at the other snapshot servers")
             return visit.upload, portion
 
     def _ended(self, visit: _Visit, url: str, error: BaseException | None) -> None:
@@ -693,11 +700,11 @@ class Visits:
                 tier = self._bringing.tier(url, visit.key)
                 if gathering is not None:
                     tier.placed(gathering, visit.host, why)
-                elif not isinstance(error, Fenced | ShareMissing):  # which that place has said itself
+                elif not isinstance(error, FencedError | ShareMissingError):  # which that place has said itself
                     tier.decline(visit.name, attempt=visit.attempt, why=why)
                 return
             except SpotError as problem:  # it was given up there, or does not answer
                 logger.debug("%s could not be told that %s is torn: %s", url, visit.name, problem)
-                if not isinstance(problem, NodeUnreachable) or time.monotonic() > deadline_s:
+                if not isinstance(problem, ServerUnreachableError) or time.monotonic() > deadline_s:
                     return
             time.sleep(_AGAIN_S)

@@ -9,7 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from lightning_spot.errors import Fenced, NodeRefused, RingFull, RunBusy, SettingsError, SnapshotNotFound
+from lightning_spot.errors import (
+    FencedError,
+    RingFullError,
+    RunBusyError,
+    ServerRefusedError,
+    SettingsError,
+    SnapshotNotFoundError,
+)
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import EPOCH_UNIX_S, Run, RunInfo, files_name, parse_run
 from lightning_spot.protocol.process import ProcessId
@@ -48,13 +55,13 @@ class Registry:
         """Refuse an attempt far above all that is known: it would fence the run for ever. May ask the durable tier.
 
         Raises:
-            NodeRefused: if no claim shows it.
+            ServerRefusedError: if no claim shows it.
         """
         highest = self.highest(info.key)
         if info.name == files_name(info.id):
             highest = max(highest, int(time.time()) - EPOCH_UNIX_S)
         if info.attempt > highest + MOST_AHEAD and self._claimed(info) < info.attempt:
-            raise NodeRefused(
+            raise ServerRefusedError(
                 f"attempt {info.attempt} of run {info.name!r} is far above {highest}, the highest known at this node,"
                 " and no claim at its durable tier shows it. Nothing was changed",
                 status=409,
@@ -68,9 +75,9 @@ class Registry:
             client: who says it.
 
         Raises:
-            RingFull: if there are too many runs, and none can be forgotten.
-            RunBusy: if a live trainer on this host holds the run.
-            Fenced: if a later attempt holds it, or another one of the same number.
+            RingFullError: if there are too many runs, and none can be forgotten.
+            RunBusyError: if a live trainer on this host holds the run.
+            FencedError: if a later attempt holds it, or another one of the same number.
         """
         known = self.runs.get(info.key)
         for other in self.runs.values():
@@ -109,7 +116,7 @@ class Registry:
         """The run that ``NAME@ID`` or, if only one has it, ``NAME`` names.
 
         Raises:
-            SnapshotNotFound: if this node does not know it.
+            SnapshotNotFoundError: if this node does not know it.
             SettingsError: if several runs have that name.
         """
         name, identity = parse_run(text)
@@ -121,7 +128,7 @@ class Registry:
             listed = ", ".join(f"{run.info.text} ({run.info.location or 'unknown'})" for run in found)
             raise SettingsError(f"several runs are named {name!r} at this node; say which one: {listed}")
         if not found:
-            raise SnapshotNotFound(
+            raise SnapshotNotFoundError(
                 f"this node does not know run {text!r} (it may have been restarted); open the run again"
             )
         return found[0]
@@ -135,9 +142,9 @@ class Registry:
             token: likewise, ``""`` for none.
 
         Raises:
-            SnapshotNotFound: if this node does not know the run, or not that attempt yet: it is to be opened.
-            Fenced: if a later attempt holds it.
-            NodeRefused: if none, or another token is shown.
+            SnapshotNotFoundError: if this node does not know the run, or not that attempt yet: it is to be opened.
+            FencedError: if a later attempt holds it.
+            ServerRefusedError: if none, or another token is shown.
         """
         current = self.find(text).info
         is_right = hmac.compare_digest(digest_of(token), digest_of(current.token))
@@ -146,10 +153,10 @@ class Registry:
         if token:
             check_fence(current.name, attempt, current.attempt)
             if attempt > current.attempt:
-                raise SnapshotNotFound(
+                raise SnapshotNotFoundError(
                     f"this node does not know attempt {attempt} of run {text!r} yet; open the run again"
                 )
-        raise NodeRefused(
+        raise ServerRefusedError(
             f"run {text!r} is held by an attempt whose token this request does not have. Nothing was changed. Only"
             " that attempt's trainer and its nodes may change it",
             status=403,
@@ -159,7 +166,7 @@ class Registry:
         """What a run named in a URL is kept under; a run that is not known has the key it would have."""
         try:
             return self.find(text).info.key
-        except SnapshotNotFound:
+        except SnapshotNotFoundError:
             name, identity = parse_run(text)
             return identity or name
 
@@ -264,7 +271,7 @@ class Registry:
             if (run.client == client or not mine) and run.info.session not in self.sessions and key not in needed
         ]
         if not ages:
-            raise RingFull(
+            raise RingFullError(
                 f"this node knows {len(self.runs)} runs, {mine} of them this client's, and all have snapshots that are"
                 " safe nowhere else. Nothing was changed; delete what is not needed, or take another node"
             )
@@ -283,7 +290,7 @@ class Registry:
         # A trainer that connects again, because its connection broke, has the token of its attempt.
         itself = bool(current.token) and (current.token, current.attempt) == (info.token, info.attempt)
         if another and not itself:
-            raise RunBusy(
+            raise RunBusyError(
                 f"run {current.name!r} is being written by a live trainer on this host (pid {current.pid}). Two"
                 " trainers must not write one run: give this one another dirpath, or end the other first",
                 run=current.name,
@@ -303,7 +310,7 @@ class Registry:
     def _check_free(self, current: RunInfo, info: RunInfo) -> None:
         self._check_not_live(current, info)
         if current.attempt == info.attempt and current.token and current.token != info.token:
-            raise Fenced(
+            raise FencedError(
                 f"attempt {info.attempt} of run {current.name!r} is another trainer's (on"
                 f" {current.host or 'another host'}): two were started at once. Stop one of them",
                 run=current.name,

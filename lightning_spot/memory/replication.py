@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from lightning_spot.errors import CorruptSnapshot, NodeUnreachable, ShareMissing, SpotError
+from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError, ShareMissingError, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import part_ranges
 from lightning_spot.memory.portions import fall_back, surpassing
@@ -84,12 +84,12 @@ class Peer:
         """The node as a tier; it knows what it was told of the run.
 
         Raises:
-            NodeUnreachable: if it is no node.
+            ServerUnreachableError: if it is no node.
         """
         if self._store is None:
             store = self._open_store(self.url)
             if not isinstance(store, NodeTier):
-                raise NodeUnreachable(f"{self.url} is no node", tier=self.url)
+                raise ServerUnreachableError(f"{self.url} is no node", tier=self.url)
             self._store = store
         return self._store
 
@@ -298,7 +298,7 @@ class Missed:
         goes_on = functools.partial(self._check, newest, url)
         sealed = target.put_parts(newest, _parts(source, newest, goes_on), attempt=self._info.attempt)
         if sealed.checksums != newest.checksums:
-            raise CorruptSnapshot(f"{newest.name} is another one at {url} than at {other.url}", where=url)
+            raise CorruptSnapshotError(f"{newest.name} is another one at {url} than at {other.url}", where=url)
         logger.info("%s has %s, too, which it had missed", url, newest.name)
 
     def _is_here(self, newest: Manifest) -> bool:
@@ -310,7 +310,9 @@ class Missed:
     def _check(self, manifest: Manifest, url: str) -> None:
         """Raise if a snapshot is not to be copied any further."""
         if self._stops(url):
-            raise ShareMissing(f"{manifest.name} is not copied any further: a newer one comes, or the run has ended")
+            raise ShareMissingError(
+                f"{manifest.name} is not copied any further: a newer one comes, or the run has ended"
+            )
 
 
 def _newest(node: NodeTier) -> Manifest | None:
@@ -339,7 +341,7 @@ def _parts(source: HasParts, manifest: Manifest, goes_on: Callable[[], None]) ->
             yield part
 
 
-class LeftBehind(NodeUnreachable):
+class LeftBehind(ServerUnreachableError):
     """Another node has a snapshot that several hosts have brought, and this one, which carries the run on, has not."""
 
 
@@ -582,7 +584,7 @@ class Replication:
         """Learn from the node what is safe, or tell it; how long to wait before the next look."""
         if replica.doubted:
             if node.failures >= _MOST_FAILURES or replica.is_behind:
-                self._lost(replica, node, NodeUnreachable(node.why, tier=node.url))
+                self._lost(replica, node, ServerUnreachableError(node.why, tier=node.url))
                 return 0.0
             # One failed put may be a broken connection: the node is lost only if it does not answer either.
             return FIRST_LOOK_S if self._open(replica, node) else 0.0

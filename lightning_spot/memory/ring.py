@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_spot.errors import Fenced, SnapshotNotFound
+from lightning_spot.errors import FencedError, SnapshotNotFoundError
 from lightning_spot.image.manifest import Manifest, Order
 from lightning_spot.memory.area import SlotArea
 from lightning_spot.memory.slots import (
@@ -197,11 +197,11 @@ class SlotTable:
         """Pin a committed snapshot and hand out its bytes.
 
         Raises:
-            SnapshotNotFound: if the slot holds another one by now.
+            SnapshotNotFoundError: if the slot holds another one by now.
         """
         with self.changed:
             if slot.manifest is not manifest:
-                raise SnapshotNotFound(f"snapshot {manifest.name!r} has just left memory")
+                raise SnapshotNotFoundError(f"snapshot {manifest.name!r} has just left memory")
             slot.readers += 1
         view = slot.view(manifest.nbytes)
         try:
@@ -392,7 +392,7 @@ class Ring(SlotTable):
             places: URLs of the directories that a user's file goes to instead of the run's tiers.
 
         Raises:
-            Fenced: if it is a file, and a newer one of its name is here.
+            FencedError: if it is a file, and a newer one of its name is here.
         """
         with self.changed:
             safe: list[str] = []
@@ -400,7 +400,7 @@ class Ring(SlotTable):
             older = self._named(slot.run, manifest.name)
             for other in older:
                 if other.manifest is not None and file_order(other.manifest) > file_order(manifest):
-                    raise Fenced(
+                    raise FencedError(
                         f"{manifest.name} of attempt {manifest.attempt} is older than the one that is there",
                         run=manifest.run,
                         attempt=manifest.attempt,
@@ -456,7 +456,7 @@ class Ring(SlotTable):
             its manifest and the tiers at which it is, or may be about to be.
 
         Raises:
-            SnapshotNotFound: if it is not here.
+            SnapshotNotFoundError: if it is not here.
         """
         with self.changed:
             for slot in self._named(run, name):
@@ -468,7 +468,7 @@ class Ring(SlotTable):
                 self.refresh(run)
                 self.notify()
                 return manifest, urls
-            raise SnapshotNotFound(f"no snapshot {name!r} of run {run!r} in memory")
+            raise SnapshotNotFoundError(f"no snapshot {name!r} of run {run!r} in memory")
 
     def held(self) -> tuple[set[str], set[str]]:
         """Keys of runs that have slots here, and of those among them of which one must stay, or is being filled."""

@@ -69,11 +69,11 @@ class RunInfo:
         token: of the attempt.
         keep: snapshots each tier keeps.
         durable_url: durable directory as a store's URL; ``None`` if the node is not to write there.
-        durable_every_s: least seconds between two snapshots brought to the durable tier; 0 for as often as it can;
-            ``None`` likewise, but for those that follow each other in moments, see :data:`work.MOST_APART_S`.
+        min_upload_interval_s: least seconds between two snapshots brought to the durable tier; 0 for as often as it
+            can; ``None`` likewise, but for those that follow each other in moments, see :data:`work.MOST_APART_S`.
         compression: how what changed goes to the nodes behind: ``"auto"`` packs it where that is faster, ``"delta"``
             always, ``None`` never.
-        nodes: ``spot://host:port`` of the memory nodes behind this one, in order of preference.
+        nodes: ``spot://host:port`` of the snapshot servers behind this one, in order of preference.
         replicas: how many of them each snapshot is kept at.
         carry: whether the node is to bring the run to its durable tier; where it is kept at several, one is.
         spread: whether snapshots are spread over all nodes behind this one: each of them is to carry the run on; or,
@@ -93,7 +93,7 @@ class RunInfo:
     token: str = field(repr=False)
     keep: int = KEEP
     durable_url: str | None = None
-    durable_every_s: float | None = None
+    min_upload_interval_s: float | None = None
     compression: Compression = "auto"
     nodes: tuple[str, ...] = ()
     replicas: int = 1

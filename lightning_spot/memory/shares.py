@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from lightning_spot.errors import NodeUnreachable, SettingsError, ShareMissing, SnapshotNotFound
+from lightning_spot.errors import ServerUnreachableError, SettingsError, ShareMissingError, SnapshotNotFoundError
 from lightning_spot.image.manifest import Order, snapshot_order
 from lightning_spot.memory.joint import Joint, Layouts, Shared
 from lightning_spot.memory.registry import Registry
@@ -74,15 +74,15 @@ class Shares:
             layout_id: see there.
 
         Raises:
-            Fenced: if its attempt no longer holds the run.
+            FencedError: if its attempt no longer holds the run.
             SettingsError: if it was leased for something else, or is too small.
-            SnapshotNotFound: if it has ended.
+            SnapshotNotFoundError: if it has ended.
         """
         with self._changed:
             if upload.joint is not None and upload.joint.shared.name == shared.name:
                 return
             if upload.ended:
-                raise SnapshotNotFound(f"upload {upload.id!r} does not exist (any more)")
+                raise SnapshotNotFoundError(f"upload {upload.id!r} does not exist (any more)")
             check_fence(upload.run, upload.attempt, self._registry.highest(upload.run))
             if upload.name or upload.joint is not None or upload.sealing or not upload.session:
                 raise SettingsError(f"upload {upload.id} was begun for something else than {shared.name}")
@@ -152,8 +152,8 @@ class Shares:
         """Return when the bytes of all shares are in place.
 
         Raises:
-            ShareMissing: if they will never be, or not in time.
-            SnapshotNotFound: if the upload is given up meanwhile.
+            ShareMissingError: if they will never be, or not in time.
+            SnapshotNotFoundError: if the upload is given up meanwhile.
         """
         if (joint := upload.joint) is None:
             return
@@ -162,7 +162,7 @@ class Shares:
         with self._changed:
             while joint.missing:
                 if upload.ended:
-                    raise SnapshotNotFound(f"upload {upload.id!r} does not exist (any more)")
+                    raise SnapshotNotFoundError(f"upload {upload.id!r} does not exist (any more)")
                 if time.monotonic() - begun_s >= self.reconnect_s:
                     self._look(upload.run, joint)
                 left_s = deadline_s - time.monotonic()
@@ -171,7 +171,7 @@ class Shares:
                 if not joint.failed and left_s <= 0:
                     joint.failed = f"the bytes of rank {late} did not come within {self.wait_s:.0f} s"
                 if joint.failed:
-                    raise ShareMissing(joint.failed)
+                    raise ShareMissingError(joint.failed)
                 self._changed.wait(min(left_s, _LOOK_S))
 
     def fail_if_silent(self, upload: Upload) -> None:
@@ -223,9 +223,9 @@ class Shares:
             is_led_here: whether the rank that leases the slot is on this host: when it has left, there will be none.
 
         Raises:
-            ShareMissing: if it is over, given up, overtaken by a later one, or another digest is wanted.
-            NodeUnreachable: if the connection is closed: another one is to be made.
-            Fenced: if ``attempt`` no longer holds the run.
+            ShareMissingError: if it is over, given up, overtaken by a later one, or another digest is wanted.
+            ServerUnreachableError: if the connection is closed: another one is to be made.
+            FencedError: if ``attempt`` no longer holds the run.
         """
         key = self._admit(run, attempt)
         order = _order_of(name)
@@ -240,10 +240,10 @@ class Shares:
                 return self._take(*joints[name], share, session, digest)
             for later in joints:
                 if _order_of(later) > order:
-                    raise ShareMissing(f"{name} was overtaken by {later}")
+                    raise ShareMissingError(f"{name} was overtaken by {later}")
         return None
 
-    def not_begun(self, run: str, name: str, share: int, wait_s: float) -> ShareMissing:
+    def not_begun(self, run: str, name: str, share: int, wait_s: float) -> ShareMissingError:
         """The error of a rank that has waited in vain: it writes no share of that snapshot, so nobody waits for it."""
         with self._changed:
             key = self._registry.find(run).info.key
@@ -253,7 +253,7 @@ class Shares:
                 if joint is not None and upload.run == key and joint.shared.name == name:
                     self._fail_without(joint, share)
             self._wake()
-        return ShareMissing(f"there is no share of {name} to write: it was not begun within {wait_s:.0f} s")
+        return ShareMissingError(f"there is no share of {name} to write: it was not begun within {wait_s:.0f} s")
 
     def placed(self, upload_id: str, share: int, torn: str = "") -> None:
         """A rank writes no more: its bytes are in place, or, if ``torn`` says why, never will be.
@@ -261,7 +261,7 @@ class Shares:
         To say again that they are in place does nothing: an answer may have been lost.
 
         Raises:
-            SnapshotNotFound: if that share is not being written.
+            SnapshotNotFoundError: if that share is not being written.
         """
         with self._changed:
             upload = self._open.get(upload_id)
@@ -269,7 +269,7 @@ class Shares:
             if joint is not None and share in joint.placed and not torn:
                 return
             if upload is None or joint is None or share not in joint.writing:
-                raise SnapshotNotFound(f"share {share} of upload {upload_id!r} is not being written (any more)")
+                raise SnapshotNotFoundError(f"share {share} of upload {upload_id!r} is not being written (any more)")
             joint.writing.discard(share)
             if torn:
                 joint.failed = joint.failed or torn
@@ -333,23 +333,23 @@ class Shares:
     def _check_awaited(self, key: str, name: str) -> None:
         """Raise if a snapshot will never be begun (any more)."""
         if why := self._why_over(key, name):
-            raise ShareMissing(f"there is no share of {name} to write: {why}")
+            raise ShareMissingError(f"there is no share of {name} to write: {why}")
 
     def _check_connected(self, key: str, name: str, share: int, session: str, *, is_led_here: bool) -> None:
         """Raise if a rank of this host, or the one that it waits for, has ended."""
         self._sessions[key, share] = session  # also one that has closed: nobody waits long for a rank without one
         if session not in self._registry.sessions:
-            raise NodeUnreachable(f"the connection of who asks for a share of {name} has closed")
+            raise ServerUnreachableError(f"the connection of who asks for a share of {name} has closed")
         info = self._registry.info(key)
         if is_led_here and (info is None or info.session not in self._registry.sessions):
-            raise ShareMissing(f"there is no share of {name} to write: the rank that leases its slot has ended")
+            raise ShareMissingError(f"there is no share of {name} to write: the rank that leases its slot has ended")
 
     def _take(self, upload: Upload, joint: Joint, share: int, session: str | None, digest: str) -> Upload:
         name = joint.shared.name
         if joint.shared.by_hosts != (session is None):
             raise SettingsError(f"{name} is filled by {'hosts' if joint.shared.by_hosts else 'ranks of one host'}")
         if joint.failed:
-            raise ShareMissing(f"{name} is not committed: {joint.failed}")
+            raise ShareMissingError(f"{name} is not committed: {joint.failed}")
         if not 1 <= share < joint.shared.shares:
             raise SettingsError(f"{name} has {joint.shared.shares} shares; {share} is none of the other ranks'")
         if joint.joined.get(share, session or "") != (session or ""):
@@ -357,7 +357,7 @@ class Shares:
         if digest and digest != joint.shared.digest:
             joint.failed = f"rank {share} has another layout than rank 0"
             self._wake()
-            raise ShareMissing(f"{name} is not committed: {joint.failed}")
+            raise ShareMissingError(f"{name} is not committed: {joint.failed}")
         if share not in joint.joined:
             joint.joined[share] = session or ""
             joint.writing.add(share)

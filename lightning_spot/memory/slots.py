@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_spot.config import format_bytes
-from lightning_spot.errors import SnapshotTooLarge
+from lightning_spot.errors import SnapshotTooLargeError
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest, Order, PortionOf, snapshot_order
@@ -100,12 +100,13 @@ class Slot:
         checked_s: when its bytes were read last, and had the checksums of its manifest (monotonic).
         floats: where in it numbers lie that may be approximated on their way to a node behind.
         inexact_at: URLs at which an approximation of the snapshot is.
-        surpassed: a newer snapshot of the lineage that a memory node has, and this host a portion of only.
-        whole: of one host's portion of a snapshot: whether the portions of all hosts are known to be at memory nodes.
+        surpassed: a newer snapshot of the lineage that a snapshot server has, and this host a portion of only.
+        whole: of one host's portion of a snapshot: whether the portions of all hosts are known to be at snapshot
+            servers.
         overtaken: likewise: whether a newer snapshot is known to be whole.
         brings: likewise: whether it is to be brought to the durable tier, also if a newer one is whole.
         forsaken: likewise: whether the others' are not expected at the durable tier any more.
-        portion: the ranges of a snapshot at a memory node that the memory holds; all else in it is something else.
+        portion: the ranges of a snapshot at a snapshot server that the memory holds; all else in it is something else.
         spare: whether it is made ready before anybody needs it: who does waits for it, and makes no other.
         followed: whether another snapshot was to follow in a moment when this one was committed.
         committed_s: when the snapshot was committed (monotonic).
@@ -190,8 +191,8 @@ class Slot:
 def newest_of_lineages(slots: Iterable[Slot]) -> set[Slot]:
     """The slots that hold the newest exact snapshot of each lineage of each run, or a newer one that is not exact.
 
-    Where a memory node has a newer one, this host has none of these. Of portions of hosts, which lie at several nodes,
-    each counts that is not known to be of an older snapshot than a whole one.
+    Where a snapshot server has a newer one, this host has none of these. Of portions of hosts, which lie at several
+    nodes, each counts that is not known to be of an older snapshot than a whole one.
     """
     slots = list(slots)
     portions = {slot for slot in slots if slot.of_host is not None and not slot.overtaken}
@@ -207,7 +208,7 @@ def newest_of_lineages(slots: Iterable[Slot]) -> set[Slot]:
 
 
 def left_if_lost(slots: Iterable[Slot]) -> set[Slot]:
-    """The slots whose snapshot is nowhere else, if only a memory node has a newer one: that node may be lost."""
+    """The slots whose snapshot is nowhere else, if only a snapshot server has a newer one: that node may be lost."""
     return {slot for slot in slots if slot.surpassed and not (slot.safe or slot.settled)}
 
 
@@ -367,14 +368,14 @@ def capacity_for(nbytes: int, limits: Limits) -> int:
     """Memory to give a snapshot of ``nbytes``.
 
     Raises:
-        SnapshotTooLarge: if it can never fit.
+        SnapshotTooLargeError: if it can never fit.
     """
     for limit, name, remedy in (
-        (limits.memory_bytes, "this node's memory", "more --memory (or memory_limit=)"),
-        (limits.run_memory_bytes, "what one run may use of this node's memory", "more --run-memory"),
+        (limits.memory_bytes, "this node's memory", "more --memory-limit (or memory_limit=)"),
+        (limits.run_memory_bytes, "what one run may use of this node's memory", "more --run-memory-limit"),
     ):
         if limit is not None and nbytes > limit:
-            raise SnapshotTooLarge(
+            raise SnapshotTooLargeError(
                 f"a snapshot of {format_bytes(nbytes)} cannot fit {name} of {format_bytes(limit)}; start the node"
                 f" with {remedy}",
                 nbytes=nbytes,
@@ -435,7 +436,9 @@ def why_full(slots: list[Slot], run: str, nbytes: int, limits: Limits, *, is_kno
     idle = reusable(slots)
     share = ""
     if _within_quota(slots, idle, run, capacity_for(nbytes, limits), limits) is None:
-        share = f"; one run may use {format_bytes(limits.run_memory_bytes or 0)} of this node's memory (--run-memory)"
+        share = (
+            f"; one run may use {format_bytes(limits.run_memory_bytes or 0)} of this node's memory (--run-memory-limit)"
+        )
     reasons: Counter[str] = Counter()
     for slot in slots:
         if slot.spare:
@@ -444,7 +447,7 @@ def why_full(slots: list[Slot], run: str, nbytes: int, limits: Limits, *, is_kno
             reasons["being filled"] += 1
         elif slot.dirty:
             urls = " and ".join(sorted(slot.dirty))
-            reasons[f"not at {urls} yet, which is too slow, fails or waits for durable_every_s"] += 1
+            reasons[f"not at {urls} yet, which is too slow, fails or waits for min_upload_interval_s"] += 1
         elif slot.readers:
             reasons["being read"] += 1
         elif slot.state is SlotState.COMMITTED and slot not in idle:
@@ -475,7 +478,7 @@ def _within_quota(slots: list[Slot], idle: list[Slot], run: str, capacity: int, 
 def _superseded(slots: list[Slot], idle: list[Slot]) -> list[Slot]:
     """Slots that hold what neither a resume nor a node behind would miss: older snapshots.
 
-    What would be left if a memory node is lost goes only once there is no memory for more.
+    What would be left if a snapshot server is lost goes only once there is no memory for more.
     """
     missed = newest_of_lineages(slots) | bases_of(slots) | left_if_lost(slots)
     return [slot for slot in idle if slot.snapshot and slot not in missed]

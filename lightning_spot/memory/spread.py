@@ -77,7 +77,7 @@ class Spread:
             told: what it says.
 
         Raises:
-            Fenced: if that attempt no longer holds the run.
+            FencedError: if that attempt no longer holds the run.
         """
         key = self._admit(run, attempt, told.name)
         with self._ring.changed:
@@ -107,7 +107,7 @@ class Spread:
                 whole, and what still comes. Another host may be wrong: its portion may be there, and all the others.
 
         Raises:
-            Fenced: if that attempt no longer holds the run.
+            FencedError: if that attempt no longer holds the run.
         """
         key = self._admit(run, attempt, name)
         with self._lock:

@@ -79,7 +79,7 @@ class NodeTier(Protocol):
         """Let an attempt write the run there; once more by the same attempt does nothing, and tells how things are.
 
         Raises:
-            Fenced: if a later attempt holds the run.
+            FencedError: if a later attempt holds the run.
             TierError: if the node does not answer, or refuses.
         """
 
@@ -112,7 +112,7 @@ class NodeTier(Protocol):
             the sealed manifest of what is there now: its own, or that of an approximation.
 
         Raises:
-            SnapshotNotFound: if the file was given up meanwhile.
+            SnapshotNotFoundError: if the file was given up meanwhile.
         """
 
     def flush(self, wait_s: float) -> list[str]:
@@ -121,7 +121,7 @@ class NodeTier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """An upload at a memory node to which several hosts send.
+    """An upload at a snapshot server to which several hosts send.
 
     Attributes:
         upload: its id.
@@ -130,7 +130,7 @@ class Gathering:
         shared: what the first host has said of it.
         files: that this host writes by itself; empty for those that the layout says.
         manifest: of the snapshot, without checksums, as the first host knows it.
-        earlier: finds a portion that this host has brought to memory nodes before, as far as it is here.
+        earlier: finds a portion that this host has brought to snapshot servers before, as far as it is here.
     """
 
     upload: str
@@ -143,7 +143,7 @@ class Gathering:
 
 
 class JointTier(Protocol):
-    """A memory node at which several hosts put one snapshot together. Methods may be called from any thread."""
+    """A snapshot server at which several hosts put one snapshot together. Methods may be called from any thread."""
 
     def know(self, info: RunInfo) -> None:
         """Take note of the attempt that brings what comes next: nodes ask for its token."""
@@ -159,7 +159,7 @@ class JointTier(Protocol):
         """Take part in one, as host number ``host`` from 1 on, once it has begun.
 
         Raises:
-            ShareMissing: if there will be none, or not within ``wait_s`` seconds.
+            ShareMissingError: if there will be none, or not within ``wait_s`` seconds.
         """
 
     def bring(
@@ -189,7 +189,7 @@ class JointTier(Protocol):
         """Commit it there once all hosts have said so; called by the first host. The sealed manifest.
 
         Raises:
-            ShareMissing: if what another host brings will not come.
+            ShareMissingError: if what another host brings will not come.
         """
 
     def give_up(self, gathering: Gathering) -> None:

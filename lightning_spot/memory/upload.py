@@ -8,7 +8,7 @@ import threading
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
-from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound
+from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.written import Before, Ranges
@@ -43,8 +43,8 @@ class Received:
         """A range is about to be written: it is not checked any more. A connection that still writes it is closed.
 
         Raises:
-            CorruptSnapshot: if it overlaps another range.
-            SnapshotNotFound: if nothing more may come.
+            CorruptSnapshotError: if it overlaps another range.
+            SnapshotNotFoundError: if nothing more may come.
         """
         with self._changed:
             self._admit(start, stop)
@@ -54,9 +54,9 @@ class Received:
                     if other is not None:
                         other.shutdown(socket.SHUT_RDWR)
                 if not self._changed.wait(_OTHER_ENDS_S):
-                    raise CorruptSnapshot(f"bytes {start}–{stop} still come over another connection")
+                    raise CorruptSnapshotError(f"bytes {start}–{stop} still come over another connection")
             if self._closed:
-                raise SnapshotNotFound("this upload is being committed: nothing more may come")
+                raise SnapshotNotFoundError("this upload is being committed: nothing more may come")
             self.checked.pop(start, None)
             self._writers[start] = connection
 
@@ -81,7 +81,7 @@ class Received:
         before = self._stops[self._starts[at - 1]] if at else 0
         after = self._starts[at] if at < len(self._starts) else stop
         if before > start or after < stop or after == start:
-            raise CorruptSnapshot(f"bytes {start}–{stop} overlap another part of this upload, which came before")
+            raise CorruptSnapshotError(f"bytes {start}–{stop} overlap another part of this upload, which came before")
         insort(self._starts, start)
         self._stops[start] = stop
 

@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from lightning_spot.config import KEEP
-from lightning_spot.errors import NodeUnreachable, RingFull, SettingsError, ShareMissing, SnapshotNotFound, TierError
+from lightning_spot.errors import (
+    RingFullError,
+    ServerUnreachableError,
+    SettingsError,
+    ShareMissingError,
+    SnapshotNotFoundError,
+    TierError,
+)
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.memory.abroad import Abroad, Heard
@@ -57,8 +64,8 @@ def _lease(
         make_way: has slots let go that are kept for what may be left undone; whether there were any.
 
     Raises:
-        SnapshotTooLarge: if it can never fit.
-        RingFull: if no slot became available in time.
+        SnapshotTooLargeError: if it can never fit.
+        RingFullError: if no slot became available in time.
         TierError: if the host has no memory for it.
     """
     deadline = time.monotonic() + wait_s
@@ -72,7 +79,7 @@ def _lease(
             while seen == ring.changes:
                 left = deadline - time.monotonic()
                 if left <= 0 or cancelled():
-                    raise RingFull(ring.why_full(run, nbytes))
+                    raise RingFullError(ring.why_full(run, nbytes))
                 ring.changed.wait(min(left, _LOOK_S))
 
 
@@ -132,9 +139,9 @@ class Begins:
             cancelled: asked while waiting: whether nobody wants the slot any more.
 
         Raises:
-            Fenced: if ``attempt`` no longer holds the run.
-            ShareMissing: if several hosts are to bring it, and bring a later one already.
-            SnapshotNotFound: if this node does not know the run.
+            FencedError: if ``attempt`` no longer holds the run.
+            ShareMissingError: if several hosts are to bring it, and bring a later one already.
+            SnapshotNotFoundError: if this node does not know the run.
         """
 
         def gone() -> bool:
@@ -223,8 +230,10 @@ class Begins:
             return self._same(known, upload.run, upload.attempt, upload.nbytes, upload.name)
         check_fence(upload.run, upload.attempt, highest)
         if upload.session and upload.session not in self._registry.sessions:
-            raise NodeUnreachable("the connection of who asked for this slot has closed: another one is to be made")
-        raise SnapshotNotFound("who asked for this slot has ended")
+            raise ServerUnreachableError(
+                "the connection of who asked for this slot has closed: another one is to be made"
+            )
+        raise SnapshotNotFoundError("who asked for this slot has ended")
 
     def _same(self, known: Upload, key: str, attempt: int, nbytes: int, name: str) -> Upload:
         """The upload that was begun under an id before, if the very same is asked for once more."""
@@ -243,7 +252,7 @@ class Begins:
             open_ones = [each for each in self._uploads.of_run(key) if each.is_gathered and not each.sealing]
             for upload in open_ones:
                 if (snapshot_order(upload.name) or ()) > order:
-                    raise ShareMissing(f"{name} was overtaken by {upload.name}")
+                    raise ShareMissingError(f"{name} was overtaken by {upload.name}")
             for upload in open_ones:
                 self._uploads.shares.fail(upload, "another one was begun")
                 self._uploads.abort(upload.id)
@@ -323,8 +332,8 @@ class Uploads:
     def end_session(self, session: str) -> None:
         """The connection of a trainer has closed: its half-filled slots are freed.
 
-        What it has filled, and this host's node brings to a durable tier, goes on: there may be nobody else to do it.
-        So does what counts already, and is on its way to a further memory node.
+        What it has filled, and the local server brings to a durable tier, goes on: there may be nobody else to do it.
+        So does what counts already, and is on its way to a further snapshot server.
         """
         with self._lock:
             for upload in [item for item in self._uploads.values() if item.session == session]:
@@ -350,11 +359,11 @@ class Uploads:
         """The upload of that id, marked as alive.
 
         Raises:
-            SnapshotNotFound: if there is none (given up, or never begun).
+            SnapshotNotFoundError: if there is none (given up, or never begun).
         """
         upload = self.known(upload_id)
         if upload is None:
-            raise SnapshotNotFound(f"upload {upload_id!r} does not exist (any more)")
+            raise SnapshotNotFoundError(f"upload {upload_id!r} does not exist (any more)")
         upload.touched_s = time.monotonic()
         return upload
 
@@ -362,11 +371,11 @@ class Uploads:
         """Bytes are about to be received into the slot; call :meth:`arrived` or :meth:`lost` afterwards.
 
         Raises:
-            SnapshotNotFound: if nothing more may come.
-            CorruptSnapshot: if they overlap others.
+            SnapshotNotFoundError: if nothing more may come.
+            CorruptSnapshotError: if they overlap others.
         """
         if upload.sealing:
-            raise SnapshotNotFound(f"{upload.name} is being sealed: nothing more may come")
+            raise SnapshotNotFoundError(f"{upload.name} is being sealed: nothing more may come")
         upload.received.begin(start, stop, connection)
         if upload.coming is not None:
             upload.coming.arriving(start, stop)
@@ -471,7 +480,7 @@ class Uploads:
         """Note that a connection receives into the slot of an upload.
 
         Raises:
-            SnapshotNotFound: if the upload is gone.
+            SnapshotNotFoundError: if the upload is gone.
         """
         with self._lock:
             self.find(upload.id)

@@ -315,12 +315,12 @@ class Work:
         self._took_s[url, run] = seconds
 
     def rests_s(self, run: str, now_s: float) -> float:
-        """How long the durable tier of a run is still to be left alone, see :attr:`RunInfo.durable_every_s`."""
+        """How long the durable tier of a run is still to be left alone, see :attr:`RunInfo.min_upload_interval_s`."""
         info = self._run(run)
-        if info is None or not info.durable_every_s:
+        if info is None or not info.min_upload_interval_s:
             return 0.0
         begun_s = [begun_s for (url, of), begun_s in self._begun.items() if of == run and not url.startswith("spot:")]
-        return max(0.0, max(begun_s, default=float("-inf")) + info.durable_every_s - now_s)
+        return max(0.0, max(begun_s, default=float("-inf")) + info.min_upload_interval_s - now_s)
 
     def failed(self, url: str, job: Job, text: str) -> None:
         """A job failed. A put that did is not counted as taken: it is tried again with back-off, not at its pace."""
@@ -452,7 +452,7 @@ class Work:
     def _paced(self, run: str) -> bool:
         """Whether a run's snapshots are to be some time apart at its durable tier."""
         info = self._run(run)
-        return info is not None and info.durable_every_s != 0.0
+        return info is not None and info.min_upload_interval_s != 0.0
 
     def _paced_s(self, url: str, job: Job) -> float:
         """When a tier may take a snapshot at the soonest, so that two are far enough apart; 0 for at once."""
@@ -486,8 +486,8 @@ class Work:
         info, begun_s = self._run(slot.run), self._begun.get(key)
         if info is None or begun_s is None or url.startswith("spot://") or self.is_urgent(slot.run):
             return 0.0
-        if info.durable_every_s is not None:
-            return begun_s + info.durable_every_s
+        if info.min_upload_interval_s is not None:
+            return begun_s + info.min_upload_interval_s
         # With memory for one, the next one waits until it is safe.
         if not slot.followed or not info.session or self._ring.is_stuck:
             return 0.0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from lightning_spot.errors import NoticeUnavailable
+from lightning_spot.errors import NoticeUnavailableError
 from lightning_spot.notices.metadata_service import ask, seconds_until
 from lightning_spot.notices.notice import Notice
 
@@ -23,7 +23,7 @@ class AlibabaSource:
 
     name = "alibaba"
     every_s = 5.0
-    grace_s: float | None = 300.0
+    grace_period_s: float | None = 300.0
 
     def __init__(self, endpoint: str = "http://100.100.100.200") -> None:
         self._endpoint = endpoint.rstrip("/")
@@ -34,13 +34,13 @@ class AlibabaSource:
         if answer.status == 404 or (answer.status == 200 and not answer.text):
             return None
         if answer.status != 200:
-            raise NoticeUnavailable(f"alibaba: the metadata server answers {answer.status}")
+            raise NoticeUnavailableError(f"alibaba: the metadata server answers {answer.status}")
         return Notice(
             source=self.name,
             kind="stop",
             text=f"Alibaba Cloud releases this instance at {answer.text[:40]}",
             seen_s=time.monotonic(),
-            grace_s=seconds_until(answer.text),
+            grace_period_s=seconds_until(answer.text),
         )
 
     def close(self) -> None:

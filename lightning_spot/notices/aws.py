@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 from lightning_spot.config import read_environment
-from lightning_spot.errors import NoticeUnavailable
+from lightning_spot.errors import NoticeUnavailableError
 from lightning_spot.notices.metadata_service import Answer, ask, seconds_until
 from lightning_spot.notices.notice import Notice
 
@@ -25,7 +25,7 @@ class AwsSource:
 
     name = "aws"
     every_s = 5.0
-    grace_s: float | None = 120.0
+    grace_period_s: float | None = 120.0
 
     def __init__(self, endpoint: str | None = None) -> None:
         given = endpoint or read_environment().aws_endpoint
@@ -50,13 +50,13 @@ class AwsSource:
         facts = answer.json(self.name)
         action, at = facts.get("action"), facts.get("time")
         if not isinstance(action, str) or not isinstance(at, str):
-            raise NoticeUnavailable(f"aws: this is no instance action: {answer.text[:80]!r}")
+            raise NoticeUnavailableError(f"aws: this is no instance action: {answer.text[:80]!r}")
         return Notice(
             source=self.name,
             kind="stop",
             text=f"EC2 spot interruption: {action} at {at}",
             seen_s=time.monotonic(),
-            grace_s=seconds_until(at),
+            grace_period_s=seconds_until(at),
         )
 
     def _get(self, path: str) -> Answer:
@@ -68,12 +68,12 @@ class AwsSource:
                 break
             self._token = ""  # it has expired, or the service was restarted
         if answer.status not in (200, 404):
-            raise NoticeUnavailable(f"aws: the metadata service answers {answer.status} for {path}")
+            raise NoticeUnavailableError(f"aws: the metadata service answers {answer.status} for {path}")
         return answer
 
     def _new_token(self) -> str:
         headers = {f"{_HEADER}-ttl-seconds": str(_TOKEN_S)}
         answer = ask(self._endpoint, "/latest/api/token", source=self.name, headers=headers, method="PUT")
         if answer.status != 200 or not answer.text:
-            raise NoticeUnavailable(f"aws: the metadata service gives no token ({answer.status})")
+            raise NoticeUnavailableError(f"aws: the metadata service gives no token ({answer.status})")
         return answer.text

@@ -9,7 +9,7 @@ import json
 import time
 from typing import Any
 
-from lightning_spot.errors import NoticeUnavailable
+from lightning_spot.errors import NoticeUnavailableError
 from lightning_spot.notices.metadata_service import Answer, ask, seconds_until
 from lightning_spot.notices.notice import Notice
 
@@ -32,7 +32,7 @@ class AzureSource:
 
     name = "azure"
     every_s = 1.0
-    grace_s: float | None = 30.0
+    grace_period_s: float | None = 30.0
 
     def __init__(
         self, endpoint: str = "http://169.254.169.254", vm: str | None = None, *, approve: bool = False
@@ -50,7 +50,7 @@ class AzureSource:
         self._answered = True
         events = answer.json(self.name).get("Events")
         if not isinstance(events, list):
-            raise NoticeUnavailable(f"azure: this is no list of events: {answer.text[:80]!r}")
+            raise NoticeUnavailableError(f"azure: this is no list of events: {answer.text[:80]!r}")
         for event in events:
             if event.get("EventType") in _FATAL and self._vm in event.get("Resources", ()):
                 return self._notice(event)
@@ -65,12 +65,14 @@ class AzureSource:
             body = json.dumps({"StartRequests": [{"EventId": event["EventId"]}]})
             ask(self._endpoint, _EVENTS, source=self.name, headers=_HEADERS, method="POST", body=body)
         # Once an event has started there is no time in it any more.
-        grace_s = seconds_until(at) if at else (0.0 if event.get("EventStatus") == "Started" else self.grace_s)
+        grace_period_s = (
+            seconds_until(at) if at else (0.0 if event.get("EventStatus") == "Started" else self.grace_period_s)
+        )
         text = f"Azure scheduled event: {kind} of {self._vm}" + (f" at {at}" if at else "")
-        return Notice(source=self.name, kind="stop", text=text, seen_s=time.monotonic(), grace_s=grace_s)
+        return Notice(source=self.name, kind="stop", text=text, seen_s=time.monotonic(), grace_period_s=grace_period_s)
 
     def _ask(self, path: str, wait_s: float) -> Answer:
         answer = ask(self._endpoint, path, source=self.name, headers=_HEADERS, wait_s=wait_s)
         if answer.status != 200:
-            raise NoticeUnavailable(f"azure: the metadata service answers {answer.status} for {path}")
+            raise NoticeUnavailableError(f"azure: the metadata service answers {answer.status} for {path}")
         return answer

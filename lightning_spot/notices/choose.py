@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lightning_spot.config import read_environment
-from lightning_spot.errors import NoticeUnavailable, SettingsError
+from lightning_spot.errors import NoticeUnavailableError, SettingsError
 from lightning_spot.notices.detect import CLOUDS, AutoSource
 from lightning_spot.notices.notice import Notice, NoticeSource
 from lightning_spot.notices.signals import DEFAULT_SIGNALS, SignalSource
@@ -28,7 +28,7 @@ class CallSource:
 
     name = "call"
     every_s = 1.0
-    grace_s: float | None = None
+    grace_period_s: float | None = None
 
     def __init__(self, call: Callable[[], Answer]) -> None:
         self._call = call
@@ -39,16 +39,16 @@ class CallSource:
         try:
             answer = self._call()
         except Exception as error:  # the user's code may raise anything
-            raise NoticeUnavailable(f"{name} raised {type(error).__name__}: {error}") from error
+            raise NoticeUnavailableError(f"{name} raised {type(error).__name__}: {error}") from error
         if answer is None or answer is False:
             return None
         if isinstance(answer, Notice):
             return answer
         if not isinstance(answer, (bool, int, float)):
-            raise NoticeUnavailable(f"{name} returned {answer!r}; it returns None, True, seconds or a Notice")
-        grace_s = None if answer is True else float(answer)
+            raise NoticeUnavailableError(f"{name} returned {answer!r}; it returns None, True, seconds or a Notice")
+        grace_period_s = None if answer is True else float(answer)
         text = f"{name} says that the end is near"
-        return Notice(source=self.name, kind="stop", text=text, seen_s=time.monotonic(), grace_s=grace_s)
+        return Notice(source=self.name, kind="stop", text=text, seen_s=time.monotonic(), grace_period_s=grace_period_s)
 
     def close(self) -> None:
         """See :meth:`NoticeSource.close`."""
@@ -64,7 +64,7 @@ class FileSource:
 
     name = "file"
     every_s = 0.5
-    grace_s: float | None = None
+    grace_period_s: float | None = None
 
     def __init__(self, path: str | Path, *, once: bool = False) -> None:
         self.path, self._once = Path(path), once
@@ -78,13 +78,13 @@ class FileSource:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise NoticeUnavailable(f"notice file {self.path} cannot be read ({error.strerror})") from error
+            raise NoticeUnavailableError(f"notice file {self.path} cannot be read ({error.strerror})") from error
         try:
-            grace_s = float(content) if content else None
+            grace_period_s = float(content) if content else None
         except ValueError:  # a reason in words
-            grace_s = None
+            grace_period_s = None
         text = f"notice file {self.path} is there" + (f": {content[:100]}" if content else "")
-        return Notice(source=self.name, kind="stop", text=text, seen_s=time.monotonic(), grace_s=grace_s)
+        return Notice(source=self.name, kind="stop", text=text, seen_s=time.monotonic(), grace_period_s=grace_period_s)
 
     def close(self) -> None:
         """See :meth:`NoticeSource.close`."""

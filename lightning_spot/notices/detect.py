@@ -8,7 +8,7 @@ from concurrent.futures import TimeoutError as NotInTime
 from pathlib import Path
 
 from lightning_spot.config import read_environment
-from lightning_spot.errors import NoticeUnavailable, SettingsError
+from lightning_spot.errors import NoticeUnavailableError, SettingsError
 from lightning_spot.notices.alibaba import AlibabaSource
 from lightning_spot.notices.aws import AwsSource
 from lightning_spot.notices.azure import AzureSource
@@ -72,7 +72,7 @@ class AutoSource:
 
     name = "auto"
     every_s = 1.0
-    grace_s: float | None = None
+    grace_period_s: float | None = None
 
     def __init__(self, detect: Callable[[], str | None] = detect_cloud) -> None:
         _given()  # what cannot be used is an error here, and not on the thread that asks
@@ -87,7 +87,7 @@ class AutoSource:
             cloud = self._detect()
             if cloud is not None:
                 self._source = source = CLOUDS[cloud]()
-                self.name, self.every_s, self.grace_s = source.name, source.every_s, source.grace_s
+                self.name, self.every_s, self.grace_period_s = source.name, source.every_s, source.grace_period_s
             else:
                 self.every_s = 3600.0
         return self._source.poll() if self._source is not None else None
@@ -132,6 +132,6 @@ def _answers(cloud: str, probe: Probe) -> bool:
     endpoint, path, method, headers = probe
     try:
         answer = ask(endpoint, path, source=cloud, headers=headers, method=method, wait_s=ASK_ALL_S / 2)
-    except NoticeUnavailable:
+    except NoticeUnavailableError:
         return False
     return answer.status == 200 and (cloud != "gcp" or answer.headers.get("metadata-flavor") == "Google")

@@ -11,7 +11,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-from lightning_spot.errors import Malformed, NoticeUnavailable
+from lightning_spot.errors import MalformedError, NoticeUnavailableError
 from lightning_spot.untrusted import plain, read_object
 
 ASK_S = 2.0
@@ -22,7 +22,7 @@ def seconds_until(text: str) -> float:
     """Seconds from now until a time such as ``2026-01-01T12:00:00Z`` or ``Mon, 19 Sep 2026 18:29:47 GMT``; at least 0.
 
     Raises:
-        NoticeUnavailable: if it is no time.
+        NoticeUnavailableError: if it is no time.
     """
     try:
         when = datetime.datetime.fromisoformat(text)
@@ -30,7 +30,7 @@ def seconds_until(text: str) -> float:
         try:
             when = parsedate_to_datetime(text)
         except (TypeError, ValueError) as error:
-            raise NoticeUnavailable(f"{text!r} is no time") from error
+            raise NoticeUnavailableError(f"{text!r} is no time") from error
     if when.tzinfo is None:
         when = when.replace(tzinfo=datetime.UTC)
     return max(0.0, (when - datetime.datetime.now(datetime.UTC)).total_seconds())
@@ -54,12 +54,12 @@ class Answer:
         """The body as a JSON object.
 
         Raises:
-            NoticeUnavailable: if it is none.
+            NoticeUnavailableError: if it is none.
         """
         try:
             return read_object(self.text)
-        except Malformed as error:
-            raise NoticeUnavailable(
+        except MalformedError as error:
+            raise NoticeUnavailableError(
                 f"{source} answered with something else than JSON: {plain(self.text, 80)}"
             ) from error
 
@@ -88,7 +88,7 @@ def ask(
         wait_s: for each step of the exchange.
 
     Raises:
-        NoticeUnavailable: if there is no answer in time, or the service itself failed.
+        NoticeUnavailableError: if there is no answer in time, or the service itself failed.
     """
     parts = urlsplit(endpoint)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=wait_s)
@@ -99,7 +99,9 @@ def ask(
             text = response.read(_MOST_BYTES).decode(errors="replace").strip()
             found = {name.lower(): value for name, value in response.getheaders()}
     except (OSError, http.client.HTTPException) as error:
-        raise NoticeUnavailable(f"{source} does not answer at {endpoint} ({error or type(error).__name__})") from error
+        raise NoticeUnavailableError(
+            f"{source} does not answer at {endpoint} ({error or type(error).__name__})"
+        ) from error
     if response.status >= 500 or response.status == 429:
-        raise NoticeUnavailable(f"{source} answers {response.status} at {endpoint}{path}")
+        raise NoticeUnavailableError(f"{source} answers {response.status} at {endpoint}{path}")
     return Answer(response.status, text, found)

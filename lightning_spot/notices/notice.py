@@ -15,19 +15,19 @@ class Notice:
         kind: ``"stop"``, or ``"advice"`` when it is only more likely than before.
         text: one line for people.
         seen_s: when it was first seen, on the monotonic clock.
-        grace_s: seconds from then until the end; ``None`` if nobody knows.
+        grace_period_s: seconds from then until the end; ``None`` if nobody knows.
     """
 
     source: str
     kind: Literal["stop", "advice"]
     text: str
     seen_s: float
-    grace_s: float | None = None
+    grace_period_s: float | None = None
 
     @property
     def deadline_s(self) -> float | None:
         """When the end comes, on the monotonic clock."""
-        return self.seen_s + self.grace_s if self.grace_s is not None else None
+        return self.seen_s + self.grace_period_s if self.grace_period_s is not None else None
 
 
 class NoticeSource(Protocol):
@@ -36,18 +36,18 @@ class NoticeSource(Protocol):
     Attributes:
         name: for messages.
         every_s: seconds to wait between two polls.
-        grace_s: seconds that this source usually leaves; ``None`` if it cannot be told.
+        grace_period_s: seconds that this source usually leaves; ``None`` if it cannot be told.
     """
 
     name: str
     every_s: float
-    grace_s: float | None
+    grace_period_s: float | None
 
     def poll(self) -> Notice | None:
         """Ask once; called on a thread of its own, may take some seconds.
 
         Raises:
-            NoticeUnavailable: if there was no answer, or none that makes sense.
+            NoticeUnavailableError: if there was no answer, or none that makes sense.
         """
 
     def close(self) -> None:

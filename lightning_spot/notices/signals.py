@@ -29,7 +29,7 @@ class SignalSource:
 
     Args:
         signals: their names.
-        grace_s: seconds between the signal and the end; default ``LIGHTNING_SPOT_GRACE_S``, or unknown.
+        grace_period_s: seconds between the signal and the end; default ``LIGHTNING_SPOT_GRACE_PERIOD_S``, or unknown.
 
     Raises:
         SettingsError: if there is no such signal, or it cannot be caught.
@@ -38,14 +38,14 @@ class SignalSource:
     name = "signal"
     every_s = 0.1
 
-    def __init__(self, signals: Sequence[str] = DEFAULT_SIGNALS, grace_s: float | None = None) -> None:
+    def __init__(self, signals: Sequence[str] = DEFAULT_SIGNALS, grace_period_s: float | None = None) -> None:
         for item in signals:
             if item not in signal.Signals.__members__ or item in ("SIGKILL", "SIGSTOP"):
                 raise SettingsError(
                     f"notices={item!r}: there is no such signal that can be caught; try SIGTERM or SIGUSR1"
                 )
         environment = read_environment()
-        self.grace_s = grace_s if grace_s is not None else environment.grace_s
+        self.grace_period_s = grace_period_s if grace_period_s is not None else environment.grace_period_s
         self._by = " from SLURM" if environment.slurm_job is not None else ""
         self.notice: Notice | None = None
         self.received = 0
@@ -139,7 +139,7 @@ class SignalSource:
                 kind="stop",
                 text=f"{name}{self._by}: this process is to end",
                 seen_s=time.monotonic(),
-                grace_s=self.grace_s,
+                grace_period_s=self.grace_period_s,
             )
             self._expect_ends_of_children()
 

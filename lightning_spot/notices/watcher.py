@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from lightning_spot.errors import NoticeUnavailable
+from lightning_spot.errors import NoticeUnavailableError
 from lightning_spot.notices.notice import Notice, NoticeSource
 from lightning_spot.notices.signals import SignalSource
 
@@ -56,7 +56,10 @@ class Watcher:
     @property
     def usual_grace_s(self) -> float | None:
         """The least time that one of the sources usually leaves; ``None`` if none tells."""
-        return min((item.grace_s for item in [*self._signals, *self._polled] if item.grace_s is not None), default=None)
+        return min(
+            (item.grace_period_s for item in [*self._signals, *self._polled] if item.grace_period_s is not None),
+            default=None,
+        )
 
     def accept(self) -> None:
         """Act on the notice: from now on it stands, even if its source takes it back."""
@@ -114,7 +117,7 @@ class Watcher:
             try:
                 self._heard(key, source.poll())
                 pause_s = source.every_s
-            except NoticeUnavailable as error:
+            except NoticeUnavailableError as error:
                 if not is_warned:
                     logger.warning("lightning_spot: %s; it is asked again", error)
                 is_warned, pause_s = True, min(2 * pause_s + 0.1, LONGEST_PAUSE_S)

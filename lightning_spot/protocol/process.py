@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict, dataclass
 
 from lightning_spot import untrusted
-from lightning_spot.errors import Malformed
+from lightning_spot.errors import MalformedError
 
 _POLL_S = 0.02
 _MOST_PID = 2**22
@@ -47,7 +47,7 @@ class ProcessId:
                 untrusted.integer(fields, "started", None, 0, 2**63),
                 untrusted.line(fields, "namespace", None),
             )
-        except Malformed:
+        except MalformedError:
             return None
 
     def to_json(self) -> str:

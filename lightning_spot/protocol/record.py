@@ -1,4 +1,4 @@
-"""The files of an embedded node in the runtime directory: where its sockets are, whether it lives, who it is.
+"""The files of a local server in the runtime directory: where its sockets are, whether it lives, who it is.
 
 ``KEY.lock`` is held while one is being started, ``KEY.alive`` by the node as long as it lives (it names its process),
 ``KEY.http`` and ``KEY.fds`` are its sockets, ``KEY.log`` is what it writes. ``KEY.attempt-0001.reached`` is how far an
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spot.config import LARGEST, read_environment, run_key
-from lightning_spot.errors import NodeUnreachable, SettingsError
+from lightning_spot.errors import ServerUnreachableError, SettingsError
 from lightning_spot.protocol.ownership import OwnDirectory, make_directory, open_file, own_directories, read_file
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.untrusted import integer, number, read_object
@@ -33,7 +33,7 @@ _FORGOTTEN_S = 30 * 24 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
-    """Where the embedded node of a run keeps its things.
+    """Where the local server of a run keeps its things.
 
     Attributes:
         folder: the runtime directory.
@@ -100,10 +100,10 @@ class NodeRecord:
         except OSError:
             return None
 
-    def note(self, alive: int, *, slots: int | None, memory_bytes: int, idle_timeout_s: float) -> None:
+    def note(self, alive: int, *, slots: int | None, memory_bytes: int, server_idle_timeout_s: float) -> None:
         """Write into the held ``alive`` file which process this is and how it is run, for whoever must replace it."""
         process = ProcessId.of(os.getpid())
-        how = {"slots": slots, "memory_bytes": memory_bytes, "idle_timeout_s": idle_timeout_s}
+        how = {"slots": slots, "memory_bytes": memory_bytes, "server_idle_timeout_s": server_idle_timeout_s}
         os.ftruncate(alive, 0)
         os.pwrite(alive, json.dumps({**(asdict(process) if process is not None else {}), **how}).encode(), 0)
 
@@ -114,7 +114,7 @@ class NodeRecord:
             return {
                 "slots": integer(noted, "slots", None, 1, LARGEST),
                 "memory_bytes": integer(noted, "memory_bytes", None, 0, 2**63),
-                "idle_timeout_s": number(noted, "idle_timeout_s", None, 0, LARGEST),
+                "server_idle_timeout_s": number(noted, "server_idle_timeout_s", None, 0, LARGEST),
             }
         except (OSError, SettingsError):
             return {}
@@ -146,11 +146,11 @@ class NodeRecord:
         """Be the only one on this host who starts this node.
 
         Raises:
-            NodeUnreachable: if somebody else has been at it for ``within_s`` seconds.
+            ServerUnreachableError: if somebody else has been at it for ``within_s`` seconds.
         """
         fd = hold(self.lock, within_s)
         if fd is None:
-            raise NodeUnreachable(f"another process has been starting this run's node for {within_s:.0f} s")
+            raise ServerUnreachableError(f"another process has been starting this run's node for {within_s:.0f} s")
         try:
             yield
         finally:
@@ -186,7 +186,7 @@ def hold(path: Path, within_s: float) -> int | None:
 
 
 def find_record(dirpath: str) -> NodeRecord:
-    """The record of the embedded node that serves a run's durable URL (whether or not it lives).
+    """The record of the local server that serves a run's durable URL (whether or not it lives).
 
     Raises:
         SettingsError: if the runtime directory cannot be used.
@@ -210,7 +210,7 @@ def find_record(dirpath: str) -> NodeRecord:
 
 
 def sweep(folder: Path) -> None:
-    """Remove files of embedded nodes that were killed more than a day ago and that nobody replaced.
+    """Remove files of local servers that were killed more than a day ago and that nobody replaced.
 
     How far a killed attempt got is kept for a month: its run may go on until then.
     """

@@ -26,7 +26,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from lightning_spot import errors, untrusted
 from lightning_spot.config import without_password
-from lightning_spot.errors import CorruptManifest, Malformed, SettingsError, SpotError, TierError
+from lightning_spot.errors import CorruptManifestError, MalformedError, SettingsError, SpotError, TierError
 from lightning_spot.image.parts import checksum
 
 PROTOCOL_HEADER = "Spot-Protocol"
@@ -57,15 +57,15 @@ NO_DIGEST = bytes(DIGEST_BYTES).hex()
 """Answers a frame of which no part could be made."""
 
 _STATUS: dict[type[SpotError], int] = {
-    errors.ProtocolMismatch: 426,
-    errors.RingFull: 503,
-    errors.TooManyStreams: 503,
-    errors.SnapshotTooLarge: 413,
-    errors.Unclaimed: 403,
-    errors.Fenced: 409,
-    errors.RunBusy: 423,
-    errors.SnapshotNotFound: 404,
-    errors.CorruptSnapshot: 422,
+    errors.ProtocolMismatchError: 426,
+    errors.RingFullError: 503,
+    errors.TooManyStreamsError: 503,
+    errors.SnapshotTooLargeError: 413,
+    errors.UnclaimedError: 403,
+    errors.FencedError: 409,
+    errors.RunBusyError: 423,
+    errors.SnapshotNotFoundError: 404,
+    errors.CorruptSnapshotError: 422,
     errors.SettingsError: 400,
 }
 _NUMBERS = ("nbytes", "memory_bytes", "attempt", "current", "pid", "part")
@@ -112,11 +112,11 @@ class Frame:
         """Read a frame of :attr:`SIZE` bytes.
 
         Raises:
-            CorruptSnapshot: if it holds something unknown.
+            CorruptSnapshotError: if it holds something unknown.
         """
         kind, start, nbytes, content_bytes, digest = _FRAME.unpack(data)
         if kind not in tuple(PartKind):
-            raise errors.CorruptSnapshot(f"a frame of kind {kind} is none")
+            raise errors.CorruptSnapshotError(f"a frame of kind {kind} is none")
         return cls(PartKind(kind), start, nbytes, content_bytes, digest.hex())
 
 
@@ -218,20 +218,20 @@ def error_from_body(status: int, body: bytes, tier: str) -> SpotError:
         kind = getattr(errors, untrusted.text(fields, "error", None), None)
         message = untrusted.plain(untrusted.text(fields, "message", None, most=len(body)), untrusted.LONGEST_TEXT)
         facts = _facts(untrusted.as_object(fields.get("facts", {})))
-    except errors.Malformed:
+    except errors.MalformedError:
         # Its text is not quoted: one that answers a bad request may quote the token that came with it.
-        why = f"{tier} answered {status}, and nothing that a memory node of this version says: is it the right address?"
-        return errors.NodeRefused(why, tier=tier, status=status)
+        why = f"{tier} answered {status}, which no snapshot server of this version says: is it the right address?"
+        return errors.ServerRefusedError(why, tier=tier, status=status)
     if not (isinstance(kind, type) and issubclass(kind, SpotError)):
-        return errors.NodeRefused(f"{tier} answered {status}: {message}", tier=tier, status=status)
-    if kind is errors.NodeRefused:
-        return errors.NodeRefused(message, tier=tier, status=status)
+        return errors.ServerRefusedError(f"{tier} answered {status}: {message}", tier=tier, status=status)
+    if kind is errors.ServerRefusedError:
+        return errors.ServerRefusedError(message, tier=tier, status=status)
     if issubclass(kind, TierError):
         return kind(message, tier=tier)
     try:
         return kind(message, **facts)
     except TypeError:
-        return errors.NodeRefused(message, tier=tier, status=status)
+        return errors.ServerRefusedError(message, tier=tier, status=status)
 
 
 @contextlib.contextmanager
@@ -239,16 +239,16 @@ def answered(tier: str) -> Iterator[None]:
     """What a node has answered is read: whatever is missing, or is something else, is one error.
 
     Raises:
-        NodeUnreachable: it is no answer of a node of this version.
+        ServerUnreachableError: it is no answer of a node of this version.
     """
     try:
         yield
-    except (CorruptManifest, Malformed, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        if isinstance(error, SpotError) and not isinstance(error, CorruptManifest | Malformed):
+    except (CorruptManifestError, MalformedError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        if isinstance(error, SpotError) and not isinstance(error, CorruptManifestError | MalformedError):
             raise
         why = untrusted.plain(f"{type(error).__name__}: {error}")
-        raise errors.NodeUnreachable(
-            f"{tier} gave an answer that is none of a memory node of this version ({why}); is it the right address?",
+        raise errors.ServerUnreachableError(
+            f"{tier} gave an answer of no snapshot server of this version ({why}); is it the right address?",
             tier=tier,
         ) from error
 
@@ -257,11 +257,11 @@ def file_path(said: object) -> str:
     """The path of a file below a run, as a node says it: whoever copies it stays below where it is copied to.
 
     Raises:
-        Malformed: if it is no such path.
+        MalformedError: if it is no such path.
     """
     path = untrusted.line({"path": said}, "path", None)
     if not path or any(name in ("", ".", "..") for name in path.split("/")):
-        raise Malformed(f"{untrusted.plain(path)} is no path below a run")
+        raise MalformedError(f"{untrusted.plain(path)} is no path below a run")
     return path
 
 

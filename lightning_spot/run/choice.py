@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from lightning_spot.errors import CorruptSnapshot, SettingsError, SnapshotNotFound, SpotError, TierError
+from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest, Order, snapshot_order
 from lightning_spot.retry import growing, retried
 from lightning_spot.run import patience
@@ -32,7 +32,7 @@ def doubt(found: Survey) -> SpotError | None:
 
     Returns:
         a ``TierError`` if the durable tier could not be read, or if no tier has a snapshot and one could not be asked;
-        a ``SettingsError`` if a memory node holds a run of this path, but of another machine.
+        a ``SettingsError`` if a snapshot server holds a run of this path, but of another machine.
     """
     reason = "; ".join(of_tier(tier, why) for tier, why in found.problems.items())
     if found.durable is None:
@@ -45,14 +45,14 @@ def doubt(found: Survey) -> SpotError | None:
         return None
     if (other := found.identity.unsure) is not None:
         return SettingsError(
-            f"{found.location.url} holds nothing, but a memory node holds a run of this path, {other.name}@{other.id},"
+            f"{found.location.url} holds nothing, but a server holds a run of this path, {other.name}@{other.id},"
             f" that was trained on another machine, {other.host} (attempt {other.attempt}). If it is this one, whose"
-            f" disk was lost, say so with run={other.name!r}; if not, choose another dirpath, or pass resume=False"
+            f" disk was lost, say so with run_name={other.name!r}; if not, choose another dirpath, or pass resume=False"
         )
     if found.problems:
         return TierError(
             f"it is not known what to resume from: {found.location.url} holds no snapshot of run"
-            f" {found.location.name!r}, and a memory node that may hold one cannot be asked ({reason}). Start again"
+            f" {found.location.name!r}, and a snapshot server that may hold one cannot be asked ({reason}). Start again"
             f" when it can be, or {WAY_ON}",
             tier=next(iter(found.problems)),
         )
@@ -68,7 +68,7 @@ def open_newest(
 
     Args:
         found: what the tiers hold.
-        use: reads the snapshot; where it raises ``CorruptSnapshot`` or ``TierError``, the next one is tried.
+        use: reads the snapshot; where it raises ``CorruptSnapshotError`` or ``TierError``, the next one is tried.
         bounds: how often a tier that fails is tried again.
         stays: whether a snapshot that has left its tier since it was listed is passed over: where the tiers are asked
             once more, it may be at another one by now.
@@ -78,8 +78,8 @@ def open_newest(
 
     Raises:
         TierError, SettingsError: see :func:`doubt`.
-        SnapshotNotFound: if one has left its tier, unless it is passed over.
-        CorruptSnapshot: if there are snapshots but none can be used: going on would silently start afresh.
+        SnapshotNotFoundError: if one has left its tier, unless it is passed over.
+        CorruptSnapshotError: if there are snapshots but none can be used: going on would silently start afresh.
     """
     error = doubt(found)
     goes_on = ". The newest snapshot of those that answer is taken; what only that one has is not"
@@ -103,8 +103,8 @@ def open_newest(
         pass_over_unreadable(manifest)
         try:
             opened = _try(manifest, source, use, pauses)
-        except (CorruptSnapshot, SnapshotNotFound, TierError) as error:
-            if isinstance(error, SnapshotNotFound) and not stays:
+        except (CorruptSnapshotError, SnapshotNotFoundError, TierError) as error:
+            if isinstance(error, SnapshotNotFoundError) and not stays:
                 raise
             reasons.append(f"{manifest.name} at {source.tier}: {error}")
             logger.warning("lightning_spot: snapshot %s at %s is passed over: %s", manifest.name, source.tier, error)
@@ -114,7 +114,7 @@ def open_newest(
         return opened
     pass_over_unreadable(None)
     if reasons:
-        raise CorruptSnapshot(
+        raise CorruptSnapshotError(
             f"there are snapshots of run {found.location.name!r}, but none can be used: {'; '.join(reasons)}. Mend what"
             f" is broken and start again, or {WAY_ON}"
         )

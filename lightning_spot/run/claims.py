@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import CorruptManifest, Fenced, TierError, Unclaimed
+from lightning_spot.errors import CorruptManifestError, FencedError, TierError, UnclaimedError
 from lightning_spot.image.packing import Compression
 from lightning_spot.memory.host import Host
 from lightning_spot.memory.placement import placed
@@ -40,7 +40,7 @@ def begin_attempt(
     host: Host,
     *,
     keep: int,
-    durable_every_s: float | None,
+    min_upload_interval_s: float | None,
     compression: Compression,
     replicas: int,
 ) -> tuple[RunInfo, bool]:
@@ -52,16 +52,16 @@ def begin_attempt(
         found: what the tiers hold; its durable tier may be unreadable, then the number leaves room for it.
         host: ring on this host.
         keep: snapshots each tier keeps.
-        durable_every_s: least seconds between two snapshots brought to the durable tier, see :class:`RunInfo`.
-        compression: how what changed goes to memory nodes behind, see :class:`RunInfo`.
+        min_upload_interval_s: least seconds between two snapshots brought to the durable tier, see :class:`RunInfo`.
+        compression: how what changed goes to snapshot servers behind, see :class:`RunInfo`.
         replicas: how many of them each snapshot is kept at.
 
     Returns:
         the attempt as the tiers know it, and whether the durable tier is claimed; see :class:`ClaimWatch`.
 
     Raises:
-        RunBusy: if a live trainer on this host writes the run.
-        Fenced: if other trainers take number after number.
+        RunBusyError: if a live trainer on this host writes the run.
+        FencedError: if other trainers take number after number.
     """
     location = found.location
     info = RunInfo(
@@ -72,9 +72,9 @@ def begin_attempt(
         token=secrets.token_hex(8),
         keep=keep,
         durable_url=location.url,
-        durable_every_s=durable_every_s,
+        min_upload_interval_s=min_upload_interval_s,
         compression=compression,
-        nodes=placed(elsewhere(location.nodes, replicas), found.identity.run_id),
+        nodes=placed(elsewhere(location.servers, replicas), found.identity.run_id),
         replicas=replicas,
         pid=os.getpid(),
         host=os.uname().nodename,
@@ -86,7 +86,7 @@ def begin_attempt(
             if found.durable is not None:
                 claimed = _claim(open_store(location.url), info.claim())
             break
-        except Fenced as error:
+        except FencedError as error:
             if last:
                 raise
             logger.info("lightning_spot: %s; taking a later number", error)
@@ -103,18 +103,18 @@ def begin_attempt(
 def _of_the_run_there(found: Survey, info: RunInfo) -> RunInfo:
     """The same attempt, of the run that another trainer has begun there since: none was, and this one made an identity.
 
-    Two runs of one directory would not fence each other at memory nodes.
+    Two runs of one directory would not fence each other at snapshot servers.
     """
     if found.durable is None or found.claim is not None or found.runs:
         return info
     try:
         claim = open_store(info.durable_url or "").newest_claim()
-    except (TierError, CorruptManifest) as error:
+    except (TierError, CorruptManifestError) as error:
         logger.debug("lightning_spot: it cannot be read which run was begun meanwhile: %s", error)
         return info
     if claim is None or claim.location != info.location:
         return info
-    return replace(info, id=claim.run_id, nodes=placed(elsewhere(found.location.nodes, info.replicas), claim.run_id))
+    return replace(info, id=claim.run_id, nodes=placed(elsewhere(found.location.servers, info.replicas), claim.run_id))
 
 
 def _claim(store: Store, claim: Claim) -> bool:
@@ -150,7 +150,7 @@ class ClaimWatch:
         fenced: told if another trainer has taken the number, or a later one the run. Called on the thread.
     """
 
-    def __init__(self, url: str, claim: Claim, *, is_made: bool, fenced: Callable[[Fenced], None]) -> None:
+    def __init__(self, url: str, claim: Claim, *, is_made: bool, fenced: Callable[[FencedError], None]) -> None:
         self._url, self._claim, self._is_made, self._fenced = url, claim, is_made, fenced
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="spot-claim", daemon=True)
@@ -168,7 +168,7 @@ class ClaimWatch:
             try:
                 self._look()
                 pause_s, pauses = _AGAIN_S, growing(_FIRST_RETRY_S, _LAST_RETRY_S)
-            except Fenced as error:
+            except FencedError as error:
                 logger.warning("lightning_spot: %s", error)
                 self._fenced(error)
                 return
@@ -182,7 +182,7 @@ class ClaimWatch:
             store.owner = Owner(self._claim.attempt, self._claim.digest)
             try:
                 store.check_owner()
-            except Unclaimed:  # it was removed, with its folder perhaps
+            except UnclaimedError:  # it was removed, with its folder perhaps
                 self._is_made = False
         if not self._is_made:
             store.claim(self._claim)
@@ -199,7 +199,7 @@ def elsewhere(nodes: Sequence[str], replicas: int) -> tuple[str, ...]:
     found = tuple(node for node in nodes if not is_here(parse_spot_url(node)[0].host))
     if len(found) < min(replicas, len(nodes)):
         logger.warning(
-            "lightning_spot: replicas=%d, and %d of the memory nodes are on other machines (%s): a node here goes with"
+            "lightning_spot: replicas=%d, and %d of the servers are on other machines (%s): one here goes with"
             " this machine",
             replicas,
             len(found),

@@ -1,4 +1,4 @@
-"""Where a run's snapshots go: its name, its durable directory, its memory nodes, and how its own node is reached."""
+"""Where a run's snapshots go: its name, its durable directory, its snapshot servers, and the local one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_spot.config import (
     why_no_place,
     without_password,
 )
-from lightning_spot.errors import NodeUnreachable, SettingsError, TierError
+from lightning_spot.errors import ServerUnreachableError, SettingsError, TierError
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.memory.runs import check_name
 from lightning_spot.protocol.wire import parse_spot_url
@@ -28,8 +28,6 @@ from lightning_spot.staging.slot import host_memory_bytes
 from lightning_spot.tiers.files import why_not_writable
 
 logger = logging.getLogger(__name__)
-
-AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,19 +37,26 @@ class Location:
     Attributes:
         name: of the run, for people.
         url: durable directory: an absolute path or an fsspec URL.
-        nodes: ``spot://host:port`` of memory nodes on other hosts; to which of them a run goes, its identity says.
-        embedded: whether a node on this host stands in front of them.
+        servers: ``spot://host:port`` of those on other hosts; to which of them a run goes, its identity says.
+        has_local_server: whether a server on this host stands in front of them.
         named: whether the user named the run.
     """
 
     name: str
     url: str
-    nodes: tuple[str, ...]
-    embedded: bool
+    servers: tuple[str, ...]
+    has_local_server: bool
     named: bool = False
 
     @classmethod
-    def of(cls, dirpath: str | os.PathLike[str], memory: str | Sequence[str] | None, run: str | None) -> Location:
+    def of(
+        cls,
+        dirpath: str | os.PathLike[str],
+        *,
+        servers: str | Sequence[str] | None = None,
+        local_server: bool = True,
+        run_name: str | None = None,
+    ) -> Location:
         """Check and complete what the user gave.
 
         Raises:
@@ -68,35 +73,25 @@ class Location:
         if scheme == "spot":
             node = "/".join(url.split("/")[:3])
             raise SettingsError(
-                f"dirpath={url!r}: dirpath is the durable tier; a memory node goes into memory={node!r}"
+                f"dirpath={url!r}: it is where snapshots become durable; a server goes into servers={node!r}"
             )
         # "~" is the home directory, as in Lightning's own callbacks: YAML knows no shell.
         url = plain_url(url) if scheme else os.path.abspath(os.path.expanduser(directory_of(url)))
         try:
-            name = check_name(run if run is not None else url.rstrip("/").rpartition("/")[2])
+            name = check_name(run_name if run_name is not None else url.rstrip("/").rpartition("/")[2])
         except SettingsError as error:
-            raise SettingsError(f"{error}; pass run='…'") from error
+            raise SettingsError(f"{error}; pass run_name='…'") from error
         if drill := read_environment().drill_dir:  # which must never write to the tiers of the real run
-            return cls(name=name, url=os.path.join(drill, "runs", name), nodes=(), embedded=memory is not None)
-        if memory is None or memory == AUTO:
-            nodes: tuple[str, ...] = ()
-        else:
-            several = isinstance(memory, Sequence) and not isinstance(memory, str | bytes)
-            if several and not memory:
-                raise SettingsError(
-                    f"memory={memory!r} names no memory node. For none but the one on this host give 'auto', for no"
-                    " node at all None"
-                )
-            if several and AUTO in memory:
-                raise SettingsError(
-                    f"memory={memory!r}: name memory nodes only; the one on this host, 'auto', is there in any case"
-                )
-            nodes = tuple(map(_node_url, memory if several else [memory]))
-            if len(nodes) > MOST_NODES:
-                raise SettingsError(f"memory= names {len(nodes)} memory nodes: a run has {MOST_NODES} at most")
-            if len(set(nodes)) < len(nodes):
-                raise SettingsError(f"memory={memory!r} names a node twice; one that is gone takes both with it")
-        return cls(name=name, url=url, nodes=nodes, embedded=memory is not None, named=run is not None)
+            return cls(
+                name=name, url=os.path.join(drill, "runs", name), servers=(), has_local_server=bool(local_server)
+            )
+        urls = _server_urls(servers)
+        if urls and not local_server:
+            raise SettingsError(
+                f"local_server=False with servers={servers!r}: the server on this host sends to the others. Leave"
+                " local_server out"
+            )
+        return cls(name=name, url=url, servers=urls, has_local_server=bool(local_server), named=run_name is not None)
 
     @property
     def canonical(self) -> str:
@@ -123,50 +118,49 @@ class Location:
         *,
         slots: int,
         memory_bytes: int,
-        idle_timeout_s: float,
-        max_stall_s: float,
+        server_idle_timeout_s: float,
+        server_call_timeout_s: float,
         strict: bool,
     ) -> Host:
-        """The ring on this host: the embedded node, or one in this process.
+        """The ring on this host: the local server, or one in this process.
 
-        If the embedded node cannot be started, a ring in this process replaces it, with a warning (or the error,
+        If the local server cannot be started, a ring in this process replaces it, with a warning (or the error,
         with ``strict``): snapshots then still reach the tiers below, but memory does not outlive the trainer.
         """
-        if self.embedded:
+        if self.has_local_server:
             try:
                 return start(
                     self.url,
                     self.name,
                     slots=slots,
                     memory_bytes=memory_bytes,
-                    idle_timeout_s=idle_timeout_s,
-                    max_stall_s=max_stall_s,
+                    server_idle_timeout_s=server_idle_timeout_s,
+                    server_call_timeout_s=server_call_timeout_s,
                 )
-            except (NodeUnreachable, TierError, OSError) as error:
+            except (ServerUnreachableError, TierError, OSError) as error:
                 if strict:
                     raise
                 logger.warning(
-                    "lightning_spot: no memory node could be started on this host (%s); snapshots go through this"
+                    "lightning_spot: no snapshot server could be started on this host (%s); snapshots go through this"
                     " process instead, and what is only in memory is lost if it is killed",
                     error,
                 )
         return InProcessHost(slots=slots, memory_bytes=memory_bytes, open_store=open_store)
 
 
-def check_replicas(replicas: int, memory: str | Sequence[str] | None) -> None:
-    """Refuse a number of replicas for which ``memory`` names too few nodes.
+def check_replicas(replicas: int, servers: str | Sequence[str] | None) -> None:
+    """Refuse a number of replicas for which ``servers`` names too few.
 
     Raises:
         SettingsError: naming both.
     """
     check_number("replicas", replicas, 1, whole=True)
-    alone = memory is None or isinstance(memory, str)
-    nodes = int(memory not in (None, AUTO)) if alone else len(memory or ())
-    if replicas > max(1, nodes):
+    named = int(servers is not None) if servers is None or isinstance(servers, str) else len(servers)
+    if replicas > max(1, named):
         such = [f"spot://10.0.0.{5 + number}:7070" for number in range(min(replicas, 8))]
         raise SettingsError(
-            f"replicas={replicas} with memory={memory!r}: each replica is at a memory node of its own, and {nodes} are"
-            f" named. Name {replicas}, such as memory={such}"
+            f"replicas={replicas} with servers={servers!r}: each replica is at a server of its own, and {named}"
+            f" are named. Name {replicas}, such as servers={such}"
         )
 
 
@@ -178,7 +172,7 @@ def memory_limit_bytes(limit: str | float | None) -> int:
 
 
 def node_url(url: str) -> str:
-    """URL of a memory node alone.
+    """URL of a snapshot server alone.
 
     Raises:
         SettingsError: if it is none, or names more.
@@ -189,16 +183,30 @@ def node_url(url: str) -> str:
     return str(address)
 
 
-def _node_url(url: object) -> str:
+def _server_urls(servers: str | Sequence[str] | None) -> tuple[str, ...]:
+    if servers is None:
+        return ()
+    several = isinstance(servers, Sequence) and not isinstance(servers, str | bytes)
+    if several and not servers:
+        raise SettingsError(f"servers={servers!r} names no snapshot server. For none leave servers out")
+    urls = tuple(map(_server_url, servers if several else [servers]))
+    if len(urls) > MOST_NODES:
+        raise SettingsError(f"servers= names {len(urls)} snapshot servers: a run has {MOST_NODES} at most")
+    if len(set(urls)) < len(urls):
+        raise SettingsError(f"servers={servers!r} names a server twice; one that is gone takes both with it")
+    return urls
+
+
+def _server_url(url: object) -> str:
     shown = without_password(url) if isinstance(url, str) else url
     if not str(url).startswith("spot://"):
-        raise SettingsError(f"memory={shown!r} is no node URL such as spot://10.0.0.5:7070, nor 'auto' or None")
+        raise SettingsError(f"servers={shown!r} is no URL of a snapshot server such as spot://10.0.0.5:7070")
     try:
         address, path = parse_spot_url(str(url))
     except SettingsError as error:
-        raise SettingsError(f"memory={shown!r}: {error}") from error
+        raise SettingsError(f"servers={shown!r}: {error}") from error
     if path:
         raise SettingsError(
-            f"memory={shown!r}: name the node only, {address}; the run's name comes from run= or dirpath"
+            f"servers={shown!r}: name the server only, {address}; the run's name comes from run_name= or dirpath"
         )
     return str(address)

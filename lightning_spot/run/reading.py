@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
-from lightning_spot.errors import CorruptSnapshot, SpotError, TierError
+from lightning_spot.errors import CorruptSnapshotError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum
 from lightning_spot.image.portion import Image
@@ -26,7 +26,7 @@ class OpenSnapshot:
 
     Attributes:
         manifest: what it is.
-        tier: ``"memory"`` (this host's node), ``"durable"``, or the URL of a memory node.
+        tier: ``"memory"`` (the local server), ``"durable"``, or the URL of a snapshot server.
         url: where it came from, for people.
         fd: descriptor of its file; closed by :meth:`close`.
         in_memory: whether it is a pinned slot or memory of this process: what was checked stays as it is. A file on a
@@ -132,7 +132,7 @@ class SnapshotReader(io.BufferedIOBase):
         """Fill ``buffer`` as far as there are bytes.
 
         Raises:
-            CorruptSnapshot: if a part is not what was committed, or is gone.
+            CorruptSnapshotError: if a part is not what was committed, or is gone.
             TierError: if it cannot be read.
         """
         view = memoryview(buffer).cast("B")
@@ -181,7 +181,7 @@ class SnapshotReader(io.BufferedIOBase):
     def _read_part(self, index: int, start: int, into: memoryview) -> None:
         self._fill(start, into)
         if checksum(into) != self._manifest.checksums[index]:
-            raise CorruptSnapshot(
+            raise CorruptSnapshotError(
                 f"{self._where}: part {index} (from byte {start}) is not what was committed",
                 where=self._where,
                 part=index,
@@ -197,7 +197,7 @@ class SnapshotReader(io.BufferedIOBase):
                     f"{self._where} cannot be read at byte {start + got} ({error.strerror})", tier=self._where
                 ) from error
             if count == 0:
-                raise CorruptSnapshot(f"{self._where} was cut short at byte {start + got}", where=self._where)
+                raise CorruptSnapshotError(f"{self._where} was cut short at byte {start + got}", where=self._where)
             got += count
 
 

@@ -1,6 +1,6 @@
-"""Where snapshots can be recovered from: the memory of this host's node, or any store. Opening one checks it.
+"""Where snapshots can be recovered from: the memory of the local server, or any store. Opening one checks it.
 
-What a memory node has is read while it arrives: checked part by part, and never in memory as a whole. New memory
+What a snapshot server has is read while it arrives: checked part by part, and never in memory as a whole. New memory
 costs most when gigabytes are restored. Parts come ahead, over several connections, into a few buffers that stay warm,
 and go from there to where the reader wants them. Not for several readers of one snapshot.
 """
@@ -19,7 +19,7 @@ from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.spread import SpreadStore
 from lightning_spot.client.starting import attach
 from lightning_spot.config import PART_BYTES
-from lightning_spot.errors import SnapshotNotFound, TierError
+from lightning_spot.errors import SnapshotNotFoundError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import verify_file
 from lightning_spot.memory.tier import Listed
@@ -80,14 +80,14 @@ class Source(Protocol):
             use: what it is wanted for.
 
         Raises:
-            CorruptSnapshot: if a checksum does not hold.
-            SnapshotNotFound: if it is no longer there.
+            CorruptSnapshotError: if a checksum does not hold.
+            SnapshotNotFoundError: if it is no longer there.
             TierError: if the tier fails.
         """
 
 
 class MemorySource:
-    """The node on this host.
+    """The local server.
 
     Args:
         url: durable URL of the run, which names the node.
@@ -112,7 +112,7 @@ class MemorySource:
             return []
         try:
             return host.listing()
-        except SnapshotNotFound:  # the node does not know the run
+        except SnapshotNotFoundError:  # the node does not know the run
             return []
         finally:
             host.disconnect()
@@ -121,7 +121,7 @@ class MemorySource:
         """See :meth:`Source.open`. The slot stays pinned until closed, unless it is copied to be shared."""
         host = attach(self._url, self._run)
         if host is None:
-            raise SnapshotNotFound("the node on this host has gone")
+            raise SnapshotNotFoundError("the local server has gone")
         try:
             fd = host.open_snapshot(manifest)
         except BaseException:
@@ -158,7 +158,7 @@ class _Pinned:
 
 
 class StoreSource:
-    """A store: the durable tier, or a memory node elsewhere.
+    """A store: the durable tier, or a snapshot server elsewhere.
 
     Args:
         store: where snapshots are.
@@ -186,7 +186,7 @@ class StoreSource:
             try:
                 fd = open_regular(self.store.root / manifest.data_path)
             except FileNotFoundError as error:
-                raise SnapshotNotFound(f"{url} does not exist") from error
+                raise SnapshotNotFoundError(f"{url} does not exist") from error
             except OSError as error:
                 raise TierError(f"{url}: {error.strerror}", tier=self.store.url) from error
             return _checked(OpenSnapshot(manifest, self.tier, url, fd), progress)

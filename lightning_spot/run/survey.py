@@ -22,11 +22,11 @@ from lightning_spot.client.starting import attach
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import LARGEST
 from lightning_spot.errors import (
-    CorruptManifest,
-    CorruptSnapshot,
-    MissingCredentials,
+    CorruptManifestError,
+    CorruptSnapshotError,
+    MissingCredentialsError,
     SettingsError,
-    SnapshotNotFound,
+    SnapshotNotFoundError,
     SpotError,
     TierError,
 )
@@ -118,12 +118,14 @@ def survey(location: Location, bounds: Patience | None = None, *, commits: bool 
     """
     bounds = bounds or patience.PATIENCE
     store = open_store(location.url)
-    asked: dict[str, Callable[[], Any]] = {node: functools.partial(_node_runs, node, bounds) for node in location.nodes}
+    asked: dict[str, Callable[[], Any]] = {
+        node: functools.partial(_node_runs, node, bounds) for node in location.servers
+    }
     asked[MEMORY] = lambda: patience.patiently(lambda: _embedded_runs(location), bounds, MEMORY)
     asked[DURABLE] = lambda: _Durable.ask(store, bounds, commits=commits)
     answers, problems = ask_all(asked, bounds.answer_s)
     durable: _Durable | None = answers.pop(DURABLE, None)
-    listed = {tier: answers[tier] for tier in (MEMORY, *location.nodes) if tier in answers}
+    listed = {tier: answers[tier] for tier in (MEMORY, *location.servers) if tier in answers}
     identity = identify(
         location=location.canonical,
         inode=durable.inode if durable is not None else 0,
@@ -202,7 +204,7 @@ class _Durable:
 
         try:
             return retried(ask, bounds.pauses(), lambda error: isinstance(error, TierError), note)
-        except MissingCredentials as error:
+        except MissingCredentialsError as error:
             raise SettingsError(str(error)) from error
         except _MissesTheNewest:
             return answers[0]
@@ -212,7 +214,7 @@ class _Durable:
         def newest_claim() -> Claim | None:
             try:
                 return store.newest_claim()  # type: ignore[no-any-return] # any store
-            except CorruptManifest as error:
+            except CorruptManifestError as error:
                 logger.warning("lightning_spot: %s; the run is known by its place only", error)
                 return None
             finally:
@@ -229,7 +231,7 @@ def _committed(store: Any, left: str) -> Manifest | None:
     """Commit a snapshot that all hosts had brought, none of which was left to commit it; ``None`` if it was not."""
     try:
         found = commit_left(store, left)
-    except (CorruptSnapshot, SnapshotNotFound) as error:  # it stays so, and the one before is there
+    except (CorruptSnapshotError, SnapshotNotFoundError) as error:  # it stays so, and the one before is there
         logger.warning("lightning_spot: %s at %s is passed over: %s", left, store.url, error)
         return None
     if found is not None:
@@ -246,11 +248,11 @@ def _left_of(holdings: Holdings) -> list[str]:
 
 
 def _embedded_runs(location: Location) -> list[NodeRun]:
-    """What the node on this host holds, also that of an earlier attempt where this one uses none."""
+    """What the local server holds, also that of an earlier attempt where this one uses none."""
     try:
         host = attach(location.url, location.name)
     except SettingsError as error:
-        if location.embedded:
+        if location.has_local_server:
             raise
         logger.debug("no node can ever have been on this host: %s", error)
         return []
@@ -263,7 +265,7 @@ def _embedded_runs(location: Location) -> list[NodeRun]:
 
 
 def _node_runs(node: str, bounds: patience.Patience) -> list[NodeRun]:
-    """Ask a memory node as patiently as the durable tier: it may be minutes ahead of that."""
+    """Ask a snapshot server as patiently as the durable tier: it may be minutes ahead of that."""
     client = NodeClient(parse_spot_url(node)[0])
     try:
         return patience.patiently(lambda: _listed(client), bounds, node)
@@ -294,7 +296,7 @@ def _node_source(location: Location, tier: str, run: NodeRun) -> Source:
 
 
 def spread_over(found_at: list[tuple[Source, Holdings]]) -> list[tuple[Source, Holdings]]:
-    """The memory nodes that hold portions of snapshots, as one source of those that are whole."""
+    """The snapshot servers that hold portions of snapshots, as one source of those that are whole."""
     nodes: list[NodeStore] = []
     held: list[tuple[NodeStore, Manifest]] = []
     for source, holdings in found_at:
@@ -310,7 +312,7 @@ def spread_over(found_at: list[tuple[Source, Holdings]]) -> list[tuple[Source, H
 
 
 def hold(found: Survey, name: str, info: RunInfo) -> None:
-    """Have memory nodes over which a snapshot is spread keep it, since an attempt goes on from it.
+    """Have snapshot servers over which a snapshot is spread keep it, since an attempt goes on from it.
 
     Args:
         found: what the tiers hold.
@@ -342,7 +344,7 @@ def ask_all(asked: Mapping[str, Callable[[], Any]], wait_s: float) -> tuple[dict
     def ask(tier: str) -> None:
         try:
             answers[tier] = asked[tier]()
-        except SnapshotNotFound:
+        except SnapshotNotFoundError:
             answers[tier] = Holdings()
         except SettingsError as error:
             wrong.append(error)

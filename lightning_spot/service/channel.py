@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_spot.errors import SnapshotNotFound, TierError
+from lightning_spot.errors import SnapshotNotFoundError, TierError
 from lightning_spot.goodput.reached import forget_reached, read_reached
 from lightning_spot.goodput.records import newest_record, write_record
 from lightning_spot.memory.node import Node
@@ -180,7 +180,7 @@ class DescriptorChannel:
         """The slot of a snapshot or file of that name, pinned until the connection closes."""
         ring = self._node.ring
         for slot, manifest in ring.readable(run, name):
-            with suppress(SnapshotNotFound):  # it has just left
+            with suppress(SnapshotNotFoundError):  # it has just left
                 pins.enter_context(ring.reading(slot, manifest))
                 return slot
         return None

@@ -53,7 +53,7 @@ LONGEST_FIELD_BYTES = 1024
 MOST_HEADERS = 32
 """Headers of one request; our clients send about ten, proxies add theirs."""
 
-IDLE_TIMEOUT_S = 60.0
+SERVER_IDLE_TIMEOUT_S = 60.0
 """A kept-alive connection without a request is closed after this time."""
 
 MOST_CONNECTIONS = 4096
@@ -72,7 +72,7 @@ class Connections:
         make_handler: makes the HTTP protocol of one connection.
         most: connections at most.
         head_timeout_s: see :data:`HEAD_TIMEOUT_S`.
-        idle_timeout_s: see :data:`IDLE_TIMEOUT_S`.
+        server_idle_timeout_s: see :data:`SERVER_IDLE_TIMEOUT_S`.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class Connections:
         *,
         most: int = MOST_CONNECTIONS,
         head_timeout_s: float = HEAD_TIMEOUT_S,
-        idle_timeout_s: float = IDLE_TIMEOUT_S,
+        server_idle_timeout_s: float = SERVER_IDLE_TIMEOUT_S,
     ) -> None:
         self.head_timeout_s = head_timeout_s
-        self.idle_timeout_s = idle_timeout_s
+        self.server_idle_timeout_s = server_idle_timeout_s
         self._make_handler = make_handler
         self._most = most
         self._open: dict[asyncio.BaseTransport, Accepted] = {}
@@ -147,7 +147,7 @@ class Accepted(asyncio.Protocol):
                 protocol drops it for a while, since a client that is hung up on meanwhile never reads why.
         """
         self.busy, self.idle_since_s, self._lingers = False, self._loop.time(), not is_whole
-        self._start_timer(self._connections.idle_timeout_s if is_whole else self._connections.head_timeout_s)
+        self._start_timer(self._connections.server_idle_timeout_s if is_whole else self._connections.head_timeout_s)
 
     def drop(self) -> None:
         """Close the connection without a word."""

@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from lightning_spot.config import MOST_NODES, MOST_PART_BYTES
-from lightning_spot.errors import Malformed, NodeRefused, SettingsError
+from lightning_spot.errors import MalformedError, ServerRefusedError, SettingsError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.packing import Compression
 from lightning_spot.image.parts import checksum
@@ -60,10 +60,10 @@ async def json_body(request: web.Request, most_bytes: int = SMALL_BODY_BYTES) ->
 
     Raises:
         SettingsError: if it is none.
-        NodeRefused: if it is too long, damaged, or comes too slowly, or its client sends too much at once.
+        ServerRefusedError: if it is too long, damaged, or comes too slowly, or its client sends too much at once.
     """
     if (request.content_length or 0) > most_bytes:
-        raise NodeRefused(f"the request's body is longer than {most_bytes} bytes", status=413)
+        raise ServerRefusedError(f"the request's body is longer than {most_bytes} bytes", status=413)
     with ExitStack() as held:
         fields = await _read_json(request, most_bytes, held)
     if (check := request.get(STILL_MAY)) is not None:
@@ -75,15 +75,17 @@ async def _read_json(request: web.Request, most_bytes: int, held: ExitStack) -> 
     try:
         body = await asyncio.wait_for(_collect(request, most_bytes, held), _BODY_TIMEOUT_S)
     except TimeoutError:
-        raise NodeRefused(f"the request's body did not come within {_BODY_TIMEOUT_S:.0f} s", status=408) from None
+        raise ServerRefusedError(
+            f"the request's body did not come within {_BODY_TIMEOUT_S:.0f} s", status=408
+        ) from None
     if request.headers.get(DIGEST_HEADER, checksum(body)) != checksum(body):
-        raise NodeRefused("the request's body was damaged on its way", status=400)
+        raise ServerRefusedError("the request's body was damaged on its way", status=400)
     if len(body) > SMALL_BODY_BYTES and sum(map(body.count, (b"[", b"{", b",", b":"))) > _MOST_VALUES:
         raise SettingsError(f"the request's body holds more than {_MOST_VALUES} values")
     try:
         large = len(body) > SMALL_BODY_BYTES
         fields = await asyncio.to_thread(read_object, body, most_bytes) if large else read_object(body or b"{}")
-    except Malformed as error:
+    except MalformedError as error:
         raise SettingsError(f"the request's body must be a JSON object: {error}") from error
     return fields
 
@@ -99,10 +101,10 @@ def only_same_host(request: web.Request) -> None:
     """Refuse a request from elsewhere.
 
     Raises:
-        NodeRefused: if it is one.
+        ServerRefusedError: if it is one.
     """
     if not same_host(request):
-        raise NodeRefused("this request is for trainers on the node's own host (Unix socket)", status=403)
+        raise ServerRefusedError("this request is for trainers on the node's own host (Unix socket)", status=403)
 
 
 async def _collect(request: web.Request, most_bytes: int, held: ExitStack) -> bytes:
@@ -112,10 +114,12 @@ async def _collect(request: web.Request, most_bytes: int, held: ExitStack) -> by
         body += piece
         if (more := len(body) - counted) > 0:
             if not held.enter_context(bodies.holding(client, more)):
-                raise NodeRefused("this client has its share of the requests that this node reads at once", status=503)
+                raise ServerRefusedError(
+                    "this client has its share of the requests that this node reads at once", status=503
+                )
             counted += more
         if len(body) > most_bytes:
-            raise NodeRefused(f"the request's body is longer than {most_bytes} bytes", status=413)
+            raise ServerRefusedError(f"the request's body is longer than {most_bytes} bytes", status=413)
     return bytes(body)
 
 
@@ -180,7 +184,7 @@ def manifest(fields: Mapping[str, Any]) -> Manifest:
     """The manifest of a snapshot that comes over the network.
 
     Raises:
-        CorruptManifest: if it is none.
+        CorruptManifestError: if it is none.
         SettingsError: if its parts are too large to be made up in memory, or so small that nobody could read of them.
     """
     read = Manifest.from_dict(fields.get("manifest"))

@@ -13,7 +13,7 @@ import xxhash
 from aiohttp import hdrs, web
 
 from lightning_spot.config import SEND_BYTES, without_password
-from lightning_spot.errors import NodeRefused, SettingsError, SnapshotNotFound, SpotError
+from lightning_spot.errors import ServerRefusedError, SettingsError, SnapshotNotFoundError, SpotError
 from lightning_spot.image.files import MODEL_FILE, FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.image.parts import checksum
@@ -47,7 +47,7 @@ class Files:
         key = self._node.registry.key(text)
         listed = dict(sorted(self._in_memory(key).items()))
         if not listed and key not in self._node.registry.runs:
-            raise SnapshotNotFound(f"this node has no run {text!r}")
+            raise SnapshotNotFoundError(f"this node has no run {text!r}")
         return web.json_response({"files": list(listed.values()), "last": self._newest(list(listed))})
 
     def _in_memory(self, key: str) -> dict[str, dict[str, object]]:
@@ -85,7 +85,7 @@ class Files:
         found = await self._find(text, path)
         try:
             return await self._answer(request, path, *found)
-        except SnapshotNotFound:  # it left memory just now; something newer may have that name
+        except SnapshotNotFoundError:  # it left memory just now; something newer may have that name
             return await self._answer(request, path, *await self._find(text, path))
 
     async def _answer(self, request: web.Request, path: str, slot: Slot, manifest: Manifest) -> web.StreamResponse:
@@ -93,7 +93,7 @@ class Files:
             return web.Response(text=manifest.to_json(), content_type="application/json")
         etag = f'"{xxhash.xxh3_128_hexdigest(manifest.to_json().encode())}"'
         if request.headers.get(hdrs.IF_MATCH, etag) != etag:
-            raise NodeRefused(f"{path} was replaced while it was being read", status=412)
+            raise ServerRefusedError(f"{path} was replaced while it was being read", status=412)
         span = manifest.span_at(path) or FileSpan(path, 0, manifest.nbytes)  # another name, of a snapshot of one file
         start, stop, status = byte_range(request.headers.get(hdrs.RANGE), span.nbytes)
         response = web.StreamResponse(status=status)
@@ -130,18 +130,18 @@ class Files:
         key = self._node.registry.key(text)
         newest = self._newest(list(self._in_memory(key))) if path == LAST else None
         if newest is not None and snapshot_order(newest) is not None:
-            raise SnapshotNotFound(
+            raise SnapshotNotFoundError(
                 f"the newest snapshot of run {text!r} is a directory of several files: read it at {newest}/"
-                f" instead of {LAST}, or make one file of it with lightning-spot pull"
+                f" instead of {LAST}, or make one file of it with lightning-spot cp"
             )
         try:
             return resolve(self._node.ring, key, newest or path)
-        except SnapshotNotFound as error:
+        except SnapshotNotFoundError as error:
             info = self._node.registry.info(key)
             if info is None or (url := self._node.routes.durable(info)) is None:
                 raise
             where = without_password(url)
-            raise SnapshotNotFound(f"{error}. What has left its memory lies in {where}: read it there") from error
+            raise SnapshotNotFoundError(f"{error}. What has left its memory lies in {where}: read it there") from error
 
     async def _send(
         self, request: web.Request, response: web.StreamResponse, slot: Slot, image: memoryview, start: int, stop: int
@@ -179,7 +179,7 @@ class Files:
             return web.json_response({})
         _, manifest = await self._find(text, path)
         if path not in (manifest.name, manifest.data_path):
-            raise NodeRefused(
+            raise ServerRefusedError(
                 f"{path!r} is only another name, or one file, of {manifest.data_path}; remove that by its own name",
                 status=409,
             )
@@ -214,7 +214,7 @@ def byte_range(header: str | None, nbytes: int) -> tuple[int, int, int]:
     start = int(first) if first else max(0, nbytes - int(last))
     stop = min(nbytes, int(last) + 1) if first and last else nbytes
     if start >= stop:
-        raise NodeRefused(f"range {header!r} lies outside the file of {nbytes} bytes", status=416)
+        raise ServerRefusedError(f"range {header!r} lies outside the file of {nbytes} bytes", status=416)
     return start, stop, 206
 
 

@@ -49,7 +49,7 @@ from urllib.parse import urlsplit
 from aiohttp import hdrs, web
 
 from lightning_spot.config import PROTOCOL_VERSION
-from lightning_spot.errors import NodeFailed, NodeRefused, ProtocolMismatch, SettingsError, SpotError
+from lightning_spot.errors import ProtocolMismatchError, ServerFailedError, ServerRefusedError, SettingsError, SpotError
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.upload import Upload
@@ -68,10 +68,10 @@ from lightning_spot.protocol.wire import (
 )
 from lightning_spot.service.connections import (
     HEAD_TIMEOUT_S,
-    IDLE_TIMEOUT_S,
     LONGEST_FIELD_BYTES,
     MOST_CONNECTIONS,
     MOST_HEADERS,
+    SERVER_IDLE_TIMEOUT_S,
     THIS_HOST,
     Connections,
     request_logger,
@@ -180,7 +180,7 @@ class Service:
             max_field_size=LONGEST_FIELD_BYTES,
             max_headers=MOST_HEADERS,
             lingering_time=HEAD_TIMEOUT_S,
-            keepalive_timeout=IDLE_TIMEOUT_S,
+            keepalive_timeout=SERVER_IDLE_TIMEOUT_S,
         )
 
     def close(self) -> None:
@@ -210,9 +210,9 @@ class Service:
                 self._check_attempt(request)
             response = await handler(request)
         except SpotError as error:
-            if isinstance(error, NodeRefused) and error.is_for_the_token:
+            if isinstance(error, ServerRefusedError) and error.is_for_the_token:
                 self.counted.add("requests without this node's token", request.remote or THIS_HOST)
-            status = error.status if isinstance(error, NodeRefused) and error.status else error_status(error)
+            status = error.status if isinstance(error, ServerRefusedError) and error.status else error_status(error)
             response = web.json_response(error_body(error), status=status)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             body = error_body(SettingsError(f"malformed request: {type(error).__name__}: {error}"))
@@ -228,7 +228,7 @@ class Service:
                 self.counted.add_error(f"failures of {request.path}", error)
             else:
                 logger.exception("%s %s failed unexpectedly", request.method, request.path)
-            failure = NodeFailed(f"the memory node failed ({type(error).__name__}: {error})")
+            failure = ServerFailedError(f"the snapshot server failed ({type(error).__name__}: {error})")
             response = web.json_response(error_body(failure), status=error_status(failure))
         finally:
             if accepted is not None:
@@ -245,7 +245,7 @@ class Service:
         given = request.headers.get(hdrs.AUTHORIZATION, "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(errors="replace"), self._token.encode()):
             wrong = "has another token than the one that came" if given else "asks for a token"
-            raise NodeRefused(
+            raise ServerRefusedError(
                 f"this node {wrong}: set LIGHTNING_SPOT_TOKEN (or LIGHTNING_SPOT_TOKEN_FILE) to the one it was started"
                 " with",
                 status=401,
@@ -276,7 +276,7 @@ class Service:
         A page cannot have our header sent without asking first, which is never answered. A token proves as much.
 
         Raises:
-            NodeRefused: to one that sends the header.
+            ServerRefusedError: to one that sends the header.
             web.HTTPForbidden: the same as text, for people.
         """
         by_header = PROTOCOL_HEADER in request.headers
@@ -296,7 +296,7 @@ class Service:
             )
         else:
             return
-        raise NodeRefused(why, status=403) if by_header else web.HTTPForbidden(text=f"{why}.\n")
+        raise ServerRefusedError(why, status=403) if by_header else web.HTTPForbidden(text=f"{why}.\n")
 
     # -- the node -------------------------------------------------------------------------------------------------
 
@@ -316,7 +316,9 @@ class Service:
         wait_s = seconds(body, "wait_s", 60.0, LONGEST_WAIT_S)
         with self._flushing.holding(client_of(request)) as may:
             if not may:
-                raise NodeRefused("this client has its share of the flushes that this node waits for", status=503)
+                raise ServerRefusedError(
+                    "this client has its share of the flushes that this node waits for", status=503
+                )
             gone, loop = self._gone(request), asyncio.get_running_loop()
             deadline_s = loop.time() + wait_s
             while True:  # in turns: who has hung up meanwhile keeps no thread, and no place of the next one
@@ -362,7 +364,7 @@ async def _name_protocol(_request: web.Request, response: web.StreamResponse) ->
 def _check_protocol(request: web.Request) -> None:
     spoken = request.headers.get(PROTOCOL_HEADER)
     if spoken is not None and spoken != str(PROTOCOL_VERSION):
-        raise ProtocolMismatch(
+        raise ProtocolMismatchError(
             f"this node speaks protocol {PROTOCOL_VERSION}, the client {spoken[:16]}: install the same version of"
             " lightning_spot on both hosts"
         )
@@ -371,4 +373,4 @@ def _check_protocol(request: web.Request) -> None:
 def _check_target(request: web.Request) -> None:
     target = target_of(request.method, request.path)
     if request.headers.get(TARGET_HEADER, target) != target:
-        raise NodeRefused("the request was damaged on its way", status=400)
+        raise ServerRefusedError("the request was damaged on its way", status=400)

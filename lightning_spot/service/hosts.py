@@ -32,7 +32,7 @@ from typing import Any
 from aiohttp import web
 
 from lightning_spot.config import HIGHEST_ATTEMPT, MOST_NODES
-from lightning_spot.errors import NodeRefused, ShareMissing
+from lightning_spot.errors import ServerRefusedError, ShareMissingError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.memory.joint import Shared
@@ -119,7 +119,7 @@ class Seals:
     async def _sealed(self, upload: Upload, manifest: Manifest) -> tuple[str, ...]:
         await self._all_there(upload)  # holds no thread, however many runs wait
         if upload.given_up and upload.joint is not None:
-            raise ShareMissing(f"{upload.name} was given up: {upload.joint.failed or 'nobody says why'}")
+            raise ShareMissingError(f"{upload.name} was given up: {upload.joint.failed or 'nobody says why'}")
         return (await asyncio.to_thread(self._node.seal, upload.id, manifest)).checksums
 
     def _give_up(self, upload_id: str, seal: _Seal) -> None:
@@ -293,5 +293,5 @@ class HostRequests:
     def _gathered(self, request: web.Request) -> Upload:
         upload = self._node.find_upload(request.match_info["upload"])
         if not upload.is_gathered:
-            raise NodeRefused("this upload is not one that several hosts fill", status=403)
+            raise ServerRefusedError("this upload is not one that several hosts fill", status=403)
         return upload

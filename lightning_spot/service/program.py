@@ -1,4 +1,4 @@
-"""The node as a program: ``lightning-spot node``, and the embedded node that a trainer starts by itself.
+"""The node as a program: ``lightning-spot serve``, and the local server that a trainer starts by itself.
 
 On SIGTERM or SIGINT it takes no new runs, goes on serving the trainers it has, and ends when they have left and nothing
 waits for a tier any more, or when the drain time is over. A second signal ends the waiting.
@@ -41,14 +41,14 @@ from lightning_spot.untrusted import LONGEST_TEXT, log_plainly, plain
 logger = logging.getLogger("lightning_spot.node")
 
 _CHECK_S = 0.25
-_LOOK_S = 5.0  # how often an embedded node looks whether it is needed where nothing tells it of a change
+_LOOK_S = 5.0  # how often a local server looks whether it is needed where nothing tells it of a change
 _THREADS = 64
 _EMBEDDED_SLOTS = 4
 _HOLD_S = 1.0
 _ABANDONED_S = 24 * 3600.0
 _BACKLOG = 512
 _AT_ONCE = 4  # asyncio accepts its backlog in one turn: before those beyond the most are dropped, all descriptors
-_QUIET_S = 3.0  # a memory node's trainers have left, or moved on, when none asked for a slot for so long
+_QUIET_S = 3.0  # a snapshot server's trainers have left, or moved on, when none asked for a slot for so long
 _UNCONNECTED_S = 15.0  # a draining node waits so long for who has begun to send a snapshot and is not connected now
 _SHUTDOWN_S = 5.0
 
@@ -87,7 +87,7 @@ def _run_embedded(settings: NodeSettings, record: NodeRecord) -> int:
             alive,
             slots=settings.slots or _EMBEDDED_SLOTS,
             memory_bytes=settings.memory_bytes,
-            idle_timeout_s=settings.idle_timeout_s,
+            server_idle_timeout_s=settings.server_idle_timeout_s,
         )
         _sweep(read_environment().shm_dir, record.folder)
         for leftover in (record.http, record.fds):
@@ -148,7 +148,7 @@ async def _serve(settings: NodeSettings, listener: socket.socket) -> int:
         channel = DescriptorChannel(node, settings.record.fds, environment.token)
     signals = _Signals()
     if settings.record is not None:
-        await _until_unneeded(node, service, settings.idle_timeout_s, signals)
+        await _until_unneeded(node, service, settings.server_idle_timeout_s, signals)
     else:
         await signals.first.wait()
     left = await _drain(node, service, settings.drain_timeout_s, signals)
@@ -164,7 +164,7 @@ def _check_writable(flush_to: str | None) -> None:
         SettingsError: if it cannot.
     """
     if flush_to is not None and "://" not in flush_to and (why := why_not_writable(flush_to)):
-        raise SettingsError(f"--flush-to {flush_to} {why}; nothing would be durable there")
+        raise SettingsError(f"--storage {flush_to} {why}; nothing would be durable there")
 
 
 def _announce(settings: NodeSettings, listener: socket.socket) -> None:
@@ -205,8 +205,8 @@ class _Signals:
         self.woken.set()
 
 
-async def _until_unneeded(node: Node, service: Service, idle_timeout_s: float, signals: _Signals) -> None:
-    """Return when the run has ended, when nobody was there for ``idle_timeout_s``, or on a signal.
+async def _until_unneeded(node: Node, service: Service, server_idle_timeout_s: float, signals: _Signals) -> None:
+    """Return when the run has ended, when nobody was there for ``server_idle_timeout_s``, or on a signal.
 
     It is looked at when something has changed, and seldom else: to look four times a second took more CPU time than all
     requests of a training.
@@ -222,9 +222,9 @@ async def _until_unneeded(node: Node, service: Service, idle_timeout_s: float, s
         if node.finished:
             logger.info("the run has ended")
             return
-        left_s = idle_timeout_s - (now_s - max(last_busy_s, service.last_request_s))
+        left_s = server_idle_timeout_s - (now_s - max(last_busy_s, service.last_request_s))
         if left_s < 0:
-            logger.info("idle for %.0f s", idle_timeout_s)
+            logger.info("idle for %.0f s", server_idle_timeout_s)
             return
         await _wait(signals.first, _CHECK_S)
         await _wait(signals.woken, min(left_s, _LOOK_S))
@@ -299,7 +299,7 @@ def _area(settings: NodeSettings, shm_dir: Path | None) -> Path | None:
 
 
 def _sweep(shm_dir: Path | None, records: Path) -> None:
-    """Remove what embedded nodes left when they were killed and whose runs nobody carried on for a day."""
+    """Remove what local servers left when they were killed and whose runs nobody carried on for a day."""
     for area in own_directories(shm_dir / "lightning-spot") if shm_dir is not None else ():
         with area, contextlib.suppress(OSError, SettingsError):  # another node may be sweeping it too
             embedded = re.match(r"lightning-spot-([0-9a-f]{16})(-|$)", area.path.name)
@@ -313,13 +313,13 @@ def _sweep(shm_dir: Path | None, records: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a node from command-line flags."""
-    parser = argparse.ArgumentParser(prog="lightning-spot node")
+    parser = argparse.ArgumentParser(prog="lightning-spot serve")
     add_arguments(parser)
     log_plainly(logging.INFO, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         return run_node(settings_from(parser.parse_args(argv)))
     except (SpotError, OSError) as error:
-        print(plain(f"lightning-spot node: {error}", LONGEST_TEXT), file=sys.stderr)
+        print(plain(f"lightning-spot serve: {error}", LONGEST_TEXT), file=sys.stderr)
         return 2
 
 

@@ -73,7 +73,7 @@ class RunRequests:
             token=text(body, "token", most=LONGEST_NAME),
             keep=integer(body, "keep", 2, 0, _MOST_KEPT),
             durable_url=_durable_url(body),
-            durable_every_s=_pace(body),
+            min_upload_interval_s=_pace(body),
             compression=compression(body),
             nodes=texts(body, "nodes") if near else (),
             replicas=integer(body, "replicas", 1, 1, MOST_NODES) if near else 1,
@@ -135,4 +135,8 @@ def _durable_url(body: Mapping[str, Any]) -> str | None:
 
 def _pace(body: Mapping[str, Any]) -> float | None:
     """Least seconds between two snapshots brought to the durable tier."""
-    return seconds(body, "durable_every_s", 0.0, 365 * 86400.0) if body.get("durable_every_s") is not None else None
+    return (
+        seconds(body, "min_upload_interval_s", 0.0, 365 * 86400.0)
+        if body.get("min_upload_interval_s") is not None
+        else None
+    )

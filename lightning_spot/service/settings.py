@@ -1,16 +1,18 @@
-"""How a node is run, and the flags of ``lightning-spot node`` that say so."""
+"""How a node is run, and the flags of ``lightning-spot serve`` that say so."""
 
 from __future__ import annotations
 
 import argparse
 import ipaddress
+import math
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_spot.config import (
-    FLUSH_TIMEOUT_S,
-    IDLE_TIMEOUT_S,
+    SERVER_IDLE_TIMEOUT_S,
+    UPLOAD_TIMEOUT_S,
     check_number,
     format_bytes,
     parse_bytes,
@@ -25,6 +27,8 @@ from lightning_spot.protocol.record import NodeRecord
 from lightning_spot.protocol.wire import DEFAULT_PORT
 from lightning_spot.staging.slot import host_memory_bytes
 
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeSettings:
@@ -33,13 +37,13 @@ class NodeSettings:
     Attributes:
         host: address to listen on, ``""`` for a Unix socket only.
         port: TCP port; 0 takes a free one.
-        record: sockets of an embedded node.
+        record: sockets of a local server.
         flush_to: directory, or URL of a bucket, below which runs are flushed.
         allow: prefixes of durable URLs that trainers may have this node write to.
         memory_bytes: limit of the slots' memory.
         run_memory_bytes: limit of the slots' memory of one run; ``None`` for no such limit.
         slots: most slots of the ring; ``None`` for as many as fit the memory.
-        idle_timeout_s: an embedded node ends after so long without a trainer.
+        server_idle_timeout_s: a local server ends after so long without a trainer.
         drain_timeout_s: how long SIGTERM waits for trainers and for dirty slots.
     """
 
@@ -51,37 +55,59 @@ class NodeSettings:
     memory_bytes: int = 8 * 2**30
     run_memory_bytes: int | None = None
     slots: int | None = None
-    idle_timeout_s: float = IDLE_TIMEOUT_S
-    drain_timeout_s: float = FLUSH_TIMEOUT_S
+    server_idle_timeout_s: float = SERVER_IDLE_TIMEOUT_S
+    drain_timeout_s: float = UPLOAD_TIMEOUT_S
+
+
+def seconds(text: str) -> float:
+    """A duration with a unit, such as ``90s``, ``10min``, ``2h`` or ``3d``; only 0 does without.
+
+    Raises:
+        argparse.ArgumentTypeError: if it is none.
+    """
+    match = re.fullmatch(r"([0-9.]+)\s*(s|min|h|d)", text.strip())
+    try:
+        value = float(match[1]) * _UNITS[match[2]] if match else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration such as 90s, 10min, 2h or 3d") from None
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration such as 90s, 10min, 2h or 3d")
+    if match is None and value:
+        raise argparse.ArgumentTypeError(f"{text!r} has no unit; write it like {text}s, {text}min, {text}h or {text}d")
+    return value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of ``lightning-spot node``."""
+    """Declare the flags of ``lightning-spot serve``."""
     parser.add_argument(
         "--listen", default=f"127.0.0.1:{DEFAULT_PORT}", metavar="HOST:PORT", help="default: %(default)s"
     )
+    parser.add_argument("--storage", metavar="URL", help="directory or fsspec URL below which each run is made durable")
     parser.add_argument(
-        "--flush-to", metavar="URL", help="directory or fsspec URL below which each run is made durable"
-    )
-    parser.add_argument(
-        "--allow",
+        "--allow-storage",
         action="append",
         default=[],
-        metavar="URL",
+        metavar="PREFIX",
         help="directory or fsspec URL below which trainers may name the durable directory of their run; may be given"
         " several times",
     )
-    parser.add_argument("--memory", default="8GiB", metavar="SIZE", help="most memory for slots (default: %(default)s)")
-    parser.add_argument("--run-memory", metavar="SIZE", help="most memory for the slots of one run (default: all)")
+    parser.add_argument(
+        "--memory-limit", default="8GiB", metavar="SIZE", help="most memory for slots (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--run-memory-limit", metavar="SIZE", help="most memory for the slots of one run (default: all)"
+    )
     parser.add_argument("--slots", type=int, metavar="N", help="most slots (default: as many as fit the memory)")
     parser.add_argument(
         "--drain-timeout",
-        type=float,
-        default=FLUSH_TIMEOUT_S,
-        metavar="S",
-        help="on SIGTERM, serve trainers and flush for so long; a second signal ends that (default: 300)",
+        type=seconds,
+        default=UPLOAD_TIMEOUT_S,
+        metavar="TIME",
+        help="on SIGTERM, serve trainers and flush for so long; a second signal ends that (default: 5min)",
     )
-    parser.add_argument("--idle-timeout", type=float, default=IDLE_TIMEOUT_S, metavar="S", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--idle-timeout", type=float, default=SERVER_IDLE_TIMEOUT_S, metavar="S", help=argparse.SUPPRESS
+    )
     parser.add_argument("--embedded", nargs=2, metavar=("DIR", "KEY"), help=argparse.SUPPRESS)
 
 
@@ -96,13 +122,13 @@ def settings_from(arguments: argparse.Namespace) -> NodeSettings:
     for flag, value in (("--drain-timeout", arguments.drain_timeout), ("--idle-timeout", arguments.idle_timeout)):
         check_number(flag, value, 0)
     size = parse_bytes if arguments.embedded else parse_flag_bytes  # a trainer writes bytes, however few they are
-    memory_bytes = size(arguments.memory, "--memory")
-    run_memory = arguments.run_memory
+    memory_bytes = size(arguments.memory_limit, "--memory-limit")
+    run_memory = arguments.run_memory_limit
     shared = {
         "memory_bytes": memory_bytes,
-        "run_memory_bytes": size(run_memory, "--run-memory") if run_memory is not None else None,
+        "run_memory_bytes": size(run_memory, "--run-memory-limit") if run_memory is not None else None,
         "slots": arguments.slots,
-        "idle_timeout_s": arguments.idle_timeout,
+        "server_idle_timeout_s": arguments.idle_timeout,
         "drain_timeout_s": arguments.drain_timeout,
     }
     if arguments.embedded:
@@ -110,8 +136,8 @@ def settings_from(arguments: argparse.Namespace) -> NodeSettings:
         return NodeSettings(record=NodeRecord(Path(folder), key), **shared)
     if (whole := host_memory_bytes()) < shared["memory_bytes"]:
         raise SettingsError(
-            f"--memory {arguments.memory}: this machine (or container) has {format_bytes(whole)} in all. Give what"
-            " slots may take of it, and leave some for everything else"
+            f"--memory-limit {arguments.memory_limit}: this machine (or container) has {format_bytes(whole)} in all."
+            " Give what slots may take of it, and leave some for everything else"
         )
     host, _, port = arguments.listen.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
@@ -122,8 +148,8 @@ def settings_from(arguments: argparse.Namespace) -> NodeSettings:
             f"--listen {arguments.listen}: a node listens beyond this host only with a token. Set LIGHTNING_SPOT_TOKEN"
             " (or LIGHTNING_SPOT_TOKEN_FILE) here and on the trainers, or listen on 127.0.0.1"
         )
-    flush_to = _absolute("--flush-to", arguments.flush_to) if arguments.flush_to is not None else None
-    allow = tuple(check_prefix(_absolute("--allow", prefix)) for prefix in arguments.allow)
+    flush_to = _absolute("--storage", arguments.storage) if arguments.storage is not None else None
+    allow = tuple(check_prefix(_absolute("--allow-storage", prefix)) for prefix in arguments.allow_storage)
     return NodeSettings(host=host, port=int(port), flush_to=flush_to, allow=allow, **shared)
 
 
@@ -133,7 +159,7 @@ def _absolute(flag: str, url: str) -> str:
     if url.startswith("spot:"):
         raise SettingsError(
             f"{flag} {url}: a node brings runs to directories and buckets, and to no other node. Name all nodes to the"
-            " trainer instead, memory=['spot://…', 'spot://…'], with replicas=2 to have each snapshot at two of them"
+            " trainer instead, servers=['spot://…', 'spot://…'], with replicas=2 to have each snapshot at two of them"
         )
     return url if "://" in url else os.path.abspath(os.path.expanduser(url))
 

@@ -14,7 +14,13 @@ import xxhash
 from aiohttp import hdrs, web
 
 from lightning_spot.config import HIGHEST_ATTEMPT, MOST_PART_BYTES, PROTOCOL_VERSION, SEND_BYTES
-from lightning_spot.errors import CorruptSnapshot, NodeRefused, SnapshotNotFound, SpotError, TooManyStreams
+from lightning_spot.errors import (
+    CorruptSnapshotError,
+    ServerRefusedError,
+    SnapshotNotFoundError,
+    SpotError,
+    TooManyStreamsError,
+)
 from lightning_spot.image.floats import read_floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum
@@ -66,8 +72,8 @@ def receive_parts(connection: socket.socket, node: Node, upload: Upload, scratch
         scratch: bytes that all streams may take beside the slots.
 
     Raises:
-        SnapshotNotFound: if the upload is given up meanwhile.
-        CorruptSnapshot: if a frame lies outside the slot, or there are too many.
+        SnapshotNotFoundError: if the upload is given up meanwhile.
+        CorruptSnapshotError: if a frame lies outside the slot, or there are too many.
         OSError: if the connection breaks or is too slow.
     """
     connection.settimeout(FRAME_WAIT_S)
@@ -87,7 +93,7 @@ def _take(connection: socket.socket, node: Node, upload: Upload, frame: Frame, s
     digest = NO_DIGEST
     try:
         node.uploads.arriving(upload, frame.start, frame.start + frame.nbytes, connection)
-    except CorruptSnapshot as error:
+    except CorruptSnapshotError as error:
         # No line of the log for each: they may come by the thousand.
         logger.debug("%s: %s; it is refused", plain(upload.name or upload.id), error)
         _content(connection, node, upload, frame, lambda _chunk: None)
@@ -161,7 +167,7 @@ def _make(connection: socket.socket, node: Node, upload: Upload, frame: Frame, *
             else:
                 decode(content, earlier, part)
             return checksum(part)
-        except CorruptSnapshot as error:
+        except CorruptSnapshotError as error:
             logger.warning("%s: %s; the part is sent whole", upload.name or upload.id, error)
             return NO_DIGEST
         finally:
@@ -170,7 +176,7 @@ def _make(connection: socket.socket, node: Node, upload: Upload, frame: Frame, *
 
 def _check_goes_on(node: Node, upload: Upload) -> None:
     if node.find_upload(upload.id) is not upload:
-        raise SnapshotNotFound("this upload was given up")
+        raise SnapshotNotFoundError("this upload was given up")
 
 
 def _deadline(frame: Frame) -> float:
@@ -179,17 +185,17 @@ def _deadline(frame: Frame) -> float:
 
 def _check_frame(frame: Frame, upload: Upload) -> None:
     if frame.start + frame.nbytes > upload.nbytes:
-        raise CorruptSnapshot(
+        raise CorruptSnapshotError(
             f"bytes {frame.start}–{frame.start + frame.nbytes} lie outside a snapshot of {upload.nbytes}"
         )
     if not 0 < frame.nbytes <= MOST_PART_BYTES:
-        raise CorruptSnapshot(f"a part of {frame.nbytes} bytes is none: it has at most {MOST_PART_BYTES}")
+        raise CorruptSnapshotError(f"a part of {frame.nbytes} bytes is none: it has at most {MOST_PART_BYTES}")
     most = {PartKind.WHOLE: frame.nbytes, PartKind.SAME: 0, PartKind.DELTA: min(frame.nbytes, _LARGEST_DELTA_BYTES)}
     least = frame.nbytes if frame.kind is PartKind.WHOLE else 0
     if not least <= frame.content_bytes <= most[frame.kind]:
-        raise CorruptSnapshot(f"{frame.content_bytes} bytes are no {frame.kind.name} part of {frame.nbytes}")
+        raise CorruptSnapshotError(f"{frame.content_bytes} bytes are no {frame.kind.name} part of {frame.nbytes}")
     if len(upload.received) >= _MOST_PARTS:
-        raise CorruptSnapshot(f"an upload has more than {_MOST_PARTS} parts")
+        raise CorruptSnapshotError(f"an upload has more than {_MOST_PARTS} parts")
 
 
 MOST_STREAMS = 256
@@ -259,12 +265,12 @@ class UploadRequests:
         transport = request.transport
         sock = transport.get_extra_info("socket") if transport is not None else None
         if request.headers.get(hdrs.UPGRADE) != UPGRADE or transport is None or sock is None:
-            raise NodeRefused(f"a stream needs 'Upgrade: {UPGRADE}'", status=426)
+            raise ServerRefusedError(f"a stream needs 'Upgrade: {UPGRADE}'", status=426)
         sender = upload.id, request.headers.get(SENDER_HEADER, "")
         self._check_streams(upload, sender)
         client = client_of(request)
         if not self._threads.take(client):
-            raise TooManyStreams("this client has its share of the streams that this node serves at once")
+            raise TooManyStreamsError("this client has its share of the streams that this node serves at once")
         assert isinstance(transport, asyncio.Transport)
         transport.pause_reading()
         loop = asyncio.get_running_loop()
@@ -287,11 +293,11 @@ class UploadRequests:
         mine = self._streams[sender]
         hosts = upload.joint.shared.shares if upload.joint is not None and upload.is_gathered else 1
         if not mine and sum(upload_id == upload.id for upload_id, _ in self._streams) >= hosts:
-            raise TooManyStreams(f"this upload is sent by {hosts} already, as many as it has hosts")
+            raise TooManyStreamsError(f"this upload is sent by {hosts} already, as many as it has hosts")
         senders = len(self._streams) + (not mine)
         most = min(_MOST_STREAMS_OF_A_SENDER, MOST_STREAMS // senders)
         if mine and (mine >= most or self._streams.total() >= MOST_STREAMS):
-            raise TooManyStreams("this host has its part of the streams that this node serves at once")
+            raise TooManyStreamsError("this host has its part of the streams that this node serves at once")
 
     async def commit(self, request: web.Request) -> web.Response:
         """Make it a snapshot."""

@@ -7,7 +7,7 @@ import functools
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from lightning_spot.errors import RingFull
+from lightning_spot.errors import RingFullError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.memory.joint import Shared
@@ -82,7 +82,7 @@ class Waiting:
             making: see :meth:`Begins.lease`.
 
         Raises:
-            RingFull: if no slot became free in time, or too many wait.
+            RingFullError: if no slot became free in time, or too many wait.
             ConnectionResetError: if nobody waits for the answer any more.
         """
         self.asked_s = time.monotonic()
@@ -107,7 +107,7 @@ class Waiting:
                 try:
                     upload = await self._loop.run_in_executor(self._threads, ask)
                     break
-                except RingFull:
+                except RingFullError:
                     left_s = deadline_s - time.monotonic()
                     if left_s <= 0 or gone.done():
                         raise
@@ -126,7 +126,9 @@ class Waiting:
 
     def _take_place(self, client: str) -> None:
         if not self._places.take(client):
-            raise RingFull(f"{self._count} requests wait for a slot already, and this client has its share of them")
+            raise RingFullError(
+                f"{self._count} requests wait for a slot already, and this client has its share of them"
+            )
         self._count += 1
 
     def _give_up(self, upload: Upload, touched_s: float) -> None:
@@ -152,7 +154,7 @@ class Waiting:
         """Take a share of a snapshot, see :meth:`Shares.join`; ``None`` if it has not begun, and is asked for again.
 
         Raises:
-            ShareMissing: if there will be none, or not in time.
+            ShareMissingError: if there will be none, or not in time.
             ConnectionResetError: if nobody waits for the answer any more; then no share is taken.
         """
         deadline_s = time.monotonic() + wait_s

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lightning_spot.errors import CorruptSnapshot, NotSerialisable, SnapshotNotFound, SpotError
+from lightning_spot.errors import CorruptSnapshotError, NotSerializableError, SnapshotNotFoundError, SpotError
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
 from lightning_spot.image.placeholder import kind_of, placeholders_in
 from lightning_spot.image.safe_load import safe_load
@@ -33,8 +33,8 @@ def read_folder(folder: Path) -> tuple[memoryview, Manifest]:
     """Read a sharded snapshot from its directory and check every byte of it.
 
     Raises:
-        SnapshotNotFound: if it is not there, or in part.
-        CorruptSnapshot: if it is damaged, or is not sharded.
+        SnapshotNotFoundError: if it is not there, or in part.
+        CorruptSnapshotError: if it is damaged, or is not sharded.
     """
     try:
         manifest = Manifest.from_json((folder / MANIFEST_FILE).read_bytes())
@@ -42,11 +42,13 @@ def read_folder(folder: Path) -> tuple[memoryview, Manifest]:
         for span in manifest.files:
             with open(folder / span.name, "rb") as file:
                 if file.readinto(image[span.offset : span.stop]) != span.nbytes:
-                    raise CorruptSnapshot(f"{folder / span.name} is cut short", where=str(folder))
+                    raise CorruptSnapshotError(f"{folder / span.name} is cut short", where=str(folder))
     except OSError as error:
-        raise SnapshotNotFound(f"{folder} cannot be read: {error}") from error
+        raise SnapshotNotFoundError(f"{folder} cannot be read: {error}") from error
     if not manifest.files:
-        raise CorruptSnapshot(f"{folder} is no sharded snapshot: its checkpoint is one file already", where=str(folder))
+        raise CorruptSnapshotError(
+            f"{folder} is no sharded snapshot: its checkpoint is one file already", where=str(folder)
+        )
     manifest.verify(image, str(folder))
     return image.toreadonly(), manifest
 
@@ -59,8 +61,8 @@ def consolidated(image: memoryview, manifest: Manifest) -> dict[str, Any]:
         manifest: of the snapshot.
 
     Raises:
-        CorruptSnapshot: if it cannot be read.
-        NotSerialisable: if it holds objects that torch does not load safely.
+        CorruptSnapshotError: if it cannot be read.
+        NotSerializableError: if it holds objects that torch does not load safely.
     """
     state = load_all(ImageReader(image, manifest))
     checkpoint = rest_of(image, manifest)
@@ -79,7 +81,7 @@ def rest_of(image: memoryview, manifest: Manifest) -> dict[str, Any]:
     span = manifest.span_of(REST_FILE)
     rest: dict[str, Any] = safe_load(io.BytesIO(image[span.offset : span.stop]))
     for where, placeholder in placeholders_in(rest):
-        raise NotSerialisable(
+        raise NotSerializableError(
             f"{where} in {REST_FILE} of {manifest.name} is a {kind_of(placeholder)}, which is not loaded; keep it out"
             " of hyperparameters and of on_save_checkpoint, or load the directory as it is, by your own code"
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_spot.errors import NotSerialisable
+from lightning_spot.errors import NotSerializableError
 from lightning_spot.image.shards import Path
 
 _LEAF, _MAPPING, _LIST = range(3)
@@ -53,7 +53,7 @@ class Items:
         """The items of a state.
 
         Raises:
-            NotSerialisable: if torch would give two of them the same name.
+            NotSerializableError: if torch would give two of them the same name.
         """
         found: list[Any] = []
         form = self._collect(state, found, is_list=False)
@@ -115,7 +115,7 @@ def _check_names(paths: list[Path]) -> None:
     for path in paths:
         name = ".".join(map(str, path))
         if (other := seen.setdefault(name, path)) is not path:
-            raise NotSerialisable(
+            raise NotSerializableError(
                 f"two items of the training state have the name {name!r} for torch.distributed.checkpoint: at"
                 f" {list(other)} and at {list(path)}. Give one of them another key in the state_dict"
             )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported, NotSerialisable
+from lightning_spot.errors import CorruptSnapshotError, LayoutUnsupportedError, NotSerializableError
 from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, FileSpan
 from lightning_spot.image.layout import Entry, Layout, Layouter, filled, lay_out_plain
 from lightning_spot.image.parts import checksum
@@ -90,7 +90,7 @@ class ShardedLayouter:
             rest: of the checkpoint, on rank 0.
 
         Raises:
-            NotSerialisable: if something of it cannot be saved.
+            NotSerializableError: if something of it cannot be saved.
         """
         plan, tensors, values = self._planner.plan(state)
         places = self._places
@@ -237,7 +237,7 @@ class _Values:
     def _try(self, path: Path, archive: bytes | bytearray) -> None:
         try:
             load_value(io.BytesIO(archive), metadata.name_of(path))
-        except CorruptSnapshot as error:
+        except CorruptSnapshotError as error:
             self.unreadable = self.unreadable or str(error)
 
 
@@ -261,12 +261,12 @@ def state_archive(state: Any, nbytes: int | None = None, layouter: Layouter | No
         layouter: that has laid such states out before, and knows how their tensors are put together.
 
     Raises:
-        LayoutUnsupported: if it needs more than ``nbytes``.
-        NotSerialisable: if something of it cannot be saved.
+        LayoutUnsupportedError: if it needs more than ``nbytes``.
+        NotSerializableError: if something of it cannot be saved.
     """
     try:
         return filled((layouter or Layouter()).lay_out(state, nbytes))
-    except (LayoutUnsupported, MemoryError):
+    except (LayoutUnsupportedError, MemoryError):
         raise
     except Exception as error:  # pickling runs the user's code, which may raise anything
         raise _cannot("the state of this rank", error) from error
@@ -276,7 +276,7 @@ def serialised(value: Any, what: str) -> bytes | bytearray:
     """``torch.save`` of a value.
 
     Raises:
-        NotSerialisable: if it cannot be saved.
+        NotSerializableError: if it cannot be saved.
     """
     try:
         return lay_out_plain(value).frame[0][1]
@@ -291,8 +291,8 @@ def load_state(data: memoryview) -> Any:
     return safe_load(io.BytesIO(data))
 
 
-def _cannot(what: str, error: Exception) -> NotSerialisable:
-    return NotSerialisable(
+def _cannot(what: str, error: Exception) -> NotSerializableError:
+    return NotSerializableError(
         f"{what} cannot be serialised ({type(error).__name__}: {error}); look at what on_save_checkpoint, state_dict"
         " and hyperparameters put into the checkpoint"
     )

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from lightning_spot.errors import NotSerialisable
+from lightning_spot.errors import NotSerializableError
 from lightning_spot.image.shards import Path
 from lightning_spot.sharded.items import Items
 from lightning_spot.sharded.private import box_of, root_of, spec_of
@@ -136,7 +136,7 @@ class Planner:
             what there is; the plan is the same object as long as nothing has changed.
 
         Raises:
-            NotSerialisable: if a tensor is sharded in a way that is not known here, two items have one name, or a
+            NotSerializableError: if a tensor is sharded in a way that is not known here, two items have one name, or a
                 key is no text.
         """
         items = self._items.of(state)
@@ -167,7 +167,7 @@ class Planner:
         tensors: list[TensorItem] = []
         written = [0] * self._world_size
         for path, key in self._items.other_keys:  # a resume would not give back what was there
-            raise NotSerialisable(
+            raise NotSerializableError(
                 f"{_name(path)} has the key {key!r}, and in snapshots of a model in shards all keys are text"
             )
         which = [isinstance(item, torch.Tensor) for item in items]
@@ -187,14 +187,14 @@ class Planner:
     def _boxes_of(self, path: Path, tensor: torch.Tensor) -> list[_Box]:
         """The boxes of a tensor, each with the ranks that have it."""
         if kind := _kind_without_elements(tensor):
-            raise NotSerialisable(
+            raise NotSerializableError(
                 f"{_name(path)} is a {kind} tensor: sharded snapshots take those with all their elements side by side."
                 " A buffer that is registered with persistent=False may be of any kind, and is resumed as well"
             )
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
             if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-                raise NotSerialisable(
+                raise NotSerializableError(
                     f"{_name(path)} is a {type(tensor).__name__}: sharded snapshots take plain tensors"
                     " and the DTensors of FSDP2 and tensor parallelism"
                 )
@@ -252,7 +252,7 @@ def _coordinates(path: Path, tensor: DTensor) -> Iterator[tuple[int, list[int]]]
     if root is not mesh:
         names = root.mesh_dim_names or ()
         if not all(name in names for name in mesh.mesh_dim_names or (None,)):
-            raise NotSerialisable(
+            raise NotSerializableError(
                 f"{_name(path)} is sharded over the mesh {mesh}, whose dimensions are none of those of"
                 f" {root}: sharded snapshots do not know which rank has what of it. Shard it over a dimension of the"
                 " mesh that Lightning made"

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from lightning_spot.config import format_names
-from lightning_spot.errors import CorruptSnapshot, ModelChanged, NotSerialisable, SpotError
+from lightning_spot.errors import CorruptSnapshotError, ModelChangedError, NotSerializableError, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.placeholder import kind_of, placeholders_in
 from lightning_spot.image.portion import Image
@@ -51,7 +51,7 @@ class ImageReader(StorageReader):
         read_bytes: of tensors that were copied out of it.
 
     Raises:
-        CorruptSnapshot: if it is no sharded snapshot.
+        CorruptSnapshotError: if it is no sharded snapshot.
     """
 
     def __init__(self, image: Image, manifest: Manifest) -> None:
@@ -135,7 +135,7 @@ class ImageReader(StorageReader):
             source = source.narrow(dimension, start, length)
         target = planner.resolve_tensor(item).detach()
         if target.shape != source.shape:
-            raise CorruptSnapshot(
+            raise CorruptSnapshotError(
                 f"{index.fqn}: {tuple(source.shape)} elements for {tuple(target.shape)}", where=index.fqn
             )
         target.copy_(source)
@@ -149,7 +149,7 @@ class ImageReader(StorageReader):
         data = archived(self._image, self._manifest, shard.at)[shard.data :]
         nbytes = shard.numel * dtype.itemsize
         if len(data) < nbytes:
-            raise CorruptSnapshot(f"a shard has {len(data)} of {nbytes} bytes", where=self._manifest.name)
+            raise CorruptSnapshotError(f"a shard has {len(data)} of {nbytes} bytes", where=self._manifest.name)
         if not data.readonly:  # it may be there for this tensor only, which keeps it
             return torch.frombuffer(data, dtype=dtype, count=shard.numel).view(shard.sizes)
         # By its address, since torch warns of memory that cannot be written to. The tensor keeps what holds it.
@@ -168,8 +168,8 @@ def load(state: State, reader: ImageReader, whole: Path | None = None) -> None:
         whole: what in the snapshot begins with this path must be in the state, but for extra states of modules.
 
     Raises:
-        ModelChanged: if something is not there, or of another shape.
-        CorruptSnapshot: if a value cannot be read.
+        ModelChangedError: if something is not there, or of another shape.
+        CorruptSnapshotError: if a value cannot be read.
     """
     flat, paths = flatten_state_dict(state)
     _check(flat, reader, whole)
@@ -195,7 +195,7 @@ def _part_of(name: str, tensor: DTensor) -> Iterator[tuple[tuple[int, ...], torc
     local = tensor.to_local().detach()
     sizes, offsets = box_of(tensor, places[0])
     if tuple(local.shape) != sizes:
-        raise NotSerialisable(
+        raise NotSerializableError(
             f"{name} is sharded in a way that is not known here ({tensor.placements}): this rank has"
             f" {tuple(local.shape)} of it, and not {sizes}"
         )
@@ -213,7 +213,7 @@ def _load_rest(state: State, reader: ImageReader) -> None:
         except CheckpointException as error:
             problem = next(iter(error.failures.values()))[0]
             raise (
-                problem if isinstance(problem, SpotError) else CorruptSnapshot(str(problem), where=reader.name)
+                problem if isinstance(problem, SpotError) else CorruptSnapshotError(str(problem), where=reader.name)
             ) from None
 
 
@@ -243,7 +243,7 @@ def changed(
     unexpected: Sequence[str],
     reshaped: Sequence[str] = (),
     way: str = "",
-) -> ModelChanged:
+) -> ModelChangedError:
     """The error that the state of a snapshot is that of another model.
 
     Args:
@@ -255,7 +255,7 @@ def changed(
     """
     parts = [("new in the model", missing), ("gone from the model", unexpected), ("changed shape", reshaped)]
     listed = "; ".join(f"{what}: {format_names(names)}" for what, names in parts if names)
-    return ModelChanged(
+    return ModelChangedError(
         f"the model has changed since snapshot {snapshot}: {listed}. Use the model it was taken of, {way}or start"
         " afresh with resume=False. If it is of another training (the n-th fit of a process at one dirpath is the run"
         " fit-n), give each a dirpath of its own. Nothing was loaded, and the snapshot is left as it is",
@@ -298,14 +298,14 @@ def load_value(data: io.BytesIO, name: str) -> Any:
     """Read the archive of a value; nothing in it runs code.
 
     Raises:
-        CorruptSnapshot: if it holds something else than plain values and tensors.
+        CorruptSnapshotError: if it holds something else than plain values and tensors.
     """
     try:
         value = safe_load(data)
-    except NotSerialisable as error:
-        raise CorruptSnapshot(f"{name}: {error}", where=name) from error
+    except NotSerializableError as error:
+        raise CorruptSnapshotError(f"{name}: {error}", where=name) from error
     for _, placeholder in placeholders_in(value):
-        raise CorruptSnapshot(
+        raise CorruptSnapshotError(
             f"{name} holds an object that is not loaded, a {kind_of(placeholder)}; to load the snapshot's directory"
             " with torch.distributed.checkpoint trusts it",
             where=name,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_spot.errors import NotSerialisable
+from lightning_spot.errors import NotSerializableError
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece
 from lightning_spot.image.shards import Path
@@ -47,7 +47,7 @@ class Source:
         """The elements, and where they go.
 
         Raises:
-            NotSerialisable: if this rank has others than the tensor's placements say.
+            NotSerializableError: if this rank has others than the tensor's placements say.
         """
         # to_local() asks autograd, which takes 50 times as long
         local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
@@ -65,7 +65,7 @@ class Source:
     def _look(self, local: torch.Tensor) -> torch.Tensor:
         """Find out where elements lie that are not where they were; or give them a place, in order."""
         if local.shape != self.sizes:
-            raise NotSerialisable(
+            raise NotSerializableError(
                 f"{metadata.name_of(self._path)} has {tuple(local.shape)} elements on rank {self._chunk.rank}, and"
                 f" {tuple(self.sizes)} by its placements: it cannot be saved in shards"
             )

@@ -177,21 +177,22 @@ PROCESS_MTBF_S = 7 * 86400.0
 collective that timed out) comes once a week."""
 
 NODE_MTBF_S = 30 * 86400.0
-"""Assumed likewise: a memory node on a machine that is not preemptible is lost once in thirty days."""
+"""Assumed likewise: a snapshot server on a machine that is not preemptible is lost once in thirty days."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """Losses of machines, and besides them crashes of the training process and of the memory node.
+    """Losses of machines, and besides them crashes of the training process and of the snapshot server.
 
-    The loss of a memory node alone takes nothing away: training goes on and the next snapshot goes to the durable tier.
+    The loss of a snapshot server alone takes nothing away: training goes on and the next snapshot goes to the durable
+        tier.
     It matters where a machine is lost before the node is back and has a snapshot again.
 
     Attributes:
         machines: when machines are lost.
         process_mtbf_s: mean seconds between crashes of the process, at any time; infinite for never.
-        node_mtbf_s: likewise of the memory node.
-        node_back_s: from the loss of the memory node until another one has a snapshot.
+        node_mtbf_s: likewise of the snapshot server.
+        node_back_s: from the loss of the snapshot server until another one has a snapshot.
     """
 
     machines: Failures
@@ -201,7 +202,9 @@ class Mixed:
 
     def __post_init__(self) -> None:
         if not (self.process_mtbf_s > 0 and self.node_mtbf_s > 0 and self.node_back_s >= 0):
-            raise SettingsError("failures: mean times between them are more than 0, and a memory node comes back later")
+            raise SettingsError(
+                "failures: mean times between them are more than 0, and a snapshot server comes back later"
+            )
 
     @property
     def mtbf_s(self) -> float:
@@ -220,7 +223,7 @@ class Mixed:
 
     @property
     def _node_gone(self) -> float:
-        """Probability that there is no memory node with a snapshot when a machine is lost."""
+        """Probability that there is no snapshot server with a snapshot when a machine is lost."""
         return 1 - exp(-self.node_back_s / self.node_mtbf_s)
 
     def events(self, random: np.random.Generator, runs: int) -> Iterator[Event]:

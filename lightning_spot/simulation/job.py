@@ -96,9 +96,9 @@ def chain(*tiers: Tier) -> tuple[Tier, ...]:
 
 
 def memory_node(snapshot_bytes: float, bytes_per_s: float, price_per_hour: float = 0.0) -> Tier:
-    """A memory node on a machine of its own, ``bytes_per_s`` away."""
+    """A snapshot server on a machine of its own, ``bytes_per_s`` away."""
     drain_s = snapshot_bytes / bytes_per_s
-    return Tier(name="memory node", drain_s=drain_s, survives=Failure.MACHINE, price_per_hour=price_per_hour)
+    return Tier(name="snapshot server", drain_s=drain_s, survives=Failure.MACHINE, price_per_hour=price_per_hour)
 
 
 def durable_tier(snapshot_bytes: float, bytes_per_s: float) -> Tier:

@@ -9,11 +9,11 @@ from typing import Literal, get_args
 
 from lightning_spot.errors import SettingsError
 
-Mode = Literal["eager", "asymmetric", "backward", "still"]
-Partitions = Literal["auto", "asymmetric", "backward", "eager", "still"]
+Mode = Literal["eager", "asymmetric", "backward", "blocking"]
+CopyMode = Literal["auto", "asymmetric", "backward", "eager", "blocking"]
 
 MODES: tuple[Mode, ...] = get_args(Mode)
-BESIDE: tuple[Mode, ...] = tuple(mode for mode in MODES if mode != "still")
+BESIDE: tuple[Mode, ...] = tuple(mode for mode in MODES if mode != "blocking")
 """The modes in which training goes on beside the copies: all that there are where it cannot stand still."""
 
 _ROUNDS = 4
@@ -24,15 +24,15 @@ _LATEST = 16
 _FIRST_PATIENCE, _LAST_PATIENCE = 64, 4096
 
 
-def check_partitions(value: str) -> Partitions:
+def check_copy_mode(value: str) -> CopyMode:
     """A user's setting.
 
     Raises:
         SettingsError: if it is none of those that there are.
     """
-    if value not in get_args(Partitions):
-        allowed = ", ".join(map(repr, get_args(Partitions)))
-        raise SettingsError(f"partitions={value!r}: it is one of {allowed}")
+    if value not in get_args(CopyMode):
+        allowed = ", ".join(map(repr, get_args(CopyMode)))
+        raise SettingsError(f"copy_mode={value!r}: it is one of {allowed}")
     return value  # type: ignore[return-value] # one of them
 
 

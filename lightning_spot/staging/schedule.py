@@ -18,7 +18,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from lightning_spot import threads
-from lightning_spot.staging.modes import BESIDE, MODES, Drift, Mode, ModeTrial, Partitions
+from lightning_spot.staging.modes import BESIDE, MODES, CopyMode, Drift, Mode, ModeTrial
 from lightning_spot.staging.partitions import LEAST_BYTES, Partition, Window, bucket_ends, by_bucket, by_idle_time
 
 logger = logging.getLogger(__name__)
@@ -292,7 +292,7 @@ class Schedule:
     time does, or the optimizer's step.
 
     Args:
-        partitions: the user's setting.
+        copy_mode: the user's setting.
         clock: measures iterations.
 
     Attributes:
@@ -300,8 +300,8 @@ class Schedule:
             number of the parameter to which it belongs. Asked where the pieces are not those of the last snapshot.
     """
 
-    def __init__(self, partitions: Partitions = "auto", clock: Clock | None = None) -> None:
-        self.setting = partitions
+    def __init__(self, copy_mode: CopyMode = "auto", clock: Clock | None = None) -> None:
+        self.setting = copy_mode
         self.owned: Callable[[], Mapping[int, int]] = dict
         self._clock: Clock = clock if clock is not None else HostClock()
         self._gradient_bytes: Callable[[], Sequence[int]] = tuple
@@ -435,7 +435,7 @@ class Schedule:
     @property
     def watched(self) -> frozenset[int] | None:
         """Numbers of the parameters of whose gradients it wants to hear; ``None`` for all of them."""
-        if self.mode in ("eager", "still"):
+        if self.mode in ("eager", "blocking"):
             return frozenset()
         return frozenset(self._ends) if self._profile is not None else None
 
@@ -452,9 +452,9 @@ class Schedule:
         if sum(sizes) < 2 * LEAST_BYTES or (profile is None and self._measures):
             return None
         mode = self._next_mode()
-        if mode == "still" and self._may_stand:
+        if mode == "blocking" and self._may_stand:
             return _STILL
-        if mode in ("eager", "still") or profile is None:
+        if mode in ("eager", "blocking") or profile is None:
             return None
         addresses = list(addresses)
         key = (mode, *addresses, *sizes)
@@ -473,7 +473,7 @@ class Schedule:
     @property
     def _measures(self) -> bool:
         """Whether iterations are measured."""
-        return self.setting not in ("eager", "still")
+        return self.setting not in ("eager", "blocking")
 
     def _measure_anew(self) -> None:
         self._profiler = Profiler(self._clock) if self._measures else None

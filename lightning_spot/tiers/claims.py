@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 from lightning_spot.config import HIGHEST_ATTEMPT, KEEP, LARGEST
-from lightning_spot.errors import CorruptManifest, Fenced, Malformed, Unclaimed
+from lightning_spot.errors import CorruptManifestError, FencedError, MalformedError, UnclaimedError
 from lightning_spot.untrusted import MOST_UNIX_S, file_name, integer, line, number, read_sealed, sealed_json
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Claim:
         """Read a claim; what a later version may have added is left out.
 
         Raises:
-            CorruptManifest: if it is damaged.
+            CorruptManifestError: if it is damaged.
         """
         try:
             fields = read_sealed(text)
@@ -77,8 +77,8 @@ class Claim:
                 pid=integer(fields, "pid", 0, 0, 2**32),
                 keep=integer(fields, "keep", KEEP, 0, LARGEST),
             )
-        except Malformed as error:
-            raise CorruptManifest(f"a claim is damaged: {error}") from error
+        except MalformedError as error:
+            raise CorruptManifestError(f"a claim is damaged: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +131,10 @@ def check_fence(run: str, attempt: int, current: int) -> None:
     """Refuse a writer whose attempt is not the latest.
 
     Raises:
-        Fenced: if ``current`` is later than ``attempt``.
+        FencedError: if ``current`` is later than ``attempt``.
     """
     if current > attempt:
-        raise Fenced(
+        raise FencedError(
             f"attempt {attempt} of run {run!r} may no longer write: attempt {current} has taken over."
             " Stop this trainer, or give it another dirpath",
             run=run,
@@ -147,7 +147,7 @@ def check_claim(claim: Claim, existing: Claim | None) -> None:
     """Refuse a claim whose number is taken by somebody else; the same claim again is none.
 
     Raises:
-        Fenced: if ``existing``, of the same number, has another token.
+        FencedError: if ``existing``, of the same number, has another token.
     """
     if existing is None or existing.digest != claim.digest:
         raise _taken(claim.attempt, claim.location, existing)
@@ -162,11 +162,11 @@ def check_owner(owner: Owner, existing: Claim | None, url: str) -> None:
         url: of the tier.
 
     Raises:
-        Fenced: if that is another trainer's.
-        Unclaimed: if there is none.
+        FencedError: if that is another trainer's.
+        UnclaimedError: if there is none.
     """
     if existing is None:
-        raise Unclaimed(
+        raise UnclaimedError(
             f"{url} is not claimed by attempt {owner.attempt}: nothing is read or written there for it. Let its"
             " trainer write there, or correct the directory",
             tier=url,
@@ -175,9 +175,9 @@ def check_owner(owner: Owner, existing: Claim | None, url: str) -> None:
         raise _taken(owner.attempt, url, existing)
 
 
-def _taken(attempt: int, where: str, by: Claim | None) -> Fenced:
+def _taken(attempt: int, where: str, by: Claim | None) -> FencedError:
     who = f" (host {by.host}, pid {by.pid})" if by is not None and by.host else ""
-    return Fenced(
+    return FencedError(
         f"attempt {attempt} of the run at {where} is taken by another trainer{who}: two were started at once. Stop one"
         " of them",
         attempt=attempt,
@@ -194,22 +194,22 @@ def first_readable(names: Sequence[str], read: Callable[[str], bytes], url: str)
         url: of the tier, for messages.
 
     Raises:
-        CorruptManifest: if there are claims and the newest few are all damaged.
+        CorruptManifestError: if there are claims and the newest few are all damaged.
     """
     claims = sorted(((int(match[1]), name) for name in names if (match := _CLAIM.fullmatch(name))), reverse=True)
-    damage: CorruptManifest | None = None
+    damage: CorruptManifestError | None = None
     for attempt, name in claims[:_MOST_DAMAGED]:
         try:
             claim = whole(lambda name=name: Claim.from_json(read(name)))  # type: ignore[misc]
         except FileNotFoundError:
             continue  # removed meanwhile
-        except CorruptManifest as error:
+        except CorruptManifestError as error:
             damage = damage or error
             logger.warning("lightning_spot: %s/%s/%s cannot be used: %s", url, ATTEMPTS_DIR, name, error)
             continue
         if claim.attempt == attempt:
             return claim
-        damage = damage or CorruptManifest(f"{name} holds the claim of attempt {claim.attempt}")
+        damage = damage or CorruptManifestError(f"{name} holds the claim of attempt {claim.attempt}")
     if damage is not None:
         raise damage
     return None
@@ -219,11 +219,11 @@ def whole(read: Callable[[], Read]) -> Read:
     """Read a manifest or claim; what seems damaged is read once more, since a read may end early.
 
     Raises:
-        CorruptManifest: if it is damaged.
+        CorruptManifestError: if it is damaged.
     """
     try:
         return read()
-    except CorruptManifest:
+    except CorruptManifestError:
         return read()
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from lightning_spot.errors import CorruptManifest, SnapshotNotFound, SpotError, TierError
+from lightning_spot.errors import CorruptManifestError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.retry import retried
 from lightning_spot.tiers.store import LONGEST_MANIFEST_BYTES
 from lightning_spot.tiers.temporaries import temporary_name
@@ -154,7 +154,7 @@ def read_small(path: Path) -> bytes:
 
     Raises:
         FileNotFoundError: if there is nothing of that name.
-        CorruptManifest: if it is no regular file, or too long.
+        CorruptManifestError: if it is no regular file, or too long.
         OSError: if it cannot be read.
     """
     data = if_there(path, lambda: _read_small(path))
@@ -167,13 +167,13 @@ def open_regular(path: Path) -> int:
     """A descriptor to read a file by.
 
     Raises:
-        CorruptManifest: if it is no regular file: a pipe of that name would keep us for ever.
+        CorruptManifestError: if it is no regular file: a pipe of that name would keep us for ever.
         OSError: if it cannot be opened.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise CorruptManifest(f"{path} is no regular file")
+        raise CorruptManifestError(f"{path} is no regular file")
     return fd
 
 
@@ -182,7 +182,7 @@ def _read_small(path: Path) -> bytes:
     try:
         found = os.fstat(fd)
         if found.st_size > LONGEST_MANIFEST_BYTES:
-            raise CorruptManifest(f"{path} has {found.st_size} bytes, which is too long for what it should be")
+            raise CorruptManifestError(f"{path} has {found.st_size} bytes, which is too long for what it should be")
         data = b""
         while chunk := os.read(fd, found.st_size + 1):
             data += chunk
@@ -301,7 +301,8 @@ def tier_errors(url: str, *, reading: bool = False) -> Iterator[None]:
 
     Args:
         url: of the tier.
-        reading: whether a file that is not there is :class:`SnapshotNotFound`; when writing it is a tier that fails.
+        reading: whether a file that is not there is :class:`SnapshotNotFoundError`; when writing it is a tier that
+            fails.
     """
     try:
         yield
@@ -309,6 +310,6 @@ def tier_errors(url: str, *, reading: bool = False) -> Iterator[None]:
         raise
     except OSError as error:
         if reading and isinstance(error, FileNotFoundError):
-            raise SnapshotNotFound(f"{error.filename or url} does not exist") from error
+            raise SnapshotNotFoundError(f"{error.filename or url} does not exist") from error
         place = f" ({error.filename})" if str(error.filename or url) != url else ""
         raise TierError(f"{url}: {error.strerror or error}{place}", tier=url) from error

@@ -16,7 +16,7 @@ import fsspec.config
 from fsspec.asyn import AsyncFileSystem
 
 from lightning_spot.config import BUCKET_SCHEMES, read_environment, why_no_place, without_password
-from lightning_spot.errors import MissingCredentials, SettingsError, SnapshotNotFound, SpotError, TierError
+from lightning_spot.errors import MissingCredentialsError, SettingsError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.tiers.connections import SILENT_S, loop_of
 from lightning_spot.tiers.transfers import REQUESTS
 
@@ -183,7 +183,8 @@ def tier_errors(url: str, *, reading: bool = False) -> Iterator[None]:
 
     Args:
         url: of the tier.
-        reading: whether an object that is not there is :class:`SnapshotNotFound`; when writing it is a tier that fails.
+        reading: whether an object that is not there is :class:`SnapshotNotFoundError`; when writing it is a tier that
+            fails.
     """
     try:
         yield
@@ -192,13 +193,13 @@ def tier_errors(url: str, *, reading: bool = False) -> Iterator[None]:
     except FileNotFoundError as error:
         gone = f"{str(error).removesuffix('does not exist').rstrip()} does not exist"  # s3fs says so itself of a bucket
         if reading:
-            raise SnapshotNotFound(f"{url}: {gone}") from error
+            raise SnapshotNotFoundError(f"{url}: {gone}") from error
         raise TierError(f"{url}: {gone}", tier=url) from error
     except Exception as error:  # every cloud library has errors of its own; all mean that this tier failed
         if sys.is_finalizing():  # a daemon thread, from under which modules go: nobody waits for it
             raise SystemExit from error
         if type(error).__name__ in _NO_CREDENTIALS:
-            raise MissingCredentials(
+            raise MissingCredentialsError(
                 f"no credentials were found for {url} ({error}). {_credentials(url)}, or give this machine a role that"
                 " may use the bucket",
                 tier=url,

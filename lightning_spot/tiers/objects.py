@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from lightning_spot.config import PART_BYTES
-from lightning_spot.errors import CorruptManifest, CorruptSnapshot, SnapshotNotFound, TierError
+from lightning_spot.errors import CorruptManifestError, CorruptSnapshotError, SnapshotNotFoundError, TierError
 from lightning_spot.image.files import FileSpan, is_own_file, pieces
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.image.sealing import NotedParts
@@ -108,12 +108,12 @@ class ObjectFiles:
 
         Raises:
             FileNotFoundError: if it is not there.
-            CorruptManifest: if it is too long for one.
+            CorruptManifestError: if it is too long for one.
         """
         path = self.path(below)
         data = bytes(self.twice(lambda: self.fs.cat_file(path, start=0, end=store.LONGEST_MANIFEST_BYTES + 1)))
         if len(data) > store.LONGEST_MANIFEST_BYTES:
-            raise CorruptManifest(f"{self.url}/{below} is too long for what it should be")
+            raise CorruptManifestError(f"{self.url}/{below} is too long for what it should be")
         return data
 
     def size(self, below: str) -> int | None:
@@ -264,9 +264,9 @@ class ObjectStore:
         with tier_errors(self.url, reading=True):
             for span, nbytes in zip(manifest.spans, self._sizes(manifest), strict=True):
                 if nbytes is None:
-                    raise SnapshotNotFound(f"{self.url}/{manifest.path_of(span)} does not exist")
+                    raise SnapshotNotFoundError(f"{self.url}/{manifest.path_of(span)} does not exist")
                 if nbytes < span.nbytes:
-                    raise CorruptSnapshot(
+                    raise CorruptSnapshotError(
                         f"{self.url}/{manifest.path_of(span)} is cut short: {nbytes} of {span.nbytes} bytes are there",
                         where=self.url,
                     )
@@ -358,12 +358,12 @@ class ObjectStore:
         try:
             for _ in range(2):  # what seems damaged is read once more, since a read may end early
                 data = self._files.read_small(manifest.manifest_path)
-                with contextlib.suppress(CorruptManifest):
+                with contextlib.suppress(CorruptManifestError):
                     return _Noted(data, Manifest.from_json(data), seen_s)
             return _Noted(data, None, seen_s)
         except FileNotFoundError:
             return _Noted(None, None, seen_s)
-        except CorruptManifest:  # it is too long for one
+        except CorruptManifestError:  # it is too long for one
             return _Noted(bytes(self._fs.cat_file(self._files.path(manifest.manifest_path))), None, seen_s)
 
     def _seen(self, manifest: Manifest) -> _Noted:
@@ -376,7 +376,7 @@ class ObjectStore:
         data = bytes(self._files.patiently(lambda: self._fs.cat_file(path, start=first, end=last)))
         if len(data) != stop - start:
             where = f"{self.url}/{manifest.path_of(span)}"
-            raise CorruptSnapshot(f"{where} is cut short: {len(data)} bytes came from byte {first}", where=where)
+            raise CorruptSnapshotError(f"{where} is cut short: {len(data)} bytes came from byte {first}", where=where)
         return data
 
     def _sizes(self, manifest: Manifest) -> list[int | None]:
@@ -402,7 +402,7 @@ class ObjectStore:
     def _claim_in(self, below: str) -> Claim | None:
         try:
             return claims.whole(lambda: Claim.from_json(self._files.read_small(below)))
-        except (FileNotFoundError, CorruptManifest):
+        except (FileNotFoundError, CorruptManifestError):
             return None
 
     def _check_fence(self, run: str, attempt: int) -> None:
@@ -546,7 +546,7 @@ class Fetching:
     def jobs(self, nbytes: int) -> Iterator[Job]:
         """What brings all of it, in ranges of at least ``nbytes``.
 
-        The jobs raise CorruptSnapshot if a range is not what was committed, also when it is read once more.
+        The jobs raise CorruptSnapshotError if a range is not what was committed, also when it is read once more.
         """
         for start, stop in self._manifest.ranges(nbytes):
             found: list[Piece] = []
@@ -573,7 +573,7 @@ class Fetching:
         _span, first, last = piece
         try:
             data = self._read(*piece)
-        except CorruptSnapshot as error:  # there, or only on its way: what comes now tells
+        except CorruptSnapshotError as error:  # there, or only on its way: what comes now tells
             logger.info("read once more: %s", error)
             data = self._read(*piece)
         self._into[first:last] = data
@@ -582,7 +582,7 @@ class Fetching:
         view = self._into[part.start : part.stop]
         try:
             self._manifest.verify_range(part.start, view, self._url)
-        except CorruptSnapshot as error:
+        except CorruptSnapshotError as error:
             logger.info("read once more: %s", error)
             for piece in part.pieces:
                 self._fill(piece)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, runtime_checkable
 
-from lightning_spot.errors import Fenced, Unclaimed
+from lightning_spot.errors import FencedError, UnclaimedError
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.tiers.claims import Claim, Owner, Standing, check_fence
 
@@ -56,9 +56,9 @@ class Store(Protocol):
     """A tier for one run. Every implementation passes ``tests/test_stores.py``.
 
     Methods may be called from any thread. "Nothing there" and "could not be read" are two things: what is not there is
-    an empty answer or :class:`~lightning_spot.errors.SnapshotNotFound`, what could not be read or written is
+    an empty answer or :class:`~lightning_spot.errors.SnapshotNotFoundError`, what could not be read or written is
     :class:`~lightning_spot.errors.TierError`, bytes that are not those that were committed are
-    :class:`~lightning_spot.errors.CorruptSnapshot`.
+    :class:`~lightning_spot.errors.CorruptSnapshotError`.
 
     Attributes:
         url: of the run at the tier.
@@ -97,8 +97,8 @@ class Store(Protocol):
         """Whether the claim of :attr:`owner` is there, and its own; nothing where there is no owner. One cheap request.
 
         Raises:
-            Fenced: if another trainer has claimed that number.
-            Unclaimed: if nobody has.
+            FencedError: if another trainer has claimed that number.
+            UnclaimedError: if nobody has.
             TierError: if it could not be read.
         """
 
@@ -109,7 +109,7 @@ class Store(Protocol):
         last one stays, and :meth:`check_owner` tells the other.
 
         Raises:
-            Fenced: if that number, under another token, or a later one is taken.
+            FencedError: if that number, under another token, or a later one is taken.
             TierError: if it could not be written.
         """
 
@@ -123,7 +123,7 @@ class Store(Protocol):
                 refused, too, if one of its name is there that a later attempt than its own has written.
 
         Raises:
-            Fenced: if a later attempt holds the run.
+            FencedError: if a later attempt holds the run.
             TierError: if it could not be written. What was there before is there still.
         """
 
@@ -151,8 +151,8 @@ class Store(Protocol):
         """Read the file of a snapshot into ``into`` (``manifest.nbytes`` long), and check every part as it comes.
 
         Raises:
-            SnapshotNotFound: if it is not there.
-            CorruptSnapshot: if it is shorter, or a part has not the checksum it was committed with.
+            SnapshotNotFoundError: if it is not there.
+            CorruptSnapshotError: if it is shorter, or a part has not the checksum it was committed with.
             TierError: if it could not be read.
         """
 
@@ -163,7 +163,7 @@ class Store(Protocol):
         attempt of the same run than that of ``manifest`` has written a file of its name meanwhile.
 
         Raises:
-            Fenced: if :attr:`owner` does not hold the run any more.
+            FencedError: if :attr:`owner` does not hold the run any more.
         """
 
     def sweep(self, current: Manifest, seen: Holdings | None = None) -> None:
@@ -217,7 +217,7 @@ class Folder(Protocol):
         """Some of a file, by default all of it.
 
         Raises:
-            SnapshotNotFound: if it is not there.
+            SnapshotNotFoundError: if it is not there.
         """
 
     def remove(self, names: Sequence[str]) -> None:
@@ -249,11 +249,11 @@ def check_claimed(store: Store, attempt: int) -> None:
     """Refuse to write for a later attempt what one has left that never claimed the run: it may be a stranger's.
 
     Raises:
-        Unclaimed: if there is no claim of that number.
+        UnclaimedError: if there is no claim of that number.
         TierError: if it could not be read.
     """
     store.owner = Owner(attempt, "")
-    with contextlib.suppress(Fenced):  # there is one: whose it is, that attempt was asked when it opened the run
+    with contextlib.suppress(FencedError):  # there is one: whose it is, that attempt was asked when it opened the run
         store.check_owner()
 
 
@@ -261,14 +261,14 @@ def on_behalf(store: Store, standing: Standing, action: Callable[[], Result]) ->
     """Do something at a tier for an attempt. What its trainer, who may be gone, could not claim is claimed for it.
 
     Raises:
-        Fenced: if another one has claimed it.
-        Unclaimed: if nobody has, and this node may not.
+        FencedError: if another one has claimed it.
+        UnclaimedError: if nobody has, and this node may not.
         SpotError: whatever else failed.
     """
     store.owner = standing.owner
     try:
         return action()
-    except Unclaimed:
+    except UnclaimedError:
         if standing.claim is None:
             raise
     store.claim(standing.claim)
@@ -293,17 +293,17 @@ def is_another(noted: Manifest | None, manifest: Manifest) -> bool:
     return (noted.lineage, noted.checksums) != (manifest.lineage, manifest.checksums)
 
 
-def not_ours(url: str, manifest: Manifest) -> Fenced:
+def not_ours(url: str, manifest: Manifest) -> FencedError:
     """Why a file is not replaced on behalf of others: it has no manifest of ours."""
     why = f"{url}/{manifest.name} was not saved by lightning_spot: it stays as it is. Save under another name"
-    return Fenced(why, run=manifest.run, attempt=manifest.attempt, current=manifest.attempt)
+    return FencedError(why, run=manifest.run, attempt=manifest.attempt, current=manifest.attempt)
 
 
 def check_file_fence(manifest: Manifest, existing: Manifest | None) -> None:
     """Refuse to put an older file of a user's over one that a later attempt of the same run has written.
 
     Raises:
-        Fenced: in that case.
+        FencedError: in that case.
     """
     if existing is not None and is_newer(existing, manifest):
         check_fence(manifest.run, manifest.attempt, existing.attempt)

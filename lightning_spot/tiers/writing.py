@@ -200,7 +200,7 @@ def by_file(manifest: Manifest, parts: Parts) -> Iterator[tuple[FileSpan, Parts]
     """Yield each file of an image with its bytes: whole if the image is, so that several blocks can go at once.
 
     Raises:
-        CorruptSnapshot: if a byte that is in no file is not zero.
+        CorruptSnapshotError: if a byte that is in no file is not zero.
     """
     if not isinstance(parts, memoryview):
         yield from cut(manifest.spans, parts)
