@@ -85,7 +85,7 @@ def test_a_run_has_one_node_whatever_links_lead_to_it(tmp_path: Path) -> None:
 
 def test_who_trains_without_a_node_finds_what_an_earlier_attempts_node_holds(tmp_path: Path) -> None:
     run = tmp_path / "run-1"
-    train(run, 10)
+    train(run, 10, local_server=True)
     newest = LocalStore(run).survey().manifests[0]
     shutil.rmtree(run / newest.name)  # in memory only, as after a kill
     assert train(run, 11, local_server=False)[1] == newest.step == 9
@@ -124,7 +124,7 @@ def test_what_a_node_finds_out_the_trainer_says(tmp_path: Path, caplog: pytest.L
             LocalStore(run).claim(later)
 
     between = Between(act, caplog, f"{run} fails (" if what == "fails" else "attempt 2 has taken over")
-    trainer(spot(run, upload_timeout_s=1.0), between, max_epochs=30).fit(Net(), data())
+    trainer(spot(run, local_server=True, upload_timeout_s=1.0), between, max_epochs=30).fit(Net(), data())
     assert between.is_said
 
 

@@ -80,6 +80,17 @@ def test_folds_have_runs_of_their_own_and_each_is_resumed(tmp_path: Path, caplog
     assert [LocalStore(path).survey().manifests[0].step for path in (third.location.url, tmp_path / "run")] == [6, 6]
 
 
+def test_a_link_to_a_dirpath_is_the_same_place(tmp_path: Path) -> None:
+    """Without a word, the second training was given the first one's weights."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    _, first = fold(tmp_path / "real", start=0.0)
+    callback, second = fold(tmp_path / "link", start=1.0)
+    assert callback.resumed_from is None
+    assert callback.location.name == "run-fit-2"
+    assert not torch.equal(second.net[0].bias, first.net[0].bias)
+
+
 class Tried(Net):
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -213,7 +224,7 @@ def test_a_pruned_trial_is_over_and_another_exception_is_said(tmp_path: Path) ->
 
 def test_a_node_of_a_trial_goes_when_the_next_one_begins(tmp_path: Path) -> None:
     with pytest.raises(TrialPruned):
-        trainer(spot(tmp_path / "one"), EndAt(5, TrialPruned)).fit(Net(), data(6))
+        trainer(spot(tmp_path / "one", local_server=True), EndAt(5, TrialPruned)).fit(Net(), data(6))
     record = find_record(str(tmp_path / "one" / "run"))
     assert record.running()
     fold(tmp_path / "two", start=0.0)
@@ -225,7 +236,7 @@ def test_nodes_go_at_the_end_of_a_program_unless_an_exception_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(Stop):
-        trainer(spot(tmp_path), EndAt(5)).fit(Net(), data(6))
+        trainer(spot(tmp_path, local_server=True), EndAt(5)).fit(Net(), data(6))
     record = find_record(str(tmp_path / "run"))
     monkeypatch.setattr("sys.last_value", Stop(), raising=False)
     earlier._at_exit(os.getpid())
@@ -413,7 +424,7 @@ def test_callback_and_trainer_can_be_copied_before_and_after_fit(tmp_path: Path,
         assert theirs.location == callback.location
         assert theirs.interval is not callback.interval
 
-    callback = spot(tmp_path, notices="signal")
+    callback = spot(tmp_path, local_server=True, notices="signal")
     run = trainer(callback, max_epochs=1, plugins=[SpotCheckpointIO(local_server=False)])
     copies(run, callback)
     copied(run).fit(Net(), data(4))
