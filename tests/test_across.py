@@ -309,7 +309,7 @@ class OnTwoRanks(SimpleNamespace):
 @pytest.mark.parametrize(
     ("hosts", "compression", "said"),
     [
-        (Hosts(count=2), "topk", r".*Leave compression="),
+        (Hosts(count=2), "topk", r".*Leave lossy="),
         (Hosts(count=MOST_HOSTS + 1), "auto", f"at most {MOST_HOSTS} hosts"),
         (Hosts(count=2, why_not="rank 1: no room"), "auto", ".*one has none: rank 1: no room"),
     ],

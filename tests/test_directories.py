@@ -318,7 +318,7 @@ def test_what_is_carried_on_is_bounded_and_adds_up(tmp_path: Path) -> None:
     assert len(account.latest) == 64
     whole = account.spent(None)
     assert whole.total_s == pytest.approx(299 * 10.0 - 1.0)
-    assert (whole.restore_s, whole.start_s) == (pytest.approx(0.25 * 299), pytest.approx(0.75 * 299))
+    assert (whole.restore_s, whole.startup_s) == (pytest.approx(0.25 * 299), pytest.approx(0.75 * 299))
     assert whole.down_s == pytest.approx(298.0)
     assert len(json.dumps(newest.as_dict())) < 50_000
 

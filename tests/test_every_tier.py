@@ -139,7 +139,7 @@ def trained(
 
 
 @pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize(("kind", "compression"), [(Adapted, "auto"), (RunsAhead, "delta")])
+@pytest.mark.parametrize(("kind", "compression"), [(Adapted, "auto"), (RunsAhead, "always")])
 def test_every_snapshot_is_its_step_at_every_tier_that_it_reached(
     tmp_path: Path, tiers: Tiers, caplog: pytest.LogCaptureFixture, kind: type[Adapted], compression: Any, steps: int
 ) -> None:

@@ -105,7 +105,7 @@ def test_no_secret_of_a_url_is_shown(
         ["ls", url],
         ["report", url],
         ["doctor", url],
-        ["node", "--storage", url],
+        ["serve", "--storage", url],
         ["serve", "--allow-storage", url],
     ):
         assert main(command) == 2

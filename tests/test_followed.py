@@ -149,7 +149,7 @@ def test_a_trainer_says_so_of_steps_that_follow_each_other(
         return seal(self, lease, manifest, *args, **how)
 
     monkeypatch.setattr(InProcessHost, "seal", noted)
-    each = {"memory": None, "interval": interval, "on_full": "wait"}
+    each = {"local_server": False, "interval": interval, "on_full": "wait"}
     trainer(RemoteSnapshot(str(tmp_path / "run-1"), **each), max_epochs=1).fit(Net(), data(20))
     assert said[-1] == (True, False)
     assert len(said) > 2

@@ -818,7 +818,7 @@ def test_doctor_with_a_node(tmp_path: Path, capsys: Said, start_node: Callable[.
     told = json.loads(capsys.readouterr().out)
     assert set(told["tiers_bytes_per_s"]) == {node.url, str(tmp_path / "run")}
     outlook = told["outlook"]["with the snapshot server"]
-    assert outlook["loss_s"] == pytest.approx(outlook["interval_s"] / 2 + outlook["safe_s"] - outlook["blocked_s"])
+    assert outlook["loss_s"] == pytest.approx(outlook["interval_s"] / 2 + outlook["safe_s"] - outlook["stall_s"])
     assert outlook["loss_s"] == outlook["behind_s"][node.url]
     assert list(outlook["behind_s"]) == ["memory of the host", node.url, str(tmp_path / "run")]
     assert any("snapshot server saves" in line for line in told["advice"])

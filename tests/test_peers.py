@@ -257,7 +257,7 @@ def test_a_training_or_a_cell_that_fails_in_any_way_is_named_and_the_others_are_
 
 
 def test_a_snapshot_for_which_there_was_no_slot_does_not_count_as_begun() -> None:
-    spot: Any = SimpleNamespace(snapshots=SimpleNamespace(begun_step=-1), skipped=0)
+    spot: Any = SimpleNamespace(snapshots=SimpleNamespace(begun_step=-1), num_skipped=0)
     watch, trainer = SeamWatch(spot), SimpleNamespace()
     for step, skipped in ((1, 0), (2, 1), (2, 1), (3, 1)):
         watch.after_batch(trainer)  # type: ignore[arg-type]

@@ -80,7 +80,7 @@ class Program:
         return code
 
     def stopped_at(self, rank: int) -> int:
-        found = [re.fullmatch(r"stopped-by-Preempted (\d+)", line) for line in self.lines(rank)]
+        found = [re.fullmatch(r"stopped-by-PreemptedError (\d+)", line) for line in self.lines(rank)]
         return int(next(match for match in found if match)[1])
 
 
@@ -562,7 +562,7 @@ def test_a_grace_that_fits_no_tier_is_said_early(tmp_path: Path, caplog: pytest.
             if trainer.global_step == 99:
                 until(lambda: spot.snapshots.snapshotter.writing.safe_after_s() is not None, "a measured speed")
 
-    with pytest.warns(UserWarning, match="a notice leaves 0 s, but a snapshot was measured to need"):
+    with pytest.warns(UserWarning, match="a notice leaves 0 s, but a snapshot has needed"):
         trainer(Wait(), spot, max_epochs=5).fit(Net(), data(21))
 
 

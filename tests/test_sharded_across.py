@@ -369,7 +369,7 @@ class OnTwoHosts(SimpleNamespace):
 @pytest.mark.parametrize(
     ("memory", "settings", "way_on"),
     [
-        ("spot://a:1", {"compression": "topk"}, r"compression='topk'\. Leave compression="),
+        ("spot://a:1", {"compression": "topk"}, r"lossy='topk'\. Leave lossy="),
     ],
 )
 def test_hosts_whose_parts_would_come_together_nowhere_are_refused(

@@ -76,7 +76,7 @@ def arrive(pair: Pair, step: int, *, exact: bool) -> bytes:
 def topk(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Pair:
     """Approximations are sent, however fast the machine is that this runs on."""
     monkeypatch.setattr(Approximation, "pays", lambda _self: True)
-    pair.open(lossy="topk", session="a trainer that lives")
+    pair.open(compression="topk", session="a trainer that lives")
     return pair
 
 
@@ -143,7 +143,7 @@ def test_where_there_is_room_for_one_snapshot_it_is_exact(topk: Pair) -> None:
     """Nothing could take the place of an approximated one: there was no other snapshot until the end of training."""
     topk.near.close()
     topk.near = Sender(topk.near.root, topk.url, slots=1)
-    topk.open(lossy="topk", session="a trainer that lives")
+    topk.open(compression="topk", session="a trainer that lives")
     image = floats(1, NBYTES)
     for step in (1, 2, 3):
         image = moved(image, step)
@@ -221,7 +221,7 @@ def test_a_send_that_broke_off_leaves_both_ends_at_one(topk: Pair, monkeypatch: 
 def test_a_real_file_is_read_by_torch_and_by_zipfile(topk: Pair, tmp_path: Path) -> None:
     """Weights and moments are approximated; counters, integers, small tensors and the rest are not."""
     host = InProcessHost(slots=3, memory_bytes=64 * MIB, open_store=topk.near._open)
-    info = RunInfo(name="run", id=RUN_ID, location="", attempt=2, token="u", nodes=(topk.url,), lossy="topk")
+    info = RunInfo(name="run", id=RUN_ID, location="", attempt=2, token="u", nodes=(topk.url,), compression="topk")
     host.open_run(info)
     writer = SnapshotWriter(host, approximates=True)
     weight = torch.nn.Parameter(torch.randn(512, 512))
@@ -283,7 +283,7 @@ def test_a_host_without_memory_for_it_sends_exactly(
 ) -> None:
     monkeypatch.setattr(encoding, "available_bytes", lambda: 1000)
     assert sends(Approximation(), 5, exact_s=2.0, inexact_s=1.0) == []
-    assert caplog.text.count("compression='topk' needs 2.10 MB more memory on this host") == 1
+    assert caplog.text.count("lossy='topk' needs 2.10 MB more memory on this host") == 1
 
 
 def test_an_exact_one_is_never_deleted_for_one_that_is_not(tmp_path: Path) -> None:

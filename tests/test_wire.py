@@ -151,8 +151,8 @@ def test_without_zstd_auto_sends_as_it_is_and_delta_is_refused(
     pair: Pair, kinds: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "zstd", None)
-    with pytest.raises(SettingsError, match=r"compression='delta' needs zstd.*pip install"):
-        packing.check_compression("delta")
+    with pytest.raises(SettingsError, match=r"compression='always' needs zstd.*pip install"):
+        packing.chosen_compression("always", None)
     pair.open(compression="always")  # of a trainer whose Python has zstd
     image = floats(1, MIB)
     pair.near.bring(1, image)
@@ -171,11 +171,11 @@ def test_the_setting_goes_from_node_to_node(pair: Pair, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Node, "open_run", noting)
     pair.open(compression="off")
-    assert [info.compression for info in told] == [None, None]
+    assert [info.compression for info in told] == ["off", "off"]
 
 
 def test_the_setting_goes_from_the_callback_to_the_node_on_this_host(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"compression='zip' is none of 'auto', 'delta', 'topk'"):
+    with pytest.raises(SettingsError, match=r"compression='zip' is none of 'auto', 'always' and 'off'"):
         SpotCheckpoint(str(tmp_path), compression="zip")  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="servers= names none"):
         SpotCheckpoint(str(tmp_path), lossy="topk")
@@ -185,4 +185,4 @@ def test_the_setting_goes_from_the_callback_to_the_node_on_this_host(tmp_path: P
     known = host._node.registry.info(attempt.info.key)
     attempt.finish(5.0, complete=False)
     assert known is not None
-    assert known.compression is None
+    assert known.compression == "off"

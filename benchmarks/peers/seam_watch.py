@@ -50,7 +50,7 @@ class SeamWatch(pl.Callback):
             self.begun[step] = self._begun_s
 
     def _counts(self) -> tuple[int, int]:
-        return self._spot.snapshots.begun_step, self._spot.skipped
+        return self._spot.snapshots.begun_step, self._spot.num_skipped
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         Seams.of(trainer).remove(self)

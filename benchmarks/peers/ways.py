@@ -302,8 +302,9 @@ def _ways() -> dict[str, Way]:
     }
     ways |= {f"ours {mode}": _ours(copy_mode=mode) for mode in MODES}
     ways["ours blocking own pace"] = _ours(copy_mode="blocking", min_upload_interval_s=None)
-    for name, compression in (("delta", "delta"), ("whole", None), ("topk", "topk")):
-        ways[f"ours+node {name}"] = _ours(memory_node=True, compression=compression)
+    sent: dict[str, dict[str, Any]] = {"delta": {"compression": "always"}, "whole": {"compression": "off"}}
+    for name, how in {**sent, "topk": {"lossy": "topk"}}.items():
+        ways[f"ours+node {name}"] = _ours(memory_node=True, **how)
     return ways
 
 

@@ -177,7 +177,7 @@ class JointUploads:
                 yield start, stop, checksum(image[start:stop])
 
         threads = packers()
-        rule, always = self._rule if compression is not None else None, compression == "delta"
+        rule, always = self._rule if compression != "off" else None, compression == "always"
         encoder = PartEncoder(image, PART_BYTES, gathering.base, earlier, threads, rule, always=always)
         try:
             self._rule.begin()
@@ -584,8 +584,8 @@ class NodeStore:
             base,
             held,
             threads,
-            self._rule if compression is not None else None,
-            always=compression == "delta",
+            self._rule if compression != "off" else None,
+            always=compression == "always",
         )
 
     def _give_up(self, upload: str) -> None:

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 DataResume = Literal["auto", "replay", "seek"]
 """How a loader comes back to its position: ``"replay"`` loads the epoch's batches again and drops them, which is exact
-even with random augmentation inside workers; ``"seek"`` draws their indices only; ``"auto"`` skips where there are no
+even with random augmentation inside workers; ``"seek"`` draws their indices only; ``"auto"`` seeks where there are no
 workers (exact, too) and replays where there are. A loader with a state of its own goes on from that, but with
 ``"replay"``, and with ``"auto"`` where a shuffle buffer is in no state."""
 

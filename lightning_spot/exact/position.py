@@ -213,7 +213,7 @@ def _why_its_state_is_not_exact(loader: Any, inner: Any) -> Iterator[str]:
     kind = type(data).__iter__ if isinstance(data, IterableDataset) else None
     if inspect.isgeneratorfunction(kind) and not hasattr(data, "state_dict"):
         yield f"{_BEGINS_AGAIN} {type(data).__name__} has no state_dict: give it one"
-    for buffer in shuffle_buffers(OwnState({"dataset": data})) if loader.__dict__.get("_data_resume") == "skip" else ():
+    for buffer in shuffle_buffers(OwnState({"dataset": data})) if loader.__dict__.get("_data_resume") == "seek" else ():
         yield (
             f"the shuffle buffer of {type(data).__name__} ({buffer}) may be in no state: a resume in mid-epoch may lose"
             ' or repeat samples. Leave data_resume="seek" out: batches are loaded again'

@@ -10,8 +10,8 @@ from lightning_spot.errors import SettingsError
 
 logger = logging.getLogger(__name__)
 
-Compression = Literal["auto", "delta", "topk"] | None
-"""How what changed is sent: packed where that is faster, always packed, not exactly, or as it is."""
+Compression = Literal["auto", "always", "off", "topk"]
+"""How what changed is sent: packed where that is faster, always packed, as it is, or not exactly."""
 
 
 def _find() -> Any:
@@ -47,6 +47,4 @@ def chosen_compression(compression: object, lossy: object) -> Compression:
             "compression='always' needs zstd, which this Python lacks: pip install backports.zstd, or use"
             " compression='auto', which does without"
         )
-    if lossy is not None:
-        return "topk"
-    return None if compression == "off" else "delta" if compression == "always" else "auto"
+    return "topk" if lossy is not None else compression

@@ -71,8 +71,8 @@ class RunInfo:
         durable_url: durable directory as a store's URL; ``None`` if the node is not to write there.
         min_upload_interval_s: least seconds between two snapshots brought to the durable tier; 0 for as often as it
             can; ``None`` likewise, but for those that follow each other in moments, see :data:`work.MOST_APART_S`.
-        compression: how what changed goes to the nodes behind: ``"auto"`` packs it where that is faster, ``"delta"``
-            always, ``None`` never.
+        compression: how what changed goes to the nodes behind: ``"auto"`` packs it where that is faster, ``"always"``
+            always, ``"off"`` never, and ``"topk"`` sends it not exactly.
         nodes: ``spot://host:port`` of the snapshot servers behind this one, in order of preference.
         replicas: how many of them each snapshot is kept at.
         carry: whether the node is to bring the run to its durable tier; where it is kept at several, one is.

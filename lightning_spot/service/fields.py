@@ -9,7 +9,7 @@ import re
 import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, get_args
 
 from aiohttp import web
 
@@ -213,7 +213,5 @@ def compression(fields: Mapping[str, Any]) -> Compression:
     Raises:
         SettingsError: if it is no text.
     """
-    if fields.get("compression", "auto") is None:
-        return None
     named = text(fields, "compression", "auto")
-    return "delta" if named == "delta" else "topk" if named == "topk" else "auto"
+    return next((each for each in get_args(Compression) if each == named), "auto")
