@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
     from lightning_spot.callbacks.spot_checkpoint import SpotCheckpoint
     from lightning_spot.checkpoint_io import SpotCheckpointIO
-    from lightning_spot.errors import PreemptedError, SpotError
+    from lightning_spot.errors import NoticeUnavailableError, PreemptedError, SettingsError, SpotError, TierError
     from lightning_spot.goodput.metric import Goodput
     from lightning_spot.interval.adaptive import OverheadBudget, YoungDaly
     from lightning_spot.interval.coci import COCI
@@ -38,13 +38,16 @@ __all__ = [
     "IntervalPolicy",
     "Notice",
     "NoticeSource",
+    "NoticeUnavailableError",
     "OverheadBudget",
     "PreemptedError",
     "PreemptionGuard",
     "RemoteSnapshot",
+    "SettingsError",
     "SpotCheckpoint",
     "SpotCheckpointIO",
     "SpotError",
+    "TierError",
     "YoungDaly",
     "__version__",
 ]
@@ -61,13 +64,16 @@ _HOMES = {
     "IntervalPolicy": "lightning_spot.interval.policy",
     "Notice": "lightning_spot.notices.notice",
     "NoticeSource": "lightning_spot.notices.notice",
+    "NoticeUnavailableError": "lightning_spot.errors",
     "OverheadBudget": "lightning_spot.interval.adaptive",
     "PreemptedError": "lightning_spot.errors",
     "PreemptionGuard": "lightning_spot.callbacks.preemption_guard",
     "RemoteSnapshot": "lightning_spot.callbacks.remote_snapshot",
+    "SettingsError": "lightning_spot.errors",
     "SpotCheckpoint": "lightning_spot.callbacks.spot_checkpoint",
     "SpotCheckpointIO": "lightning_spot.checkpoint_io",
     "SpotError": "lightning_spot.errors",
+    "TierError": "lightning_spot.errors",
     "YoungDaly": "lightning_spot.interval.adaptive",
 }
 

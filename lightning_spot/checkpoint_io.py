@@ -17,11 +17,13 @@ from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import SERVER_IDLE_TIMEOUT_S, check_flag, check_number, directory_of, plain_scheme, scheme_of
 from lightning_spot.errors import (
+    FailureReason,
     ServerUnreachableError,
     SettingsError,
-    SnapshotTooLargeError,
+    SnapshotFailedError,
     SpotError,
     TierError,
+    TierReason,
 )
 from lightning_spot.exact.loadability import load_named
 from lightning_spot.exact.namespaces import SpotIO
@@ -123,7 +125,9 @@ class SpotCheckpointIO(SpotIO):
         manifest = _manifest(writer.info, name, checkpoint)
         try:
             self._commit(writer, checkpoint, manifest)
-        except (ServerUnreachableError, SnapshotTooLargeError) as error:
+        except (ServerUnreachableError, SnapshotFailedError) as error:
+            if error.reason not in (TierReason.UNREACHABLE, FailureReason.TOO_LARGE):
+                raise
             logger.warning("lightning_spot: %s; saving %s past the memory of this host", error, path)
             writer.write_past_memory(checkpoint, manifest, open_store(parent))
         if not trains:

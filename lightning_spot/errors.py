@@ -3,37 +3,87 @@
 ::
 
     SpotError
-    ├── SettingsError            a setting or argument cannot be used as given
-    │   └── MalformedError            a file, or what another process says, is not what it should be
-    ├── LayoutUnsupportedError        this torch cannot lay this checkpoint out; plain ``torch.save`` is used instead
-    ├── NotSerializableError          the training state holds something that cannot be pickled, or not be loaded safely
-    ├── CorruptSnapshotError          bytes that are there are not the bytes that were committed
-    │   └── CorruptManifestError      the manifest itself cannot be read
-    │       └── UnknownFormatError    a newer version of this package wrote it
-    ├── SnapshotNotFoundError         no such snapshot, file or run at a tier
-    ├── TornSnapshotError             a tensor changed while it was copied; the snapshot was dropped
-    ├── ShareMissingError             a rank's share of a snapshot did not come, or does not fit; it was dropped
-    ├── SnapshotFailedError           a snapshot could not be taken, for a reason that nobody foresaw; it was skipped
-    ├── ModelChangedError             the model no longer fits the snapshot it should resume from
-    ├── TierError                a tier failed (unreachable, disk full, permission)
-    │   ├── OvertakenError            an earlier writer came in between; written again, it stays
-    │   ├── MissingCredentialsError   none were found for an object store
-    │   ├── ServerUnreachableError      no snapshot server answers at an address
-    │   ├── ServerRefusedError          the node answered and said no (token, bad request)
-    │   ├── ServerFailedError           the node failed at a request in a way that nobody foresaw
-    │   ├── TooManyStreamsError       an upload has its part of a node's connections
-    │   └── ProtocolMismatchError     the two ends speak different protocol versions
-    ├── RingFullError                 every slot is dirty or in use: back-pressure, not a failure
-    ├── SnapshotTooLargeError         the snapshot cannot ever fit the node's memory
-    ├── FencedError                   a later attempt of the run has taken over; this writer's writes are refused
-    ├── RunBusyError                  a live trainer on this host already writes the run
-    └── NoticeUnavailableError        a preemption notice source cannot be asked at present
+    ├── SettingsError               a setting or argument cannot be used as given
+    │   └── MalformedError          a file, or what another process says, is not what it should be
+    ├── NotSerializableError        the training state holds something that cannot be pickled, or not be loaded safely
+    ├── CorruptSnapshotError        bytes or a manifest are not what was committed, or a newer version wrote it
+    ├── SnapshotNotFoundError       no such snapshot, file or run at a tier
+    ├── SnapshotFailedError         a snapshot could not be taken; ``reason`` is a :class:`FailureReason`
+    ├── ModelChangedError           the model no longer fits the snapshot it should resume from
+    ├── TierError                   a tier failed (disk full, permission); ``reason`` is a :class:`TierReason`
+    │   ├── ServerUnreachableError  no snapshot server answers at an address
+    │   └── ServerRefusedError      a snapshot server answered and said no, or failed at the request
+    ├── FencedError                 a later attempt of the run has taken over; this writer's writes are refused
+    ├── RunBusyError                a live trainer on this host already writes the run
+    └── NoticeUnavailableError      a preemption notice source cannot be asked at present
 
     SystemExit
-    └── PreemptedError                training stopped on a preemption notice; exit code 143
+    └── PreemptedError              training stopped on a preemption notice; exit code 143
+
+Errors are told apart by class, and within one by its attribute ``reason``. Messages are for people only.
 """
 
 from __future__ import annotations
+
+import enum
+
+
+class Reason(enum.Enum):
+    """Why an error came up, where its class alone does not say so."""
+
+    def caused(self, error: BaseException | None) -> bool:
+        """Whether it is the reason of an error."""
+        return getattr(error, "reason", None) is self
+
+
+class FailureReason(Reason):
+    """Why a snapshot could not be taken; the one before it stands."""
+
+    TORN = "torn"
+    """A tensor changed while it was copied."""
+
+    SHARE_MISSING = "share-missing"
+    """The bytes that one rank was to write did not come, or do not fit."""
+
+    RING_FULL = "ring-full"
+    """Every slot of the ring is dirty or in use: back-pressure. Try again once the flusher has caught up."""
+
+    TOO_LARGE = "too-large"
+    """It cannot fit the node's memory, however long one waits."""
+
+    UNFORESEEN = "unforeseen"
+    """Something that nobody foresaw (memory ran out, say)."""
+
+
+class TierReason(Reason):
+    """In what way a tier failed, or a snapshot server refused."""
+
+    FAILED = "failed"
+    """In some other way: the message says it."""
+
+    UNCLAIMED = "unclaimed"
+    """An attempt has not claimed the run's directory (yet): nothing is written or deleted there on its behalf."""
+
+    OVERTAKEN = "overtaken"
+    """Another writer, who began earlier, replaced a file while it was committed; written again, it stays."""
+
+    NO_CREDENTIALS = "no-credentials"
+    """None were found for an object store."""
+
+    UNREACHABLE = "unreachable"
+    """No snapshot server answers."""
+
+    REFUSED = "refused"
+    """A snapshot server refuses the request: its token, what it asks for, or how it was made."""
+
+    PROTOCOL = "protocol"
+    """The two ends speak different versions of the node protocol; upgrade the older one."""
+
+    TOO_MANY_STREAMS = "too-many-streams"
+    """An upload has its part of the connections that a node receives over at once; those it has go on."""
+
+    SERVER_FAILED = "server-failed"
+    """A node failed at a request in a way that nobody foresaw (memory ran out, say); it goes on with others."""
 
 
 class SpotError(Exception):
@@ -48,50 +98,47 @@ class MalformedError(SettingsError):
     """What a file holds, or another process says, is not what it should be; nothing of it was used."""
 
 
-class LayoutUnsupportedError(SpotError):
-    """This torch cannot lay the checkpoint out before filling it; the writer falls back to ``torch.save``."""
-
-
 class NotSerializableError(SpotError):
     """The training state holds something that cannot be pickled, or that torch does not load ``weights_only``."""
 
 
 class CorruptSnapshotError(SpotError):
-    """The bytes found are not the bytes that were committed.
+    """The bytes found are not the bytes that were committed, or a manifest cannot be read.
 
     Attributes:
         where: tier or URL of the snapshot.
-        part: index of the first bad part, or ``None`` when the size is wrong.
+        part: index of the first bad part, or ``None`` when the size or the manifest is wrong.
+        is_newer_format: whether a newer version of this package wrote the manifest: the snapshot may be good, this
+            version cannot tell.
     """
 
-    def __init__(self, message: str, *, where: str = "", part: int | None = None) -> None:
+    def __init__(
+        self, message: str, *, where: str = "", part: int | None = None, is_newer_format: bool = False
+    ) -> None:
         super().__init__(message)
         self.where = where
         self.part = part
-
-
-class CorruptManifestError(CorruptSnapshotError):
-    """A manifest cannot be parsed or contradicts itself."""
-
-
-class UnknownFormatError(CorruptManifestError):
-    """A newer version of this package wrote the manifest: the snapshot may be good, this version cannot tell."""
+        self.is_newer_format = is_newer_format
 
 
 class SnapshotNotFoundError(SpotError, FileNotFoundError):
     """No such snapshot, file or run at this tier."""
 
 
-class TornSnapshotError(SpotError):
-    """A tensor changed while it was being copied; the snapshot was dropped and the one before it stands."""
-
-
-class ShareMissingError(SpotError):
-    """The bytes that one rank was to write into a snapshot did not come; the one before it stands."""
-
-
 class SnapshotFailedError(SpotError):
-    """Taking a snapshot failed in a way that nobody foresaw (memory ran out, say); the one before it stands."""
+    """A snapshot could not be taken; the one before it stands.
+
+    Attributes:
+        reason: why.
+        nbytes: size of the snapshot in bytes, where it is too large.
+        memory_bytes: the node's limit in bytes, where it is too large.
+    """
+
+    def __init__(self, message: str, *, reason: FailureReason, nbytes: int = 0, memory_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.nbytes = nbytes
+        self.memory_bytes = memory_bytes
 
 
 class ModelChangedError(SpotError, RuntimeError):
@@ -115,74 +162,39 @@ class TierError(SpotError):
 
     Attributes:
         tier: URL of the tier.
+        reason: in what way.
     """
 
-    def __init__(self, message: str, *, tier: str = "") -> None:
+    def __init__(self, message: str, *, tier: str = "", reason: TierReason = TierReason.FAILED) -> None:
         super().__init__(message)
         self.tier = tier
-
-
-class UnclaimedError(TierError):
-    """An attempt has not claimed the run's directory (yet): nothing is written or deleted there on its behalf."""
-
-
-class OvertakenError(TierError):
-    """Another writer, who began earlier, replaced a file while it was committed; written again, it stays."""
-
-
-class MissingCredentialsError(TierError):
-    """No credentials were found for an object store."""
+        self.reason = reason
 
 
 class ServerUnreachableError(TierError, ConnectionError):
     """No snapshot server answers at this address (now); the caller retries or degrades to the next tier."""
 
+    def __init__(self, message: str, *, tier: str = "") -> None:
+        super().__init__(message, tier=tier, reason=TierReason.UNREACHABLE)
+
 
 class ServerRefusedError(TierError):
-    """The node answered and refused the request.
+    """A snapshot server answered and refused the request, or failed at it.
 
     Attributes:
         status: the HTTP status it answered with.
     """
 
-    def __init__(self, message: str, *, tier: str = "", status: int = 0) -> None:
-        super().__init__(message, tier=tier)
+    def __init__(
+        self, message: str, *, tier: str = "", status: int = 0, reason: TierReason = TierReason.REFUSED
+    ) -> None:
+        super().__init__(message, tier=tier, reason=reason)
         self.status = status
 
     @property
     def is_for_the_token(self) -> bool:
         """Whether it refuses the secret: to ask again with the same one is of no use."""
         return self.status == 401
-
-
-class ServerFailedError(TierError):
-    """The node failed at a request in a way that nobody foresaw (memory ran out, say); it goes on with others."""
-
-
-class TooManyStreamsError(TierError):
-    """An upload has its part of the connections that a node receives over at once; those it has go on."""
-
-
-class ProtocolMismatchError(TierError):
-    """The two ends speak different versions of the node protocol; upgrade the older one."""
-
-
-class RingFullError(SpotError):
-    """Every slot of the ring is dirty or in use; try again once the flusher has caught up."""
-
-
-class SnapshotTooLargeError(SpotError):
-    """The snapshot cannot fit the node's memory, however long one waits.
-
-    Attributes:
-        nbytes: size of the snapshot in bytes.
-        memory_bytes: the node's limit in bytes.
-    """
-
-    def __init__(self, message: str, *, nbytes: int = 0, memory_bytes: int = 0) -> None:
-        super().__init__(message)
-        self.nbytes = nbytes
-        self.memory_bytes = memory_bytes
 
 
 class FencedError(SpotError):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_spot.errors import RingFullError, ServerUnreachableError, SnapshotNotFoundError
+from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SnapshotNotFoundError
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -202,7 +202,7 @@ class NodeBehind:
         floats: Sequence[Floats] = (),
     ) -> Manifest:
         if self.full:
-            raise RingFullError("no slot")
+            raise SnapshotFailedError("no slot", reason=FailureReason.RING_FULL)
         self.waiting = True
         assert self.open.wait(30)
         self.waiting = False

@@ -26,12 +26,20 @@ from lightning_spot.client.embedded import Session
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import (
-    CorruptManifestError,
+    CorruptSnapshotError,
+    FailureReason,
+    FencedError,
     MalformedError,
+    Reason,
+    RunBusyError,
+    ServerRefusedError,
     ServerUnreachableError,
     SettingsError,
+    SnapshotFailedError,
     SnapshotNotFoundError,
     SpotError,
+    TierError,
+    TierReason,
 )
 from lightning_spot.goodput.journal import Journal
 from lightning_spot.goodput.ledger import AttemptRecord, account_after
@@ -40,7 +48,7 @@ from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, PortionOf, portion_name, snapshot_name
 from lightning_spot.image.notes import Note
 from lightning_spot.memory.node import Node
-from lightning_spot.protocol.wire import Address, error_from_body, file_path
+from lightning_spot.protocol.wire import Address, error_body, error_from_body, file_path
 from lightning_spot.run import survey
 from lightning_spot.service.channel import DescriptorChannel
 from lightning_spot.tiers.claims import Claim, claim_name, first_readable
@@ -124,7 +132,7 @@ def test_any_flipped_bit_of_a_manifest_is_refused_or_reads_back_equal(good: Mani
     text = bytearray(good.to_json().encode())
     for place in range(8 * len(text)):
         text[place // 8] ^= 1 << place % 8
-        with contextlib.suppress(CorruptManifestError):
+        with contextlib.suppress(CorruptSnapshotError):
             assert Manifest.from_json(bytes(text)) == good, f"bit {place} is not seen"
         text[place // 8] ^= 1 << place % 8
     assert Manifest.from_json(bytes(text)) == good
@@ -144,18 +152,18 @@ def test_any_flipped_bit_of_a_manifest_is_refused_or_reads_back_equal(good: Mani
 def test_a_manifest_agrees_with_its_name(changes: dict[str, Any]) -> None:
     old = {**manifest().to_dict(), "format": 3}  # written before manifests had a checksum of themselves
     assert Manifest.from_json(json.dumps(old)) == manifest()
-    with pytest.raises(CorruptManifestError):
+    with pytest.raises(CorruptSnapshotError):
         Manifest.from_json(json.dumps({**old, **changes}))
 
 
 def test_a_manifest_without_its_checksum_is_refused() -> None:
-    with pytest.raises(CorruptManifestError, match="checksum"):
+    with pytest.raises(CorruptSnapshotError, match="checksum"):
         Manifest.from_json(json.dumps(manifest().to_dict()))
 
 
 def test_a_manifest_whose_values_are_wrong_is_refused_and_nothing_else() -> None:
     for fields in wrongly(PORTION.to_dict()):
-        with contextlib.suppress(CorruptManifestError):
+        with contextlib.suppress(CorruptSnapshotError):
             Manifest.from_dict(fields).to_json()
 
 
@@ -207,7 +215,7 @@ def mutate_json(rnd: random.Random, cases: int) -> None:
     for _ in range(cases):
         data = mutated(rnd, rnd.choice(seeds))
         for read in (read_json, Manifest.from_json):
-            with contextlib.suppress(MalformedError, CorruptManifestError):
+            with contextlib.suppress(MalformedError, CorruptSnapshotError):
                 read(data)
 
 
@@ -258,20 +266,20 @@ def test_any_flipped_bit_of_a_claim_or_note_is_refused_or_reads_back_equal(good:
     text = bytearray(good.to_json().encode())
     for place in range(8 * len(text)):
         text[place // 8] ^= 1 << place % 8
-        with contextlib.suppress(CorruptManifestError):
+        with contextlib.suppress(CorruptSnapshotError):
             assert type(good).from_json(bytes(text)) == good, f"bit {place} is not seen"
         text[place // 8] ^= 1 << place % 8
     fields = json.loads(good.to_json())
     del fields["checksum"]
     for wrong in wrongly(fields):
-        with contextlib.suppress(CorruptManifestError):
+        with contextlib.suppress(CorruptSnapshotError):
             type(good).from_json(json.dumps(wrong))
 
 
 def mutate_small_files(rnd: random.Random, cases: int) -> None:
     for _ in range(cases):
         good = rnd.choice([CLAIM, NOTE, Note.of_portion(PORTION)])
-        with contextlib.suppress(CorruptManifestError):
+        with contextlib.suppress(CorruptSnapshotError):
             type(good).from_json(mutated(rnd, good.to_json().encode()))
         with contextlib.suppress(MalformedError):
             fields = read_json(mutated(rnd, json.dumps(RECORD.as_dict()).encode()))
@@ -332,6 +340,50 @@ def test_an_error_from_a_node_is_one_of_ours_and_one_line(body: bytes) -> None:
     assert isinstance(error, SpotError)
     assert str(error).isprintable()
     assert len(str(error)) < 5000
+
+
+KNOWN: list[SpotError] = [
+    *(SnapshotFailedError("why", reason=reason, nbytes=2, memory_bytes=1) for reason in FailureReason),
+    *(TierError("why", tier="spot://node", reason=reason) for reason in TierReason),
+    *(ServerRefusedError("why", tier="spot://node", status=500, reason=reason) for reason in TierReason),
+    ServerUnreachableError("why", tier="spot://node"),
+    CorruptSnapshotError("why", where="there", part=3),
+    CorruptSnapshotError("why", is_newer_format=True),
+    FencedError("why", run="run", attempt=1, current=2),
+    RunBusyError("why", run="run", pid=3),
+    SnapshotNotFoundError("why"),
+]
+
+
+@pytest.mark.parametrize("error", KNOWN, ids=lambda error: f"{type(error).__name__} {getattr(error, 'reason', '')}")
+def test_an_error_comes_over_the_network_with_its_facts(error: SpotError) -> None:
+    came = error_from_body(500, json.dumps(error_body(error)).encode(), "spot://node")
+    assert type(came) is type(error)
+    assert (str(came), vars(came)) == (str(error), vars(error))
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "kind", "reason"),
+    [
+        (500, {"error": "LaterError", "message": "why"}, ServerRefusedError, TierReason.REFUSED),
+        (426, {"error": "LaterError", "message": "why"}, ServerRefusedError, TierReason.PROTOCOL),
+        (500, {"error": "TierError", "message": "why", "facts": {"reason": "later"}}, TierError, TierReason.FAILED),
+        (500, {"error": "TierError", "message": "why", "facts": {"reason": ["failed"]}}, TierError, TierReason.FAILED),
+        (401, {"error": "ServerRefusedError", "message": "why"}, ServerRefusedError, TierReason.REFUSED),
+        (
+            500,
+            {"error": "SnapshotFailedError", "message": "why", "facts": {"reason": "later", "later": 5}},
+            SnapshotFailedError,
+            FailureReason.UNFORESEEN,
+        ),
+    ],
+)
+def test_an_error_of_another_version_is_the_nearest_that_is_known(
+    status: int, said: dict[str, Any], kind: type[SpotError], reason: Reason
+) -> None:
+    error = error_from_body(status, json.dumps(said).encode(), "spot://node")
+    assert type(error) is kind
+    assert reason.caused(error)
 
 
 @pytest.fixture
@@ -460,5 +512,5 @@ def test_a_file_is_not_saved_under_a_name_that_nobody_could_read(tmp_path: Path)
 
 def test_claims_that_all_disagree_with_their_names_are_damage_and_not_no_claim() -> None:
     files = {claim_name(number): CLAIM.to_json().encode() for number in (7, 8, 9)}
-    with pytest.raises(CorruptManifestError, match="holds the claim of attempt 3"):
+    with pytest.raises(CorruptSnapshotError, match="holds the claim of attempt 3"):
         first_readable(list(files), files.__getitem__, "/r")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_spot.errors import CorruptManifestError, CorruptSnapshotError
+from lightning_spot.errors import CorruptSnapshotError
 from lightning_spot.image.files import FileSpan, cut, pieces
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing
@@ -78,12 +78,12 @@ WRONG: dict[str, Any] = {
 
 @pytest.mark.parametrize("files", WRONG.values(), ids=WRONG.keys())
 def test_a_manifest_whose_files_contradict_it_is_refused(files: object) -> None:
-    with pytest.raises(CorruptManifestError):
+    with pytest.raises(CorruptSnapshotError):
         Manifest.from_json(sealed_json({**manifest().to_dict(), "files": files}))
 
 
 def test_a_file_that_a_user_named_is_never_cut() -> None:
-    with pytest.raises(CorruptManifestError, match="one file and has several"):
+    with pytest.raises(CorruptSnapshotError, match="one file and has several"):
         Manifest.from_json(sealed_json({**manifest().to_dict(), "file": ""}))
 
 

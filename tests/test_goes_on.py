@@ -28,12 +28,12 @@ from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import (
-    ServerFailedError,
+    FailureReason,
     ServerRefusedError,
-    ShareMissingError,
     SnapshotFailedError,
     SnapshotNotFoundError,
     SpotError,
+    TierReason,
 )
 from lightning_spot.goodput import journal
 from lightning_spot.goodput.records import read_records
@@ -141,7 +141,7 @@ def test_who_waits_for_a_snapshot_that_fails_is_told_by_one_warning(
     done = desk.begin(1, desk.checkpoint(), complete=True)
     threading.Timer(0.5, waits.set).start()
     desk.writer.settle(SOON_S)
-    assert isinstance(done.exception(), SnapshotFailedError)
+    assert FailureReason.UNFORESEEN.caused(done.exception())
     assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
         "snapshot step-000000001-attempt-0001-complete was not committed: MemoryError: none is left"
     ]
@@ -176,7 +176,10 @@ def test_a_node_that_could_not_be_told_of_a_share_sees_that_the_rank_has_gone() 
 
 @pytest.mark.parametrize(
     ("error", "leaves"),
-    [(ServerFailedError("for want of memory"), True), (ShareMissingError("there will be none"), False)],
+    [
+        (ServerRefusedError("for want of memory", reason=TierReason.SERVER_FAILED), True),
+        (SnapshotFailedError("there will be none", reason=FailureReason.SHARE_MISSING), False),
+    ],
 )
 def test_a_node_that_could_not_be_asked_for_a_share_sees_that_the_rank_has_gone(error: SpotError, leaves: bool) -> None:
     left = Mock()
@@ -232,10 +235,14 @@ def test_a_node_that_fails_at_a_request_says_so_and_is_asked_again(
         monkeypatch.setattr(node, "flush", once(whole, threading.Event()))
         assert client.call("POST", "/v1/flush", body, again=True) == {"unreached": []}
         monkeypatch.setattr(node, "flush", once(whole, threading.Event()))
-        with pytest.raises(ServerFailedError, match=r"^the snapshot server failed \(MemoryError: none is left\)$"):
+        with pytest.raises(
+            ServerRefusedError,
+            match=r"^the snapshot server failed \(MemoryError: none is left\)$",
+            check=TierReason.SERVER_FAILED.caused,
+        ):
             client.call("POST", "/v1/flush", body)
         monkeypatch.setattr(node, "flush", Mock(side_effect=MemoryError("for good")))
-        with pytest.raises(ServerFailedError, match="for good"):
+        with pytest.raises(ServerRefusedError, match="for good", check=TierReason.SERVER_FAILED.caused):
             client.call("POST", "/v1/flush", body, again=True)
         client.close()
     assert len([record for record in caplog.records if "failed unexpectedly" in record.getMessage()]) == 4

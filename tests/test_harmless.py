@@ -17,7 +17,7 @@ import torch
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.capture import unforeseen
 from lightning_spot.capture.unforeseen import UnforeseenFailures, failure_of, is_of_user
-from lightning_spot.errors import RingFullError, SnapshotFailedError
+from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.fit.harmless import Harmless
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.local import LocalStore
@@ -167,7 +167,7 @@ def test_an_error_of_the_users_code_ends_the_training_as_it_does_in_lightning(tm
 
 
 def test_where_it_is_wished_so_an_error_of_ours_is_raised(tmp_path: Path) -> None:
-    with pytest.raises(SnapshotFailedError, match="none is left"):
+    with pytest.raises(SnapshotFailedError, match="none is left", check=FailureReason.UNFORESEEN.caused):
         fit(
             tmp_path / "run",
             Strike("capture/writer:SnapshotWriter.begin", MemoryError("none is left")),
@@ -198,9 +198,10 @@ def test_whose_error_it_is() -> None:
     assert is_of_user(caught(users))
     ours = caught(lambda: None if torch.zeros(2).reshape(3) is None else 1)
     assert is_of_user(ours)  # the lambda is this file's
-    assert failure_of(RingFullError("full")).args == ("full",)
+    assert failure_of(SnapshotFailedError("full", reason=FailureReason.RING_FULL)).args == ("full",)
     left = unforeseen.as_failure(MemoryError())
-    assert (type(left), str(left)) == (SnapshotFailedError, "MemoryError")
+    assert FailureReason.UNFORESEEN.caused(left)
+    assert str(left) == "MemoryError"
 
 
 def test_copying_is_not_spread_any_more_where_that_fails(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ import pytest
 from lightning_spot.capture.ending import paces_of
 from lightning_spot.client import starting
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.errors import FencedError, RingFullError, SettingsError, TierError
+from lightning_spot.errors import FailureReason, FencedError, SettingsError, SnapshotFailedError, TierError
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.interval.costs import Failure
 from lightning_spot.memory import replication
@@ -139,7 +139,7 @@ def test_a_full_ring_says_why(tmp_path: Path) -> None:
         bench.tier().open.clear()
         bench.save(1)
         bench.node.lease(RUN, 1, 1000)
-        with pytest.raises(RingFullError) as found:
+        with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused) as found:
             bench.node.lease(RUN, 1, 1000)
         assert "none of 3 slots" in str(found.value)
         assert f"1 not at {bench.tier().url} yet" in str(found.value)
@@ -155,7 +155,11 @@ def test_a_run_that_has_used_up_its_share_is_told(tmp_path: Path) -> None:
     try:
         bench.open(durable=False)
         bench.save(1, nbytes=900_000)
-        with pytest.raises(RingFullError, match=r"one run may use .* \(--run-memory-limit\)"):
+        with pytest.raises(
+            SnapshotFailedError,
+            match=r"one run may use .* \(--run-memory-limit\)",
+            check=FailureReason.RING_FULL.caused,
+        ):
             bench.save(2, nbytes=900_000)
     finally:
         bench.close()

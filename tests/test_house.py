@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import lightning_spot
+from lightning_spot import errors
 from lightning_spot.config import MANIFEST_VERSION, PROTOCOL_VERSION
 
 PACKAGE = Path(lightning_spot.__file__).parent
@@ -45,6 +47,21 @@ def test_public_names_are_there_and_listed() -> None:
         assert getattr(lightning_spot, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = lightning_spot.Nothing
+
+
+def test_the_errors_that_public_names_raise_are_public() -> None:
+    raised = set()
+    for public in map(functools.partial(getattr, lightning_spot), lightning_spot.__all__):
+        members = inspect.getmembers(public) if inspect.isclass(public) else []
+        for documented in [public, *(member for name, member in members if not name.startswith("_"))]:
+            section = re.search(r"^Raises:\n((?:    .*\n?)+)", inspect.getdoc(documented) or "", re.MULTILINE)
+            raised |= set(re.findall(r"^    (\w+):", section[1], re.MULTILINE)) if section else set()
+    assert raised & vars(errors).keys() == lightning_spot._HOMES.keys() & vars(errors).keys()
+
+
+def test_there_are_few_errors() -> None:
+    classes = [each for each in vars(errors).values() if inspect.isclass(each) and each.__module__ == errors.__name__]
+    assert len([each for each in classes if issubclass(each, errors.SpotError)]) <= 14
 
 
 def test_what_is_printed_says_what_it_is() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_spot.config import parse_bytes
-from lightning_spot.errors import CorruptManifestError, CorruptSnapshotError, SettingsError, SnapshotNotFoundError
+from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError
 from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_order
 from lightning_spot.image.parts import checksum, checksum_parts, part_ranges, verify_parts
 from lightning_spot.image.sealing import Sealing
@@ -118,13 +118,13 @@ def test_manifest_round_trip() -> None:
 def test_damaged_manifest_is_refused(changes: dict[str, Any], complaint: str) -> None:
     from dataclasses import asdict
 
-    with pytest.raises(CorruptManifestError, match=complaint):
+    with pytest.raises(CorruptSnapshotError, match=complaint):
         Manifest.from_dict({**asdict(manifest()), **changes})
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 1}', '{"format": "x"}'])
 def test_text_that_is_no_manifest_is_refused(text: str) -> None:
-    with pytest.raises(CorruptManifestError):
+    with pytest.raises(CorruptSnapshotError):
         Manifest.from_json(text)
 
 

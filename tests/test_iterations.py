@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_spot import EverySteps, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.errors import RingFullError, SettingsError
+from lightning_spot.errors import FailureReason, SettingsError, SnapshotFailedError
 from lightning_spot.fit import writing
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import InProcessHost, Lease
@@ -380,7 +380,7 @@ def test_snapshots_that_find_no_slot_are_counted_and_said_once(
 
     def lease(self: InProcessHost, *arguments: Any, **named: Any) -> Lease:
         if callback.snapshots.begun_step in busy:
-            raise RingFullError("every slot is busy")
+            raise SnapshotFailedError("every slot is busy", reason=FailureReason.RING_FULL)
         return real(self, *arguments, **named)
 
     monkeypatch.setattr(InProcessHost, "lease", lease)

@@ -25,13 +25,14 @@ from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
+    FailureReason,
     FencedError,
-    RingFullError,
+    ServerRefusedError,
     ServerUnreachableError,
     SettingsError,
-    ShareMissingError,
+    SnapshotFailedError,
     SpotError,
-    TooManyStreamsError,
+    TierReason,
 )
 from lightning_spot.image.layout import lay_out
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -278,7 +279,7 @@ def test_a_host_that_opens_many_streams_leaves_one_to_every_other(team: Team, mo
     _, gathering = lead.begun[team.at].result(LAST_S)
     client = NodeClient(parse_spot_url(team.at)[0])
     streams = [client.stream(gathering.upload) for _ in range(2)]
-    with pytest.raises(TooManyStreamsError):
+    with pytest.raises(ServerRefusedError, check=TierReason.TOO_MANY_STREAMS.caused):
         client.stream(gathering.upload)
     team.fill(upload, checkpoint)
     sealing = team.pool.submit(team.seal, upload, 1)
@@ -514,7 +515,7 @@ def test_what_a_node_has_missed_is_not_copied_while_a_newer_one_is_on_its_way(
     def tried(*arguments: Any, **more: Any) -> Manifest:
         try:
             return put(*arguments, **more)
-        except ShareMissingError as error:
+        except SnapshotFailedError as error:
             ended.append(str(error))
             raise
 
@@ -655,7 +656,7 @@ def test_ranks_of_other_hosts_hear_of_what_never_begins_while_another_one_waits(
     """Training waited for the slot as long as the slow replica took what was on its way there."""
 
     def full(*_: Any, **__: Any) -> None:
-        raise RingFullError(why)
+        raise SnapshotFailedError(why, reason=FailureReason.RING_FULL)
 
     carrier, slow = pair.at.split()
     with held_up(pair, "another") as go_on:
@@ -666,11 +667,13 @@ def test_ranks_of_other_hosts_hear_of_what_never_begins_while_another_one_waits(
             with monkeypatch.context() as patch:
                 patch.setattr(pair.first.uploads.abroad.bringing.tier(carrier, RUN_ID), "begin", full)
                 upload = pair.lead(3, Checkpoint(3))
-                with pytest.raises(ShareMissingError, match="no room"):
+                with pytest.raises(SnapshotFailedError, match="no room", check=FailureReason.SHARE_MISSING.caused):
                     pair.seal(upload, 3)
         else:
             pair.first.uploads.abroad.decline(RUN, pair.at, snapshot_name(3, 1), 1, why)
-        with pytest.raises(ShareMissingError, match=why if "first" in why else None):
+        with pytest.raises(
+            SnapshotFailedError, match=why if "first" in why else None, check=FailureReason.SHARE_MISSING.caused
+        ):
             asking.result(LAST_S)
         assert not go_on.is_set()
         go_on.set()
@@ -793,7 +796,7 @@ def test_what_neither_replica_takes_is_given_up_at_both(pair: Team) -> None:
     theirs = pair.join(1)
     sealing = pair.pool.submit(pair.seal, upload, 1)
     pair.second.uploads.shares.placed(theirs.id, 1, "rank 3: a tensor changed")
-    with pytest.raises(ShareMissingError, match="rank 3: a tensor changed"):
+    with pytest.raises(SnapshotFailedError, match="rank 3: a tensor changed", check=FailureReason.SHARE_MISSING.caused):
         sealing.result(LAST_S)
     pair.all_free()
     assert not any(node.committed(RUN) for node in pair.memories.values())
@@ -818,13 +821,13 @@ def test_a_host_that_brings_nothing_gives_the_snapshot_up_and_the_former_one_sta
         else:
             team.second.end_session("second")
             expected = "rank 1 ended before its bytes were in place"
-    with pytest.raises(ShareMissingError, match=expected):
+    with pytest.raises(SnapshotFailedError, match=expected, check=FailureReason.SHARE_MISSING.caused):
         sealing.result(LAST_S) if how != "never there" else team.seal(upload, 2)
     team.all_free()
     team.check(manifest, first)
     team.memory.uploads.shares.silent_s = LAST_S
     if how == "never there":  # it comes late
-        with pytest.raises(ShareMissingError, match="there is no share of"):
+        with pytest.raises(SnapshotFailedError, match="there is no share of", check=FailureReason.SHARE_MISSING.caused):
             team.join(2)
     if how != "ended":
         team.check(team.take(3, second), second)
@@ -844,7 +847,9 @@ def test_a_host_whose_node_is_lost_when_it_has_brought_its_portion_costs_no_snap
     sealing = team.pool.submit(team.seal, upload, 2)
     until(lambda: uploads.of_run(RUN_ID), "the next one to begin there")
     tell(snapshot_name(2, 1), attempt=1, why="host 1: its node was lost", host=1)
-    with pytest.raises(ShareMissingError, match="host 1: its node was lost"):
+    with pytest.raises(
+        SnapshotFailedError, match="host 1: its node was lost", check=FailureReason.SHARE_MISSING.caused
+    ):
         sealing.result(LAST_S)
     team.all_free()
 
@@ -855,7 +860,7 @@ def test_a_host_that_is_silent_is_waited_for_once(team: Team) -> None:
     team.fill(upload, checkpoint)
     team.memory.uploads.shares.silent_s = 4.0
     began_s = time.monotonic()
-    with pytest.raises(ShareMissingError, match="nothing came for 4 s"):
+    with pytest.raises(SnapshotFailedError, match="nothing came for 4 s", check=FailureReason.SHARE_MISSING.caused):
         team.seal(upload, 1)
     assert 4.0 <= time.monotonic() - began_s < 7.5
     team.all_free()
@@ -871,7 +876,7 @@ def test_the_first_host_ends_and_nobody_waits(team: Team) -> None:
     assert not team.memory.committed(RUN)
     waiting = team.pool.submit(team.join, 2)
     team.first.uploads.abroad.decline(RUN, team.at, snapshot_name(2, 1), 1, "no slot is free")
-    with pytest.raises(ShareMissingError, match="no slot is free"):
+    with pytest.raises(SnapshotFailedError, match="no slot is free", check=FailureReason.SHARE_MISSING.caused):
         waiting.result(LAST_S)
 
 
@@ -879,7 +884,7 @@ def test_a_memory_node_without_room_is_not_waited_for_by_other_hosts(
     team: Team, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
-        raise RingFullError("none of 2 slots can be had now")
+        raise SnapshotFailedError("none of 2 slots can be had now", reason=FailureReason.RING_FULL)
 
     checkpoint = Checkpoint(1)
     waiting = team.pool.submit(team.join, 1)
@@ -887,9 +892,9 @@ def test_a_memory_node_without_room_is_not_waited_for_by_other_hosts(
         patch.setattr(team.first.uploads.abroad.bringing.tier(team.at, RUN_ID), "begin", full)
         upload = team.lead(1, checkpoint)
         team.fill(upload, checkpoint)
-        with pytest.raises(ShareMissingError, match="can be had now"):
+        with pytest.raises(SnapshotFailedError, match="can be had now", check=FailureReason.SHARE_MISSING.caused):
             team.seal(upload, 1)
-    with pytest.raises(ShareMissingError, match="can be had now"):
+    with pytest.raises(SnapshotFailedError, match="can be had now", check=FailureReason.SHARE_MISSING.caused):
         waiting.result(LAST_S)
     team.all_free()
     team.check(team.take(2, checkpoint), checkpoint)
@@ -901,7 +906,7 @@ def test_a_later_attempt_gives_up_what_an_earlier_one_was_bringing(team: Team) -
     name = snapshot_name(1, 1)
     team.join(1)
     NodeStore(team.at).open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=2, token="other"))
-    with pytest.raises((ShareMissingError, FencedError), match="attempt"):
+    with pytest.raises((SnapshotFailedError, FencedError), match="attempt"):
         team.seal(upload, 1)
     with pytest.raises(SpotError):
         team.remote().joint.join(name, attempt=1, host=1, wait_s=0.0)
@@ -962,7 +967,11 @@ def test_what_comes_late_does_not_end_what_was_begun_after_it(team: Team) -> Non
     upload = team.lead(2, checkpoint)
     until(lambda: len(team.memory.uploads), "it to begin there")
     late = Shared(name=snapshot_name(1, 1), shares=2, layout=checkpoint.told(), by_hosts=True)
-    with pytest.raises(ShareMissingError, match=r"step-000000001-attempt-0001 was overtaken by step-000000002"):
+    with pytest.raises(
+        SnapshotFailedError,
+        match=r"step-000000001-attempt-0001 was overtaken by step-000000002",
+        check=FailureReason.SHARE_MISSING.caused,
+    ):
         team.memory.lease(RUN, 1, upload.nbytes, name=late.name, shared=late)
     team.fill(upload, checkpoint)
     sealing = team.pool.submit(team.seal, upload, 2)
@@ -1033,7 +1042,7 @@ def test_a_memory_node_that_is_lost_is_said_and_older_snapshots_count_again(team
     checkpoint = Checkpoint(3)
     team.at = f"spot://127.0.0.1:1/{RUN}"
     upload = team.lead(3, checkpoint)
-    with pytest.raises(ShareMissingError, match="did not come together at"):
+    with pytest.raises(SnapshotFailedError, match="did not come together at", check=FailureReason.SHARE_MISSING.caused):
         team.seal(upload, 3)
     team.all_free()
 
@@ -1049,7 +1058,7 @@ def test_a_memory_node_at_which_none_begins_is_asked_how_it_is_though_a_rank_of_
         raise ServerUnreachableError("nobody there")
 
     monkeypatch.setattr(team.first.uploads.abroad.bringing.tier(team.at, RUN_ID), "begin", lost)
-    with pytest.raises(ShareMissingError, match="nobody there"):
+    with pytest.raises(SnapshotFailedError, match="nobody there", check=FailureReason.SHARE_MISSING.caused):
         team.seal(team.lead(1, Checkpoint(1), shares=2), 1)
     assert heard == [f"{team.at}: nobody there"]
     team.all_free()
@@ -1075,7 +1084,7 @@ def test_what_only_the_other_node_takes_is_made_durable_by_that_one(
     carrier, other = pair.at.split()
 
     def full(*_: Any, **__: Any) -> None:
-        raise RingFullError("none of 2 slots can be had now")
+        raise SnapshotFailedError("none of 2 slots can be had now", reason=FailureReason.RING_FULL)
 
     with monkeypatch.context() as patch:
         patch.setattr(pair.first.uploads.abroad.bringing.tier(carrier, RUN_ID), "begin", full)
@@ -1221,11 +1230,11 @@ def test_a_memory_node_that_could_not_be_told_is_told_when_it_answers_again(
         patch.setattr(joint, "begin", unreachable)
         patch.setattr(joint, "decline", unreachable)
         upload = team.lead(1, Checkpoint(1))
-        with pytest.raises(ShareMissingError, match="no route to host"):
+        with pytest.raises(SnapshotFailedError, match="no route to host", check=FailureReason.SHARE_MISSING.caused):
             team.seal(upload, 1)
         time.sleep(0.2)
         assert not waiting.done()
-    with pytest.raises(ShareMissingError, match="no route to host"):
+    with pytest.raises(SnapshotFailedError, match="no route to host", check=FailureReason.SHARE_MISSING.caused):
         waiting.result(LAST_S)
     team.all_free()
 
@@ -1246,11 +1255,11 @@ def test_a_host_whose_link_was_cut_says_that_it_brings_nothing_as_soon_as_it_wor
         tier = team.second.uploads.abroad.bringing.tier(team.at, RUN_ID)
         for what in (fails, "decline", "placed"):
             patch.setattr(tier, what, unreachable)
-        with contextlib.suppress(ShareMissingError):  # its ranks are told so
+        with contextlib.suppress(SnapshotFailedError):  # its ranks are told so
             team.follow(1, checkpoint)
         time.sleep(0.5)
         assert not sealing.done()
-    with pytest.raises(ShareMissingError, match="host 1: no route to host"):
+    with pytest.raises(SnapshotFailedError, match="host 1: no route to host", check=FailureReason.SHARE_MISSING.caused):
         sealing.result(LAST_S)
     team.all_free()
     team.check(team.take(2, checkpoint), checkpoint)

@@ -21,7 +21,7 @@ import pytest
 
 from lightning_spot.capture import mailbox
 from lightning_spot.capture.mailbox import Mailbox, Sender
-from lightning_spot.errors import ShareMissingError, SpotError
+from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
 from lightning_spot.fit.agreement import Failed
 from lightning_spot.fit.ranks import Meeting, Ranks
 from lightning_spot.image.manifest import snapshot_name
@@ -421,7 +421,7 @@ def test_nobody_waits_for_a_rank_whose_link_has_failed_and_it_comes_back(network
     try:
         network.cut("second")
         began_s = time.monotonic()
-        with pytest.raises(ShareMissingError, match="that rank has gone"):
+        with pytest.raises(SnapshotFailedError, match="that rank has gone", check=FailureReason.SHARE_MISSING.caused):
             list(box.all_of(NAME, {1: 9}))
         took_s = time.monotonic() - began_s  # it would be minutes
         assert SILENT_S - 2 < took_s < SILENT_S + mailbox.RECONNECT_S + LAST_S

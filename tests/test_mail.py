@@ -20,7 +20,7 @@ from lightning_spot.capture.split import SharingRanks
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import ShareMissingError, SpotError, TornSnapshotError
+from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
 from lightning_spot.exact.rank_states import Rooms, packed, unpacked
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.host import InProcessHost
@@ -87,7 +87,11 @@ def test_what_is_not_wanted_any_more_is_not_kept(box: Mailbox, connect: Callable
 
 def test_a_state_that_outgrew_its_room_is_named(box: Mailbox, connect: Callable[..., Sender]) -> None:
     connect(1).send(NAME, b"12345")
-    with pytest.raises(ShareMissingError, match="rank 1: its own state has 5 bytes, there is room for 4"):
+    with pytest.raises(
+        SnapshotFailedError,
+        match="rank 1: its own state has 5 bytes, there is room for 4",
+        check=FailureReason.SHARE_MISSING.caused,
+    ):
         taken(box, 1, room=4)
 
 
@@ -101,7 +105,7 @@ class Torn:
 
 def test_a_rank_that_has_none_in_the_end_says_so(box: Mailbox, connect: Callable[..., Sender]) -> None:
     connect(1).send(NAME, Torn())
-    with pytest.raises(ShareMissingError, match="rank 1: the GPU failed"):
+    with pytest.raises(SnapshotFailedError, match="rank 1: the GPU failed", check=FailureReason.SHARE_MISSING.caused):
         taken(box, 1)
 
 
@@ -109,7 +113,11 @@ def test_a_rank_that_has_none_in_the_end_says_so(box: Mailbox, connect: Callable
 def test_nobody_waits_for_a_rank_that_has_gone(box: Mailbox, connect: Callable[..., Sender]) -> None:
     sender, began_s = connect(1), time.monotonic()
     threading.Timer(0.2, sender.close).start()
-    with pytest.raises(ShareMissingError, match="rank 1 knows did not come, and that rank has gone"):
+    with pytest.raises(
+        SnapshotFailedError,
+        match="rank 1 knows did not come, and that rank has gone",
+        check=FailureReason.SHARE_MISSING.caused,
+    ):
         taken(box, 1)
     assert 0.4 < time.monotonic() - began_s < LAST_S
 
@@ -119,14 +127,14 @@ def test_a_rank_that_is_there_and_sends_nothing_is_not_waited_for_for_ever(
 ) -> None:
     monkeypatch.setattr(mailbox, "HOST_SILENT_S", 0.3)
     connect(1)
-    with pytest.raises(ShareMissingError, match="did not come in time"):
+    with pytest.raises(SnapshotFailedError, match="did not come in time", check=FailureReason.SHARE_MISSING.caused):
         taken(box, 1)
 
 
 def test_who_waits_is_told_when_the_mailbox_closes(box: Mailbox, connect: Callable[..., Sender]) -> None:
     connect(1)
     threading.Timer(0.2, box.close).start()
-    with pytest.raises(ShareMissingError, match="did not come"):
+    with pytest.raises(SnapshotFailedError, match="did not come", check=FailureReason.SHARE_MISSING.caused):
         taken(box, 1)
 
 
@@ -256,7 +264,7 @@ def test_what_does_not_come_drops_the_snapshot_and_the_former_one_stands(
     sender.send(snapshot_name(1, 1), packed({"rank": 1}))
     first = desk.begin(1).result(LAST_S)
     sender.close()
-    with pytest.raises(ShareMissingError, match="that rank has gone"):
+    with pytest.raises(SnapshotFailedError, match="that rank has gone", check=FailureReason.SHARE_MISSING.caused):
         desk.begin(2).result(LAST_S)
     assert desk.writer.missed == 1
     assert desk.writer.committed is not None
@@ -275,7 +283,7 @@ def test_what_came_for_a_snapshot_that_was_dropped_for_another_reason_is_not_kep
     until(lambda: len(box._letters) == 1, "it to come", LAST_S)
     with monkeypatch.context() as patch:
         patch.setattr(desk.writer._copying.unchanged, "written_past_counts", lambda *_: 1)
-        with pytest.raises(TornSnapshotError):
+        with pytest.raises(SnapshotFailedError, check=FailureReason.TORN.caused):
             desk.begin(1).result(LAST_S)
     assert not box._letters
     sender.send(snapshot_name(2, 1), packed({"rank": 1}))

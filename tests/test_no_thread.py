@@ -16,7 +16,7 @@ import pytest
 
 from lightning_spot.client.embedded import Session
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import ServerUnreachableError, ShareMissingError, TierError
+from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, TierError
 from lightning_spot.fit import together
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.restore import Hosts
@@ -66,7 +66,9 @@ def test_hosts_whose_first_one_has_no_thread_to_begin_a_snapshot_bring_the_next_
     lacking("spot-joint", 1)
     upload = team.lead(1, Checkpoint(1))
     team.fill(upload, Checkpoint(1))
-    with pytest.raises(ShareMissingError, match="needs a thread of its own"):
+    with pytest.raises(
+        SnapshotFailedError, match="needs a thread of its own", check=FailureReason.SHARE_MISSING.caused
+    ):
         team.seal(upload, 1)
     team.all_free()
     team.check(team.take(2, Checkpoint(2)), Checkpoint(2))
@@ -78,7 +80,9 @@ def test_what_cannot_be_sent_for_want_of_a_thread_keeps_no_slot(team: Team, lack
     team.fill(upload, Checkpoint(1))
     team.follow(1, Checkpoint(1))
     lacking("spot-joint", 1)
-    with pytest.raises(ShareMissingError, match="needs a thread of its own"):
+    with pytest.raises(
+        SnapshotFailedError, match="needs a thread of its own", check=FailureReason.SHARE_MISSING.caused
+    ):
         team.seal(upload, 1)
     team.all_free()
     team.check(team.take(2, Checkpoint(2)), Checkpoint(2))
@@ -102,7 +106,7 @@ def test_what_is_given_up_without_a_thread_to_say_so_keeps_no_slot(
 def test_a_host_without_a_thread_to_take_part_says_so_and_takes_part_in_the_next(team: Team, lacking: Lacking) -> None:
     """It noted that it does, and each flush waited for that."""
     lacking("spot-joint", 1)
-    with pytest.raises(ShareMissingError, match="new thread"):
+    with pytest.raises(SnapshotFailedError, match="new thread", check=FailureReason.SHARE_MISSING.caused):
         team.join(1)
     assert team.second.uploads.abroad.visits.wait(None, 0.0) == []
     team.check(team.take(2, Checkpoint(2)), Checkpoint(2))

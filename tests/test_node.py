@@ -30,12 +30,12 @@ from lightning_spot.client.remote import NodeStore
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import (
     CorruptSnapshotError,
-    ProtocolMismatchError,
-    RingFullError,
+    FailureReason,
     ServerRefusedError,
     ServerUnreachableError,
     SettingsError,
-    SnapshotTooLargeError,
+    SnapshotFailedError,
+    TierReason,
 )
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.runs import RunInfo, parse_run
@@ -213,7 +213,9 @@ def test_every_request_needs_the_token(start_node: StartNode, monkeypatch: pytes
 def test_another_protocol_is_named(start_node: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
     node = start_node()
     monkeypatch.setattr(client_module, "PROTOCOL_VERSION", 1)
-    with pytest.raises(ProtocolMismatchError, match=rf"speaks protocol {PROTOCOL_VERSION}.*1"):
+    with pytest.raises(
+        ServerRefusedError, match=rf"speaks protocol {PROTOCOL_VERSION}.*1", check=TierReason.PROTOCOL.caused
+    ):
         client_of(node).call("GET", "/v1/status")
 
 
@@ -229,7 +231,7 @@ def test_something_else_at_the_port() -> None:
 
     server = http.server.HTTPServer(("127.0.0.1", 0), Other)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    with pytest.raises(ProtocolMismatchError, match="check the address"):
+    with pytest.raises(ServerRefusedError, match="check the address", check=TierReason.PROTOCOL.caused):
         NodeClient(parse_spot_url(f"spot://127.0.0.1:{server.server_port}")[0]).call("GET", "/v1/status")
     server.shutdown()
     server.server_close()
@@ -256,9 +258,9 @@ def test_back_pressure_over_http(start_node: StartNode, tmp_path: Path) -> None:
     client.call("POST", "/v1/runs/run/open", {"attempt": 1})
     for _ in range(2):
         client.call("POST", "/v1/runs/run/uploads", body)
-    with pytest.raises(RingFullError):
+    with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
         client.call("POST", "/v1/runs/run/uploads", body)
-    with pytest.raises(SnapshotTooLargeError):
+    with pytest.raises(SnapshotFailedError, check=FailureReason.TOO_LARGE.caused):
         client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 2**40})
 
 

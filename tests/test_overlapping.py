@@ -14,7 +14,7 @@ import torch
 from lightning_spot.capture import slot_pool
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.errors import RingFullError
+from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.slots import Making
@@ -91,7 +91,9 @@ class Pipeline:
             self.come_to(step)
             try:
                 self.take(step, wait_s)
-            except RingFullError:
+            except SnapshotFailedError as error:
+                if error.reason is not FailureReason.RING_FULL:
+                    raise
                 self.skipped.append(step)
             self.idle()
 

@@ -22,7 +22,7 @@ from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import PROTOCOL_VERSION, take_environment
-from lightning_spot.errors import FencedError, ServerRefusedError, SpotError, TierError, UnclaimedError
+from lightning_spot.errors import FencedError, ServerRefusedError, SpotError, TierError, TierReason
 from lightning_spot.image.manifest import OWN_DIR, Manifest, snapshot_name
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.node import Node
@@ -100,7 +100,7 @@ def test_a_node_does_nothing_where_the_attempt_has_not_claimed(lent: Lent) -> No
     (victim / "notes.txt").write_bytes(DATA)
     lent.open("thief", victim, claimed=False)
     assert lent.put("thief", "new.txt") != []
-    with pytest.raises(UnclaimedError):
+    with pytest.raises(TierError, check=TierReason.UNCLAIMED.caused):
         lent.delete("thief", "notes.txt")
     assert [path.name for path in victim.iterdir()] == ["notes.txt"]
 
@@ -214,7 +214,7 @@ def test_two_machines_with_one_number_touch_nothing_of_each_other(place: str) ->
 def test_nobody_writes_or_deletes_without_a_claim(place: str) -> None:
     store = owned(place, "first")
     for act in (lambda: store.put(snapshot(1), memoryview(b"x" * 100), attempt=1), lambda: store.delete(snapshot(1))):
-        with pytest.raises(UnclaimedError):
+        with pytest.raises(TierError, check=TierReason.UNCLAIMED.caused):
             act()
 
 
@@ -492,7 +492,7 @@ def test_what_an_attempt_without_a_claim_has_left_is_never_done_for_a_later_one(
     assert lent.flush() == []
     there = sorted(str(path) for path in lent.root.rglob("*"))
     thief.open_run(replace(victim, attempt=2, token="a stranger's"))
-    with pytest.raises(UnclaimedError):
+    with pytest.raises(TierError, check=TierReason.UNCLAIMED.caused):
         thief.delete(snapshot(1))
     forged = snapshot(9, name=snapshot_name(9, 2), attempt=2)
     thief.put(forged, memoryview(b"x" * 100), attempt=2)

@@ -13,13 +13,7 @@ import pytest
 
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.spread import SpreadStore
-from lightning_spot.errors import (
-    CorruptManifestError,
-    CorruptSnapshotError,
-    FencedError,
-    ServerUnreachableError,
-    SettingsError,
-)
+from lightning_spot.errors import CorruptSnapshotError, FencedError, ServerUnreachableError, SettingsError
 from lightning_spot.image.files import FileSpan, note_name, torn_name
 from lightning_spot.image.manifest import Manifest, portion_name, snapshot_name
 from lightning_spot.image.notes import Note, sealed, spans_of
@@ -182,9 +176,9 @@ def test_a_portion_says_what_it_is_and_its_note_too() -> None:
     assert portion.portion.tail == checksum(bytes(place % 251 for place in range(5000)) + bytes(PART_BYTES - 5000))
     note = Note.of_portion(portion)
     assert Note.from_json(note.to_json()) == note
-    with pytest.raises(CorruptManifestError):
+    with pytest.raises(CorruptSnapshotError):
         Note.of_portion(replace(portion, portion=None))
-    with pytest.raises(CorruptManifestError):
+    with pytest.raises(CorruptSnapshotError):
         Note.from_json('{"portion": 7}')
 
 
@@ -204,11 +198,11 @@ def test_a_malformed_portion_is_refused(wrong: dict[str, Any]) -> None:
     (portion, _), _ = portions(5000, 5000)
     fields = portion.to_dict()
     fields["portion"] = {**fields["portion"], **wrong}
-    with pytest.raises(CorruptManifestError):
+    with pytest.raises(CorruptSnapshotError):
         Manifest.from_dict(fields)
-    with pytest.raises(CorruptManifestError):
+    with pytest.raises(CorruptSnapshotError):
         Manifest.from_dict({**portion.to_dict(), "name": snapshot_name(1, 1)})
-    with pytest.raises(CorruptManifestError):
+    with pytest.raises(CorruptSnapshotError):
         Manifest.from_dict({**portion.to_dict(), "files": []})
 
 

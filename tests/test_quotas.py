@@ -23,12 +23,12 @@ from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import MOST_PART_BYTES, PROTOCOL_VERSION
 from lightning_spot.errors import (
-    CorruptManifestError,
     CorruptSnapshotError,
-    RingFullError,
+    FailureReason,
     ServerRefusedError,
     SettingsError,
-    TooManyStreamsError,
+    SnapshotFailedError,
+    TierReason,
 )
 from lightning_spot.image.delta import MOST_RANGES, Coding, decode
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -188,7 +188,7 @@ def test_parts_of_a_size_that_nobody_sends_are_refused(nbytes: int, part_bytes: 
     plain = Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=nbytes, part_bytes=part_bytes)
     with asked(node_of()) as client:
         open_run(client)
-        with pytest.raises((SettingsError, CorruptManifestError), match="parts"):
+        with pytest.raises((SettingsError, CorruptSnapshotError), match="parts"):
             begin(client, nbytes, name=plain.name, manifest=plain.to_dict())
 
 
@@ -243,7 +243,7 @@ def test_an_upload_has_as_many_senders_as_hosts() -> None:
             for number in range(hosts):
                 for _ in range(2):
                     stack.callback(client.stream(upload, f"host {number}").close)
-            with pytest.raises(TooManyStreamsError, match=f"{hosts} already"):
+            with pytest.raises(ServerRefusedError, match=f"{hosts} already", check=TierReason.TOO_MANY_STREAMS.caused):
                 client.stream(upload, "another")
 
 
@@ -254,7 +254,7 @@ def test_one_client_does_not_take_all_threads_of_streams(monkeypatch: pytest.Mon
         for _ in range(4):
             stack.callback(client.stream(begin(client, 4096)).close)
         upload = begin(client, 4096)
-        with pytest.raises(TooManyStreamsError, match="share of the streams"):
+        with pytest.raises(ServerRefusedError, match="share of the streams", check=TierReason.TOO_MANY_STREAMS.caused):
             client.stream(upload)
         address = (client.address.host, client.address.port)
         with socket.create_connection(address, timeout=30, source_address=(ANOTHER, 0)) as other:
@@ -287,7 +287,7 @@ def test_no_run_is_forgotten_that_has_something_only_here(monkeypatch: pytest.Mo
         for number in range(4):
             open_run(client, f"run-{number}")
             commit(client, 1, b"only here", f"run-{number}")
-        with pytest.raises(RingFullError, match="4 of them this client's"):
+        with pytest.raises(SnapshotFailedError, match="4 of them this client's", check=FailureReason.RING_FULL.caused):
             open_run(client, "one-more")
         client.call("POST", "/v1/runs/run-2/settle", {"attempt": 1, "name": snapshot_name(1, 1), "lineage": ""})
         open_run(client, "one-more")  # what is durable need not be here
@@ -525,7 +525,11 @@ def test_slots_are_bounded_by_open_files(monkeypatch: pytest.MonkeyPatch) -> Non
     for run in ("greedy", "other", "third", "fourth"):
         node.open_run(RunInfo(name=run, id="", location="", attempt=1, token=""))
     held = [node.lease("greedy", 1, 10) for _ in range(4)]
-    with pytest.raises(RingFullError, match=r"open files allow for 8 slots, half of them for a run: .* ulimit -n"):
+    with pytest.raises(
+        SnapshotFailedError,
+        match=r"open files allow for 8 slots, half of them for a run: .* ulimit -n",
+        check=FailureReason.RING_FULL.caused,
+    ):
         node.lease("greedy", 1, 10)
     assert not_ready(node) == []
     for run, slots in (("other", 2), ("third", 1), ("fourth", 1)):

@@ -19,13 +19,13 @@ import pytest
 
 from lightning_spot.errors import (
     CorruptSnapshotError,
+    FailureReason,
     FencedError,
-    RingFullError,
     RunBusyError,
     ServerUnreachableError,
     SettingsError,
+    SnapshotFailedError,
     SnapshotNotFoundError,
-    SnapshotTooLargeError,
     TierError,
 )
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -95,7 +95,7 @@ def test_back_pressure_when_every_slot_is_needed(make: Callable[..., Bench]) -> 
     bench.save(1)
     until(lambda: bench.tier().tries, "the flusher to take the first")
     bench.save(2)
-    with pytest.raises(RingFullError, match="too slow"):
+    with pytest.raises(SnapshotFailedError, match="too slow", check=FailureReason.RING_FULL.caused):
         bench.save(3)  # one is being written, the other is the newest
     threading.Timer(0.2, bench.tier().open.set).start()
     bench.save(3, wait_s=30)
@@ -132,7 +132,7 @@ def test_one_slot_never_gives_its_only_snapshot_away(make: Callable[..., Bench])
     bench = make(slots=1)
     bench.open(durable=False)
     bench.save(1)
-    with pytest.raises(RingFullError):
+    with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
         bench.save(2)
 
 
@@ -154,7 +154,7 @@ def test_a_failing_tier_does_not_stop_snapshots(bench: Bench) -> None:
 
 def test_too_large_is_not_a_full_ring(bench: Bench) -> None:
     bench.open()
-    with pytest.raises(SnapshotTooLargeError) as caught:
+    with pytest.raises(SnapshotFailedError, check=FailureReason.TOO_LARGE.caused) as caught:
         bench.node.lease(RUN, 1, 65 * MIB)
     assert (caught.value.nbytes, caught.value.memory_bytes) == (65 * MIB, 64 * MIB)
 
@@ -547,7 +547,7 @@ def test_a_killed_trainer_gives_its_half_filled_slot_back(bench: Bench) -> None:
     bench.open(session="trainer")
     for _ in range(3):
         bench.node.lease(RUN, 1, 100, session="trainer")
-    with pytest.raises(RingFullError):
+    with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
         bench.node.lease(RUN, 1, 100)
     bench.node.end_session("trainer")
     bench.node.lease(RUN, 1, 100)
@@ -563,7 +563,7 @@ def test_a_trainer_killed_while_it_waits_leaves_nothing_behind(make: Callable[..
     def wait() -> None:
         try:
             outcome.append(bench.node.lease(RUN, 1, 100, session="trainer", wait_s=20))
-        except (RingFullError, ServerUnreachableError) as error:
+        except (SnapshotFailedError, ServerUnreachableError) as error:
             outcome.append(error)
 
     waiting = threading.Thread(target=wait)
@@ -573,7 +573,7 @@ def test_a_trainer_killed_while_it_waits_leaves_nothing_behind(make: Callable[..
     bench.node.abort(held.id)
     waiting.join(10)
     assert not waiting.is_alive()
-    assert isinstance(outcome[0], (RingFullError, ServerUnreachableError))
+    assert isinstance(outcome[0], (SnapshotFailedError, ServerUnreachableError))
     assert len(bench.node.uploads) == 0
     bench.node.lease(RUN, 1, 100)  # the slot is free
 
@@ -589,12 +589,12 @@ def test_many_who_wait_for_a_full_ring_look_at_its_slots_once(
     bench.open(durable=False)
     held = [bench.node.lease(RUN, 1, nbytes) for nbytes in (100, 200)]
     for nbytes in (100, 50, *[100] * 30):  # one that wants less may find room where others find none
-        with pytest.raises(RingFullError, match="2 being filled"):
+        with pytest.raises(SnapshotFailedError, match="2 being filled", check=FailureReason.RING_FULL.caused):
             bench.node.lease(RUN, 1, nbytes)
     assert len(looked) == 4
     bench.node.abort(held[0].id)
     assert bench.node.lease(RUN, 1, 100)
-    with pytest.raises(RingFullError, match="2 being filled"):
+    with pytest.raises(SnapshotFailedError, match="2 being filled", check=FailureReason.RING_FULL.caused):
         bench.node.lease(RUN, 1, 100)
     assert len(looked) == 6
 
@@ -604,7 +604,7 @@ def test_who_no_longer_wants_a_slot_stops_waiting(make: Callable[..., Bench]) ->
     bench.open(durable=False)
     bench.node.lease(RUN, 1, 100)
     began = time.monotonic()
-    with pytest.raises(RingFullError):
+    with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
         bench.node.lease(RUN, 1, 100, wait_s=30, cancelled=lambda: time.monotonic() > began + 0.2)
     assert time.monotonic() - began < 25
 
@@ -614,7 +614,7 @@ def test_whoever_waits_is_called_when_a_slot_is_freed(make: Callable[..., Bench]
     bench = make(slots=1)
     bench.open(durable=False)
     upload = bench.node.lease(RUN, 1, 100)
-    with pytest.raises(RingFullError):
+    with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
         bench.node.lease(RUN, 1, 100)
     called = threading.Event()
     bench.node.ring.watch(called.set)
@@ -760,7 +760,7 @@ def test_a_run_stays_within_its_own_bound(make: Callable[..., Bench]) -> None:
         held = [slot for slot in bench.node.ring.slots if slot.run == RUN_ID]
         assert sum(slot.capacity for slot in held) <= 16 * MIB
     assert bench.committed()[0] == 9
-    with pytest.raises(SnapshotTooLargeError, match="--run-memory-limit"):
+    with pytest.raises(SnapshotFailedError, match="--run-memory-limit", check=FailureReason.TOO_LARGE.caused):
         bench.save(10, nbytes=17 * MIB)
     bench.open(run_id=OTHER_ID, durable=False)
     bench.save(1, nbytes=15 * MIB, run_id=OTHER_ID)

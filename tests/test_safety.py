@@ -24,7 +24,7 @@ from lightning_spot.capture.slot_pool import SlotMaker
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import RingFullError, ServerUnreachableError, SpotError
+from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SpotError
 from lightning_spot.exact.seams import Seam
 from lightning_spot.fit.exit import secure
 from lightning_spot.fit.fit import Fit
@@ -250,7 +250,10 @@ def test_the_slot_of_an_urgent_snapshot_has_the_time_that_slots_have_also_right_
 
 @pytest.mark.parametrize(
     ("every", "error"),
-    [(4, RingFullError("all slots are on their way")), (1000, ServerUnreachableError("gone"))],
+    [
+        (4, SnapshotFailedError("all slots are on their way", reason=FailureReason.RING_FULL)),
+        (1000, ServerUnreachableError("gone")),
+    ],
     ids=["skipped before", "node lost now"],
 )
 def test_a_snapshot_that_could_not_be_begun_is_taken_at_a_notice(

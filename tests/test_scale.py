@@ -93,5 +93,5 @@ def test_clients_of_a_node_without_room_for_all_take_turns(tmp_path: Path) -> No
         load = scale.measure(url, process, clients=16, seconds=20.0)
         assert min(load.commits) >= 1
         assert load.fairness >= 0.5
-        assert all(error.startswith("RingFullError") for error in load.errors)
+        assert all(error.startswith("SnapshotFailedError") for error in load.errors)
         assert process.memory_info().shared <= 24 * slot_bytes + 64 * 2**20

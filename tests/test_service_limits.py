@@ -26,14 +26,14 @@ from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import (
-    CorruptManifestError,
     CorruptSnapshotError,
-    RingFullError,
+    FailureReason,
     ServerRefusedError,
     SettingsError,
+    SnapshotFailedError,
     SnapshotNotFoundError,
     SpotError,
-    TooManyStreamsError,
+    TierReason,
 )
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.parts import checksum
@@ -165,12 +165,12 @@ def test_who_waits_for_a_slot_and_goes_leaves_nothing(start_node: StartNode) -> 
     time.sleep(0.5)  # whoever still waited would have it by now
 
     def leased() -> bool:
-        with suppress(RingFullError):  # a node that is slow has not heard yet that they have gone
+        with suppress(SnapshotFailedError):  # a node that is slow has not heard yet that they have gone
             return bool(client.call("POST", "/v1/runs/run/uploads", body))
         return False
 
     until(leased, "the slot to be had")
-    with pytest.raises(RingFullError):
+    with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
         client.call("POST", "/v1/runs/run/uploads", body)
 
 
@@ -505,7 +505,7 @@ def test_an_upload_commits_only_what_it_was_opened_for(lasting_node: RunningNode
     assert len(list(stream.send(halves))) == 2
     stream.close()
     manifest = {**MANIFEST, "part_bytes": 50, **change}
-    with pytest.raises((SettingsError, CorruptManifestError)):
+    with pytest.raises((SettingsError, CorruptSnapshotError)):
         client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": manifest})
     for run in ("run", "other"):
         held = client.call("GET", f"/v1/runs/{run}/snapshots")["snapshots"]
@@ -591,7 +591,11 @@ def test_every_upload_has_a_stream_however_many_there_are(monkeypatch: pytest.Mo
             upload = client.call("POST", "/v1/runs/run/uploads", body)["upload"]
             streams.append(client.stream(upload))
             stack.callback(streams[-1].close)
-            with pytest.raises(TooManyStreamsError) if step >= 4 else nullcontext():  # 8 for 4 uploads are two for each
+            with (
+                pytest.raises(ServerRefusedError, check=TierReason.TOO_MANY_STREAMS.caused)
+                if step >= 4
+                else nullcontext()
+            ):  # 8 for 4 uploads are two for each
                 stack.callback(client.stream(upload).close)
         for step, stream in enumerate(streams):
             part = memoryview(image_of(step, 4096))

@@ -26,11 +26,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from lightning_spot.cli.command import main
 from lightning_spot.config import format_bytes
-from lightning_spot.errors import CorruptSnapshotError, LayoutUnsupportedError, ModelChangedError, NotSerializableError
+from lightning_spot.errors import CorruptSnapshotError, ModelChangedError, NotSerializableError
 from lightning_spot.exact.optimizers import keep_dtypes, precise_of
 from lightning_spot.exact.sharded import MODEL, Dtensors, _put_back_optimizer
 from lightning_spot.image.files import check_files
-from lightning_spot.image.layout import filled
+from lightning_spot.image.layout import DoesNotFitError, filled
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.portion import Image
 from lightning_spot.image.shards import SHARDS_FILE, Shards, archived
@@ -277,7 +277,7 @@ def test_a_ranks_own_state_has_the_size_that_was_agreed_or_is_refused() -> None:
         data = state_archive(state, nbytes)
         assert len(data) == nbytes
         assert same(load_state(memoryview(data)), state)
-    with pytest.raises(LayoutUnsupportedError, match="does not fit"):
+    with pytest.raises(DoesNotFitError):
         state_archive(state, least)
 
 
@@ -347,7 +347,7 @@ def test_a_dtype_that_torch_does_not_know_is_named(one: Any) -> None:
     _, image, manifest = one
     shards = Shards.read(memoryview(image), manifest)
     odd = replace(shards.tensors[0], dtype="nn")
-    with pytest.raises(LayoutUnsupportedError, match=r"state_dict\.weight has dtype 'nn'"):
+    with pytest.raises(NotSerializableError, match=r"state_dict\.weight has dtype 'nn'"):
         metadata_of(replace(shards, tensors=(odd,)))
 
 

@@ -30,7 +30,7 @@ from lightning_spot.capture.tensors import by_storage, expected_nbytes
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import ServerUnreachableError, SettingsError, ShareMissingError, TierError
+from lightning_spot.errors import FailureReason, ServerUnreachableError, SettingsError, SnapshotFailedError, TierError
 from lightning_spot.fit.hosts import Hosts
 from lightning_spot.fit.in_shards import InShards, WhereTo, check_place
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -163,7 +163,11 @@ class Desk:
 
         with monkeypatch.context() as patched:
             patched.setattr(self.hosts[rank], "join", smaller)
-            with pytest.raises(ShareMissingError, match=rf"rank {rank}: .*the slot for it (at )?100000"):
+            with pytest.raises(
+                SnapshotFailedError,
+                match=rf"rank {rank}: .*the slot for it (at )?100000",
+                check=FailureReason.SHARE_MISSING.caused,
+            ):
                 self.take(1)
         self.check(self.take(2))
 
@@ -314,7 +318,9 @@ def test_a_rank_of_another_host_whose_own_state_has_no_room_drops_that_snapshot_
     desk.check(desk.take(1))
     long = "x" * 400_000
     with pytest.raises(
-        ShareMissingError, match=r"did not come together at spot://.*rank 3: its own state has \d+ bytes"
+        SnapshotFailedError,
+        match=r"did not come together at spot://.*rank 3: its own state has \d+ bytes",
+        check=FailureReason.SHARE_MISSING.caused,
     ):
         desk.take(2, long)
     desk.check(desk.take(3, long))

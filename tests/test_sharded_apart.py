@@ -15,7 +15,7 @@ import pytest
 from lightning_spot.capture import following
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.errors import ServerUnreachableError, ShareMissingError
+from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError
 from lightning_spot.exact.compare import differences
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.shards import Shards
@@ -91,7 +91,9 @@ def test_a_host_that_cannot_bring_its_files_drops_the_snapshot_and_the_next_one_
     desk.most_own_bytes = 70_000  # and all have the same room again, also rank 0, which has not begun
     desk.check(desk.take(3))
     long = "x" * 400_000
-    with pytest.raises(ShareMissingError, match=r"rank 3: its own state has \d+ bytes"):
+    with pytest.raises(
+        SnapshotFailedError, match=r"rank 3: its own state has \d+ bytes", check=FailureReason.SHARE_MISSING.caused
+    ):
         desk.take(4, long)
     until(lambda: is_free(desk.hosts[1]), "the other rank's part to keep no slot", LAST_S)
     desk.most_own_bytes = 401_000  # all ranks are asked after a snapshot was missed
@@ -157,7 +159,7 @@ def test_the_node_of_another_host_says_what_it_has_still_to_bring(desk: Apart) -
 def test_a_rank_that_comes_when_it_is_over_takes_no_slot(desk: Apart) -> None:
     node = desk.hosts[1]
     node.decline(snapshot_name(1, 1), "rank 1: it has no room")
-    with pytest.raises(ShareMissingError, match="rank 1: it has no room"):
+    with pytest.raises(SnapshotFailedError, match="rank 1: it has no room", check=FailureReason.SHARE_MISSING.caused):
         desk.begin(3, 1).result(LAST_S)
     assert [slot for slot in node._call("GET", "/v1/status")["slots"] if slot["capacity_bytes"]] == []
 
@@ -184,7 +186,11 @@ def test_a_host_whose_node_is_lost_has_nobody_wait_for_its_files(
         late.result(LAST_S)  # so the next node answers where the lost one did
         monkeypatch.setattr(following, "_AGAIN_S", 0.05)
         early._tasks.put(lambda: None)
-    with pytest.raises(ShareMissingError, match=f"rank {written}: the node of its host was lost"):
+    with pytest.raises(
+        SnapshotFailedError,
+        match=f"rank {written}: the node of its host was lost",
+        check=FailureReason.SHARE_MISSING.caused,
+    ):
         leading[0].result(LAST_S)
     futures.wait([late], LAST_S)
 

@@ -26,7 +26,7 @@ from lightning_spot.capture.split import Number
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.starting import attach
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import ServerUnreachableError, SnapshotFailedError, TierError
+from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, TierError
 from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.sharded import Dtensors
 from lightning_spot.fit.hosts import Hosts, _open
@@ -293,7 +293,11 @@ def test_the_others_hear_of_what_fails_before_rank_0_asks_its_writer(
     make: Callable[[str], Ranks], monkeypatch: pytest.MonkeyPatch, memory: str
 ) -> None:
     """They waited for its slot."""
-    ranks, of, failures = make(memory), LastState.of, [SnapshotFailedError("none is left")]
+    ranks, of, failures = (
+        make(memory),
+        LastState.of,
+        [SnapshotFailedError("none is left", reason=FailureReason.UNFORESEEN)],
+    )
     ranks.write(1)
 
     def fails_once(*what: Any) -> LastState:

@@ -26,11 +26,11 @@ from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
+    FailureReason,
     NotSerializableError,
-    RingFullError,
     ServerUnreachableError,
     SettingsError,
-    ShareMissingError,
+    SnapshotFailedError,
     SpotError,
 )
 from lightning_spot.exact.dump import Dump
@@ -170,7 +170,11 @@ def test_a_rank_whose_training_goes_on_before_the_slot_is_there_drops_that_snaps
     desk.other.copied()  # training goes on
     done = desk.begin(0, 1)
     for future in (done, other):  # not after the ten minutes that a rank may need to write its share
-        with pytest.raises(ShareMissingError, match="training went on before its slot was there"):
+        with pytest.raises(
+            SnapshotFailedError,
+            match="training went on before its slot was there",
+            check=FailureReason.SHARE_MISSING.caused,
+        ):
             future.result(120.0)
     desk.other._max_stall_s = usual_s
     assert desk.take(2).step == 2
@@ -181,9 +185,13 @@ def test_other_ranks_hear_at_once_that_rank_0_cannot_begin(desk: Desk) -> None:
     desk.first.server_call_timeout_s, usual_s = 0.1, desk.first.server_call_timeout_s
     first._maker._ready.clear()  # its slot is still being made
     other = desk.begin(1, 1)
-    with pytest.raises(RingFullError, match="still being made"):
+    with pytest.raises(SnapshotFailedError, match="still being made", check=FailureReason.RING_FULL.caused):
         desk.begin(0, 1, wait_s=0.0)
-    with pytest.raises(ShareMissingError, match=r"rank 0 cannot begin it \(the slot for it is"):
+    with pytest.raises(
+        SnapshotFailedError,
+        match=r"rank 0 cannot begin it \(the slot for it is",
+        check=FailureReason.SHARE_MISSING.caused,
+    ):
         other.result(60.0)
     first._maker._ready.set()
     desk.first.server_call_timeout_s = usual_s
@@ -191,7 +199,11 @@ def test_other_ranks_hear_at_once_that_rank_0_cannot_begin(desk: Desk) -> None:
     other = desk.begin(1, 2)
     with pytest.raises(NotSerializableError):
         desk.begin(0, 2, bad=lambda: 0)
-    with pytest.raises(ShareMissingError, match=r"rank 0 cannot begin it .*cannot be serialised"):
+    with pytest.raises(
+        SnapshotFailedError,
+        match=r"rank 0 cannot begin it .*cannot be serialised",
+        check=FailureReason.SHARE_MISSING.caused,
+    ):
         other.result(60.0)
     desk.copied()
     assert desk.take(3).step == 3
@@ -235,7 +247,7 @@ def test_where_a_slot_that_was_leased_ahead_cannot_be_said_to_be_for_it_nobody_w
     done, other = desk.begin(0, 2), desk.begin(1, 2)
     with pytest.raises(SettingsError, match="does not know"):
         done.result(60.0)
-    with pytest.raises(ShareMissingError, match="rank 0 cannot begin it"):
+    with pytest.raises(SnapshotFailedError, match="rank 0 cannot begin it", check=FailureReason.SHARE_MISSING.caused):
         other.result(60.0)
     desk.copied()
     monkeypatch.setattr(desk.first, "say", real)
@@ -364,9 +376,9 @@ def test_a_part_that_training_could_not_wait_for_is_not_written(desk: Desk, monk
         desk.other.copied()
     desk.weights.numpy()[:] = 2.0  # as the optimizer does
     done = desk.begin(0, 2)
-    with pytest.raises(ShareMissingError):
+    with pytest.raises(SnapshotFailedError, check=FailureReason.SHARE_MISSING.caused):
         other.result(60.0)
-    with pytest.raises(ShareMissingError):
+    with pytest.raises(SnapshotFailedError, check=FailureReason.SHARE_MISSING.caused):
         done.result(60.0)
     assert desk.take(3).step == 3
 
@@ -376,7 +388,9 @@ def test_other_ranks_hear_at_once_that_rank_0_is_fenced(desk: Desk) -> None:
     other = desk.begin(1, 1)
     rank_0 = SimpleNamespace(number=1, writer=desk.writer)
     Attempt.decline(cast(Attempt, rank_0), 1, "a later attempt has taken the run over", complete=False)
-    with pytest.raises(ShareMissingError, match="a later attempt has taken the run over"):
+    with pytest.raises(
+        SnapshotFailedError, match="a later attempt has taken the run over", check=FailureReason.SHARE_MISSING.caused
+    ):
         other.result(60.0)
 
 

@@ -19,11 +19,11 @@ from lightning_spot.capture.slot_pool import Leases
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.errors import (
+    FailureReason,
     FencedError,
-    RingFullError,
     ServerUnreachableError,
     SettingsError,
-    ShareMissingError,
+    SnapshotFailedError,
     SnapshotNotFoundError,
 )
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -184,7 +184,7 @@ def test_of_a_slot_that_is_said_to_be_for_one_that_is_over_nothing_comes(ranks: 
     ranks.of.decline(RUN, 1, snapshot_name(1, 1), "no room")
     upload = ranks.node.lease(RUN, 1, NBYTES, session="rank-0")
     ranks.of.say(upload, NBYTES, Shared(name=snapshot_name(1, 1), shares=3))
-    with pytest.raises(ShareMissingError, match="no room"):
+    with pytest.raises(SnapshotFailedError, match="no room", check=FailureReason.SHARE_MISSING.caused):
         ranks.node.seal(upload.id, manifest_of(1))
 
 
@@ -199,7 +199,7 @@ def test_a_rank_that_ends_gives_the_snapshot_up_and_the_former_one_stands(ranks:
     sealing = ranks.pool.submit(ranks.node.seal, upload.id, manifest_of(2))
     ranks.of.reconnect_s = 0.0
     ranks.node.end_session("rank-2")
-    with pytest.raises(ShareMissingError, match="rank 2 ended"):
+    with pytest.raises(SnapshotFailedError, match="rank 2 ended", check=FailureReason.SHARE_MISSING.caused):
         sealing.result(LAST_S)
     assert ranks.bench.committed() == [1]
     assert ranks.slots_filling() == 0  # it can be used again
@@ -208,9 +208,9 @@ def test_a_rank_that_ends_gives_the_snapshot_up_and_the_former_one_stands(ranks:
 def test_a_share_that_was_torn_gives_the_snapshot_up_with_its_reason(ranks: Ranks) -> None:
     upload = ranks.lease(1)
     ranks.of.placed(ranks.join(1, 1).id, 1, "rank 1: a tensor changed")
-    with pytest.raises(ShareMissingError, match="a tensor changed"):
+    with pytest.raises(SnapshotFailedError, match="a tensor changed", check=FailureReason.SHARE_MISSING.caused):
         ranks.join(1, 2)
-    with pytest.raises(ShareMissingError, match="a tensor changed"):
+    with pytest.raises(SnapshotFailedError, match="a tensor changed", check=FailureReason.SHARE_MISSING.caused):
         ranks.node.seal(upload.id, manifest_of(1))
     assert ranks.slots_filling() == 0
 
@@ -220,7 +220,7 @@ def test_a_slot_is_not_used_again_while_a_rank_may_still_write_into_it(tmp_path:
     upload = ranks.lease(1)
     ranks.join(1, 1)
     ranks.node.abort(upload.id)
-    with pytest.raises(RingFullError):
+    with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
         ranks.lease(2)
     ranks.of.placed(upload.id, 1)  # its bytes went nowhere
     assert ranks.lease(2).slot is upload.slot
@@ -232,18 +232,20 @@ def test_a_slot_is_not_used_again_while_a_rank_may_still_write_into_it(tmp_path:
 def test_nobody_waits_for_a_snapshot_that_will_not_be(ranks: Ranks) -> None:
     waiting = ranks.pool.submit(ranks.join, 1, 1)
     ranks.of.decline(RUN, 1, snapshot_name(1, 1), "no slot is free")
-    with pytest.raises(ShareMissingError, match="no slot is free"):
+    with pytest.raises(SnapshotFailedError, match="no slot is free", check=FailureReason.SHARE_MISSING.caused):
         waiting.result(LAST_S)
     waiting = ranks.pool.submit(ranks.join, 2, 1)
     ranks.lease(3)
-    with pytest.raises(ShareMissingError, match="overtaken"):
+    with pytest.raises(SnapshotFailedError, match="overtaken", check=FailureReason.SHARE_MISSING.caused):
         waiting.result(LAST_S)
     ranks.take(4)
-    with pytest.raises(ShareMissingError, match="committed already"):
+    with pytest.raises(SnapshotFailedError, match="committed already", check=FailureReason.SHARE_MISSING.caused):
         ranks.join(4, 1)
     waiting = ranks.pool.submit(ranks.join, 5, 1)
     ranks.node.end_session("rank-0")
-    with pytest.raises(ShareMissingError, match="rank that leases its slot has ended"):
+    with pytest.raises(
+        SnapshotFailedError, match="rank that leases its slot has ended", check=FailureReason.SHARE_MISSING.caused
+    ):
         waiting.result(LAST_S)
     with pytest.raises(ServerUnreachableError, match="has closed"):
         ranks.of.join(RUN, 1, snapshot_name(6, 1), 1, "a stranger")
@@ -256,7 +258,9 @@ def test_a_snapshot_that_was_given_up_waits_for_no_share(ranks: Ranks, when: str
     upload = ranks.lease(1) if when == "after that" else None
     ranks.of.decline(RUN, 1, snapshot_name(1, 1), "another host has given it up")
     upload = upload or ranks.lease(1)
-    with pytest.raises(ShareMissingError, match="another host has given it up"):
+    with pytest.raises(
+        SnapshotFailedError, match="another host has given it up", check=FailureReason.SHARE_MISSING.caused
+    ):
         ranks.node.seal(upload.id, manifest_of(1))
     assert ranks.slots_filling() == 0
     assert ranks.take(2).step == 2
@@ -265,10 +269,12 @@ def test_a_snapshot_that_was_given_up_waits_for_no_share(ranks: Ranks, when: str
 def test_a_share_that_never_comes_is_waited_for_no_longer_than_allowed(ranks: Ranks) -> None:
     upload = ranks.lease(1)
     ranks.fill(ranks.join(1, 1), 1, 1)
-    with pytest.raises(ShareMissingError, match="not begun within"):
+    with pytest.raises(SnapshotFailedError, match="not begun within", check=FailureReason.SHARE_MISSING.caused):
         ranks.join(2, 2, wait_s=0.0)
     ranks.of.wait_s = 0.0
-    with pytest.raises(ShareMissingError, match="bytes of rank 2 did not come within 0 s"):
+    with pytest.raises(
+        SnapshotFailedError, match="bytes of rank 2 did not come within 0 s", check=FailureReason.SHARE_MISSING.caused
+    ):
         ranks.node.seal(upload.id, manifest_of(1))
 
 
@@ -279,17 +285,19 @@ def test_a_rank_whose_connection_has_closed_is_not_waited_for(ranks: Ranks) -> N
     upload = ranks.lease(1)
     ranks.fill(ranks.join(1, 1), 1, 1)
     ranks.of.wait_s, ranks.of.reconnect_s = 10.0, 0.0
-    with pytest.raises(ShareMissingError, match="rank 2 ended"):
+    with pytest.raises(SnapshotFailedError, match="rank 2 ended", check=FailureReason.SHARE_MISSING.caused):
         ranks.node.seal(upload.id, manifest_of(1))
     assert ranks.slots_filling() == 0
 
 
 def test_a_rank_that_has_given_up_waiting_is_not_waited_for(ranks: Ranks) -> None:
-    with pytest.raises(ShareMissingError, match="not begun within"):
+    with pytest.raises(SnapshotFailedError, match="not begun within", check=FailureReason.SHARE_MISSING.caused):
         ranks.join(1, 2, wait_s=0.0)
     upload = ranks.lease(1)
     ranks.of.wait_s = 10.0
-    with pytest.raises(ShareMissingError, match="rank 2 has waited for its slot in vain"):
+    with pytest.raises(
+        SnapshotFailedError, match="rank 2 has waited for its slot in vain", check=FailureReason.SHARE_MISSING.caused
+    ):
         ranks.node.seal(upload.id, manifest_of(1))
     assert ranks.take(2).step == 2
 
@@ -297,9 +305,11 @@ def test_a_rank_that_has_given_up_waiting_is_not_waited_for(ranks: Ranks) -> Non
 def test_a_rank_with_another_layout_gives_the_snapshot_up_for_all(ranks: Ranks) -> None:
     upload = ranks.lease(1, digest="one")
     ranks.join(1, 1, digest="one")
-    with pytest.raises(ShareMissingError, match="another layout"):
+    with pytest.raises(SnapshotFailedError, match="another layout", check=FailureReason.SHARE_MISSING.caused):
         ranks.join(1, 2, digest="two")
-    with pytest.raises(ShareMissingError, match="rank 2 has another layout"):
+    with pytest.raises(
+        SnapshotFailedError, match="rank 2 has another layout", check=FailureReason.SHARE_MISSING.caused
+    ):
         ranks.node.seal(upload.id, manifest_of(1))
 
 
@@ -307,7 +317,7 @@ def test_a_slot_that_is_there_when_it_is_over_is_waited_for_by_nobody(ranks: Ran
     """The other ranks were told so while it was made."""
     ranks.of.decline(RUN, 1, snapshot_name(1, 1), "no room")
     upload = ranks.lease(1)
-    with pytest.raises(ShareMissingError, match="no room"):
+    with pytest.raises(SnapshotFailedError, match="no room", check=FailureReason.SHARE_MISSING.caused):
         ranks.of.wait(upload)
 
 
@@ -407,12 +417,12 @@ def test_processes_fill_one_slot_through_the_node_of_their_host(hosts: Callable[
             first._call("POST", path, {**body, **wrong})
     first.abort(ahead)
     first.decline(snapshot_name(4, 1), "no slot is free")
-    with pytest.raises(ShareMissingError, match="no slot is free"):
+    with pytest.raises(SnapshotFailedError, match="no slot is free", check=FailureReason.SHARE_MISSING.caused):
         second.join(snapshot_name(4, 1), share=1, wait_s=LAST_S)
     lease = first.lease(NBYTES, 30.0, shared=replace(shared, name=snapshot_name(5, 1)))
     second.join(snapshot_name(5, 1), share=1, wait_s=LAST_S)
     second.disconnect()
-    with pytest.raises(ShareMissingError, match="rank 1 ended"):
+    with pytest.raises(SnapshotFailedError, match="rank 1 ended", check=FailureReason.SHARE_MISSING.caused):
         first.seal(lease, replace(manifest, name=snapshot_name(5, 1), step=5))
 
 

@@ -18,7 +18,7 @@ from lightning_spot.capture.slot_pool import Leases
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.errors import RingFullError, ServerUnreachableError
+from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError
 from lightning_spot.fit import pacing as pacing_module
 from lightning_spot.fit.pacing import Pacing
 from lightning_spot.interval.deadline import Deadline
@@ -88,7 +88,7 @@ def test_a_spare_slot_is_made_only_if_one_is_wanted(here: Here) -> None:
     here.take(1)
     spare = here.host.lease(NBYTES, 0.0, making=Making.SPARE)
     here.host.abort(spare)
-    with pytest.raises(RingFullError):
+    with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
         here.host.lease(NBYTES, 0.0, making=Making.SPARE)
     assert here.host.lease(NBYTES, 0.0).slot == spare.slot
 
@@ -112,7 +112,7 @@ def test_a_larger_slot_that_is_made_ahead_costs_only_what_is_superseded(tmp_path
     try:
         save(1)
         filled = host.lease(NBYTES, 0.0)  # so the newest is all that could make room
-        with pytest.raises(RingFullError):
+        with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
             host.lease(larger, 0.0, making=Making.SPARE)
         assert there() == [1]
         host.abort(filled)
@@ -127,7 +127,7 @@ def test_a_larger_slot_that_is_made_ahead_costs_only_what_is_superseded(tmp_path
 def test_who_needs_the_slot_that_is_being_made_waits_for_it(here: Here) -> None:
     here.take(1)
     spare = here.host.lease(NBYTES, 0.0, making=Making.SPARE)
-    with pytest.raises(RingFullError, match="1 being made"):
+    with pytest.raises(SnapshotFailedError, match="1 being made", check=FailureReason.RING_FULL.caused):
         here.host.lease(NBYTES, 0.0)
     found: list[int] = []
     waiting = threading.Thread(target=lambda: found.append(here.host.lease(NBYTES, 30.0).slot))
@@ -143,7 +143,9 @@ def test_a_node_is_told_that_only_a_slot_that_is_made_will_do(tmp_path: Path) ->
     host = starting.start(url, "run", slots=2, memory_bytes=2**26, server_idle_timeout_s=60.0)
     host.open_run(named_run("run", url))
     try:
-        with pytest.raises(RingFullError, match="1 still to be made"):  # and not that there is no memory for it
+        with pytest.raises(
+            SnapshotFailedError, match="1 still to be made", check=FailureReason.RING_FULL.caused
+        ):  # and not that there is no memory for it
             host.lease(NBYTES, 0.0, making=Making.NEVER)
         first = host.lease(NBYTES, 0.0)
         host.abort(first)
@@ -236,7 +238,9 @@ def test_a_state_that_goes_on_growing_is_not_skipped_each_time(
         idle(desk)
         try:
             desk.writer.begin(desk.checkpoint(more=torch.ones(500_000 * step)), manifest_of(step, run_id="")).result(30)
-        except RingFullError:
+        except SnapshotFailedError as error:
+            if error.reason is not FailureReason.RING_FULL:
+                raise
             skipped.append(step)
     assert skipped == [1]
     assert least > 1000 or threading.current_thread() not in made_by
@@ -257,7 +261,9 @@ def test_a_state_that_has_grown_once_has_superseded_ones_replaced(monkeypatch: p
             state = {"more": torch.ones(3_000_000 if step > 4 else 100_000)}
             try:
                 writer.begin(state, manifest_of(step, run_id=""), owned={}).result(30)
-            except RingFullError:
+            except SnapshotFailedError as error:
+                if error.reason is not FailureReason.RING_FULL:
+                    raise
                 skipped.append(step)
     finally:
         writer.close()
@@ -296,7 +302,9 @@ def test_a_state_that_grows_a_little_each_time_finds_room(desk: Desk, made_by: l
         try:
             more = torch.ones(2_000_000 + 60_000 * step)  # 3 % of it
             desk.writer.begin(desk.checkpoint(more=more), manifest_of(step, run_id="")).result(30)
-        except RingFullError:
+        except SnapshotFailedError as error:
+            if error.reason is not FailureReason.RING_FULL:
+                raise
             skipped.append(step)
         assert desk.host.flush(30) == []
     assert skipped[0] == 1
@@ -322,7 +330,7 @@ def test_a_larger_slot_is_made_after_the_one_that_is_being_made(
     desk.begin(1, desk.checkpoint()).result(30)
     assert asked.wait(30)
     averages = torch.ones(3_000_000)
-    with pytest.raises(RingFullError, match="a larger one is being made"):
+    with pytest.raises(SnapshotFailedError, match="a larger one is being made", check=FailureReason.RING_FULL.caused):
         desk.writer.begin(desk.checkpoint(more=averages), manifest_of(2, run_id=""))
     go_on.set()
     until(lambda: desk.writer.ready, "the larger one")
@@ -337,7 +345,7 @@ def test_a_state_that_is_larger_than_was_expected_has_its_slot_made_in_the_backg
     desk.writer.warm(700_000)
     until(lambda: desk.writer.ready, "the first slot")
     averages = torch.ones(3_000_000)
-    with pytest.raises(RingFullError, match="a larger one is being made"):
+    with pytest.raises(SnapshotFailedError, match="a larger one is being made", check=FailureReason.RING_FULL.caused):
         desk.writer.begin(desk.checkpoint(more=averages), manifest_of(1))
     until(lambda: desk.writer.ready, "the larger one")
     desk.begin(2, desk.checkpoint(more=averages)).result(30)
@@ -383,7 +391,7 @@ def test_an_urgent_snapshot_waits_no_longer_for_its_slot_than_it_may(
     manifest = manifest_of(1)
     over = Deadline(end_s=0.0, is_named=True)
     for wait_s in (3.0, over.wait_s, 0.0):
-        with pytest.raises(RingFullError, match="still being made"):
+        with pytest.raises(SnapshotFailedError, match="still being made", check=FailureReason.RING_FULL.caused):
             desk.writer.begin(desk.checkpoint(), manifest, wait_s=wait_s)
     assert waited == [3.0, over.wait_s, desk.host.server_call_timeout_s]
     assert 0 < over.wait_s < 0.1
@@ -399,13 +407,13 @@ def test_who_waits_for_a_slot_waits_for_its_memory_to_be_made(
 
     def lease(nbytes: int, wait_s: float, *, limit_s: float = 5.0) -> Any:
         asked.append(wait_s + limit_s)
-        raise RingFullError("still being made")
+        raise SnapshotFailedError("still being made", reason=FailureReason.RING_FULL)
 
     host: Any = SimpleNamespace(lease=lease, server_call_timeout_s=5.0)
     link: Any = SimpleNamespace(host=host, lose=lambda *_: None)
     clock = iter([0.0, 0.0, 0.0, *[wait_s] * 9])
     monkeypatch.setattr(slot_pool, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    with pytest.raises(RingFullError):
+    with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
         Leases(link, lambda _lease: None, lambda _full, _left_s: None).take(host, 10**10, wait_s)
     assert asked == [pytest.approx(longest_s, abs=3)]
 
@@ -425,7 +433,7 @@ def test_a_node_that_is_still_making_a_slot_is_not_taken_for_a_lost_one() -> Non
     host: Any = object.__new__(EmbeddedHost)
     host.run, host.attempt, host.server_call_timeout_s, host._layout = "run@1", 1, 5.0, KnownLayout()
     host.session, host.client = SimpleNamespace(id="1"), SimpleNamespace(call=call, ping=pings.append)
-    with pytest.raises(RingFullError, match="still being made after 31 s"):
+    with pytest.raises(SnapshotFailedError, match="still being made after 31 s", check=FailureReason.RING_FULL.caused):
         host.lease(NBYTES, 1.0, limit_s=30.0)
     assert pings
     assert given_back == [f"/v1/uploads/{asked[0]}"]  # the answer may have come while nobody listened any more
@@ -440,7 +448,10 @@ def test_who_waits_long_for_a_slot_says_what_for(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With ``on_full="wait"``, training stood for ten minutes while a bucket failed; only the node said so."""
-    lease, refusals = desk.host.lease, [RingFullError("1 not at s3://b/run yet")] * 3
+    lease, refusals = (
+        desk.host.lease,
+        [SnapshotFailedError("1 not at s3://b/run yet", reason=FailureReason.RING_FULL)] * 3,
+    )
 
     def full(*what: Any, **more: Any) -> Any:
         if refusals:

@@ -26,7 +26,14 @@ from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.errors import ServerFailedError, ServerUnreachableError, ShareMissingError, SpotError
+from lightning_spot.errors import (
+    FailureReason,
+    ServerRefusedError,
+    ServerUnreachableError,
+    SnapshotFailedError,
+    SpotError,
+    TierReason,
+)
 from lightning_spot.exact import rank_states
 from lightning_spot.exact.rank_states import Packing, Rooms, packed, unpacked
 from lightning_spot.fit.hosts import Hosts
@@ -79,7 +86,7 @@ def test_every_byte_is_written_by_one_rank_and_shares_are_equal(shares: int, buf
 def test_a_state_that_only_torch_can_write_is_not_divided() -> None:
     rooms = Rooms()
     rooms.put(1, b"x")
-    with pytest.raises(ShareMissingError, match=r"plain torch\.save"):
+    with pytest.raises(SnapshotFailedError, match=r"plain torch\.save", check=FailureReason.SHARE_MISSING.caused):
         Divider().divide(lay_out_plain({"r": rooms.known}), snapshot_name(1, 1), {}, {}, SharingRanks(2, rooms.known))
 
 
@@ -267,7 +274,11 @@ def test_a_thread_of_ours_that_reads_from_a_gpu_says_that_it_does(desk: Desk, ca
             if error is None:
                 assert desk.saved(done.result(LAST_S))["ranks"][1] == {"rank": 1}
             else:
-                with pytest.raises(ShareMissingError, match="rank 1: the GPU failed: no room"):
+                with pytest.raises(
+                    SnapshotFailedError,
+                    match="rank 1: the GPU failed: no room",
+                    check=FailureReason.SHARE_MISSING.caused,
+                ):
                     done.result(LAST_S)
             assert state.read == [True]
     finally:
@@ -296,7 +307,7 @@ def test_a_tensor_of_another_rank_that_changes_meanwhile_drops_the_snapshot(desk
     desk.begin_shares(2)
     weight.add_(1.0)
     done = desk.begin_first(2)
-    with pytest.raises(ShareMissingError, match="rank 2"):
+    with pytest.raises(SnapshotFailedError, match="rank 2", check=FailureReason.SHARE_MISSING.caused):
         done.result(LAST_S)
     assert desk.writer.missed == 1
     weight.copy_(before)
@@ -332,17 +343,25 @@ def test_what_was_written_past_the_counts_on_another_rank_is_copied_before_train
 def test_ranks_that_do_not_train_the_same_are_named_and_the_former_snapshot_stands(desk: Desk) -> None:
     desk.begin(1).result(LAST_S)
     desk.ranks[1].weights[2] = torch.zeros(3)
-    with pytest.raises(ShareMissingError, match=r"rank 1: tensor 2 of rank 0's optimizers has .* 12 bytes of float32"):
+    with pytest.raises(
+        SnapshotFailedError,
+        match=r"rank 1: tensor 2 of rank 0's optimizers has .* 12 bytes of float32",
+        check=FailureReason.SHARE_MISSING.caused,
+    ):
         desk.begin(2).result(LAST_S)
     desk.ranks[1].weights = [weight + 1 for weight in desk.ranks[0].weights]
-    with pytest.raises(ShareMissingError, match="rank 1: its parameters"):
+    with pytest.raises(SnapshotFailedError, match="rank 1: its parameters", check=FailureReason.SHARE_MISSING.caused):
         desk.begin(3).result(LAST_S)
     assert [manifest.step for manifest in desk.first.manifests()] == [1]
 
 
 def test_a_state_that_outgrew_its_room_drops_the_snapshot(desk: Desk) -> None:
     desk.ranks[1].state = {"rank": torch.zeros(100_000)}
-    with pytest.raises(ShareMissingError, match=r"rank 1: its own state has .* bytes, there is room for"):
+    with pytest.raises(
+        SnapshotFailedError,
+        match=r"rank 1: its own state has .* bytes, there is room for",
+        check=FailureReason.SHARE_MISSING.caused,
+    ):
         desk.begin(1).result(LAST_S)
     desk.rooms.put(1, packed(desk.ranks[1].state))
     assert torch.equal(desk.saved(desk.begin(2).result(LAST_S))["ranks"][1]["rank"], torch.zeros(100_000))
@@ -375,16 +394,26 @@ def test_word_that_a_share_is_in_place_is_said_again_or_the_node_is_left(
     if lost == 1:
         assert done.result(120.0).step == 1  # not after ten minutes
     else:
-        with pytest.raises(ShareMissingError, match="rank 1 ended before its bytes were in place"):
+        with pytest.raises(
+            SnapshotFailedError,
+            match="rank 1 ended before its bytes were in place",
+            check=FailureReason.SHARE_MISSING.caused,
+        ):
             done.result(120.0)
     assert words == ["", ""]
     assert desk.begin(2).result(LAST_S).step == 2
 
 
-@pytest.mark.parametrize(("error", "times"), [(ServerFailedError, 1), (ServerUnreachableError, 2)])
+@pytest.mark.parametrize(
+    ("error", "times"),
+    [
+        (ServerRefusedError("it went wrong", reason=TierReason.SERVER_FAILED), 1),
+        (ServerUnreachableError("it went wrong"), 2),
+    ],
+)
 @pytest.mark.parametrize("unheard", [0, 1])
 def test_a_rank_whose_first_request_fails_is_not_waited_for(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch, error: type[SpotError], times: int, unheard: int
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, error: SpotError, times: int, unheard: int
 ) -> None:
     """The node had never heard of it: the snapshot was given up after ten minutes, in which there was no other one."""
     left = {"join": times, "decline": unheard}
@@ -395,7 +424,7 @@ def test_a_rank_whose_first_request_fails_is_not_waited_for(
         def ask(ring: EmbeddedHost, *arguments: Any, **how: Any) -> Any:
             if left[method] and (method == "decline" or how["share"] == 1):
                 left[method] -= 1
-                raise error("it went wrong")
+                raise error
             return whole(ring, *arguments, **how)
 
         return ask
@@ -403,7 +432,7 @@ def test_a_rank_whose_first_request_fails_is_not_waited_for(
     for method in left:
         monkeypatch.setattr(EmbeddedHost, method, failing(method))
     monkeypatch.setattr(following, "_AGAIN_S", 0.1)
-    with pytest.raises(ShareMissingError, match="rank 1: it went wrong"):
+    with pytest.raises(SnapshotFailedError, match="rank 1: it went wrong", check=FailureReason.SHARE_MISSING.caused):
         desk.begin(1).result(120.0)
     assert left == {"join": 0, "decline": 0}
     assert desk.begin(2).result(LAST_S).step == 2
@@ -457,7 +486,9 @@ def test_a_rank_that_cannot_map_the_slot_says_so(desk: Desk, monkeypatch: pytest
 
     with monkeypatch.context() as failing:
         failing.setattr(host.session, "map_slot", map_slot)  # type: ignore[attr-defined]
-        with pytest.raises(ShareMissingError, match="rank 1: no memory for a map"):
+        with pytest.raises(
+            SnapshotFailedError, match="rank 1: no memory for a map", check=FailureReason.SHARE_MISSING.caused
+        ):
             desk.begin(1).result(120.0)  # not after ten minutes
     assert desk.begin(2).result(LAST_S).step == 2
 

@@ -18,7 +18,7 @@ import pytest
 from lightning_spot.cli.command import main
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import FencedError, ShareMissingError, TierError
+from lightning_spot.errors import FailureReason, FencedError, SnapshotFailedError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import flusher, work
 from lightning_spot.memory.flusher import put_portion
@@ -169,7 +169,7 @@ def test_a_snapshot_that_is_not_whole_takes_the_place_of_none(make: Make) -> Non
     until(lambda: [2, 1] in desk.held().values(), "its first portion to be there", LAST_S)
     assert desk.whole() == [1]
     desk.hosts[1].decline(snapshot_name(2, 1), "no slot is free", desk.at)  # the second host never brings its own
-    with pytest.raises(ShareMissingError, match="no slot is free"):
+    with pytest.raises(SnapshotFailedError, match="no slot is free", check=FailureReason.SHARE_MISSING.caused):
         first[0].result(LAST_S)
     until(lambda: sorted(desk.held().values()) == [[1], [1]], "what is torn to be dropped", LAST_S)
     desk.check(desk.take(3))
@@ -295,7 +295,7 @@ def test_what_attempts_left_that_were_killed_in_a_snapshot_does_not_pile_up(
     desk.joint(2).begin(Shared(name=snapshot_name(3, 2), shares=4), MIB, attempt=2, hosts=2)
     assert sorted(desk.held().values()) == [[2, 1], [2, 1]]
     assert desk.whole() == [2, 1]
-    with pytest.raises((ShareMissingError, FencedError)):
+    with pytest.raises((SnapshotFailedError, FencedError)):
         begun[0].result(LAST_S)
 
 
@@ -304,7 +304,7 @@ def test_an_earlier_attempt_is_refused(make: Make) -> None:
     manifest = desk.take(1)
     for node in desk.nodes.values():
         node.open_run(replace(info_of(desk.url, 2), token="another"))
-    with pytest.raises((ShareMissingError, FencedError)):
+    with pytest.raises((SnapshotFailedError, FencedError)):
         desk.take(2)
     for url in desk.at.split()[1:]:
         store = NodeStore(url)
@@ -410,5 +410,5 @@ def test_a_portion_of_a_newer_snapshot_that_is_not_whole_is_not_pulled(
     assert main(["cp", f"{one}/run@{RUN_ID}", *to]) == 0
     assert "step 1, from" in capsys.readouterr().out
     desk.hosts[1].decline(snapshot_name(2, 1), "it is over", desk.at)
-    with pytest.raises(ShareMissingError):
+    with pytest.raises(SnapshotFailedError, check=FailureReason.SHARE_MISSING.caused):
         begun[0].result(LAST_S)

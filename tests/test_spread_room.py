@@ -15,7 +15,7 @@ from lightning_spot.client import spread
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.spread import JointPortions, Missing, Seen, SpreadStore
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import ServerUnreachableError, ShareMissingError
+from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.portion import Portions
@@ -154,7 +154,9 @@ def test_a_portion_that_was_lost_with_its_node_is_not_waited_for(
         for word in ("look", "torn"):
             cut.setattr(two.stores[lost], word, silent)
         with pytest.raises(
-            ShareMissingError, match=rf"of host {lost} was lost with its snapshot server .*its link is cut"
+            SnapshotFailedError,
+            match=rf"of host {lost} was lost with its snapshot server .*its link is cut",
+            check=FailureReason.SHARE_MISSING.caused,
         ):
             two.seal(gathering)
     assert two.held()[1 - lost] == [1]
@@ -224,7 +226,7 @@ def test_a_snapshot_that_is_given_up_while_its_portions_are_counted_is_not_said_
     for host in HOSTS:
         two.bring(2, host)
     monkeypatch.setattr(JointPortions, "_look", late)
-    with pytest.raises(ShareMissingError):
+    with pytest.raises(SnapshotFailedError, check=FailureReason.SHARE_MISSING.caused):
         two.seal(gathering)
     assert two.held() == [[1], [1]]
     assert not any(slot.overtaken for node in two.nodes for slot in node.ring.committed())

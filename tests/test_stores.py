@@ -22,12 +22,13 @@ from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
     CorruptSnapshotError,
+    FailureReason,
     FencedError,
     SettingsError,
+    SnapshotFailedError,
     SnapshotNotFoundError,
     SpotError,
     TierError,
-    TornSnapshotError,
 )
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_name
@@ -475,9 +476,9 @@ def test_a_source_of_parts_that_fails(store: Store) -> None:
 
     def parts() -> Iterator[memoryview]:
         yield memoryview(data)[:256]
-        raise TornSnapshotError("changed meanwhile")
+        raise SnapshotFailedError("changed meanwhile", reason=FailureReason.TORN)
 
-    with pytest.raises(TornSnapshotError):
+    with pytest.raises(SnapshotFailedError, check=FailureReason.TORN.caused):
         store.put_parts(replace(manifest, checksums=()), parts(), attempt=1)
     assert store.survey().manifests == []
     put(store, 5)

@@ -18,7 +18,7 @@ from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import encoding
 from lightning_spot.client.encoding import Approximation, packers
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.errors import CorruptManifestError, CorruptSnapshotError, ServerUnreachableError, TierError
+from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError, TierError
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_order
 from lightning_spot.memory.host import InProcessHost
@@ -336,7 +336,7 @@ def test_the_manifest_says_so_and_that_of_an_exact_one_says_nothing() -> None:
     assert [inexact.order, exact.order, replace(exact, complete=True).order] == orders
     assert inexact.order > manifest_of(6).order
     for wrong in ({"exact": "no"}, {"complete": True}, {"file": ""}):
-        with pytest.raises(CorruptManifestError, match="exact"):
+        with pytest.raises(CorruptSnapshotError, match="exact"):
             Manifest.from_dict({**inexact.to_dict(), **wrong})
 
 

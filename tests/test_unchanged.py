@@ -24,7 +24,7 @@ from lightning_spot.capture import contents, slot_pool
 from lightning_spot.capture.contents import CHECK_EVERY, ShareTurns, Unchecked, share_of
 from lightning_spot.capture.tensors import by_storage, storage_address
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.errors import TornSnapshotError
+from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.image.pickling import Named
 from lightning_spot.sharded.consolidate import read_folder
@@ -120,7 +120,9 @@ def test_whatever_is_written_is_saved(
             write(desk)
         try:
             desk.take(step_)
-        except TornSnapshotError:
+        except SnapshotFailedError as error:
+            if error.reason is not FailureReason.TORN:
+                raise
             assert unseen
             assert step_ in (8, 15)
 
@@ -192,7 +194,9 @@ def test_writes_past_the_counts_are_found_and_said(
                 done = desk.begin(step_, desk.checkpoint())
                 desk.writer.copied()
                 done.result(30)
-            except TornSnapshotError:
+            except SnapshotFailedError as error:
+                if error.reason is not FailureReason.TORN:
+                    raise
                 torn.append(step_)
             if torn and step_ >= torn[0] + 3:
                 break
@@ -226,7 +230,7 @@ def test_a_write_past_the_counts_is_found_before_a_counted_one_hides_it(
     with torch.no_grad():
         desk.weights[3].mul_(2)
     gate.set()
-    with pytest.raises(TornSnapshotError):
+    with pytest.raises(SnapshotFailedError, check=FailureReason.TORN.caused):
         done.result(30)
     desk.take(7)
 
@@ -248,7 +252,7 @@ def test_what_was_written_past_the_counts_is_copied_before_training_goes_on(
     numbers[7] = 1e9
     done = desk.begin(6, desk.checkpoint())
     desk.writer.copied()
-    with pytest.raises(TornSnapshotError):
+    with pytest.raises(SnapshotFailedError, check=FailureReason.TORN.caused):
         done.result(30)
     monkeypatch.setattr(desk.writer._copying, "_schedule", Later())
     for step_ in range(7, 10):

@@ -22,14 +22,7 @@ from lightning_spot.capture.split import Number
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import (
-    NotSerializableError,
-    RingFullError,
-    ServerUnreachableError,
-    ShareMissingError,
-    SnapshotTooLargeError,
-    TornSnapshotError,
-)
+from lightning_spot.errors import FailureReason, NotSerializableError, ServerUnreachableError, SnapshotFailedError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.pickling import TensorPickler
 from lightning_spot.memory.host import Host, InProcessHost, Lease
@@ -131,7 +124,7 @@ def test_a_torn_snapshot_is_dropped_and_the_tensor_remembered(desk: Desk, monkey
     done = desk.begin(0, desk.checkpoint())
     desk.weights[1].add_(1)  # before anyone said that it may change
     desk.writer.copied()
-    with pytest.raises(TornSnapshotError, match="1 tensors"):
+    with pytest.raises(SnapshotFailedError, match="1 tensors", check=FailureReason.TORN.caused):
         done.result(30)
     assert desk.writer.torn == 1
     done = desk.begin(1, desk.checkpoint())
@@ -170,7 +163,7 @@ def test_what_torch_refuses_is_refused(desk: Desk) -> None:
 
 def test_too_large_leaves_the_writer_usable(tmp_path: Path) -> None:
     desk = Desk(tmp_path, memory_bytes=2**22)
-    with pytest.raises(SnapshotTooLargeError):
+    with pytest.raises(SnapshotFailedError, check=FailureReason.TOO_LARGE.caused):
         desk.begin(0, desk.checkpoint(extra=torch.ones(2**21)))
     desk.begin(1, desk.checkpoint()).result(30)
     assert same(desk.saved(1), desk.weights, desk.buffer)
@@ -303,7 +296,7 @@ class Waiting(Follower[str]):
     """A rank whose slot comes when its node says so."""
 
     def _fill(self, host: Host, lease: Lease, task: Task[str], what: str) -> None:
-        raise ShareMissingError("it has nothing to write")
+        raise SnapshotFailedError("it has nothing to write", reason=FailureReason.SHARE_MISSING)
 
     def begin(self, name: str, wait_s: float) -> None:
         self._put(Task(name, "rank 1", Number(1, 0, 1), "", "state", wait_s))
@@ -317,7 +310,7 @@ def test_a_rank_that_waits_for_its_slot_says_what_for(
 
     def join(*_: Any, **__: Any) -> Lease:
         begun.wait(20.0)
-        raise ShareMissingError("there will be none")
+        raise SnapshotFailedError("there will be none", reason=FailureReason.SHARE_MISSING)
 
     host = SimpleNamespace(server_call_timeout_s=0.1, join=join, disconnect=lambda: None)
     rank = Waiting(cast(Host, host), lambda: cast(Host, host))
@@ -350,7 +343,11 @@ def test_who_waits_for_other_hosts_says_what_for(monkeypatch: pytest.MonkeyPatch
     pending = SimpleNamespace(done=done, lease=SimpleNamespace(shared=shared), manifest=SimpleNamespace(name="step-1"))
     state.begun(cast(Pending, pending))
     for wait_s in (0.01, 0.3):  # it is not said where nobody would wait for so long
-        with pytest.raises(RingFullError, match="step-1 is still on its way to spot://node:7070/run"):
+        with pytest.raises(
+            SnapshotFailedError,
+            match="step-1 is still on its way to spot://node:7070/run",
+            check=FailureReason.RING_FULL.caused,
+        ):
             state.make_way(cast(Host, SimpleNamespace()), "spot://node:7070/run", wait_s)
     assert said == ["step-1 is still on its way to spot://node:7070/run 0.25"]
     threading.Timer(0.2, done.set_result, [cast(Manifest, None)]).start()

@@ -49,6 +49,7 @@ class PreemptionGuard(Part):
 
     Raises:
         SettingsError: if a source is not known.
+        PreemptedError: from ``fit``, which ends the process once the state is secured after a notice.
 
     Attributes:
         notice: what made the last ``fit`` stop, or ``None``.

@@ -11,7 +11,7 @@ from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.saying import SAY_S
 from lightning_spot.capture.slot_pool import give_back
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.errors import RingFullError, SpotError
+from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
 from lightning_spot.memory.host import Host
 from lightning_spot.memory.joint import SpreadPlace, is_durable, nodes_of
 
@@ -38,7 +38,7 @@ class Across:
         own_nbytes: what this host brings of such a snapshot, on rank 0; 0 before the first one.
     """
 
-    def __init__(self, link: HostLink, waits: Callable[[RingFullError, float], None]) -> None:
+    def __init__(self, link: HostLink, waits: Callable[[SnapshotFailedError, float], None]) -> None:
         self.wanted = False
         self.carrier = ""
         self.brought = 0
@@ -83,7 +83,7 @@ class Across:
             wait_s: how long to wait for the one before.
 
         Raises:
-            RingFullError: if that is not committed by then.
+            SnapshotFailedError: if that is not committed by then.
         """
         before, self._last = self._last, None
         if before is None or before.done.done():
@@ -92,7 +92,9 @@ class Across:
             self._gave_way = before
             give_back(host, before.lease)
             return
-        full = RingFullError(f"{before.manifest.name} is still on its way to {_at(before)}")
+        full = SnapshotFailedError(
+            f"{before.manifest.name} is still on its way to {_at(before)}", reason=FailureReason.RING_FULL
+        )
         try:
             futures.wait([before.done], min(wait_s, SAY_S))
             if wait_s > SAY_S and not before.done.done():

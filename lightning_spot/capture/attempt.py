@@ -25,15 +25,12 @@ from lightning_spot.capture.tensors import expected_nbytes, tensors_in
 from lightning_spot.capture.unforeseen import UnforeseenFailures, failure_of
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import (
+    FailureReason,
     FencedError,
     NotSerializableError,
-    RingFullError,
-    ServerFailedError,
-    ShareMissingError,
     SnapshotFailedError,
-    SnapshotTooLargeError,
     SpotError,
-    TierError,
+    TierReason,
 )
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -46,7 +43,7 @@ from lightning_spot.staging.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
-_UNFORESEEN = (ServerFailedError, SnapshotFailedError)
+_UNFORESEEN = (TierReason.SERVER_FAILED, FailureReason.UNFORESEEN)
 
 
 @functools.cache  # read from files, and the training thread asks
@@ -271,7 +268,8 @@ class Attempt:
             error: what was in the way.
             ranks: that were to fill it together with this one.
         """
-        if isinstance(error, RingFullError):
+        reason = getattr(error, "reason", None)
+        if reason is FailureReason.RING_FULL:
             self.skipped += 1
             cause = "full" if self.writer.ready else "slots not made"  # another cause, later, is said too
             step = manifest.step if manifest is not None else 0
@@ -279,23 +277,23 @@ class Attempt:
         elif isinstance(error, FencedError):
             self.writer.fence = error
             self._complain("fenced", error)
-        elif isinstance(error, SnapshotTooLargeError) or type(error) is TierError:  # this host has no memory for it
+        elif reason in (FailureReason.TOO_LARGE, TierReason.FAILED):  # this host has no memory for it
             if checkpoint is None or manifest is None:  # no single process has all of it
                 self._complain("past-memory-failed", error)
             elif self._has_all(manifest.name, ranks):
                 self._write_past_memory(checkpoint, manifest, error)
             else:  # rank 0 alone takes the next one
                 self.writer.miss(error)
-        elif isinstance(error, _UNFORESEEN):
+        elif reason in _UNFORESEEN:
             self._complain(f"failed: {error}", error)
             self.count_failure()
         else:
             if isinstance(error, NotSerializableError):
                 self._last = None  # to try again at the end would be in vain
-            if isinstance(error, ShareMissingError):
+            if reason is FailureReason.SHARE_MISSING:
                 self.writer.miss(error)
             # That the node is lost was said when it was.
-            self._complain(type(error).__name__, error, was_said=self.writer.link.is_loss(error))
+            self._complain(str(reason or type(error).__name__), error, was_said=self.writer.link.is_loss(error))
 
     def _has_all(self, name: str, ranks: SharingRanks | None) -> bool:
         """Whether all of a checkpoint is here; what other ranks send is waited for, and put into its rooms."""
@@ -305,7 +303,9 @@ class Attempt:
             return False
         try:
             self.writer.mailbox.put_into({rank: room.numpy().data for rank, room in ranks.sent.items()}, name)
-        except ShareMissingError as error:
+        except SnapshotFailedError as error:
+            if error.reason is not FailureReason.SHARE_MISSING:
+                raise
             logger.debug("%s: %s", name, error)
             return False
         return True
@@ -352,7 +352,7 @@ class Attempt:
             return ending.bring(within(deadline_s))
         except Exception as error:
             failure = failure_of(error)
-            if not isinstance(failure, _UNFORESEEN):
+            if getattr(failure, "reason", None) not in _UNFORESEEN:
                 raise
             durable = ending.bring(within(deadline_s))
             self._complain("finish", failure)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, CopyPlan, SealedContent, SlotViews, Unchanged
 from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.saying import SayOnce
-from lightning_spot.errors import TornSnapshotError
+from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest
@@ -84,7 +84,7 @@ class Pending:
                 rank: held.enter_context(whole[start : start + nbytes]) for rank, (start, nbytes) in self.sent.items()
             }
 
-    def torn(self, found: int) -> TornSnapshotError | None:
+    def torn(self, found: int) -> SnapshotFailedError | None:
         """Why what was copied is worthless, if it is.
 
         Args:
@@ -92,13 +92,15 @@ class Pending:
         """
         name = self.manifest.name
         if self.job.moved:
-            return TornSnapshotError(
+            return SnapshotFailedError(
                 f"snapshot {name} was dropped: {len(self.job.moved)} tensors changed between two optimizer steps while"
-                " they were copied. From now on these are copied before the step goes on"
+                " they were copied. From now on these are copied before the step goes on",
+                reason=FailureReason.TORN,
             )
         if found:
-            return TornSnapshotError(
-                f"snapshot {name} was dropped: {found} tensors were not as they were thought to be"
+            return SnapshotFailedError(
+                f"snapshot {name} was dropped: {found} tensors were not as they were thought to be",
+                reason=FailureReason.TORN,
             )
         return None
 
@@ -198,7 +200,7 @@ class Copying:
         """Wait until all of a snapshot is in its slot.
 
         Raises:
-            TornSnapshotError: if that is not what the tensors were.
+            SnapshotFailedError: if that is not what the tensors were.
         """
         found = self.unchanged.written_past_counts(pending.plan, pending.view)
         pending.job.wait()

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_spot.capture.streamed_file import store_streamed
 from lightning_spot.capture.writer import Outliner, SnapshotWriter
-from lightning_spot.errors import OvertakenError, SpotError
+from lightning_spot.errors import SpotError, TierError, TierReason
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host
 from lightning_spot.memory.runs import RunInfo
@@ -61,9 +61,10 @@ class FolderWriter(SnapshotWriter):
         newer = replace(manifest, attempt=self.info.attempt)
         try:
             self.store_past_memory(checkpoint, newer, store)
-        except (
-            OvertakenError
-        ):  # by what is in memory: that was on its way before this attempt was begun, and now is over
+        except TierError as error:
+            if error.reason is not TierReason.OVERTAKEN:
+                raise
+            # By what is in memory: that was on its way before this attempt was begun, and now is over.
             self.store_past_memory(checkpoint, newer, store)
         self.forget(manifest.name)
         self._stored_past[manifest.name] = self.info.attempt

@@ -25,12 +25,12 @@ from lightning_spot.capture.slot_pool import give_back, have_made
 from lightning_spot.capture.split import Number
 from lightning_spot.capture.unforeseen import as_failure
 from lightning_spot.errors import (
+    FailureReason,
     FencedError,
-    ServerFailedError,
     ServerUnreachableError,
-    ShareMissingError,
+    SnapshotFailedError,
     SpotError,
-    TornSnapshotError,
+    TierReason,
 )
 from lightning_spot.image.pieces import Piece
 from lightning_spot.memory.host import Host, Lease
@@ -80,10 +80,11 @@ class Declined:
         for name, say in list(self._untold.items()):
             try:
                 say(host())
-            except (ServerUnreachableError, ServerFailedError, OSError) as error:
-                logger.debug("it is told again that a rank writes nothing: %s", error)
-                return not isinstance(error, ServerUnreachableError)
-            except SpotError as error:  # it is another node, or another attempt's: nobody waits there
+            except (SpotError, OSError) as error:
+                if isinstance(error, OSError) or TierReason.SERVER_FAILED.caused(error):
+                    logger.debug("it is told again that a rank writes nothing: %s", error)
+                    return not isinstance(error, ServerUnreachableError)
+                # It is another node, or another attempt's: nobody waits there.
                 logger.debug("nobody waits for what a rank does not write: %s", error)
             self._untold.pop(name, None)
         return True
@@ -358,11 +359,13 @@ class Follower(ABC, Generic[What]):
         """Start the copies for which training waits before its optimizer steps.
 
         Raises:
-            ShareMissingError: if it has gone on already.
+            SnapshotFailedError: if it has gone on already.
         """
         with task.lock:
             if task.late:
-                raise ShareMissingError("training went on before its slot was there")
+                raise SnapshotFailedError(
+                    "training went on before its slot was there", reason=FailureReason.SHARE_MISSING
+                )
             task.look = functools.partial(self._unchanged.written_past_counts, plan, view)
             schedule = None if task.still else self._schedule
             task.job = job = self._copier.start(pieces, view, watches, schedule, task.after)
@@ -376,12 +379,15 @@ class Follower(ABC, Generic[What]):
         if job.moved:
             self._unsteady |= job.moved
             self.torn += 1
-            raise TornSnapshotError(
-                f"{len(job.moved)} tensors changed between two optimizer steps while they were copied"
+            raise SnapshotFailedError(
+                f"{len(job.moved)} tensors changed between two optimizer steps while they were copied",
+                reason=FailureReason.TORN,
             )
         if found:
             self.torn += 1
-            raise TornSnapshotError(f"{found} tensors were written to past torch's count of writes")
+            raise SnapshotFailedError(
+                f"{found} tensors were written to past torch's count of writes", reason=FailureReason.TORN
+            )
 
     def _warm(self, nbytes: int) -> None:
         if (host := self._host) is None:
@@ -440,10 +446,9 @@ class Follower(ABC, Generic[What]):
         try:
             self._say_owed()  # who waits for an earlier part is in this one's way
             return self._joined(task)
-        except (FencedError, ShareMissingError):  # as the node says
-            raise
-        except Exception as error:  # it may never have heard of this rank, and would wait for it
-            self._owe_share(task, error)
+        except Exception as error:
+            if not is_said_by_node(error):  # it may never have heard of this rank, and would wait for it
+                self._owe_share(task, error)
             raise
 
     def _joined(self, task: Task[What]) -> tuple[Host, Lease]:
@@ -472,10 +477,11 @@ class Follower(ABC, Generic[What]):
             return host.join(
                 task.name, share=number.here, digest=digest, wait_s=_JOIN_S, at=task.at, host=number.host, told=told
             )
-        except (FencedError, ServerUnreachableError, ShareMissingError):
+        except ServerUnreachableError:
             raise
-        except Exception:  # the node does not know, and would wait for this rank for as long as it is connected
-            self._leave()
+        except Exception as error:
+            if not is_said_by_node(error):  # it would wait for this rank for as long as it is connected
+                self._leave()
             raise
 
     def _say(self, host: Host, lease: Lease, torn: str) -> None:
@@ -511,3 +517,8 @@ class Follower(ABC, Generic[What]):
 
 def _text(error: BaseException) -> str:
     return str(error) if isinstance(error, SpotError) else f"{type(error).__name__}: {error}"
+
+
+def is_said_by_node(error: BaseException) -> bool:
+    """Whether a node has said that there is nothing for a rank to write: it does not wait for that."""
+    return isinstance(error, FencedError) or FailureReason.SHARE_MISSING.caused(error)

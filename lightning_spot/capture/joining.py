@@ -12,15 +12,15 @@ from itertools import chain
 import torch
 
 from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, SealedContent
-from lightning_spot.capture.following import Follower, Task
+from lightning_spot.capture.following import Follower, Task, is_said_by_node
 from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.saying import outgrown
 from lightning_spot.capture.sharded_writer import Portioned, ShardedCheckpoint, fitting, own_of, portions_of, room_for
 from lightning_spot.capture.split import Number
 from lightning_spot.capture.tensors import copies_of
 from lightning_spot.capture.unforeseen import failure_of
-from lightning_spot.errors import FencedError, LayoutUnsupportedError, ShareMissingError, SpotError
-from lightning_spot.image.layout import Layout, Layouter
+from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
+from lightning_spot.image.layout import DoesNotFitError, Layout, Layouter
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.memory.joint import is_by_itself
@@ -178,11 +178,11 @@ class Joining(Follower[_Part | SpotError]):
         self.needs = 0
         try:
             own = bytes(state_archive(checkpoint.own, room, self._own_layouter))
-        except LayoutUnsupportedError:
+        except DoesNotFitError:
             own = bytes(state_archive(checkpoint.own))
             if is_agreed:
                 self.needs = len(own)
-                raise ShareMissingError(outgrown(len(own), room)) from None
+                raise SnapshotFailedError(outgrown(len(own), room), reason=FailureReason.SHARE_MISSING) from None
         image = self._lay_out(checkpoint.state, own, [room] * self._world_size)
         by_address = {piece.storage.data_ptr(): piece.storage for piece in image.layout.pieces}
         watched = [address for address in by_address if address in owned and address not in self._unsteady]
@@ -259,8 +259,13 @@ class Joining(Follower[_Part | SpotError]):
         super()._failed(task, error)
         if is_by_itself(task.at):  # the other hosts have nobody else to hear it from
             self._owe(task.name, f"{task.who}: {error}", task.at)
-        if not isinstance(error, ShareMissingError | FencedError):
-            self._say_once(type(error).__name__, "this rank writes no part of %s: %s", task.name, error)
+        if not is_said_by_node(error):
+            self._say_once(
+                str(getattr(error, "reason", type(error).__name__)),
+                "this rank writes no part of %s: %s",
+                task.name,
+                error,
+            )
 
     def _check(self, lease: Lease, task: Task[_Part | SpotError], part: _Part) -> Layout:
         """What this rank writes into the slot, if all that rank 0 said of the image is so here, too."""
@@ -274,9 +279,10 @@ class Joining(Follower[_Part | SpotError]):
         _, state_bytes, lines, is_portioned = self._heard
         image = self._with_room(part, state_bytes)
         if image.digest != shared.digest:
-            raise ShareMissingError(
+            raise SnapshotFailedError(
                 f"it has another model or other optimizers than rank 0: {_first_difference(image.plan.lines(), lines)}."
-                " All ranks must build the same"
+                " All ranks must build the same",
+                reason=FailureReason.SHARE_MISSING,
             )
         if not is_portioned:
             return fitting(image.layout, lease.nbytes)
@@ -286,7 +292,10 @@ class Joining(Follower[_Part | SpotError]):
         """What this rank writes into a slot for the portion of its host."""
         moved = self._portioned.moved(layout, told, _BEYOND, host)
         if host and moved.nbytes != lease.nbytes:  # that of the first host ends where rank 0 says
-            raise ShareMissingError(f"its host's portion has {moved.nbytes} bytes, and the slot for it {lease.nbytes}")
+            raise SnapshotFailedError(
+                f"its host's portion has {moved.nbytes} bytes, and the slot for it {lease.nbytes}",
+                reason=FailureReason.SHARE_MISSING,
+            )
         return fitting(replace(moved, nbytes=lease.nbytes), lease.nbytes)
 
     def _with_room(self, part: _Part, state_bytes: list[int]) -> ShardedImage:
@@ -297,8 +306,10 @@ class Joining(Follower[_Part | SpotError]):
         own = load_state(memoryview(part.own))
         try:
             archive = state_archive(own, room)
-        except LayoutUnsupportedError:
-            raise ShareMissingError(outgrown(len(state_archive(own)), room)) from None
+        except DoesNotFitError:
+            raise SnapshotFailedError(
+                outgrown(len(state_archive(own)), room), reason=FailureReason.SHARE_MISSING
+            ) from None
         return self._lay_out(part.state, archive, state_bytes)
 
     def _lay_out(self, state: State, own: bytes | bytearray, state_bytes: Sequence[int]) -> ShardedImage:

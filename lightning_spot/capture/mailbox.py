@@ -22,7 +22,7 @@ from lightning_spot.capture.background import Background
 from lightning_spot.capture.saying import outgrown
 from lightning_spot.capture.share import SizedBytes
 from lightning_spot.capture.unforeseen import as_failure
-from lightning_spot.errors import ShareMissingError, SpotError
+from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
 from lightning_spot.memory.shares import HOST_SILENT_S, RECONNECT_S
 from lightning_spot.protocol.listening import LOOPBACK, Listening, greeted, keep_alive, most_connections, tcp_listener
 from lightning_spot.staging.copier import Copier
@@ -84,14 +84,16 @@ class Mailbox:
             sizes: of the room for what each rank sends, by rank.
 
         Raises:
-            ShareMissingError: if it does not come, or does not fit.
+            SnapshotFailedError: if it does not come, or does not fit.
         """
         began_s = time.monotonic()
         try:
             for rank, nbytes in sizes.items():
                 state = self._take(name, rank, began_s)
                 if len(state) > nbytes:
-                    raise ShareMissingError(f"rank {rank}: {outgrown(len(state), nbytes)}")
+                    raise SnapshotFailedError(
+                        f"rank {rank}: {outgrown(len(state), nbytes)}", reason=FailureReason.SHARE_MISSING
+                    )
                 yield rank, state
         finally:
             self.over(name)
@@ -115,11 +117,13 @@ class Mailbox:
                     left_s = min(left_s, max(began_s, self._left_s.get(rank, 0.0)) + RECONNECT_S - now_s)
                 if self._closed or left_s <= 0:
                     why = "did not come in time" if self._connected[rank] else "did not come, and that rank has gone"
-                    raise ShareMissingError(f"what only rank {rank} knows {why}")
+                    raise SnapshotFailedError(f"what only rank {rank} knows {why}", reason=FailureReason.SHARE_MISSING)
                 self._changed.wait(left_s)
             letter = letters.pop(rank)
         if letter.torn:
-            raise ShareMissingError(f"rank {rank}: {letter.content.decode(errors='replace')}")
+            raise SnapshotFailedError(
+                f"rank {rank}: {letter.content.decode(errors='replace')}", reason=FailureReason.SHARE_MISSING
+            )
         return letter.content
 
     def over(self, name: str) -> None:

@@ -7,7 +7,7 @@ import re
 from typing import Any, NamedTuple
 
 from lightning_spot.capture.host_link import HostLink
-from lightning_spot.errors import RingFullError
+from lightning_spot.errors import SnapshotFailedError
 from lightning_spot.memory.health import TierHealth
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class SayWhyNot:
         self._why = ""
 
 
-def say_waiting(say_once: SayOnce, link: HostLink, full: RingFullError, left_s: float) -> None:
+def say_waiting(say_once: SayOnce, link: HostLink, full: SnapshotFailedError, left_s: float) -> None:
     """Say that training waits for a slot, and what fails meanwhile."""
     say_once("waits", "training waits for a slot, for up to %.0f s more: %s", left_s, full)
     say_failing(say_once, link)

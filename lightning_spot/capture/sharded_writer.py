@@ -20,9 +20,9 @@ from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.saying import outgrown, read_outgrown
 from lightning_spot.capture.split import SharingRanks
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.errors import LayoutUnsupportedError, ServerUnreachableError, ShareMissingError, SpotError
+from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SpotError
 from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, FileSpan
-from lightning_spot.image.layout import Entry, Layout, Layouter
+from lightning_spot.image.layout import DoesNotFitError, Entry, Layout, Layouter
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.notes import Own
 from lightning_spot.image.portion import Portion, Portions, joined
@@ -70,12 +70,14 @@ def fitting(layout: Layout, nbytes: int) -> Layout:
     """The layout, if what it places lies in a slot of so many bytes.
 
     Raises:
-        ShareMissingError: if it does not.
+        SnapshotFailedError: if it does not.
     """
     frame_end = max([at + len(data) for at, data in layout.frame], default=0)
     end = max([frame_end, *[piece.offset + piece.nbytes for piece in layout.pieces]])
     if end > nbytes:
-        raise ShareMissingError(f"what it writes ends at {end} bytes, and the slot for it at {nbytes}")
+        raise SnapshotFailedError(
+            f"what it writes ends at {end} bytes, and the slot for it at {nbytes}", reason=FailureReason.SHARE_MISSING
+        )
     return layout
 
 
@@ -230,10 +232,12 @@ class ShardedWriter(SnapshotWriter):
         """The image with room for the ranks' own states: twice what the longest needed."""
         try:
             own = state_archive(checkpoint.own, self._own_bytes, self._own_layouter)
-        except LayoutUnsupportedError:
+        except DoesNotFitError:
             nbytes = len(state_archive(checkpoint.own))
             if self._is_by_itself:  # only what all ranks were told is the same for all of them
-                raise ShareMissingError(f"rank 0: {outgrown(nbytes, self._own_bytes)}") from None
+                raise SnapshotFailedError(
+                    f"rank 0: {outgrown(nbytes, self._own_bytes)}", reason=FailureReason.SHARE_MISSING
+                ) from None
             self._own_bytes = room_for(nbytes)
             own = state_archive(checkpoint.own, self._own_bytes)
         state_bytes = [self._own_bytes] * self._world_size
@@ -249,8 +253,12 @@ class ShardedWriter(SnapshotWriter):
     def _commit(self, host: Host, pending: Pending) -> bool:
         try:  # what was written is not told: this rank knows of its own part only
             return host.seal(pending.lease, pending.manifest, pending.destinations)
-        except ShareMissingError as error:
-            if not self._is_by_itself and (said := read_outgrown(str(error))):
+        except SnapshotFailedError as error:
+            if (
+                error.reason is FailureReason.SHARE_MISSING
+                and not self._is_by_itself
+                and (said := read_outgrown(str(error)))
+            ):
                 self._own_bytes = room_for(said.nbytes)
             raise
 

@@ -15,7 +15,7 @@ from lightning_spot.capture.saying import outgrown
 from lightning_spot.capture.split import ALIKE, HeldTensor, Number, Split, held_by, sample
 from lightning_spot.capture.tensors import copies_of
 from lightning_spot.capture.unforeseen import failure_of
-from lightning_spot.errors import ShareMissingError, SpotError
+from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece
@@ -134,7 +134,7 @@ class ShareWriter(Follower[_Share | SpotError]):
         split, portion = self._check(lease, task.number, what)
         room = split.states.get(task.number.share)
         if room is not None and len(what.state) > room[1]:
-            raise ShareMissingError(outgrown(len(what.state), room[1]))
+            raise SnapshotFailedError(outgrown(len(what.state), room[1]), reason=FailureReason.SHARE_MISSING)
         view = self._views.of(host, lease)
         pieces, watches = self._pieces(split, portion, task.number, what)
         known = self._views.content(view).take(lease.held)
@@ -163,11 +163,12 @@ class ShareWriter(Follower[_Share | SpotError]):
             self._split = (shared.layout, split, Portion(split.portion(host)) if host else None)
         _, split, portion = self._split
         if difference := split.difference(what.held, number.rank):
-            raise ShareMissingError(f"{difference}. {ALIKE}")
+            raise SnapshotFailedError(f"{difference}. {ALIKE}", reason=FailureReason.SHARE_MISSING)
         if shared.digest != what.sample:
-            raise ShareMissingError(
+            raise SnapshotFailedError(
                 "its parameters, or the states of its optimizers, are not those of rank 0; a snapshot of both would be"
-                f" of neither. {ALIKE}"
+                f" of neither. {ALIKE}",
+                reason=FailureReason.SHARE_MISSING,
             )
         return split, portion
 

@@ -13,7 +13,7 @@ from lightning_spot.capture.contents import SlotViews
 from lightning_spot.capture.host_link import HostLink, within
 from lightning_spot.capture.saying import SAY_S
 from lightning_spot.config import read_environment
-from lightning_spot.errors import RingFullError, ServerUnreachableError, SpotError
+from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SpotError
 from lightning_spot.memory.ahead import LEAST_BYTES
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.memory.joint import Shared
@@ -48,7 +48,7 @@ class Leases:
     """
 
     def __init__(
-        self, link: HostLink, leased: Callable[[Lease], None], waits: Callable[[RingFullError, float], None]
+        self, link: HostLink, leased: Callable[[Lease], None], waits: Callable[[SnapshotFailedError, float], None]
     ) -> None:
         self._link = link
         self._leased, self._waits = leased, waits
@@ -131,8 +131,8 @@ class Leases:
                 # Its memory may be still to be made, which takes long for a large one: who waits anyway waits for that.
                 limit_s = min(left_s - slice_s, _made_within_s(nbytes))
                 return self._ask(host, nbytes, slice_s, making(), shared, limit_s)
-            except RingFullError as full:
-                if left_s <= _SLICE_S or time.monotonic() >= deadline_s:
+            except SnapshotFailedError as full:
+                if full.reason is not FailureReason.RING_FULL or left_s <= _SLICE_S or time.monotonic() >= deadline_s:
                     raise
                 if wait_s - left_s >= SAY_S:
                     self._waits(full, left_s)
@@ -449,8 +449,8 @@ class SlotMaker:
         """
         try:
             return have_made(host, nbytes, making)
-        except RingFullError:
-            if not (making.is_ahead and self._asked):
+        except SnapshotFailedError as error:
+            if error.reason is not FailureReason.RING_FULL or not (making.is_ahead and self._asked):
                 raise
             return have_made(host, nbytes)
 
@@ -476,11 +476,13 @@ class Supply:
         """Wait while the first slot is made in the background, no longer than for a clean one.
 
         Raises:
-            RingFullError: if it is not there by then.
+            SnapshotFailedError: if it is not there by then.
         """
         wait_s = wait_s or host.server_call_timeout_s
         if not self._maker.wait(wait_s):
-            raise RingFullError(f"the slot for it is still being made after {wait_s:.0f} s")
+            raise SnapshotFailedError(
+                f"the slot for it is still being made after {wait_s:.0f} s", reason=FailureReason.RING_FULL
+            )
 
     def take(self, host: Host, nbytes: int, wait_s: float, shared: Shared | None) -> Lease:
         """Take a slot; where there is none, a further one may be made.
@@ -500,13 +502,17 @@ class Supply:
         if self._maker.has_outgrown(nbytes):
             self._leases.give_back()  # it is too small, and its memory is to be made anew
         if not self._maker.fits(host, nbytes, waits=wait_s > 0) and not (wait_s and self._maker.wait(wait_s)):
-            raise RingFullError("the slots are too small for it; a larger one is being made")
+            raise SnapshotFailedError(
+                "the slots are too small for it; a larger one is being made", reason=FailureReason.RING_FULL
+            )
         wait_s = within(deadline_s)
         making, began_s = self._maker.making(nbytes), time.monotonic()
         if not wait_s or making is Making.NEVER:
             try:
                 return self._leases.take(host, nbytes, 0.0, shared, making)
-            except RingFullError:
+            except SnapshotFailedError as error:
+                if error.reason is not FailureReason.RING_FULL:
+                    raise
                 self._maker.found_none(host, nbytes)
                 if not wait_s:
                     raise

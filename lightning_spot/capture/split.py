@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_spot.errors import ShareMissingError
+from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.pieces import Piece
 from lightning_spot.image.portion import Portions, joined
@@ -122,7 +122,7 @@ class Split:
             ranks: that fill it.
 
         Raises:
-            ShareMissingError: if the file is not one of which several ranks can each write some.
+            SnapshotFailedError: if the file is not one of which several ranks can each write some.
         """
         pieces = {piece.storage.data_ptr(): piece for piece in layout.pieces}
         rooms = _rooms_in(layout, ranks.states)
@@ -231,7 +231,7 @@ class Divider:
         """Say which bytes are whose. Alone, rank 0 copies all of it.
 
         Raises:
-            ShareMissingError: see :meth:`Split.of`.
+            SnapshotFailedError: see :meth:`Split.of`.
         """
         if ranks is None:
             return Divided(None, layout, {})
@@ -256,14 +256,14 @@ def _rooms_in(layout: Layout, rooms: Mapping[int, torch.Tensor]) -> dict[int, Pi
     """The pieces of a layout that are rooms for ranks' own states.
 
     Raises:
-        ShareMissingError: if one of them is none by itself.
+        SnapshotFailedError: if one of them is none by itself.
     """
     if not rooms:
         return {}
     wanted = {room.untyped_storage().data_ptr(): rank for rank, room in rooms.items()}
     found = {wanted[address]: piece for piece in layout.pieces if (address := piece.storage.data_ptr()) in wanted}
     if len(found) < len(rooms):
-        raise ShareMissingError(BY_ONE_RANK)
+        raise SnapshotFailedError(BY_ONE_RANK, reason=FailureReason.SHARE_MISSING)
     return found
 
 

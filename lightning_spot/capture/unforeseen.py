@@ -11,7 +11,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from lightning_spot.errors import SnapshotFailedError, SpotError
+from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,9 @@ def as_failure(error: Exception) -> SpotError:
         return error
     logger.debug("a snapshot could not be taken", exc_info=error)
     text = str(error)
-    failure = SnapshotFailedError(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+    failure = SnapshotFailedError(
+        f"{type(error).__name__}: {text}" if text else type(error).__name__, reason=FailureReason.UNFORESEEN
+    )
     failure.__cause__ = error.with_traceback(None)  # its frames would keep tensors alive
     return failure
 

@@ -31,12 +31,12 @@ from lightning_spot.capture.streamed_file import store_streamed
 from lightning_spot.capture.unforeseen import as_failure
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import (
+    FailureReason,
     FencedError,
     NotSerializableError,
     ServerUnreachableError,
-    ShareMissingError,
+    SnapshotFailedError,
     SpotError,
-    TornSnapshotError,
 )
 from lightning_spot.image.floats import WIDTHS, Floats
 from lightning_spot.image.layout import Layout, Layouter, lay_out_plain, outline_of
@@ -217,7 +217,7 @@ class Finishing:
 
     def _failed(self, host: Host, pending: Pending, error: BaseException) -> None:
         error = as_failure(error) if isinstance(error, Exception) else error  # who waits for it expects no other kind
-        self.torn += isinstance(error, TornSnapshotError)
+        self.torn += FailureReason.TORN.caused(error)
         if not pending.job.is_done:  # the slot is given back: nothing is to come into it any more
             self._copying.copier.give_up(pending.view)
         if self.mailbox is not None:
@@ -229,11 +229,11 @@ class Finishing:
         if self.across.has_given_way(pending):
             pending.done.set_exception(error)
             return
-        if isinstance(error, ShareMissingError):
+        if isinstance(error, SnapshotFailedError) and error.reason is FailureReason.SHARE_MISSING:
             self.miss(error)
         if isinstance(error, FencedError):
             self.fence = error
-        if isinstance(error, TornSnapshotError):
+        if FailureReason.TORN.caused(error):
             self.say_once("torn", "%s", error)
         elif not self.link.is_loss(error):  # of which it was said
             self._say_why_not(pending.manifest.name, str(error))

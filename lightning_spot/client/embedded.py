@@ -25,13 +25,14 @@ from lightning_spot.client.connection import connect_to_own
 from lightning_spot.client.node_client import NodeClient, quoted
 from lightning_spot.config import SERVER_CALL_TIMEOUT_S, environment_to_hand_over, read_environment
 from lightning_spot.errors import (
-    RingFullError,
-    ServerFailedError,
+    FailureReason,
     ServerRefusedError,
     ServerUnreachableError,
+    SnapshotFailedError,
     SnapshotNotFoundError,
     SpotError,
     TierError,
+    TierReason,
 )
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
@@ -56,6 +57,7 @@ _LONGEST_LINE = 65536
 _OPEN_TIMEOUT_S = 15.0  # a node may have to ask the tiers below
 _SEAL_TIMEOUT_S = 3600.0  # as long as the node answers pings meanwhile
 _LONGEST_REASON = 2000
+_MAY_HAVE_BEGUN = (TierReason.FAILED, TierReason.SERVER_FAILED)
 _PING_SHARE = 0.75  # of server_call_timeout_s: pings are a second apart
 
 
@@ -265,7 +267,7 @@ class EmbeddedHost:
                 self._note(shared)
             return self._mapped(leased, nbytes, 0, shared)
         except BaseException as error:
-            if type(error) is TierError or isinstance(error, ServerFailedError) or not isinstance(error, SpotError):
+            if not isinstance(error, SpotError) or getattr(error, "reason", None) in _MAY_HAVE_BEGUN:
                 # It cannot be mapped, the node failed after that, or Ctrl-C came with its answer under way.
                 with contextlib.suppress(SpotError):
                     self._call("DELETE", f"/v1/uploads/{upload}")
@@ -279,7 +281,9 @@ class EmbeddedHost:
                 raise
             self._ping()  # a node that is busy is not lost; it takes the slot back by itself, unless it is there by now
             self._call("DELETE", f"/v1/uploads/{upload}")
-            raise RingFullError(f"the slot for it is still being made after {wait_s + limit_s:.0f} s") from error
+            raise SnapshotFailedError(
+                f"the slot for it is still being made after {wait_s + limit_s:.0f} s", reason=FailureReason.RING_FULL
+            ) from error
 
     def say(self, lease: Lease) -> None:
         """See :meth:`Host.say`."""

@@ -18,13 +18,7 @@ from urllib.parse import quote
 from lightning_spot.client.connection import Connection, Pool
 from lightning_spot.client.encoding import OutgoingPart
 from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES, check_token, read_environment
-from lightning_spot.errors import (
-    MalformedError,
-    ProtocolMismatchError,
-    ServerFailedError,
-    ServerUnreachableError,
-    SpotError,
-)
+from lightning_spot.errors import MalformedError, ServerRefusedError, ServerUnreachableError, SpotError, TierReason
 from lightning_spot.image.parts import checksum
 from lightning_spot.protocol.wire import (
     ATTEMPT_HEADER,
@@ -351,12 +345,10 @@ class NodeClient:
             try:
                 connection, used = self._pool.take(deadline_s)
                 return self._ask(connection, request, deadline_s, read)
-            except ServerFailedError:
-                if has_failed or not request.again:
+            except SpotError as error:
+                if has_failed or not request.again or not TierReason.SERVER_FAILED.caused(error):
                     raise
                 has_failed = True
-            except SpotError:
-                raise
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if used and request.again and not isinstance(error, TimeoutError):
                     continue
@@ -401,10 +393,11 @@ class NodeClient:
         spoken = response.getheader(PROTOCOL_HEADER)
         if spoken != str(PROTOCOL_VERSION):
             remedy = ": install the same version of lightning_spot on both hosts (or check the address)"
-            raise ProtocolMismatchError(
+            raise ServerRefusedError(
                 f"{self.address} speaks protocol {plain(spoken or 'unknown')}, this client {PROTOCOL_VERSION}"
                 f"{remedy if self.address.host else ''}",
                 tier=str(self.address),
+                reason=TierReason.PROTOCOL,
             )
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 from lightning_spot.client.encoding import OutgoingPart, Part, PartEncoder
 from lightning_spot.client.node_client import PING_S, NodeClient, PartStream
-from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError, TooManyStreamsError
+from lightning_spot.errors import CorruptSnapshotError, ServerRefusedError, ServerUnreachableError, TierReason
 from lightning_spot.memory.tier import Sent
 from lightning_spot.protocol.wire import PartKind
 
@@ -69,7 +69,9 @@ class PartLanes:
                     lane.stop()
                 raise
         if count and not shared.are_taken:
-            raise TooManyStreamsError("this node serves no connection for the parts", tier=self._url)
+            raise ServerRefusedError(
+                "this node serves no connection for the parts", tier=self._url, reason=TierReason.TOO_MANY_STREAMS
+            )
         return sent
 
 
@@ -95,7 +97,9 @@ class _Lane:
         for last_try in (False,) * (_SENDS_OF_A_PART - 1) + (True,):
             try:
                 self._send_over()
-            except TooManyStreamsError:
+            except ServerRefusedError as error:
+                if error.reason is not TierReason.TOO_MANY_STREAMS:
+                    raise
                 if not self._again:
                     return self._sent  # the node has many others to serve: the lanes that it serves do the rest
                 if last_try:

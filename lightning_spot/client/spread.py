@@ -22,10 +22,11 @@ from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.telling import Telling, Word, at_all
 from lightning_spot.errors import (
     CorruptSnapshotError,
+    FailureReason,
     FencedError,
     ServerUnreachableError,
     SettingsError,
-    ShareMissingError,
+    SnapshotFailedError,
     SnapshotNotFoundError,
     SpotError,
     TierError,
@@ -336,8 +337,9 @@ class JointPortions(ByItself):
         if fenced := next((error for error in problems if isinstance(error, FencedError)), None):
             raise fenced
         if all(problems):
-            raise ShareMissingError(
-                f"no snapshot server takes this host's portion of {portion.snapshot}: {problems[0]}"
+            raise SnapshotFailedError(
+                f"no snapshot server takes this host's portion of {portion.snapshot}: {problems[0]}",
+                reason=FailureReason.SHARE_MISSING,
             )
         goes_on()
         self._known.sent(portion)
@@ -374,12 +376,12 @@ class JointPortions(ByItself):
             if torn or lost or time.monotonic() - began_s >= bound_s:
                 why = torn or _why_missing(name, missing, lost, seen, bound_s)
                 self._give_up(name, manifest.attempt, why)
-                raise ShareMissingError(why)
+                raise SnapshotFailedError(why, reason=FailureReason.SHARE_MISSING)
             goes_on()
             time.sleep(next(pauses))
         brings = is_to_be_brought(seen, manifest)
         if not self._known.decide(name, whole=True):
-            raise ShareMissingError(f"{name} was given up")
+            raise SnapshotFailedError(f"{name} was given up", reason=FailureReason.SHARE_MISSING)
         self._tell(told_of(seen, name, manifest.lineage, brings=brings), manifest.attempt)
         return replace(manifest, checksums=())
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.config import SERVER_CALL_TIMEOUT_S
-from lightning_spot.errors import ProtocolMismatchError, ServerUnreachableError
+from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, TierReason
 from lightning_spot.protocol.ownership import open_file, remove_file, tail_of
 from lightning_spot.protocol.record import NodeRecord, find_record
 
@@ -108,13 +108,16 @@ def _connect(
                     return EmbeddedHost(record, run, server_call_timeout_s)
                 except ServerUnreachableError as error:
                     _wait_or_end(record, error, deadline)
-                except ProtocolMismatchError as error:
+                except ServerRefusedError as error:
+                    if error.reason is not TierReason.PROTOCOL:
+                        raise
                     process = record.process()
-                    raise ProtocolMismatchError(
+                    raise ServerRefusedError(
                         "another version of lightning_spot has started the server of this run on this host, and it"
                         f" is still there ({error}). End it: `kill {process.pid if process is not None else 'PID'}`;"
                         " what it has is brought to the durable tier before it goes",
                         tier=str(record.http),
+                        reason=TierReason.PROTOCOL,
                     ) from error
             elif wanted := settings():
                 _spawn(record, opened, deadline, **wanted)

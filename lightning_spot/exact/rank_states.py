@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lightning_spot.errors import LayoutUnsupportedError
 from lightning_spot.image.layout import Layout, filled, lay_out
 from lightning_spot.sharded.layout import load_state
 from lightning_spot.sharded.places import state_file
@@ -49,11 +48,7 @@ class Packing:
 
     def __init__(self, state: State) -> None:
         self._layout: Layout | None = None
-        try:
-            layout = lay_out(state)
-        except LayoutUnsupportedError:
-            self._data = packed(state)
-            return
+        layout = lay_out(state)
         if any(_waits_for(piece.storage) for piece in layout.pieces):
             self._layout = layout
         else:

@@ -24,7 +24,7 @@ from lightning_spot.capture.tensors import by_storage, expected_nbytes, optimize
 from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
-    CorruptManifestError,
+    CorruptSnapshotError,
     ServerUnreachableError,
     SettingsError,
     SnapshotNotFoundError,
@@ -490,7 +490,7 @@ def _is_claimed(store: Store, run: str, number: int, token: str, *, writes: bool
     folder = store.folder(ATTEMPTS_DIR, attempt=number, run_id=parse_run(run)[1])
     try:
         claim = Claim.from_json(folder.read(claim_name(number)))
-    except (SnapshotNotFoundError, CorruptManifestError):
+    except (SnapshotNotFoundError, CorruptSnapshotError):
         return False
     if claim.digest != digest_of(token):
         return False

@@ -24,7 +24,7 @@ from lightning_spot.capture.share import ShareWriter
 from lightning_spot.capture.split import ALIKE, BY_ONE_RANK, Number, Owners, SharingRanks
 from lightning_spot.capture.tensors import expected_nbytes, optimizer_owned
 from lightning_spot.capture.unforeseen import Pause, failure_of
-from lightning_spot.errors import ShareMissingError, SpotError
+from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import Dump, gather
 from lightning_spot.exact.own_parameters import average_now_and_then
@@ -356,10 +356,10 @@ def checked(said: str) -> str:
     """What rank 0 has said of the next snapshot.
 
     Raises:
-        ShareMissingError: on all ranks, if it ends the training.
+        SnapshotFailedError: on all ranks, if it ends the training.
     """
     if said not in ("", ALONE, TOGETHER, GATHERED, ALONE + SENT, TOGETHER + SENT) and ACROSS not in said:
-        raise ShareMissingError(said)
+        raise SnapshotFailedError(said, reason=FailureReason.SHARE_MISSING)
     return said
 
 

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lightning_spot.errors import CorruptManifestError, CorruptSnapshotError
+from lightning_spot.errors import CorruptSnapshotError
 
 MODEL_FILE = "model.ckpt"
 FILE_ALIGNMENT_BYTES = 4096
@@ -77,14 +77,14 @@ def files_from_json(fields: object) -> tuple[FileSpan, ...]:
     """Read the files of a manifest; see :func:`check_files`.
 
     Raises:
-        CorruptManifestError: if they are not what they should be.
+        CorruptSnapshotError: if they are not what they should be.
     """
     if not isinstance(fields, (list, tuple)):
-        raise CorruptManifestError("a manifest contradicts itself: files is no list")
+        raise CorruptSnapshotError("a manifest contradicts itself: files is no list")
     try:
         return tuple(FileSpan(**item) for item in fields)
     except TypeError as error:
-        raise CorruptManifestError(f"a manifest contradicts itself: a file is incomplete ({error})") from error
+        raise CorruptSnapshotError(f"a manifest contradicts itself: a file is incomplete ({error})") from error
 
 
 def check_files(files: Sequence[FileSpan], nbytes: int) -> str | None:

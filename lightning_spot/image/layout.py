@@ -21,7 +21,6 @@ from zlib import crc32
 
 import torch
 
-from lightning_spot.errors import LayoutUnsupportedError
 from lightning_spot.image.archive import descriptor, directory, directory_entry, header
 from lightning_spot.image.pickling import Named, TensorPickler
 from lightning_spot.image.pieces import Piece
@@ -40,6 +39,10 @@ _RECORDS = (
 
 Entry = tuple[int, bytes | bytearray]
 """Some bytes of a file that are no tensor's, and where they begin. Nobody changes them."""
+
+
+class DoesNotFitError(Exception):
+    """A file needs more bytes than it is to have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ class Layouter:
             nbytes: size that the file is to have; ``None`` for no more than it needs. A record of zeros fills it up.
 
         Raises:
-            LayoutUnsupportedError: if it needs more than ``nbytes``.
+            DoesNotFitError: if it needs more than ``nbytes``.
         """
         pickled = self._pickler.dump(checkpoint)
         storages, places = self._pickler.storages, self._places
@@ -249,7 +252,7 @@ def _filled_up(pickled: bytes, entries: list[bytes], last_nbytes: int, start: in
     """What follows the last storage, as :func:`_tail`, of a file that ends at ``stop``."""
     least = start + _least_tail(len(pickled), sum(map(len, entries)), last_nbytes, start)
     if least > stop:
-        raise LayoutUnsupportedError(f"a file of {least} bytes does not fit into {stop}")
+        raise DoesNotFitError(f"a file of {least} bytes does not fit into {stop}")
     return _tail(pickled, entries, last_nbytes, start, 1 + stop - least)
 
 

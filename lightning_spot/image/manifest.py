@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_spot import untrusted
 from lightning_spot.config import HIGHEST_ATTEMPT, MANIFEST_VERSION, PART_BYTES
-from lightning_spot.errors import CorruptManifestError, CorruptSnapshotError, MalformedError, UnknownFormatError
+from lightning_spot.errors import CorruptSnapshotError, MalformedError
 from lightning_spot.image.files import MODEL_FILE, FileSpan, check_files, files_from_json
 from lightning_spot.image.parts import checksum_parts, part_ranges, verify_parts
 
@@ -253,13 +253,12 @@ class Manifest:
         """Read a manifest.
 
         Raises:
-            CorruptManifestError: if it is damaged or contradicts itself.
-            UnknownFormatError: if a newer version of this package wrote it.
+            CorruptSnapshotError: if it is damaged or contradicts itself, or a newer version of this package wrote it.
         """
         try:
             fields = untrusted.read_json(text, untrusted.LARGE_BYTES)
         except MalformedError as error:
-            raise CorruptManifestError(f"a manifest cannot be read: {error}") from error
+            raise CorruptSnapshotError(f"a manifest cannot be read: {error}") from error
         return cls._read(fields, at_rest=True)
 
     @classmethod
@@ -270,12 +269,13 @@ class Manifest:
     @classmethod
     def _read(cls, fields: Any, *, at_rest: bool) -> Manifest:
         if not isinstance(fields, dict) or type(fields.get("format")) is not int:
-            raise CorruptManifestError("a manifest is no JSON object with a 'format' number")
+            raise CorruptSnapshotError("a manifest is no JSON object with a 'format' number")
         version, known = fields["format"], dict(fields)
         if version > MANIFEST_VERSION:
-            raise UnknownFormatError(
+            raise CorruptSnapshotError(
                 f"a manifest has format {version}; this version of lightning_spot reads up to"
-                f" {MANIFEST_VERSION}: upgrade it"
+                f" {MANIFEST_VERSION}: upgrade it",
+                is_newer_format=True,
             )
         try:
             if not untrusted.unseal(known) and at_rest and version > _LAST_WITHOUT_CHECKSUM:
@@ -283,7 +283,7 @@ class Manifest:
             manifest = cls._of(known)
             manifest._check()
         except (MalformedError, TypeError) as error:
-            raise CorruptManifestError(f"a manifest is damaged or contradicts itself: {error}") from error
+            raise CorruptSnapshotError(f"a manifest is damaged or contradicts itself: {error}") from error
         return manifest
 
     @classmethod

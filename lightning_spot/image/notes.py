@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from lightning_spot.errors import CorruptManifestError, CorruptSnapshotError, MalformedError, SettingsError
+from lightning_spot.errors import CorruptSnapshotError, MalformedError, SettingsError
 from lightning_spot.image.files import FileSpan, check_files, pieces
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum, part_ranges
@@ -96,7 +96,7 @@ class Note:
         """The note of a portion that lay at a snapshot server by itself."""
         of = portion.portion
         if of is None:
-            raise CorruptManifestError(f"{portion.name} is no host's portion of a snapshot")
+            raise CorruptSnapshotError(f"{portion.name} is no host's portion of a snapshot")
         return cls(name=portion.snapshot, host=of.host, hosts=of.hosts, digest=of.digest, pieces=(), portion=portion)
 
     def to_json(self) -> str:
@@ -111,7 +111,7 @@ class Note:
         """Read a note.
 
         Raises:
-            CorruptManifestError: if it is damaged or contradicts itself.
+            CorruptSnapshotError: if it is damaged or contradicts itself.
         """
         try:
             fields = read_sealed(text, LARGE_BYTES)
@@ -127,10 +127,10 @@ class Note:
                 manifest=Manifest.from_dict(noted) if noted is not None else None,
             )
         except MalformedError as error:
-            raise CorruptManifestError(f"the note of a host is damaged: {error}") from error
+            raise CorruptSnapshotError(f"the note of a host is damaged: {error}") from error
         named = note.manifest is None or note.manifest.name == note.name
         if not named or note.host >= note.hosts or (note.manifest is not None) != (note.host == 0):
-            raise CorruptManifestError(f"the note of host {note.host} of {note.hosts} contradicts itself")
+            raise CorruptSnapshotError(f"the note of host {note.host} of {note.hosts} contradicts itself")
         return note
 
 

@@ -23,10 +23,10 @@ from functools import partial
 from typing import TypeVar
 
 from lightning_spot.errors import (
+    FailureReason,
     FencedError,
     ServerUnreachableError,
     SettingsError,
-    ShareMissingError,
     SnapshotFailedError,
     SnapshotNotFoundError,
     SpotError,
@@ -140,7 +140,7 @@ class Abroad:
             fails, another one.
 
         Raises:
-            ShareMissingError: if none does in the end; the slot is freed, here and there.
+            SnapshotFailedError: if none does in the end; the slot is freed, here and there.
             FencedError: if a later attempt holds the run, as one of them says.
         """
         lead = self._leads.find(upload)
@@ -170,9 +170,13 @@ class Abroad:
             error = each.exception()
             if isinstance(error, SpotError | TimeoutError):
                 why = str(error) or "it did not begin there in time"
-                raise ShareMissingError(f"{manifest.name} did not come together at {url}: {why}") from error
+                raise SnapshotFailedError(
+                    f"{manifest.name} did not come together at {url}: {why}", reason=FailureReason.SHARE_MISSING
+                ) from error
             each.result()
-        raise ShareMissingError(f"{manifest.name} was to be brought to no snapshot server")
+        raise SnapshotFailedError(
+            f"{manifest.name} was to be brought to no snapshot server", reason=FailureReason.SHARE_MISSING
+        )
 
     def end(self, upload: Upload) -> None:
         """An upload is over. If it was given up, so it is there. Nothing happens if this host does not lead it."""
@@ -279,7 +283,7 @@ def _background(work: Callable[[], T], failed: Callable[[SpotError], object] | N
     try:
         return in_background(work, "spot-joint")
     except RuntimeError as error:
-        problem = SnapshotFailedError(f"it needs a thread of its own: {error}")
+        problem = SnapshotFailedError(f"it needs a thread of its own: {error}", reason=FailureReason.UNFORESEEN)
         logger.info("what belongs to a snapshot of several hosts is not done: %s", problem)
         if failed is not None:
             failed(problem)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_spot.errors import SettingsError, ShareMissingError
+from lightning_spot.errors import FailureReason, SettingsError, SnapshotFailedError
 from lightning_spot.image.files import FileSpan, check_zero, pieces
 from lightning_spot.image.manifest import snapshot_order
 from lightning_spot.image.portion import Image
@@ -24,8 +24,9 @@ class ByItself:
 
     def join(self, name: str, *, attempt: int, host: int, wait_s: float) -> Gathering:
         """See :meth:`JointTier.join`. There is nobody to ask."""
-        raise ShareMissingError(
-            f"host {host} was not told what of {name} (attempt {attempt}) is its own within {wait_s} s"
+        raise SnapshotFailedError(
+            f"host {host} was not told what of {name} (attempt {attempt}) is its own within {wait_s} s",
+            reason=FailureReason.SHARE_MISSING,
         )
 
 

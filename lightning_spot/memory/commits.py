@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lightning_spot.errors import CorruptSnapshotError, SettingsError, ShareMissingError, SpotError
+from lightning_spot.errors import CorruptSnapshotError, FailureReason, SettingsError, SnapshotFailedError, SpotError
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import part_ranges
@@ -105,13 +105,14 @@ class Commits:
             the sealed manifest.
 
         Raises:
-            ShareMissingError: if a rank's bytes are not there in the end; the slot is freed.
+            SnapshotFailedError: if a rank's bytes are not there in the end; the slot is freed.
         """
         upload = self._uploads.find(upload_id)
         try:
             self._uploads.shares.wait(upload)
-        except ShareMissingError:
-            self._uploads.abort(upload_id)
+        except SnapshotFailedError as error:
+            if error.reason is FailureReason.SHARE_MISSING:
+                self._uploads.abort(upload_id)
             raise
         if upload.joint is not None and upload.joint.shared.at:
             return self._uploads.abroad.seal(upload, manifest)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from lightning_spot.config import SERVER_CALL_TIMEOUT_S
-from lightning_spot.errors import SettingsError, ShareMissingError
+from lightning_spot.errors import FailureReason, SettingsError, SnapshotFailedError
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.written import Ranges
@@ -96,7 +96,7 @@ class Host(Protocol):
             making: whether its memory is made for it, see :class:`Making`.
 
         Raises:
-            RingFullError: if there is none in time.
+            SnapshotFailedError: if there is none in time.
         """
 
     def say(self, lease: Lease) -> None:
@@ -121,7 +121,7 @@ class Host(Protocol):
             told: at a durable tier: the layout, which says what this host brings; all its ranks say the same.
 
         Raises:
-            ShareMissingError: if there will be no such snapshot: given up, declined, overtaken by a later one, begun
+            SnapshotFailedError: if there will be no such snapshot: given up, declined, overtaken by a later one, begun
                 with another digest, or not in time.
         """
 
@@ -169,7 +169,7 @@ class Host(Protocol):
             whether the next snapshot would need a slot that is still to be made.
 
         Raises:
-            ShareMissingError: if other ranks fill it too, and the bytes of one of them will not come.
+            SnapshotFailedError: if other ranks fill it too, and the bytes of one of them will not come.
         """
 
     def abort(self, lease: Lease, *, untouched: bool = False) -> None:
@@ -282,11 +282,16 @@ class InProcessHost:
         self, name: str, *, share: int, digest: str = "", wait_s: float, at: str = "", host: int = 0, told: str = ""
     ) -> Lease:
         """See :meth:`Host.join`."""
-        raise ShareMissingError(f"there is no share of {name} to write: its slot is in another process' memory")
+        raise SnapshotFailedError(
+            f"there is no share of {name} to write: its slot is in another process' memory",
+            reason=FailureReason.SHARE_MISSING,
+        )
 
     def placed(self, lease: Lease, torn: str = "") -> None:
         """See :meth:`Host.placed`."""
-        raise ShareMissingError("a ring inside the trainer (local_server=False) has no shares")
+        raise SnapshotFailedError(
+            "a ring inside the trainer (local_server=False) has no shares", reason=FailureReason.SHARE_MISSING
+        )
 
     def decline(self, name: str, why: str, at: str = "", host: int = 0, share: int = 1) -> None:
         """See :meth:`Host.decline`; nobody waits."""

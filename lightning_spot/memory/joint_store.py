@@ -21,11 +21,11 @@ from typing import TypeVar
 
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import (
-    CorruptManifestError,
     CorruptSnapshotError,
+    FailureReason,
     MalformedError,
     SettingsError,
-    ShareMissingError,
+    SnapshotFailedError,
     SnapshotNotFoundError,
     TierError,
 )
@@ -221,7 +221,7 @@ class JointFolder:
         """What a host has noted; ``None`` if that is not there any more, or not what it should be."""
         try:
             note = self._patiently(lambda: Note.from_json(self._files.read(name)))
-        except (SnapshotNotFoundError, CorruptManifestError) as error:  # who has committed it removes them
+        except (SnapshotNotFoundError, CorruptSnapshotError) as error:  # who has committed it removes them
             logger.debug("%s/%s: %s", self._name, name, error)
             return None
         return note if (note.name, note_name(note.host)) == (self._name, name) else None
@@ -354,11 +354,14 @@ class JointStore(ByItself):
         files, folder, began_s = gathering.files or own.files, self._folder(name, goes_on), time.monotonic()
         there, claimed = folder.look()
         if taken := [file.name for file in files if file.name in there]:
-            raise ShareMissingError(f"{name} has {taken[0]} at {self.store.url} already, and nothing is written over")
+            raise SnapshotFailedError(
+                f"{name} has {taken[0]} at {self.store.url} already, and nothing is written over",
+                reason=FailureReason.SHARE_MISSING,
+            )
         folder.check_fence(claimed)
         if why := folder.why_torn(there):
             self._decide(name, leaves_note=False)
-            raise ShareMissingError(why)
+            raise SnapshotFailedError(why, reason=FailureReason.SHARE_MISSING)
         check_gaps(image, ranges, files)
         found = _pieces_of(image, ranges)
         self._write(name, folder, files, image, goes_on, lambda: found == _pieces_of(image, ranges))
@@ -387,8 +390,8 @@ class JointStore(ByItself):
             goes_on: called now and then; what it raises ends this.
 
         Raises:
-            ShareMissingError: if another host says that it never will be, or has another layout, or does not bring what
-                it has in time.
+            SnapshotFailedError: if another host says that it never will be, or has another layout, or does not bring
+                what it has in time.
         """
         name = gathering.upload
         folder, brought = self._folder(name, goes_on), self._brought.pop(name, None)
@@ -403,19 +406,22 @@ class JointStore(ByItself):
                 return folder.manifest()
             if why := folder.why_torn(there):
                 folder.remove([note_name(host), *(brought.files if brought is not None else ())])
-                raise ShareMissingError(why)
+                raise SnapshotFailedError(why, reason=FailureReason.SHARE_MISSING)
             is_whole = folder.read_notes(there, found)
             if why := _differ(found, gathering.shared.digest, host):
                 folder.remove([note_name(host), *(brought.files if brought is not None else ())])
                 folder.tear(why)
-                raise ShareMissingError(why)
+                raise SnapshotFailedError(why, reason=FailureReason.SHARE_MISSING)
             is_due = is_whole and whole_s >= after_s
             if is_due and (manifest := folder.commit(there, found)) is not None:
                 self._committed(manifest)
                 return manifest
             if waited_s >= bound_s and (is_due or not is_whole):
                 late = ", ".join(map(str, notes.missing(found))) or "which says that it has"
-                raise ShareMissingError(f"host {late} has not brought its files of {name} within {bound_s:.0f} s")
+                raise SnapshotFailedError(
+                    f"host {late} has not brought its files of {name} within {bound_s:.0f} s",
+                    reason=FailureReason.SHARE_MISSING,
+                )
             goes_on()
             time.sleep(pause_s)
             waited_s, whole_s = waited_s + pause_s, whole_s + pause_s if is_whole else 0.0
@@ -467,7 +473,7 @@ class JointStore(ByItself):
             if time.monotonic() - begun_s > _TORN_S and looks.acquire(blocking=False):
                 try:
                     if why := folder.why_torn(folder.sizes()):
-                        raise ShareMissingError(why)
+                        raise SnapshotFailedError(why, reason=FailureReason.SHARE_MISSING)
                     begun_s = time.monotonic()
                 finally:
                     looks.release()
@@ -488,13 +494,13 @@ class JointStore(ByItself):
         name, shared = gathering.upload, gathering.shared
         hosts, brought = Portions.read(shared.layout, gathering.nbytes).hosts, self._brought.pop(name, None)
         if brought is None:
-            raise ShareMissingError(f"{name} was given up")
+            raise SnapshotFailedError(f"{name} was given up", reason=FailureReason.SHARE_MISSING)
         note = Note(name=name, host=host, hosts=hosts, digest=shared.digest, pieces=brought.pieces, manifest=manifest)
         folder = self._folder(name, brought.goes_on)
         folder.check_fence()
         if not self._decide(name, leaves_note=True):
             folder.remove(brought.files)
-            raise ShareMissingError(f"{name} was given up")
+            raise SnapshotFailedError(f"{name} was given up", reason=FailureReason.SHARE_MISSING)
         folder.write(note_name(host), memoryview(note.to_json().encode()))
         self._brought[name] = brought
 

@@ -17,10 +17,11 @@ from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 from lightning_spot.errors import (
+    FailureReason,
     FencedError,
     ServerUnreachableError,
     SettingsError,
-    ShareMissingError,
+    SnapshotFailedError,
     SpotError,
     TierError,
 )
@@ -205,7 +206,7 @@ class Bringing:
     def check(self, upload: Upload) -> None:
         """Raise if an upload was given up meanwhile, or a later attempt has begun; else it is alive."""
         if upload.ended:
-            raise ShareMissingError(f"{upload.name} was given up")
+            raise SnapshotFailedError(f"{upload.name} was given up", reason=FailureReason.SHARE_MISSING)
         self.check_attempt(upload.run, upload.attempt, upload.name)
         upload.touched_s = time.monotonic()
 
@@ -213,7 +214,9 @@ class Bringing:
         """Raise if nothing more is to be done for a snapshot: a later attempt has begun, or this node ends."""
         check_fence(run, attempt, self.registry.highest(run))
         if self.uploads.closing:
-            raise ShareMissingError(f"{name} is not brought further: this node is shutting down")
+            raise SnapshotFailedError(
+                f"{name} is not brought further: this node is shutting down", reason=FailureReason.SHARE_MISSING
+            )
 
 
 _LOOK_S = 1.0  # how often what waits for its turn looks whether it is still wanted
@@ -221,8 +224,11 @@ _LOOK_S = 1.0  # how often what waits for its turn looks whether it is still wan
 Begun = tuple[JointTier, Gathering]
 
 
-class Passed(ShareMissingError):
+class Passed(SnapshotFailedError):
     """A snapshot is not brought to a place, for no fault of that place."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, reason=FailureReason.SHARE_MISSING)
 
 
 @dataclass(eq=False, slots=True)
@@ -614,7 +620,7 @@ class Visits:
         """The snapshot has begun at a node; the slot for it, which is leased when it has at the first one.
 
         Raises:
-            ShareMissingError: if the portion is at another node already, and its slot not here any more.
+            SnapshotFailedError: if the portion is at another node already, and its slot not here any more.
         """
         name, portions = visit.name, Portions.read(gathering.shared.layout, gathering.nbytes)
         if visit.host > len(portions.ranks):
@@ -622,7 +628,10 @@ class Visits:
         portion = Portion(portions.ranges[visit.host - 1])
         with self._changed:
             if visit.over:
-                raise ShareMissingError(f"{name} has begun there when this host had brought it elsewhere")
+                raise SnapshotFailedError(
+                    f"{name} has begun there when this host had brought it elsewhere",
+                    reason=FailureReason.SHARE_MISSING,
+                )
             visit.joined.add(url)
             self._changed.notify_all()
         with visit.leasing:
@@ -700,7 +709,9 @@ class Visits:
                 tier = self._bringing.tier(url, visit.key)
                 if gathering is not None:
                     tier.placed(gathering, visit.host, why)
-                elif not isinstance(error, FencedError | ShareMissingError):  # which that place has said itself
+                elif not (
+                    isinstance(error, FencedError) or FailureReason.SHARE_MISSING.caused(error)
+                ):  # which that place has said itself
                     tier.decline(visit.name, attempt=visit.attempt, why=why)
                 return
             except SpotError as problem:  # it was given up there, or does not answer

@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_spot.errors import (
+    FailureReason,
     FencedError,
-    RingFullError,
     RunBusyError,
     ServerRefusedError,
     SettingsError,
+    SnapshotFailedError,
     SnapshotNotFoundError,
 )
 from lightning_spot.memory.ring import Ring
@@ -75,7 +76,7 @@ class Registry:
             client: who says it.
 
         Raises:
-            RingFullError: if there are too many runs, and none can be forgotten.
+            SnapshotFailedError: if there are too many runs, and none can be forgotten.
             RunBusyError: if a live trainer on this host holds the run.
             FencedError: if a later attempt holds it, or another one of the same number.
         """
@@ -271,9 +272,10 @@ class Registry:
             if (run.client == client or not mine) and run.info.session not in self.sessions and key not in needed
         ]
         if not ages:
-            raise RingFullError(
+            raise SnapshotFailedError(
                 f"this node knows {len(self.runs)} runs, {mine} of them this client's, and all have snapshots that are"
-                " safe nowhere else. Nothing was changed; delete what is not needed, or take another node"
+                " safe nowhere else. Nothing was changed; delete what is not needed, or take another node",
+                reason=FailureReason.RING_FULL,
             )
         forgotten = min(ages)[2]
         self._ring.forget_run(forgotten)

@@ -19,7 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError, ShareMissingError, SpotError
+from lightning_spot.errors import (
+    CorruptSnapshotError,
+    FailureReason,
+    ServerUnreachableError,
+    SnapshotFailedError,
+    SpotError,
+)
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import part_ranges
 from lightning_spot.memory.portions import fall_back, surpassing
@@ -310,8 +316,9 @@ class Missed:
     def _check(self, manifest: Manifest, url: str) -> None:
         """Raise if a snapshot is not to be copied any further."""
         if self._stops(url):
-            raise ShareMissingError(
-                f"{manifest.name} is not copied any further: a newer one comes, or the run has ended"
+            raise SnapshotFailedError(
+                f"{manifest.name} is not copied any further: a newer one comes, or the run has ended",
+                reason=FailureReason.SHARE_MISSING,
             )
 
 

@@ -10,7 +10,13 @@ import threading
 import time
 from collections.abc import Callable
 
-from lightning_spot.errors import ServerUnreachableError, SettingsError, ShareMissingError, SnapshotNotFoundError
+from lightning_spot.errors import (
+    FailureReason,
+    ServerUnreachableError,
+    SettingsError,
+    SnapshotFailedError,
+    SnapshotNotFoundError,
+)
 from lightning_spot.image.manifest import Order, snapshot_order
 from lightning_spot.memory.joint import Joint, Layouts, Shared
 from lightning_spot.memory.registry import Registry
@@ -152,7 +158,7 @@ class Shares:
         """Return when the bytes of all shares are in place.
 
         Raises:
-            ShareMissingError: if they will never be, or not in time.
+            SnapshotFailedError: if they will never be, or not in time.
             SnapshotNotFoundError: if the upload is given up meanwhile.
         """
         if (joint := upload.joint) is None:
@@ -171,7 +177,7 @@ class Shares:
                 if not joint.failed and left_s <= 0:
                     joint.failed = f"the bytes of rank {late} did not come within {self.wait_s:.0f} s"
                 if joint.failed:
-                    raise ShareMissingError(joint.failed)
+                    raise SnapshotFailedError(joint.failed, reason=FailureReason.SHARE_MISSING)
                 self._changed.wait(min(left_s, _LOOK_S))
 
     def fail_if_silent(self, upload: Upload) -> None:
@@ -223,7 +229,7 @@ class Shares:
             is_led_here: whether the rank that leases the slot is on this host: when it has left, there will be none.
 
         Raises:
-            ShareMissingError: if it is over, given up, overtaken by a later one, or another digest is wanted.
+            SnapshotFailedError: if it is over, given up, overtaken by a later one, or another digest is wanted.
             ServerUnreachableError: if the connection is closed: another one is to be made.
             FencedError: if ``attempt`` no longer holds the run.
         """
@@ -240,10 +246,10 @@ class Shares:
                 return self._take(*joints[name], share, session, digest)
             for later in joints:
                 if _order_of(later) > order:
-                    raise ShareMissingError(f"{name} was overtaken by {later}")
+                    raise SnapshotFailedError(f"{name} was overtaken by {later}", reason=FailureReason.SHARE_MISSING)
         return None
 
-    def not_begun(self, run: str, name: str, share: int, wait_s: float) -> ShareMissingError:
+    def not_begun(self, run: str, name: str, share: int, wait_s: float) -> SnapshotFailedError:
         """The error of a rank that has waited in vain: it writes no share of that snapshot, so nobody waits for it."""
         with self._changed:
             key = self._registry.find(run).info.key
@@ -253,7 +259,10 @@ class Shares:
                 if joint is not None and upload.run == key and joint.shared.name == name:
                     self._fail_without(joint, share)
             self._wake()
-        return ShareMissingError(f"there is no share of {name} to write: it was not begun within {wait_s:.0f} s")
+        return SnapshotFailedError(
+            f"there is no share of {name} to write: it was not begun within {wait_s:.0f} s",
+            reason=FailureReason.SHARE_MISSING,
+        )
 
     def placed(self, upload_id: str, share: int, torn: str = "") -> None:
         """A rank writes no more: its bytes are in place, or, if ``torn`` says why, never will be.
@@ -333,7 +342,9 @@ class Shares:
     def _check_awaited(self, key: str, name: str) -> None:
         """Raise if a snapshot will never be begun (any more)."""
         if why := self._why_over(key, name):
-            raise ShareMissingError(f"there is no share of {name} to write: {why}")
+            raise SnapshotFailedError(
+                f"there is no share of {name} to write: {why}", reason=FailureReason.SHARE_MISSING
+            )
 
     def _check_connected(self, key: str, name: str, share: int, session: str, *, is_led_here: bool) -> None:
         """Raise if a rank of this host, or the one that it waits for, has ended."""
@@ -342,14 +353,17 @@ class Shares:
             raise ServerUnreachableError(f"the connection of who asks for a share of {name} has closed")
         info = self._registry.info(key)
         if is_led_here and (info is None or info.session not in self._registry.sessions):
-            raise ShareMissingError(f"there is no share of {name} to write: the rank that leases its slot has ended")
+            raise SnapshotFailedError(
+                f"there is no share of {name} to write: the rank that leases its slot has ended",
+                reason=FailureReason.SHARE_MISSING,
+            )
 
     def _take(self, upload: Upload, joint: Joint, share: int, session: str | None, digest: str) -> Upload:
         name = joint.shared.name
         if joint.shared.by_hosts != (session is None):
             raise SettingsError(f"{name} is filled by {'hosts' if joint.shared.by_hosts else 'ranks of one host'}")
         if joint.failed:
-            raise ShareMissingError(f"{name} is not committed: {joint.failed}")
+            raise SnapshotFailedError(f"{name} is not committed: {joint.failed}", reason=FailureReason.SHARE_MISSING)
         if not 1 <= share < joint.shared.shares:
             raise SettingsError(f"{name} has {joint.shared.shares} shares; {share} is none of the other ranks'")
         if joint.joined.get(share, session or "") != (session or ""):
@@ -357,7 +371,7 @@ class Shares:
         if digest and digest != joint.shared.digest:
             joint.failed = f"rank {share} has another layout than rank 0"
             self._wake()
-            raise ShareMissingError(f"{name} is not committed: {joint.failed}")
+            raise SnapshotFailedError(f"{name} is not committed: {joint.failed}", reason=FailureReason.SHARE_MISSING)
         if share not in joint.joined:
             joint.joined[share] = session or ""
             joint.writing.add(share)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_spot.config import format_bytes
-from lightning_spot.errors import SnapshotTooLargeError
+from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest, Order, PortionOf, snapshot_order
@@ -368,18 +368,19 @@ def capacity_for(nbytes: int, limits: Limits) -> int:
     """Memory to give a snapshot of ``nbytes``.
 
     Raises:
-        SnapshotTooLargeError: if it can never fit.
+        SnapshotFailedError: if it can never fit.
     """
     for limit, name, remedy in (
         (limits.memory_bytes, "this node's memory", "more --memory-limit (or memory_limit=)"),
         (limits.run_memory_bytes, "what one run may use of this node's memory", "more --run-memory-limit"),
     ):
         if limit is not None and nbytes > limit:
-            raise SnapshotTooLargeError(
+            raise SnapshotFailedError(
                 f"a snapshot of {format_bytes(nbytes)} cannot fit {name} of {format_bytes(limit)}; start the node"
                 f" with {remedy}",
                 nbytes=nbytes,
                 memory_bytes=limit,
+                reason=FailureReason.TOO_LARGE,
             )
     most = min(limits.memory_bytes, limits.run_memory_bytes or limits.memory_bytes)
     return min(slot_capacity(nbytes), max(nbytes, most))

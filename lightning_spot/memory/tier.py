@@ -159,7 +159,7 @@ class JointTier(Protocol):
         """Take part in one, as host number ``host`` from 1 on, once it has begun.
 
         Raises:
-            ShareMissingError: if there will be none, or not within ``wait_s`` seconds.
+            SnapshotFailedError: if there will be none, or not within ``wait_s`` seconds.
         """
 
     def bring(
@@ -189,7 +189,7 @@ class JointTier(Protocol):
         """Commit it there once all hosts have said so; called by the first host. The sealed manifest.
 
         Raises:
-            ShareMissingError: if what another host brings will not come.
+            SnapshotFailedError: if what another host brings will not come.
         """
 
     def give_up(self, gathering: Gathering) -> None:

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from lightning_spot.config import KEEP
 from lightning_spot.errors import (
-    RingFullError,
+    FailureReason,
     ServerUnreachableError,
     SettingsError,
-    ShareMissingError,
+    SnapshotFailedError,
     SnapshotNotFoundError,
     TierError,
 )
@@ -64,8 +64,7 @@ def _lease(
         make_way: has slots let go that are kept for what may be left undone; whether there were any.
 
     Raises:
-        SnapshotTooLargeError: if it can never fit.
-        RingFullError: if no slot became available in time.
+        SnapshotFailedError: if it can never fit, or no slot became available in time.
         TierError: if the host has no memory for it.
     """
     deadline = time.monotonic() + wait_s
@@ -79,7 +78,7 @@ def _lease(
             while seen == ring.changes:
                 left = deadline - time.monotonic()
                 if left <= 0 or cancelled():
-                    raise RingFullError(ring.why_full(run, nbytes))
+                    raise SnapshotFailedError(ring.why_full(run, nbytes), reason=FailureReason.RING_FULL)
                 ring.changed.wait(min(left, _LOOK_S))
 
 
@@ -140,7 +139,7 @@ class Begins:
 
         Raises:
             FencedError: if ``attempt`` no longer holds the run.
-            ShareMissingError: if several hosts are to bring it, and bring a later one already.
+            SnapshotFailedError: if several hosts are to bring it, and bring a later one already.
             SnapshotNotFoundError: if this node does not know the run.
         """
 
@@ -252,7 +251,9 @@ class Begins:
             open_ones = [each for each in self._uploads.of_run(key) if each.is_gathered and not each.sealing]
             for upload in open_ones:
                 if (snapshot_order(upload.name) or ()) > order:
-                    raise ShareMissingError(f"{name} was overtaken by {upload.name}")
+                    raise SnapshotFailedError(
+                        f"{name} was overtaken by {upload.name}", reason=FailureReason.SHARE_MISSING
+                    )
             for upload in open_ones:
                 self._uploads.shares.fail(upload, "another one was begun")
                 self._uploads.abort(upload.id)

@@ -21,12 +21,21 @@ import struct
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 from lightning_spot import errors, untrusted
 from lightning_spot.config import without_password
-from lightning_spot.errors import CorruptManifestError, MalformedError, SettingsError, SpotError, TierError
+from lightning_spot.errors import (
+    CorruptSnapshotError,
+    FailureReason,
+    MalformedError,
+    SettingsError,
+    SnapshotFailedError,
+    SpotError,
+    TierError,
+    TierReason,
+)
 from lightning_spot.image.parts import checksum
 
 PROTOCOL_HEADER = "Spot-Protocol"
@@ -56,18 +65,23 @@ DIGEST_BYTES = 16
 NO_DIGEST = bytes(DIGEST_BYTES).hex()
 """Answers a frame of which no part could be made."""
 
+_OTHER_PROTOCOL = 426
+_STATUS_OF_REASON: dict[errors.Reason, int] = {
+    TierReason.PROTOCOL: _OTHER_PROTOCOL,
+    TierReason.TOO_MANY_STREAMS: 503,
+    TierReason.UNCLAIMED: 403,
+    FailureReason.RING_FULL: 503,
+    FailureReason.TOO_LARGE: 413,
+}
 _STATUS: dict[type[SpotError], int] = {
-    errors.ProtocolMismatchError: 426,
-    errors.RingFullError: 503,
-    errors.TooManyStreamsError: 503,
-    errors.SnapshotTooLargeError: 413,
-    errors.UnclaimedError: 403,
     errors.FencedError: 409,
     errors.RunBusyError: 423,
     errors.SnapshotNotFoundError: 404,
     errors.CorruptSnapshotError: 422,
     errors.SettingsError: 400,
 }
+KnownReason = TypeVar("KnownReason", bound=errors.Reason)
+
 _NUMBERS = ("nbytes", "memory_bytes", "attempt", "current", "pid", "part")
 _TEXTS = ("run", "where")
 
@@ -202,12 +216,21 @@ def parse_spot_url(url: str) -> tuple[Address, str]:
 
 def error_status(error: SpotError) -> int:
     """HTTP status for an error."""
+    for reason, status in _STATUS_OF_REASON.items():
+        if reason.caused(error):
+            return status
     return next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 500)
 
 
 def error_body(error: SpotError) -> dict[str, Any]:
     """JSON object for an error: its class, message and facts."""
-    facts = {name: value for name in _NUMBERS + _TEXTS if (value := getattr(error, name, None)) not in (None, "")}
+    facts: dict[str, Any] = {
+        name: value for name in _NUMBERS + _TEXTS if (value := getattr(error, name, None)) not in (None, "")
+    }
+    if isinstance(error, CorruptSnapshotError) and error.is_newer_format:
+        facts["is_newer_format"] = True
+    if isinstance(error, SnapshotFailedError | TierError):
+        facts["reason"] = error.reason.value
     return {"error": type(error).__name__, "message": str(error), "facts": facts}
 
 
@@ -217,17 +240,24 @@ def error_from_body(status: int, body: bytes, tier: str) -> SpotError:
         fields = untrusted.read_object(body)
         kind = getattr(errors, untrusted.text(fields, "error", None), None)
         message = untrusted.plain(untrusted.text(fields, "message", None, most=len(body)), untrusted.LONGEST_TEXT)
-        facts = _facts(untrusted.as_object(fields.get("facts", {})))
+        said = untrusted.as_object(fields.get("facts", {}))
     except errors.MalformedError:
         # Its text is not quoted: one that answers a bad request may quote the token that came with it.
         why = f"{tier} answered {status}, which no snapshot server of this version says: is it the right address?"
         return errors.ServerRefusedError(why, tier=tier, status=status)
+    refused = TierReason.PROTOCOL if status == _OTHER_PROTOCOL else TierReason.REFUSED
     if not (isinstance(kind, type) and issubclass(kind, SpotError)):
-        return errors.ServerRefusedError(f"{tier} answered {status}: {message}", tier=tier, status=status)
+        message = f"{tier} answered {status}: {message}"
+        return errors.ServerRefusedError(message, tier=tier, status=status, reason=refused)
+    if kind is errors.ServerUnreachableError:
+        return errors.ServerUnreachableError(message, tier=tier)
     if kind is errors.ServerRefusedError:
-        return errors.ServerRefusedError(message, tier=tier, status=status)
-    if issubclass(kind, TierError):
-        return kind(message, tier=tier)
+        return errors.ServerRefusedError(message, tier=tier, status=status, reason=_reason(said, refused))
+    if kind is TierError:
+        return TierError(message, tier=tier, reason=_reason(said, TierReason.FAILED))
+    facts = _facts(said)
+    if kind is SnapshotFailedError:
+        facts["reason"] = _reason(said, FailureReason.UNFORESEEN)
     try:
         return kind(message, **facts)
     except TypeError:
@@ -243,8 +273,8 @@ def answered(tier: str) -> Iterator[None]:
     """
     try:
         yield
-    except (CorruptManifestError, MalformedError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        if isinstance(error, SpotError) and not isinstance(error, CorruptManifestError | MalformedError):
+    except (CorruptSnapshotError, MalformedError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        if isinstance(error, SpotError) and not isinstance(error, CorruptSnapshotError | MalformedError):
             raise
         why = untrusted.plain(f"{type(error).__name__}: {error}")
         raise errors.ServerUnreachableError(
@@ -265,11 +295,16 @@ def file_path(said: object) -> str:
     return path
 
 
+def _reason(said: dict[str, Any], other: KnownReason) -> KnownReason:
+    """The reason of an error; ``other`` for one that only another version knows."""
+    return next((reason for reason in type(other) if reason.value == said.get("reason")), other)
+
+
 def _facts(fields: dict[str, Any]) -> dict[str, Any]:
     """Those facts of an error that are what they should be."""
     numbers = {name: value for name in _NUMBERS if type(value := fields.get(name)) is int}
     texts = {name: untrusted.plain(value) for name in _TEXTS if isinstance(value := fields.get(name), str)}
-    return numbers | texts
+    return numbers | texts | ({"is_newer_format": True} if fields.get("is_newer_format") is True else {})
 
 
 def attempt_text(attempt: int, token: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import CorruptManifestError, FencedError, TierError, UnclaimedError
+from lightning_spot.errors import CorruptSnapshotError, FencedError, TierError, TierReason
 from lightning_spot.image.packing import Compression
 from lightning_spot.memory.host import Host
 from lightning_spot.memory.placement import placed
@@ -109,7 +109,7 @@ def _of_the_run_there(found: Survey, info: RunInfo) -> RunInfo:
         return info
     try:
         claim = open_store(info.durable_url or "").newest_claim()
-    except (TierError, CorruptManifestError) as error:
+    except (TierError, CorruptSnapshotError) as error:
         logger.debug("lightning_spot: it cannot be read which run was begun meanwhile: %s", error)
         return info
     if claim is None or claim.location != info.location:
@@ -182,8 +182,10 @@ class ClaimWatch:
             store.owner = Owner(self._claim.attempt, self._claim.digest)
             try:
                 store.check_owner()
-            except UnclaimedError:  # it was removed, with its folder perhaps
-                self._is_made = False
+            except TierError as error:
+                if error.reason is not TierReason.UNCLAIMED:
+                    raise
+                self._is_made = False  # it was removed, with its folder perhaps
         if not self._is_made:
             store.claim(self._claim)
             self._is_made = True

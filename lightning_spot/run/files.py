@@ -11,7 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from lightning_spot.errors import CorruptManifestError, TierError
+from lightning_spot.errors import CorruptSnapshotError, TierError
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest
 from lightning_spot.memory.runs import EPOCH_UNIX_S, RunInfo, files_name
 from lightning_spot.tiers.filesystem import open_filesystem, tier_errors, time_of
@@ -81,7 +81,7 @@ def _listed(files: Any, folder: str) -> list[dict[str, Any]]:
 def _attempt_in(files: Any, path: str) -> int:
     try:
         return Manifest.from_json(files.cat_file(path)).attempt
-    except (FileNotFoundError, CorruptManifestError):
+    except (FileNotFoundError, CorruptSnapshotError):
         return 0
     except Exception as error:  # every file system has errors of its own: one manifest hides no other
         logger.warning("lightning_spot: %s cannot be read (%s)", path, error)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from lightning_spot.errors import ProtocolMismatchError, ServerRefusedError, SpotError, TierError
+from lightning_spot.errors import ServerRefusedError, SpotError, TierError, TierReason
 from lightning_spot.retry import growing, retried
 from lightning_spot.threads import in_background
 
@@ -97,10 +97,8 @@ def patiently(action: Callable[[], T], bounds: Patience, where: str) -> T:
 
 def _has_answered(error: Exception) -> bool:
     if isinstance(error, ServerRefusedError):
-        return error.is_for_the_token
-    return isinstance(error, ProtocolMismatchError) or (
-        isinstance(error, SpotError) and not isinstance(error, TierError)
-    )
+        return error.is_for_the_token or error.reason is TierReason.PROTOCOL
+    return isinstance(error, SpotError) and not isinstance(error, TierError)
 
 
 def of_tier(tier: str, reason: str) -> str:

@@ -22,13 +22,12 @@ from lightning_spot.client.starting import attach
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import LARGEST
 from lightning_spot.errors import (
-    CorruptManifestError,
     CorruptSnapshotError,
-    MissingCredentialsError,
     SettingsError,
     SnapshotNotFoundError,
     SpotError,
     TierError,
+    TierReason,
 )
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.memory.joint import SpreadPlace
@@ -204,17 +203,19 @@ class _Durable:
 
         try:
             return retried(ask, bounds.pauses(), lambda error: isinstance(error, TierError), note)
-        except MissingCredentialsError as error:
-            raise SettingsError(str(error)) from error
         except _MissesTheNewest:
             return answers[0]
+        except TierError as error:
+            if error.reason is TierReason.NO_CREDENTIALS:
+                raise SettingsError(str(error)) from error
+            raise
 
     @classmethod
     def _once(cls, store: Any, heard: threading.Event, *, commits: bool) -> _Durable:
         def newest_claim() -> Claim | None:
             try:
                 return store.newest_claim()  # type: ignore[no-any-return] # any store
-            except CorruptManifestError as error:
+            except CorruptSnapshotError as error:
                 logger.warning("lightning_spot: %s; the run is known by its place only", error)
                 return None
             finally:

@@ -184,7 +184,7 @@ def manifest(fields: Mapping[str, Any]) -> Manifest:
     """The manifest of a snapshot that comes over the network.
 
     Raises:
-        CorruptManifestError: if it is none.
+        CorruptSnapshotError: if it is none.
         SettingsError: if its parts are too large to be made up in memory, or so small that nobody could read of them.
     """
     read = Manifest.from_dict(fields.get("manifest"))

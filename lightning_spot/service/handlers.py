@@ -49,7 +49,7 @@ from urllib.parse import urlsplit
 from aiohttp import hdrs, web
 
 from lightning_spot.config import PROTOCOL_VERSION
-from lightning_spot.errors import ProtocolMismatchError, ServerFailedError, ServerRefusedError, SettingsError, SpotError
+from lightning_spot.errors import ServerRefusedError, SettingsError, SpotError, TierReason
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.upload import Upload
@@ -228,7 +228,9 @@ class Service:
                 self.counted.add_error(f"failures of {request.path}", error)
             else:
                 logger.exception("%s %s failed unexpectedly", request.method, request.path)
-            failure = ServerFailedError(f"the snapshot server failed ({type(error).__name__}: {error})")
+            failure = ServerRefusedError(
+                f"the snapshot server failed ({type(error).__name__}: {error})", reason=TierReason.SERVER_FAILED
+            )
             response = web.json_response(error_body(failure), status=error_status(failure))
         finally:
             if accepted is not None:
@@ -364,9 +366,10 @@ async def _name_protocol(_request: web.Request, response: web.StreamResponse) ->
 def _check_protocol(request: web.Request) -> None:
     spoken = request.headers.get(PROTOCOL_HEADER)
     if spoken is not None and spoken != str(PROTOCOL_VERSION):
-        raise ProtocolMismatchError(
+        raise ServerRefusedError(
             f"this node speaks protocol {PROTOCOL_VERSION}, the client {spoken[:16]}: install the same version of"
-            " lightning_spot on both hosts"
+            " lightning_spot on both hosts",
+            reason=TierReason.PROTOCOL,
         )
 
 

@@ -32,7 +32,7 @@ from typing import Any
 from aiohttp import web
 
 from lightning_spot.config import HIGHEST_ATTEMPT, MOST_NODES
-from lightning_spot.errors import ServerRefusedError, ShareMissingError
+from lightning_spot.errors import FailureReason, ServerRefusedError, SnapshotFailedError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.memory.joint import Shared
@@ -119,7 +119,10 @@ class Seals:
     async def _sealed(self, upload: Upload, manifest: Manifest) -> tuple[str, ...]:
         await self._all_there(upload)  # holds no thread, however many runs wait
         if upload.given_up and upload.joint is not None:
-            raise ShareMissingError(f"{upload.name} was given up: {upload.joint.failed or 'nobody says why'}")
+            raise SnapshotFailedError(
+                f"{upload.name} was given up: {upload.joint.failed or 'nobody says why'}",
+                reason=FailureReason.SHARE_MISSING,
+            )
         return (await asyncio.to_thread(self._node.seal, upload.id, manifest)).checksums
 
     def _give_up(self, upload_id: str, seal: _Seal) -> None:

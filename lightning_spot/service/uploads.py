@@ -14,13 +14,7 @@ import xxhash
 from aiohttp import hdrs, web
 
 from lightning_spot.config import HIGHEST_ATTEMPT, MOST_PART_BYTES, PROTOCOL_VERSION, SEND_BYTES
-from lightning_spot.errors import (
-    CorruptSnapshotError,
-    ServerRefusedError,
-    SnapshotNotFoundError,
-    SpotError,
-    TooManyStreamsError,
-)
+from lightning_spot.errors import CorruptSnapshotError, ServerRefusedError, SnapshotNotFoundError, SpotError, TierReason
 from lightning_spot.image.floats import read_floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum
@@ -270,7 +264,10 @@ class UploadRequests:
         self._check_streams(upload, sender)
         client = client_of(request)
         if not self._threads.take(client):
-            raise TooManyStreamsError("this client has its share of the streams that this node serves at once")
+            raise ServerRefusedError(
+                "this client has its share of the streams that this node serves at once",
+                reason=TierReason.TOO_MANY_STREAMS,
+            )
         assert isinstance(transport, asyncio.Transport)
         transport.pause_reading()
         loop = asyncio.get_running_loop()
@@ -293,11 +290,16 @@ class UploadRequests:
         mine = self._streams[sender]
         hosts = upload.joint.shared.shares if upload.joint is not None and upload.is_gathered else 1
         if not mine and sum(upload_id == upload.id for upload_id, _ in self._streams) >= hosts:
-            raise TooManyStreamsError(f"this upload is sent by {hosts} already, as many as it has hosts")
+            raise ServerRefusedError(
+                f"this upload is sent by {hosts} already, as many as it has hosts", reason=TierReason.TOO_MANY_STREAMS
+            )
         senders = len(self._streams) + (not mine)
         most = min(_MOST_STREAMS_OF_A_SENDER, MOST_STREAMS // senders)
         if mine and (mine >= most or self._streams.total() >= MOST_STREAMS):
-            raise TooManyStreamsError("this host has its part of the streams that this node serves at once")
+            raise ServerRefusedError(
+                "this host has its part of the streams that this node serves at once",
+                reason=TierReason.TOO_MANY_STREAMS,
+            )
 
     async def commit(self, request: web.Request) -> web.Response:
         """Make it a snapshot."""

@@ -7,7 +7,7 @@ import functools
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from lightning_spot.errors import RingFullError
+from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.memory.joint import Shared
@@ -82,7 +82,7 @@ class Waiting:
             making: see :meth:`Begins.lease`.
 
         Raises:
-            RingFullError: if no slot became free in time, or too many wait.
+            SnapshotFailedError: if no slot became free in time, or too many wait.
             ConnectionResetError: if nobody waits for the answer any more.
         """
         self.asked_s = time.monotonic()
@@ -107,9 +107,9 @@ class Waiting:
                 try:
                     upload = await self._loop.run_in_executor(self._threads, ask)
                     break
-                except RingFullError:
+                except SnapshotFailedError as error:
                     left_s = deadline_s - time.monotonic()
-                    if left_s <= 0 or gone.done():
+                    if error.reason is not FailureReason.RING_FULL or left_s <= 0 or gone.done():
                         raise
                 await asyncio.wait([gone, changed], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 await asyncio.sleep(_LOOK_AGAIN_S)
@@ -126,8 +126,9 @@ class Waiting:
 
     def _take_place(self, client: str) -> None:
         if not self._places.take(client):
-            raise RingFullError(
-                f"{self._count} requests wait for a slot already, and this client has its share of them"
+            raise SnapshotFailedError(
+                f"{self._count} requests wait for a slot already, and this client has its share of them",
+                reason=FailureReason.RING_FULL,
             )
         self._count += 1
 
@@ -154,7 +155,7 @@ class Waiting:
         """Take a share of a snapshot, see :meth:`Shares.join`; ``None`` if it has not begun, and is asked for again.
 
         Raises:
-            ShareMissingError: if there will be none, or not in time.
+            SnapshotFailedError: if there will be none, or not in time.
             ConnectionResetError: if nobody waits for the answer any more; then no share is taken.
         """
         deadline_s = time.monotonic() + wait_s

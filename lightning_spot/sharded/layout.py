@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lightning_spot.errors import CorruptSnapshotError, LayoutUnsupportedError, NotSerializableError
+from lightning_spot.errors import CorruptSnapshotError, NotSerializableError
 from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, FileSpan
-from lightning_spot.image.layout import Entry, Layout, Layouter, filled, lay_out_plain
+from lightning_spot.image.layout import DoesNotFitError, Entry, Layout, Layouter, filled, lay_out_plain
 from lightning_spot.image.parts import checksum
 from lightning_spot.image.safe_load import safe_load
 from lightning_spot.image.shards import SHARDS_FILE, Archived, Path, Shards, StoredValue
@@ -261,12 +261,12 @@ def state_archive(state: Any, nbytes: int | None = None, layouter: Layouter | No
         layouter: that has laid such states out before, and knows how their tensors are put together.
 
     Raises:
-        LayoutUnsupportedError: if it needs more than ``nbytes``.
+        DoesNotFitError: if it needs more than ``nbytes``.
         NotSerializableError: if something of it cannot be saved.
     """
     try:
         return filled((layouter or Layouter()).lay_out(state, nbytes))
-    except (LayoutUnsupportedError, MemoryError):
+    except (DoesNotFitError, MemoryError):
         raise
     except Exception as error:  # pickling runs the user's code, which may raise anything
         raise _cannot("the state of this rank", error) from error

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_spot.errors import LayoutUnsupportedError
+from lightning_spot.errors import NotSerializableError
 from lightning_spot.image.shards import Archived, Path, ShardedTensor, Shards
 
 METADATA_FILE = ".metadata"
@@ -38,11 +38,11 @@ def dtype_of(tensor: ShardedTensor) -> torch.dtype:
     """The dtype of a tensor.
 
     Raises:
-        LayoutUnsupportedError: if this version of torch does not know it.
+        NotSerializableError: if this version of torch does not know it.
     """
     dtype = getattr(torch, tensor.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise LayoutUnsupportedError(
+        raise NotSerializableError(
             f"{name_of(tensor.path)} has dtype {tensor.dtype!r}, which torch {torch.__version__} does not know: use the"
             " version that wrote the snapshot"
         )

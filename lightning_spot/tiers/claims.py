@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 from lightning_spot.config import HIGHEST_ATTEMPT, KEEP, LARGEST
-from lightning_spot.errors import CorruptManifestError, FencedError, MalformedError, UnclaimedError
+from lightning_spot.errors import CorruptSnapshotError, FencedError, MalformedError, TierError, TierReason
 from lightning_spot.untrusted import MOST_UNIX_S, file_name, integer, line, number, read_sealed, sealed_json
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Claim:
         """Read a claim; what a later version may have added is left out.
 
         Raises:
-            CorruptManifestError: if it is damaged.
+            CorruptSnapshotError: if it is damaged.
         """
         try:
             fields = read_sealed(text)
@@ -78,7 +78,7 @@ class Claim:
                 keep=integer(fields, "keep", KEEP, 0, LARGEST),
             )
         except MalformedError as error:
-            raise CorruptManifestError(f"a claim is damaged: {error}") from error
+            raise CorruptSnapshotError(f"a claim is damaged: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +163,14 @@ def check_owner(owner: Owner, existing: Claim | None, url: str) -> None:
 
     Raises:
         FencedError: if that is another trainer's.
-        UnclaimedError: if there is none.
+        TierError: if there is none.
     """
     if existing is None:
-        raise UnclaimedError(
+        raise TierError(
             f"{url} is not claimed by attempt {owner.attempt}: nothing is read or written there for it. Let its"
             " trainer write there, or correct the directory",
             tier=url,
+            reason=TierReason.UNCLAIMED,
         )
     if not owner.digest or existing.digest != owner.digest:
         raise _taken(owner.attempt, url, existing)
@@ -194,22 +195,22 @@ def first_readable(names: Sequence[str], read: Callable[[str], bytes], url: str)
         url: of the tier, for messages.
 
     Raises:
-        CorruptManifestError: if there are claims and the newest few are all damaged.
+        CorruptSnapshotError: if there are claims and the newest few are all damaged.
     """
     claims = sorted(((int(match[1]), name) for name in names if (match := _CLAIM.fullmatch(name))), reverse=True)
-    damage: CorruptManifestError | None = None
+    damage: CorruptSnapshotError | None = None
     for attempt, name in claims[:_MOST_DAMAGED]:
         try:
             claim = whole(lambda name=name: Claim.from_json(read(name)))  # type: ignore[misc]
         except FileNotFoundError:
             continue  # removed meanwhile
-        except CorruptManifestError as error:
+        except CorruptSnapshotError as error:
             damage = damage or error
             logger.warning("lightning_spot: %s/%s/%s cannot be used: %s", url, ATTEMPTS_DIR, name, error)
             continue
         if claim.attempt == attempt:
             return claim
-        damage = damage or CorruptManifestError(f"{name} holds the claim of attempt {claim.attempt}")
+        damage = damage or CorruptSnapshotError(f"{name} holds the claim of attempt {claim.attempt}")
     if damage is not None:
         raise damage
     return None
@@ -219,11 +220,11 @@ def whole(read: Callable[[], Read]) -> Read:
     """Read a manifest or claim; what seems damaged is read once more, since a read may end early.
 
     Raises:
-        CorruptManifestError: if it is damaged.
+        CorruptSnapshotError: if it is damaged.
     """
     try:
         return read()
-    except CorruptManifestError:
+    except CorruptSnapshotError:
         return read()
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from lightning_spot.errors import CorruptManifestError, SnapshotNotFoundError, SpotError, TierError
+from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.retry import retried
 from lightning_spot.tiers.store import LONGEST_MANIFEST_BYTES
 from lightning_spot.tiers.temporaries import temporary_name
@@ -154,7 +154,7 @@ def read_small(path: Path) -> bytes:
 
     Raises:
         FileNotFoundError: if there is nothing of that name.
-        CorruptManifestError: if it is no regular file, or too long.
+        CorruptSnapshotError: if it is no regular file, or too long.
         OSError: if it cannot be read.
     """
     data = if_there(path, lambda: _read_small(path))
@@ -167,13 +167,13 @@ def open_regular(path: Path) -> int:
     """A descriptor to read a file by.
 
     Raises:
-        CorruptManifestError: if it is no regular file: a pipe of that name would keep us for ever.
+        CorruptSnapshotError: if it is no regular file: a pipe of that name would keep us for ever.
         OSError: if it cannot be opened.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise CorruptManifestError(f"{path} is no regular file")
+        raise CorruptSnapshotError(f"{path} is no regular file")
     return fd
 
 
@@ -182,7 +182,7 @@ def _read_small(path: Path) -> bytes:
     try:
         found = os.fstat(fd)
         if found.st_size > LONGEST_MANIFEST_BYTES:
-            raise CorruptManifestError(f"{path} has {found.st_size} bytes, which is too long for what it should be")
+            raise CorruptSnapshotError(f"{path} has {found.st_size} bytes, which is too long for what it should be")
         data = b""
         while chunk := os.read(fd, found.st_size + 1):
             data += chunk

@@ -16,7 +16,7 @@ import fsspec.config
 from fsspec.asyn import AsyncFileSystem
 
 from lightning_spot.config import BUCKET_SCHEMES, read_environment, why_no_place, without_password
-from lightning_spot.errors import MissingCredentialsError, SettingsError, SnapshotNotFoundError, SpotError, TierError
+from lightning_spot.errors import SettingsError, SnapshotNotFoundError, SpotError, TierError, TierReason
 from lightning_spot.tiers.connections import SILENT_S, loop_of
 from lightning_spot.tiers.transfers import REQUESTS
 
@@ -199,10 +199,11 @@ def tier_errors(url: str, *, reading: bool = False) -> Iterator[None]:
         if sys.is_finalizing():  # a daemon thread, from under which modules go: nobody waits for it
             raise SystemExit from error
         if type(error).__name__ in _NO_CREDENTIALS:
-            raise MissingCredentialsError(
+            raise TierError(
                 f"no credentials were found for {url} ({error}). {_credentials(url)}, or give this machine a role that"
                 " may use the bucket",
                 tier=url,
+                reason=TierReason.NO_CREDENTIALS,
             ) from error
         why = words_of(error)
         if isinstance(error, PermissionError) or _CREDENTIALS.search(why):

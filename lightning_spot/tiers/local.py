@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spot.config import PART_BYTES
-from lightning_spot.errors import CorruptManifestError, CorruptSnapshotError, OvertakenError, SpotError, TierError
+from lightning_spot.errors import CorruptSnapshotError, SpotError, TierError, TierReason
 from lightning_spot.image.files import FileSpan, cut, is_own_file, pieces
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, Order, snapshot_order
 from lightning_spot.image.parts import part_ranges
@@ -70,7 +70,7 @@ class LocalStore:
                         found.manifests.append(manifest)
                     else:
                         found.unfinished.append(name)
-                except (OSError, CorruptManifestError) as error:
+                except (OSError, CorruptSnapshotError) as error:
                     found.unreadable[name] = _reason(error)
         found.manifests = store.newest_first(found.manifests)
         found.highest_attempt = store.highest_attempt(self.claimed(), names, found.manifests)
@@ -211,12 +211,12 @@ class LocalStore:
         except (FileNotFoundError, NotADirectoryError):
             return None
         if manifest.name != name:
-            raise CorruptManifestError(f"its manifest is that of {manifest.name}")
+            raise CorruptSnapshotError(f"its manifest is that of {manifest.name}")
         return manifest
 
     def _noted(self, manifest: Manifest) -> Manifest | None:
         """What the manifest at the place of ``manifest`` says now; ``None`` if there is none that can be used."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError, CorruptManifestError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, CorruptSnapshotError):
             return claims.whole(lambda: Manifest.from_json(files.read_small(self.root / manifest.manifest_path)))
         return None
 
@@ -349,7 +349,11 @@ class LocalStore:
             files.sync_directory(self.root)
         for place, span in zip(places, manifest.spans, strict=True):
             if os.stat(place).st_size != span.nbytes:
-                raise OvertakenError(f"{place} was changed while it was committed; it is written again", tier=self.url)
+                raise TierError(
+                    f"{place} was changed while it was committed; it is written again",
+                    tier=self.url,
+                    reason=TierReason.OVERTAKEN,
+                )
 
     def _delete_file(self, manifest: Manifest) -> None:
         noted = self._noted(manifest)
@@ -367,11 +371,11 @@ class LocalStore:
 def _claim_in(path: Path) -> Claim | None:
     try:
         return claims.whole(lambda: Claim.from_json(files.read_small(path)))
-    except (FileNotFoundError, CorruptManifestError):
+    except (FileNotFoundError, CorruptSnapshotError):
         return None
 
 
-def _reason(error: OSError | CorruptManifestError) -> str:
+def _reason(error: OSError | CorruptSnapshotError) -> str:
     return f"{error.strerror} ({error.filename})" if isinstance(error, OSError) else str(error)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from lightning_spot.config import PART_BYTES
-from lightning_spot.errors import CorruptManifestError, CorruptSnapshotError, SnapshotNotFoundError, TierError
+from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, TierError
 from lightning_spot.image.files import FileSpan, is_own_file, pieces
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.image.sealing import NotedParts
@@ -108,12 +108,12 @@ class ObjectFiles:
 
         Raises:
             FileNotFoundError: if it is not there.
-            CorruptManifestError: if it is too long for one.
+            CorruptSnapshotError: if it is too long for one.
         """
         path = self.path(below)
         data = bytes(self.twice(lambda: self.fs.cat_file(path, start=0, end=store.LONGEST_MANIFEST_BYTES + 1)))
         if len(data) > store.LONGEST_MANIFEST_BYTES:
-            raise CorruptManifestError(f"{self.url}/{below} is too long for what it should be")
+            raise CorruptSnapshotError(f"{self.url}/{below} is too long for what it should be")
         return data
 
     def size(self, below: str) -> int | None:
@@ -358,12 +358,12 @@ class ObjectStore:
         try:
             for _ in range(2):  # what seems damaged is read once more, since a read may end early
                 data = self._files.read_small(manifest.manifest_path)
-                with contextlib.suppress(CorruptManifestError):
+                with contextlib.suppress(CorruptSnapshotError):
                     return _Noted(data, Manifest.from_json(data), seen_s)
             return _Noted(data, None, seen_s)
         except FileNotFoundError:
             return _Noted(None, None, seen_s)
-        except CorruptManifestError:  # it is too long for one
+        except CorruptSnapshotError:  # it is too long for one
             return _Noted(bytes(self._fs.cat_file(self._files.path(manifest.manifest_path))), None, seen_s)
 
     def _seen(self, manifest: Manifest) -> _Noted:
@@ -402,7 +402,7 @@ class ObjectStore:
     def _claim_in(self, below: str) -> Claim | None:
         try:
             return claims.whole(lambda: Claim.from_json(self._files.read_small(below)))
-        except (FileNotFoundError, CorruptManifestError):
+        except (FileNotFoundError, CorruptSnapshotError):
             return None
 
     def _check_fence(self, run: str, attempt: int) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, runtime_checkable
 
-from lightning_spot.errors import FencedError, UnclaimedError
+from lightning_spot.errors import FencedError, TierError, TierReason
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.tiers.claims import Claim, Owner, Standing, check_fence
 
@@ -98,8 +98,7 @@ class Store(Protocol):
 
         Raises:
             FencedError: if another trainer has claimed that number.
-            UnclaimedError: if nobody has.
-            TierError: if it could not be read.
+            TierError: if nobody has, or it could not be read.
         """
 
     def claim(self, claim: Claim) -> None:
@@ -249,8 +248,7 @@ def check_claimed(store: Store, attempt: int) -> None:
     """Refuse to write for a later attempt what one has left that never claimed the run: it may be a stranger's.
 
     Raises:
-        UnclaimedError: if there is no claim of that number.
-        TierError: if it could not be read.
+        TierError: if there is no claim of that number, or it could not be read.
     """
     store.owner = Owner(attempt, "")
     with contextlib.suppress(FencedError):  # there is one: whose it is, that attempt was asked when it opened the run
@@ -262,14 +260,14 @@ def on_behalf(store: Store, standing: Standing, action: Callable[[], Result]) ->
 
     Raises:
         FencedError: if another one has claimed it.
-        UnclaimedError: if nobody has, and this node may not.
+        TierError: if nobody has, and this node may not.
         SpotError: whatever else failed.
     """
     store.owner = standing.owner
     try:
         return action()
-    except UnclaimedError:
-        if standing.claim is None:
+    except TierError as error:
+        if error.reason is not TierReason.UNCLAIMED or standing.claim is None:
             raise
     store.claim(standing.claim)
     return action()
