@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.exact.compare import differences
 from lightning_spot.fit.hosts import Hosts
-from lightning_spot.fit.together import ACROSS, ALONE, Together
+from lightning_spot.fit.together import ALONE, TOGETHER, Together
 from lightning_spot.image.packing import Compression
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.memory.node import Node
@@ -338,8 +339,10 @@ def test_hosts_go_on_together_after_misses_that_are_noticed_late_and_ask_who_car
     state = SimpleNamespace(is_under_way=False, carrier=carrier, brought=0)
     writer = SimpleNamespace(together=0, posted=0, missed=0, missed_because="a:1 does not answer", across=state)
     attempt: Any = SimpleNamespace(writer=writer)
-    assert together.how(attempt) == ACROSS + carrier
-    assert together.how(attempt) == ACROSS + carrier  # begun before the one before it is known to be missed
+    assert together.how(attempt) == replace(TOGETHER, at=carrier)
+    assert together.how(attempt) == replace(
+        TOGETHER, at=carrier
+    )  # begun before the one before it is known to be missed
     for missed in (1, 2):
         writer.missed, state.carrier = missed, carrier
         with warnings.catch_warnings():
@@ -348,7 +351,7 @@ def test_hosts_go_on_together_after_misses_that_are_noticed_late_and_ask_who_car
         assert state.carrier == ""
     assert together.how(attempt) == ALONE
     state.carrier = carrier
-    assert together.how(attempt) == ACROSS + carrier
+    assert together.how(attempt) == replace(TOGETHER, at=carrier)
     state.carrier = ""
     assert together.how(attempt) == ALONE
     writer.missed, state.carrier = 3, carrier

@@ -447,10 +447,10 @@ def test_that_no_memory_node_carries_a_run_on_is_not_said_while_they_are_asked_f
     ring = RingSettings(slots=2, memory_bytes=2**20, server_idle_timeout_s=9.0, keep=1, strict=False)
     where_to = WhereTo(Location.of(str(tmp_path / "run"), servers="spot://node:7070"), ring)
     where_to.begin()
-    assert where_to.how(attempt, waits=False) == ""
+    assert where_to.how(attempt, waits=False) is None
     assert said == []
     monkeypatch.setattr("lightning_spot.fit.in_shards._ASKED_S", 0.0)
-    assert where_to.how(attempt, waits=False) == ""
+    assert where_to.how(attempt, waits=False) is None
     assert said == ["no carrier"]
 
 
@@ -467,5 +467,5 @@ def test_a_run_that_ends_with_no_snapshot_of_its_end_does_not_end_quietly(
     trainer = cast(Any, OnTwoHosts(global_rank=0, strategy=SimpleNamespace(broadcast=lambda said, src=0: said)))
     in_shards = InShards(trainer, location, ring)
     in_shards._hosts = Hosts(HOSTS, can_bring=True)
-    in_shards.write(attempt, cast(Any, None), {}, complete=True, how="", wait_s=0.0, commit_s=0.0)
+    in_shards.write(attempt, cast(Any, None), {}, complete=True, how=None, wait_s=0.0, commit_s=0.0)
     assert attempt.finish(5.0, complete=True) is False

@@ -31,6 +31,7 @@ from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.sharded import Dtensors
 from lightning_spot.fit.hosts import Hosts, _open
 from lightning_spot.fit.in_shards import InShards
+from lightning_spot.fit.together import How
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.memory.node import Node
 from lightning_spot.run.location import Location
@@ -132,13 +133,13 @@ class Ranks:
         """Of the node of the first host."""
         return int(self.host._call("GET", "/v1/status")["pid"])
 
-    def write(self, step: int, *, complete: bool = False, how: str = "", commit_s: float = LAST_S) -> None:
+    def write(self, step: int, *, complete: bool = False, how: How | None = None, commit_s: float = LAST_S) -> None:
         """A snapshot of all ranks, an urgent one if nothing else is said; each returns from it."""
         begun = [self._pool.submit(self._write, rank, step, complete, how, commit_s) for rank in range(4)]
         for future in begun:
             future.result(LAST_S)
 
-    def _write(self, rank: int, step: int, complete: bool, how: str, commit_s: float = LAST_S) -> None:
+    def _write(self, rank: int, step: int, complete: bool, how: How | None, commit_s: float = LAST_S) -> None:
         self.trainers[rank].global_step = step
         parts = {"w": self.weights[slice(*RANGES[rank])].clone(), "f": self.trainers[rank].lightning_module.f.data}
         state = {name: rows(part.view(-1, COLUMNS), 4) for name, part in parts.items()}
@@ -281,7 +282,7 @@ def test_where_rank_0_may_not_go_on_no_rank_does(make: Callable[[str], Ranks], m
         raise TierError("the state is too large", tier="memory")
 
     monkeypatch.setattr(ranks.host, "lease", refuse)
-    begun = [ranks._pool.submit(ranks._write, rank, 1, True, "") for rank in range(4)]
+    begun = [ranks._pool.submit(ranks._write, rank, 1, True, None) for rank in range(4)]
     raised = [future.exception(LAST_S) for future in begun]
     assert [type(error) for error in raised] == [TierError] * 4
     assert "rank 0: the state is too large" in str(raised[3])

@@ -37,7 +37,7 @@ from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.loadability import Outline
 from lightning_spot.exact.sharded import Dtensors
 from lightning_spot.fit.in_shards import InShards
-from lightning_spot.fit.together import ALONE
+from lightning_spot.fit.together import TOGETHER
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.host import InProcessHost, Lease
@@ -476,7 +476,7 @@ def test_a_fenced_rank_0_says_that_there_will_be_no_snapshot() -> None:
     attempt = SimpleNamespace(fenced=True, decline=lambda step, why, **how: told.append((step, why, how)))
     trainer = cast(Any, Alone())
     in_shards = InShards(trainer, Location.of("/nowhere"), ring(strict=False))
-    in_shards.write(cast(Any, attempt), dump_of({}), {}, complete=True, how=ALONE, wait_s=0.0, commit_s=0.0)
+    in_shards.write(cast(Any, attempt), dump_of({}), {}, complete=True, how=TOGETHER, wait_s=0.0, commit_s=0.0)
     assert told == [(1, "a later attempt has taken the run over", {"complete": True, "at": ""})]
 
 
@@ -485,7 +485,7 @@ def test_a_state_that_cannot_be_saved_ends_no_training_unless_it_is_to() -> None
     writer = SimpleNamespace(say_once=lambda key, message, *facts: said.append(message % facts))
     attempt = cast(Any, SimpleNamespace(fenced=False, writer=writer, skipped=0))
     trainer, bad = cast(Any, Alone()), dump_of({"bad": lambda: 0})
-    how: dict[str, Any] = {"complete": False, "how": ALONE, "wait_s": 0.0, "commit_s": 0.0}
+    how: dict[str, Any] = {"complete": False, "how": TOGETHER, "wait_s": 0.0, "commit_s": 0.0}
     InShards(trainer, Location.of("/nowhere"), ring(strict=False)).write(attempt, bad, dict, **how)
     assert "no snapshot now, training goes on: the state of this rank cannot be serialised" in said[0]
     assert attempt.skipped == 1

@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +39,7 @@ from lightning_spot.exact import rank_states
 from lightning_spot.exact.rank_states import Packing, Rooms, packed, unpacked
 from lightning_spot.fit.hosts import Hosts
 from lightning_spot.fit.own_states import OwnStates
-from lightning_spot.fit.together import ACROSS, ALONE, GATHERED, SENT, TOGETHER, Together, checked
+from lightning_spot.fit.together import ALONE, ALONE_SENT, GATHERED, TOGETHER, TOGETHER_SENT, How, Together
 from lightning_spot.image.layout import Layout, filled, lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.portion import Portion, Portions
@@ -531,14 +532,14 @@ class Fit:
         self.deciding._members = [0, 1]
         self.deciding.rooms.put(1, b"x")
 
-    def how(self, missed: str = "", taken: int = 0) -> str:
+    def how(self, missed: str = "", taken: int = 0) -> How | None:
         """How the next one is written, after one that was missed, or some that were taken."""
         self.missed, self.missed_because = self.missed + bool(missed), missed or self.missed_because
         self.together += taken
         self.across.carrier = self.carrier  # as the snapshot before, when it was committed, was told
         return self.deciding.how(self)  # type: ignore[arg-type]
 
-    def sent(self) -> str:
+    def sent(self) -> How | None:
         """How the next one is written, after one for which ranks have sent what they know."""
         self.posted += 1
         return self.how(taken=1)
@@ -616,24 +617,24 @@ class OnRanks:
 
 
 def test_hosts_bring_snapshots_together_while_a_memory_node_carries_the_run_on() -> None:
-    at, fit = ACROSS + "spot://a:7070/run", Fit()
+    at, fit = replace(TOGETHER, at="spot://a:7070/run"), Fit()
     fit.deciding._members, fit.deciding._hosts = [], Hosts(((0,), (1,)), can_bring=True)
     assert fit.how() == ALONE
     fit.carrier = "spot://a:7070/run"
-    assert fit.how() == checked(at) == at
+    assert fit.how() == How.heard(at.word()) == at
     ranks = fit.deciding.ranks(at)
     assert ranks is not None
     assert (ranks.shares, list(ranks.states), ranks.hosts, ranks.at) == (2, [1], (1, 1), "spot://a:7070/run")
     assert fit.deciding.how(fit, across=False) == ALONE  # type: ignore[arg-type] # an urgent one
     fit.across.is_under_way = True
-    assert fit.how() == ""
+    assert fit.how() is None
     assert fit.deciding.how(fit, waits=True) == at  # type: ignore[arg-type]
     fit.across.is_under_way = False
     assert [fit.how(missed="late"), fit.how(), fit.how(taken=1), fit.how(missed="late"), fit.how()] == [
         *(ALONE, at, at, ALONE, at)
     ]
     fit.across.is_under_way = True
-    assert fit.how() == ""
+    assert fit.how() is None
     with pytest.warns(UserWarning, match="the hosts cannot bring snapshots together: late"):
         assert fit.how(missed="late") == ALONE
     fit.across.is_under_way = False
@@ -648,30 +649,30 @@ def test_hosts_bring_snapshots_together_while_a_memory_node_carries_the_run_on()
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_what_rank_0_writes_alone_in_between_does_not_hide_that_ranks_fail_together(hosts: int) -> None:
     """Else each second snapshot would be lost, for as long as training lasts, and without a word."""
-    at, fit, how = ACROSS + "spot://a:7070/run", Fit(), TOGETHER
+    at, fit, how = replace(TOGETHER, at="spot://a:7070/run"), Fit(), TOGETHER
     fit.deciding._mail = SimpleNamespace(works=True)  # type: ignore[assignment]
     fit.deciding.rooms._rooms.clear()
     if hosts == 2:
         fit.carrier, how = "spot://a:7070/run", at
         fit.deciding._members, fit.deciding._hosts = [], Hosts(((0,), (1,)), can_bring=True)
-    assert fit.how() == ALONE + SENT
+    assert fit.how() == ALONE_SENT
     fit.deciding.rooms.put(1, b"x")
     fit.posted += 1
     assert fit.how() == how
-    assert fit.how(missed="late") == ALONE + SENT
+    assert fit.how(missed="late") == ALONE_SENT
     fit.posted += 1  # that one is committed
     assert fit.how() == how
     with pytest.warns(UserWarning, match="cannot (bring|write) snapshots together: late"):
-        assert fit.how(missed="late") == ALONE + SENT
+        assert fit.how(missed="late") == ALONE_SENT
     fit.posted += 1
-    assert fit.how() == ALONE + SENT
+    assert fit.how() == ALONE_SENT
 
 
 def test_what_one_rank_alone_can_write_costs_no_more_than_two_snapshots() -> None:
     fit = Fit()
     fit.deciding._mail = SimpleNamespace(works=True)  # type: ignore[assignment]
     fit.deciding.rooms._rooms.clear()
-    assert fit.how() == ALONE + SENT
+    assert fit.how() == ALONE_SENT
     assert fit.how(missed=BY_ONE_RANK) == ALONE
     fit.deciding.rooms.put(1, b"x")
     assert fit.how() == TOGETHER
@@ -680,37 +681,37 @@ def test_what_one_rank_alone_can_write_costs_no_more_than_two_snapshots() -> Non
     assert [fit.how() for _ in range(4)] == [ALONE] * 4
 
 
-@pytest.mark.parametrize(("members", "how"), [([], ALONE), ([0, 1], TOGETHER)])
-def test_what_ranks_on_other_hosts_know_is_sent_and_gathered_only_after_misses(members: list[int], how: str) -> None:
+@pytest.mark.parametrize(("members", "sent"), [([], ALONE_SENT), ([0, 1], TOGETHER_SENT)])
+def test_what_ranks_on_other_hosts_know_is_sent_and_gathered_only_after_misses(members: list[int], sent: How) -> None:
     fit = Fit()
     fit.world_size, fit.deciding._members = 3, members
     fit.deciding._mail = SimpleNamespace(works=True)  # type: ignore[assignment]
     gathered = GATHERED if members else ALONE
-    assert fit.how() == how + SENT  # also the first one
+    assert fit.how() == sent  # also the first one
     fit.deciding.rooms.put(2, b"x")
-    assert fit.how() == checked(how + SENT) == how + SENT
-    ranks = fit.deciding.ranks(how + SENT)
+    assert fit.how() == How.heard(sent.word()) == sent
+    ranks = fit.deciding.ranks(sent)
     assert ranks is not None
     assert (ranks.shares, list(ranks.states), list(ranks.sent)) == (max(1, len(members)), [], [1, 2])
-    assert [fit.how(missed="late"), fit.sent(), fit.sent()] == [ALONE + SENT, how + SENT, how + SENT]
+    assert [fit.how(missed="late"), fit.sent(), fit.sent()] == [ALONE_SENT, sent, sent]
     # Also what rank 0 writes alone after a miss is missed: it does without what is sent, before it gives that up.
-    assert [fit.how(missed="late") for _ in range(3)] == [ALONE + SENT, ALONE + SENT, ALONE]
-    assert fit.how() == how + SENT
+    assert [fit.how(missed="late") for _ in range(3)] == [ALONE_SENT, ALONE_SENT, ALONE]
+    assert fit.how() == sent
     with pytest.warns(UserWarning, match="snapshots are missed: late"):
         assert fit.how(missed="late") == ALONE
     assert fit.how(taken=1) == gathered  # for a while
     for fails_for_s in (120.0, 240.0):  # what was gathered meanwhile, and is committed now, says nothing of the mail
         fit.deciding._pause_of_mail._until_s = 0.0
-        assert [fit.how(), fit.how(taken=1)] == [how + SENT] * 2
-        assert [fit.how(missed="late"), fit.how()] == [ALONE + SENT, how + SENT]
+        assert [fit.how(), fit.how(taken=1)] == [sent] * 2
+        assert [fit.how(missed="late"), fit.how()] == [ALONE_SENT, sent]
         with pytest.warns(UserWarning, match="snapshots are missed: late"):
             assert fit.how(missed="late") == ALONE
         assert fails_for_s - 5.0 < fit.deciding._pause_of_mail._until_s - time.monotonic() <= fails_for_s
     fit.deciding._pause_of_mail._until_s = 0.0
-    assert fit.how() == how + SENT
-    assert fit.sent() == how + SENT
+    assert fit.how() == sent
+    assert fit.sent() == sent
     assert fit.deciding._pause_of_mail._next_s == 60.0
-    assert [fit.how(missed=BY_ONE_RANK), fit.how()] == [ALONE, how + SENT]
+    assert [fit.how(missed=BY_ONE_RANK), fit.how()] == [ALONE, sent]
     with pytest.warns(UserWarning, match="plain torch.save"):
         assert fit.how(missed=BY_ONE_RANK) == ALONE
     fit.deciding._pause_of_mail._until_s = 0.0
@@ -761,7 +762,10 @@ def test_ranks_that_differ_never_write_together_again() -> None:
     with pytest.warns(UserWarning, match="its parameters are not those of rank 0"):
         assert fit.how(missed=difference) == ALONE
     assert fit.how(taken=1) == ALONE
-    assert difference in Fit(strict=True).how(missed=difference)
+    ends = Fit(strict=True).how(missed=difference)
+    assert ends is not None
+    with pytest.raises(SnapshotFailedError, match=re.escape(difference)):
+        How.heard(ends.word())
 
 
 def test_ranks_that_hold_parameters_or_states_of_their_own_do_not_write_together() -> None:

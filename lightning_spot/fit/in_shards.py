@@ -37,7 +37,7 @@ from lightning_spot.exact.sharded import holder_of, split
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.hosts import Hosts, place_of
 from lightning_spot.fit.own_states import OwnFiles
-from lightning_spot.fit.together import ACROSS, ALONE, GATHERED
+from lightning_spot.fit.together import GATHERED, TOGETHER, How, States
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.memory.runs import parse_run
 from lightning_spot.run.location import Location
@@ -144,12 +144,12 @@ class InShards(OfTrainer):
         if self._joining is not None and (part := self._hosts.warmed_by(self._trainer.global_rank)):
             self._joining.warm(expected_nbytes(state, part))
 
-    def how(self, attempt: Attempt, *, waits: bool) -> str:
+    def how(self, attempt: Attempt, *, waits: bool) -> How | None:
         """On rank 0: how the next snapshot is written, see :meth:`WhereTo.how`."""
         return self._where_to.how(attempt, waits=waits)
 
-    def _how_last(self, attempt: Attempt | None, wait_s: float) -> str:
-        """How an urgent snapshot is written, or that of the end; ``""`` if there is none. Every rank calls it.
+    def _how_last(self, attempt: Attempt | None, wait_s: float) -> How | None:
+        """How an urgent snapshot is written, or that of the end; ``None`` if there is none. Every rank calls it.
 
         Args:
             attempt: on rank 0.
@@ -165,7 +165,7 @@ class InShards(OfTrainer):
         at = Agreement(self._trainer).everyones(place)[0]
         if not self._hosts.can_bring:
             return GATHERED
-        return GATHERED + ACROSS + at if at else ""
+        return replace(GATHERED, at=at) if at else None
 
     def write(
         self,
@@ -174,7 +174,7 @@ class InShards(OfTrainer):
         interval: Callable[[], dict[str, Any]],
         *,
         complete: bool,
-        how: str,
+        how: How | None,
         wait_s: float,
         commit_s: float,
     ) -> None:
@@ -187,16 +187,16 @@ class InShards(OfTrainer):
             dump: the state of this rank, or why it is not known.
             interval: what the interval has measured.
             complete: whether the run is at its end.
-            how: see :meth:`how`; ``""`` for an urgent one, or that of the end: for these, ranks ask each other what
+            how: see :meth:`how`; ``None`` for an urgent one, or that of the end: for these, ranks ask each other what
                 they have to save, and how much room it needs. For others that was shown ahead; one fails where a rank
                 has more, and the next one has the room.
             wait_s: how long to wait for a clean slot.
             commit_s: how long all ranks wait for an urgent one, or that of the end.
         """
-        is_last, deadline_s = not how, time.monotonic() + wait_s
+        is_last, deadline_s = how is None, time.monotonic() + wait_s
         how = how or self._how_last(attempt, wait_s)
         checkpoint = self._checkpoint(attempt, dump, how, interval) if how else None
-        if checkpoint is None:
+        if how is None or checkpoint is None:
             if complete and attempt is not None:
                 attempt.miss_end()  # else the run would end as if there were a snapshot of its end
             return
@@ -215,11 +215,11 @@ class InShards(OfTrainer):
         agreement.on_rank_zero(lambda: attempt.failure(left_s) if attempt is not None else None)
 
     def _checkpoint(
-        self, attempt: Attempt | None, dump: Dump | SpotError, how: str, interval: Callable[[], dict[str, Any]]
+        self, attempt: Attempt | None, dump: Dump | SpotError, how: How, interval: Callable[[], dict[str, Any]]
     ) -> ShardedCheckpoint | SpotError | None:
         """What this rank writes, or why it cannot; ``None`` if all know that one cannot. Every rank calls it."""
         mine = self._own(dump)
-        if how.startswith(GATHERED) or self._files.see():
+        if how.states is States.GATHERED or self._files.see():
             try:
                 self._files.ask(mine)
             except SpotError as error:  # of one rank, and so of all
@@ -252,13 +252,13 @@ class InShards(OfTrainer):
         self,
         attempt: Attempt | None,
         checkpoint: ShardedCheckpoint | SpotError,
-        how: str,
+        how: How,
         *,
         complete: bool,
         still: bool,
         wait_s: float,
     ) -> None:
-        trainer, at = self._trainer, how.partition(ACROSS)[2]
+        trainer, at = self._trainer, how.at
         if at and not self._location.servers:
             at = self._location.url  # the same place may have another path on each host
         hosts = tuple(map(len, self._hosts.ranks))
@@ -367,8 +367,8 @@ class WhereTo:
                 f" parts of its own ranks; this run has {why}; or use DDP, or Lightning's ModelCheckpoint"
             )
 
-    def how(self, attempt: Attempt, *, waits: bool) -> str:
-        """How the next snapshot is written, ``""`` if there is none now.
+    def how(self, attempt: Attempt, *, waits: bool) -> How | None:
+        """How the next snapshot is written, ``None`` if there is none now.
 
         Args:
             attempt: that writes it.
@@ -381,18 +381,18 @@ class WhereTo:
             if across.is_under_way and not waits:
                 writer.say_once("under way", "a snapshot that is due while the one before is on its way is skipped")
                 self._say_why(attempt)
-                return ""
+                return None
             if not self._location.servers:
                 now_s = time.monotonic()
                 if now_s - self._brought_s < (self._ring.min_upload_interval_s or 0.0):
-                    return ""
+                    return None
                 self._brought_s = now_s
             if not (at := self._carrier(attempt, anew=missed)):
                 if time.monotonic() - self._begun_s >= _ASKED_S:
                     self._say_no_carrier(attempt)
-                return ""
+                return None
         self._missed = writer.missed
-        return ALONE + (ACROSS + at if at else "")
+        return replace(TOGETHER, at=at)
 
     def awaited(self, attempt: Attempt, wait_s: float) -> str:
         """Where several hosts bring an urgent snapshot, or that of the end; ``""`` if there is no place.

@@ -26,7 +26,7 @@ from lightning_spot.fit.beginning import Beginning
 from lightning_spot.fit.harmless import STILL_ENDS, THE_END, Harmless
 from lightning_spot.fit.pacing import Pacing
 from lightning_spot.fit.resume import Resume
-from lightning_spot.fit.together import ALONE, Together, checked
+from lightning_spot.fit.together import ALONE, How, Together
 from lightning_spot.fit.writing import SnapshotSettings, Writing
 from lightning_spot.interval.costs import TierPace
 from lightning_spot.memory.work import FOLLOWED_S
@@ -261,7 +261,7 @@ class Snapshotter(OfTrainer):
         run(_AHEAD, self.writing.warm, None)
         with self.pacing.stalling():
             self.writing.show_once()
-        if how := checked(self.pacing.due(trainer, self._can_begin, self._paces)):
+        if how := How.heard(self.pacing.due(trainer, self._can_begin, self._paces)):
             self._take(before_validation=before_validation, how=how)
         self.pacing.look_ahead(trainer, self._can_begin)
         run("leasing a slot ahead", self._lease_ahead, None)
@@ -281,9 +281,10 @@ class Snapshotter(OfTrainer):
 
     def _can_begin(self) -> str:
         """See :meth:`Writing.how`."""
-        return self.harmless.run("asking whether a snapshot can begin", self.writing.how, "")
+        how = self.harmless.run("asking whether a snapshot can begin", self.writing.how, None)
+        return how.word() if how is not None else ""
 
-    def _take(self, *, before_validation: bool = False, complete: bool = False, how: str = ALONE) -> None:
+    def _take(self, *, before_validation: bool = False, complete: bool = False, how: How = ALONE) -> None:
         """Begin a snapshot on every rank."""
         trainer, writing = self._trainer, self.writing
         if writing.attempt is None or not writing.attempt.fenced:  # else none is, and it is not for want of a slot
@@ -295,7 +296,7 @@ class Snapshotter(OfTrainer):
             followed = how == ALONE and not complete and self.pacing.next_within(trainer, FOLLOWED_S, seams=_SEAMS)
             writing.write(dump, complete=complete, wait_s=wait_s, how=how, followed=followed)
 
-    def _how_last(self) -> str:
+    def _how_last(self) -> How:
         """How the last snapshot is written. Where a rank cannot say so, all of them know."""
         ask = partial(self.writing.together.how_last, self.writing.attempt)
         return self.harmless.run("agreeing on the last snapshot", ask, ALONE, still=STILL_ENDS)

@@ -11,8 +11,11 @@ missing, rank 0 has all that it needs to write them alone.
 
 from __future__ import annotations
 
+import enum
+import json
 import logging
 import secrets
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -39,17 +42,64 @@ from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.run.location import Location
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
+from lightning_spot.untrusted import LARGE_BYTES, read_json
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 logger = logging.getLogger(__name__)
 
-ALONE, TOGETHER, GATHERED = "alone", "together", "together, with the states of all ranks gathered"
-SENT = ", with what each rank knows sent to rank 0"
-"""Ends the word that rank 0, or its host's ranks, write a snapshot, and that nothing is gathered."""
-ACROSS = "together with the ranks of all hosts, at "
-"""Begins the word that all hosts bring a snapshot to a snapshot server, whose URL follows."""
+
+class States(enum.Enum):
+    """How what only one rank knows gets into a snapshot."""
+
+    GATHERED = "gathered"
+    """All ranks wait until rank 0 has it."""
+
+    WRITTEN = "written"
+    """Each rank writes it, beside training."""
+
+    SENT = "sent"
+    """Each rank sends it to rank 0, beside training."""
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How a snapshot is written.
+
+    Attributes:
+        is_together: whether ranks write it together; else rank 0 writes all of it.
+        states: how what only one rank knows gets into it.
+        at: URLs of the run at the snapshot servers that all hosts bring it to; ``""`` if only that of rank 0 writes it.
+        problem: why there is none, and training ends instead; ``""`` if nothing is in the way.
+    """
+
+    is_together: bool
+    states: States
+    at: str = ""
+    problem: str = ""
+
+    def word(self) -> str:
+        """It as text, for the other ranks."""
+        return json.dumps([self.is_together, self.states.value, self.at, self.problem])
+
+    @classmethod
+    def heard(cls, word: str) -> How | None:
+        """What rank 0 has said of the next snapshot, see :meth:`word`; ``None`` if it is not taken: ``""``.
+
+        Raises:
+            SnapshotFailedError: on all ranks, if training ends instead.
+        """
+        if not word:
+            return None
+        is_together, states, at, problem = read_json(word, LARGE_BYTES)
+        if problem:
+            raise SnapshotFailedError(problem, reason=FailureReason.SHARE_MISSING)
+        return cls(is_together, States(states), at)
+
+
+ALONE, ALONE_SENT = How(False, States.GATHERED), How(False, States.SENT)
+TOGETHER, TOGETHER_SENT, GATHERED = (How(True, states) for states in (States.WRITTEN, States.SENT, States.GATHERED))
 
 _BY_ITSELF = "the host of rank 0 sends every snapshot by itself, since "
 _NOT_APPROXIMATED = "what several hosts bring is not approximated. Leave lossy= out to have each host send its share"
@@ -77,7 +127,7 @@ class Together(OfTrainer):
         self._hosts = Hosts()
         self._members: list[int] = []
         self._failures, self._missed, self._taken, self._brought, self._posted = 0, 0, 0, 0, 0
-        self._was_tried, self._tried = False, ""  # since the last failure was counted; what was tried last
+        self._was_tried, self._tried = False, ALONE  # since the last failure was counted; what was tried last
         self._was_across = self._was_sent = self._has_shown = False
         self._unsent = 0  # that rank 0 began alone since it had all that was sent for one
         self._pause, self._pause_of_mail = Pause(), Pause()
@@ -159,12 +209,12 @@ class Together(OfTrainer):
 
     # -- snapshots ------------------------------------------------------------------------------------------------
 
-    def how(self, attempt: Attempt, *, waits: bool = False, across: bool = True) -> str:
+    def how(self, attempt: Attempt, *, waits: bool = False, across: bool = True) -> How | None:
         """On rank 0: how the next snapshot is written, or why training ends, for all ranks.
 
         Args:
             attempt: that writes it.
-            waits: whether what is on its way to a snapshot server is waited for; else there is none now: ``""``.
+            waits: whether what is on its way to a snapshot server is waited for; else there is none now.
             across: whether other hosts may take part.
         """
         writer = attempt.writer
@@ -178,7 +228,7 @@ class Together(OfTrainer):
             self._posted, self._unsent = writer.posted, 0
             self._pause_of_mail.forget()
             # What rank 0 writes alone in place of what fails says nothing of that.
-            self._failures = 0 if self._tried == ALONE + SENT else self._failures
+            self._failures = 0 if self._tried == ALONE_SENT else self._failures
         if writer.across.brought > self._brought:
             self._brought = writer.across.brought
             self._pause.forget()
@@ -187,14 +237,14 @@ class Together(OfTrainer):
             writer.across.carrier = ""  # until it is known who carries the run on now
             return self._after_miss(writer.missed_because)
         how = self._usual(attempt, waits=waits, across=across)
-        if how not in ("", ALONE) and not (self._writes_own_states and how.startswith(ALONE)):
+        if how not in (None, ALONE) and (how.is_together or not self._writes_own_states):
             self._was_tried, self._tried = True, how
-            self._was_across |= how.startswith(ACROSS)  # it may be missed when others were begun since
-            self._was_sent |= how.endswith(SENT)
+            self._was_across |= bool(how.at)  # it may be missed when others were begun since
+            self._was_sent |= how.states is States.SENT
         return how
 
-    def _usual(self, attempt: Attempt, *, waits: bool, across: bool) -> str:
-        """How a snapshot is written if nothing speaks against it."""
+    def _usual(self, attempt: Attempt, *, waits: bool, across: bool) -> How | None:
+        """How a snapshot is written if nothing speaks against it; ``None`` if there is none now."""
         known = len(self.rooms.known) >= self._trainer.world_size - 1
         if across and self._hosts.can_bring and self._pause.is_over:
             state = attempt.writer.across
@@ -203,25 +253,24 @@ class Together(OfTrainer):
                     "under way",
                     "a snapshot that is due while the one before is on its way to the snapshot server is skipped",
                 )
-                return ""
+                return None
             if state.carrier and known:
-                return ACROSS + state.carrier
+                return replace(TOGETHER, at=state.carrier)
         if self._members and self._writes_own_states:
             return TOGETHER if known else self._alone()
-        how = TOGETHER if self._members else ALONE
         if self._can_send and self._pause_of_mail.is_over:
-            return how + SENT
+            return TOGETHER_SENT if self._members else ALONE_SENT
         return GATHERED if self._members else ALONE
 
-    def _alone(self) -> str:
+    def _alone(self) -> How:
         """How rank 0 writes alone: with what the others send, or gathered where they cannot, or did so in vain."""
         self._unsent += 1
         if self._can_send and self._pause_of_mail.is_over and self._unsent <= _MOST_FAILURES:
-            return ALONE + SENT
+            return ALONE_SENT
         self._unsent = 0
         return ALONE
 
-    def _after_miss(self, because: str) -> str:
+    def _after_miss(self, because: str) -> How:
         self._own.learn(because)
         differ, is_by_one = ALIKE in because, BY_ONE_RANK in because
         # One that was begun before the one before it was known to be missed says no more than that.
@@ -253,14 +302,14 @@ class Together(OfTrainer):
             self._mail.works = False
         problem = f"ranks cannot write snapshots together: {because}"
         if self._settings.strict and differ:
-            return problem
+            return replace(ALONE, problem=problem)
         rank_zero_warn(f"lightning_spot: {problem}. From now on rank 0 writes them alone")
         return self._alone()
 
     def _end(self) -> None:
         self._members, self._hosts = [], Hosts(mine=self._hosts.mine, is_guest=self._hosts.is_guest)
 
-    def how_last(self, attempt: Attempt | None) -> str:
+    def how_last(self, attempt: Attempt | None) -> How:
         """How an urgent snapshot is written, or that of the end; every rank calls this at the same place.
 
         Args:
@@ -271,18 +320,19 @@ class Together(OfTrainer):
             for writer in (attempt.writer if attempt is not None else None, self.writer):
                 if writer is not None:
                     writer.check_all()
-            return attempt is not None and not attempt.fenced and self.how(attempt, across=False).startswith(TOGETHER)
+            how = self.how(attempt, across=False) if attempt is not None and not attempt.fenced else None
+            return how is not None and how.is_together
 
         return GATHERED if Agreement(self._trainer).everyones(are_together)[0] else ALONE
 
-    def checkpoint(self, dump: Dump | SpotError, how: str) -> dict[str, Any] | SpotError:
+    def checkpoint(self, dump: Dump | SpotError, how: How) -> dict[str, Any] | SpotError:
         """The checkpoint of a snapshot, on rank 0, or why there is none; every rank calls this at the same place."""
         try:
             if isinstance(dump, SpotError):
-                if not _is_beside(how):
+                if how.states is States.GATHERED:
                     gather(self._trainer, dump)  # the others are in it
                 return dump
-            if _is_beside(how):
+            if how.states is not States.GATHERED:
                 if not self._trainer.is_global_zero:
                     return dump.checkpoint
                 self._own.make_rooms(dump.state)
@@ -291,37 +341,36 @@ class Together(OfTrainer):
         except Exception as error:
             return failure_of(error)
 
-    def ranks(self, how: str) -> SharingRanks | None:
+    def ranks(self, how: How) -> SharingRanks | None:
         """On rank 0: who fills the snapshot; ``None`` if it does so alone."""
         if how == ALONE:
             return None
-        if how.startswith(ACROSS):
+        if how.at:
             numbers = {rank: Number.of_hosts(self._hosts.ranks, rank).share for rank in self.rooms.known}
             rooms = {numbers[rank]: room for rank, room in self.rooms.known.items()}
             hosts = tuple(map(len, self._hosts.ranks))
-            return SharingRanks(sum(hosts), rooms, hosts, how.removeprefix(ACROSS))
-        shares, known = len(self._members) if how.startswith(TOGETHER) else 1, self.rooms.known
-        if how.endswith(SENT):
+            return SharingRanks(sum(hosts), rooms, hosts, how.at)
+        shares, known = len(self._members) if how.is_together else 1, self.rooms.known
+        if how.states is States.SENT:
             return SharingRanks(shares, {}, sent=known)
-        return SharingRanks(shares, known if _is_beside(how) else {})
+        return SharingRanks(shares, known if how.states is States.WRITTEN else {})
 
-    def share(self, dump: Dump | SpotError, how: str, name: str, wait_s: float) -> None:
+    def share(self, dump: Dump | SpotError, how: How, name: str, wait_s: float) -> None:
         """On another rank: begin its share of a snapshot that is written together, or say why there is none."""
         own: Packing | SpotError | bytes = b""
         owned: Owners = {}
         try:
             if isinstance(dump, SpotError):
                 raise dump
-            own = Packing(dump.state) if _is_beside(how) else b""
+            own = Packing(dump.state) if how.states is not States.GATHERED else b""
             owned = optimizer_owned(self._trainer.optimizers)
         except Exception as error:
             own = failure_of(error)
-        if self._mail is not None and self._mail.sender is not None and how.endswith(SENT):
+        if self._mail is not None and self._mail.sender is not None and how.states is States.SENT:
             self._mail.sender.send(name, own)
-        if self.writer is not None and not how.startswith(ALONE):
-            state = b"" if how.endswith(SENT) and not isinstance(own, SpotError) else own
-            at = how.removeprefix(ACROSS) if how.startswith(ACROSS) else ""
-            self.writer.begin(name, owned, state, wait_s, at)
+        if self.writer is not None and how.is_together:
+            state = b"" if how.states is States.SENT and not isinstance(own, SpotError) else own
+            self.writer.begin(name, owned, state, wait_s, how.at)
 
     def copied(self) -> None:
         """Wait for what is not copied yet: weights may change now."""
@@ -345,22 +394,6 @@ class Together(OfTrainer):
     @property
     def _writes_own_states(self) -> bool:
         return len(self._members) == self._trainer.world_size
-
-
-def _is_beside(how: str) -> bool:
-    """Whether what only one rank knows gets into the file beside training; else it is gathered."""
-    return how == TOGETHER or how.startswith(ACROSS) or how.endswith(SENT)
-
-
-def checked(said: str) -> str:
-    """What rank 0 has said of the next snapshot.
-
-    Raises:
-        SnapshotFailedError: on all ranks, if it ends the training.
-    """
-    if said not in ("", ALONE, TOGETHER, GATHERED, ALONE + SENT, TOGETHER + SENT) and ACROSS not in said:
-        raise SnapshotFailedError(said, reason=FailureReason.SHARE_MISSING)
-    return said
 
 
 class Mail:

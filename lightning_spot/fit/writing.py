@@ -21,7 +21,7 @@ from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.beginning import Beginning
 from lightning_spot.fit.in_shards import InShards, check_read_everywhere
 from lightning_spot.fit.resume import Resume
-from lightning_spot.fit.together import ALONE, Together
+from lightning_spot.fit.together import ALONE, How, Together
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.run.location import Location
@@ -164,14 +164,14 @@ class Writing(OfTrainer):
 
     # -- snapshots ------------------------------------------------------------------------------------------------
 
-    def how(self) -> str:
-        """On rank 0: how the ranks may begin the next snapshot, ``""`` for not now.
+    def how(self) -> How | None:
+        """On rank 0: how the ranks may begin the next snapshot, ``None`` for not now.
 
         Slots are made after the first step, and waited for or not.
         """
         attempt, waits = self.attempt, self._settings.on_full == "wait"
         if attempt is None or attempt.fenced or attempt.failures.are_too_many or not (attempt.writer.ready or waits):
-            return ""
+            return None
         shards = self.in_shards
         return shards.how(attempt, waits=waits) if shards is not None else self.together.how(attempt, waits=waits)
 
@@ -190,7 +190,7 @@ class Writing(OfTrainer):
         complete: bool = False,
         urgent: bool = False,
         wait_s: float,
-        how: str = ALONE,
+        how: How = ALONE,
         followed: bool = False,
     ) -> None:
         """Have a state written, by all ranks as they have agreed.
@@ -206,9 +206,9 @@ class Writing(OfTrainer):
         trainer = self._trainer
         self.begun_step = trainer.global_step
         if self.in_shards is not None:
-            how, commit_s = "" if complete or urgent else how, self._settings.upload_timeout_s if complete else wait_s
-            waits = {"wait_s": wait_s, "commit_s": commit_s}
-            self.in_shards.write(self.attempt, dump, self._interval, complete=complete, how=how, **waits)
+            waits = {"wait_s": wait_s, "commit_s": self._settings.upload_timeout_s if complete else wait_s}
+            said = None if complete or urgent else how
+            self.in_shards.write(self.attempt, dump, self._interval, complete=complete, how=said, **waits)
             return
         checkpoint = self._checkpoint(dump, how)
         if self.attempt is not None:
@@ -218,7 +218,7 @@ class Writing(OfTrainer):
             name = snapshot_name(trainer.global_step, self.number, complete=complete)
             self.together.share(dump, how, name, wait_s)
 
-    def _checkpoint(self, dump: Dump | SpotError, how: str) -> dict[str, Any] | SpotError:
+    def _checkpoint(self, dump: Dump | SpotError, how: How) -> dict[str, Any] | SpotError:
         """What rank 0 saves, or why it cannot."""
         checkpoint = self.together.checkpoint(dump, how)
         if self.attempt is not None and not isinstance(checkpoint, SpotError):
