@@ -48,7 +48,7 @@ HAZARDS: dict[str, Failures] = {
     "4 of 16 at a time": Fleet(Exponential(8 * HOUR_S), 16, 4),
 }
 NOISE = 0.02
-DURABLE = (Tier(name="durable tier", drain_s=3.0),)
+DURABLE = (Tier(name="storage", drain_s=3.0),)
 
 TEMPLATE = Path(__file__).with_suffix(".md")
 
@@ -81,7 +81,7 @@ def closed_form(runs: int) -> list[float]:
         (1, 900, 41, 125),
     ):
         count = int(24 * HOUR_S / interval_s)
-        tiers = (Tier(name="durable tier", drain_s=drain_s),)
+        tiers = (Tier(name="storage", drain_s=drain_s),)
         job = SimulatedJob(work_s=count * interval_s, stall_s=stall_s, tiers=tiers, restore_s=60, restart_s=300)
         taken = np.arange(1, count + 1) * float(interval_s)
         outcome = simulate(job, taken, Fleet(Exponential(mtbf_s)), runs=runs)

@@ -52,8 +52,8 @@ def test_ls(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "step-000000030-attempt-0001" in said
     rows = [line.split() for line in said.splitlines()[1:]]
-    assert {(row[1], row[-2]) for row in rows} >= {("30", "memory"), ("30", "durable"), ("25", "durable")}
-    assert {row[-1] for row in rows} == {"safe", "durable"}
+    assert {(row[1], row[-2]) for row in rows} >= {("30", "host"), ("30", "storage"), ("25", "storage")}
+    assert {row[-1] for row in rows} == {"replicated", "persisted"}
 
 
 def test_ls_on_a_narrow_terminal_cuts_no_name(
@@ -100,7 +100,7 @@ def test_ls_json(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls", str(run_dir), "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert listed[0]["step"] == 30
-    assert {entry["tier"] for entry in listed} == {"memory", "durable"}
+    assert {entry["tier"] for entry in listed} == {"host", "storage"}
 
 
 def test_show(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +160,7 @@ def test_pull_names_the_snapshot_before_a_damaged_one_and_says_what_it_could_not
     (copied / newest.name / "manifest.json").write_text("garbage")
     assert main(["cp", str(copied), str(target)]) == 0
     said = capsys.readouterr().out
-    assert f"passed over: {newest.name} at durable" in said
+    assert f"passed over: {newest.name} at storage" in said
     assert f"step {older.step}" in said
 
 
@@ -195,8 +195,8 @@ def test_verify(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
         file.write(b"damage")
     assert main(["verify", str(run_dir)]) == 1
     said = capsys.readouterr().out
-    assert f"BAD  {newest.name} at durable" in said
-    assert f"good {newest.name} at memory" in said
+    assert f"BAD  {newest.name} at storage" in said
+    assert f"good {newest.name} at host" in said
     # pull takes the copy that is good
     assert main(["cp", str(run_dir), str(run_dir / "pulled.ckpt")]) == 0
 
@@ -217,13 +217,13 @@ def test_what_cannot_be_read_is_listed_with_its_reason(run_dir: Path, capsys: py
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
     capsys.readouterr()
     assert main(["ls", str(run_dir)]) == 0
-    assert f"unreadable: {folder.name} at durable: a manifest has format 99" in " ".join(
+    assert f"unreadable: {folder.name} at storage: a manifest has format 99" in " ".join(
         capsys.readouterr().out.split()
     )
     assert main(["ls", str(run_dir), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[-1]["state"] == "unreadable"
     assert main(["verify", str(run_dir)]) == 1
-    assert f"BAD  {folder.name} at durable" in capsys.readouterr().out
+    assert f"BAD  {folder.name} at storage" in capsys.readouterr().out
     assert main(["show", str(run_dir)]) == 0
     said = capsys.readouterr().out
     assert "run-1@" in said
@@ -264,7 +264,7 @@ def test_a_node(start_node: Callable[..., RunningNode], tmp_path: Path, capsys: 
         trainer(callback, StopAt(31)).fit(Net(), data())
     capsys.readouterr()
     assert main(["ls", f"{node.url}/run-1"]) == 0
-    assert "memory only" in capsys.readouterr().out
+    assert capsys.readouterr().out.split()[-1] == "local"
     assert main(["ls", str(tmp_path / "run-1"), "--server", node.url]) == 0
     assert node.url in capsys.readouterr().out
     assert main(["verify", f"{node.url}/run-1"]) == 0
@@ -456,7 +456,7 @@ def test_snapshots_that_are_superseded_while_a_command_looks_are_not_bad(
     if command == "cp":
         assert torch.load(target, weights_only=True)["global_step"] in (17, 18)
     else:
-        assert re.search(r"^gone step-0+\d+-attempt-0001 at memory: ", said.out, re.MULTILINE)
+        assert re.search(r"^gone step-0+\d+-attempt-0001 at host: ", said.out, re.MULTILINE)
         assert "BAD" not in said.out
 
 

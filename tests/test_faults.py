@@ -81,7 +81,7 @@ def test_full_disk(small_tmpfs: Callable[[str], Path], caplog: pytest.LogCapture
     again = SpotCheckpoint(str(disk / "run-1"), interval=EverySteps(3))
     trainer(again).fit(Net(), data())
     assert again.resumed_from is not None
-    assert (again.resumed_from.step, again.resumed_from.tier) == (30, "memory")
+    assert (again.resumed_from.step, again.resumed_from.tier) == (30, "host")
     assert LocalStore(disk / "run-1").survey().manifests[0].complete
 
 
@@ -101,7 +101,7 @@ def test_shm_too_small(
     again = SpotCheckpoint(str(tmp_path / "run-1"), interval=EverySteps(3))
     trainer(again).fit(Net(), data())
     assert again.resumed_from is not None
-    assert again.resumed_from.tier == "memory"  # the node holds the memory files over the restart
+    assert again.resumed_from.tier == "host"  # the node holds the memory files over the restart
 
 
 def test_no_shm_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,10 +224,10 @@ def test_the_same_line_carries_on(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     again = trainer(callback, probe)
     again.fit(Net(), data())
     assert callback.resumed_from is not None
-    assert (callback.resumed_from.step, callback.resumed_from.tier, callback.attempt) == (15, "memory", 2)
+    assert (callback.resumed_from.step, callback.resumed_from.tier, callback.attempt) == (15, "host", 2)
     assert min(probe.states) == 15
     assert again.global_step == 20
-    assert "resumes at step 15 (epoch 1) from memory" in caplog.text
+    assert "resumes at step 15 (epoch 1) from host" in caplog.text
     assert caplog.text.count("starting afresh") == 1  # the first attempt
 
 
@@ -253,7 +253,7 @@ def test_resume_from_the_durable_tier_when_memory_is_gone(tmp_path: Path) -> Non
     callback = spot(tmp_path)
     trainer(callback).fit(Net(), data())
     assert callback.resumed_from is not None
-    assert (callback.resumed_from.step, callback.resumed_from.tier) == (15, "durable")
+    assert (callback.resumed_from.step, callback.resumed_from.tier) == (15, "storage")
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "manifest"])
@@ -280,7 +280,7 @@ def test_a_bad_snapshot_falls_back_to_the_one_before(
     assert callback.resumed_from is not None
     assert callback.resumed_from.name == before.name
     if damage != "manifest":
-        assert f"snapshot {newest.name} at durable is passed over" in caplog.text
+        assert f"snapshot {newest.name} at storage is passed over" in caplog.text
         assert f"falling back to {before.name}" in caplog.text
 
 

@@ -143,7 +143,7 @@ def test_of_a_node_that_another_version_has_left_on_this_host_it_is_said_what_to
     said = [record.getMessage() for record in caplog.records if "another version of lightning_spot" in record.message]
     assert any("no snapshot server could be started on this host" in line for line in said)
     assert len(said) == 2, "where snapshots go, and what is passed over: to ask again helps nothing"
-    assert all(f"`kill {process.pid}`; what it has is brought to the durable tier" in line for line in said)
+    assert all(f"`kill {process.pid}`; what it has is brought to storage" in line for line in said)
     assert not any("both hosts" in line for line in said), "it is of this host"
     until(lambda: process.kill(10.0), "it to be gone")
 
@@ -564,7 +564,7 @@ def test_what_a_later_attempt_overtook_is_not_said_to_be_lost_with_a_node(
     ending = run.ending(None)
     assert ending.bring(30.0) is None
     assert ending.where == "lost"
-    assert "step-000000003-attempt-0001, is not at the durable tier: attempt 2 has taken over" in caplog.text
+    assert "step-000000003-attempt-0001, is not in storage: attempt 2 has taken over" in caplog.text
     assert "was lost with" not in caplog.text
     run.writer.close()
 

@@ -102,7 +102,7 @@ def test_a_killed_training_resumes_from_the_bucket_alone(server: Server, machine
     last = trainer(url, tmp_path / "last", tmp_path / "last.log", machine("b"), max_steps=durable + 20)
     assert last.wait(PATIENT_S) == 0, (tmp_path / "last.log").read_text()[-2000:]
     ((step, tier, whole),) = lines(tmp_path / "last", "from")
-    assert (int(step), tier, whole) == (durable, "durable", "whole")
+    assert (int(step), tier, whole) == (durable, "storage", "whole")
     newest = store.survey().manifests[0]
     assert (newest.step, newest.complete) == (durable + 20, True)
 

@@ -131,7 +131,7 @@ def test_one_bad_snapshot_is_passed_over_with_its_reason(
     act(step_9(run) / file)
     before = names(run)
     assert begins(run) == 6
-    assert f"{step_9(run).name} at durable" in caplog.text
+    assert f"{step_9(run).name} at storage" in caplog.text
     assert "is passed over" in caplog.text
     assert set(before) <= set(names(run))
 
@@ -355,7 +355,7 @@ def test_a_file_that_goes_bad_between_its_check_and_its_use_falls_back(
     opened = open_newest(survey(Location.of(str(run), local_server=False)), use)
     assert opened is not None
     assert opened[1] == 6
-    assert f"{step_9(run).name} at durable is passed over" in caplog.text
+    assert f"{step_9(run).name} at storage is passed over" in caplog.text
 
 
 def test_the_reader_gives_the_very_bytes(run: Path) -> None:

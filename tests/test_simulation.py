@@ -197,7 +197,7 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main([*QUICK, *two, "--server-speed", "600MB/s", "--plot", str(picture)]) == 0
     said = capsys.readouterr().out
     assert all(
-        name in said for name in ("YoungDaly", "every 1 min", "memory of the host", "snapshot server", "durable tier")
+        name in said for name in ("YoungDaly", "every 1 min", "memory of the host", "snapshot server", "storage")
     )
     assert "A snapshot server makes the run" in said
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -235,7 +235,7 @@ def test_command_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, "--json", "--policy", "YoungDaly", "--hazard", "exponential", "--lifetime", "1h"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["mtbf_s"] == pytest.approx(3600, rel=0.01)  # and a crash in a week
-    (row,) = told["tiers"]["durable tier only"]
+    (row,) = told["tiers"]["storage only"]
     assert row["total_s"] == pytest.approx(6 * 3600 / row["goodput"])
 
 

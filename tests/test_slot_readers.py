@@ -140,7 +140,7 @@ def test_ranks_look_at_one_copy_of_a_slot_that_is_used_again(
         assert bench.flush() == []
     assert len(bench.node.ring.slots) == 2
     for rank, (resumed, checkpoint) in enumerate(found):
-        assert (resumed.step, resumed.tier) == (1, "memory")
+        assert (resumed.step, resumed.tier) == (1, "host")
         assert torch.equal(checkpoint["large"], torch.arange(LARGE))
         checkpoint["large"] += rank  # its own, whoever else looks at that memory
         assert checkpoint["large"][1] == 1 + rank

@@ -381,7 +381,7 @@ def test_commands_say_what_portions_are_and_find_the_whole_over_nodes(
     said = capsys.readouterr().out
     assert f"{manifest.name}-host-000" in said
     assert re.search(r"portion [12] of 2", said)
-    assert "spread" not in said
+    assert "replicated" not in said
     assert main(["cp", run, str(tmp_path / "pulled")]) == 2
     assert "--server" in capsys.readouterr().err
     assert main(["verify", run, "--server", other]) == 0
@@ -395,7 +395,7 @@ def test_commands_say_what_portions_are_and_find_the_whole_over_nodes(
     assert main(["cp", run, "--server", other, "--consolidate", str(tmp_path / "one.ckpt")]) == 0
     assert main(["ls", desk.url, "--server", one, "--server", other, "--json"]) == 0
     states = [entry["state"] for entry in json.loads(capsys.readouterr().out.partition("[")[2].join("[]")[:-1])]
-    assert "spread" in states
+    assert "replicated" in states
 
 
 def test_a_portion_of_a_newer_snapshot_that_is_not_whole_is_not_pulled(

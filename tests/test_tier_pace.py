@@ -364,7 +364,7 @@ def test_bad_mixes(wrong: dict[str, float]) -> None:
 
 
 def test_a_job_needs_a_tier_that_outlives_everything() -> None:
-    with pytest.raises(SettingsError, match="durable"):
+    with pytest.raises(SettingsError, match="storage"):
         SimulatedJob(work_s=1.0, tiers=(Tier(name="node", survives=Failure.MACHINE),))
     with pytest.raises(SettingsError, match="drain_s"):
         Tier(name="durable", drain_s=-1.0)
@@ -384,7 +384,7 @@ def test_a_memory_node_makes_snapshots_several_times_as_frequent(capsys: pytest.
     chosen = [word for name in names for word in ("--policy", name)]
     assert main([*arguments, *chosen, "--runs", "20", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["tiers"]
-    alone, with_node = told["durable tier only"], told["with a snapshot server"]
+    alone, with_node = told["storage only"], told["with a snapshot server"]
     for before, after in zip(alone, with_node, strict=True):
         assert after["snapshots"] >= 2.5 * before["snapshots"]
         node, durable = after["tiers"][1:]

@@ -220,7 +220,7 @@ def ours(folder: Path, interval: EverySteps, *, memory_node: bool = False, **set
         settings["copy_mode"] = "blocking"
         process, source = _memory_node(far_folder(shm, folder))
         watched[PEER] = str(far_folder(shm, folder))
-        settings["memory"] = source
+        settings["servers"] = source
         source = f"{source}/run"
 
         def close() -> None:

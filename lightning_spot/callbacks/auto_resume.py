@@ -25,7 +25,7 @@ class AutoResume(Part):
     """Restores the newest snapshot whose checksums hold, from whichever tier has it.
 
     Nothing is restored when the user passes ``ckpt_path`` to ``fit``: that always wins. When every tier has answered
-    and none has a snapshot, training starts afresh, which is said once. When the durable tier cannot be read, or there
+    and none has a snapshot, training starts afresh, which is said once. When storage cannot be read, or there
     are snapshots and none can be used, ``fit`` raises: a resume that could not read is no fresh start.
 
     Args:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class RemoteSnapshot(Part):
-    """Takes snapshots beside training: into a ring in memory, from there to snapshot servers and the durable tier.
+    """Takes snapshots beside training: into a ring in memory, from there to snapshot servers and storage.
 
     What the next forward pass may change is copied before the hook returns; parameters and optimizer state are copied
     while the next forward and backward run, and ``optimizer.step()`` waits for what is left.
@@ -49,7 +49,7 @@ class RemoteSnapshot(Part):
         local_server: whether a server on this host, started by itself, holds the snapshots and outlives a killed
             trainer; without it they are held in the trainer's own memory.
         replicas: at how many of the snapshot servers each snapshot is kept, so that one of them may be lost. Each takes
-            the newest at its own pace; one of them brings it on to the durable tier.
+            the newest at its own pace; one of them brings it on to storage.
         run_name: name of the run; default the last component of ``dirpath``.
         interval: when to take a snapshot; default :class:`ConvergenceAware`, which needs no setting.
         keep: snapshots each tier keeps, at least 1.
@@ -58,7 +58,7 @@ class RemoteSnapshot(Part):
             ``slots`` times the checkpoint's size of memory.
         memory_limit: most memory for slots, such as ``"64GiB"``; default half of the host's.
         on_full: what to do when all slots are dirty: ``"skip"`` this snapshot, or ``"wait"`` for the flusher.
-        min_upload_interval_s: least seconds between two snapshots that are brought to the durable tier; 0 brings it the
+        min_upload_interval_s: least seconds between two snapshots that are brought to storage; 0 brings it the
             newest one whenever it is free. So does ``None``, but for steps of which several are saved within 5 s: of
             these it gets one in 40 times as long as it takes to write, at least one in 30 s if it can be written in
             that time. The last one is brought there in any case, and what is there at a notice.

@@ -333,7 +333,7 @@ class Ending:
             return self._durable
         why = f"the newest snapshot, {newest.name}, was lost with the snapshot server that had it. {_BEFORE}"
         if (fence := self._writer.fence) is not None:
-            why = f"the newest snapshot, {newest.name}, is not at the durable tier: {fence}"
+            why = f"the newest snapshot, {newest.name}, is not in storage: {fence}"
         for tier in tiers:
             if newest.name in tier.dropped:
                 why = f"the newest snapshot was damaged in memory and dropped ({tier.dropped}). {_BEFORE}"

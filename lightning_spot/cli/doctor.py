@@ -37,7 +37,7 @@ from lightning_spot.tiers.store import Holdings, Store
 if TYPE_CHECKING:
     from lightning_spot.simulation.closed_form import Outlook
 
-ALONE, WITH_NODE = "durable tier only", "with the snapshot server"
+ALONE, WITH_NODE = "storage only", "with the snapshot server"
 _WORTH_A_NODE = 0.01
 _USUAL_BYTES = 10**9
 """Size of a snapshot of which nothing is known."""
@@ -314,7 +314,7 @@ def _advice(
         advice.append(f"the snapshot server saves {saves}: {verdict}")
         memory = memory if gain > _WORTH_A_NODE else ""
     elif alone is not None and alone.safe_s > alone.interval_s / 2:
-        advice.append("most of what a preemption takes is on its way to the durable tier: a snapshot server would help")
+        advice.append("most of what a preemption takes is on its way to storage: a snapshot server would help")
     best = min(outlooks.values(), key=lambda found: found.total, default=None)
     if best is not None and grace_period_s is not None and best.safe_s > grace_period_s:
         advice.append(

@@ -57,7 +57,7 @@ def show(arguments: argparse.Namespace) -> int:
         "snapshot": manifest.name,
         "run": f"{manifest.run}@{manifest.run_id}" if manifest.run_id else manifest.run,
         "lineage": manifest.lineage or "unknown",
-        "tier": entry.source.tier if entry.source.tier == entry.state else f"{entry.source.tier} ({entry.state})",
+        "tier": f"{entry.source.tier} ({entry.state})",
         "step": manifest.step,
         "epoch": manifest.epoch,
         "attempt": manifest.attempt,

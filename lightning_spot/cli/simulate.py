@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_bytes,
         default=80 * 10**6,
         metavar="SIZE/s",
-        help="bytes that the durable tier takes in a second (80MB/s)",
+        help="bytes that storage takes in a second (80MB/s)",
     )
     tiers.add_argument(
         "--server-speed",
@@ -183,7 +183,7 @@ def _jobs(arguments: argparse.Namespace) -> dict[str, SimulatedJob]:
     )
     size, speed = arguments.snapshot_size, arguments.server_speed
     durable = durable_tier(size, arguments.durable_speed)
-    jobs = {"durable tier only": replace(job, tiers=chain(durable))}
+    jobs = {"storage only": replace(job, tiers=chain(durable))}
     if speed:
         node = memory_node(size, speed, arguments.server_price)
         jobs["with a snapshot server"] = replace(job, tiers=chain(node, durable))

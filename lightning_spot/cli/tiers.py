@@ -15,7 +15,7 @@ from lightning_spot.image.manifest import OWN_DIR, Manifest, snapshot_order
 from lightning_spot.memory.tier import Listed
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.run.patience import Patience, of_tier
-from lightning_spot.run.sources import DURABLE, MemorySource, Source, StoreSource
+from lightning_spot.run.sources import MemorySource, Source, StoreSource
 from lightning_spot.run.survey import spread_over, survey
 from lightning_spot.tiers.store import Holdings
 
@@ -23,8 +23,6 @@ _NODE_LIKE = re.compile(r"[^/:]+:\d+(/|$)")
 """What a snapshot server's address looks like without its scheme: taken for a directory."""
 
 _ONCE = Patience(tries=1, silent_s=6.0)
-
-SPREAD = "spread"
 
 
 @dataclass(slots=True)
@@ -34,9 +32,9 @@ class Entry:
     Attributes:
         manifest: what it is.
         source: where it is.
-        state: ``"durable"``; of one in memory ``"dirty"`` (on its way to a tier below), ``"safe"`` (there, too) or
-            ``"memory only"`` (neither). Of one host's portion of a snapshot which of them it is; ``"spread"`` of a
-            snapshot whose portions are all at the nodes that were asked.
+        state: ``"persisted"`` in storage; of one in memory ``"replicated"`` (at another tier, too), ``"uploading"`` (on
+            its way to one) or ``"local"`` (neither). Of one host's portion of a snapshot which of them it is; of one
+            whose portions are all at the servers that were asked ``"replicated"``: it outlives the machines that train.
     """
 
     manifest: Manifest
@@ -187,11 +185,11 @@ def _entries(source: Source, holdings: Holdings) -> list[Entry]:
     if isinstance(node, (MemorySource, NodeStore)):
         listed = [item for item in node.listing() if not item.manifest.is_file]
         return [Entry(item.manifest, source, _state(item)) for item in listed]
-    state = SPREAD if isinstance(source, StoreSource) and isinstance(source.store, SpreadStore) else DURABLE
+    state = "replicated" if isinstance(source, StoreSource) and isinstance(source.store, SpreadStore) else "persisted"
     return [Entry(manifest, source, state) for manifest in holdings.manifests]
 
 
 def _state(item: Listed) -> str:
     if (portion := item.manifest.portion) is not None:
         return f"portion {portion.host + 1} of {portion.hosts}"
-    return "dirty" if item.dirty else "safe" if item.safe else "memory only"
+    return "uploading" if item.dirty else "replicated" if item.safe else "local"

@@ -115,7 +115,7 @@ def _connect(
                     raise ServerRefusedError(
                         "another version of lightning_spot has started the server of this run on this host, and it"
                         f" is still there ({error}). End it: `kill {process.pid if process is not None else 'PID'}`;"
-                        " what it has is brought to the durable tier before it goes",
+                        " what it has is brought to storage before it goes",
                         tier=str(record.http),
                         reason=TierReason.PROTOCOL,
                     ) from error

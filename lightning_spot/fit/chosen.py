@@ -44,7 +44,7 @@ class ResumedFrom:
         step: its ``global_step``.
         epoch: its ``current_epoch``.
         attempt: that took it.
-        tier: ``"memory"``, ``"durable"`` or the URL of a snapshot server.
+        tier: ``"host"``, ``"storage"`` or the URL of a snapshot server.
         url: where exactly.
         complete: whether the run had reached its end.
         exact: whether it has the very bits of its step.

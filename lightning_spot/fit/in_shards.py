@@ -58,7 +58,7 @@ _HEALTH_S = 5.0
 _ASKED_S = 10.0  # so long may it take at a start until nodes were asked and carry the run on
 _NO_CARRIER = (
     "no snapshot now, training goes on: each host has a part of the model, and no server that carries the run on"
-    " is there to put them together (%s); it may be starting, or lack --allow-storage for the durable tier"
+    " is there to put them together (%s); it may be starting, or lack --allow-storage for the storage of the run"
 )
 
 _SEEN_S = 90.0  # a network mount may show late what another host has written

@@ -64,7 +64,7 @@ class Registry:
         if info.attempt > highest + MOST_AHEAD and self._claimed(info) < info.attempt:
             raise ServerRefusedError(
                 f"attempt {info.attempt} of run {info.name!r} is far above {highest}, the highest known at this node,"
-                " and no claim at its durable tier shows it. Nothing was changed",
+                " and no claim in its storage shows it. Nothing was changed",
                 status=409,
             )
 

@@ -693,7 +693,7 @@ class Replication:
             if not all(self._is_out(replica) for replica in self._replicas):
                 who = "another node is asked"
             logger.warning(
-                "run %s goes to %s, which does not carry it on to its durable tier (%s): %s",
+                "run %s goes to %s, which does not carry it on to its storage (%s): %s",
                 self.info.text,
                 node.url,
                 node.why_not,

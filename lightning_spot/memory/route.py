@@ -104,7 +104,7 @@ class Routes:
             return Opened(info.attempt, carries, "" if carries else replication.why_not)
         why_not = refused
         if not why_not and info.durable_url is not None and self._flusher.failing(info.durable_url):
-            why_not = f"its durable tier fails here: {self._flusher.health[info.durable_url].error}"
+            why_not = f"its storage fails here: {self._flusher.health[info.durable_url].error}"
         return Opened(info.attempt, not why_not, why_not)
 
     def carries(self, key: str) -> bool:

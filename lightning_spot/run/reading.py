@@ -26,7 +26,7 @@ class OpenSnapshot:
 
     Attributes:
         manifest: what it is.
-        tier: ``"memory"`` (the local server), ``"durable"``, or the URL of a snapshot server.
+        tier: ``"host"`` (the memory of the local server), ``"storage"``, or the URL of a snapshot server.
         url: where it came from, for people.
         fd: descriptor of its file; closed by :meth:`close`.
         in_memory: whether it is a pinned slot or memory of this process: what was checked stays as it is. A file on a

@@ -29,8 +29,8 @@ from lightning_spot.tiers.files import open_regular
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings, Progress, ReadsRanges, Store, newest_first
 
-MEMORY = "memory"
-DURABLE = "durable"
+HOST = "host"
+STORAGE = "storage"
 _READERS = 4  # whoever waits for a snapshot is idle meanwhile
 
 _LANES = 4
@@ -94,7 +94,7 @@ class MemorySource:
         run: the run, as ``NAME@ID``.
     """
 
-    tier = MEMORY
+    tier = HOST
 
     def __init__(self, url: str, run: str) -> None:
         self._url = url
@@ -127,11 +127,11 @@ class MemorySource:
         except BaseException:
             host.disconnect()
             raise
-        slot = OpenSnapshot(manifest, MEMORY, "this host's memory", fd, in_memory=True, release=host.disconnect)
+        slot = OpenSnapshot(manifest, HOST, "this host's memory", fd, in_memory=True, release=host.disconnect)
         # Of several files nothing is looked at for longer than it is open.
         if use is Use.SHARE and not manifest.files and has_room(manifest.nbytes):
             with contextlib.closing(slot):
-                return receive(_Pinned(slot), manifest, MEMORY, slot.url, progress)
+                return receive(_Pinned(slot), manifest, HOST, slot.url, progress)
         return _checked(slot, progress)
 
 
@@ -158,7 +158,7 @@ class _Pinned:
 
 
 class StoreSource:
-    """A store: the durable tier, or a snapshot server elsewhere.
+    """A store: storage, or a snapshot server elsewhere.
 
     Args:
         store: where snapshots are.

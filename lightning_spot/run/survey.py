@@ -39,7 +39,7 @@ from lightning_spot.run import patience
 from lightning_spot.run.identity import Identity, NodeRun, identify, runs_of
 from lightning_spot.run.location import Location
 from lightning_spot.run.patience import Patience
-from lightning_spot.run.sources import DURABLE, MEMORY, MemorySource, Source, StoreSource
+from lightning_spot.run.sources import HOST, STORAGE, MemorySource, Source, StoreSource
 from lightning_spot.threads import both
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
@@ -120,11 +120,11 @@ def survey(location: Location, bounds: Patience | None = None, *, commits: bool 
     asked: dict[str, Callable[[], Any]] = {
         node: functools.partial(_node_runs, node, bounds) for node in location.servers
     }
-    asked[MEMORY] = lambda: patience.patiently(lambda: _embedded_runs(location), bounds, MEMORY)
-    asked[DURABLE] = lambda: _Durable.ask(store, bounds, commits=commits)
+    asked[HOST] = lambda: patience.patiently(lambda: _embedded_runs(location), bounds, HOST)
+    asked[STORAGE] = lambda: _Durable.ask(store, bounds, commits=commits)
     answers, problems = ask_all(asked, bounds.answer_s)
-    durable: _Durable | None = answers.pop(DURABLE, None)
-    listed = {tier: answers[tier] for tier in (MEMORY, *location.servers) if tier in answers}
+    durable: _Durable | None = answers.pop(STORAGE, None)
+    listed = {tier: answers[tier] for tier in (HOST, *location.servers) if tier in answers}
     identity = identify(
         location=location.canonical,
         inode=durable.inode if durable is not None else 0,
@@ -142,7 +142,7 @@ def survey(location: Location, bounds: Patience | None = None, *, commits: bool 
     found_at: list[tuple[Source, Holdings]] = [(sources[tier], holdings[tier]) for tier in sources if tier in holdings]
     found_at += spread_over(found_at)
     if durable is not None:
-        found_at.append((StoreSource(store, DURABLE), durable.holdings))
+        found_at.append((StoreSource(store, STORAGE), durable.holdings))
     return Survey(
         location=location,
         identity=identity,
@@ -161,12 +161,12 @@ def look_again(found: Survey) -> Survey:
     between the first look and the claim is seen only after it.
     """
     store, bounds = open_store(found.location.url), patience.PATIENCE
-    answers, problems = ask_all({DURABLE: lambda: _Durable.ask(store, bounds, commits=True)}, bounds.answer_s)
-    answer: _Durable | None = answers.get(DURABLE)
-    nodes = [(source, holdings) for source, holdings in found.answers if source.tier != DURABLE]
+    answers, problems = ask_all({STORAGE: lambda: _Durable.ask(store, bounds, commits=True)}, bounds.answer_s)
+    answer: _Durable | None = answers.get(STORAGE)
+    nodes = [(source, holdings) for source, holdings in found.answers if source.tier != STORAGE]
     if answer is None:
         return replace(found, durable=None, answers=nodes, problems={**found.problems, **problems})
-    durable: tuple[Source, Holdings] = (StoreSource(store, DURABLE), answer.holdings)
+    durable: tuple[Source, Holdings] = (StoreSource(store, STORAGE), answer.holdings)
     return replace(found, durable=answer.holdings, claim=answer.claim, answers=[*nodes, durable])
 
 
@@ -291,7 +291,7 @@ def _listed(client: NodeClient) -> list[NodeRun]:
 
 def _node_source(location: Location, tier: str, run: NodeRun) -> Source:
     text = f"{run.name}@{run.id}"
-    if tier == MEMORY:
+    if tier == HOST:
         return MemorySource(location.url, text)
     return StoreSource(open_store(f"{tier}/{text}"), tier)
 

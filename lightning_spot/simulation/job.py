@@ -56,7 +56,7 @@ class SimulatedJob:
     work_s: float
     steps: int = 20_000
     stall_s: float = 1.0
-    tiers: tuple[Tier, ...] = (Tier(name="durable tier"),)
+    tiers: tuple[Tier, ...] = (Tier(name="storage"),)
     restart_s: float = 0.0
     restore_s: float = 0.0
     price_per_hour: float = 0.0
@@ -68,7 +68,7 @@ class SimulatedJob:
         if wrong:
             raise SettingsError(f"a job with {wrong[0]}={getattr(self, wrong[0])} cannot be simulated")
         if all(tier.survives < Failure.NODE for tier in self.tiers):
-            raise SettingsError("a job without a durable tier cannot be simulated: nothing would outlive every failure")
+            raise SettingsError("a job without storage cannot be simulated: nothing would outlive every failure")
 
     @property
     def whole_price_per_hour(self) -> float:
@@ -103,4 +103,4 @@ def memory_node(snapshot_bytes: float, bytes_per_s: float, price_per_hour: float
 
 def durable_tier(snapshot_bytes: float, bytes_per_s: float) -> Tier:
     """A bucket or file system that stores ``bytes_per_s``."""
-    return Tier(name="durable tier", drain_s=snapshot_bytes / bytes_per_s)
+    return Tier(name="storage", drain_s=snapshot_bytes / bytes_per_s)
