@@ -16,6 +16,7 @@ from numbers import Integral, Real
 from pathlib import Path
 
 from lightning_spot.errors import SettingsError
+from lightning_spot.renamed import refuse_old
 
 PROTOCOL_VERSION = 8
 """Version of the HTTP protocol between trainers and nodes; both ends must agree."""
@@ -162,6 +163,7 @@ def read_environment() -> Environment:
     Raises:
         SettingsError: if a value cannot be used; it names the variable.
     """
+    refuse_old(*(name for name in os.environ if name.startswith("LIGHTNING_SPOT_")))
     default_runtime = Path(tempfile.gettempdir()) / f"lightning-spot-{os.getuid()}"
     shm = os.environ.get("LIGHTNING_SPOT_SHM_DIR", "/dev/shm")
     array_job, array_task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")

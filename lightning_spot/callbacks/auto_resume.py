@@ -15,6 +15,7 @@ from lightning_spot.fit.failed_resumes import OnResumeFailure, check_on_resume_f
 from lightning_spot.fit.fit import Fit
 from lightning_spot.fit.resume import Resume
 from lightning_spot.fit.taking_part import takes_part
+from lightning_spot.renamed import refuse_old, refusing_old
 from lightning_spot.run.location import Location
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class AutoResume(Part):
 
     resumes = True
 
+    @refusing_old
     def __init__(
         self,
         dirpath: str,
@@ -61,6 +63,7 @@ class AutoResume(Part):
         on_resume_failure: OnResumeFailure = "error",
     ) -> None:
         super().__init__()
+        refuse_old(f"data_resume={data_resume!r}")
         if data_resume not in DATA_RESUMES:
             raise SettingsError(f"data_resume={data_resume!r}: it is one of {', '.join(map(repr, DATA_RESUMES))}")
         self.data_resume: DataResume = data_resume

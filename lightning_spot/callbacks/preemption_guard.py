@@ -22,6 +22,7 @@ from lightning_spot.notices.choose import Notices, open_sources
 from lightning_spot.notices.notice import Notice
 from lightning_spot.notices.signals import SignalSource
 from lightning_spot.notices.watcher import Watcher
+from lightning_spot.renamed import refusing_old
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -60,6 +61,7 @@ class PreemptionGuard(Part):
         trainer.fit(model, ckpt_path="last")
     """
 
+    @refusing_old
     def __init__(self, notices: Notices = "auto", *, grace_period_s: float | None = None) -> None:
         super().__init__()
         if grace_period_s is not None:

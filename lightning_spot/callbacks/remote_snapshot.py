@@ -27,6 +27,7 @@ from lightning_spot.fit.writing import Iterations, OnError, SnapshotSettings
 from lightning_spot.image.packing import chosen_compression
 from lightning_spot.interval.convergence import ConvergenceAware
 from lightning_spot.interval.policy import EverySeconds, IntervalPolicy
+from lightning_spot.renamed import refusing_old
 from lightning_spot.run.location import Location, check_replicas, memory_limit_bytes
 from lightning_spot.staging.modes import CopyMode, check_copy_mode
 
@@ -92,6 +93,7 @@ class RemoteSnapshot(Part):
 
     writes = True
 
+    @refusing_old
     def __init__(
         self,
         dirpath: str,

@@ -29,6 +29,7 @@ from lightning_spot.goodput.metric import Goodput
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.notices.choose import Notices
 from lightning_spot.notices.notice import Notice
+from lightning_spot.renamed import refusing_old
 from lightning_spot.run.location import Location
 from lightning_spot.staging.modes import CopyMode
 
@@ -66,6 +67,7 @@ class SpotCheckpoint(SpotCallback):
         trainer.fit(model, datamodule)  # the same line starts, and after a preemption resumes
     """
 
+    @refusing_old
     def __init__(
         self,
         dirpath: str,

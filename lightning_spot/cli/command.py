@@ -15,6 +15,7 @@ from lightning_spot._version import __version__
 from lightning_spot.cli import doctor, drill, listing, report, simulate, transfer
 from lightning_spot.cli.output import error_console
 from lightning_spot.errors import CorruptSnapshotError, SpotError
+from lightning_spot.renamed import refuse_old_words
 from lightning_spot.service import program, settings
 from lightning_spot.untrusted import log_plainly
 
@@ -32,8 +33,9 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     log_plainly(logging.WARNING, "%(message)s")
-    arguments = command_parser().parse_args(argv)
     try:
+        refuse_old_words(sys.argv[1:] if argv is None else argv)
+        arguments = command_parser().parse_args(argv)
         return int(arguments.call(arguments))
     except CorruptSnapshotError as error:
         _say(str(error))

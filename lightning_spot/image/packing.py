@@ -7,6 +7,7 @@ import logging
 from typing import Any, Literal
 
 from lightning_spot.errors import SettingsError
+from lightning_spot.renamed import refuse_old
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ def chosen_compression(compression: object, lossy: object) -> Compression:
     Raises:
         SettingsError: if it is none, or needs what is missing here.
     """
+    refuse_old(f"compression={compression!r}")
     if compression not in ("auto", "always", "off"):
         raise SettingsError(f"compression={compression!r} is none of 'auto', 'always' and 'off'")
     if lossy not in (None, "topk"):

@@ -13,6 +13,7 @@ from lightning_spot.config import LARGEST, check_number
 from lightning_spot.errors import SettingsError
 from lightning_spot.interval.adaptive import FIRST_S, Adaptive
 from lightning_spot.interval.costs import Costs
+from lightning_spot.renamed import refusing_old
 
 CociMode = Literal["auto", "manual", "ccm"]
 _MOVED = 0.1
@@ -46,6 +47,7 @@ class COCI(Adaptive):
 
     monitor = None
 
+    @refusing_old
     def __init__(
         self,
         mode: CociMode = "auto",

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Literal, get_args
 
 from lightning_spot.errors import SettingsError
+from lightning_spot.renamed import refuse_old
 
 Mode = Literal["eager", "asymmetric", "backward", "blocking"]
 CopyMode = Literal["auto", "asymmetric", "backward", "eager", "blocking"]
@@ -30,6 +31,7 @@ def check_copy_mode(value: str) -> CopyMode:
     Raises:
         SettingsError: if it is none of those that there are.
     """
+    refuse_old(f"copy_mode={value!r}")
     if value not in get_args(CopyMode):
         allowed = ", ".join(map(repr, get_args(CopyMode)))
         raise SettingsError(f"copy_mode={value!r}: it is one of {allowed}")
