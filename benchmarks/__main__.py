@@ -117,5 +117,5 @@ def main() -> int:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # on the way out, nodes are ended and files removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # on the way out, servers are ended and files removed
     sys.exit(main())

@@ -1,7 +1,7 @@
 """Adapters on a frozen GPT-2 of 124 million parameters: what a snapshot at every step copies and sends.
 
 The model is that of ``transformers`` with random weights, the adapters are LoRA's as ``peft`` makes them: 0.3 % of the
-parameters are trained. A node process holds the snapshots; a proxy before it counts every byte that comes its way.
+parameters are trained. A server process holds the snapshots; a proxy before it counts every byte that comes its way.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_spot.client.stores import open_store
 NEEDS = ("peft", "transformers")
 WORDS, LENGTH, SEQUENCES = 50_257, 32, 2
 RANK = 10
-FIRST = 4  # steps until both slots hold what is frozen, and the node a base
+FIRST = 4  # steps until both slots hold what is frozen, and the server a base
 TARGET = 1.1
 WAIT_S = 120.0
 
@@ -112,10 +112,10 @@ class Adapters(pl.LightningModule):
 
 
 class Watch(pl.Callback):
-    """Trains on only once the node holds the snapshot of the step, and notes what that took.
+    """Trains on only once the server holds the snapshot of the step, and notes what that took.
 
     Attributes:
-        sent: bytes that came to the node for it, its control traffic among them.
+        sent: bytes that came to the server for it, its control traffic among them.
         nbytes: of a whole snapshot.
     """
 
@@ -142,4 +142,4 @@ class Watch(pl.Callback):
                 self.nbytes = there[step]
                 return
             time.sleep(0.02)
-        raise TimeoutError(f"the snapshot of step {step} is not at the node after {WAIT_S:g} s")
+        raise TimeoutError(f"the snapshot of step {step} is not at the server after {WAIT_S:g} s")

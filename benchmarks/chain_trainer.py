@@ -34,7 +34,7 @@ def main(node: str, durable: str, rounds: int) -> dict[str, object]:
     layout = lay_out(training_state())
     host = starting.start(durable, f"run-1@{RUN_ID}", slots=4, memory_bytes=6 * 2**30, **WAITS)
     info = RunInfo(name="run-1", id=RUN_ID, location=f"file://{durable}", attempt=1, token="t", nodes=(node,))
-    host.open_run(info)  # without a durable tier: what is measured is the way to the snapshot server
+    host.open_run(info)  # without storage: what is measured is the way to the snapshot server
     copier, views, safe_s, committed_s, raw_s, checked_s = Copier(), {}, [], [], [], []
     for step in range(rounds + 2):  # the first ones make the slots
         lease = host.lease(layout.nbytes, 60.0)

@@ -1,6 +1,6 @@
 """A snapshot to a bucket that is far, and a resume from there: how many requests, and how long they take.
 
-One rank's file (as DDP writes it), and a model in shards that two hosts bring by themselves, of one rank each and of
+One rank's file (as DDP writes it), and a sharded model that two hosts bring by themselves, of one rank each and of
 two. The bucket is ``benchmarks.s3_server`` behind ``benchmarks.far``, each a process of its own.
 """
 
@@ -62,7 +62,7 @@ class Taken:
 
 
 def files_of(ranks: int) -> tuple[FileSpan, ...]:
-    """The files of a model in shards, in the order of the image."""
+    """The files of a sharded model, in the order of the image."""
     sizes = {f"__{rank}_0.distcp": RANK_BYTES for rank in range(ranks)} | {"__0_1.distcp": 3_000}
     sizes |= {f"rank-{rank:04d}.pt": 5_000 for rank in range(ranks)}
     sizes |= {"meta.pt": 20_000, "shards.json": 4_000, ".metadata": 6_000}
@@ -142,7 +142,7 @@ def _rank_of(file: FileSpan) -> int:
 
 
 def resume(url: str, nbytes: int) -> None:
-    """What a resume asks of the durable tier."""
+    """What a resume asks of storage."""
     location = Location.of(url, local_server=False)
     found = survey(location)
     claim = Claim(attempt=2, run_id=RUN_ID, token="t", location=url, started_unix_s=1.0)
@@ -155,7 +155,7 @@ def measured(kind: int, delay_ms: float, rounds: int) -> Taken:
     """Snapshots, and a resume.
 
     Args:
-        kind: ranks that have the model in shards; 1 for one file.
+        kind: ranks that have the sharded model; 1 for one file.
         delay_ms: each way.
         rounds: snapshots; one more opens the connections.
     """

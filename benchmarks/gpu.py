@@ -91,12 +91,12 @@ class Clock(pl.Callback):
             assert writer is not None
             writer.settle(60.0)
             per_step = [(later - earlier) / (STEPS - 1) for later, earlier in zip(now, before, strict=True)]
-            skipped = self._spot.skipped - self._skipped
+            skipped = self._spot.num_skipped - self._skipped
             self.turns.append(Turn(*per_step, skipped, behind, time.perf_counter() - now[0]))
-        self._before, self._skipped = self._now(), self._spot.skipped
+        self._before, self._skipped = self._now(), self._spot.num_skipped
 
     def _now(self) -> tuple[float, float]:
-        return time.perf_counter(), self._spot.stall_s
+        return time.perf_counter(), self._spot.blocked_s
 
 
 def fitting_batch(model: Model, step_s: float) -> int:

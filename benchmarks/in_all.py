@@ -1,4 +1,4 @@
-"""What a snapshot costs a whole training: wall time and CPU seconds of trainer and node, by process and thread.
+"""What a snapshot costs a whole training: wall time and CPU seconds of trainer and server, by process and thread.
 
 The same model is fitted with and without snapshots, in turn, each time in a process of its own. Steady state is what
 lies between two marks of equal phase; what the first minute loses beyond that goes to making slots.
@@ -46,14 +46,14 @@ def between(found: Fit, since: str, until: str, what: str) -> float:
 
 
 def by_place(found: Fit) -> dict[str, float]:
-    """CPU seconds per GiB of snapshots, in the steady state: of the node, in the hooks, of each thread of ours.
+    """CPU seconds per GiB of snapshots, in the steady state: of the server, in the hooks, of each thread of ours.
 
-    Of the node's, what it spends in the kernel is apart: nearly all of that is the write.
+    Of the server's, what it spends in the kernel is apart: nearly all of that is the write.
     """
     gib = found["snapshots"] * found["nbytes"] / GIB
     first, second = (found["used"][mark]["threads"] for mark in ("first", "second"))
     kernel_s = between(found, "first", "second", "node_kernel_s")
-    places = {"node": between(found, "first", "second", "node_s") - kernel_s, "node's kernel": kernel_s}
+    places = {"server": between(found, "first", "second", "node_s") - kernel_s, "server's kernel": kernel_s}
     places["hooks"] = between(found, "first", "second", "hooks_s")
     for name in second:
         if name.startswith(OURS):
@@ -86,7 +86,7 @@ def run(quick: bool) -> list[Result]:
         cpu = [sum(by_place(fits[mode]).values()) for fits in rounds]
         copies = [added_s(fits[mode], fits["none"]) / fits[mode]["copy_s"] for fits in rounds]
         results += [
-            Result(f"CPU of trainer and node for snapshots, per GiB, {how}", cpu, 0.25, unit="s"),
+            Result(f"CPU of trainer and server for snapshots, per GiB, {how}", cpu, 0.25, unit="s"),
             Result(f"wall time a snapshot adds to training, every 4 steps, {how} / one warm copy", copies, 2.0),
         ]
     for mode, target in zip(PEERS, (10.0, 20.0), strict=True):

@@ -1,7 +1,7 @@
 """One training for ``in_all``: ``python -m benchmarks.in_all_trainer JSON`` fits once and prints what it used.
 
 CPU seconds are the kernel's, read at marks of which each lies three steps after a snapshot: of this process, of each of
-its threads, and of the node, its child.
+its threads, and of the server, its child.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Plan:
         batch: samples in a step; sets how long it takes.
         every: steps between snapshots.
         early: snapshots before the first mark: slots are made and touched meanwhile.
-        snapshots: between the two marks; as many as take longer than the durable tier is left alone (30 s).
+        snapshots: between the two marks; as many as take longer than storage is left alone (30 s).
         copy_mode: how ours copies; the default is what ``"auto"`` comes to here when it has tried all ways.
-        min_upload_interval_s: how far apart ours are at the durable tier, see ``SpotCheckpoint``.
+        min_upload_interval_s: how far apart ours are in storage, see ``SpotCheckpoint``.
     """
 
     mode: str

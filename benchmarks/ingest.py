@@ -1,4 +1,4 @@
-"""A node's intake over loopback, against a raw TCP socket that moves the same bytes in the same rounds."""
+"""A server's intake over loopback, against a raw TCP socket that moves the same bytes in the same rounds."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def raw_receiver(nbytes: int, connections: int) -> Iterator[int]:
 
 
 def send_raw(port: int, image: memoryview, connections: int) -> None:
-    """Send the image over plain sockets, checksummed by the receiver as a node does it."""
+    """Send the image over plain sockets, checksummed by the receiver as a server does it."""
     import threading
 
     size = len(image) // connections
@@ -97,7 +97,7 @@ def run(quick: bool) -> list[Result]:
         ports = {count: stack.enter_context(raw_receiver(GIB, count)) for count in raw}
         store = NodeStore(f"{url}/run")
         for step in range(rounds + 3):  # the first three make the slots
-            for start in range(0, GIB, PART_BYTES):  # what the node has already would not be sent
+            for start in range(0, GIB, PART_BYTES):  # what the server has already would not be sent
                 image[start : start + 8] = step.to_bytes(8, "little")
             plain = Manifest(run="run", name=snapshot_name(step, 1), step=step, attempt=1, nbytes=GIB)
             manifest = plain.sealed(image)
@@ -106,10 +106,10 @@ def run(quick: bool) -> list[Result]:
                 raw[count].append(seconds(lambda c=count, p=port: send_raw(p, image, c)))
             time.sleep(0.1)
         assert store.sent.whole_bytes == (rounds + 3) * GIB
-    print(f"  node, GiB/s: {[round(1 / value, 2) for value in ours[3:]]}")
+    print(f"  server, GiB/s: {[round(1 / value, 2) for value in ours[3:]]}")
     return [
         Result(
-            f"node ingest / raw socket ({count} connection{'s' if count > 1 else ''})",
+            f"server ingest / raw socket ({count} connection{'s' if count > 1 else ''})",
             [base / own for own, base in zip(ours[3:], times[3:], strict=True)],
             0.85,
             at_most=False,

@@ -139,7 +139,7 @@ def memory_node(folder: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """A directory on disk, with a runtime directory of its own for nodes, which are ended afterwards."""
+    """A directory on disk, with a runtime directory of its own for servers, which are ended afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="ls-bench-"))
     shm = Path(tempfile.mkdtemp(prefix="ls-bench-", dir="/dev/shm"))
     changed = {"LIGHTNING_SPOT_RUNTIME_DIR": str(folder / "run"), "LIGHTNING_SPOT_SHM_DIR": str(shm)}

@@ -69,7 +69,7 @@ def run(quick: bool) -> list[Result]:
     near: list[float] = []
     far: list[float] = []
     plain: list[float] = []
-    many: dict[str, list[_Pair]] = {"the local server": [], "a node over HTTP loopback": [], "a directory": []}
+    many: dict[str, list[_Pair]] = {"the local server": [], "a server over HTTP loopback": [], "a directory": []}
     copies: list[_Pair] = []
     with scratch() as folder, node(folder) as url, _at_nodes(folder, url) as manifest:
         location = Location.of(folder / "run", servers=url, run_name="run")
@@ -111,7 +111,7 @@ def _ratios(what: str, pairs: list[_Pair], target: float | None) -> list[Result]
 
 @contextlib.contextmanager
 def _at_nodes(folder: Path, url: str) -> Iterator[Manifest]:
-    """A run with a snapshot of 1 GB at a node of this host, at one behind it, and in the folder."""
+    """A run with a snapshot of 1 GB at a server of this host, at one behind it, and in the folder."""
     host = starting.start(str(folder / "run"), "run", slots=2, memory_bytes=3 * 2**30, server_idle_timeout_s=300)
     durable = str(folder / "run")
     host.open_run(RunInfo(name="run", id="", location=durable, attempt=1, token="", durable_url=durable, nodes=(url,)))

@@ -1,7 +1,7 @@
 """One snapshot server under many clients on loopback: throughput, fairness, memory, and how long a commit takes.
 
 Each client is a run of its own that commits one snapshot after the other, as fast as it can: more than any training
-would. The same is measured with one client; both share the processors with the node, and what either takes of them is
+would. The same is measured with one client; both share the processors with the server, and what either takes of them is
 told apart. Small snapshots in small parts show what a commit costs, larger ones what bytes do. What it takes to make
 slots is not measured: that is done once for each run.
 """
@@ -36,7 +36,7 @@ class Kind:
         name: for people.
         nbytes: of a snapshot.
         part_bytes: of its parts.
-        carried: whether the node brings each run on to a directory in memory.
+        carried: whether the server brings each run on to a directory in memory.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Kind:
 
     @property
     def memory_bytes(self) -> int:
-        """That a node must be allowed, so that nobody waits for room."""
+        """That a server must be allowed, so that nobody waits for room."""
         return (CLIENTS + 1) * SLOTS * self.nbytes * 2
 
 
@@ -57,7 +57,7 @@ LARGE = Kind("32 MiB in parts of 8 MiB", 32 * 2**20, 8 * 2**20)
 
 @dataclass(frozen=True)
 class Load:
-    """What a node did under a number of clients.
+    """What a server did under a number of clients.
 
     Attributes:
         clients: how many.
@@ -65,10 +65,10 @@ class Load:
         bytes_per_s: of all of them together.
         median_s, p99_s, longest_s: of one commit, from the asking for a slot on.
         fairness: Jain's index of the clients' commits: 1 if all have the same number, 1/n if one has them all.
-        node_cpu_s_per_gib: processor time of the node.
+        node_cpu_s_per_gib: processor time of the server.
         client_cpu_s_per_gib: processor time of all clients together.
-        own_bytes: most memory of the node beyond slots.
-        threads: most threads of the node.
+        own_bytes: most memory of the server beyond slots.
+        threads: most threads of the server.
         errors: what any client met with.
     """
 
@@ -88,7 +88,7 @@ class Load:
 
 @contextlib.contextmanager
 def node(folder: Path, memory_bytes: int, allow: Path | None = None) -> Iterator[tuple[str, psutil.Process]]:
-    """A node as a process with a runtime directory of its own; it may write below ``allow``."""
+    """A server as a process with a runtime directory of its own; it may write below ``allow``."""
     command = [
         sys.executable,
         "-m",
@@ -125,13 +125,13 @@ def measure(
     """Let so many clients commit snapshots for so long.
 
     Args:
-        url: of the node.
-        process: of the node.
+        url: of the server.
+        process: of the server.
         clients: how many.
         seconds: how long.
         kind: of snapshots.
         first: number of the first run.
-        durable: directory that the node brings the runs on to, if it does.
+        durable: directory that the server brings the runs on to, if it does.
     """
     counts = [count for count in (_share(clients, place) for place in range(_PROCESSES)) if count]
     places = [first + sum(counts[:place]) for place in range(len(counts))]
@@ -183,7 +183,7 @@ def _sender(
 
 
 def _watch(process: psutil.Process, senders: list[subprocess.Popen[str]]) -> tuple[int, int]:
-    """The node's memory beyond shared one, and its threads, at most, until the senders end."""
+    """The server's memory beyond shared one, and its threads, at most, until the senders end."""
     own_bytes = threads = 0
     waiting = list(senders)
     while waiting:
@@ -259,8 +259,8 @@ def _of(kind: Kind, quick: bool) -> list[Any]:
     cpu = [of_many.node_cpu_s_per_gib / of_one.node_cpu_s_per_gib for of_one, of_many in zip(one, many, strict=True)]
     late = [load.p99_s / (load.clients * kind.nbytes / load.bytes_per_s) for load in many]
     return [
-        Result(f"{kind.name}: bytes of {CLIENTS} clients at one node / bytes of one", ratio, 0.8, at_most=False),
-        Result("CPU seconds of the node a GiB, likewise", cpu, None),
+        Result(f"{kind.name}: bytes of {CLIENTS} clients at one server / bytes of one", ratio, 0.8, at_most=False),
+        Result("CPU seconds of the server a GiB, likewise", cpu, None),
         Result("fairness between them (Jain's index)", [load.fairness for load in many], 0.9, at_most=False, unit=""),
         Result("99 % of commits / the time in which every client could have one", late, 3.0),
     ]
@@ -271,7 +271,7 @@ def _line(load: Load) -> str:
         f"{load.clients} clients: {load.bytes_per_s / 2**30:.2f} GiB/s, {sum(load.commits)} commits"
         f" ({min(load.commits)}–{max(load.commits)} each, fairness {load.fairness:.3f}), median"
         f" {1000 * load.median_s:.0f} ms, p99 {1000 * load.p99_s:.0f} ms, longest {1000 * load.longest_s:.0f} ms;"
-        f" CPU s per GiB: the node {load.node_cpu_s_per_gib:.2f}, clients {load.client_cpu_s_per_gib:.2f}; the node:"
+        f" CPU s per GiB: server {load.node_cpu_s_per_gib:.2f}, clients {load.client_cpu_s_per_gib:.2f}; server:"
         f" {load.own_bytes / 2**20:.0f} MiB of its own, {load.threads} threads; errors: {len(load.errors)}"
         f" {load.errors[:2]}"
     )

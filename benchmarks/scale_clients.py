@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.scale_clients URL FIRST CLIENTS NBYTES PART_BYTES SECONDS [DURABLE]``: each client is a run of
 its own. All commit as many snapshots as they get slots, and then, when they are told to, one after the other; no part
-is as it was before. With a directory, the node brings each run on to one of its own in there.
+is as it was before. With a directory, the server brings each run on to one of its own in there.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.runs import RunInfo
 
 SLOTS = 3
-"""That a run has at a node at once, at most."""
+"""That a run has at a server at once, at most."""
 
 
 class Client:
-    """One run at the node.
+    """One run at the server.
 
     Args:
-        url: of the node.
+        url: of the server.
         number: of the run.
         nbytes: of a snapshot.
         part_bytes: of its parts.
-        durable: directory that the node brings it on to, ``""`` for none.
+        durable: directory that the server brings it on to, ``""`` for none.
 
     Attributes:
         commits: for each snapshot, when it began and when it was committed (Unix seconds).
@@ -49,7 +49,7 @@ class Client:
         )
 
     def warm(self) -> None:
-        """Have the node make its slots, while others do: what goes wrong here counts, too.
+        """Have the server make its slots, while others do: what goes wrong here counts, too.
 
         Each of many clients needs one to fill beside those that it holds. One after the other, they would share it.
         """

@@ -1,4 +1,4 @@
-"""What the training thread of rank 0 does for a snapshot of a model in shards (FSDP2, two ranks), by number of tensors.
+"""What the training thread of rank 0 does for a snapshot of a sharded model (FSDP2, two ranks), by number of tensors.
 
 What our hooks take at each step all the same is told apart. The tensors are so small that to copy them takes next to
 nothing, and half of the snapshots are taken without any copies. Two ranks on two processors are in each other's way: so

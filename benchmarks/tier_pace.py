@@ -28,7 +28,7 @@ RESTART_S, RESTORE_S = 600.0, 60.0
 
 
 MIXES = ((168.0, 720.0, 16.7, 125.0), (4.0, 720.0, 16.7, 125.0), (4.0, 2.0, 1.7, 12.5))
-"""Hours between crashes and between losses of the snapshot server, seconds that node and durable tier take."""
+"""Hours between crashes and between losses of the snapshot server, seconds that server and storage take."""
 
 
 def job_of(snapshot_bytes: float, bucket_bytes_per_s: float, *, with_node: bool) -> SimulatedJob:

@@ -64,6 +64,25 @@ def test_there_are_few_errors() -> None:
     assert len([each for each in classes if issubclass(each, errors.SpotError)]) <= 14
 
 
+@pytest.mark.parametrize("name", lightning_spot.__all__)
+def test_docstrings_and_signatures_agree(name: str) -> None:
+    """Each argument of a public class is in its Args, or in its Attributes, and no other is in its Args."""
+    kind = getattr(lightning_spot, name)
+    if not isinstance(kind, type) or getattr(kind, "_is_protocol", False) or issubclass(kind, (errors.SpotError, SystemExit)):
+        return
+    described = {section: _described(inspect.getdoc(kind) or "", section) for section in ("Args", "Attributes")}
+    arguments = set(inspect.signature(kind).parameters)
+    assert arguments - described["Args"] - described["Attributes"] == set()
+    assert described["Args"] - arguments == set()
+
+
+def _described(text: str, section: str) -> set[str]:
+    """Names before the colons of a section; several may share one description."""
+    body = re.search(rf"^{section}:\n((?: .*\n|\n)*)", f"{text}\n", re.MULTILINE)
+    entries = re.findall(r"^    (\w+(?:,\s+\w+)*):", body[1] if body else "", re.MULTILINE)
+    return {name for entry in entries for name in re.findall(r"\w+", entry)}
+
+
 def test_what_is_printed_says_what_it_is() -> None:
     spot = lightning_spot.SpotCheckpoint("s3://bucket/run-1", interval=lightning_spot.EverySteps(5))
     assert repr(spot) == "SpotCheckpoint('s3://bucket/run-1')"

@@ -1,4 +1,4 @@
-"""What README and guide show works as it stands: code runs, commands are understood, names and files are there."""
+"""What README and docs show works as it stands: code runs, commands are understood, names and files are there."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from lightning_spot.cli.command import command_parser
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "docs" / "guide.md").read_text()
+PAGES = [README, *(page.read_text() for page in sorted((*ROOT.glob("docs/*.md"), ROOT / "examples/restart/README.md")))]
 COMMAND = re.compile(r"^lightning-spot .*?(?=\s+#|$)|(?<=`)lightning-spot [^`]+", re.MULTILINE)
 
 
@@ -33,9 +34,14 @@ def test_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list((tmp_path / "checkpoints" / "run-1").glob("step-*/model.ckpt"))
 
 
-@pytest.mark.parametrize("command", sorted(set(COMMAND.findall(f"{README}\n{GUIDE}"))))
+@pytest.mark.parametrize("command", sorted(set(COMMAND.findall("\n".join(PAGES)))))
 def test_commands_are_understood(command: str) -> None:
-    command_parser().parse_args(shlex.split(command)[1:])  # exits where it is not
+    words = shlex.split(command)[1:]
+    if len(words) > 1:
+        command_parser().parse_args(words)  # exits where it is not
+    else:  # it is only named
+        with pytest.raises(SystemExit, match=r"^0$"):
+            command_parser().parse_args([*words, "--help"])
 
 
 @pytest.mark.parametrize(("text", "folder"), [(README, ROOT), (GUIDE, ROOT / "docs")])

@@ -2,7 +2,7 @@
 
 As published: the state goes in chunks from the device to this host's memory and to that of a peer, in the gaps that
 training leaves on the network, so that both ends hold the newest one or two snapshots; a failed machine is restored
-from its peer. The durable tier is written every few hours only, which is left out here: ``restore`` reads the peer.
+from its peer. Storage is written every few hours only, which is left out here: ``restore`` reads the peer.
 
 Simplified: one rank has no network traffic of its own, so that every moment is a gap: chunks are sent as soon as they
 are copied. The peer is a process on this host. The optimizer waits for the copies, not for the network.

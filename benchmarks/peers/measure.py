@@ -28,7 +28,7 @@ from benchmarks.peers.ways import far_folder
 
 MEMORY_EVERY_S, MEMORY_SHARE = 0.25, 0.02
 MEMORY_LIMIT = 0.8
-PATIENCE_S = 20.0  # for nodes and writers to end by themselves
+PATIENCE_S = 20.0  # for servers and writers to end by themselves
 START_S = 120.0  # for all ways of a training to start, and to end
 TIERS = (HOST, PEER, DURABLE)
 
@@ -126,7 +126,7 @@ def measure(cell: Cell, folder: Path, limit_s: float) -> dict[str, Any]:
 
     Args:
         cell: what to measure.
-        folder: on the disk that is the durable tier.
+        folder: on the disk that is storage.
         limit_s: the cell fails after so long.
 
     Returns:
@@ -164,7 +164,7 @@ def measure_in_turns(training: Training, folder: Path, tell: Callable[[dict[str,
 
     Args:
         training: what to measure.
-        folder: on the disk that is the durable tier.
+        folder: on the disk that is storage.
         tell: is told each turn when it is over, and each way that failed, also where the training fails later.
 
     Raises:

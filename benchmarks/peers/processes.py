@@ -24,7 +24,7 @@ _IDLE = 0.3  # of one processor: to look takes some of it, and ticks are coarse
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants that were detached, such as nodes, so that what they used is counted."""
+    """Become the parent of descendants that were detached, such as servers, so that what they used is counted."""
     if ctypes.CDLL(None, use_errno=True).prctl(_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "this system has no child subreaper (Linux has)")
 

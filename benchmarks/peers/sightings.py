@@ -17,7 +17,7 @@ class Sightings:
     """Snapshots seen so far. Looks at modification times, so that looking late does not make anything later.
 
     Args:
-        watched: tiers and directories: the durable run, or where a node keeps its slots.
+        watched: tiers and directories: the durable run, or where a server keeps its slots.
 
     Attributes:
         safe: step, tier and when, on the monotonic clock.

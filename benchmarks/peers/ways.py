@@ -205,7 +205,7 @@ def _torchsnapshot(folder: Path, every: int) -> Baseline:
 
 
 def ours(folder: Path, interval: EverySteps, *, memory_node: bool = False, **settings: Any) -> Saving:
-    """``SpotCheckpoint`` with a node of its own and a local directory; or a snapshot server on loopback besides.
+    """``SpotCheckpoint`` with a server of its own and a local directory; or a snapshot server on loopback besides.
 
     Each snapshot that the disk can take is brought there, as the others' are; or with ``min_upload_interval_s=None`` as
     seldom as by default: what is owed to the disk at the end of a turn is waited for behind it, and not counted.
