@@ -68,7 +68,11 @@ def test_there_are_few_errors() -> None:
 def test_docstrings_and_signatures_agree(name: str) -> None:
     """Each argument of a public class is in its Args, or in its Attributes, and no other is in its Args."""
     kind = getattr(lightning_spot, name)
-    if not isinstance(kind, type) or getattr(kind, "_is_protocol", False) or issubclass(kind, (errors.SpotError, SystemExit)):
+    if (
+        not isinstance(kind, type)
+        or getattr(kind, "_is_protocol", False)
+        or issubclass(kind, (errors.SpotError, SystemExit))
+    ):
         return
     described = {section: _described(inspect.getdoc(kind) or "", section) for section in ("Args", "Attributes")}
     arguments = set(inspect.signature(kind).parameters)
