@@ -28,7 +28,7 @@ _GIVEN_UP = "TrialPruned"  # Optuna's word for a trial that shall not go on
 
 def next_at(named: Location) -> Location:
     """Where the run is of the ``fit`` that begins, of those at the location that the user named: the first is there."""
-    number = _finished[named.url] + 1
+    number = _finished[named.canonical] + 1
     if number == 1:
         return named
     return replace(named, url=f"{named.url.rstrip('/')}/fit-{number}", name=f"{named.name}-fit-{number}")
@@ -36,8 +36,8 @@ def next_at(named: Location) -> Location:
 
 def finished(named: Location) -> None:
     """A ``fit`` has come to its end, of those at the location that the user named."""
-    _finished[named.url] += 1
-    _interrupted.pop(named.url, None)
+    _finished[named.canonical] += 1
+    _interrupted.pop(named.canonical, None)
 
 
 def interrupted(named: Location, error: BaseException) -> None:
@@ -45,12 +45,12 @@ def interrupted(named: Location, error: BaseException) -> None:
     if any(kind.__name__ == _GIVEN_UP for kind in type(error).__mro__):
         finished(named)
     else:
-        _interrupted[named.url] = type(error).__name__
+        _interrupted[named.canonical] = type(error).__name__
 
 
 def what_interrupted(named: Location) -> str | None:
     """Name of the exception that ended the last ``fit`` there, in this process."""
-    return _interrupted.get(named.url)
+    return _interrupted.get(named.canonical)
 
 
 def node_was_left(location: Location, attempt: int, error: BaseException) -> None:
