@@ -91,6 +91,17 @@ def test_a_link_to_a_dirpath_is_the_same_place(tmp_path: Path) -> None:
     assert not torch.equal(second.net[0].bias, first.net[0].bias)
 
 
+def test_a_child_that_a_program_starts_for_each_fit_says_whose_weights_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one child has trained, the next one does not know: the second fold had the weights of the first."""
+    fold(tmp_path, start=0.0)
+    new_process()
+    monkeypatch.setattr("multiprocessing.parent_process", object)
+    with pytest.warns(UserWarning, match=r"ddp_spawn.* a dirpath of its own"):
+        fold(tmp_path, start=1.0)
+
+
 class Tried(Net):
     def __init__(self, rate: float) -> None:
         super().__init__()

@@ -9,6 +9,7 @@ start. What is put back at which place of the loops is in
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import re
 import time
@@ -355,6 +356,12 @@ class Resume(OfTrainer):
             " nothing was left to train. Raise max_epochs or max_steps to go on, or choose another dirpath for a"
             " new run"
         )
+        if multiprocessing.parent_process() is not None:  # what the program has trained before is not known in it
+            rank_zero_warn(
+                f"lightning_spot: the weights are those of the end of {location.url}. In processes that a program"
+                " starts for each fit (ddp_spawn, ddp_notebook), each fit counts as the first one there: if this is"
+                " another training than that one, give it a dirpath of its own"
+            )
 
 
 # -- what other hosts owe ---------------------------------------------------------------------------------------------
