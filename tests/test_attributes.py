@@ -212,6 +212,17 @@ def test_plain_values_come_back_from_a_file_that_torch_alone_reads(value: Any, t
     assert again.count == 1
 
 
+def test_a_view_of_a_buffer_stays_one() -> None:
+    """The view was replaced by a copy, which training did not change any more."""
+    module = Own()
+    module.register_buffer("seen", torch.zeros(4))
+    module.first = module.seen[:2]
+    kept, _ = changes(module, lambda module: module.seen.add_(1))
+    put(module, "first", kept["first"], torch.device("cpu"))
+    module.seen.add_(1)
+    assert module.first.tolist() == [2, 2]
+
+
 def test_what_is_put_back_is_put_into_lists_that_others_hold() -> None:
     kept, _ = changes(Own(held=[1], known={}), lambda module: (module.held.append(2), module.known.update(a=1)))
     again = Own(held=[], known={"b": 2})

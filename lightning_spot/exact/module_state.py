@@ -166,8 +166,14 @@ def put(part: nn.Module, name: str, saved: Any, device: torch.device) -> None:
     elif type(present) is dict and type(value) is dict:
         present.clear()
         present.update(value)
-    elif type(present) in _REPLACED:
+    elif type(present) in _REPLACED and not _are_equal(present, value):  # a view of a buffer has come back with it
         setattr(part, name, value)
+
+
+def _are_equal(present: Any, value: Any) -> bool:
+    if type(present) is not torch.Tensor or type(value) is not torch.Tensor:
+        return False
+    return (present.dtype, present.device) == (value.dtype, value.device) and torch.equal(present, value)
 
 
 def _whole(saved: Any, device: torch.device) -> Any:
