@@ -106,7 +106,7 @@ class SpotCheckpointIO(SpotIO):
         """Commit ``checkpoint`` in memory and have it carried to ``path``.
 
         Raises:
-            TypeError: if ``storage_options`` is given; the node reads credentials from the environment.
+            TypeError: if ``storage_options`` is given; the server reads credentials from the environment.
             TierError: if an earlier checkpoint cannot be written to its place, or this one's place cannot be made.
             SpotError: if no memory could be had in time.
         """
@@ -137,7 +137,7 @@ class SpotCheckpointIO(SpotIO):
         forget_listings(parent)
 
     def _commit(self, writer: FolderWriter, checkpoint: dict[str, Any], manifest: Manifest) -> None:
-        """Commit in memory; where the node is lost meanwhile, at the one that takes its slots over."""
+        """Commit in memory; where the server is lost meanwhile, at the one that takes its slots over."""
         for last_try in (False, True):
             try:
                 writer.write(checkpoint, manifest, self.wait_timeout_s)
@@ -180,7 +180,7 @@ class SpotCheckpointIO(SpotIO):
         super().remove_checkpoint(path)
 
     def _remove(self, writer: FolderWriter, name: str) -> bool:
-        """Have the node remove a file; where it is lost, the one that takes its slots over. Whether that was done."""
+        """Have the server remove a file; where it is lost, the one that takes its slots over. Whether that was done."""
         for _try in range(2):
             if (host := writer.link.wait(_NEW_NODE_S)) is None:
                 return False
@@ -190,7 +190,7 @@ class SpotCheckpointIO(SpotIO):
             except ServerUnreachableError as error:
                 writer.link.lose(host, error)
             except SpotError as error:
-                logger.warning("lightning_spot: %s is removed without the node (%s)", name, error)
+                logger.warning("lightning_spot: %s is removed without the server (%s)", name, error)
                 return False
         return False
 
@@ -229,7 +229,7 @@ class SpotCheckpointIO(SpotIO):
         host: Host
         if self.local_server:
             try:
-                # One node for all folders of this process; its first folder names it.
+                # One server for all folders of this process; its first folder names it.
                 host = start(
                     f"files:{os.getpid()}:{next(iter(self._writers), parent)}",
                     info.text,

@@ -169,7 +169,7 @@ def test_a_sharded_snapshot_is_pulled_into_a_directory(tmp_path: Path, capsys: p
     store = LocalStore(tmp_path / "run")
     store.put(manifest, memoryview(image), attempt=1)
     assert main(["cp", str(tmp_path / "run"), str(tmp_path)]) == 0
-    assert "a directory, of a model in shards. --consolidate makes one plain file" in capsys.readouterr().out
+    assert "a directory, of a sharded model. --consolidate makes one plain file" in capsys.readouterr().out
     pulled = tmp_path / manifest.name
     assert {path.name: path.read_bytes() for path in pulled.iterdir()} == {
         path.name: path.read_bytes() for path in (store.root / manifest.name).iterdir()
@@ -321,10 +321,10 @@ WRONG = [
         (["serve", "--storage", ""], "--storage '': it is empty"),
         (["serve", "--allow-storage", " "], "--allow-storage ' ': it is empty"),
         (["serve", "--allow-storage", "nonsense://bucket"], "'nonsense://bucket' cannot be used as a tier"),
-        (["serve", "--storage", "spot://h:7070"], "--storage spot://h:7070: a node brings runs to directories"),
+        (["serve", "--storage", "spot://h:7070"], "--storage spot://h:7070: a server brings runs to directories"),
         (
             ["serve", "--allow-storage", "spot://h:7070"],
-            "--allow-storage spot://h:7070: a node brings runs to directories",
+            "--allow-storage spot://h:7070: a server brings runs to directories",
         ),
         (["drill", "--limit", "0", "--", "true"], "--limit=0"),
         (["drill", "--keep", "/dev/null", "--", "true"], "/dev/null is no empty directory"),
@@ -339,7 +339,7 @@ WRONG = [
         (["doctor", "NOWHERE", "--sample", "64"], "--sample 64: that is 64 bytes. Give a unit"),
         (["doctor", "NOWHERE", "--lifetime", "0"], "--lifetime=0.0"),
         (["doctor", "NOWHERE", "--replicas", "0"], "--replicas=0"),
-        (["doctor", "NOWHERE", "--replicas", "2"], "--replicas=2: each replica is at a node of its own, and --server"),
+        (["doctor", "NOWHERE", "--replicas", "2"], "--replicas=2: each replica is at a server of its own"),
         (["doctor", "spot://127.0.0.1:9"], "spot://127.0.0.1:9 is a snapshot server: give a directory or URL"),
         (["doctor", "NOWHERE", *2 * ("--server", "spot://h:9")], "--server names spot://h:9 twice"),
         *(

@@ -840,7 +840,7 @@ def test_doctor_with_replicas(tmp_path: Path, capsys: Said, monkeypatch: pytest.
     monkeypatch.setattr(doctor, "memory_limit_bytes", lambda _limit: 2 * 10**9)
     command = ["doctor", str(tmp_path / "run"), "--sample", "1MB", "--snapshot-size", "500MB", "--server", nodes[0]]
     assert main([*command, "--replicas", "2"]) == 2
-    assert "--replicas=2: each replica is at a node of its own, and --server names 1 of them" in capsys.readouterr().err
+    assert "--replicas=2: each replica is at a server of its own, and --server names 1" in capsys.readouterr().err
     assert main([*command, "--server", nodes[1], "--replicas", "2"]) == 0
     said = capsys.readouterr().out
     assert f"servers={nodes!r}, replicas=2)" in said

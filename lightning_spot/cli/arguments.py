@@ -73,7 +73,7 @@ def location_of(url: str, nodes: Sequence[str], run: str | None) -> Location:
 
 
 def check_replicas_given(replicas: int, nodes: Sequence[str]) -> None:
-    """Refuse a number of replicas for which too few nodes are named.
+    """Refuse a number of replicas for which too few servers are named.
 
     Raises:
         SettingsError: naming both flags.
@@ -81,5 +81,5 @@ def check_replicas_given(replicas: int, nodes: Sequence[str]) -> None:
     check_number("--replicas", replicas, 1, whole=True)
     if replicas > max(1, len(nodes)):
         raise SettingsError(
-            f"--replicas={replicas}: each replica is at a node of its own, and --server names {len(nodes)} of them"
+            f"--replicas={replicas}: each replica is at a server of its own, and --server names {len(nodes)} of them"
         )

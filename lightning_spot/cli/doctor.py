@@ -41,7 +41,7 @@ ALONE, WITH_NODE = "storage only", "with the snapshot server"
 _WORTH_A_NODE = 0.01
 _USUAL_BYTES = 10**9
 """Size of a snapshot of which nothing is known."""
-_MEMORY_FILES = "memory files are used, and end with the node that holds them"
+_MEMORY_FILES = "memory files are used, and end with the server that holds them"
 _RULE = "set AbortIncompleteMultipartUpload, to 7 days say"
 _ABORTS = {
     "Rules": [
@@ -59,7 +59,7 @@ _WAY_ON = (
 
 
 def why_not_carried(node: str, durable_url: str) -> str:
-    """Why a node would not bring runs to a durable directory, ``""`` if it would.
+    """Why a server would not bring runs to a durable directory, ``""`` if it would.
 
     Args:
         node: its URL.
@@ -79,7 +79,7 @@ def why_not_carried(node: str, durable_url: str) -> str:
 
 
 def together(nodes: Sequence[str], speed: Callable[[str], float]) -> float:
-    """Bytes per second that several nodes take at the same time.
+    """Bytes per second that several servers take at the same time.
 
     Args:
         nodes: their URLs.
@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="spot://HOST:PORT",
         help="also measure this snapshot server",
     )
-    parser.add_argument("--replicas", type=int, default=1, metavar="N", help="nodes that keep each snapshot (1)")
+    parser.add_argument("--replicas", type=int, default=1, metavar="N", help="servers that keep each snapshot (1)")
     parser.add_argument(
         "--snapshot-size", metavar="SIZE", help="size of a snapshot (that of the newest at DIRPATH, or 1GB)"
     )
@@ -205,7 +205,7 @@ def _size(arguments: argparse.Namespace, flag: str) -> int:
 
 
 def _ask(url: str) -> Holdings:
-    """What is at a durable tier.
+    """What is in storage.
 
     Raises:
         SpotError: if it cannot be used, or says nothing: its library may wait for minutes.
@@ -252,7 +252,7 @@ def node_speed(run_url: str, nbytes: int) -> float:
     """Bytes per second at which a snapshot server on this host commits a snapshot: copied into its slot and checked.
 
     Args:
-        run_url: of a run that there is not; its node is started, and ends by itself.
+        run_url: of a run that there is not; its server is started, and ends by itself.
         nbytes: how much to commit.
     """
     image = bytes(nbytes)
@@ -271,7 +271,7 @@ def node_speed(run_url: str, nbytes: int) -> float:
             host.seal(lease, manifest)
             took_s.append(time.perf_counter() - started)
         for manifest in host.manifests():
-            host.remove(manifest.name)  # safe nowhere else: the node would leave its slot in memory
+            host.remove(manifest.name)  # safe nowhere else: the server would leave its slot in memory
         return nbytes / min(took_s)
     finally:
         host.leave(complete=True)
@@ -385,7 +385,7 @@ def _print(facts: dict[str, Any], outlooks: dict[str, Outlook], snapshot_bytes: 
         console.print(f"stored at all snapshot servers at the same time: {format_bytes(speed)}/s")
     for node, why in facts["not_carried"].items():
         console.print(
-            f"{node} brings no run to its durable directory, and no model in shards on several hosts is spread over it:"
+            f"{node} brings no run to its durable directory, and no sharded model on several hosts is spread over it:"
             f" {why}",
             markup=False,
         )

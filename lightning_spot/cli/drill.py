@@ -50,7 +50,7 @@ class Training:
         self._folder = folder
 
     def launched(self) -> list[int]:
-        """Processes that a launcher such as torchrun has put into groups of their own, and not the run's node."""
+        """Processes that a launcher such as torchrun has put into groups of their own, and not the run's server."""
         if self.process.poll() is not None:  # its number may be another process's by now
             return []
         nodes = [find_record(str(run)).process() for run in (self._folder / "runs").glob("*")]
@@ -75,7 +75,7 @@ class Training:
 
 @contextlib.contextmanager
 def training(command: list[str], folder: Path, notice: Path) -> Iterator[Training]:
-    """Run a command until it is left: then all of it is ended, but its node.
+    """Run a command until it is left: then all of it is ended, but its server.
 
     Args:
         command: that trains.

@@ -16,7 +16,7 @@ _NARROWEST = 400  # columns: names and URLs are read by programs, and copied; a 
 
 
 class PlainConsole(Console):  # type: ignore[misc]  # rich is not followed
-    """Prints text as it is: a node or a bucket may have chosen any part of it."""
+    """Prints text as it is: a server or a bucket may have chosen any part of it."""
 
     def print(self, *objects: Any, **how: Any) -> None:
         """Print, see ``rich``; each text is one line without markup."""

@@ -78,7 +78,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def _records(url: str) -> list[AttemptRecord]:
-    """The records at the durable tier; of killed attempts with what this host and their snapshots tell beyond them."""
+    """The records in storage; of killed attempts with what this host and their snapshots tell beyond them."""
     records = read_records(url)
     if all(record.end != "running" for record in records):
         return records

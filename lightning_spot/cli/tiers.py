@@ -131,7 +131,7 @@ def _check_names_a_run(url: str) -> None:
 
 
 def _ask_nodes(url: str, arguments: argparse.Namespace) -> Found:
-    """Ask nodes for a run by its name (``RUN``, or ``RUN@ID`` where several have it)."""
+    """Ask servers for a run by its name (``RUN``, or ``RUN@ID`` where several have it)."""
     check_given("/", arguments.server, arguments.run_name)
     address, path = parse_spot_url(url)
     run = arguments.run_name or path.split("/")[0]
@@ -139,7 +139,7 @@ def _ask_nodes(url: str, arguments: argparse.Namespace) -> Found:
         raise SettingsError(f"{url!r} names no run; write {address}/RUN")
     found = Found(
         is_known=False,
-        hint="a node that was restarted knows only what it had in memory; ask by the run's URL",
+        hint="a server that was restarted knows only what it had in memory; ask by the run's URL",
     )
     nodes = [str(address), *(str(parse_spot_url(item)[0]) for item in arguments.server)]
     answers: list[tuple[Source, Holdings]] = []
@@ -180,7 +180,7 @@ def _ask_run(url: str, arguments: argparse.Namespace) -> Found:
 
 
 def _entries(source: Source, holdings: Holdings) -> list[Entry]:
-    """The snapshots a tier holds, with their state; a node says of each where it is safe."""
+    """The snapshots a tier holds, with their state; a server says of each where it is safe."""
     node = source if isinstance(source, MemorySource) else getattr(source, "store", None)
     if isinstance(node, (MemorySource, NodeStore)):
         listed = [item for item in node.listing() if not item.manifest.is_file]

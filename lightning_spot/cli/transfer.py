@@ -52,7 +52,7 @@ def copy(arguments: argparse.Namespace) -> int:
     nbytes = target.stat().st_size if one_file else wanted.stored_bytes
     say(f"{target}: {format_bytes(nbytes)}, step {wanted.step}, from {snapshot.tier}, every checksum holds")
     if not one_file:
-        say("That is a directory, of a model in shards. --consolidate makes one plain file of it")
+        say("That is a directory, of a sharded model. --consolidate makes one plain file of it")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""How a node is run, and the flags of ``lightning-spot serve`` that say so."""
+"""How a server is run, and the flags of ``lightning-spot serve`` that say so."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeSettings:
-    """How a node is run.
+    """How a server is run.
 
     Attributes:
         host: address to listen on, ``""`` for a Unix socket only.
         port: TCP port; 0 takes a free one.
         record: sockets of a local server.
         flush_to: directory, or URL of a bucket, below which runs are flushed.
-        allow: prefixes of durable URLs that trainers may have this node write to.
+        allow: prefixes of durable URLs that trainers may have this server write to.
         memory_bytes: limit of the slots' memory.
         run_memory_bytes: limit of the slots' memory of one run; ``None`` for no such limit.
         slots: most slots of the ring; ``None`` for as many as fit the memory.
@@ -145,8 +145,8 @@ def settings_from(arguments: argparse.Namespace) -> NodeSettings:
     host = host.strip("[]")
     if not is_loopback(host) and read_environment().token is None:
         raise SettingsError(
-            f"--listen {arguments.listen}: a node listens beyond this host only with a token. Set LIGHTNING_SPOT_TOKEN"
-            " (or LIGHTNING_SPOT_TOKEN_FILE) here and on the trainers, or listen on 127.0.0.1"
+            f"--listen {arguments.listen}: a server listens beyond this host only with a token. Set"
+            " LIGHTNING_SPOT_TOKEN (or LIGHTNING_SPOT_TOKEN_FILE) here and on the trainers, or listen on 127.0.0.1"
         )
     flush_to = _absolute("--storage", arguments.storage) if arguments.storage is not None else None
     allow = tuple(check_prefix(_absolute("--allow-storage", prefix)) for prefix in arguments.allow_storage)
@@ -154,12 +154,12 @@ def settings_from(arguments: argparse.Namespace) -> NodeSettings:
 
 
 def _absolute(flag: str, url: str) -> str:
-    if why := why_no_place(url):  # it would be below the directory that the node happens to be started in
+    if why := why_no_place(url):  # it would be below the directory that the server happens to be started in
         raise SettingsError(f"{flag} {without_password(url)!r}: {why}")
     if url.startswith("spot:"):
         raise SettingsError(
-            f"{flag} {url}: a node brings runs to directories and buckets, and to no other node. Name all nodes to the"
-            " trainer instead, servers=['spot://…', 'spot://…'], with replicas=2 to have each snapshot at two of them"
+            f"{flag} {url}: a server brings runs to directories and buckets, and to no other server. Name all of them"
+            " to the trainer, servers=['spot://…', 'spot://…'], with replicas=2 to have each snapshot at two of them"
         )
     return url if "://" in url else os.path.abspath(os.path.expanduser(url))
 
