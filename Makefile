@@ -15,7 +15,7 @@ OLDEST_TESTS := tests/test_exact.py tests/test_exact_guards.py tests/test_exact_
 # Where `make stores` installs servers that are no AWS, and the libraries for them, apart from what development needs.
 STORES ?= .stores
 
-.PHONY: demo test tests test-oldest lint audit soak stores bench bench-peers clean
+.PHONY: demo test tests test-oldest lint audit soak mutations stores bench bench-peers clean
 
 demo: $(VENV)/.ready-examples
 	$(BIN)/python examples/demo.py
@@ -44,6 +44,10 @@ audit: $(VENV)/.ready-dev
 
 soak: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m soak
+
+# Turns off each part of the state, fsync, fence and checksum in turn: tests must fail for every one.
+mutations: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest -m soak -n $(WORKERS) --dist worksteal tests/test_mutations.py
 
 # What cannot be installed here is skipped.
 stores: $(VENV)/.ready-dev $(STORES)/minio $(STORES)/ceph $(STORES)/fake-gcs $(STORES)/clients $(STORES)/azurite

@@ -208,6 +208,26 @@ class Toggling(Lean):
         return torch.optim.Adam(self.net[0].parameters(), 0.01), torch.optim.Adam(self.net[4].parameters(), 0.01)
 
 
+class Accumulating(Lean):
+    """Steps with one optimizer in every batch, and with the other on the gradients of four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first, second = self.optimizers()  # type: ignore[misc] # there are two
+        self.manual_backward(super().training_step(batch, batch_idx))
+        first.step()
+        first.zero_grad()
+        if batch_idx % 4 == 3:
+            second.step()
+            second.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.net[0].parameters(), 0.01), torch.optim.Adam(self.net[4].parameters(), 0.01)
+
+
 class Extra(Weighted):
     """Gives more than tensors as its state, and has a layer that takes its shape later."""
 

@@ -307,6 +307,37 @@ class WithData(Lean):
         return DataLoader(Rows(samples=8), BATCH, shuffle=True, generator=torch.Generator().manual_seed(5))
 
 
+class Drawing:
+    """A sampler that draws a number when an epoch starts, and none to sample by."""
+
+    def __init__(self, draw: Callable[[], object]) -> None:
+        self.draw = draw
+
+    def __iter__(self) -> Iterator[int]:
+        self.draw()
+        return iter(range(SAMPLES))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class SharedGenerator(Lean):
+    """Draws from a generator that its sampler draws from, too, and does not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(5)
+
+    def draw(self) -> torch.Tensor:
+        return torch.rand((), generator=self.generator)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Rows(), BATCH, sampler=Drawing(lambda: self.draw()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (1 + self.draw())
+
+
 class DrawingForValidation(WithData):
     """Validates on what is drawn when Lightning asks."""
 

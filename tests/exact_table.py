@@ -537,6 +537,7 @@ LOOPS: dict[str, Case] = {
     ),
     "cache-of-the-module": Case(model=m.Caching, says="Caching.cache, Caching.cached"),
     "plain-values-and-generators": Case(model=kept.Kinds, stops=(8, 4)),
+    "generator-of-the-module-and-its-sampler": Case(model=m.SharedGenerator, loaders=None, val=None, stops=(8, 4)),
     "buffers-outside-the-state-dict": Case(model=kept.Beside, stops=(8, 4)),
     "buffers-that-training-makes": Case(model=kept.Growing, says=kept.MADE, differs=True),
     "objects-of-the-module": Case(
@@ -551,6 +552,7 @@ LOOPS: dict[str, Case] = {
     "buffers-without-a-shape": Case(model=kept.Odd, stops=(8, 4)),
     "left-out-of-the-state-dict": Case(model=kept.LeavingOut, stops=(8, 4)),
     "toggled-over-batches": Case(model=kept.Toggling, stops=(2, 5)),
+    "gradients-over-batches": Case(model=kept.Accumulating, stops=(7,)),
     "gathered-outputs": Case(model=m.Gathering),
     "skipped-batches": Case(model=m.Skipping, loaders=lambda: rows(batch_size=3), stops=(9, 6)),
     "iterator-step": Case(model=m.Fetching),

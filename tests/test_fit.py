@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import re
 import subprocess
 import warnings
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
@@ -343,6 +345,34 @@ def test_a_finished_run_has_the_buffers_that_no_state_dict_has(tmp_path: Path) -
     trainer(spot(tmp_path)).fit(found_it_complete, data())
     assert trained.bank > 0
     assert torch.equal(found_it_complete.bank, trained.bank)
+
+
+class Logged(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+def test_a_finished_run_has_what_was_logged_last(tmp_path: Path) -> None:
+    last = []
+    for _ in range(2):
+        new_process()
+        trains = trainer(spot(tmp_path))
+        trains.fit(Logged(), data())
+        logged = {name: float(value) for name, value in trains.callback_metrics.items()}
+        last.append({name: value for name, value in logged.items() if not name.startswith("spot/")})
+    assert last[0] == last[1] != {}
+
+
+def test_after_a_finished_run_numbers_are_drawn_as_after_training(tmp_path: Path) -> None:
+    drawn = []
+    for seed in (1, 2):
+        new_process()
+        pl.seed_everything(seed, verbose=False)
+        trainer(spot(tmp_path)).fit(Net(), data())
+        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+    assert drawn[0] == drawn[1]
 
 
 def test_a_finished_run_says_so(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -38,8 +39,9 @@ from lightning_spot.errors import (
     TierReason,
 )
 from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.parts import checksum
 from lightning_spot.memory.runs import RunInfo, parse_run
-from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, Frame, PartKind, parse_spot_url
+from lightning_spot.protocol.wire import DIGEST_HEADER, NO_DIGEST, PROTOCOL_HEADER, Frame, PartKind, parse_spot_url
 from lightning_spot.service.program import main
 from lightning_spot.service.settings import add_arguments, settings_from
 from lightning_spot.tiers.local import LocalStore
@@ -184,6 +186,16 @@ def test_bad_requests(start_node: StartNode, method: str, path: str, body: bytes
     assert client_of(node).call("GET", "/v1/status")["protocol"] == PROTOCOL_VERSION  # and the node lives on
 
 
+def test_a_request_that_came_damaged_is_refused(start_node: StartNode) -> None:
+    node, said = start_node(), b'{"attempt": 1}'
+    url = node.url.replace("spot://", "http://") + "/v1/runs/run/open"
+    headers = {**OURS, DIGEST_HEADER: checksum(said[::-1])}
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(urllib.request.Request(url, data=said, headers=headers, method="POST"))
+    assert caught.value.code == 400
+    assert client_of(node).call("GET", "/v1/runs")["runs"] == []
+
+
 def test_from_another_host_nobody_fills_a_slot_with_others_nor_seals_one(start_node: StartNode) -> None:
     node = client_of(start_node())
     node.call("POST", "/v1/runs/run/open", {"attempt": 1})
@@ -275,6 +287,20 @@ def test_a_given_up_stream_cannot_reach_the_next_snapshot(start_node: StartNode)
     client.call("DELETE", f"/v1/uploads/{upload}")
     assert client.call("POST", "/v1/runs/run/uploads", {**body, "wait_s": 20.0})["upload"] != upload
     assert stream._socket.recv(1) == b""  # the node has hung up
+
+
+def test_a_part_that_came_damaged_is_never_committed(start_node: StartNode) -> None:
+    client, data = client_of(start_node()), random.Random(1).randbytes(2**16)
+    client.call("POST", "/v1/runs/run/open", {"attempt": 1})
+    upload = client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": len(data)})["upload"]
+    stream = client.stream(upload)
+    part = OutgoingPart.whole(0, memoryview(data), checksum(data[::-1]))
+    ((_, arrived),) = stream.send([part])
+    stream.close()
+    assert arrived == checksum(data)
+    manifest = Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=len(data))
+    with pytest.raises(CorruptSnapshotError):
+        client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": manifest.to_dict()})
 
 
 def test_a_part_damaged_on_its_way_is_sent_again(start_node: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -400,7 +400,11 @@ def test_the_plain_file_made_of_it_is_what_one_device_would_have_saved(
     at_rest(image, manifest, folder)
     (folder / "manifest.json").write_text(manifest.to_json())
 
-    write_plain(folder, tmp_path / "plain.ckpt")
+    synced: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", synced.append)
+        write_plain(folder, tmp_path / "plain.ckpt")
+    assert len(synced) == 1
     plain = torch.load(tmp_path / "plain.ckpt", weights_only=True)
     assert same({key: plain[key] for key in ("epoch", "rank")}, {"epoch": 3, "rank": 0})
     assert same(plain["state_dict"], dict(model.state_dict()))
