@@ -689,8 +689,8 @@ FENCES = [
     Mutation(
         "unclaimed",
         "tiers.claims",
-        "    if existing is None:\n        raise UnclaimedError",
-        "    if existing is None:\n        return\n        raise UnclaimedError",
+        "    if existing is None:\n        raise TierError",
+        "    if existing is None:\n        return\n        raise TierError",
         "a node writes into a directory that its trainer never claimed",
         _of("ownership", "a_node_does_nothing_where_the_attempt_has_not_claimed"),
     ),
@@ -1083,8 +1083,8 @@ RING = [
     Mutation(
         "dropped if torn",
         "capture.copying",
-        "        if self.job.moved:\n            return Torn",
-        "        if False:\n            return Torn",
+        "        if self.job.moved:\n            return Snap",
+        "        if False:\n            return Snap",
         "a torn snapshot is committed",
         _of("fit", "a_tensor_that_moves_is_never_committed"),
     ),

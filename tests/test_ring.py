@@ -110,7 +110,7 @@ def test_the_end_of_a_run_stays_until_the_tier_has_it(make: Callable[..., Bench]
     until(lambda: bench.tier().tries, "the flusher to take the first")
     bench.save(2, complete=True)
     bench.save(3)
-    with pytest.raises(RingFullError):
+    with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
         bench.save(4)  # one is being written, one is owed, and one is the newest
     assert sorted(bench.committed()) == [1, 2, 3]
     bench.tier().open.set()
