@@ -297,7 +297,7 @@ def test_machines_that_know_no_ipv4(
         lose(machines, "a rank")
         assert machines.wait("run") == [0, 0]
         log = (tmp_path / "run" / "log-0").read_text()
-        assert re.search(r"resumes at step \d+ .* from (memory|spot://\[fd79::3\])", log)
+        assert re.search(r"resumes at step \d+ .* from (host|spot://\[fd79::3\])", log)
         assert "does not reach rank 0" not in log
         assert accounts(tmp_path / "run", 2)[0]["missed"] == 0
         check_states(tmp_path / "run")

@@ -193,7 +193,10 @@ def test_every_setting_of_every_public_class_is_tried() -> None:
         "IntervalPolicy",
         "Notice",
         "NoticeSource",
+        "NoticeUnavailableError",
         "PreemptedError",
+        "SettingsError",
+        "TierError",
         "SpotError",
     }  # not to be set
     assert public - others == {kind.__name__ for kind in SETTINGS}

@@ -66,7 +66,7 @@ class Training:
         self.dirpath = root / "run-1"
         self.ballast, self.pace_s = ballast, pace_s
         self.promised: Order = (0, 0)
-        self.seen = {"memory": 0, "durable": 0, "nowhere": 0}
+        self.seen = {"host": 0, "storage": 0, "nowhere": 0}
         self._root = root
         self._trials = 0
         self._trainers = Server("tests.crash_trainer", root / "trainers.log", python)
@@ -206,7 +206,7 @@ def test_killed_at_random_points(begin: Callable[..., Training], chance: random.
     chance.shuffle(kinds)
     training = begin(ballast)
     again_and_again(training, [TRAINER, *kinds], chance, 0.5)
-    assert training.seen["memory"] > 0
+    assert training.seen["host"] > 0
 
 
 @pytest.mark.soak

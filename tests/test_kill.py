@@ -51,7 +51,7 @@ def kill_node(run_dir: Path) -> None:
 
 def kill_again_and_again(zygote: Zygote, root: Path, kinds: list[str], chance: random.Random) -> dict[str, int]:
     """Start, kill and start again; after each kill, check what the next trainer resumed from."""
-    run_dir, seen = root / "run-1", {"memory": 0, "durable": 0, "nowhere": 0, "steps kept beyond the promise": 0}
+    run_dir, seen = root / "run-1", {"host": 0, "storage": 0, "nowhere": 0, "steps kept beyond the promise": 0}
     promised, last_told = 0, 0
     for trial, kind in enumerate(kinds):
         oracle = root / f"oracle-{trial}"
@@ -85,7 +85,7 @@ def test_killed_at_random_points(zygote: Zygote, tmp_path: Path, seed: int) -> N
     kinds = list(KINDS)
     chance.shuffle(kinds)
     seen = kill_again_and_again(zygote, tmp_path, [*kinds, "trainer"], chance)
-    assert seen["memory"] >= kinds.count("trainer"), seen
+    assert seen["host"] >= kinds.count("trainer"), seen
 
 
 @pytest.mark.soak
@@ -96,7 +96,7 @@ def test_killed_at_a_hundred_random_points(zygote: Zygote, tmp_path: Path, seed:
     chance.shuffle(kinds)
     seen = kill_again_and_again(zygote, tmp_path, [*kinds, "trainer"], chance)
     print(seen)
-    assert seen["memory"] >= 60, seen
+    assert seen["host"] >= 60, seen
 
 
 @pytest.mark.soak
