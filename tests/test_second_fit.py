@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import os
 import pickle
 import uuid
@@ -91,15 +92,20 @@ def test_a_link_to_a_dirpath_is_the_same_place(tmp_path: Path) -> None:
     assert not torch.equal(second.net[0].bias, first.net[0].bias)
 
 
-def test_a_child_that_a_program_starts_for_each_fit_says_whose_weights_it_was_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What one child has trained, the next one does not know: the second fold had the weights of the first."""
-    fold(tmp_path, start=0.0)
-    new_process()
-    monkeypatch.setattr("multiprocessing.parent_process", object)
-    with pytest.warns(UserWarning, match=r"ddp_spawn.* a dirpath of its own"):
-        fold(tmp_path, start=1.0)
+def _fold_in_a_child(folder: Path, start: float) -> None:
+    callback, _ = fold(folder, start=start)
+    with open(folder / "names", "a") as file:
+        print(callback.location.name, callback.resumed_from is None, file=file)
+
+
+def test_processes_that_a_program_starts_for_each_fit_count_together(tmp_path: Path) -> None:
+    """What one of them had trained, the next one did not know: the second fold had the weights of the first."""
+    for start in (0.0, 1.0):
+        process = multiprocessing.get_context("fork").Process(target=_fold_in_a_child, args=(tmp_path, start))
+        process.start()
+        process.join(100)
+        assert process.exitcode == 0
+    assert (tmp_path / "names").read_text().splitlines() == ["run True", "run-fit-2 True"]
 
 
 class Tried(Net):

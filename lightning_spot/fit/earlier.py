@@ -1,22 +1,30 @@
-"""What this process has trained before: the n-th ``fit`` at one ``dirpath`` is the run ``dirpath/fit-n``.
+"""What this program has trained before: the n-th ``fit`` at one ``dirpath`` is the run ``dirpath/fit-n``.
 
 So no second training (a fold, another model, a second phase) is given the first one's weights, and each finds its own
-run again when the program is killed and started again. A ``fit`` that an exception ended is not counted: the next one
-goes on from there, and says so.
+run again when the program is killed and started again. Where each ``fit`` has processes of its own (``ddp_spawn``,
+``ddp_notebook``), what those before it have finished stands in a small file of this host. A ``fit`` that an exception
+ended is not counted: the next one goes on from there, and says so.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import logging
+import multiprocessing
 import os
 import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 from lightning_spot.client.starting import attach
-from lightning_spot.errors import PreemptedError, SpotError
+from lightning_spot.errors import PreemptedError, SettingsError, SpotError
+from lightning_spot.protocol.ownership import open_file, read_file
+from lightning_spot.protocol.process import ProcessId
+from lightning_spot.protocol.record import NodeRecord, find_record
 from lightning_spot.run.location import Location
+from lightning_spot.untrusted import SMALL_BYTES, integer, line, read_object
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +36,8 @@ _GIVEN_UP = "TrialPruned"  # Optuna's word for a trial that shall not go on
 
 def next_at(named: Location) -> Location:
     """Where the run is of the ``fit`` that begins, of those at the location that the user named: the first is there."""
+    if named.canonical not in _finished:
+        _finished[named.canonical] = _finished_by_others(named)
     number = _finished[named.canonical] + 1
     if number == 1:
         return named
@@ -38,6 +48,7 @@ def finished(named: Location) -> None:
     """A ``fit`` has come to its end, of those at the location that the user named."""
     _finished[named.canonical] += 1
     _interrupted.pop(named.canonical, None)
+    _tell_others(named)
 
 
 def interrupted(named: Location, error: BaseException) -> None:
@@ -73,6 +84,47 @@ def forget() -> None:
     _finished.clear()
     _interrupted.clear()
     _nodes.clear()
+
+
+def _program() -> ProcessId | None:
+    """The program that has started this process to train in it; ``None`` where this is the program."""
+    parent = multiprocessing.parent_process()
+    return ProcessId.of(parent.pid) if parent is not None and parent.pid is not None else None
+
+
+def _finished_by_others(named: Location) -> int:
+    """How many fits other processes of the same program have finished there."""
+    if (program := _program()) is None:
+        return 0
+    try:
+        kept = read_object(read_file(_note(find_record(named.canonical)), SMALL_BYTES))
+        theirs = ProcessId.from_json(line(kept, "program", None))
+        return integer(kept, "finished", None, 0, 2**31) if theirs == program else 0
+    except (OSError, SettingsError):  # nothing is there, or what a crash has left
+        return 0
+
+
+def _tell_others(named: Location) -> None:
+    """Note for the next process of the program how many there are. Every rank of a host writes the same."""
+    if (program := _program()) is None:
+        return
+    try:
+        with find_record(named.canonical).opened() as record:
+            new = _note(record).with_name(f"{_note(record).name}-{os.getpid()}")
+            with open(open_file(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
+                json.dump({"program": program.to_json(), "finished": _finished[named.canonical]}, file)
+            os.replace(new, _note(record))
+    except (OSError, SettingsError) as error:
+        logger.warning(
+            "lightning_spot: the next fit of this program at %s will be taken for this one (%s): give it a dirpath of"
+            " its own",
+            named.url,
+            error,
+        )
+
+
+def _note(record: NodeRecord) -> Path:
+    return record.folder / f"{record.key}.fits"
 
 
 def _at_exit(pid: int) -> None:

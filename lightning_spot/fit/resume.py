@@ -9,7 +9,6 @@ start. What is put back at which place of the loops is in
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import re
 import time
@@ -118,7 +117,7 @@ class Resume(OfTrainer):
             self._locations[named] = location = ranks.tell(earlier.next_at(named))
             if location != named:
                 rank_zero_info(
-                    f"lightning_spot: this process has finished a fit at {named.url}: this fit is a run of its own, in"
+                    f"lightning_spot: this program has finished a fit at {named.url}: this fit is a run of its own, in"
                     f" {location.url}"
                 )
             if self.is_wanted():
@@ -356,12 +355,6 @@ class Resume(OfTrainer):
             " nothing was left to train. Raise max_epochs or max_steps to go on, or choose another dirpath for a"
             " new run"
         )
-        if multiprocessing.parent_process() is not None:  # what the program has trained before is not known in it
-            rank_zero_warn(
-                f"lightning_spot: the weights are those of the end of {location.url}. In processes that a program"
-                " starts for each fit (ddp_spawn, ddp_notebook), each fit counts as the first one there: if this is"
-                " another training than that one, give it a dirpath of its own"
-            )
 
 
 # -- what other hosts owe ---------------------------------------------------------------------------------------------
