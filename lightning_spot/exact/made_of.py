@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_spot.errors import SettingsError
@@ -87,6 +88,8 @@ class FixedSteps:
             return
         for name, last, steps in _fixed_steps(trainer, None):
             if last < steps <= self._made.get(name, 0):
+                # The error alone may be caught by the program, which then would not know which step is meant.
+                rank_zero_warn(f"lightning_spot: the scheduler {name} ends at its step {last}, this run at {steps}")
                 raise SettingsError(
                     f"the scheduler {name} comes back with total_steps={last}, and the run is to take {steps} steps"
                     " with it: torch ends the training there. Give the run as many epochs and steps as before, or a"
