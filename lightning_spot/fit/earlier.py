@@ -20,7 +20,7 @@ from pathlib import Path
 
 from lightning_spot.client.starting import attach
 from lightning_spot.errors import PreemptedError, SettingsError, SpotError
-from lightning_spot.protocol.ownership import open_file, read_file
+from lightning_spot.protocol.ownership import read_file, replace_file
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import NodeRecord, find_record
 from lightning_spot.run.location import Location
@@ -108,12 +108,10 @@ def _tell_others(named: Location) -> None:
     """Note for the next process of the program how many there are. Every rank of a host writes the same."""
     if (program := _program()) is None:
         return
+    kept = {"program": program.to_json(), "finished": _finished[named.canonical]}
     try:
         with find_record(named.canonical).opened() as record:
-            new = _note(record).with_name(f"{_note(record).name}-{os.getpid()}")
-            with open(open_file(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
-                json.dump({"program": program.to_json(), "finished": _finished[named.canonical]}, file)
-            os.replace(new, _note(record))
+            replace_file(_note(record), json.dumps(kept).encode())
     except (OSError, SettingsError) as error:
         logger.warning(
             "lightning_spot: the next fit of this program at %s will be taken for this one (%s): give it a dirpath of"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lightning_spot.errors import SettingsError
 from lightning_spot.goodput.ledger import AttemptRecord
-from lightning_spot.protocol.ownership import open_file, read_file
+from lightning_spot.protocol.ownership import read_file, replace_file
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import NodeRecord, find_record
 from lightning_spot.untrusted import LARGE_BYTES, as_object, read_object
@@ -44,12 +44,7 @@ def keep_reached(run_url: str, record: AttemptRecord) -> None:
         "process": process.to_json() if process is not None else None,
     }
     with find_record(run_url).opened() as opened:
-        path = _path(opened, record.attempt)
-        new = path.with_name(f"{path.name}-new")
-        new.unlink(missing_ok=True)  # of a killed trainer
-        with open(open_file(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-            file.write(json.dumps(kept).encode())
-        os.replace(new, path)
+        replace_file(_path(opened, record.attempt), json.dumps(kept).encode())
 
 
 def read_reached(run_url: str, attempt: int) -> AttemptRecord | None:

@@ -122,6 +122,23 @@ def open_file(path: Path, flags: int = os.O_RDONLY, *, linked: bool = False) -> 
     return fd
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Put a file of this user's in the place of what is there. A reader never sees half of it.
+
+    Args:
+        path: in an :class:`OwnDirectory`.
+        data: what it holds then.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    new = path.with_name(f"{path.name}-{os.getpid()}")
+    new.unlink(missing_ok=True)  # of a killed process
+    with open(open_file(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+        file.write(data)
+    os.replace(new, path)
+
+
 def read_file(path: Path, most_bytes: int, *, linked: bool = False) -> bytes:
     """What is in a file of this user's, see :func:`open_file`.
 
