@@ -110,11 +110,6 @@ def problems(trainer: pl.Trainer) -> dict[str, str]:
     return found
 
 
-def problem_of(part: str, trainer: pl.Trainer) -> str | None:
-    """Why a part whose names are there later than at ``setup`` cannot do its work; ``None`` if it can."""
-    return next((problem for name in ALL if name.part == part and (problem := name.problem(trainer))), None)
-
-
 class Switches:
     """Which parts of this module do their work in one ``fit``; all, until one fails."""
 
