@@ -57,6 +57,12 @@ def test_the_guide_names_every_variable() -> None:
     assert set(re.findall(r"LIGHTNING_SPOT_[A-Z_]+", GUIDE)) == known - of_the_drill
 
 
+@pytest.mark.parametrize("recipe", sorted(path.name for path in (ROOT / "examples/restart").iterdir()))
+def test_recipes_name_variables_that_are_read(recipe: str) -> None:
+    named = set(re.findall(r"LIGHTNING_SPOT_[A-Z_]+", (ROOT / "examples/restart" / recipe).read_text()))
+    assert named <= set(re.findall(r"LIGHTNING_SPOT_[A-Z_]+", inspect.getsource(config)))
+
+
 def test_the_settings_of_the_guide_are_there() -> None:
     made_here = [lightning_spot.SpotCheckpoint, lightning_spot.EverySteps, lightning_spot.EverySeconds]
     made_here += [lightning_spot.ConvergenceAware, lightning_spot.PreemptionGuard, lightning_spot.SpotCheckpointIO]
