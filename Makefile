@@ -15,7 +15,7 @@ OLDEST_TESTS := tests/test_exact.py tests/test_exact_guards.py tests/test_exact_
 # Where `make stores` installs servers that are no AWS, and the libraries for them, apart from what development needs.
 STORES ?= .stores
 
-.PHONY: demo test tests test-oldest lint audit soak mutations stores bench bench-peers clean
+.PHONY: demo test tests fast test-oldest test-newest lint audit soak mutations stores docs dist-check bench bench-peers clean
 
 demo: $(VENV)/.ready-examples
 	$(BIN)/python examples/demo.py
@@ -27,8 +27,18 @@ test: $(VENV)/.ready-dev
 tests: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
+# Under 90 s: what needs no process of its own.
+fast: $(VENV)/.ready-dev
+	$(MAKE) --no-print-directory --jobs=2 lint unit
+
+unit: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/unit
+
 test-oldest: $(VENV)-oldest/.ready
 	$(VENV)-oldest/bin/python -m pytest -n $(WORKERS) --dist worksteal $(OLDEST_TESTS)
+
+test-newest: $(VENV)-newest/.ready
+	$(VENV)-newest/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
@@ -70,6 +80,16 @@ $(STORES)/ceph:
 $(STORES)/azurite:
 	npm install --silent --no-audit --no-fund --prefix $@ azurite@3 || rm -rf $@
 
+docs: $(VENV)/.ready-docs
+	$(BIN)/python scripts/diagrams.py
+	$(BIN)/mkdocs build --strict --quiet --site-dir site
+
+# The wheel in a clean environment: the quick start, killed and resumed.
+dist-check: $(VENV)/.ready-release
+	rm -rf dist
+	$(BIN)/python -m build --quiet --outdir dist .
+	scripts/try-wheel dist/*.whl
+
 bench: $(VENV)/.ready-dev
 	$(BIN)/python -m benchmarks
 
@@ -79,7 +99,7 @@ bench-peers: $(VENV)/.ready-bench
 	$(BIN)/python -m benchmarks peers --publish --budget 40m $(PEERS)
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest $(STORES)
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest $(STORES) dist site
 
 # PYTHON=... chooses another interpreter than python3.11.
 $(VENV)/.ready-%: pyproject.toml constraints.txt scripts/environment
@@ -91,4 +111,8 @@ $(VENV)-oldest/.ready: Makefile pyproject.toml constraints.txt scripts/environme
 	grep -vE '^(lightning|pytorch-lightning|torchmetrics|fsspec|s3fs|aiobotocore|boto3|aiohttp|numpy)==' constraints.txt > $(VENV)-oldest/constraints.txt
 	printf '%s\n' $(OLDEST) >> $(VENV)-oldest/constraints.txt
 	CONSTRAINTS=$(VENV)-oldest/constraints.txt PYTHON="$(PYTHON)" scripts/environment $(VENV)-oldest dev
+	@touch $@
+
+$(VENV)-newest/.ready: Makefile pyproject.toml scripts/environment
+	CONSTRAINTS=/dev/null PYTHON="$(PYTHON)" scripts/environment $(VENV)-newest dev
 	@touch $@

@@ -1,1 +1,1 @@
-"""Benchmarks: ``python -m benchmarks [NAME …]``. See ``docs/benchmarks.md``."""
+"""Benchmarks: ``python -m benchmarks [NAME …]``. See ``benchmarks/LOG.md``."""

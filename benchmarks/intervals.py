@@ -1,4 +1,4 @@
-"""Writes docs/intervals.md: what the interval policies do, simulated, and the simulator against a real run.
+"""Writes benchmarks/intervals.md: what the interval policies do, simulated, and the simulator against a real run.
 
 ``python -m benchmarks.intervals [--quick]``; every figure in the document comes from here.
 """
@@ -190,7 +190,7 @@ def _verdicts(found: dict[tuple[str, str], dict[str, PolicyRow]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.intervals", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer runs")
-    parser.add_argument("--to", type=Path, default=ROOT / "docs" / "intervals.md", help="the file to write")
+    parser.add_argument("--to", type=Path, default=ROOT / "benchmarks" / "intervals.md", help="the file to write")
     parser.add_argument(
         "--real",
         type=Path,

@@ -1,4 +1,4 @@
-"""The part of docs/intervals.md on several tiers: what a snapshot server gains, closed forms for classes of failures.
+"""The part of benchmarks/intervals.md on several tiers: what a snapshot server gains, closed forms for failures.
 
 ``python -m benchmarks.intervals`` calls it; it has no command of its own.
 """

@@ -129,18 +129,21 @@ class Environment:
     """What lightning_spot reads from the process environment.
 
     Attributes:
-        token: ``LIGHTNING_SPOT_TOKEN``, or what ``…_TOKEN_FILE`` holds: the secret that requests to a node carry.
-        runtime_dir: ``LIGHTNING_SPOT_RUNTIME_DIR``: directory (mode 0700) for records and sockets of this host's nodes.
-        shm_dir: ``LIGHTNING_SPOT_SHM_DIR``: tmpfs in which slots are created, or ``None`` for memory files only.
-        drill_dir: ``LIGHTNING_SPOT_DRILL``: where a drill's training keeps its snapshots, instead of where it would.
-        notice_file: ``LIGHTNING_SPOT_NOTICE_FILE``: a file whose appearance is a notice.
-        grace_period_s: ``LIGHTNING_SPOT_GRACE_PERIOD_S``: seconds between SIGTERM and the end.
-        cloud: ``LIGHTNING_SPOT_CLOUD``: the cloud this machine is on, or ``none``; unchecked.
-        aws_endpoint: ``AWS_EC2_METADATA_SERVICE_ENDPOINT``, as Amazon's own tools read it.
-        aws_checksums: ``AWS_REQUEST_CHECKSUM_CALCULATION``, as Amazon's own libraries read it.
-        gcp_host: ``GCE_METADATA_HOST``, as Google's own tools read it.
-        slurm_job: the job's id for ``scontrol``, in a SLURM job.
-        restarter_pid: ``LIGHTNING_SPOT_RESTARTER_PID``: of the process that has this one started again on this machine.
+        token: ``LIGHTNING_SPOT_TOKEN`` or ``LIGHTNING_SPOT_TOKEN_FILE``: the secret that snapshot servers ask for, or a
+            file that holds it; 16 to 512 printable ASCII characters without blanks.
+        runtime_dir: ``LIGHTNING_SPOT_RUNTIME_DIR``: directory (mode 0700) for sockets, records and logs of this host's
+            servers. Default ``/tmp/lightning-spot-UID``.
+        shm_dir: ``LIGHTNING_SPOT_SHM_DIR``: tmpfs that holds snapshots in memory. Default ``/dev/shm``.
+        drill_dir: ``LIGHTNING_SPOT_DRILL``: set by ``lightning-spot drill``; replaces every ``dirpath``.
+        notice_file: ``LIGHTNING_SPOT_NOTICE_FILE``: file that announces a preemption when it appears.
+        grace_period_s: ``LIGHTNING_SPOT_GRACE_PERIOD_S``: seconds between SIGTERM and the end of the process.
+        cloud: ``LIGHTNING_SPOT_CLOUD``: ``aws``, ``gcp``, ``azure``, ``alibaba`` or ``none``. Default: detected.
+        aws_endpoint: ``AWS_EC2_METADATA_SERVICE_ENDPOINT``: address of Amazon's instance metadata service.
+        aws_checksums: ``AWS_REQUEST_CHECKSUM_CALCULATION``: when S3 uploads carry a trailing checksum.
+        gcp_host: ``GCE_METADATA_HOST``: address of Google's metadata server.
+        slurm_job: ``SLURM_JOB_ID``, ``SLURM_ARRAY_JOB_ID``, ``SLURM_ARRAY_TASK_ID``: the job to requeue.
+        restarter_pid: ``LIGHTNING_SPOT_RESTARTER_PID``: process that restarts the training on this machine; it receives
+            SIGTERM when ranks have stopped because the cloud takes the machine away.
     """
 
     token: str | None = field(repr=False)

@@ -2,7 +2,7 @@
 
 What a way costs is measured within one training, in which all take turns; memory, bytes and the restore of each in a
 process of its own. Nothing is begun when the budget is used up; what is missing, or failed, is named, and what was
-measured is kept. ``--publish`` measures all that ``docs/benchmarks.md`` shows.
+measured is kept. ``--publish`` measures all that ``benchmarks/LOG.md`` shows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PUBLISHED: list[dict[str, Any]] = [
     {"models": ["gpt2"], "intervals": [1, 10], "ways": LARGE, "cells": 1, "share": 0.40, **FULL},
 ]
 """What ``--publish`` measures, one comparison after the other, each in its share of the budget."""
-DOCS = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+DOCS = Path(__file__).parents[2] / "benchmarks" / "LOG.md"
 
 
 def _names(known: Any) -> Any:
@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--limit", type=_seconds, default=300.0, help="a cell fails after that (default: 300s)")
     found.add_argument("--folder", type=Path, help="a directory on the disk to save to (default: a temporary one)")
     found.add_argument("--out", type=Path, default=Path("peers"), help="where results go (default: peers)")
-    found.add_argument("--docs", action="store_true", help="also write the tables into docs/benchmarks.md")
+    found.add_argument("--docs", action="store_true", help="also write the tables into benchmarks/LOG.md")
     found.add_argument("--note", default="", help="a sentence about the machine, for the report")
     found.add_argument("--quick", action="store_true", help="a tiny model, few ways, one round: does it all work?")
     found.add_argument("--publish", action="store_true", help="all that the documentation shows, and --docs")

@@ -22,8 +22,8 @@ pass_on() {
 trap pass_on TERM
 
 # Ranks on one host find each other at a free port. On several hosts, give --nnodes, --rdzv-backend=c10d and
-# --rdzv-endpoint instead of --standalone. Hosts may come and go (--nnodes=1:2): see "Many GPUs, many hosts" in
-# docs/guide.md for what the script and gloo need then.
+# --rdzv-endpoint instead of --standalone. Hosts may come and go (--nnodes=1:2): see
+# docs/how-to/torchrun.md for what the script and gloo need then.
 torchrun --standalone --nproc-per-node "${RANKS:-2}" --max-restarts "${MAX_RESTARTS:-10}" "$@" &
 child=$!
 [ "$ending" -eq 0 ] || kill -TERM "$child"

@@ -46,7 +46,7 @@ class RemoteSnapshot(Part):
         dirpath: durable directory or fsspec URL of the run.
         servers: one or several ``spot://host:port`` of snapshot servers on other hosts, to which the one on this host
             sends. Of several, a run goes to one (to ``replicas``); runs spread over them, and go to the next when one
-            fails. Those of a sharded model on several hosts are spread over all, see docs/scale.md.
+            fails. Those of a sharded model on several hosts are spread over all.
         local_server: whether a server on this host, started by itself, holds the snapshots and outlives a killed
             trainer; without it they are held in the trainer's own memory.
         replicas: at how many of the snapshot servers each snapshot is kept, so that one of them may be lost. Each takes
@@ -67,7 +67,7 @@ class RemoteSnapshot(Part):
             compresses it (without loss) where that is faster, ``"always"`` always, ``"off"`` never. What has not
             changed is not sent in any case; what lies there is always the plain, whole file.
         lossy: ``"topk"`` is **not exact**: 9 of 10 snapshots go to snapshot servers as approximations, of which 1 % of
-            the numbers are sent, where that is faster; a resume from one says so. See ``docs/promises.md``.
+            the numbers are sent, where that is faster; a resume from one says so.
         upload_timeout_s: how long ``fit`` waits at its end until all is durable, seconds.
         server_idle_timeout_s: the local server ends when no trainer came for so long, seconds.
         server_call_timeout_s: how long a call to the local server may keep the training thread, seconds, more than 0; a

@@ -3,8 +3,7 @@
 Not exact: the numbers that are not chosen stay as they were at the receiver. Of each block, those are chosen that
 differ most from what the receiver has. As what it has is known, and not only what was sent, nothing is lost for good:
 what a number is behind grows until it is chosen (the error feedback of compressed training). The numbers themselves
-are sent, not their differences, so that nothing is rounded on the way. AsymCheck (see ``docs/architecture.md``)
-chooses in blocks, too.
+are sent, not their differences, so that nothing is rounded on the way. AsymCheck chooses in blocks, too.
 
 ::
 

@@ -54,7 +54,7 @@ class Costs:
     def drain_s(self) -> float:
         """Seconds that the nearest tier which outlives the machine takes for one snapshot; 0 if none was measured.
 
-        Snapshots that follow each other faster than that bring no newer one out of the machine: see docs/intervals.md.
+        Snapshots that follow each other faster than that bring no newer one out of the machine.
         """
         return min((tier.drain_s for tier in self.tiers if tier.survives >= Failure.MACHINE), default=0.0)
 

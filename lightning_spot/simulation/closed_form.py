@@ -1,4 +1,4 @@
-"""What is known exactly, to check the simulator against, and for a quick answer; docs/intervals.md derives it.
+"""What is known exactly, to check the simulator against, and for a quick answer; benchmarks/intervals.md derives it.
 
 ``period_s`` is the time from one snapshot's begin to the next's: the work between them and what training waits for one.
 """
