@@ -82,7 +82,7 @@ $(STORES)/azurite:
 
 docs: $(VENV)/.ready-docs
 	$(BIN)/python scripts/diagrams.py
-	$(BIN)/mkdocs build --strict --quiet --site-dir site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
 
 # The wheel in a clean environment: the quick start, killed and resumed.
 dist-check: $(VENV)/.ready-release
