@@ -6,7 +6,6 @@ import copy
 import multiprocessing
 import os
 import pickle
-import uuid
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -161,30 +160,6 @@ def test_hyperparameters_that_have_changed_since_a_snapshot_are_said(tmp_path: P
     new_process()
     with pytest.warns(UserWarning, match=r"other hyperparameters: rate 0\.1→0\.01\. .* a dirpath of its own"):
         trainer(spot(tmp_path), max_epochs=1).fit(Tried(0.01), data(6))
-
-
-def test_of_a_long_hyperparameter_the_beginning_is_said(tmp_path: Path) -> None:
-    with pytest.raises(Stop):
-        trainer(spot(tmp_path), EndAt(5), max_epochs=1).fit(Tried("before " * 999), data(6))
-    new_process()
-    with pytest.warns(UserWarning, match=r"rate 'before before .{,100}→'after after .{,100}\. Optimizers"):
-        trainer(spot(tmp_path), max_epochs=1).fit(Tried("after " * 999), data(6))
-
-
-def test_a_hyperparameter_that_is_drawn_at_each_start_is_said_once_with_the_cure(tmp_path: Path) -> None:
-    def said(*callbacks: pl.Callback) -> str:
-        new_process()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trainer(spot(tmp_path), *callbacks, max_epochs=1).fit(Tried(str(uuid.uuid4())), data(6))
-        (text,) = (str(item.message) for item in caught if "rate '" in str(item.message))
-        return text
-
-    with pytest.raises(Stop):
-        trainer(spot(tmp_path), EndAt(5), max_epochs=1).fit(Tried(str(uuid.uuid4())), data(6))
-    for text in (said(), said()):  # it is complete then
-        assert "If one of them is drawn anew at each start, leave it out: save_hyperparameters(ignore=[…])" in text
-    assert not (tmp_path / "run" / "fit-2").exists()
 
 
 class Fold(pl.LightningDataModule):
