@@ -38,7 +38,6 @@ from lightning_spot.tiers.claims import ATTEMPTS_DIR, Owner, claim_name, digest_
 from lightning_spot.tiers.filesystem import open_filesystem, tier_errors
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.objects import ObjectStore
-from lightning_spot.tiers.retention import retain
 from lightning_spot.tiers.store import Store
 from tests.conftest import RunningNode, until
 from tests.oracle import claim_of
@@ -187,28 +186,6 @@ def owned(url: str, token: str) -> Store:
     store = open_store(url)
     store.owner = Owner(1, digest_of(token))
     return store
-
-
-def test_two_machines_with_one_number_touch_nothing_of_each_other(place: str) -> None:
-    """The first could never claim the directory, and its node had the complete snapshot of the second deleted."""
-    theirs, mine = snapshot(5, b"theirs" * 50, lineage="b" * 12), snapshot(5)
-    late, owner = owned(place, "first"), owned(place, "second")
-    owner.claim(claim_of(1, token="second"))
-    owner.put(theirs, memoryview(b"theirs" * 50), attempt=1)
-    for act in (
-        lambda: late.put(mine, memoryview(b"x" * 100), attempt=1),
-        lambda: late.put_parts(replace(mine, checksums=()), iter([memoryview(b"x" * 100)]), attempt=1),
-        lambda: late.delete(theirs),
-        lambda: late.sweep(snapshot(9)),
-        lambda: retain(late, 1, theirs),
-        lambda: late.claim(claim_of(1, token="first")),
-    ):
-        with pytest.raises(FencedError):
-            act()
-    owner.delete(mine)  # of that name, but another one
-    assert owner.has(theirs)
-    owner.delete(theirs)
-    assert owner.survey().manifests == []
 
 
 def test_nobody_writes_or_deletes_without_a_claim(place: str) -> None:
@@ -526,17 +503,3 @@ def _is_waiting_for_a_body(connection: socket.socket) -> bool:
     except TimeoutError:
         connection.settimeout(30)
         return True
-
-
-def test_an_attempt_that_was_overtaken_is_fenced(tokened: int) -> None:
-    stores = [NodeStore(f"spot://127.0.0.1:{tokened}/overtaken@{'a' * 12}") for _ in range(2)]
-    for attempt, store in enumerate(stores, 1):
-        store.open_run(replace(VICTIM, name="overtaken", id="a" * 12, attempt=attempt, token=f"of {attempt}"))
-    for act in (
-        lambda: stores[0].settle(snapshot(1), 1),
-        lambda: stores[0].put(snapshot(1), memoryview(b"x" * 100), attempt=1),
-        lambda: stores[0].torn(NAME, "why", attempt=1),
-        lambda: stores[0].joint.decline(NAME, attempt=1, why="why"),
-    ):
-        with pytest.raises(FencedError):
-            act()

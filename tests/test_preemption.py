@@ -11,7 +11,6 @@ import signal
 import subprocess
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -518,26 +517,6 @@ def test_a_bucket_in_which_lightning_finds_nothing_is_named_with_the_way_on(s3: 
         fit("last", NoticeAt(11, term))
     assert fit("last").ckpt_path is None  # if it finds it one day, the warning goes
     assert fit(saved).ckpt_path == saved
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        pytest.param({}, id="no logger"),
-        pytest.param({"version": "mine"}, id="its version"),
-        pytest.param({"dirpath": "saved"}, id="a dirpath"),
-        pytest.param({"writes": True}, id="snapshots"),
-    ],
-)
-def test_a_folder_that_stays_is_not_warned_of(tmp_path: Path, more: dict[str, Any]) -> None:
-    callbacks: list[pl.Callback] = [PreemptionGuard("signal")]
-    if "writes" in more:
-        callbacks.append(RemoteSnapshot(str(tmp_path / "run"), local_server=False))
-    callbacks.append(ModelCheckpoint(str(tmp_path / more["dirpath"]) if "dirpath" in more else None))
-    logger = CSVLogger(str(tmp_path), version=more.get("version")) if more else False
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=f".*{PASSING}")
-        trainer(*callbacks, logger=logger, max_steps=1, default_root_dir=tmp_path).fit(Model(), loader())
 
 
 def test_advice_raises_the_rate_and_does_not_stop(tmp_path: Path) -> None:

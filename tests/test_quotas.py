@@ -525,11 +525,7 @@ def test_slots_are_bounded_by_open_files(monkeypatch: pytest.MonkeyPatch) -> Non
     for run in ("greedy", "other", "third", "fourth"):
         node.open_run(RunInfo(name=run, id="", location="", attempt=1, token=""))
     held = [node.lease("greedy", 1, 10) for _ in range(4)]
-    with pytest.raises(
-        SnapshotFailedError,
-        match=r"open files allow for 8 slots, half of them for a run: .* ulimit -n",
-        check=FailureReason.RING_FULL.caused,
-    ):
+    with pytest.raises(SnapshotFailedError, match="open files", check=FailureReason.RING_FULL.caused):
         node.lease("greedy", 1, 10)
     assert not_ready(node) == []
     for run, slots in (("other", 2), ("third", 1), ("fourth", 1)):

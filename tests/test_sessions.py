@@ -310,18 +310,6 @@ def test_who_starts_a_node_and_is_stopped_does_not_hold_others_for_ever(
 # -- who is alive -----------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_holds_the_connections_does_not_keep_a_dead_trainer_alive(tmp_path: Path) -> None:
-    trainer = Small(tmp_path, "filling", worker=True)
-    trainer.kill()
-    try:
-        assert lives(trainer.worker)
-        host = start(tmp_path)
-        until(lambda: filling(host) == 0, "the dead trainer's slot to be free")
-        host.open_run(info_of(str(tmp_path), 2))  # RunBusyError otherwise
-    finally:
-        os.kill(trainer.worker, KILL)
-
-
 def test_a_new_session_of_one_trainer_never_loses_to_its_old_one(tmp_path: Path) -> None:
     old = start(tmp_path)
     old.open_run(info_of(str(tmp_path), 1))

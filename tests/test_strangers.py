@@ -21,14 +21,12 @@ from pathlib import Path
 import pytest
 
 import lightning_spot
-from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.config import read_environment
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SettingsError
 from lightning_spot.protocol.counted_log import CountedLog
 from lightning_spot.protocol.wire import Address, error_from_body, parse_spot_url
 from tests.conftest import RunningNode
-from tests.models import Net, data, trainer
 
 StartNode = Callable[..., RunningNode]
 LAST_S = 20.0
@@ -130,16 +128,6 @@ def test_an_answer_that_is_no_http_is_not_quoted() -> None:
             NodeClient(Address("127.0.0.1", listener.getsockname()[1]), TOKEN).call("POST", "/v1/flush")
         answering.join()
     assert "horse" not in "".join(traceback.format_exception(caught.value))
-
-
-def test_a_short_token_is_one_warning_of_a_trainer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "x" * 15)
-    spot = SpotCheckpoint(tmp_path / "run", interval=EverySteps(1), local_server=False, notices=None)
-    trainer(spot, max_steps=2).fit(Net(), data())
-    assert caplog.text.count("fewer than 16 characters") == 1
-    assert "xxx" not in caplog.text
 
 
 # -- the log -----------------------------------------------------------------------------------------------------------
