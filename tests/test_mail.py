@@ -87,11 +87,7 @@ def test_what_is_not_wanted_any_more_is_not_kept(box: Mailbox, connect: Callable
 
 def test_a_state_that_outgrew_its_room_is_named(box: Mailbox, connect: Callable[..., Sender]) -> None:
     connect(1).send(NAME, b"12345")
-    with pytest.raises(
-        SnapshotFailedError,
-        match="rank 1: its own state has 5 bytes, there is room for 4",
-        check=FailureReason.SHARE_MISSING.caused,
-    ):
+    with pytest.raises(SnapshotFailedError, match=r"5 bytes.* room for 4", check=FailureReason.SHARE_MISSING.caused):
         taken(box, 1, room=4)
 
 
@@ -113,11 +109,7 @@ def test_a_rank_that_has_none_in_the_end_says_so(box: Mailbox, connect: Callable
 def test_nobody_waits_for_a_rank_that_has_gone(box: Mailbox, connect: Callable[..., Sender]) -> None:
     sender, began_s = connect(1), time.monotonic()
     threading.Timer(0.2, sender.close).start()
-    with pytest.raises(
-        SnapshotFailedError,
-        match="rank 1 knows did not come, and that rank has gone",
-        check=FailureReason.SHARE_MISSING.caused,
-    ):
+    with pytest.raises(SnapshotFailedError, match=r"rank 1 .*has gone", check=FailureReason.SHARE_MISSING.caused):
         taken(box, 1)
     assert 0.4 < time.monotonic() - began_s < LAST_S
 

@@ -135,38 +135,6 @@ def test_ranks_of_tensor_parallelism_have_the_same_share_of_what_is_left() -> No
         assert len(rest) == 18 // share[1]
 
 
-class Meshed:
-    """A strategy whose share of the data is cut out of its mesh."""
-
-    def __init__(self) -> None:
-        self.mesh: object | None = None
-        self.shares, self.asked = 2, 0
-
-    @property
-    def device_mesh(self) -> object:
-        if self.mesh is None:
-            raise RuntimeError("not set up")
-        return self.mesh
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        self.asked += 1
-        return {"rank": 1, "num_replicas": self.shares}
-
-
-def test_a_share_by_a_mesh_is_looked_for_once_for_each_mesh() -> None:
-    strategy = Meshed()
-    trainer: Any = SimpleNamespace(strategy=strategy, world_size=8, global_rank=5)
-    assert [share_of(trainer) for _ in range(2)] == [(1, 2)] * 2
-    assert strategy.asked == 2  # there is none yet
-    strategy.mesh = object()
-    assert [share_of(trainer) for _ in range(3)] == [(1, 2)] * 3
-    assert strategy.asked == 3
-    strategy.mesh, strategy.shares = object(), 4
-    assert [share_of(trainer) for _ in range(2)] == [(1, 4)] * 2
-    assert strategy.asked == 4
-
-
 @pytest.mark.parametrize(("old", "new"), [(2, 4), (4, 2), (1, 4), (4, 1)])
 def test_as_many_ranks_with_other_shares_of_the_data_are_other_ranks(old: int, new: int) -> None:
     """Of four ranks, others see the same batches now: each went on as if it had had its new share from the first."""

@@ -140,38 +140,6 @@ def test_nobody_else_does(pipelines: list[Pipeline], beyond: bool, gpu: bool) ->
     assert STEPS // 4 <= len(pipeline.skipped) <= STEPS // 2
 
 
-def test_where_they_are_sealed_too_slowly_more_slots_would_not_help(pipelines: list[Pipeline]) -> None:
-    pipelines.append(pipeline := Pipeline(lag=6))
-    pipeline.train(STEPS)
-    assert pipeline.slots == 4
-
-
-def test_while_a_tier_reads_one_there_is_one_more(pipelines: list[Pipeline]) -> None:
-    pipelines.append(pipeline := Pipeline(lag=3))
-    pipeline.train(STEPS)
-    ring, pipeline.skipped = pipeline.host._node.ring, []
-    newest = ring.committed()[0]
-    assert newest.manifest is not None
-    with ring.reading(newest, newest.manifest):
-        pipeline.train(STEPS, begin=STEPS + 1)
-    assert len(pipeline.skipped) <= 2
-    assert pipeline.slots == 5
-
-
-def test_who_waits_for_a_slot_gets_one_more_as_well(pipelines: list[Pipeline]) -> None:
-    pipelines.append(pipeline := Pipeline(lag=3))
-    for step in (1, 2, 3):
-        pipeline.take(step)
-        pipeline.idle()
-    pipeline.come_to(4)
-    late = threading.Timer(0.2, lambda: pipeline.come_to(5))
-    late.start()
-    pipeline.take(4, wait_s=30.0)
-    late.join()
-    pipeline.idle()
-    assert pipeline.slots == 4
-
-
 @pytest.mark.parametrize("wait_s", [0.0, 30.0])
 @pytest.mark.parametrize("gpu", [True, False])
 def test_training_never_makes_a_large_slot_itself(

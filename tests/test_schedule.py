@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import pytest
 
 from lightning_spot.errors import SettingsError
-from lightning_spot.staging.modes import MODES, Drift, Mode, ModeTrial, check_copy_mode
+from lightning_spot.staging.modes import Drift, Mode, ModeTrial, check_copy_mode
 from lightning_spot.staging.partitions import LEAST_BYTES
 from lightning_spot.staging.schedule import START, HostClock, PlaceKind, Point, Profiler, Schedule, Timetable
 
@@ -190,17 +189,6 @@ def test_small_states_are_copied_at_once() -> None:
     assert training.schedule.timetable([], []) is None
 
 
-def test_a_plan_is_made_once_for_the_same_pieces() -> None:
-    training = Training("asymmetric").profiled()
-    first, again = training.schedule.timetable(*PIECES_OF), training.schedule.timetable(*map(list, PIECES_OF))
-    assert first is not None
-    assert again is not None
-    assert first.partitions is again.partitions
-    other = training.schedule.timetable(*zip(*PIECES[1:], strict=True))
-    assert other is not None
-    assert sum(bytes_of(other)) == sum(nbytes for _, nbytes in PIECES[1:])
-
-
 def test_pieces_go_in_the_order_in_which_the_optimizer_overwrites_them() -> None:
     training = Training("asymmetric")
     training.schedule.owned = lambda: {address: number for number, (address, _) in enumerate(PIECES[::-1])}
@@ -307,21 +295,6 @@ def test_one_odd_iteration_decides_nothing() -> None:
             assert trial.best is None or trial.best == "asymmetric"
     trial.add("eager", 1.0)
     assert trial.best == "asymmetric"
-
-
-@pytest.mark.parametrize(("slowest_s", "rounds"), [(1.9, 2), (3.0, 4)], ids=["clear", "in-doubt"])
-def test_a_mode_that_is_always_faster_is_not_tried_any_longer(slowest_s: float, rounds: int) -> None:
-    """Each other one costs a training something: 32 snapshots were taken before one of four was chosen."""
-    trial, snapshots = ModeTrial(MODES), 0
-    taken: Counter[Mode] = Counter()
-    while trial.best is None:
-        mode = trial.take()
-        taken[mode] += 1
-        snapshots += 1
-        trial.add(mode, (slowest_s if taken[mode] == 2 else 1.0) if mode == "backward" else 2.0 + taken[mode] / 10)
-    trial.add("eager", 9.0)
-    assert trial.best == "backward"
-    assert rounds * 2 * len(MODES) - 2 <= snapshots <= rounds * 2 * len(MODES) + 1
 
 
 def test_a_snapshot_in_whose_time_something_else_was_done_is_not_measured() -> None:

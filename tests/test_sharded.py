@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import mmap
 import os
@@ -18,7 +17,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -162,28 +160,6 @@ def test_every_archive_in_it_is_whole_and_its_elements_are_aligned(one: Any) -> 
         assert load_state(data) == {"mine": rank}
 
 
-def test_each_rank_plans_what_torchs_own_planner_does(one: Any) -> None:
-    state, image, manifest = one
-    shards = Shards.read(memoryview(image), manifest)
-    ours = {
-        (".".join(map(str, tensor.path)), shard.offsets): (shard.sizes, shard.at.file)
-        for tensor in shards.tensors
-        for shard in tensor.shards
-    }
-    theirs = {}
-    for rank in (1, 0):
-        with as_rank(rank, (2,)) as mesh:
-            planner = DefaultSavePlanner()
-            planner.set_up_planner(on_rank(state, mesh), None, rank == 0)
-            for item in planner.create_local_plan().items:
-                if item.tensor_data is not None and item.tensor_data.chunk.sizes.numel():
-                    key = (item.index.fqn, tuple(item.tensor_data.chunk.offsets))
-                    theirs[key] = (tuple(item.tensor_data.chunk.sizes), f"__{rank}_0.distcp")
-    assert {key: value for key, value in ours.items() if 0 not in value[0]} == theirs
-    metadata = metadata_of(shards)
-    assert set(metadata.planner_data) == set(metadata.state_dict_metadata)
-
-
 def test_what_several_ranks_have_is_written_by_one_of_them_and_shared_out() -> None:
     state = {"a": Sharded(torch.ones(64), (Replicate(),)), "b": Sharded(torch.ones(64), (Replicate(),))}
     with as_rank(1, (2,)) as mesh:
@@ -221,35 +197,6 @@ def test_rows_that_tensor_parallelism_and_fsdp_do_not_share_evenly_are_counted_a
             load({"m": state}, ImageReader(memoryview(image), manifest))
             assert {name: value.to_local().flatten().tolist() for name, value in state.items()} == locals_
     assert planned == {name: {row: row + 1 for row in range(int(name))} for name in plain}
-
-
-def test_the_plan_stays_the_same_object_until_the_state_is_put_together_in_another_way() -> None:
-    with as_rank(0, (2,)) as mesh:
-        state = on_rank({"a": Sharded(torch.ones(8), (Shard(0),)), "lr": 0.1}, mesh)
-        planner = Planner(2)
-        first = planner.plan(state)[0]
-        assert planner.plan({**state, "lr": 0.2})[0] is first
-        other = planner.plan({**state, "b": torch.ones(2)})[0]
-    assert other.digest != first.digest
-    assert first.lines() == ["a (float32, (8,), 2 shards)", "lr"]
-
-
-def test_only_what_changed_is_laid_out_anew_and_storages_keep_their_names() -> None:
-    with as_rank(0, (1,)) as mesh:
-        state = on_rank({"a": Sharded(torch.ones(8), (Shard(0),)), "groups": [{"lr": 0.1, "eps": 1e-8}]}, mesh)
-        layouter = ShardedLayouter(0, 1)
-        own = state_archive({}, 4096)
-        first = layouter.lay_out(state, own, [4096], {"step": 1})
-        state["groups"][0]["lr"] = 0.3
-        second = layouter.lay_out(state, own, [4096], {"step": 2})
-    assert [piece.named for piece in first.layout.pieces] == [piece.named for piece in second.layout.pieces]
-    pairs = list(zip(first.layout.frame, second.layout.frame, strict=True))
-    assert [old[1] is new[1] for old, new in pairs[:2]] == [True, True]  # around the tensor
-    image = bytearray(second.layout.nbytes)
-    fill(image, second)
-    files = {file.name: bytes(image[file.offset : file.stop]) for file in second.files}
-    assert torch.load(io.BytesIO(files["meta.pt"])) == {"step": 2}
-    assert b"lr" in files[SHARDS_FILE]
 
 
 def test_a_part_of_a_storage_and_what_is_not_contiguous_are_saved_as_such() -> None:

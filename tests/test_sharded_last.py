@@ -19,10 +19,8 @@ import torch
 from lightning_spot.capture import contents
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.ending import LastState
-from lightning_spot.capture.following import Task
 from lightning_spot.capture.host_link import RingSettings, open_host
 from lightning_spot.capture.joining import Joining
-from lightning_spot.capture.split import Number
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.starting import attach
 from lightning_spot.client.stores import open_store
@@ -325,15 +323,3 @@ def test_all_ranks_wait_for_the_end_no_longer_than_was_said(
     ranks.write(1, complete=True, commit_s=3.0)
     assert waited == [3.0]
     ranks.finish()
-
-
-def test_of_a_state_that_stands_still_nothing_is_left_for_training_to_order() -> None:
-    """The last bytes on a GPU are held until training needs its tensors; here it waits for other ranks."""
-    schedules: list[Any] = []
-    joining: Any = object.__new__(Joining)
-    joining._schedule, joining._unchanged = "beside training", SimpleNamespace(written_past_counts=print)
-    joining._copier = SimpleNamespace(start=lambda *what: schedules.append(what[3]))
-    for still in (True, False):
-        task: Task[Any] = Task("step-1", "rank 1", Number(1, 0, 1), "", None, 0.0, still)
-        joining._copy(task, cast(Any, None), [], cast(Any, None), [])
-    assert schedules == [None, "beside training"]

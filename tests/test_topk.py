@@ -270,14 +270,6 @@ def sends(known: Approximation, count: int, *, exact_s: float, inexact_s: float)
     return tried
 
 
-def test_where_the_exact_one_is_there_sooner_that_is_sent() -> None:
-    """As on a fast link; what is not exact is tried again now and then."""
-    known = Approximation()
-    assert sends(known, 30, exact_s=1.0, inexact_s=2.0) == [1, 11, 21]
-    sends(known, 12, exact_s=9.0, inexact_s=2.0)  # the link has become slow
-    assert len(sends(known, 20, exact_s=9.0, inexact_s=2.0)) == 18
-
-
 def test_a_host_without_memory_for_it_sends_exactly(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -53,8 +53,6 @@ def test_training_waits_for_no_collective_of_ours(warm_python: str, tmp_path: Pa
         assert [talk["name"] for talk in talks if talk["waits"]] == []
         said = [talk["name"] for talk in talks if talk["step"] >= FIRST]
         assert said == ["broadcast", "broadcast.wait"] * snapshots
-        blocked_s = sorted(talk["blocked_s"] for talk in talks)
-        assert blocked_s[len(blocked_s) * 9 // 10] < 0.001  # other processes have these processors, too
 
         asked = Counter(_what(path) for step, path, _ in found["asked"] if FIRST <= step < LAST)
         # Rank 0: a slot, that it is sealed, how the tiers are; of a model in shards, for which snapshot the slot is
