@@ -45,7 +45,8 @@ from lightning_spot.protocol.wire import DIGEST_HEADER, NO_DIGEST, PROTOCOL_HEAD
 from lightning_spot.service.program import main
 from lightning_spot.service.settings import add_arguments, settings_from
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import RunningNode, named_run, until
+from tests.support.server import RunningNode, named_run
+from tests.support.waiting import until
 
 StartNode = Callable[..., RunningNode]
 OURS = {PROTOCOL_HEADER: str(PROTOCOL_VERSION)}
@@ -469,7 +470,7 @@ def test_it_outlives_its_trainer(tmp_path: Path) -> None:
     code = (
         "import sys, time; from lightning_spot.client import starting\n"
         f"host = starting.start({str(tmp_path)!r}, 'run', slots=2, memory_bytes=2**26, server_idle_timeout_s=60)\n"
-        "from tests.conftest import named_run\n"
+        "from tests.support.server import named_run\n"
         "host.open_run(named_run('run')); print('up', flush=True); time.sleep(60)"
     )
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,9 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import flusher
 from lightning_spot.memory.work import LAST_RETRY_S, BackOff
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import RunningNode, until
-from tests.gated import MIB, OTHER_ID, RUN_ID, Bench
+from tests.support.server import MIB, OTHER_ID, RUN_ID, Bench, RunningNode
+from tests.support.waiting import until
 from tests.test_chain import FIRST, RUN, Chained
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path)
-    yield made
-    made.close()
 
 
 def errors_for(name: str, error: Exception) -> Callable[[str, Manifest], Exception | None]:

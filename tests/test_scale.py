@@ -12,8 +12,8 @@ from lightning_spot.memory import flusher, slots
 from lightning_spot.memory.slots import Slot
 from lightning_spot.memory.work import Job, Work
 from lightning_spot.service.uploads import MOST_STREAMS
-from tests.conftest import until
-from tests.gated import RUN_ID, Bench
+from tests.support.server import RUN_ID, Bench
+from tests.support.waiting import until
 
 OTHERS = [f"{number:012x}" for number in range(1, 4)]
 

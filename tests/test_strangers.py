@@ -27,8 +27,8 @@ from lightning_spot.config import read_environment
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SettingsError
 from lightning_spot.protocol.counted_log import CountedLog
 from lightning_spot.protocol.wire import Address, error_from_body, parse_spot_url
-from tests.conftest import RunningNode
-from tests.models import Net, data, trainer
+from tests.support.server import RunningNode
+from tests.support.trainer import Net, data, trainer
 
 StartNode = Callable[..., RunningNode]
 LAST_S = 20.0
