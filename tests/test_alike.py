@@ -26,10 +26,11 @@ from lightning_spot.memory.health import TierHealth
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import until
-from tests.oracle import claim_of
-from tests.small_trainer import info_of, take
-from tests.test_restore import Group, Rank, put, rank_of_this_thread
+from tests.support.oracle import claim_of
+from tests.support.ranks import Group, Rank, rank_of_this_thread
+from tests.support.small_trainer import info_of, take
+from tests.support.waiting import until
+from tests.test_restore import put
 
 
 class WithCallbacks(Rank):

@@ -13,7 +13,7 @@ from lightning_spot.capture.following import Follower, Task
 from lightning_spot.capture.split import Number
 from lightning_spot.errors import ServerUnreachableError
 from lightning_spot.memory.host import Host, Lease
-from tests.conftest import until
+from tests.support.waiting import until
 
 AT = "spot://10.0.0.5:7070/run spot://10.0.0.6:7070/run"
 

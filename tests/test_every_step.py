@@ -21,8 +21,9 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import InProcessHost, Lease
 from lightning_spot.staging import cuda, schedule
 from lightning_spot.tiers.local import LocalStore
-from tests.fake_device import Emulated
-from tests.models import EachDurable, TwoOptimizers, data, state_of, trainer
+from tests.support.fake_device import Emulated
+from tests.support.snapshots import EachDurable
+from tests.support.trainer import TwoOptimizers, data, state_of, trainer
 
 WIDTH = 160  # of a frozen layer: 100 kB, more than is compared whole each time
 

@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.capture.copying import Pending
@@ -37,68 +37,29 @@ from lightning_spot.errors import (
 )
 from lightning_spot.fit.pacing import Pacing
 from lightning_spot.goodput.records import read_records
-from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host
 from lightning_spot.run import patience
 from lightning_spot.run.patience import Patience
 from lightning_spot.staging.copier import Copier
 from lightning_spot.tiers.local import LocalStore
-from tests import models
-from tests.conftest import RunningNode, new_process, until
-from tests.filled import check_archive
-from tests.models import Clipped, EachDurable, Net, Probe, TwoOptimizers, Unsteady, equal, state_of, trainer
-from tests.oracle import claim_of
+from tests.support.filled import check_archive
+from tests.support.oracle import claim_of
+from tests.support.server import RunningNode
+from tests.support.snapshots import EachDurable, check_all, load, manifests, spot
+from tests.support.trainer import Net, Probe, Stop, StopAt, Unsteady, trainer
+from tests.support.trainer import data as trained_data
+from tests.support.waiting import new_process, until
 
 StartNode = Callable[..., RunningNode]
 
-data = partial(models.data, 10)
+data = partial(trained_data, 10)
 """Epochs of 10 steps; two of them, if a test does not say otherwise."""
-
-
-class Stop(Exception):
-    """Stands for whatever ends a training run before its end."""
-
-
-class StopAt(pl.Callback):
-    """Ends training in the middle of the forward pass after ``step``."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            raise Stop
-
-
-def spot(root: Path, **more: Any) -> SpotCheckpoint:
-    usual = {"interval": EverySteps(3), "keep": 1000, "on_full": "wait", "min_upload_interval_s": 0.0}
-    return SpotCheckpoint(str(root / "run-1"), **{**usual, **more})
-
-
-def manifests(root: Path) -> list[Manifest]:
-    return LocalStore(root / "run-1").survey().manifests
-
-
-def load(root: Path, manifest: Manifest) -> dict[str, Any]:
-    return torch.load(root / "run-1" / manifest.data_path, map_location="cpu", weights_only=True)
-
-
-def check_all(root: Path, probe: Probe) -> list[Manifest]:
-    """Every snapshot that is durable is, bit for bit, the state of its step; a slow tier takes the newest only."""
-    found = manifests(root)
-    assert found
-    for manifest in found:
-        checkpoint = load(root, manifest)
-        assert checkpoint["global_step"] == manifest.step
-        truth = {key: value.cpu() for key, value in probe.states[manifest.step].items()}
-        assert equal(state_of(checkpoint), truth), manifest.name
-    return found
 
 
 @pytest.mark.parametrize("local_server", [True, False])
 def test_snapshots_are_the_state_of_their_step(tmp_path: Path, local_server: bool) -> None:
     probe, callback = Probe(), spot(tmp_path, local_server=local_server)
-    trainer(callback, probe, EachDurable(tmp_path / "run-1", 3)).fit(Net(), data(), models.data(3))
+    trainer(callback, probe, EachDurable(tmp_path / "run-1", 3)).fit(Net(), data(), trained_data(3))
     found = check_all(tmp_path, probe)
     assert found[0].complete
     assert [manifest.step for manifest in found] == [20, *range(18, 0, -3)]
@@ -129,48 +90,6 @@ def test_the_slot_of_a_snapshot_is_leased_a_step_ahead(
     assert comes == ([2, 5, 8, 11, 14, 17, 20] if asked_before else [])
 
 
-@pytest.mark.parametrize(
-    ("module", "settings"),
-    [
-        (TwoOptimizers, {}),
-        (Clipped, {}),
-        (Net, {"accumulate_grad_batches": 3}),
-        (Net, {"val_check_interval": 4}),
-        (Net, {"gradient_clip_val": 0.1}),
-        (Net, {"precision": "bf16-mixed"}),
-    ],
-    ids=["two-optimizers", "weights-clipped-in-own-hook", "accumulation", "mid-epoch-validation", "clip", "bf16"],
-)
-def test_ways_to_train(tmp_path: Path, module: type[Net], settings: dict[str, Any]) -> None:
-    probe = Probe()
-    steps = 2 if module is TwoOptimizers else 1
-    trainer(spot(tmp_path, interval=EverySteps(3 * steps)), probe, max_epochs=3, **settings).fit(
-        module(), data(), models.data(3)
-    )
-    check_all(tmp_path, probe)
-
-
-def test_compiled_module(tmp_path: Path) -> None:
-    probe = Probe()
-    model = torch.compile(Net(), backend="eager")
-    trainer(spot(tmp_path), probe).fit(model, data())
-    check_all(tmp_path, probe)
-
-
-def test_weight_averaging(tmp_path: Path) -> None:
-    probe = Probe()
-    callbacks = (spot(tmp_path), EMAWeightAveraging(decay=0.9), probe)
-    trainer(*callbacks, max_epochs=3).fit(Net(), data(), models.data(3))
-    during = [manifest for manifest in manifests(tmp_path) if not manifest.complete]
-    assert during
-    for manifest in during:
-        checkpoint = load(tmp_path, manifest)
-        averaged, current = checkpoint["state_dict"], checkpoint["current_model_state"]
-        truth = probe.states[manifest.step]
-        assert all(torch.equal(current[key], truth[key]) for key in current)
-        assert not equal(averaged, current)
-
-
 def test_a_tensor_that_moves_is_never_committed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,7 +115,7 @@ def test_plain_torch_and_lightning_read_it(tmp_path: Path, warm_python: str) -> 
         "        del sys.modules[name]\n"
         "sys.modules['lightning_spot'] = None\n"  # as if it were not installed
         "import torch, lightning.pytorch as pl\n"
-        "from tests.models import Net, data, trainer\n"
+        "from tests.support.trainer import Net, data, trainer\n"
         f"path = {str(path)!r}\n"
         "assert torch.load(path, weights_only=True)['global_step'] == 20\n"
         "Net.load_from_checkpoint(path)\n"
@@ -335,43 +254,24 @@ class WithBank(Net):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
         self.bank += loss.detach()
-        return loss
-
-
-def test_a_finished_run_has_the_buffers_that_no_state_dict_has(tmp_path: Path) -> None:
-    trained, found_it_complete = WithBank(), WithBank()
-    trainer(spot(tmp_path)).fit(trained, data())
-    new_process()
-    trainer(spot(tmp_path)).fit(found_it_complete, data())
-    assert trained.bank > 0
-    assert torch.equal(found_it_complete.bank, trained.bank)
-
-
-class Logged(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
         self.log("loss", loss)
         return loss
 
 
-def test_a_finished_run_has_what_was_logged_last(tmp_path: Path) -> None:
-    last = []
-    for _ in range(2):
-        new_process()
-        trains = trainer(spot(tmp_path))
-        trains.fit(Logged(), data())
-        logged = {name: float(value) for name, value in trains.callback_metrics.items()}
-        last.append({name: value for name, value in logged.items() if not name.startswith("spot/")})
-    assert last[0] == last[1] != {}
-
-
-def test_after_a_finished_run_numbers_are_drawn_as_after_training(tmp_path: Path) -> None:
-    drawn = []
+def test_a_finished_run_is_as_after_training(tmp_path: Path) -> None:
+    """Buffers that no ``state_dict`` has, what was logged last, and the numbers that are drawn next."""
+    banks, logged, drawn = [], [], []
     for seed in (1, 2):
         new_process()
         pl.seed_everything(seed, verbose=False)
-        trainer(spot(tmp_path)).fit(Net(), data())
+        model, trains = WithBank(), trainer(spot(tmp_path))
+        trains.fit(model, data())
+        banks.append(float(model.bank))
+        metrics = {name: float(value) for name, value in trains.callback_metrics.items()}
+        logged.append({name: value for name, value in metrics.items() if not name.startswith("spot/")})
         drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+    assert banks[0] == banks[1] > 0
+    assert logged[0] == logged[1] != {}
     assert drawn[0] == drawn[1]
 
 
@@ -425,6 +325,7 @@ def test_what_is_safe_is_said_after_an_error(
         f"{error.__name__} has ended run 'run-1' at step 7; its snapshot of step 6 is durable in {tmp_path / 'run-1'}"
     )
     assert said in caplog.text
+    assert manifests(tmp_path)[0].step == 6
     assert ("The same command goes on" in caplog.text) is (error is KeyboardInterrupt)  # it might meet ours again
 
 
@@ -490,13 +391,13 @@ def test_every_seconds(tmp_path: Path) -> None:
             trainer.should_stop = len(manifests(tmp_path)) > 2
 
     run = trainer(spot(tmp_path, interval=EverySeconds(0.05)), Enough(), max_epochs=1000)
-    run.fit(Net(), models.data())
+    run.fit(Net(), trained_data())
     assert run.global_step < 20_000
 
 
 def test_two_ranks(tmp_path: Path, warm_python: str) -> None:
     code = (
-        "from tests.models import Net, data, trainer\n"
+        "from tests.support.trainer import Net, data, trainer\n"
         "from lightning_spot import SpotCheckpoint, EverySeconds\n"
         f"c = SpotCheckpoint({str(tmp_path / 'run-1')!r}, interval=EverySeconds(0.05))\n"
         "t = trainer(c, max_epochs=EPOCHS, devices=2, strategy='ddp'); t.fit(Net(), data())\n"
@@ -569,18 +470,6 @@ def test_bad_arguments(arguments: dict[str, Any], complaint: str) -> None:
         SpotCheckpoint(**arguments)
 
 
-def test_bad_intervals() -> None:
-    with pytest.raises(SettingsError, match="n=0: it is a whole number, at least 1"):
-        EverySteps(0)
-    with pytest.raises(SettingsError, match=r"n=1\.5: it is a whole number"):
-        EverySteps(1.5)  # type: ignore[arg-type] # as a user may
-    for seconds in (float("nan"), "30"):
-        with pytest.raises(SettingsError, match="more than 0"):
-            EverySeconds(seconds)  # type: ignore[arg-type] # as a user may
-    with pytest.raises(SettingsError, match="max_overhead='3%': it is a share"):
-        EverySteps(1, max_overhead="3%")  # type: ignore[arg-type] # as a user may
-
-
 def test_unwritable_dirpath(tmp_path: Path) -> None:
     blocker = tmp_path / "file"
     blocker.write_text("")
@@ -628,10 +517,10 @@ def test_a_trainer_goes_on_from_one_run_only(tmp_path: Path) -> None:
 
 def test_lightnings_own_checkpoints_stay_as_they_are(tmp_path: Path) -> None:
     run = trainer(spot(tmp_path), enable_checkpointing=True, default_root_dir=tmp_path)
-    run.fit(Net(), data(), models.data(3))
+    run.fit(Net(), data(), trained_data(3))
     assert type(run.checkpoint_callback) is ModelCheckpoint
     assert Path(run.checkpoint_callback.best_model_path).exists()
-    assert run.test(Net(), models.data(3), ckpt_path="best", verbose=False) == [{}]
+    assert run.test(Net(), trained_data(3), ckpt_path="best", verbose=False) == [{}]
     assert manifests(tmp_path)
 
 
@@ -665,19 +554,8 @@ def test_our_hooks_come_last(tmp_path: Path, ours_first: bool) -> None:
 
 
 def test_fast_dev_run_writes_nothing(tmp_path: Path) -> None:
-    trainer(spot(tmp_path), fast_dev_run=True).fit(Net(), data(), models.data(3))
+    trainer(spot(tmp_path), fast_dev_run=True).fit(Net(), data(), trained_data(3))
     assert not (tmp_path / "run-1").exists()
-
-
-def test_ctrl_c_flushes(tmp_path: Path) -> None:
-    class Interrupt(pl.Callback):
-        def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 16:
-                raise KeyboardInterrupt
-
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
-        trainer(spot(tmp_path, local_server=False), Interrupt()).fit(Net(), data())
-    assert manifests(tmp_path)[0].step == 15
 
 
 class Thing:

@@ -33,8 +33,9 @@ from lightning_spot.image.packing import can_pack
 from lightning_spot.image.parts import checksum
 from lightning_spot.protocol.record import NodeRecord
 from lightning_spot.protocol.wire import ATTEMPT_HEADER, Address, Frame, PartKind, parse_spot_url
-from tests.conftest import RunningNode, until
-from tests.small_trainer import image_of as archive_of
+from tests.support.server import RunningNode
+from tests.support.small_trainer import image_of as archive_of
+from tests.support.waiting import until
 
 TOKEN = "a-token-that-is-long-enough"
 KEPT, FUZZED = "kept@0123456789ab", "fuzzed@ba9876543210"

@@ -50,11 +50,11 @@ from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.copy_job import CopyJob
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import named_run, until
-from tests.served import served
-from tests.test_copier import Desk as Copies
+from tests.support.copies import Desk as Copies
+from tests.support.ranks import Desk
+from tests.support.server import named_run, served
+from tests.support.waiting import until
 from tests.test_harmless import fit
-from tests.test_writer import Desk
 
 SOON_S = 30.0
 

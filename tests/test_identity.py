@@ -30,9 +30,10 @@ from lightning_spot.run.survey import survey
 from lightning_spot.service.fields import place
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import RunningNode, until
-from tests.models import Net, Probe, data, trainer
-from tests.test_fit import Stop, StopAt
+from tests.support.server import RunningNode
+from tests.support.snapshots import serverless
+from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
+from tests.support.waiting import until
 
 HERE = "file:///data/run-1"
 
@@ -126,14 +127,9 @@ def snapshots(path: Path) -> list[Manifest]:
     return LocalStore(path).survey().manifests
 
 
-def spot(path: Path, **more: Any) -> SpotCheckpoint:
-    settings = {"interval": EverySteps(3), "local_server": "servers" in more, "on_full": "wait", "notices": None}
-    return SpotCheckpoint(str(path), **{**settings, **more})
-
-
 def train(path: Path, stop: int | None = None, **more: Any) -> tuple[SpotCheckpoint, int]:
     """Train the run at ``path``; the callback, and the step it began at."""
-    callback, probe = spot(path, **more), Probe()
+    callback, probe = serverless(path, **more), Probe()
     run = trainer(callback, probe, *([StopAt(stop)] if stop is not None else []))
     if stop is not None:
         with pytest.raises(Stop):
@@ -299,7 +295,7 @@ def test_lineage_is_inherited_by_who_resumes(tmp_path: Path, caplog: pytest.LogC
     train(path, 20, keep=10)
     (lineage,) = {manifest.lineage for manifest in snapshots(path)}
     chosen = snapshots(path)[-1]
-    callback = spot(path, keep=10)
+    callback = serverless(path, keep=10)
     with pytest.raises(Stop):
         trainer(callback, StopAt(12)).fit(Net(), data(), ckpt_path=str(path / chosen.data_path))
     newest = snapshots(path)[0]

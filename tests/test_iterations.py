@@ -27,7 +27,7 @@ from lightning_spot.staging import schedule
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.copy_job import CopyJob
 from lightning_spot.staging.schedule import PlaceKind, Profile, Schedule, Timetable
-from tests.models import Net, Probe, TwoOptimizers, data, equal, state_of, trainer
+from tests.support.trainer import Net, Probe, TwoOptimizers, data, equal, state_of, trainer
 
 MODES = ("eager", "asymmetric", "backward", "blocking", "auto")
 

@@ -42,10 +42,10 @@ from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalFolder, LocalStore
 from lightning_spot.tiers.retention import retain
 from lightning_spot.tiers.store import Folder, Store
-from tests import faulty
-from tests.conftest import until
-from tests.faulty import Plan
-from tests.small_trainer import RUN_ID
+from tests.support import faulty
+from tests.support.faulty import Plan
+from tests.support.small_trainer import RUN_ID
+from tests.support.waiting import until
 
 PART = 64 * 1024
 FILES = (  # in the first part bytes of both hosts lie, the second is host 0's, the third both hosts'
@@ -75,8 +75,11 @@ def goes_on() -> None:
     """Nothing has happened."""
 
 
-class InTurn:
-    """A folder of which each file that is written is a call of its own."""
+class Hooked:
+    """A folder, of which each call is told before and after; each file that is written is a call of its own."""
+
+    def __init__(self, folder: Folder, before: Hook, after: Hook) -> None:
+        self._folder, self._before, self._after = folder, before, after
 
     def write_all(
         self, contents: Mapping[str, memoryview], goes_on: Callable[[], None], done: Callable[[str], None]
@@ -87,19 +90,11 @@ class InTurn:
             done(name)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        raise NotImplementedError
-
-
-class Hooked(InTurn):
-    """A folder of which each call is told before it is made."""
-
-    def __init__(self, folder: Folder, hook: Hook) -> None:
-        self._folder, self._hook = folder, hook
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
-            self._hook(name, arguments)
-            return getattr(self._folder, name)(*arguments)
+            self._before(name, arguments)
+            result = getattr(self._folder, name)(*arguments)
+            self._after(name, arguments)
+            return result
 
         return call
 
@@ -107,45 +102,12 @@ class Hooked(InTurn):
 class HookedStore(LocalStore):
     """A directory, as a process sees it to which something happens at its calls."""
 
-    def __init__(self, root: Path, hook: Hook) -> None:
+    def __init__(self, root: Path, before: Hook = lambda *_: None, after: Hook = lambda *_: None) -> None:
         super().__init__(root)
-        self._hook = hook
+        self._hooks = before, after
 
     def folder(self, name: str, *, attempt: int, run_id: str) -> Any:
-        return Hooked(super().folder(name, attempt=attempt, run_id=run_id), self._hook)
-
-
-class Dying(InTurn):
-    """A folder, which kills who uses it, before or after a call."""
-
-    def __init__(self, folder: Folder, calls: list[str], last: int, *, is_done: bool) -> None:
-        self._folder, self._calls, self._last, self._is_done = folder, calls, last, is_done
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            self._calls.append(name)
-            dies = len(self._calls) - 1 == self._last
-            if dies and not self._is_done:
-                raise Killed
-            result = getattr(self._folder, name)(*arguments)
-            if dies:
-                raise Killed
-            return result
-
-        return call
-
-
-class DyingStore(LocalStore):
-    """A directory, as a process sees it that is killed at its ``last`` call."""
-
-    def __init__(self, root: Path, last: int, *, is_done: bool) -> None:
-        super().__init__(root)
-        self.calls: list[str] = []
-        self._last, self._is_done = last, is_done
-
-    def folder(self, name: str, *, attempt: int, run_id: str) -> Any:
-        folder = super().folder(name, attempt=attempt, run_id=run_id)
-        return Dying(folder, self.calls, self._last, is_done=self._is_done)
+        return Hooked(super().folder(name, attempt=attempt, run_id=run_id), *self._hooks)
 
 
 def content(step: int) -> bytes:
@@ -265,7 +227,13 @@ def dies_at_every_call(root: Path, number: int, before: Callable[[Host], None], 
         store = LocalStore(root / str(last))
         store.put(manifest_of(1).sealed(memoryview(content(1))), memoryview(content(1)), attempt=1)
         before(Host(1 - number, store))
-        mortal = Host(number, DyingStore(store.root, last, is_done=is_done))
+        calls = itertools.count()
+
+        def die(*_: Any, calls: Iterator[int] = calls, last: int = last) -> None:
+            if next(calls) == last:
+                raise Killed
+
+        mortal = Host(number, HookedStore(store.root, **{"after" if is_done else "before": die}))
         mortal.tier.wait_s = 600.0
         try:
             mortal.take(2)
@@ -285,10 +253,10 @@ def bring_and_note(host: Host) -> None:
         host.end(2)
 
 
-def look(host: Host) -> int:
+def step_of(commit: Callable[[], Manifest]) -> int:
     """What the newest step is, by what a host is told that waits."""
     try:
-        return host.tier.finish(host.gathering(2), host.number, goes_on).step
+        return commit().step
     except SnapshotFailedError as error:
         if error.reason is not FailureReason.SHARE_MISSING:
             raise
@@ -302,7 +270,8 @@ def test_a_host_that_is_killed_at_any_call_leaves_the_snapshot_or_the_one_before
 ) -> None:
     ends = []
     for store in dies_at_every_call(tmp_path / "last", number, bring_and_note, is_done=is_done):
-        ends.append(committed := look(Host(1 - number, store)))  # whoever is left commits it
+        left = Host(1 - number, store)  # whoever is left commits it
+        ends.append(committed := step_of(lambda: left.tier.finish(left.gathering(2), left.number, goes_on)))  # noqa: B023
         check(store, committed)
     assert {1, 2} == set(ends)
     assert ends == sorted(ends)  # from its note on, it is there
@@ -310,13 +279,7 @@ def test_a_host_that_is_killed_at_any_call_leaves_the_snapshot_or_the_one_before
     for store in itertools.islice(dies_at_every_call(tmp_path / "first", number, Host.rest, is_done=is_done), 12):
         survivor = Host(1 - number, store)
         survivor.bring(2)
-        try:
-            committed = survivor.end(2).step
-        except SnapshotFailedError as error:
-            if error.reason is not FailureReason.SHARE_MISSING:
-                raise
-            committed = 1
-        ends.append(committed)
+        ends.append(committed := step_of(lambda: survivor.end(2)))  # noqa: B023
         check(store, committed)
     assert {1, 2} == set(ends)
     assert ends == sorted(ends)

@@ -36,8 +36,8 @@ from lightning_spot.protocol.listening import (
     next_line,
     tcp_listener,
 )
-from tests.conftest import until
-from tests.network import Network, network_or_skip
+from tests.support.network import Network, network_or_skip
+from tests.support.waiting import until
 
 SECRET, NAME, AGAIN = "s" * 64, snapshot_name(1, 1), snapshot_name(2, 1)
 SILENT_S, LAST_S = 3.0, 30.0

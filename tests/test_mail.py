@@ -24,10 +24,10 @@ from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
 from lightning_spot.exact.rank_states import Rooms, packed, unpacked
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.host import InProcessHost
-from tests.conftest import until
-from tests.gated import MIB
-from tests.proxy import Proxy
-from tests.small_trainer import RUN_ID, info_of
+from tests.support.proxy import Proxy
+from tests.support.server import MIB
+from tests.support.small_trainer import RUN_ID, info_of
+from tests.support.waiting import until
 
 SECRET, NAME = "s" * 64, snapshot_name(1, 1)
 LAST_S = 20.0

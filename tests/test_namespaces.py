@@ -114,7 +114,7 @@ def test_what_was_defined_first_belongs_to_what_was_imported_later(other: Any) -
 
 
 def test_classes_of_both_are_known(other: Any, tmp_path: Path) -> None:
-    from tests.models import data
+    from tests.support.trainer import data
 
     class Net(other.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:

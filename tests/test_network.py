@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import until
-from tests.link import Held, Link
-from tests.network import Network, network_or_skip
+from tests.support.link import Held, Link
+from tests.support.network import Network, network_or_skip
+from tests.support.waiting import until
 
 PORT = 7
 LAST_S, MOMENT_S = 60.0, 0.3  # of what never takes so long

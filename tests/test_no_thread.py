@@ -28,12 +28,12 @@ from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.sharing import Giver, NotShared, take
 from lightning_spot.service.channel import DescriptorChannel
 from lightning_spot.tiers.local import LocalStore
-from tests.chained import FIRST, SECOND, Chained
-from tests.conftest import until
-from tests.gated import MIB
-from tests.served import served
+from tests.support.chain import FIRST, SECOND, Chained
+from tests.support.ranks import Group, Rank
+from tests.support.server import MIB, served
+from tests.support.waiting import until
 from tests.test_joint_hosts import Checkpoint, Team
-from tests.test_restore import Group, Rank, put
+from tests.test_restore import put
 
 Lacking = Callable[[str, int], None]
 

@@ -27,8 +27,8 @@ from lightning_spot.notices.gcp import GcpSource
 from lightning_spot.notices.notice import Notice, NoticeSource
 from lightning_spot.notices.signals import SignalSource
 from lightning_spot.notices.watcher import Watcher
-from tests.conftest import until
-from tests.metadata_server import MetadataServer
+from tests.support.metadata_server import MetadataServer
+from tests.support.waiting import until
 
 
 @pytest.fixture

@@ -33,9 +33,9 @@ from lightning_spot.tiers.objects import ObjectStore
 from lightning_spot.tiers.retention import retain
 from lightning_spot.tiers.s3 import list_folder, remove_objects
 from lightning_spot.tiers.store import Store
-from tests.conftest import until
-from tests.oracle import claim_of
-from tests.proxy import Proxy
+from tests.support.oracle import claim_of
+from tests.support.proxy import Proxy
+from tests.support.waiting import until
 
 KIB, MIB = 2**10, 2**20
 BLOCK_BYTES = 8 * KIB

@@ -24,7 +24,7 @@ from lightning_spot.exact.other_ranks import OtherRanks, random_of
 from lightning_spot.exact.position import PositionedLoader, batches_done, position_of
 from lightning_spot.exact.randomness import capture_random
 from lightning_spot.exact.rank_states import are_these, share_of
-from tests.elastic_trainer import LENGTH, Numbers, train
+from tests.support.elastic_trainer import LENGTH, Numbers, train
 
 State = dict[str, Any]
 
@@ -292,7 +292,7 @@ def check_epochs(notes: list[State], epochs: int, *, fill_up: int = 0) -> None:
 
 def killed(python: str, root: Path, ranks: int, kill_at: int, *more: str) -> None:
     notes = f"notes-{kill_at}"
-    command = [python, "-m", "tests.elastic_trainer", str(root), "--ranks", str(ranks), "--notes", notes]
+    command = [python, "-m", "tests.support.elastic_trainer", str(root), "--ranks", str(ranks), "--notes", notes]
     done = subprocess.run([*command, "--kill-at", str(kill_at), *more], capture_output=True, text=True, check=False)
     assert done.returncode == 9, done.stderr[-3000:]
 
@@ -336,7 +336,7 @@ def test_an_epoch_of_which_no_batch_is_left_comes_to_its_end(
     """With its validation, if one is due, and what one rank has logged: an ``EarlyStopping`` would miss that."""
     with pytest.raises(AssertionError, match="the machine breaks"):
         train(tmp_path, 1, "first", data=data, more=[Broken(at)], **settings)
-    command = [warm_python, "-m", "tests.elastic_trainer", str(tmp_path), "--ranks", "2", "--notes", "last"]
+    command = [warm_python, "-m", "tests.support.elastic_trainer", str(tmp_path), "--ranks", "2", "--notes", "last"]
     command += ["--settings", json.dumps(settings), *["--drop-last"] * len(data)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -358,7 +358,7 @@ def test_a_validation_that_other_ranks_have_just_reached_comes_first(warm_python
     settings = {"val_check_interval": 0.2, "max_epochs": 1}
     with pytest.raises(AssertionError, match="the machine breaks"):
         train(tmp_path, 1, "first", more=[Broken(8)], **settings)
-    command = [warm_python, "-m", "tests.elastic_trainer", str(tmp_path), "--ranks", "2", "--notes", "last"]
+    command = [warm_python, "-m", "tests.support.elastic_trainer", str(tmp_path), "--ranks", "2", "--notes", "last"]
     done = subprocess.run(
         [*command, "--settings", json.dumps(settings)], capture_output=True, text=True, check=False, timeout=300
     )
@@ -397,7 +397,16 @@ def test_from_ranks_to_ranks(warm_python: str, tmp_path: Path, worlds: tuple[int
         at += 4
         killed(warm_python, tmp_path, ranks, at, *more)
         attempts.append((f"notes-{at}", ranks))
-    command = [warm_python, "-m", "tests.elastic_trainer", str(tmp_path), "--ranks", str(worlds[-1]), "--notes", "last"]
+    command = [
+        warm_python,
+        "-m",
+        "tests.support.elastic_trainer",
+        str(tmp_path),
+        "--ranks",
+        str(worlds[-1]),
+        "--notes",
+        "last",
+    ]
     done = subprocess.run([*command, *more], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     notes = notes_of(tmp_path, [*attempts, ("last", worlds[-1])])

@@ -20,9 +20,9 @@ from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.slots import Making
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.slot import SlotMemory
-from tests.conftest import named_run, until
-from tests.fake_device import FakeDevice
-from tests.gated import manifest_of
+from tests.support.fake_device import FakeDevice
+from tests.support.server import manifest_of, named_run
+from tests.support.waiting import until
 
 STEPS = 30
 

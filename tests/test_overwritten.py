@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from tests.conftest import new_process
-from tests.models import Net, data, trainer
-from tests.test_fit import Stop, StopAt
+from tests.support.trainer import Net, Stop, StopAt, data, trainer
+from tests.support.waiting import new_process
 
 
 class Initialises(Net):

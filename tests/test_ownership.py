@@ -39,10 +39,10 @@ from lightning_spot.tiers.filesystem import open_filesystem, tier_errors
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.objects import ObjectStore
 from lightning_spot.tiers.store import Store
-from tests.conftest import RunningNode, until
-from tests.oracle import claim_of
-from tests.served import served
-from tests.small_trainer import image_of
+from tests.support.oracle import claim_of
+from tests.support.server import RunningNode, served
+from tests.support.small_trainer import image_of
+from tests.support.waiting import until
 from tests.test_node import put_file
 
 DATA = b"written by the node"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,9 @@ from lightning_spot.errors import FailureReason, SnapshotFailedError, SnapshotNo
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import flusher
 from lightning_spot.memory.work import LAST_RETRY_S, BackOff
-from tests.conftest import until
-from tests.gated import MIB, OTHER_ID, RUN_ID, Bench
+from tests.support.server import MIB, OTHER_ID, RUN_ID, Bench
+from tests.support.waiting import until
 from tests.test_chain import FIRST, RUN, Chained
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path)
-    yield made
-    made.close()
 
 
 def errors_for(name: str, error: Exception) -> Callable[[str, Manifest], Exception | None]:

@@ -9,9 +9,9 @@ import pytest
 
 from lightning_spot import EverySteps
 from lightning_spot.staging import cuda, schedule
-from tests.fake_device import Emulated
-from tests.models import EachDurable, Net, Probe, data, trainer
-from tests.test_fit import check_all, spot
+from tests.support.fake_device import Emulated
+from tests.support.snapshots import EachDurable, check_all, spot
+from tests.support.trainer import Net, Probe, data, trainer
 
 
 @pytest.mark.parametrize(("copy_mode", "buffer"), [("eager", "64MiB"), ("asymmetric", "1KiB"), ("backward", None)])

@@ -31,22 +31,22 @@ from lightning_spot.interval.deadline import plan_urgent
 from lightning_spot.notices.exchange import ExchangeServer
 from lightning_spot.notices.notice import Notice
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import lives, until
-from tests.exact_cases import CASES, Model, loader, train
-from tests.models import Net, data, trainer
+from tests.support.exact_cases import CASES, Model, loader, train
+from tests.support.trainer import Net, data, trainer
+from tests.support.waiting import lives, until
 
 LATEST_S = 60.0  # of seconds, however slow the machine; who waits for a rank that has gone waits for minutes
 
 
 class Program:
-    """``tests.exact_ddp`` on some ranks, which can be sent signals in a phase of training."""
+    """``tests.support.exact_ddp`` on some ranks, which can be sent signals in a phase of training."""
 
     def __init__(self, python: str, root: Path, *arguments: str, ranks: int = 2) -> None:
         self.root, self.ranks = root, ranks
         root.mkdir(exist_ok=True)
         for diary in root.glob("diary-*"):
             diary.unlink()
-        command = [python, "-m", "tests.exact_ddp", str(root), "--ranks", str(ranks), *arguments]
+        command = [python, "-m", "tests.support.exact_ddp", str(root), "--ranks", str(ranks), *arguments]
         with open(root / "log", "w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
@@ -201,7 +201,7 @@ def _train_with_kills(python: str, case: str, root: Path, chance: random.Random)
 
 def _run_case(python: str, case: str, root: Path, seed: int, notice: Path | None = None) -> subprocess.Popen[bytes]:
     root.mkdir(exist_ok=True)
-    command = [python, "-m", "tests.exact_cases", case, str(root), "--seed", str(seed), "--pace", "0.02"]
+    command = [python, "-m", "tests.support.exact_cases", case, str(root), "--seed", str(seed), "--pace", "0.02"]
     command += ["--notice", str(notice)] if notice is not None else []
     with open(root / "log", "a") as log:
         return subprocess.Popen(command, stdout=log, stderr=log)

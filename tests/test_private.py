@@ -20,8 +20,8 @@ from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.exact import private
 from lightning_spot.image.safe_load import safe_load
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import new_process
-from tests.models import Net, data, trainer
+from tests.support.trainer import Net, data, trainer
+from tests.support.waiting import new_process
 from tests.test_house import PACKAGE
 
 USERS = sorted(PACKAGE.rglob("*.py"))

@@ -44,9 +44,9 @@ from lightning_spot.service import handlers, uploads, waiting
 from lightning_spot.service.handlers import not_ready
 from lightning_spot.service.quotas import Quota, client_at
 from lightning_spot.tiers.claims import Claim, digest_of
-from tests.conftest import until
-from tests.served import served
-from tests.small_trainer import image_of as archive_of
+from tests.support.server import served
+from tests.support.small_trainer import image_of as archive_of
+from tests.support.waiting import until
 
 RUN_ID = "0123456789ab"
 ANOTHER = "127.0.0.2"

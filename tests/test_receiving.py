@@ -12,7 +12,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.run import receiving
 from lightning_spot.run.sources import StoreSource
 from lightning_spot.tiers.objects import ObjectStore
-from tests.oracle import claim_of
+from tests.support.oracle import claim_of
 
 NBYTES = 5_000_000
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import secrets
 import socket
 import threading
@@ -39,41 +38,14 @@ from lightning_spot.run.sources import StoreSource, Use
 from lightning_spot.run.survey import Survey, survey
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings, Progress
-from tests.oracle import claim_of
-from tests.proxy import Proxy
-from tests.served import served
+from tests.support.oracle import claim_of
+from tests.support.proxy import Proxy
+from tests.support.ranks import Group, Rank, rank_of_this_thread
+from tests.support.server import served
 from tests.test_stores import sharded, snapshot
 
 LARGE = 400_000  # elements: more than 1 MiB
 Chosen = tuple[ResumedFrom, dict[str, Any]] | None
-
-
-class Group:
-    """A process group of threads, which counts the bytes that it moves."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.moved_bytes = size, 0
-        self._barrier = threading.Barrier(size)
-        self._said: Any = None
-
-    def broadcast(self, rank: int, said: Any, source: int) -> Any:
-        self._barrier.wait(20)
-        if rank == source:
-            self._said = pickle.dumps(said)
-            self.moved_bytes += len(self._said)
-        self._barrier.wait(20)
-        return pickle.loads(self._said)
-
-
-class Rank:
-    """A trainer as far as an agreement sees it."""
-
-    def __init__(self, group: Group, rank: int) -> None:
-        self.world_size, self.global_rank, self.strategy = group.size, rank, self
-        self._group = group
-
-    def broadcast(self, said: Any, src: int = 0) -> Any:
-        return self._group.broadcast(self.global_rank, said, src)
 
 
 @pytest.fixture
@@ -133,10 +105,6 @@ def restored(
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(restore_on, range(size)))
-
-
-def rank_of_this_thread() -> int:
-    return int(threading.current_thread().name.removeprefix("rank-"))
 
 
 @pytest.fixture

@@ -41,11 +41,11 @@ from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import ask_all, survey
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings
-from tests import faulty
-from tests.conftest import RunningNode
-from tests.faulty import Plan
-from tests.models import EachDurable, Net, Probe, data, trainer
-from tests.test_fit import Stop, StopAt
+from tests.support import faulty
+from tests.support.faulty import Plan
+from tests.support.server import RunningNode
+from tests.support.snapshots import EachDurable
+from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
 
 EIO = Path("/proc/self/mem")  # reading its first byte fails with EIO, also for root
 

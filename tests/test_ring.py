@@ -37,9 +37,9 @@ from lightning_spot.protocol.process import ProcessId
 from lightning_spot.staging import slot as slot_module
 from lightning_spot.staging.slot import SlotMemory, host_memory_bytes
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import until
-from tests.gated import MIB, OTHER_ID, RUN_ID, Bench, image_of, manifest_of
-from tests.oracle import claim_of
+from tests.support.oracle import claim_of
+from tests.support.server import MIB, OTHER_ID, RUN_ID, Bench, image_of, manifest_of
+from tests.support.waiting import until
 
 RUN = f"run@{RUN_ID}"
 

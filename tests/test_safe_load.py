@@ -26,7 +26,7 @@ from lightning_spot.image.placeholder import Placeholder
 from lightning_spot.image.safe_load import safe_load
 from lightning_spot.sharded.layout import load_state
 from lightning_spot.sharded.reader import load_value
-from tests.pickles import (
+from tests.support.pickles import (
     FALSE,
     NONE,
     array,

@@ -25,8 +25,8 @@ from lightning_spot.fit.resume import other_hyperparameters
 from lightning_spot.goodput.records import read_records
 from lightning_spot.protocol.record import find_record
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import new_process, until
-from tests.models import Net, data, trainer
+from tests.support.trainer import Net, data, trainer
+from tests.support.waiting import new_process, until
 
 
 class Stop(Exception):

@@ -41,10 +41,9 @@ from lightning_spot.memory.upload import Received
 from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, Address, Frame, PartKind, parse_spot_url
 from lightning_spot.service import fields, files, uploads
 from lightning_spot.service.connections import Connections
-from tests.conftest import RunningNode, until
-from tests.gated import image_of, manifest_of
-from tests.served import served
-from tests.small_trainer import image_of as archive_of
+from tests.support.server import RunningNode, image_of, manifest_of, served
+from tests.support.small_trainer import image_of as archive_of
+from tests.support.waiting import until
 from tests.test_node import put_file
 
 StartNode = Callable[..., RunningNode]

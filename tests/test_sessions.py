@@ -38,8 +38,9 @@ from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.service import program
 from lightning_spot.service.program import main
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import RunningNode, lives, named_run, until
-from tests.small_trainer import PHASES, image_of, info_of, manifest_of, reach, take
+from tests.support.server import RunningNode, named_run
+from tests.support.small_trainer import PHASES, image_of, info_of, manifest_of, reach, take
+from tests.support.waiting import lives, until
 
 NBYTES = 3 * 2**20
 STALL_S, PATIENT_S = 2.0, 20.0  # of who meets a node that stands still, and of who meets one that is slow at most
@@ -68,7 +69,7 @@ def filling(host: EmbeddedHost) -> int:
 
 
 class Small:
-    """A ``tests.small_trainer`` in a process of its own."""
+    """A ``tests.support.small_trainer`` in a process of its own."""
 
     python = sys.executable
 
@@ -77,7 +78,7 @@ class Small:
     ) -> None:
         wish = {"dirpath": str(dirpath), "phase": phase, "committed": committed, "nbytes": NBYTES}
         wish = {**wish, "slots": 3, "attempt": attempt, "worker": worker}
-        command = [self.python, "-m", "tests.small_trainer", json.dumps(wish)]
+        command = [self.python, "-m", "tests.support.small_trainer", json.dumps(wish)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()

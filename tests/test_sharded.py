@@ -39,8 +39,8 @@ from lightning_spot.sharded.layout import ShardedLayouter, load_state, state_arc
 from lightning_spot.sharded.metadata import metadata_of
 from lightning_spot.sharded.plan import Planner
 from lightning_spot.sharded.reader import ImageReader, load, load_all
-from tests.filled import check_archive
-from tests.sharded_states import Shape, Sharded, as_rank, at_rest, fill, on_rank, snapshot, whole, write
+from tests.support.filled import check_archive
+from tests.support.ranks import Shape, Sharded, as_rank, at_rest, fill, on_rank, snapshot, whole, write
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.uint8)
 

@@ -40,11 +40,10 @@ from lightning_spot.sharded.layout import ShardedLayouter, load_state, state_arc
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.tiers import files
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import until
-from tests.gated import MIB
-from tests.served import served
-from tests.sharded_states import rows
-from tests.small_trainer import RUN_ID, info_of
+from tests.support.ranks import rows
+from tests.support.server import MIB, served
+from tests.support.small_trainer import RUN_ID, info_of
+from tests.support.waiting import until
 
 LAST_S = 600.0  # of what never takes so long
 HOSTS = ((0, 2), (1, 3))

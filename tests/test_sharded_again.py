@@ -26,7 +26,7 @@ from lightning_spot.sharded.layout import ShardedLayouter, state_archive
 from lightning_spot.sharded.plan import Planner
 from lightning_spot.sharded.reader import ImageReader, load_all, load_value
 from lightning_spot.staging.batch import SlotView
-from tests.sharded_states import Sharded, as_rank, fill, on_rank
+from tests.support.ranks import Sharded, as_rank, fill, on_rank
 
 OWN = state_archive({}, 4096)
 

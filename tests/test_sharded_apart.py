@@ -20,9 +20,9 @@ from lightning_spot.exact.compare import differences
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.shards import Shards
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import until
-from tests.filled import check_archive
-from tests.small_trainer import info_of
+from tests.support.filled import check_archive
+from tests.support.small_trainer import info_of
+from tests.support.waiting import until
 from tests.test_sharded_across import LAST_S, Desk
 from tests.test_sharded_fit import check_states, final, snapshots, without_what_came_later
 from tests.test_sharded_hosts import Train, log, told, train

@@ -27,9 +27,9 @@ from lightning_spot.sharded.consolidate import consolidated, read_folder, write_
 from lightning_spot.sharded.layout import load_state
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import kept_port, new_process
-from tests.exact_cases import loader
-from tests.exact_sharded import Sharded, train, train_with, undisturbed_and_stopped
+from tests.support.exact_cases import loader
+from tests.support.exact_sharded import Sharded, train, train_with, undisturbed_and_stopped
+from tests.support.waiting import kept_port, new_process
 from tests.test_every_step import digest
 
 
@@ -214,7 +214,7 @@ def program(python: str, root: Path, *arguments: str) -> int:
     root.mkdir(exist_ok=True)
     with open(root / "log", "a") as log:
         return subprocess.run(
-            [python, "-m", "tests.exact_sharded", str(root), *arguments],
+            [python, "-m", "tests.support.exact_sharded", str(root), *arguments],
             stdout=log,
             stderr=log,
             timeout=300,
@@ -242,7 +242,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def test_two_ranks_are_stopped_and_go_on_as_if_they_had_not_been(tmp_path: Path, warm_python: str) -> None:
-    two_ranks([warm_python, "-m", "tests.exact_sharded", str(tmp_path), "--in-one"], tmp_path)
+    two_ranks([warm_python, "-m", "tests.support.exact_sharded", str(tmp_path), "--in-one"], tmp_path)
     assert "attempt 2 resumes at step" in log(tmp_path)
     for manifest in snapshots(tmp_path / "whole"):
         assert manifest.world_size == 2

@@ -15,9 +15,8 @@ from lightning_spot.exact.compare import differences
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.node import Node
 from lightning_spot.sharded.reader import ImageReader, load_all
-from tests.gated import MIB
-from tests.machines import STEPS, Sharded, started, twin, twins
-from tests.served import served
+from tests.support.machines import STEPS, Sharded, started, twin, twins
+from tests.support.server import MIB, served
 from tests.test_every_step import digest
 from tests.test_sharded_fit import check_states, final, snapshots, without_what_came_later
 from tests.test_together import run_trainer
@@ -31,7 +30,7 @@ Train = Callable[..., int]
 def train(warm_python: str) -> Train:
     """Train on some ranks; the exit code."""
 
-    return functools.partial(run_trainer, warm_python, "tests.sharded_hosts")
+    return functools.partial(run_trainer, warm_python, "tests.support.sharded_hosts")
 
 
 @pytest.fixture

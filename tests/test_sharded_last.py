@@ -37,10 +37,9 @@ from lightning_spot.run.survey import survey
 from lightning_spot.sharded.consolidate import read_folder
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import until
-from tests.gated import MIB
-from tests.served import served
-from tests.sharded_states import rows
+from tests.support.ranks import rows
+from tests.support.server import MIB, served
+from tests.support.waiting import until
 
 LAST_S = 100.0  # of what never takes so long
 HOSTS = ((0, 2), (1, 3))

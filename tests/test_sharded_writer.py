@@ -41,10 +41,10 @@ from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.staging.batch import NEVER
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.copy_job import CopyJob
-from tests.conftest import until
-from tests.fake_device import StreamOfEachThread
-from tests.sharded_states import rows
-from tests.small_trainer import RUN_ID, info_of
+from tests.support.fake_device import StreamOfEachThread
+from tests.support.ranks import rows
+from tests.support.small_trainer import RUN_ID, info_of
+from tests.support.waiting import until
 
 LAST_S = 600.0  # of what never takes so long
 

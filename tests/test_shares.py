@@ -27,8 +27,8 @@ from lightning_spot.image.parts import checksum
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.upload import Upload
 from lightning_spot.service.waiting import Waiting
-from tests.gated import RUN_ID, Bench, image_of, manifest_of
-from tests.small_trainer import info_of
+from tests.support.server import RUN_ID, Bench, image_of, manifest_of
+from tests.support.small_trainer import info_of
 
 RUN, NBYTES = f"run@{RUN_ID}", 1000
 LAST_S = 600.0  # of what never takes so long

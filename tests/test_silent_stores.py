@@ -20,7 +20,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.run.patience import Patience
 from lightning_spot.threads import in_background
 from lightning_spot.tiers import connections
-from tests.proxy import Proxy
+from tests.support.proxy import Proxy
 
 MIB = 2**20
 SILENT_S = 1.5

@@ -22,8 +22,8 @@ from lightning_spot.run.survey import Survey, survey
 from lightning_spot.service import channel
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings
-from tests.conftest import until
-from tests.gated import RUN_ID, Bench, image_of, manifest_of
+from tests.support.server import RUN_ID, Bench, image_of, manifest_of
+from tests.support.waiting import until
 from tests.test_restore import LARGE, restored
 
 RUN = f"run@{RUN_ID}"

@@ -26,9 +26,10 @@ from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.joint import KnownLayout
 from lightning_spot.memory.slots import Limits, Making, Slot, SlotState, find_room
 from lightning_spot.staging.slot import SlotMemory, slot_capacity
-from tests.conftest import named_run, until
-from tests.gated import MIB, GatedStore, image_of, manifest_of
-from tests.test_writer import Desk
+from tests.support.ranks import Desk
+from tests.support.server import MIB, image_of, manifest_of, named_run
+from tests.support.store import GatedStore
+from tests.support.waiting import until
 
 NBYTES = 1000
 
@@ -145,14 +146,6 @@ def test_a_node_is_told_that_only_a_slot_that_is_made_will_do(tmp_path: Path) ->
 
 
 # -- the writer -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    made = Desk(tmp_path)
-    yield made
-    made.writer.close()
-    made.host.leave(complete=True)
 
 
 @pytest.fixture

@@ -44,8 +44,8 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.portion import Portion, Portions
 from lightning_spot.memory.host import Lease
 from lightning_spot.staging.copier import Copier
-from tests.fake_device import FakeDevice
-from tests.small_trainer import RUN_ID, info_of
+from tests.support.fake_device import FakeDevice
+from tests.support.small_trainer import RUN_ID, info_of
 
 LAST_S = 600.0  # of what never takes so long
 

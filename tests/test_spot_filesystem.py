@@ -18,8 +18,9 @@ from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import SettingsError, SnapshotNotFoundError, SpotError
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import RunningNode, until
-from tests.models import Net, data, trainer
+from tests.support.server import RunningNode
+from tests.support.trainer import Net, data, trainer
+from tests.support.waiting import until
 from tests.test_node import put_file
 from tests.test_stores import sharded
 

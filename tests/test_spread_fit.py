@@ -15,8 +15,8 @@ from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.memory import work
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.spread import Told
-from tests.conftest import until
-from tests.served import served
+from tests.support.server import served
+from tests.support.waiting import until
 from tests.test_sharded_fit import check_states, final, snapshots, without_what_came_later
 from tests.test_sharded_hosts import Train, log, told, train
 

@@ -27,9 +27,9 @@ from lightning_spot.memory.work import Job, Kind, Work
 from lightning_spot.tiers.claims import Claim, digest_of
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Store
-from tests.conftest import until
-from tests.gated import image_of, manifest_of
-from tests.small_trainer import RUN_ID, info_of
+from tests.support.server import image_of, manifest_of
+from tests.support.small_trainer import RUN_ID, info_of
+from tests.support.waiting import until
 from tests.test_spread_room import HOSTS, NBYTES, Two
 
 MANIFEST = Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=1)

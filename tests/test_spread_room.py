@@ -25,8 +25,8 @@ from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.spread import Told
 from lightning_spot.memory.tier import Gathering
 from lightning_spot.tiers.local import LocalStore
-from tests.served import served
-from tests.small_trainer import RUN_ID, info_of
+from tests.support.server import served
+from tests.support.small_trainer import RUN_ID, info_of
 
 NBYTES = 10_000
 HOSTS = (0, 1)

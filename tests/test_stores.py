@@ -38,9 +38,9 @@ from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.objects import ObjectStore
 from lightning_spot.tiers.retention import retain, worth_keeping
 from lightning_spot.tiers.store import Holdings, Store
-from tests.conftest import kept_port
-from tests.oracle import claim_of
-from tests.real_stores import SERVERS, Server, use, why_missing
+from tests.support.oracle import claim_of
+from tests.support.real_stores import SERVERS, Server, use, why_missing
+from tests.support.waiting import kept_port
 
 REAL = {server.name: server for server in SERVERS}
 FILES = ["local", "kept", "s3", *(pytest.param(name, marks=pytest.mark.stores) for name in REAL)]

@@ -26,7 +26,7 @@ from lightning_spot.config import read_environment
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SettingsError
 from lightning_spot.protocol.counted_log import CountedLog
 from lightning_spot.protocol.wire import Address, error_from_body, parse_spot_url
-from tests.conftest import RunningNode
+from tests.support.server import RunningNode
 
 StartNode = Callable[..., RunningNode]
 LAST_S = 20.0

@@ -27,8 +27,8 @@ from lightning_spot.simulation.closed_form import FailureClass, expected_total_s
 from lightning_spot.simulation.engine import simulate
 from lightning_spot.simulation.failures import Event, Exponential, Failures, Fleet, Mixed, Weibull
 from lightning_spot.simulation.job import SimulatedJob, Tier, chain
-from tests.conftest import RunningNode
-from tests.models import Net, data, trainer
+from tests.support.server import RunningNode
+from tests.support.trainer import Net, data, trainer
 
 DAY_S = 86400.0
 

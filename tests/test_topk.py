@@ -26,11 +26,11 @@ from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.slots import Slot, SlotState, newest_of_lineages, reusable
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.retention import retain
-from tests.chained import FIRST, chained
-from tests.conftest import until
-from tests.filled import check_archive
-from tests.gated import MIB, RUN_ID, image_of, manifest_of
-from tests.wire_pair import RUN, Pair, Sender, floats, pair
+from tests.support.chain import FIRST, chained
+from tests.support.filled import check_archive
+from tests.support.server import MIB, RUN_ID, image_of, manifest_of
+from tests.support.waiting import until
+from tests.support.wire_pair import RUN, Pair, Sender, floats, pair
 
 __all__ = ["pair"]
 

@@ -30,10 +30,11 @@ from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.staging.partitions import Partition, Span
 from lightning_spot.staging.schedule import Schedule, Timetable
 from lightning_spot.tiers.local import LocalStore
-from tests.filled import check_archive
-from tests.models import EachDurable, Net, data, trainer
+from tests.support.filled import check_archive
+from tests.support.ranks import Desk, same
+from tests.support.snapshots import EachDurable
+from tests.support.trainer import Net, data, trainer
 from tests.test_sharded_fit import one_rank
-from tests.test_writer import Desk, same
 
 __all__ = ["one_rank"]
 

@@ -13,8 +13,8 @@ import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.errors import SettingsError
-from tests.conftest import new_process
-from tests.models import Net, data, trainer
+from tests.support.trainer import Net, data, trainer
+from tests.support.waiting import new_process
 
 
 class Manual(Net):

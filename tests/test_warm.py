@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from lightning_spot.protocol.process import ProcessId
-from tests import folders
-from tests.conftest import RunningNode, lives, until
+from tests.support import folders
+from tests.support.server import RunningNode
+from tests.support.waiting import lives, until
 
 StartNode = Callable[..., RunningNode]
 
@@ -75,7 +76,7 @@ def test_nothing_that_was_forked_outlives_who_asked_for_it(tmp_path: Path) -> No
     code = (
         "import os, signal, sys, time\n"
         "from pathlib import Path\n"
-        "from tests import warm\n"
+        "from tests.support import warm\n"
         "folder = Path(sys.argv[1])\n"
         "held = warm.hold(warm.start(folder))\n"
         "request = ['-m', 'lightning_spot.service.program', '--listen', '127.0.0.1:0', '--memory', '1MiB']\n"

@@ -20,9 +20,9 @@ from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
-from tests.conftest import until
-from tests.gated import MIB
-from tests.wire_pair import Pair, floats, kinds, needs_zstd, pair, state, trained
+from tests.support.server import MIB
+from tests.support.waiting import until
+from tests.support.wire_pair import Pair, floats, kinds, needs_zstd, pair, state, trained
 
 __all__ = ["kinds", "pair"]
 

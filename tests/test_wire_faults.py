@@ -19,10 +19,10 @@ from lightning_spot.image.parts import checksum
 from lightning_spot.memory import bases
 from lightning_spot.protocol.wire import NO_DIGEST, Address, PartKind
 from lightning_spot.service import uploads
-from tests.conftest import until
-from tests.gated import MIB, manifest_of
-from tests.proxy import Proxy
-from tests.wire_pair import RUN, Pair, Sender, floats, kinds, needs_zstd, pair, state, trained
+from tests.support.proxy import Proxy
+from tests.support.server import MIB, manifest_of
+from tests.support.waiting import until
+from tests.support.wire_pair import RUN, Pair, Sender, floats, kinds, needs_zstd, pair, state, trained
 
 __all__ = ["kinds", "pair"]
 

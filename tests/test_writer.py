@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,61 +10,15 @@ import pytest
 import torch
 
 from lightning_spot.capture import slot_pool
-from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FailureReason, NotSerializableError, ServerUnreachableError, SnapshotFailedError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.pickling import TensorPickler
-from lightning_spot.memory.host import InProcessHost
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
-from lightning_spot.tiers.local import LocalStore
-from tests.conftest import named_run, until
-from tests.fake_device import FakeDevice
-
-
-class Desk:
-    """A writer over a ring in this process, and its durable tier."""
-
-    def __init__(self, root: Path, memory_bytes: int = 2**28) -> None:
-        self.store = LocalStore(root / "run")
-        self.host = InProcessHost(slots=3, memory_bytes=memory_bytes, open_store=open_store)
-        self.host.open_run(named_run("run", self.store.url, keep=100))
-        self.writer = SnapshotWriter(self.host, lambda: self.host)
-        self.weights: list[Any] = [torch.randn(300, 100) for _ in range(5)]
-        self.buffer = torch.zeros(10)
-
-    def checkpoint(self, note: str = "", **more: Any) -> dict[str, Any]:
-        return {"note": note, "state": {"w": self.weights, "b": self.buffer}, **more}
-
-    def owned(self) -> list[torch.Tensor]:
-        """The tensors that the optimizer has."""
-        return self.weights
-
-    def begin(self, step: int, checkpoint: dict[str, Any], *, complete: bool = False) -> Any:
-        owned = by_storage(self.owned())
-        name = snapshot_name(step, 1, complete=complete)
-        manifest = Manifest(run="run", name=name, step=step, attempt=1, nbytes=0, complete=complete)
-        return self.writer.begin(checkpoint, manifest, owned=owned, wait_s=30.0)
-
-    def saved(self, step: int, *, complete: bool = False) -> dict[str, Any]:
-        assert self.host.flush(30) == []
-        name = snapshot_name(step, 1, complete=complete)
-        return torch.load(self.store.root / name / "model.ckpt", weights_only=True)
-
-
-@pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    made = Desk(tmp_path)
-    yield made
-    made.writer.close()
-    made.host.leave(complete=True)
-
-
-def same(saved: dict[str, Any], weights: list[torch.Tensor], buffer: torch.Tensor) -> bool:
-    state = saved["state"]
-    return torch.equal(state["b"], buffer) and all(map(torch.equal, state["w"], weights))
+from tests.support.fake_device import FakeDevice
+from tests.support.ranks import Desk, same
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize(

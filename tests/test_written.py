@@ -15,8 +15,8 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.sealing import Sealing
 from lightning_spot.image.written import CHECK_EVERY, Before, Ranges, Written, in_order, read_ranges
 from lightning_spot.memory.node import Node
-from tests.filled import fill
-from tests.gated import RUN_ID, Bench
+from tests.support.filled import fill
+from tests.support.server import RUN_ID, Bench
 
 PART_BYTES = 4096
 
