@@ -142,6 +142,5 @@ def test_frames_stay_in_order_and_no_more_than_so_many_are_held() -> None:
 def test_a_process_that_moves_frames_ends_with_whoever_started_it(network: Network) -> None:
     network._move_by_process("near")
     mover = network._movers["near"]
-    assert mover.stdin is not None
     mover.stdin.close()  # as the kernel does when that one is killed
     assert mover.wait(LAST_S) == 0

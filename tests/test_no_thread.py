@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from lightning_spot.client.embedded import Session
-from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, TierError
 from lightning_spot.fit import together
 from lightning_spot.fit.agreement import Agreement
@@ -30,7 +29,7 @@ from lightning_spot.service.channel import DescriptorChannel
 from lightning_spot.tiers.local import LocalStore
 from tests.support.chain import FIRST, SECOND, Chained
 from tests.support.ranks import Group, Rank
-from tests.support.server import MIB, served
+from tests.support.server import snapshot_server
 from tests.support.waiting import until
 from tests.test_joint_hosts import Checkpoint, Team
 from tests.test_restore import put
@@ -40,8 +39,7 @@ Lacking = Callable[[str, int], None]
 
 @pytest.fixture
 def team(tmp_path: Path) -> Iterator[Team]:
-    memory = Node(slots=None, memory_bytes=64 * MIB, open_store=open_store, allow=[str(tmp_path)])
-    with served(memory) as port, contextlib.closing(Team(tmp_path, [memory], [f"spot://127.0.0.1:{port}"])) as team:
+    with snapshot_server(tmp_path) as (memory, url), contextlib.closing(Team(tmp_path, [memory], [url])) as team:
         yield team
 
 

@@ -207,7 +207,6 @@ def test_a_node_claims_for_its_own_trainer_what_that_could_not(tmp_path: Path) -
     host.seal(lease, replace(snapshot(1, image), name=snapshot_name(1, 3), attempt=3, checksums=()))
     assert host.flush(30.0) == []
     claim = LocalStore(tmp_path / "run").newest_claim()
-    assert claim is not None
     assert (claim.attempt, claim.digest) == (3, digest_of("t"))
     host.leave(complete=True)
 
@@ -244,7 +243,6 @@ def test_a_claim_is_created_exclusively_where_the_library_can(monkeypatch: pytes
     with pytest.raises(FencedError):
         store.claim(claim_of(1, token="second"))
     claim = store.newest_claim()
-    assert claim is not None
     assert claim.digest == digest_of("first")
 
 

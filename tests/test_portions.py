@@ -95,7 +95,6 @@ class Replica:
         self.asked += 1
         if self._silent:
             raise ServerUnreachableError("its link is cut")
-        assert portion.portion is not None
         into[:] = self._images[portion.portion.host][start : start + len(into)]
 
 
@@ -156,7 +155,6 @@ def test_a_portion_says_what_it_is_and_its_note_too() -> None:
     again = Manifest.from_json(portion.to_json())
     assert again == portion
     assert (again.snapshot, again.name) == (snapshot_name(1, 1), portion_name(snapshot_name(1, 1), 0))
-    assert portion.portion is not None
     assert portion.portion.tail == checksum(bytes(place % 251 for place in range(5000)) + bytes(PART_BYTES - 5000))
     note = Note.of_portion(portion)
     assert Note.from_json(note.to_json()) == note

@@ -257,7 +257,6 @@ def test_an_urgent_snapshot_and_the_exit_code(tmp_path: Path, caplog: pytest.Log
     assert signal.getsignal(signal.SIGTERM) == handler
     done = stopping(tmp_path)
     trainer(done).fit(Net(), data())
-    assert done.resumed_from is not None
     assert done.resumed_from.step == 8
 
 

@@ -109,7 +109,6 @@ def test_a_killed_training_resumes_from_the_bucket_alone(server: Server, machine
 def test_of_two_starts_at_once_one_goes_on(server: Server, machine: Machine, tmp_path: Path) -> None:
     """Both wait for the same stopped server when it goes on."""
     url = f"{server.bucket('claimed')}/run"
-    assert server.process is not None
     server.process.send_signal(signal.SIGSTOP)
     both = [
         trainer(url, tmp_path / name, tmp_path / f"{name}.log", machine(name), max_steps=60, pace_s=0.15)

@@ -363,7 +363,6 @@ def _recovered(tmp_path: Path, urls: list[str]) -> tuple[int, bytes, str]:
         return os.pread(snapshot.fd, snapshot.manifest.nbytes, 0)
 
     recovered = open_newest(found, use, Patience(tries=1))
-    assert recovered is not None
     return recovered[0].manifest.step, recovered[1], recovered[0].tier
 
 

@@ -353,7 +353,6 @@ def test_a_file_that_goes_bad_between_its_check_and_its_use_falls_back(
                 raise
 
     opened = open_newest(survey(Location.of(str(run), local_server=False)), use)
-    assert opened is not None
     assert opened[1] == 6
     assert f"{step_9(run).name} at storage is passed over" in caplog.text
 

@@ -44,25 +44,6 @@ from tests.support.waiting import until
 RUN = f"run@{RUN_ID}"
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
-    """Make nodes over gated stores."""
-    made: list[Bench] = []
-
-    def bench(**settings: Any) -> Bench:
-        made.append(Bench(tmp_path, **settings))
-        return made[-1]
-
-    yield bench
-    for each in made:
-        each.close()
-
-
-@pytest.fixture
-def bench(make: Callable[..., Bench]) -> Bench:
-    return make()
-
-
 # -- slots and dirty bits ---------------------------------------------------------------------------------------------
 
 
@@ -77,8 +58,8 @@ def test_a_dirty_bit_stays_until_the_tier_has_it(bench: Bench) -> None:
     assert (slot.dirty, slot.safe) == ([], [bench.tier().url])
 
 
-def test_back_pressure_when_every_slot_is_needed(make: Callable[..., Bench]) -> None:
-    bench = make(slots=2)
+def test_back_pressure_when_every_slot_is_needed(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(slots=2)
     bench.open()
     bench.tier().open.clear()
     bench.save(1)
@@ -91,8 +72,8 @@ def test_back_pressure_when_every_slot_is_needed(make: Callable[..., Bench]) -> 
     assert bench.committed()[0] == 3
 
 
-def test_the_end_of_a_run_stays_until_the_tier_has_it(make: Callable[..., Bench]) -> None:
-    bench = make(slots=3)
+def test_the_end_of_a_run_stays_until_the_tier_has_it(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(slots=3)
     bench.open()
     bench.tier().open.clear()
     bench.save(1)
@@ -115,8 +96,8 @@ def test_the_oldest_clean_slot_is_reused(bench: Bench, durable: bool) -> None:
     assert [manifest.step for manifest in bench.tier().survey().manifests] == ([7, 6] if durable else [])
 
 
-def test_the_end_of_a_run_is_not_held_twice(make: Callable[..., Bench]) -> None:
-    bench = make(slots=4)
+def test_the_end_of_a_run_is_not_held_twice(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(slots=4)
     bench.open(durable=False)
     for step in (1, 2, 3):
         bench.save(step)
@@ -125,8 +106,8 @@ def test_the_end_of_a_run_is_not_held_twice(make: Callable[..., Bench]) -> None:
     assert held == [snapshot_name(3, 1, complete=True), snapshot_name(2, 1)]
 
 
-def test_one_slot_never_gives_its_only_snapshot_away(make: Callable[..., Bench]) -> None:
-    bench = make(slots=1)
+def test_one_slot_never_gives_its_only_snapshot_away(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(slots=1)
     bench.open(durable=False)
     bench.save(1)
     with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
@@ -157,8 +138,8 @@ def test_too_large_is_not_a_full_ring(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("slots", [3, None])
-def test_memory_limit_holds_over_all_slots(make: Callable[..., Bench], slots: int | None) -> None:
-    bench = make(slots=slots, memory_bytes=32 * MIB)
+def test_memory_limit_holds_over_all_slots(make_bench: Callable[..., Bench], slots: int | None) -> None:
+    bench = make_bench(slots=slots, memory_bytes=32 * MIB)
     bench.open()
     for step in (1, 2, 3, 4):
         bench.save(step, nbytes=15 * MIB, wait_s=30)
@@ -340,13 +321,13 @@ def test_what_was_refused_while_its_trainer_lived_is_looked_at_again_when_that_i
 
 
 def test_what_was_refused_while_its_trainer_lived_is_brought_by_the_next_node_if_both_are_killed(
-    make: Callable[..., Bench], runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+    make_bench: Callable[..., Bench], runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    killed = make(area=runtime_dir / "area")
+    killed = make_bench(area=runtime_dir / "area")
     refused_of_a_live_trainer(killed)
     killed.die()
     monkeypatch.setattr(work, "LEFT_S", 0.1)
-    heir = make(area=runtime_dir / "area")
+    heir = make_bench(area=runtime_dir / "area")
     assert [slot.manifest and slot.manifest.step for slot in heir.node.committed(RUN)] == [5]
     until(lambda: heir.tier().survey().manifests, "it to be brought")
 
@@ -399,7 +380,6 @@ def test_a_killed_trainer_keeps_nothing_though_its_connection_is_not_seen_to_end
     """Who started it again in the moment after the kill was told that it lives, and ended."""
     with subprocess.Popen(["sleep", "60"]) as killed:
         process = ProcessId.of(killed.pid)
-        assert process is not None
         bench.node.begin_session("first", process.to_json())
         bench.open(session="first", pid=killed.pid)
         bench.node.begin_session("second", ProcessId.of(os.getpid()).to_json())  # type: ignore[union-attr]
@@ -443,8 +423,8 @@ def test_an_older_file_never_replaces_a_newer_one(bench: Bench) -> None:
     assert (Path(bench.tier().url) / "last.ckpt").read_bytes() == image_of(9, 1000)
 
 
-def test_a_file_of_a_dead_trainer_stays_behind_the_newer_one_at_the_tier(make: Callable[..., Bench]) -> None:
-    dead, living = make(), make()
+def test_a_file_of_a_dead_trainer_stays_behind_the_newer_one_at_the_tier(make_bench: Callable[..., Bench]) -> None:
+    dead, living = make_bench(), make_bench()
     dead.open(attempt=1)
     dead.tier().open.clear()
     dead.file("last.ckpt", 100, attempt=1)
@@ -481,7 +461,6 @@ def test_a_corrupted_slot_goes_nowhere(bench: Bench, monkeypatch: pytest.MonkeyP
     until(lambda: bench.tier().tries, "the flusher to take the first")
     bench.save(2)
     slot = bench.node.ring.find(RUN_ID, snapshot_name(2, 1))
-    assert slot is not None
     with slot.view(10) as view:
         view[3] ^= 0xFF
     bench.tier().open.set()
@@ -523,8 +502,8 @@ def test_a_user_file_is_never_dropped_from_memory_only(bench: Bench) -> None:
     assert bench.node.ring.find(RUN_ID, "best.ckpt") is not None
 
 
-def test_readers_are_safe_from_reuse(make: Callable[..., Bench]) -> None:
-    bench = make(slots=2)
+def test_readers_are_safe_from_reuse(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(slots=2)
     bench.open()
     first = bench.save(1)
     slot = bench.node.ring.find(RUN_ID, first.name)
@@ -540,9 +519,9 @@ def test_readers_are_safe_from_reuse(make: Callable[..., Bench]) -> None:
 # -- several runs -----------------------------------------------------------------------------------------------------
 
 
-def test_one_run_cannot_fill_a_node(make: Callable[..., Bench]) -> None:
+def test_one_run_cannot_fill_a_node(make_bench: Callable[..., Bench]) -> None:
     """Snapshots of a run that were superseded, and clean old ones, make room for another run's."""
-    bench = make(slots=None, memory_bytes=40 * MIB)
+    bench = make_bench(slots=None, memory_bytes=40 * MIB)
     bench.open(keep=100)
     for step in range(1, 8):
         bench.save(step, nbytes=4 * MIB, wait_s=10)
@@ -553,8 +532,8 @@ def test_one_run_cannot_fill_a_node(make: Callable[..., Bench]) -> None:
     assert bench.committed()[0] == 7  # the newest is not given away for it
 
 
-def test_a_run_stays_within_its_own_bound(make: Callable[..., Bench]) -> None:
-    bench = make(slots=None, memory_bytes=64 * MIB, run_memory_bytes=16 * MIB)
+def test_a_run_stays_within_its_own_bound(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(slots=None, memory_bytes=64 * MIB, run_memory_bytes=16 * MIB)
     bench.open(keep=100)
     for step in range(1, 10):
         bench.save(step, nbytes=5 * MIB, wait_s=10)
@@ -572,10 +551,10 @@ def test_a_run_stays_within_its_own_bound(make: Callable[..., Bench]) -> None:
 
 @pytest.mark.parametrize("dirty", [True, False])
 def test_a_new_node_takes_over_what_a_killed_one_left(
-    make: Callable[..., Bench], runtime_dir: Path, dirty: bool
+    make_bench: Callable[..., Bench], runtime_dir: Path, dirty: bool
 ) -> None:
     area = runtime_dir / "area"
-    killed = make(area=area)
+    killed = make_bench(area=area)
     killed.open()
     if dirty:
         killed.tier().fail(TierError("not now"))
@@ -583,7 +562,7 @@ def test_a_new_node_takes_over_what_a_killed_one_left(
     if not dirty:
         assert killed.flush() == []
     killed.die()
-    heir = make(area=area)
+    heir = make_bench(area=area)
     assert heir.committed() == [5]
     assert heir.flush() == []  # though nobody has opened the run at it
     assert heir.tier().survey().manifests == [sealed]
@@ -592,13 +571,15 @@ def test_a_new_node_takes_over_what_a_killed_one_left(
     assert not area.exists()
 
 
-def test_a_restarted_node_knows_the_attempts_of_what_it_holds(make: Callable[..., Bench], runtime_dir: Path) -> None:
-    killed = make(area=runtime_dir / "area", allow=[])
+def test_a_restarted_node_knows_the_attempts_of_what_it_holds(
+    make_bench: Callable[..., Bench], runtime_dir: Path
+) -> None:
+    killed = make_bench(area=runtime_dir / "area", allow=[])
     killed.open(attempt=7)
     killed.save(5, attempt=7)
     killed.open(attempt=8)  # of which nothing was committed yet
     killed.die()
-    heir = make(area=runtime_dir / "area", allow=[])
+    heir = make_bench(area=runtime_dir / "area", allow=[])
     assert heir.node.claimed(RUN) == 8
     with pytest.raises(FencedError):
         heir.open(attempt=7)
@@ -635,21 +616,23 @@ def test_who_leases_a_slot_that_was_just_committed_learns_what_is_in_it(
     assert free == [False]
 
 
-def test_an_orderly_end_keeps_what_is_safe_nowhere_else(make: Callable[..., Bench], runtime_dir: Path) -> None:
+def test_an_orderly_end_keeps_what_is_safe_nowhere_else(make_bench: Callable[..., Bench], runtime_dir: Path) -> None:
     """A server without a tier below holds the only copy; after SIGTERM the next node has it, as after SIGKILL."""
-    ended = make(area=runtime_dir / "area", allow=[])
+    ended = make_bench(area=runtime_dir / "area", allow=[])
     ended.open(attempt=7)
     ended.save(4, attempt=7)
     ended.save(5, attempt=7)
     ended.node.close(keep_unsafe=True)
-    heir = make(area=runtime_dir / "area", allow=[])
+    heir = make_bench(area=runtime_dir / "area", allow=[])
     assert heir.committed() == [5]
     assert heir.node.claimed(RUN) == 7
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_what_is_to_be_deleted_survives_the_node(make: Callable[..., Bench], runtime_dir: Path, killed: bool) -> None:
-    ended = make(area=runtime_dir / "area")
+def test_what_is_to_be_deleted_survives_the_node(
+    make_bench: Callable[..., Bench], runtime_dir: Path, killed: bool
+) -> None:
+    ended = make_bench(area=runtime_dir / "area")
     ended.open()
     first, name = ended.save(1), "best.ckpt" if not killed else snapshot_name(2, 1)
     sealed = ended.save(2) if killed else ended.file(name, 2)
@@ -658,7 +641,7 @@ def test_what_is_to_be_deleted_survives_the_node(make: Callable[..., Bench], run
     ended.node.remove(RUN, name)
     until(lambda: "delete" in " ".join(ended.tier().tries), "the deletion to be tried")
     ended.die() if killed else ended.node.close(keep_unsafe=True)
-    heir = make(area=runtime_dir / "area")
+    heir = make_bench(area=runtime_dir / "area")
     until(lambda: not heir.tier().has(sealed), "it to be deleted")
     assert heir.tier().survey().manifests == [first]
 
@@ -681,33 +664,33 @@ def test_records_that_cannot_be_written_are_named_once(tmp_path: Path, caplog: p
     area.close()
 
 
-def test_two_living_nodes_never_share_an_area(make: Callable[..., Bench], runtime_dir: Path) -> None:
+def test_two_living_nodes_never_share_an_area(make_bench: Callable[..., Bench], runtime_dir: Path) -> None:
     """Containers with a /dev/shm in common and runtime directories of their own."""
-    one, other = make(area=runtime_dir / "area"), make(area=runtime_dir / "area")
+    one, other = make_bench(area=runtime_dir / "area"), make_bench(area=runtime_dir / "area")
     for bench, step in ((one, 1), (other, 2)):
         bench.open(durable=False)
         bench.save(step)
     assert (one.committed(), other.committed()) == ([1], [2])
     one.die()
-    heir = make(area=runtime_dir / "area")
+    heir = make_bench(area=runtime_dir / "area")
     assert heir.committed() == [1]
     heir.node.close()
     other.node.close()
     assert list(runtime_dir.glob("area*")) == []
 
 
-def test_an_heir_with_fewer_slots_loses_nothing(make: Callable[..., Bench], runtime_dir: Path) -> None:
-    killed = make(area=runtime_dir / "area")
+def test_an_heir_with_fewer_slots_loses_nothing(make_bench: Callable[..., Bench], runtime_dir: Path) -> None:
+    killed = make_bench(area=runtime_dir / "area")
     killed.open(durable=False, keep=9)
     for step in (1, 2, 3):
         killed.save(step)
     killed.die()
-    assert make(area=runtime_dir / "area", slots=2).committed() == [3, 2, 1]
+    assert make_bench(area=runtime_dir / "area", slots=2).committed() == [3, 2, 1]
 
 
-def test_a_damaged_leftover_is_dropped(make: Callable[..., Bench], runtime_dir: Path) -> None:
+def test_a_damaged_leftover_is_dropped(make_bench: Callable[..., Bench], runtime_dir: Path) -> None:
     area = runtime_dir / "area"
-    killed = make(area=area)
+    killed = make_bench(area=area)
     killed.open(durable=False)
     for step in (1, 2):
         killed.save(step)
@@ -715,17 +698,17 @@ def test_a_damaged_leftover_is_dropped(make: Callable[..., Bench], runtime_dir: 
         file.seek(100)
         file.write(b"\0damage\0")
     killed.die()
-    assert make(area=area).committed() == [1]
+    assert make_bench(area=area).committed() == [1]
 
 
 @pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), MemoryError()], ids=["map", "objects"])
 @pytest.mark.parametrize("times", [1, 9])
 def test_what_cannot_be_taken_over_for_want_of_memory_is_not_dropped(
-    make: Callable[..., Bench], runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, times: int
+    make_bench: Callable[..., Bench], runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, times: int
 ) -> None:
     """It is tried again; if it does not pass, the node does not start, and the next one takes it over."""
     area, left = runtime_dir / "area", [error] * times
-    killed = make(area=area)
+    killed = make_bench(area=area)
     killed.open(durable=False)
     killed.save(1)
     killed.save(2)
@@ -740,13 +723,16 @@ def test_what_cannot_be_taken_over_for_want_of_memory_is_not_dropped(
     monkeypatch.setattr(area_module, "_AGAIN_S", (0.01, 0.01))
     if times > 1:
         with pytest.raises(TierError, match="cannot be read now"):
-            make(area=area)
+            make_bench(area=area)
         left.clear()
-    assert make(area=area).committed() == [2, 1]
+    assert make_bench(area=area).committed() == [2, 1]
 
 
 def test_small_tmpfs_falls_back_to_memory_files(
-    make: Callable[..., Bench], runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_bench: Callable[..., Bench],
+    runtime_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def full(fd: int, nbytes: int, real: Callable[..., mmap.mmap] = slot_module.make_shared) -> mmap.mmap:
         if os.readlink(f"/proc/self/fd/{fd}").startswith(str(runtime_dir)):
@@ -754,7 +740,7 @@ def test_small_tmpfs_falls_back_to_memory_files(
         return real(fd, nbytes)
 
     monkeypatch.setattr(slot_module, "make_shared", full)
-    bench = make(area=runtime_dir / "area")
+    bench = make_bench(area=runtime_dir / "area")
     bench.open()
     sealed = bench.save(1)
     assert bench.flush() == []
@@ -839,8 +825,8 @@ def test_manifests_of_format_1_are_kept_by_name(bench: Bench) -> None:
     assert [manifest.name for slot in bench.node.committed("run") if (manifest := slot.manifest)] == [old.name]
 
 
-def test_a_node_without_slots_is_bounded_by_memory_only(make: Callable[..., Bench]) -> None:
-    bench = make(slots=None)
+def test_a_node_without_slots_is_bounded_by_memory_only(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(slots=None)
     bench.open(durable=False, keep=100)
     for step in range(20):
         bench.save(step)
@@ -856,7 +842,7 @@ def test_a_put_that_failed_is_not_put_off_by_the_pace(bench: Bench) -> None:
 
 
 def test_a_file_killed_while_it_is_replaced_is_there_in_one_version(
-    make: Callable[..., Bench], runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+    make_bench: Callable[..., Bench], runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Killed(BaseException):
         pass
@@ -864,7 +850,7 @@ def test_a_file_killed_while_it_is_replaced_is_there_in_one_version(
     def die(_area: SlotArea, _slot: Slot) -> None:
         raise Killed
 
-    bench = make(area=runtime_dir / "area")
+    bench = make_bench(area=runtime_dir / "area")
     bench.open()
     bench.tier().open.clear()
     bench.file("best.ckpt", 1)
@@ -874,7 +860,7 @@ def test_a_file_killed_while_it_is_replaced_is_there_in_one_version(
             bench.file("best.ckpt", 2)
     left = shutil.copytree(runtime_dir / "area", runtime_dir / "left")
     (left / "lock").unlink()
-    assert make(area=left).committed() == [1]
+    assert make_bench(area=left).committed() == [1]
 
 
 def test_a_node_is_not_settled_while_a_deletion_is_owed(bench: Bench) -> None:
@@ -928,7 +914,6 @@ def test_what_is_left_if_a_memory_node_is_lost_goes_only_where_there_is_no_memor
     ring, (slot,) = bench.node.ring, bench.node.committed(RUN)
     for step in (3, 2):  # a slow node has an older one after a fast one has the newest
         portions.surpass(ring, RUN_ID, manifest_of(step))
-    assert slot.surpassed is not None
     assert slot.surpassed.step == 3
     for _ in range(2):
         assert ring.is_short(RUN_ID, 1000)

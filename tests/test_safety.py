@@ -154,7 +154,6 @@ def test_a_trainer_whose_run_was_taken_over_does_not_wait_at_a_notice(tmp_path: 
             if trainer.global_step == 3:
                 store = LocalStore(root)
                 mine = store.newest_claim()
-                assert mine is not None
                 store.claim(replace(mine, attempt=mine.attempt + 1, digest="of another host"))
                 assert callback.snapshotter is not None
                 deadline = Deadline.of(None, 15.0)

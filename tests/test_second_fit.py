@@ -25,12 +25,9 @@ from lightning_spot.fit.resume import other_hyperparameters
 from lightning_spot.goodput.records import read_records
 from lightning_spot.protocol.record import find_record
 from lightning_spot.tiers.local import LocalStore
-from tests.support.trainer import Net, data, trainer
+from tests.support.snapshots import serverless
+from tests.support.trainer import Net, Stop, data, trainer
 from tests.support.waiting import new_process, until
-
-
-class Stop(Exception):
-    """Ends a training."""
 
 
 class TrialPruned(Exception):
@@ -47,8 +44,7 @@ class EndAt(pl.Callback):
 
 
 def spot(root: Path, **more: Any) -> SpotCheckpoint:
-    settings = {"local_server": False, "interval": EverySteps(2), "on_full": "wait", "notices": None}
-    return SpotCheckpoint(str(root / "run"), **{**settings, **more})
+    return serverless(root / "run", **{"interval": EverySteps(2), **more})
 
 
 def fold(root: Path, *callbacks: pl.Callback, start: float, **more: Any) -> tuple[SpotCheckpoint, Net]:
@@ -68,11 +64,9 @@ def test_folds_have_runs_of_their_own_and_each_is_resumed(tmp_path: Path, caplog
     assert "this fit is a run of its own" in caplog.text
     new_process()  # the script is killed, and started again
     again, model = fold(tmp_path, start=0.0)
-    assert again.resumed_from is not None
     assert again.resumed_from.complete
     assert torch.equal(model.net[0].bias, first.net[0].bias)
     second, _ = fold(tmp_path, start=1.0)
-    assert second.resumed_from is not None
     assert (second.resumed_from.step, second.location.url) == (4, str(tmp_path / "run" / "fit-2"))
     third, _ = fold(tmp_path, start=2.0)
     assert third.resumed_from is None
@@ -280,7 +274,6 @@ def test_the_tuner_is_no_training_of_the_run(tmp_path: Path) -> None:
     new_process()
     resumed = fit()
     assert resumed.attempt == 2
-    assert resumed.resumed_from is not None
     assert resumed.resumed_from.step == 4
 
 
@@ -441,5 +434,4 @@ def test_callbacks_in_hyperparameters_do_not_stop_snapshots(tmp_path: Path) -> N
     with pytest.raises(Stop), pytest.warns(UserWarning, match="hold callbacks are not in snapshots: callbacks"):
         fit(EndAt(5))
     resumed = fit().resumed_from
-    assert resumed is not None
     assert resumed.step == 4

@@ -80,7 +80,6 @@ class Small:
         wish = {**wish, "slots": 3, "attempt": attempt, "worker": worker}
         command = [self.python, "-m", "tests.support.small_trainer", json.dumps(wish)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, "the trainer did not come that far"
         self.pid, self.worker = (int(json.loads(line)[key]) for key in ("pid", "worker"))
@@ -89,7 +88,6 @@ class Small:
         os.kill(self.pid, KILL)
         assert self.process.wait() == -KILL
         for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
             pipe.close()
 
 
@@ -211,7 +209,6 @@ def test_every_call_to_a_stopped_node_ends_in_time(tmp_path: Path) -> None:
     take(host, 1, NBYTES)
     manifest = host.manifests()[0]
     node = ProcessId.of(node_pid(host))
-    assert node is not None
     os.kill(node.pid, STOP)
     until(lambda: node.stopped, "the node to stop")  # its threads do, one after another
     calls: list[Callable[[], Any]] = [
@@ -259,7 +256,6 @@ def test_a_stopped_node_is_replaced_and_its_snapshots_are_taken_over(
     take(again, 1, NBYTES)
     os.kill(node_pid(again), STOP)
     revived = starting.attach(str(tmp_path), again.run, STALL_S)
-    assert revived is not None
     assert [manifest.step for manifest in revived.manifests()] == [1]
 
 

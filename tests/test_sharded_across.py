@@ -41,7 +41,7 @@ from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.tiers import files
 from lightning_spot.tiers.local import LocalStore
 from tests.support.ranks import rows
-from tests.support.server import MIB, served
+from tests.support.server import snapshot_server
 from tests.support.small_trainer import RUN_ID, info_of
 from tests.support.waiting import until
 
@@ -191,20 +191,12 @@ class AtNodes(Desk):
         return slot.view(), slot.manifest
 
 
-def node_for(root: Path) -> Node:
-    return Node(slots=None, memory_bytes=64 * MIB, open_store=open_store, allow=[str(root)])
-
-
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Desk]:
-    memory = node_for(tmp_path)
-    with served(memory) as port:
-        at = {f"spot://127.0.0.1:{port}": memory}
-        made = AtNodes(tmp_path, at, monkeypatch, getattr(request, "param", 2**26))
-        try:
+    with snapshot_server(tmp_path) as (memory, url):
+        memory_bytes = getattr(request, "param", 2**26)
+        with contextlib.closing(AtNodes(tmp_path, {url: memory}, monkeypatch, memory_bytes)) as made:
             yield made
-        finally:
-            made.close()
 
 
 def test_shards_of_ranks_that_are_no_neighbours_come_together_whichever_of_them_change(
@@ -248,12 +240,9 @@ def test_a_slot_that_is_smaller_than_what_is_laid_out_gets_nothing_of_it(
 @contextlib.contextmanager
 def at_two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AtNodes]:
     """Hosts that bring each snapshot to both."""
-    nodes = [node_for(tmp_path) for _ in range(2)]
-    with served(nodes[0]) as one, served(nodes[1]) as other, contextlib.ExitStack() as ends:
-        at = {f"spot://127.0.0.1:{port}": node for port, node in zip((one, other), nodes, strict=True)}
-        made = AtNodes(tmp_path, at, monkeypatch)
-        ends.callback(made.close)
-        yield made
+    with snapshot_server(tmp_path) as one, snapshot_server(tmp_path) as other:
+        with contextlib.closing(AtNodes(tmp_path, {url: node for node, url in (one, other)}, monkeypatch)) as made:
+            yield made
 
 
 @pytest.mark.parametrize("lost", [0, 1])

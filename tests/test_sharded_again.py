@@ -300,7 +300,6 @@ def test_no_tensor_is_kept_alive() -> None:
         layouter = ShardedLayouter(0, 2)
         image_of(layouter, state)
         named = layouter.lay_out(state, OWN, [4096, 4096], {}).layout.pieces[0].named
-        assert named is not None
         alive = [named._alive.expired()]
         state.clear()
         assert [*alive, named._alive.expired()] == [False, True]

@@ -29,6 +29,7 @@ from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.tiers.local import LocalStore
 from tests.support.exact_cases import loader
 from tests.support.exact_sharded import Sharded, train, train_with, undisturbed_and_stopped
+from tests.support.trainer import trainer
 from tests.support.waiting import kept_port, new_process
 from tests.test_every_step import digest
 
@@ -143,8 +144,9 @@ def test_others_read_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     # Lightning alone reads the same directory; the optimizer that has not stepped is not in it.
     newest = snapshots(tmp_path / "whole")[0]
     alone = Weights()
-    trainer = small(ModelParallelStrategy(1, 1), alone)
-    trainer.fit(Stepped(), loader(), ckpt_path=tmp_path / "whole" / "run" / newest.name)
+    small(ModelParallelStrategy(1, 1), alone).fit(
+        Stepped(), loader(), ckpt_path=tmp_path / "whole" / "run" / newest.name
+    )
     saved = final(tmp_path / "whole")
     assert list(differences(saved["state_dict"], alone.seen)) == []
 
@@ -195,19 +197,8 @@ class Plain(Sharded):
 
 
 def small(strategy: Any, *callbacks: pl.Callback) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        max_epochs=3,
-        limit_train_batches=1,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=list(callbacks),
-    )
+    limits: dict[str, Any] = {"max_epochs": 3, "limit_train_batches": 1, "limit_val_batches": 0}
+    return trainer(*callbacks, devices=1, strategy=strategy, **limits)
 
 
 def program(python: str, root: Path, *arguments: str) -> int:

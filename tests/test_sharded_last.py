@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -23,7 +24,6 @@ from lightning_spot.capture.host_link import RingSettings, open_host
 from lightning_spot.capture.joining import Joining
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.starting import attach
-from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, TierError
 from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.sharded import Dtensors
@@ -31,14 +31,13 @@ from lightning_spot.fit.hosts import Hosts, _open
 from lightning_spot.fit.in_shards import InShards
 from lightning_spot.fit.together import How
 from lightning_spot.image.manifest import snapshot_name
-from lightning_spot.memory.node import Node
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.sharded.consolidate import read_folder
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.tiers.local import LocalStore
 from tests.support.ranks import rows
-from tests.support.server import MIB, served
+from tests.support.server import snapshot_server
 from tests.support.waiting import until
 
 LAST_S = 100.0  # of what never takes so long
@@ -204,17 +203,8 @@ def answers_late(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Ranks]]:
-    node = Node(slots=None, memory_bytes=64 * MIB, open_store=open_store, allow=[str(tmp_path)])
-    made: list[Ranks] = []
-    with served(node) as port:
-
-        def of(memory: str) -> Ranks:
-            made.append(Ranks(tmp_path, memory or f"spot://127.0.0.1:{port}", monkeypatch))
-            return made[-1]
-
-        yield of
-        for ranks in made:
-            ranks.close()
+    with snapshot_server(tmp_path) as (_, url), contextlib.ExitStack() as made:
+        yield lambda memory: made.enter_context(contextlib.closing(Ranks(tmp_path, memory or url, monkeypatch)))
 
 
 @pytest.mark.parametrize(

@@ -354,7 +354,6 @@ def test_word_that_a_share_is_in_place_is_said_again_or_the_node_is_left(
 ) -> None:
     """A process that stood still is out of time before it has sent that: the node saw the rank, and waited for it."""
     host, words = desk.shares[0]._host, list[str]()
-    assert host is not None
     placed = host.placed
 
     def place(lease: Lease, torn: str = "") -> None:
@@ -513,7 +512,6 @@ def test_hosts_bring_snapshots_together_while_a_memory_node_carries_the_run_on()
     fit.carrier = "spot://a:7070/run"
     assert fit.how() == How.heard(at.word()) == at
     ranks = fit.deciding.ranks(at)
-    assert ranks is not None
     assert (ranks.shares, list(ranks.states), ranks.hosts, ranks.at) == (2, [1], (1, 1), "spot://a:7070/run")
     assert fit.deciding.how(fit, across=False) == ALONE  # type: ignore[arg-type] # an urgent one
     fit.across.is_under_way = True
@@ -581,7 +579,6 @@ def test_what_ranks_on_other_hosts_know_is_sent_and_gathered_only_after_misses(m
     fit.deciding.rooms.put(2, b"x")
     assert fit.how() == How.heard(sent.word()) == sent
     ranks = fit.deciding.ranks(sent)
-    assert ranks is not None
     assert (ranks.shares, list(ranks.states), list(ranks.sent)) == (max(1, len(members)), [], [1, 2])
     assert [fit.how(missed="late"), fit.sent(), fit.sent()] == [ALONE_SENT, sent, sent]
     # Also what rank 0 writes alone after a miss is missed: it does without what is sent, before it gives that up.
@@ -617,7 +614,6 @@ def test_every_byte_is_brought_by_one_host(hosts: tuple[int, ...]) -> None:
     divider = Divider()
     ranks = SharingRanks(shares, rooms.known, hosts, "spot://a:7070/run")
     shared, mine, _ = divider.divide(layout, snapshot_name(1, 1), by_storage(weights), {}, ranks)
-    assert shared is not None
     assert (shared.shares, shared.at) == (hosts[0], "spot://a:7070/run")
     portions, split = Portions.read(shared.layout, layout.nbytes), Split.from_json(shared.layout)
     assert portions.ranks == hosts[1:]

@@ -355,7 +355,6 @@ def test_the_newest_claim_says_whose_the_run_is(store: Store) -> None:
     store.claim(claim_of(1, run_id="aaaaaaaaaaaa", location="file:///a"))
     store.claim(claim_of(2, run_id="bbbbbbbbbbbb", location="file:///b"))
     newest = store.newest_claim()
-    assert newest is not None
     assert (newest.attempt, newest.run_id, newest.location) == (2, "bbbbbbbbbbbb", "file:///b")
 
 

@@ -63,8 +63,6 @@ def arrive(pair: Pair, step: int, *, exact: bool) -> bytes:
     """Wait until the snapshot server has a snapshot, and nothing else of that step; its bytes."""
     until(lambda: at_far(pair, step, exact=exact), f"step {step}")
     slot = at_far(pair, step, exact=exact)
-    assert slot is not None
-    assert slot.manifest is not None
     assert slot.manifest.exact is exact
     slot.manifest.verify(slot.view(), "the snapshot server")
     until(lambda: not any(slot.readers for slot in pair.near.node.ring.slots), "the sender")
@@ -98,7 +96,6 @@ def test_one_number_in_a_hundred_is_sent_and_everything_else_is_exact(topk: Pair
         assert np.abs(wanted - there).mean() < np.abs(wanted - before).mean()
         had = got
         slot = topk.near.node.ring.find(RUN_ID, manifest.name)
-        assert slot is not None  # exactly it is still owed, and nothing says that it is safe
         assert (slot.safe, slot.dirty) == ([], [f"{topk.url}/{RUN}"])
     until(lambda: [tier["inexact"] for tier in topk.near.node.status()["tiers"].values()] == [3], "it to be noted, too")
     (tier,) = topk.near.node.status()["tiers"].values()
@@ -114,7 +111,6 @@ def test_who_waits_for_safety_gets_the_exact_one(topk: Pair) -> None:
     arrive(topk, 2, exact=False)
     assert topk.near.flush() == []
     slot = at_far(topk, 2, exact=True)
-    assert slot is not None
     assert bytes(slot.view()) == image
 
 
@@ -125,7 +121,6 @@ def test_the_end_of_a_run_is_exact(topk: Pair) -> None:
     last = commit(topk, 2, moved(image, 2), complete=True)
     until(lambda: topk.far.node.ring.find(RUN_ID, last.name), "the end")
     slot = topk.far.node.ring.find(RUN_ID, last.name)
-    assert slot is not None
     assert bytes(slot.view()) == moved(image, 2)
 
 
@@ -241,7 +236,6 @@ def test_a_real_file_is_read_by_torch_and_by_zipfile(topk: Pair, tmp_path: Path)
         name = snapshot_name(step, 2, exact=step == 1)
         until(lambda name=name: topk.far.node.ring.find(RUN_ID, name), name)  # type: ignore[misc]
     slot = topk.far.node.ring.find(RUN_ID, name)
-    assert slot is not None
     check_archive(slot.view())
     loaded = torch.load(io.BytesIO(bytes(slot.view())), weights_only=True)
     for name in ("small", "foreign", "counts", "step"):

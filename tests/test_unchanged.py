@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -68,12 +69,10 @@ class FrozenDesk(Desk):
 
 @pytest.fixture
 def desk(tmp_path: Path) -> Iterator[FrozenDesk]:
-    made = FrozenDesk(tmp_path)
-    for step in range(6):  # each slot has been filled
-        made.take(step)
-    yield made
-    made.writer.close()
-    made.host.leave(complete=True)
+    with contextlib.closing(FrozenDesk(tmp_path)) as made:
+        for step in range(6):  # each slot has been filled
+            made.take(step)
+        yield made
 
 
 WEIGHT = 300 * 100 * 4

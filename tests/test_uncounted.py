@@ -13,6 +13,7 @@ import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.errors import SettingsError
+from tests.support.snapshots import serverless
 from tests.support.trainer import Net, data, trainer
 from tests.support.waiting import new_process
 
@@ -96,8 +97,7 @@ class InnerLoop(Net):
 
 
 def spot(root: Path, **more: Any) -> SpotCheckpoint:
-    settings = {"local_server": False, "interval": EverySteps(1), "on_full": "wait", "notices": None}
-    return SpotCheckpoint(str(root / "run"), **{**settings, **more})
+    return serverless(root / "run", interval=EverySteps(1), **more)
 
 
 def _said_by(fit: Callable[[], None]) -> list[str]:

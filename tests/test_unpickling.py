@@ -279,24 +279,21 @@ class Loading(Keeping):
         self.loaded = state["tracker"]
 
 
-@pytest.fixture
-def no_node() -> dict[str, Any]:
-    return {"local_server": False, "notices": None}
+NO_SERVER: dict[str, Any] = {"local_server": False, "notices": None}
 
 
 def test_hyperparameters_of_any_class_do_not_keep_a_run_from_resuming(
-    tmp_path: Path, no_node: dict[str, Any], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def model() -> Net:
         return WithHyperparameters(torch.nn.MSELoss(), Colour)
 
     with pytest.raises(Stop):
-        trainer(spot(tmp_path, **no_node), Keeping(), StopAt(13)).fit(model(), data())
+        trainer(spot(tmp_path, **NO_SERVER), Keeping(), StopAt(13)).fit(model(), data())
     assert "NO RESUME" not in caplog.text
     RAN.clear()
-    callback = spot(tmp_path, **no_node)
+    callback = spot(tmp_path, **NO_SERVER)
     trainer(callback, Keeping()).fit(model(), data())
-    assert callback.resumed_from is not None
     assert callback.resumed_from.step == 12
     assert manifests(tmp_path)[0].complete
 
@@ -341,33 +338,30 @@ class ConfiguredData(pl.LightningDataModule):
 
 
 def test_a_configuration_for_hyperparameters_does_not_keep_a_run_from_resuming(
-    tmp_path: Path, no_node: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_connector, "_OMEGACONF_AVAILABLE", True)
     omegaconf = types.ModuleType("omegaconf")
     monkeypatch.setattr(omegaconf, "Container", Configuration, raising=False)
     monkeypatch.setitem(sys.modules, "omegaconf", omegaconf)
     with pytest.raises(Stop):
-        trainer(spot(tmp_path, **no_node), StopAt(7)).fit(Configured(3), ConfiguredData())
+        trainer(spot(tmp_path, **NO_SERVER), StopAt(7)).fit(Configured(3), ConfiguredData())
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*other hyperparameters")
-        callback = spot(tmp_path, **no_node)
+        callback = spot(tmp_path, **NO_SERVER)
         with pytest.raises(Stop):
             trainer(callback, StopAt(10)).fit(Configured(3), ConfiguredData())
-    assert callback.resumed_from is not None
     assert callback.resumed_from.step == 6
     with pytest.warns(UserWarning, match=r"other hyperparameters: width 3→5"):  # where its class is loaded, too
-        trainer(spot(tmp_path, **no_node)).fit(Configured(5), ConfiguredData(), weights_only=False)
+        trainer(spot(tmp_path, **NO_SERVER)).fit(Configured(5), ConfiguredData(), weights_only=False)
 
 
 @pytest.mark.parametrize("plugins", [[], [SpotCheckpointIO(local_server=False)]], ids=["callback", "plugin"])
-def test_a_snapshot_that_is_named_in_fit_is_read_in_the_same_way(
-    plugins: list[Any], tmp_path: Path, no_node: dict[str, Any]
-) -> None:
+def test_a_snapshot_that_is_named_in_fit_is_read_in_the_same_way(plugins: list[Any], tmp_path: Path) -> None:
     with pytest.raises(Stop):
-        trainer(spot(tmp_path, **no_node), StopAt(13)).fit(WithHyperparameters(torch.nn.MSELoss()), data())
+        trainer(spot(tmp_path, **NO_SERVER), StopAt(13)).fit(WithHyperparameters(torch.nn.MSELoss()), data())
     path = tmp_path / "run-1" / manifests(tmp_path)[0].data_path
-    callbacks = [] if plugins else [spot(tmp_path / "other", resume=False, **no_node)]
+    callbacks = [] if plugins else [spot(tmp_path / "other", resume=False, **NO_SERVER)]
     again = trainer(*callbacks, plugins=plugins, max_steps=14)
     steps: list[int] = []
     look = pl.callbacks.LambdaCallback(on_train_batch_start=lambda run, *_: steps.append(run.global_step))
@@ -378,29 +372,27 @@ def test_a_snapshot_that_is_named_in_fit_is_read_in_the_same_way(
 
 
 def test_a_state_that_a_resume_needs_is_named_at_the_first_snapshot_and_by_the_resume(
-    tmp_path: Path, no_node: dict[str, Any], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(Stop):
-        trainer(spot(tmp_path, **no_node), Loading(late=True), StopAt(22)).fit(Net(), data())
+        trainer(spot(tmp_path, **NO_SERVER), Loading(late=True), StopAt(22)).fit(Net(), data())
     assert caplog.text.count("NO RESUME") == 1
     assert "callbacks.Loading.tracker.kept is a tests.test_unpickling.Thing" in caplog.text
     with pytest.raises(NotSerializableError, match=r"callbacks\.Loading\.tracker\.kept is a .*add_safe_globals"):
-        trainer(spot(tmp_path, **no_node), Loading()).fit(Net(), data())
+        trainer(spot(tmp_path, **NO_SERVER), Loading()).fit(Net(), data())
     caplog.clear()
     with torch.serialization.safe_globals([Thing]):
-        callback, loading = spot(tmp_path, **no_node), Loading()
+        callback, loading = spot(tmp_path, **NO_SERVER), Loading()
         trainer(callback, loading).fit(Net(), data())
     assert callback.resumed_from is not None
     assert isinstance(loading.loaded["kept"], Thing)
     assert "NO RESUME" not in caplog.text
 
 
-def test_a_user_who_trusts_the_snapshots_is_not_warned(
-    tmp_path: Path, no_node: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_user_who_trusts_the_snapshots_is_not_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         new_process()
-        callback = spot(tmp_path, **no_node)
+        callback = spot(tmp_path, **NO_SERVER)
         trainer(callback, Loading(), max_steps=6).fit(Net(), data(), weights_only=False)
     assert callback.resumed_from is not None
     assert "NO RESUME" not in caplog.text
@@ -427,13 +419,12 @@ def test_no_tensor_is_called_damaged_at_the_first_snapshot(
     make: Callable[[], torch.Tensor],
     said: int,
     tmp_path: Path,
-    no_node: dict[str, Any],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = Net()
     model.register_buffer("special", make())
     with pytest.raises(Stop):
-        trainer(spot(tmp_path, **no_node), StopAt(7)).fit(model, data())
+        trainer(spot(tmp_path, **NO_SERVER), StopAt(7)).fit(model, data())
     assert manifests(tmp_path)
     assert caplog.text.count(NOT_TRIED) == said
     assert caplog.text.count("damaged") == caplog.text.count("NO RESUME") == 0
@@ -462,11 +453,11 @@ class TakingBack(Net):
 
 
 def test_a_hook_that_takes_objects_back_gets_those_of_this_process(
-    tmp_path: Path, no_node: dict[str, Any], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(Stop):
-        trainer(spot(tmp_path, **no_node), StopAt(7)).fit(TakingBack(), data())
-    callback, model = spot(tmp_path, **no_node), TakingBack()
+        trainer(spot(tmp_path, **NO_SERVER), StopAt(7)).fit(TakingBack(), data())
+    callback, model = spot(tmp_path, **NO_SERVER), TakingBack()
     criterion, scalers = model.criterion, list(model.scalers)
     with pytest.raises(Stop):
         trainer(callback, StopAt(10)).fit(model, data())

@@ -25,7 +25,6 @@ def test_signals_and_kills_go_through(warm_python: str) -> None:
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
     for number in (signal.SIGTERM, signal.SIGKILL):
         process = subprocess.Popen([warm_python, "-c", code], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
         pid = int(process.stdout.readline())
         assert pid != process.pid
         assert lives(pid)
@@ -52,7 +51,6 @@ def test_what_a_killed_test_run_left_is_removed_and_nothing_else(
     monkeypatch.setattr(folders, "homes", lambda: homes)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     here = ProcessId.of(os.getpid())
-    assert here is not None
     ended = replace(here, started=here.started - 1)  # of a process that had this number before
     abroad = replace(ended, namespace="pid:[1]")
     stays = [tmp_path / f"{folders.RUNTIME}{name}" for name in (folders.own_name(abroad), folders.own_name(here), "x")]
@@ -88,7 +86,6 @@ def test_nothing_that_was_forked_outlives_who_asked_for_it(tmp_path: Path) -> No
     )
     folder = Path(tempfile.mkdtemp(prefix=folders.WARM))
     with subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True) as session:
-        assert session.stdout is not None
         pid = int(session.stdout.readline())
         assert lives(pid)
         session.kill()
