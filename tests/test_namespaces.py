@@ -162,5 +162,5 @@ def test_why_a_name_cannot_be_imported_is_said(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "home_of_it.py").write_text("import numpy\nnumpy.none_such.multiarray\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(lightning_spot._HOMES, "YoungDaly", "home_of_it")
-    with pytest.raises(ImportError, match=r"YoungDaly cannot be imported: .*none_such"):
+    with pytest.raises(ImportError, match=r"YoungDaly.*none_such"):
         from lightning_spot import YoungDaly  # noqa: F401 # it is never had

@@ -213,5 +213,5 @@ def test_without_a_thread_to_send_by_mail_what_a_rank_knows_is_gathered(
             attempt.writer.mailbox.close()
         return letters.works
 
-    with pytest.warns(UserWarning, match="rank 1 does not reach rank 0: can't start new thread"):
+    with pytest.warns(UserWarning, match=r"rank 1 .*new thread"):
         assert on_two_ranks(begin) == [False, False]

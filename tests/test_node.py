@@ -172,7 +172,7 @@ def test_every_request_needs_the_token(start_node: StartNode, monkeypatch: pytes
     node = start_node(environment={"LIGHTNING_SPOT_TOKEN_FILE": str(secret)})
     for path in ("/v1/status", "/v1/runs/run/snapshots", "/v1/files/run/last.ckpt"):
         for token, what in ((None, "asks for a token"), ("wrong", "has another token")):
-            with pytest.raises(ServerRefusedError, match=f"{what}.*LIGHTNING_SPOT_TOKEN") as caught:
+            with pytest.raises(ServerRefusedError, match="LIGHTNING_SPOT_TOKEN") as caught:
                 client_of(node, token).call("GET", path)
             assert caught.value.status == 401
             with pytest.raises(ServerRefusedError, match=what):  # an answer to HEAD has no body that could say so
@@ -350,7 +350,7 @@ def test_one_with_another_token_is_not_waited_for(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "first")
     host = starting.start(str(tmp_path), "run", **SETTINGS)
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "second")
-    with pytest.raises(ServerRefusedError, match="was started with another LIGHTNING_SPOT_TOKEN"):
+    with pytest.raises(ServerRefusedError, match="LIGHTNING_SPOT_TOKEN"):
         starting.attach(str(tmp_path), "run")
     assert node_pid(host)  # and it was not ended
 

@@ -110,7 +110,7 @@ def test_no_answer_is_no_notice(cloud: str, server: MetadataServer, monkeypatch:
         source.poll()
     server.garbage = False
     server.close()
-    with pytest.raises(NoticeUnavailableError, match=f"{cloud} does not answer at http://127.0.0.1"):
+    with pytest.raises(NoticeUnavailableError, match=rf"{cloud} .*http://127\.0\.0\.1"):
         source.poll()
 
 
@@ -316,7 +316,7 @@ def test_what_torch_raises_of_workers_is_heard_again_later_also_by_who_has_wrapp
 
 
 def test_bad_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SettingsError, match=r"'asw' is no known source of notices: they are auto, aws.*mean 'aws'"):
+    with pytest.raises(SettingsError, match=r"'asw'.* auto, aws.*'aws'"):
         open_sources("asw")
     with pytest.raises(SettingsError, match="give a name"):
         open_sources(3)  # type: ignore[arg-type]

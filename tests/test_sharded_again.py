@@ -214,7 +214,7 @@ def test_the_rest_of_a_checkpoint_is_read_by_torch(fails: bool, monkeypatch: pyt
             read = torch.load(io.BytesIO(data), weights_only=True)
             assert (read["epoch"], read["step"]) == (3, step)
             assert torch.equal(read["callbacks"]["average"], torch.arange(5.0))
-        with pytest.raises(NotSerializableError, match="the checkpoint cannot be serialised"):
+        with pytest.raises(NotSerializableError, match="checkpoint"):
             layouter.lay_out({"w": torch.ones(2)}, OWN, [4096], {"bad": lambda: 0})
 
 

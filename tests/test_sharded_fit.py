@@ -158,7 +158,7 @@ def test_others_read_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert on_one_device.states == [] or len(on_one_device.states) == 2
 
     image, manifest = read_folder(tmp_path / "whole" / "run" / newest.name)
-    with pytest.raises(SettingsError, match=r"is sharded, and SingleDeviceStrategy is not: make one plain file"):
+    with pytest.raises(SettingsError, match="SingleDeviceStrategy"):
         load_shards(small("auto"), image, manifest, trusts=False)
 
 
@@ -179,7 +179,7 @@ def test_a_directory_that_the_user_names_is_gone_on_from_exactly(tmp_path: Path)
     assert list(differences(found["whole"]["state_dict"], found["named"]["state_dict"])) == []
     assert found["whole"]["global_step"] == found["named"]["global_step"]
     (named / "rank-0000.pt").unlink()
-    with pytest.raises(SettingsError, match="is not the whole directory of a snapshot"):
+    with pytest.raises(SettingsError, match=middle.name):
         stepped(Path("torn"), 99, ckpt_path=named)
 
 
@@ -299,5 +299,5 @@ def test_strategies_that_are_not_supported_say_what_to_use(kind: type, state_dic
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     trainer.strategy.__class__ = kind
     trainer.strategy._state_dict_type = state_dict_type  # type: ignore[attr-defined] # FSDPStrategy has it
-    with pytest.raises(SettingsError, match=rf"{kind.__name__} is not supported: .*ModelParallelStrategy"):
+    with pytest.raises(SettingsError, match=rf"{kind.__name__} .*ModelParallelStrategy"):
         takes_part(trainer, "fit")

@@ -139,7 +139,7 @@ def test_a_slot_may_be_leased_before_it_is_known_for_which_snapshot(ranks: Ranks
     assert joined.joint.shared.layout == "the places"
     ranks.fill(joined, 2, 1)
     ranks.fill(ranks.join(2, 2), 2, 2)
-    with pytest.raises(SettingsError, match="is not what this upload was opened for"):
+    with pytest.raises(SettingsError):
         ranks.node.seal(following.id, manifest_of(3))
 
 
@@ -336,7 +336,7 @@ def test_a_share_is_one_rank_s_and_one_of_those_there_are(ranks: Ranks) -> None:
         ranks.of.join(RUN, 1, name, 3, "rank-2")
     with pytest.raises(SettingsError, match="names no snapshot"):
         ranks.of.join(RUN, 1, "best.ckpt", 1, "rank-1")
-    with pytest.raises(SettingsError, match="no snapshot that ranks can fill"):
+    with pytest.raises(SettingsError, match=r"best\.ckpt"):
         Shared(name="best.ckpt", shares=2)
 
 

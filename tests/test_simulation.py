@@ -159,7 +159,7 @@ def test_command_says_that_no_memory_node_is_needed(capsys: pytest.CaptureFixtur
 
 def test_a_duration_has_a_unit() -> None:
     assert (seconds("90s"), seconds("1.5h"), seconds("0")) == (90.0, 5400.0, 0.0)
-    with pytest.raises(argparse.ArgumentTypeError, match="'72' has no unit; write it like 72s, 72min, 72h or 72d"):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"'72'.*72s"):
         seconds("72")
     with pytest.raises(argparse.ArgumentTypeError, match="'nan' is no duration"):
         seconds("nan")

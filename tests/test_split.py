@@ -486,7 +486,7 @@ def test_ranks_go_on_together_after_what_passes(strict: bool) -> None:
     assert fit.how(missed="rank 1 was late") == ALONE
     assert fit.how(missed="rank 1 was late") == ALONE  # begun before that was known: both count as one
     assert fit.how() == TOGETHER
-    with pytest.warns(UserWarning, match="rank 1 was late. From now on rank 0 writes them alone"):
+    with pytest.warns(UserWarning, match="rank 1 was late"):
         assert fit.how(missed="rank 1 was late") == ALONE
     assert fit.how(taken=1) == ALONE
 
@@ -523,7 +523,7 @@ def test_hosts_bring_snapshots_together_while_a_memory_node_carries_the_run_on()
     ]
     fit.across.is_under_way = True
     assert fit.how() is None
-    with pytest.warns(UserWarning, match="the hosts cannot bring snapshots together: late"):
+    with pytest.warns(UserWarning, match="hosts .*: late"):
         assert fit.how(missed="late") == ALONE
     fit.across.is_under_way = False
     assert fit.how() == ALONE  # for a while
@@ -550,7 +550,7 @@ def test_what_rank_0_writes_alone_in_between_does_not_hide_that_ranks_fail_toget
     assert fit.how(missed="late") == ALONE_SENT
     fit.posted += 1  # that one is committed
     assert fit.how() == how
-    with pytest.warns(UserWarning, match="cannot (bring|write) snapshots together: late"):
+    with pytest.warns(UserWarning, match=": late"):
         assert fit.how(missed="late") == ALONE_SENT
     fit.posted += 1
     assert fit.how() == ALONE_SENT
@@ -645,7 +645,7 @@ def hosts_of(counts: tuple[int, ...]) -> list[list[int]]:
 def test_ranks_that_differ_never_write_together_again() -> None:
     difference = f"rank 1: its parameters are not those of rank 0. {ALIKE}"
     fit = Fit()
-    with pytest.warns(UserWarning, match="its parameters are not those of rank 0"):
+    with pytest.warns(UserWarning, match="rank 1: its parameters"):
         assert fit.how(missed=difference) == ALONE
     assert fit.how(taken=1) == ALONE
     ends = Fit(strict=True).how(missed=difference)

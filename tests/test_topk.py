@@ -78,10 +78,16 @@ def topk(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Pair:
     return pair
 
 
-def test_one_number_in_a_hundred_is_sent_and_everything_else_is_exact(topk: Pair) -> None:
+def begun(pair: Pair) -> bytes:
+    """The first snapshot, which is there, exact."""
     image = floats(1, NBYTES)
-    commit(topk, 1, image)
-    assert arrive(topk, 1, exact=True) == image
+    commit(pair, 1, image)
+    assert arrive(pair, 1, exact=True) == image
+    return image
+
+
+def test_one_number_in_a_hundred_is_sent_and_everything_else_is_exact(topk: Pair) -> None:
+    image = begun(topk)
     sent, had = topk.near.sent_bytes, image
     for step in (2, 3, 4):
         image = moved(image, step)
@@ -103,9 +109,7 @@ def test_one_number_in_a_hundred_is_sent_and_everything_else_is_exact(topk: Pair
 
 
 def test_who_waits_for_safety_gets_the_exact_one(topk: Pair) -> None:
-    image = floats(1, NBYTES)
-    commit(topk, 1, image)
-    arrive(topk, 1, exact=True)
+    image = begun(topk)
     image = moved(image, 2)
     commit(topk, 2, image)
     arrive(topk, 2, exact=False)
@@ -115,9 +119,7 @@ def test_who_waits_for_safety_gets_the_exact_one(topk: Pair) -> None:
 
 
 def test_the_end_of_a_run_is_exact(topk: Pair) -> None:
-    image = floats(1, NBYTES)
-    commit(topk, 1, image)
-    arrive(topk, 1, exact=True)
+    image = begun(topk)
     last = commit(topk, 2, moved(image, 2), complete=True)
     until(lambda: topk.far.node.ring.find(RUN_ID, last.name), "the end")
     slot = topk.far.node.ring.find(RUN_ID, last.name)
@@ -125,9 +127,7 @@ def test_the_end_of_a_run_is_exact(topk: Pair) -> None:
 
 
 def test_when_the_trainer_has_gone_the_newest_follows_exactly(topk: Pair) -> None:
-    image = floats(1, NBYTES)
-    commit(topk, 1, image)
-    arrive(topk, 1, exact=True)
+    image = begun(topk)
     commit(topk, 2, moved(image, 2))
     arrive(topk, 2, exact=False)
     topk.near.node.end_session("a trainer that lives")
@@ -157,9 +157,7 @@ def test_now_and_then_one_is_exact(topk: Pair, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_node_that_has_something_else_gets_an_exact_one(topk: Pair) -> None:
-    image = floats(1, NBYTES)
-    commit(topk, 1, image)
-    arrive(topk, 1, exact=True)
+    image = begun(topk)
     commit(topk, 2, moved(image, 2))
     arrive(topk, 2, exact=False)
     slot = at_far(topk, 2, exact=False)
@@ -172,9 +170,7 @@ def test_a_node_that_has_something_else_gets_an_exact_one(topk: Pair) -> None:
 
 
 def test_another_layout_begins_anew(topk: Pair) -> None:
-    image = floats(1, NBYTES)
-    commit(topk, 1, image)
-    arrive(topk, 1, exact=True)
+    image = begun(topk)
     commit(topk, 2, moved(image, 2), (Floats(64, MIB, "float32"),))
     assert arrive(topk, 2, exact=True) == moved(image, 2)
 
@@ -191,9 +187,7 @@ def test_a_pickled_part_that_grows_and_shrinks_stays_exact(topk: Pair) -> None:
 
 
 def test_a_send_that_broke_off_leaves_both_ends_at_one(topk: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    image = floats(1, NBYTES)
-    commit(topk, 1, image)
-    arrive(topk, 1, exact=True)
+    image = begun(topk)
     call, broken = NodeStore._send, threading.Event()
 
     def breaking(self: NodeStore, upload: str, prepare: Any) -> Manifest:

@@ -143,7 +143,7 @@ def test_a_foreign_object_is_a_placeholder_and_the_rest_comes_back(make: Callabl
     assert found["thing"][1] == 3
     assert "not loaded" in repr(placeholder)
     copy.deepcopy(placeholder)
-    with pytest.raises(NotSerializableError, match=r"thing\[0\] of the snapshot is a .*add_safe_globals"):
+    with pytest.raises(NotSerializableError, match=r"thing\[0\] .*add_safe_globals"):
         _ = placeholder.value
     with pytest.raises(NotSerializableError, match="not loaded"):
         placeholder()
@@ -352,7 +352,7 @@ def test_a_configuration_for_hyperparameters_does_not_keep_a_run_from_resuming(
         with pytest.raises(Stop):
             trainer(callback, StopAt(10)).fit(Configured(3), ConfiguredData())
     assert callback.resumed_from.step == 6
-    with pytest.warns(UserWarning, match=r"other hyperparameters: width 3→5"):  # where its class is loaded, too
+    with pytest.warns(UserWarning, match="width 3→5"):  # where its class is loaded, too
         trainer(spot(tmp_path, **NO_SERVER)).fit(Configured(5), ConfiguredData(), weights_only=False)
 
 
@@ -378,7 +378,7 @@ def test_a_state_that_a_resume_needs_is_named_at_the_first_snapshot_and_by_the_r
         trainer(spot(tmp_path, **NO_SERVER), Loading(late=True), StopAt(22)).fit(Net(), data())
     assert caplog.text.count("NO RESUME") == 1
     assert "callbacks.Loading.tracker.kept is a tests.test_unpickling.Thing" in caplog.text
-    with pytest.raises(NotSerializableError, match=r"callbacks\.Loading\.tracker\.kept is a .*add_safe_globals"):
+    with pytest.raises(NotSerializableError, match=r"callbacks\.Loading\.tracker\.kept .*add_safe_globals"):
         trainer(spot(tmp_path, **NO_SERVER), Loading()).fit(Net(), data())
     caplog.clear()
     with torch.serialization.safe_globals([Thing]):

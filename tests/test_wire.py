@@ -91,7 +91,7 @@ def test_without_zstd_auto_sends_as_it_is_and_delta_is_refused(
     pair: Pair, kinds: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "zstd", None)
-    with pytest.raises(SettingsError, match=r"compression='always' needs zstd.*pip install"):
+    with pytest.raises(SettingsError, match=r"'always' .*zstd"):
         packing.chosen_compression("always", None)
     pair.open(compression="always")  # of a trainer whose Python has zstd
     image = floats(1, MIB)
@@ -115,7 +115,7 @@ def test_the_setting_goes_from_node_to_node(pair: Pair, monkeypatch: pytest.Monk
 
 
 def test_the_setting_goes_from_the_callback_to_the_node_on_this_host(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"compression='zip' is none of 'auto', 'always' and 'off'"):
+    with pytest.raises(SettingsError, match=r"'zip' .*'auto', 'always'"):
         SpotCheckpoint(str(tmp_path), compression="zip")  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="servers= names none"):
         SpotCheckpoint(str(tmp_path), lossy="topk")
