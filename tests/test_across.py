@@ -30,8 +30,8 @@ from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.run.location import Location
 from tests.support.machines import Machines, lose, started
 from tests.support.server import MIB, RunningNode, snapshot_server
+from tests.support.trainer import digest
 from tests.support.waiting import until
-from tests.test_every_step import digest
 from tests.test_together import accounts, check_ends, check_run, check_states, load, manifests, train
 
 __all__ = ["train"]

@@ -59,18 +59,6 @@ def test_the_node_behind_carries_a_run_on(make: Callable[..., Chained]) -> None:
     assert [run["complete"] for run in bench.nodes[FIRST].listed()] == [False]
 
 
-def test_what_reached_the_memory_node_becomes_durable_with_nobody_else_alive(make: Callable[..., Chained]) -> None:
-    bench = make()
-    bench.start(FIRST)
-    bench.by_node(FIRST).open.clear()
-    bench.save(1)
-    until(lambda: bench.nodes[FIRST].committed(RUN), "the snapshot server to have it")
-    bench.node.close()
-    assert bench.durable() == []
-    bench.by_node(FIRST).open.set()
-    until(lambda: bench.durable() == [1], "the snapshot server to write it")
-
-
 def test_a_node_that_may_not_write_leaves_it_to_the_trainers_host(make: Callable[..., Chained]) -> None:
     bench = make(allow=[])
     bench.start(FIRST)

@@ -357,8 +357,9 @@ def check_node(root: Path, told: dict[str, int]) -> None:
     durable, committed = told.get("durable", 0), told.get("committed", 0)
     there = whole_steps(root)
     assert max(there, default=0) >= durable, "what was durable is lost with the machine"
-    heir = Node(slots=2, memory_bytes=2**26, open_store=LocalStore, allow=None, area=root / "area")
-    try:
+    with contextlib.closing(
+        Node(slots=2, memory_bytes=2**26, open_store=LocalStore, allow=None, area=root / "area")
+    ) as heir:
         held = [(slot, slot.manifest) for slot in heir.ring.committed("run") if slot.manifest]
         for slot, manifest in held:
             with contextlib.suppress(SnapshotNotFoundError), heir.ring.reading(slot, manifest) as view:
@@ -366,8 +367,6 @@ def check_node(root: Path, told: dict[str, int]) -> None:
         adopted = [manifest.step for _slot, manifest in held]
         assert max([*adopted, *there], default=0) >= committed, "what was committed is lost with the node"
         assert heir.flush("run", 20.0) == [], "the heir does not flush"
-    finally:
-        heir.close()
     assert max(whole_steps(root), default=0) >= committed, "the heir lost what was committed"
     left = [path.name for path in (root / "area").iterdir()] if (root / "area").exists() else None
     assert left is None, f"memory is not given back: {left}"
@@ -400,9 +399,8 @@ def test_a_seal_in_progress_when_its_trainer_is_killed_leaves_the_next_snapshot_
     """The killed trainer's slot is checksummed still while the next trainer fills its own."""
     image, second = bytes(96 * 2**20), b"\xff" * (96 * 2**20)
     area = Path(os.environ["LIGHTNING_SPOT_SHM_DIR"]) / "lightning-spot-seal"
-    node = Node(slots=1, memory_bytes=2**30, open_store=LocalStore, allow=None, area=area)
-    outcome: list[Any] = []
-    try:
+    with contextlib.closing(Node(slots=1, memory_bytes=2**30, open_store=LocalStore, allow=None, area=area)) as node:
+        outcome: list[Any] = []
         node.begin_session("killed")
         attempt = node.open_run(run_info(tmp_path, session="killed")).attempt
         upload = node.lease("run", attempt, len(image), session="killed")
@@ -428,5 +426,3 @@ def test_a_seal_in_progress_when_its_trainer_is_killed_leaves_the_next_snapshot_
             untouched = bytes(view) == second
         assert untouched, "the killed trainer's seal wrote into the next trainer's snapshot"
         assert outcome
-    finally:
-        node.close()

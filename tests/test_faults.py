@@ -120,17 +120,6 @@ def big_snapshot(step: int, nbytes: int = 20 * MIB) -> tuple[Manifest, memoryvie
     return manifest.sealed(memoryview(image)), memoryview(image)
 
 
-def test_a_line_that_corrupts(proxied: tuple[RunningNode, Proxy]) -> None:
-    node, proxy = proxied
-    manifest, image = big_snapshot(1)
-    proxy.corruptions = 3
-    NodeStore(f"{proxy.url}/run").put(manifest, image, attempt=1)
-    assert proxy.corruptions == 0
-    buffer = bytearray(manifest.nbytes)
-    NodeStore(f"{node.url}/run").fetch(manifest, memoryview(buffer))
-    manifest.verify(memoryview(buffer), "node")
-
-
 def test_a_line_that_is_cut_leaves_no_snapshot(proxied: tuple[RunningNode, Proxy]) -> None:
     node, proxy = proxied
     manifest, image = big_snapshot(1)

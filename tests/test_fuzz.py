@@ -362,15 +362,15 @@ def is_cut_short(sent: bytes) -> bool:
     return bool(chunked or upgraded) or any(int(length) > len(body) for length in lengths)
 
 
+def environment(root: Path) -> dict[str, str]:
+    of_ours = {"SHM_DIR": "", "RUNTIME_DIR": str(root), "TOKEN": TOKEN}
+    return {f"LIGHTNING_SPOT_{name}": value for name, value in of_ours.items()}
+
+
 @pytest.fixture
 def over_tcp(tmp_path: Path) -> Iterator[Target]:
-    environment = {
-        "LIGHTNING_SPOT_SHM_DIR": "",
-        "LIGHTNING_SPOT_RUNTIME_DIR": str(tmp_path),
-        "LIGHTNING_SPOT_TOKEN": TOKEN,
-    }
     flags = ["--listen", "127.0.0.1:0", "--memory-limit", "64MiB", "--storage", str(tmp_path / "below")]
-    node = RunningNode(flags, tmp_path / "node.log", environment).wait_listening()
+    node = RunningNode(flags, tmp_path / "node.log", environment(tmp_path)).wait_listening()
     yield Target(parse_spot_url(node.url)[0], node.process.pid, node.log)
     node.stop(9)
 
@@ -379,14 +379,8 @@ def over_tcp(tmp_path: Path) -> Iterator[Target]:
 def over_unix(tmp_path: Path) -> Iterator[Target]:
     """An local server writes wherever a trainer says: no request here names a place."""
     record = NodeRecord(tmp_path, "0" * 16)
-    environment = {
-        "LIGHTNING_SPOT_SHM_DIR": "",
-        "LIGHTNING_SPOT_RUNTIME_DIR": str(tmp_path),
-        "LIGHTNING_SPOT_TOKEN": TOKEN,
-    }
-    node = RunningNode(
-        ["--embedded", str(tmp_path), "0" * 16, "--memory-limit", "64MiB"], tmp_path / "node.log", environment
-    )
+    flags = ["--embedded", str(tmp_path), "0" * 16, "--memory-limit", "64MiB"]
+    node = RunningNode(flags, tmp_path / "node.log", environment(tmp_path))
     until(lambda: _listens(record.http), "the node to listen")
     yield Target(Address(socket_path=str(record.http)), node.process.pid, node.log, record.fds)
     node.stop(9)

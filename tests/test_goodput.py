@@ -436,15 +436,20 @@ def test_a_snapshot_that_is_left_tells_of_later_steps_than_were_kept(tmp_path: P
     assert completed(str(tmp_path), record, [(8, 118.0)]).step == step
 
 
-def test_the_snapshots_tell_where_the_machine_is_gone(tmp_path: Path) -> None:
-    url = str(tmp_path / "run")
-    begun = time.time() - 100
-    write_record(url, 1, attempt(1, begun, begun + 10, (0, 0), begun + 10).as_dict())
+def after(url: str, last: AttemptRecord, found: dict[tuple[int, int], float]) -> Journal:
+    """The journal of the attempt that follows the first one, and finds snapshots: by attempt and step, from when."""
+    write_record(url, 1, last.as_dict())
     tiers = [
-        Manifest(run="run", name=f"s{step}", step=step, attempt=number, nbytes=1, created_unix_s=begun + 10 + step)
-        for number, step in ((1, 20), (1, 40), (2, 60))
+        Manifest(run="run", name=f"s{step}", step=step, attempt=number, nbytes=1, created_unix_s=at)
+        for (number, step), at in found.items()
     ]
-    following = journal(url, 2, snapshots=tiers)
+    return journal(url, 2, snapshots=tiers)
+
+
+def test_the_snapshots_tell_where_the_machine_is_gone(tmp_path: Path) -> None:
+    url, begun = str(tmp_path / "run"), time.time() - 100
+    found = {(number, step): begun + 10 + step for number, step in ((1, 20), (1, 40), (2, 60))}
+    following = after(url, attempt(1, begun, begun + 10, (0, 0), begun + 10), found)
     first = following.earlier.latest[0]
     assert (first.step, first.unix_s, first.end) == (40, begun + 50, "killed")
     assert [step for step, _ in first.snapshots] == [20, 40]
@@ -457,13 +462,8 @@ def test_a_clock_that_was_set_is_no_training_where_the_snapshots_tell_either(tmp
     url, begun, set_s = str(tmp_path / "run"), time.time() - 100, days * 86400.0
     last = attempt(1, begun, begun + 10, (0, 35), begun + 45)
     last.snapshots = [(20, begun + 30), (30, begun + 40)]
-    write_record(url, 1, last.as_dict())
     times = {10: begun + 20, 20: begun + 30, 30: begun + 40 + set_s, 40: begun + 50 + set_s}
-    tiers = [
-        Manifest(run="run", name=f"s{step}", step=step, attempt=1, nbytes=1, created_unix_s=at)
-        for step, at in times.items()
-    ]
-    following = journal(url, 2, snapshots=tiers)
+    following = after(url, last, {(1, step): at for step, at in times.items()})
     first = following.earlier.latest[0]
     assert first.step == 40
     assert first.unix_s == pytest.approx(begun + (50 if days > 0 else 45), abs=0.01)
@@ -481,13 +481,7 @@ def test_a_clock_that_was_set_is_no_training_where_no_snapshot_is_known_to_both(
     """Ten seconds a step may be where they took five, a day may not. A record is old where its tier had failed."""
     url, begun = str(tmp_path / "run"), time.time() - 90000
     last = attempt(1, begun, begun + 10, (0, 1 if trained_s else 0), begun + 10 + trained_s)
-    write_record(url, 1, last.as_dict())
-    steps = (5, 10)
-    tiers = [
-        Manifest(run="run", name=f"s{step}", step=step, attempt=1, nbytes=1, created_unix_s=at)
-        for step, at in zip(steps, (last.unix_s + later_s - 1, last.unix_s + later_s), strict=True)
-    ]
-    following = journal(url, 2, snapshots=tiers)
+    following = after(url, last, {(1, 5): last.unix_s + later_s - 1, (1, 10): last.unix_s + later_s})
     first = following.earlier.latest[0]
     assert (first.step, first.end) == (10, "killed")
     assert first.unix_s == pytest.approx(last.unix_s + counts_s, abs=0.01)

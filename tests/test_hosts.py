@@ -7,6 +7,7 @@ is: snapshots come to the durable tier too rarely to matter, but where a test is
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -145,16 +146,13 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) -
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", TOKEN)
     (tmp_path / "bucket").mkdir()
     log = tmp_path / "trainers.log"
-    zygote = Server("tests.support.crash_trainer", log, warm_python)
-    try:
+    with contextlib.closing(Server("tests.support.crash_trainer", log, warm_python)) as zygote:
         with network_or_skip("hosts", (TRAINER, LEFT, RIGHT)) as network:
             network.shape(TRAINER, bits_per_s=SLOW_BITS_PER_S)
             made = Cluster(network, tmp_path, monkeypatch, zygote, log)
             for host in (LEFT, RIGHT):
                 made.start_node(host)
             yield made
-    finally:
-        zygote.close()
 
 
 def staging(_: Cluster) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import shutil
@@ -47,40 +48,23 @@ def at_node(**more: Any) -> NodeRun:
     return NodeRun(**{"name": "run-1", "id": "b" * 12, "location": HERE, "attempt": 5, **more})
 
 
-@pytest.mark.parametrize(
-    ("inode", "newest", "runs", "expected"),
-    [
-        (7, claim(), [], Identity(run_id="a" * 12)),
-        (9, claim(), [], Identity(run_id="a" * 12)),
-        (7, claim(location="file:///data/old"), [], Identity(run_id="a" * 12)),
-        (
-            9,
-            claim(location="file:///data/old"),
-            [at_node()],
-            Identity(run_id="new", copied_from="file:///data/old"),
-        ),
-        (0, claim(location="s3://b/old", inode=0), [], Identity(run_id="new", copied_from="s3://b/old")),
-        (9, None, [at_node()], Identity(run_id="b" * 12)),
-        (9, None, [at_node(), at_node(id="c" * 12, attempt=8)], Identity(run_id="c" * 12)),
-        (9, None, [at_node(location="file:///data/run-2"), at_node(id="")], Identity(run_id="new")),
-        (9, None, [at_node(host="me")], Identity(run_id="b" * 12)),
-        (9, None, [at_node(host="other")], Identity(run_id="new", unsure=at_node(host="other"))),
-        (0, None, [], Identity(run_id="new")),
-    ],
-    ids=[
-        "same",
-        "restored",
-        "moved",
-        "copied",
-        "copied-object",
-        "claims-gone",
-        "two-there",
-        "other-place",
-        "this-machine",
-        "other-machine",
-        "nothing",
-    ],
-)
+OLD = "file:///data/old"
+IDENTITIES: dict[str, tuple[int, Claim | None, list[NodeRun], Identity]] = {
+    "same": (7, claim(), [], Identity(run_id="a" * 12)),
+    "restored": (9, claim(), [], Identity(run_id="a" * 12)),
+    "moved": (7, claim(location=OLD), [], Identity(run_id="a" * 12)),
+    "copied": (9, claim(location=OLD), [at_node()], Identity(run_id="new", copied_from=OLD)),
+    "copied-object": (0, claim(location="s3://b/old", inode=0), [], Identity(run_id="new", copied_from="s3://b/old")),
+    "claims-gone": (9, None, [at_node()], Identity(run_id="b" * 12)),
+    "two-there": (9, None, [at_node(), at_node(id="c" * 12, attempt=8)], Identity(run_id="c" * 12)),
+    "other-place": (9, None, [at_node(location="file:///data/run-2"), at_node(id="")], Identity(run_id="new")),
+    "this-machine": (9, None, [at_node(host="me")], Identity(run_id="b" * 12)),
+    "other-machine": (9, None, [at_node(host="other")], Identity(run_id="new", unsure=at_node(host="other"))),
+    "nothing": (0, None, [], Identity(run_id="new")),
+}
+
+
+@pytest.mark.parametrize(("inode", "newest", "runs", "expected"), IDENTITIES.values(), ids=IDENTITIES)
 def test_identity_is_in_the_claims_or_in_the_place(
     inode: int, newest: Claim | None, runs: list[NodeRun], expected: Identity
 ) -> None:
@@ -160,11 +144,8 @@ def node_runs(node: RunningNode) -> list[dict[str, Any]]:
     from lightning_spot.client.node_client import NodeClient
     from lightning_spot.protocol.wire import parse_spot_url
 
-    client = NodeClient(parse_spot_url(node.url)[0])
-    try:
+    with contextlib.closing(NodeClient(parse_spot_url(node.url)[0])) as client:
         return list(client.call("GET", "/v1/runs")["runs"])
-    finally:
-        client.close()
 
 
 def run_ids(path: Path) -> set[str]:

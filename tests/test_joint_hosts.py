@@ -54,6 +54,7 @@ from tests.support.waiting import until
 
 RUN = f"run@{RUN_ID}"
 LAST_S = 100.0  # of what never takes so long
+missed = functools.partial(pytest.raises, SnapshotFailedError, check=FailureReason.SHARE_MISSING.caused)
 
 
 def image_of(state: dict[str, Any]) -> tuple[bytes, tuple[Piece, ...]]:
@@ -363,9 +364,8 @@ def test_a_connection_that_breaks_under_a_request_of_the_first_host_costs_no_sna
 ) -> None:
     """The request is lost, the node hears the first host hang up, or only its answer is lost."""
     url = team.at
-    proxy = Proxy(url.rpartition("/")[0], 1)
-    team.at = f"{proxy.url}/{RUN}"
-    try:
+    with contextlib.closing(Proxy(url.rpartition("/")[0], 1)) as proxy:
+        team.at = f"{proxy.url}/{RUN}"
         for step in (1, 2):
             checkpoint = Checkpoint(step)
             proxy.strike_at(f"/{request_of} HTTP".encode(), kind)
@@ -378,8 +378,6 @@ def test_a_connection_that_breaks_under_a_request_of_the_first_host_costs_no_sna
             team.check(sealing.result(LAST_S), checkpoint)
             assert proxy.struck
             team.all_free()
-    finally:
-        proxy.close()
     assert len(team.memory.ring.committed(RUN_ID)) == 2
 
 
@@ -388,9 +386,8 @@ def test_a_first_host_that_hangs_up_and_asks_no_more_counts_as_gone(
 ) -> None:
     monkeypatch.setattr(hosts, "ASKED_AGAIN_S", 0.2)
     monkeypatch.setattr(remote, "_PAUSES_S", ())
-    proxy = Proxy(team.at.rpartition("/")[0], 1)
-    team.at = f"{proxy.url}/{RUN}"
-    try:
+    with contextlib.closing(Proxy(team.at.rpartition("/")[0], 1)) as proxy:
+        team.at = f"{proxy.url}/{RUN}"
         checkpoint = Checkpoint(1)
         proxy.strike_at(b"/seal HTTP", "cut there")
         upload = team.lead(1, checkpoint)
@@ -400,8 +397,6 @@ def test_a_first_host_that_hangs_up_and_asks_no_more_counts_as_gone(
         until(lambda: not len(team.memory.uploads), "it to be given up there", LAST_S)
         team.second.uploads.shares.decline(RUN, 1, snapshot_name(1, 1), "the first host is gone")
         team.all_free()
-    finally:
-        proxy.close()
 
 
 @pytest.mark.parametrize("lost", [1, 2])
@@ -671,13 +666,11 @@ def test_ranks_of_other_hosts_hear_of_what_never_begins_while_another_one_waits(
             with monkeypatch.context() as patch:
                 patch.setattr(pair.first.uploads.abroad.bringing.tier(carrier, RUN_ID), "begin", full)
                 upload = pair.lead(3, Checkpoint(3))
-                with pytest.raises(SnapshotFailedError, match="no room", check=FailureReason.SHARE_MISSING.caused):
+                with missed(match="no room"):
                     pair.seal(upload, 3)
         else:
             pair.first.uploads.abroad.decline(RUN, pair.at, snapshot_name(3, 1), 1, why)
-        with pytest.raises(
-            SnapshotFailedError, match=why if "first" in why else None, check=FailureReason.SHARE_MISSING.caused
-        ):
+        with missed(match=why if "first" in why else None):
             asking.result(LAST_S)
         assert not go_on.is_set()
         go_on.set()
@@ -800,7 +793,7 @@ def test_what_neither_replica_takes_is_given_up_at_both(pair: Team) -> None:
     theirs = pair.join(1)
     sealing = pair.pool.submit(pair.seal, upload, 1)
     pair.second.uploads.shares.placed(theirs.id, 1, "rank 3: a tensor changed")
-    with pytest.raises(SnapshotFailedError, match="rank 3: a tensor changed", check=FailureReason.SHARE_MISSING.caused):
+    with missed(match="rank 3: a tensor changed"):
         sealing.result(LAST_S)
     pair.all_free()
     assert not any(node.committed(RUN) for node in pair.memories.values())
@@ -825,13 +818,13 @@ def test_a_host_that_brings_nothing_gives_the_snapshot_up_and_the_former_one_sta
         else:
             team.second.end_session("second")
             expected = "rank 1 ended before its bytes were in place"
-    with pytest.raises(SnapshotFailedError, match=expected, check=FailureReason.SHARE_MISSING.caused):
+    with missed(match=expected):
         sealing.result(LAST_S) if how != "never there" else team.seal(upload, 2)
     team.all_free()
     team.check(manifest, first)
     team.memory.uploads.shares.silent_s = LAST_S
     if how == "never there":  # it comes late
-        with pytest.raises(SnapshotFailedError, match="there is no share of", check=FailureReason.SHARE_MISSING.caused):
+        with missed(match="there is no share of"):
             team.join(2)
     if how != "ended":
         team.check(team.take(3, second), second)
@@ -851,9 +844,7 @@ def test_a_host_whose_node_is_lost_when_it_has_brought_its_portion_costs_no_snap
     sealing = team.pool.submit(team.seal, upload, 2)
     until(lambda: uploads.of_run(RUN_ID), "the next one to begin there")
     tell(snapshot_name(2, 1), attempt=1, why="host 1: its node was lost", host=1)
-    with pytest.raises(
-        SnapshotFailedError, match="host 1: its node was lost", check=FailureReason.SHARE_MISSING.caused
-    ):
+    with missed(match="host 1: its node was lost"):
         sealing.result(LAST_S)
     team.all_free()
 
@@ -864,7 +855,7 @@ def test_a_host_that_is_silent_is_waited_for_once(team: Team) -> None:
     team.fill(upload, checkpoint)
     team.memory.uploads.shares.silent_s = 8.0
     began_s = time.monotonic()
-    with pytest.raises(SnapshotFailedError, match="nothing came for 8 s", check=FailureReason.SHARE_MISSING.caused):
+    with missed(match="nothing came for 8 s"):
         team.seal(upload, 1)
     assert 8.0 <= time.monotonic() - began_s < 15.5
     team.all_free()
@@ -880,7 +871,7 @@ def test_the_first_host_ends_and_nobody_waits(team: Team) -> None:
     assert not team.memory.committed(RUN)
     waiting = team.pool.submit(team.join, 2)
     team.first.uploads.abroad.decline(RUN, team.at, snapshot_name(2, 1), 1, "no slot is free")
-    with pytest.raises(SnapshotFailedError, match="no slot is free", check=FailureReason.SHARE_MISSING.caused):
+    with missed(match="no slot is free"):
         waiting.result(LAST_S)
 
 
@@ -951,11 +942,7 @@ def test_what_comes_late_does_not_end_what_was_begun_after_it(team: Team) -> Non
     upload = team.lead(2, checkpoint)
     until(lambda: len(team.memory.uploads), "it to begin there")
     late = Shared(name=snapshot_name(1, 1), shares=2, layout=checkpoint.told(), by_hosts=True)
-    with pytest.raises(
-        SnapshotFailedError,
-        match=r"step-000000001-attempt-0001 was overtaken by step-000000002",
-        check=FailureReason.SHARE_MISSING.caused,
-    ):
+    with missed(match=r"step-000000001-attempt-0001 was overtaken by step-000000002"):
         team.memory.lease(RUN, 1, upload.nbytes, name=late.name, shared=late)
     team.fill(upload, checkpoint)
     sealing = team.pool.submit(team.seal, upload, 2)
@@ -1023,7 +1010,7 @@ def test_a_memory_node_that_is_lost_is_said_and_older_snapshots_count_again(team
     checkpoint = Checkpoint(3)
     team.at = f"spot://127.0.0.1:1/{RUN}"
     upload = team.lead(3, checkpoint)
-    with pytest.raises(SnapshotFailedError, match="did not come together at", check=FailureReason.SHARE_MISSING.caused):
+    with missed(match="did not come together at"):
         team.seal(upload, 3)
     team.all_free()
 
@@ -1039,7 +1026,7 @@ def test_a_memory_node_at_which_none_begins_is_asked_how_it_is_though_a_rank_of_
         raise ServerUnreachableError("nobody there")
 
     monkeypatch.setattr(team.first.uploads.abroad.bringing.tier(team.at, RUN_ID), "begin", lost)
-    with pytest.raises(SnapshotFailedError, match="nobody there", check=FailureReason.SHARE_MISSING.caused):
+    with missed(match="nobody there"):
         team.seal(team.lead(1, Checkpoint(1), shares=2), 1)
     assert heard == [f"{team.at}: nobody there"]
     team.all_free()
@@ -1213,11 +1200,11 @@ def test_ranks_of_other_hosts_hear_that_a_memory_node_does_not_begin(
             patch.setattr(joint, call, fails)
         upload = team.lead(1, checkpoint)
         team.fill(upload, checkpoint)
-        with pytest.raises(SnapshotFailedError, match=why, check=FailureReason.SHARE_MISSING.caused):
+        with missed(match=why):
             team.seal(upload, 1)
         time.sleep(0.0 if is_told else 0.2)
         assert is_told or not waiting.done()
-    with pytest.raises(SnapshotFailedError, match=why, check=FailureReason.SHARE_MISSING.caused):
+    with missed(match=why):
         waiting.result(LAST_S)
     team.all_free()
     team.check(team.take(2, checkpoint), checkpoint)
@@ -1243,7 +1230,7 @@ def test_a_host_whose_link_was_cut_says_that_it_brings_nothing_as_soon_as_it_wor
             team.follow(1, checkpoint)
         time.sleep(0.5)
         assert not sealing.done()
-    with pytest.raises(SnapshotFailedError, match="host 1: no route to host", check=FailureReason.SHARE_MISSING.caused):
+    with missed(match="host 1: no route to host"):
         sealing.result(LAST_S)
     team.all_free()
     team.check(team.take(2, checkpoint), checkpoint)

@@ -58,6 +58,7 @@ FILES = (  # in the first part bytes of both hosts lie, the second is host 0's, 
 NBYTES = FILES[-1].stop
 THEIRS = ((12_288, 12_288), (24_576 + 2 * PART, 4096))
 LAST_S = 600.0  # of what never takes so long
+missed = functools.partial(pytest.raises, SnapshotFailedError, check=FailureReason.SHARE_MISSING.caused)
 
 Hook = Callable[[str, tuple[Any, ...]], None]
 
@@ -245,11 +246,7 @@ def dies_at_every_call(root: Path, number: int, before: Callable[[Host], None], 
 
 def bring_and_note(host: Host) -> None:
     host.bring(2)
-    with pytest.raises(
-        SnapshotFailedError,
-        match=r"has not brought its files of step-000000002-attempt-0001 within \d+ s",
-        check=FailureReason.SHARE_MISSING.caused,
-    ):
+    with missed(match=r"has not brought its files of step-000000002-attempt-0001 within \d+ s"):
         host.end(2)
 
 
@@ -375,7 +372,7 @@ def test_a_later_attempt_keeps_a_snapshot_of_an_earlier_one_from_being_committed
 def test_a_name_is_brought_once_and_nothing_is_written_over(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "run")
     together(pair(store), 1)
-    with pytest.raises(SnapshotFailedError, match="nothing is written over", check=FailureReason.SHARE_MISSING.caused):
+    with missed(match="nothing is written over"):
         Host(0, store).bring(1)
     check(store, 1)
 
@@ -388,11 +385,7 @@ def test_hosts_that_do_not_fit_each_other_and_bytes_that_were_changed_make_no_sn
     with ThreadPoolExecutor(2) as pool:
         ends = [pool.submit(host.end, 2, digest) for host, digest in zip(hosts, ("same", "another"), strict=True)]
         for end in ends:
-            with pytest.raises(
-                SnapshotFailedError,
-                match=r"host \d has another model, or other optimizers, than host \d",
-                check=FailureReason.SHARE_MISSING.caused,
-            ):
+            with missed(match=r"host \d has another model, or other optimizers, than host \d"):
                 end.result(LAST_S)
     assert {name[:5] for name in names_of(store, 2)} == {"torn-"}  # else each such snapshot would leave all its bytes
 
@@ -414,7 +407,7 @@ def test_a_host_that_gives_up_keeps_the_others_from_waiting_and_what_it_left_is_
     (guest := Host(1, store)).bring(2)
     Host(0, store).tier.decline(snapshot_name(2, 1), attempt=1, why="no slot is free")
     guest.tier.wait_s = 600.0
-    with pytest.raises(SnapshotFailedError, match="no slot is free", check=FailureReason.SHARE_MISSING.caused):
+    with missed(match="no slot is free"):
         guest.end(2)
     later = manifest_of(5)
     later = replace(later, name=snapshot_name(5, 2), attempt=2).sealed(memoryview(content(5)))
@@ -440,14 +433,10 @@ def test_where_the_disk_is_full_no_host_leaves_its_files(tmp_path: Path) -> None
             other.bring(2)
         assert [name for name in names_of(store, 2) if "1" in name] == []
         other.tier.placed(other.gathering(2), 1, "host 1: No space left on device")
-        with pytest.raises(
-            SnapshotFailedError, match="host 1: No space left", check=FailureReason.SHARE_MISSING.caused
-        ):
+        with missed(match="host 1: No space left"):
             waiting.result(LAST_S)
     assert [name[:5] for name in names_of(store, 2)] == ["torn-"]
-    with pytest.raises(
-        SnapshotFailedError, match="host 1: No space left", check=FailureReason.SHARE_MISSING.caused
-    ):  # who comes later begins with nothing
+    with missed(match="host 1: No space left"):  # who comes later begins with nothing
         Host(1, store).bring(2)
     assert [name[:5] for name in names_of(store, 2)] == ["torn-"]
 
@@ -478,7 +467,7 @@ def test_a_host_that_has_said_that_it_will_not_leaves_no_note(tmp_path: Path) ->
     store = LocalStore(tmp_path / "run")
     (first := Host(0, store)).bring(2)
     first.tier.decline(snapshot_name(2, 1), attempt=1, why="a rank has ended")
-    with pytest.raises(SnapshotFailedError, match="was given up", check=FailureReason.SHARE_MISSING.caused):
+    with missed(match="was given up"):
         first.end(2)
     assert [name[:5] for name in names_of(store, 2)] == ["torn-"]
 
@@ -519,7 +508,7 @@ def test_who_comes_too_late_to_commit_leaves_no_manifest_without_bytes(tmp_path:
         host.bring(2)
     bring_notes(store, (0, 1))
     late = Host(1, HookedStore(store.root, overtake))
-    with pytest.raises(SnapshotFailedError, match="has not brought", check=FailureReason.SHARE_MISSING.caused):
+    with missed(match="has not brought"):
         late.tier.finish(late.gathering(2), 1, goes_on)
     assert [manifest.step for manifest in overtaken] == [2]
     assert store.survey().manifests == []
@@ -546,7 +535,7 @@ def test_a_snapshot_that_a_host_tears_while_another_one_commits_it_is_not_there(
     other = Host(1, store)
     other.bring(1)
     other.tier.placed(other.gathering(1), 1)
-    with pytest.raises(SnapshotFailedError, match="its node was lost", check=FailureReason.SHARE_MISSING.caused):
+    with missed(match="its node was lost"):
         Host(0, HookedStore(store.root, tear)).take(1)
     assert torn
     assert store.survey().manifests == []
@@ -556,7 +545,7 @@ def test_nothing_is_kept_of_what_was_given_up_before_its_note(tmp_path: Path) ->
     host = Host(1, LocalStore(tmp_path / "run"))
     host.bring(1)
     host.tier.give_up(host.gathering(1))
-    with pytest.raises(SnapshotFailedError, match="was given up", check=FailureReason.SHARE_MISSING.caused):
+    with missed(match="was given up"):
         host.end(1)
     assert host.tier._brought == {}
 

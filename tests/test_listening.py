@@ -290,13 +290,10 @@ def test_of_several_addresses_of_a_host_the_one_that_faces_the_other_is_taken(ve
         there = network.address["second"]
         assert network.there("first", lambda: facing(there)) == network.address["first"]
         assert network.there("first", lambda: facing(network.address["first"])) == network.address["first"]
-        box = network.there("first", lambda: Mailbox(SECRET, facing(there)))
-        try:
+        with contextlib.closing(network.there("first", lambda: Mailbox(SECRET, facing(there)))) as box:
             network.there("second", lambda: Sender(network.address["first"], box.port, SECRET, 1)).close()
             with pytest.raises(ConnectionRefusedError):
                 network.there("first", lambda: socket.create_connection((LOOPBACK, box.port), LAST_S))
-        finally:
-            box.close()
 
 
 class Strategy(SimpleNamespace):

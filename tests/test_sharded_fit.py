@@ -29,9 +29,8 @@ from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.tiers.local import LocalStore
 from tests.support.exact_cases import loader
 from tests.support.exact_sharded import Sharded, train, train_with, undisturbed_and_stopped
-from tests.support.trainer import trainer
+from tests.support.trainer import digest, trainer
 from tests.support.waiting import kept_port, new_process
-from tests.test_every_step import digest
 
 
 def snapshots(root: Path) -> list[Manifest]:

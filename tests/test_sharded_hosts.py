@@ -16,7 +16,7 @@ from lightning_spot.memory.node import Node
 from lightning_spot.sharded.reader import ImageReader, load_all
 from tests.support.machines import STEPS, Sharded, started, twin, twins
 from tests.support.server import MIB, snapshot_server
-from tests.test_every_step import digest
+from tests.support.trainer import digest
 from tests.test_sharded_fit import check_states, final, snapshots, without_what_came_later
 from tests.test_together import run_trainer
 

@@ -15,8 +15,8 @@ import torch
 from lightning_spot.exact.compare import differences
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.tiers.local import LocalStore
+from tests.support.trainer import digest
 from tests.support.waiting import until
-from tests.test_every_step import digest
 
 Train = Callable[..., int]
 

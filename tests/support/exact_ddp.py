@@ -11,10 +11,9 @@ from pathlib import Path
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_spot.tiers.local import LocalStore
 from tests.support import exact_cases
+from tests.support.elastic_trainer import KillAt
 from tests.support.exact_cases import Model, loader, train
-from tests.support.waiting import until
 
 
 class Diary(pl.Callback):
@@ -60,17 +59,11 @@ def main() -> int:
     parser.add_argument("--kill-at", type=int, default=-1, help="os._exit of every rank in this batch")
     arguments = parser.parse_args()
 
-    class KillAt(pl.Callback):
-        def on_before_backward(self, trainer: pl.Trainer, *_: object) -> None:
-            if trainer.fit_loop.total_batch_idx == arguments.kill_at:
-                until(lambda: LocalStore(arguments.root / "run").survey().manifests, "a snapshot to resume from")
-                os._exit(9)
-
     exact_cases.SAMPLES = 48  # epochs of 6 batches at two ranks
     train(
         lambda: (Model(), loader(num_workers=arguments.workers), {}),
         arguments.root,
-        KillAt(),
+        KillAt(arguments.kill_at, arguments.root / "run"),
         Diary(arguments.root / "diary", arguments.pace),
         seed=arguments.seed,
         strategy=DDPStrategy(process_group_backend="gloo", broadcast_buffers=False),

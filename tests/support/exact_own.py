@@ -18,8 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_spot import EverySteps, SpotCheckpoint
 from tests.support.exact_cases import loader
 from tests.support.exact_models import ByParameter
-from tests.support.exact_sharded import StopAt
-from tests.support.trainer import Stop
+from tests.support.trainer import Stop, StopAfter
 from tests.support.trainer import trainer as quiet
 from tests.support.waiting import new_process
 
@@ -140,7 +139,7 @@ def main() -> None:
     whole = train(given.root / "whole", given.strategy, given.rows, seed=11)
     stopped = given.root / "stopped"
     try:
-        train(stopped, given.strategy, given.rows, StopAt(5), seed=11)
+        train(stopped, given.strategy, given.rows, StopAfter(5), seed=11)
     except Stop:
         print("it was stopped", flush=True)
     found = train(stopped, given.strategy, given.rows, seed=99)

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_spot import EverySteps, SpotCheckpoint
 from tests.support.exact_cases import Model, loader
 from tests.support.snapshots import EachDurable
-from tests.support.trainer import Stop
+from tests.support.trainer import Stop, StopAfter
 from tests.support.trainer import trainer as quiet
 from tests.support.waiting import new_process
 
@@ -109,21 +109,12 @@ def train_with(
     return trainer
 
 
-class StopAt(pl.Callback):
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-
-    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.fit_loop.total_batch_idx == self.batch:
-            raise Stop
-
-
 def undisturbed_and_stopped(root: Path, *callbacks: pl.Callback, ranks: int, accelerator: str = "cpu") -> None:
     """Train to the end in ``whole``; in ``broken``, stop on the way and go on."""
     where: dict[str, Any] = {"ranks": ranks, "accelerator": accelerator}
     train(root / "whole", seed=11, **where)
     try:
-        train(root / "broken", StopAt(5), seed=11, **where)
+        train(root / "broken", StopAfter(5), seed=11, **where)
     except Stop:
         new_process()
     train(root / "broken", *callbacks, seed=99, **where)

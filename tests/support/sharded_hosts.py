@@ -23,9 +23,9 @@ from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.client.embedded import EmbeddedHost
 from tests.support.exact_cases import loader
 from tests.support.together_trainer import be_on_host
+from tests.support.trainer import digest
 from tests.support.trainer import trainer as quiet
 from tests.support.waiting import until
-from tests.test_every_step import digest
 
 
 class Wide(pl.LightningModule):

@@ -23,9 +23,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from lightning_spot import EverySteps, SpotCheckpoint
 from tests.support.exact_cases import loader
 from tests.support.strike import Strike
+from tests.support.trainer import digest
 from tests.support.trainer import trainer as quiet
 from tests.support.waiting import until
-from tests.test_every_step import digest
 
 STEPS = 12
 
