@@ -286,13 +286,11 @@ def starts_at_once(count: int, monkeypatch: pytest.MonkeyPatch) -> int:
     return len(wrote)
 
 
-def test_of_trainers_that_start_at_once_one_writes_whatever_the_store_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [starts_at_once(8, monkeypatch) for _ in range(10)] == [1] * 10
-
-
-@pytest.mark.soak
-def test_of_trainers_that_start_at_once_one_writes_two_hundred_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [starts_at_once(8, monkeypatch) for _ in range(200)] == [1] * 200
+@pytest.mark.parametrize("rounds", [10, pytest.param(200, marks=pytest.mark.soak)])
+def test_of_trainers_that_start_at_once_one_writes_whatever_the_store_does(
+    monkeypatch: pytest.MonkeyPatch, rounds: int
+) -> None:
+    assert [starts_at_once(8, monkeypatch) for _ in range(rounds)] == [1] * rounds
 
 
 def test_a_trainer_is_told_that_its_number_is_anothers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
