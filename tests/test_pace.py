@@ -346,7 +346,7 @@ def test_a_slow_bucket_does_not_slow_the_memory_node_down(tmp_path: Path, allowe
 
         measured = lags(lambda step: bench.save(step, nbytes=nbytes), newest, steps=500, step_s=step_s)
         print(f"median {statistics.median(measured)}, most {max(measured)}")
-        assert statistics.median(measured) <= 40  # 7 on a quiet machine
+        assert statistics.median(measured) <= 100  # 7 on a quiet machine; the bucket takes 200 steps for one
         assert (bench.by_node(FIRST) if allowed else bench.tier()).puts()
         assert sum(slot.capacity for slot in bench.node.ring.slots) <= 64 * MIB
     finally:
