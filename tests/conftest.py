@@ -122,6 +122,12 @@ def seed(request: pytest.FixtureRequest) -> int:
     return int(chosen)
 
 
+@pytest.fixture
+def chance(seed: int) -> random.Random:
+    """Randomness of a test."""
+    return random.Random(seed)
+
+
 @pytest.fixture(autouse=True)
 def as_new_process() -> None:
     """No test knows what an earlier one has trained."""

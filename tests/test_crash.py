@@ -47,15 +47,6 @@ Check = Callable[[Path, dict[str, int]], None]
 _MOST_SHOWN = 12
 
 
-@pytest.fixture
-def chance(request: pytest.FixtureRequest) -> random.Random:
-    """Randomness of a test, from ``SPOT_SEED`` or ``--seed``; printed, so that a failure can be run again."""
-    given = os.environ.get("SPOT_SEED")
-    seed = int(given) if given else int(request.getfixturevalue("seed"))
-    print(f"SPOT_SEED={seed}")
-    return random.Random(seed)
-
-
 # -- random points of real trainings ----------------------------------------------------------------------------------
 
 

@@ -359,17 +359,13 @@ def test_two_ranks(tmp_path: Path, warm_python: str) -> None:
         ({"dirpath": "s3://bucket/${UNSET_HERE}/run"}, "UNSET_HERE} is not expanded, .*: it is not set here"),
         ({"dirpath": "az://$web/$UNSET_HERE/run"}, r": \$UNSET_HERE is not expanded"),
         ({"dirpath": "s3://$web/run"}, r": \$web is not expanded"),
-        ({"dirpath": "sftp://host/run"}, "sftp:// cannot keep snapshots: it uses one connection .* of a mount"),
-        ({"dirpath": "ftp://host/run"}, "ftp:// cannot keep snapshots: it uses one connection"),
-        ({"dirpath": "HTTPS://host/run"}, "https:// cannot keep snapshots: it cannot be written to"),
-        ({"dirpath": "sftp://me:secret@host/run"}, "^dirpath='sftp://…@host/run': a URL with a password ends in logs"),
         ({"dirpath": "az://box/[x]/run"}, r"takes the first folder, '\[x\]', for a host .* leave \[ and \] out of it"),
         ({"dirpath": "az://box/back\\slash"}, "a backslash in the name of an object"),
         ({"dirpath": "x", "servers": "spot://h:1", "local_server": False}, "local_server=False with servers="),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], complaint: str) -> None:
-    """Of what kind each has to be, ``tests/test_bad_input.py`` tries."""
+    """``test_bad_input`` tries values of other kinds, ``test_file_systems`` URLs that cannot be used."""
     with pytest.raises(SettingsError, match=complaint):
         SpotCheckpoint(**arguments)
 

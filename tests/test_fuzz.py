@@ -1,14 +1,13 @@
 """Requests and streams that are wrong in every way: a node lives, answers others, and keeps what it has.
 
 Mutations of every request that a node knows, over TCP and over a Unix socket, and of the frames of part streams.
-Each test prints its seed; ``SPOT_SEED`` runs it again.
+Each test prints its seed; ``--seed`` runs it again.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import os
 import random
 import re
 import socket
@@ -78,15 +77,6 @@ HEADERS = [
     ("Host", ["", "a" * 999, "[::1"]),
     ("X-Long", ["a" * 9000, "é"]),
 ]
-
-
-@pytest.fixture
-def chance(request: pytest.FixtureRequest) -> random.Random:
-    """Randomness of a test, from ``SPOT_SEED`` or ``--seed``; printed, so that a failure can be run again."""
-    given = os.environ.get("SPOT_SEED")
-    seed = int(given) if given else int(request.getfixturevalue("seed"))
-    print(f"SPOT_SEED={seed}")
-    return random.Random(seed)
 
 
 # -- what is mutated ---------------------------------------------------------------------------------------------------
