@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,18 +24,18 @@ from typing import IO, Any
 
 import fsspec
 import hypothesis
-import psutil
 import pytest
 
 from lightning_spot.client import starting
-from lightning_spot.memory.runs import RunInfo
-from tests import folders, warm
+from tests.support import folders, warm
+from tests.support.server import Bench, RunningNode
+from tests.support.waiting import kept_port, new_process, until
 
-DEADLINE_S = 30.0
+Cli = Callable[..., str]
 
 _WARM = pytest.StashKey[str]()
 
-fsspec.register_implementation("kept", "tests.kept.Kept")
+fsspec.register_implementation("kept", "tests.support.store.Kept")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are small: more threads only get into each other's way
 
@@ -103,7 +102,7 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def begin_warm() -> tuple[str, socket.socket]:
-    """Start a warm Python, see ``tests/warm.py``; returns it, and what keeps it alive."""
+    """Start a warm Python, see ``tests/support/warm.py``; returns it, and what keeps it alive."""
     python = warm.start(Path(tempfile.mkdtemp(prefix=folders.WARM)))
     held = warm.hold(python)
     assert held is not None
@@ -121,6 +120,12 @@ def seed(request: pytest.FixtureRequest) -> int:
     chosen = given if given is not None else random.SystemRandom().randrange(2**31)
     print(f"--seed {chosen}")
     return int(chosen)
+
+
+@pytest.fixture
+def chance(seed: int) -> random.Random:
+    """Randomness of a test."""
+    return random.Random(seed)
 
 
 @pytest.fixture(autouse=True)
@@ -147,12 +152,6 @@ def warnings_of_this_test(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
         yield
 
 
-def new_process() -> None:
-    """Have what follows be as in a process that has trained nothing yet."""
-    if (earlier := sys.modules.get("lightning_spot.fit.earlier")) is not None:
-        earlier.forget()
-
-
 @pytest.fixture(scope="session")
 def own_folders() -> Iterator[list[Path]]:
     """Folders of this test process; what dead ones left is removed."""
@@ -176,26 +175,6 @@ def runtime_dir(own_folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> Ite
     shutil.rmtree(shm, ignore_errors=True)
 
 
-def until(holds: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
-    """Poll until ``holds()`` is true and return it; fail with ``what`` otherwise.
-
-    The thread waits for a lock: of one that sleeps, a snapshot cannot tell that it writes to no tensor, and waits.
-    """
-    end, never = time.monotonic() + deadline_s, threading.Event()
-    while time.monotonic() < end:
-        if value := holds():
-            return value
-        never.wait(0.02)
-    raise AssertionError(f"waited {deadline_s:.0f} s in vain for: {what}")
-
-
-def lives(pid: int) -> bool:
-    """Whether there is a process of that number, and it is no zombie."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
-    return False
-
-
 @pytest.fixture
 def lacking(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
     """Has so many threads of a name not start."""
@@ -210,48 +189,6 @@ def lacking(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
 
     monkeypatch.setattr(threading.Thread, "start", limited)
     return left.__setitem__
-
-
-def named_run(name: str, durable: Path | str | None = None, **more: Any) -> RunInfo:
-    """A run without an identity, by its name, and where it is durable."""
-    url = str(durable) if durable is not None else None
-    fields = {"id": "", "location": url or "", "attempt": 1, "token": "", "durable_url": url, "pid": os.getpid()}
-    return RunInfo(name=name, **{**fields, **more})
-
-
-class RunningNode:
-    """A ``lightning-spot node`` process.
-
-    Attributes:
-        python: the warm Python that it is forked from.
-    """
-
-    python = ""
-
-    def __init__(self, arguments: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
-        self.log = log
-        with open(log, "wb") as output:
-            self.process = warm.Fork(
-                self.python,
-                ["-m", "lightning_spot.service.program", *arguments],
-                stdout=output,
-                environment={**os.environ, **(environment or {})},
-            )
-        self.url = ""
-
-    def wait_listening(self) -> RunningNode:
-        def announced() -> str:
-            assert self.process.poll() is None, self.log.read_text()
-            text = self.log.read_text()
-            return text.split("node listening on ")[1].split(",")[0] if "node listening on " in text else ""
-
-        self.url = until(announced, "the node to listen")
-        return self
-
-    def stop(self, signal_number: int = signal.SIGTERM) -> int:
-        if self.process.poll() is None:
-            self.process.send_signal(signal_number)
-        return self.process.wait(timeout=DEADLINE_S)
 
 
 @pytest.fixture
@@ -269,9 +206,49 @@ def start_node(tmp_path: Path) -> Iterator[Callable[..., RunningNode]]:
         node.stop(signal.SIGKILL)
 
 
+@pytest.fixture
+def make_bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+    """Makes snapshot servers of this process, see ``tests/support/server.py``."""
+    with contextlib.ExitStack() as made:
+
+        def make(root: Path = tmp_path, kind: type[Bench] = Bench, **settings: Any) -> Bench:
+            return made.enter_context(contextlib.closing(kind(root, **settings)))
+
+        yield make
+
+
+@pytest.fixture
+def bench(make_bench: Callable[..., Bench]) -> Bench:
+    """A snapshot server of this process."""
+    return make_bench()
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Any]:
+    """A rank that writes snapshots into this process, see ``tests/support/ranks.py``."""
+    from tests.support.ranks import Desk  # torch
+
+    with contextlib.closing(Desk(tmp_path)) as made:
+        yield made
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs a command of ours, which ends with a code; what it has printed, for bad input in one line."""
+    from lightning_spot.cli import main
+
+    def run(*arguments: object, code: int = 0) -> str:
+        capsys.readouterr()
+        assert main([str(each) for each in arguments]) == code
+        said = capsys.readouterr()
+        return said.out if code == 0 else " ".join(said.err.split()) if code == 2 else said.out + said.err
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def warm_python(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A Python to call in ``sys.executable``'s place, see ``tests/warm.py``; all workers of a test run share it."""
+    """A Python to call in ``sys.executable``'s place, see ``support/warm.py``; all workers of a test run share it."""
     shared = getattr(request.config, "workerinput", {}).get("warm")
     python, held = (shared, warm.hold(shared)) if shared else begin_warm()
     assert held is not None
@@ -290,15 +267,6 @@ def warm_nodes(warm_python: str) -> Iterator[None]:
         patch.setattr(RunningNode, "python", warm_python)
         patch.setattr(starting, "subprocess", SimpleNamespace(Popen=fork, DEVNULL=subprocess.DEVNULL))
         yield
-
-
-@contextlib.contextmanager
-def kept_port() -> Iterator[int]:
-    """A port of loopback that nobody else is given meanwhile; who asks for it by its number can listen there."""
-    with socket.socket() as kept:
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        kept.bind(("127.0.0.1", 0))
-        yield int(kept.getsockname()[1])
 
 
 @pytest.fixture

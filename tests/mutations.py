@@ -84,7 +84,7 @@ EXACT = [
         '        restore_random(values["random"], self._trainer.strategy.root_device)\n        self._switches',
         "        self._switches",
         "a program draws other numbers after a run that was complete",
-        _of("fit", "after_a_finished_run_numbers_are_drawn_as_after_training"),
+        _of("fit", "a_finished_run_is_as_after_training"),
     ),
     Mutation(
         "random of generators of the module",
@@ -156,7 +156,7 @@ EXACT = [
         '        values.of(connector).update(state["logged"][name])',
         "        pass",
         _OTHER + "a scheduler or a callback asks for the last values",
-        _of("fit", "a_finished_run_has_what_was_logged_last"),
+        _of("fit", "a_finished_run_is_as_after_training"),
     ),
     Mutation(
         "logged in the epoch",
@@ -188,7 +188,7 @@ EXACT = [
         '        self._buffers.restore(self._trainer.lightning_module, values["buffers"])',
         "        pass",
         "a finished run forecasts from other buffers",
-        _of("fit", "a_finished_run_has_the_buffers_that_no_state_dict_has"),
+        _of("fit", "a_finished_run_is_as_after_training"),
     ),
     Mutation(
         "precise buffers",

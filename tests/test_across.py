@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-import os
 import re
+import signal
 import subprocess
 import sys
 import warnings
@@ -21,7 +20,6 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.client.node_client import NodeClient
-from lightning_spot.client.stores import open_store
 from lightning_spot.exact.compare import differences
 from lightning_spot.fit.hosts import Hosts
 from lightning_spot.fit.together import ALONE, TOGETHER, Together
@@ -30,12 +28,11 @@ from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.memory.node import Node
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.run.location import Location
-from tests.conftest import until
-from tests.gated import MIB
-from tests.machines import Machines, lose, started
-from tests.served import served
-from tests.test_every_step import digest
-from tests.test_together import accounts, check_states, load, manifests, train
+from tests.support.machines import Machines, lose, started
+from tests.support.server import MIB, RunningNode, snapshot_server
+from tests.support.trainer import digest
+from tests.support.waiting import until
+from tests.test_together import accounts, check_ends, check_run, check_states, load, manifests, train
 
 __all__ = ["train"]
 
@@ -46,9 +43,8 @@ HOSTS = ("--ranks", 2, "--hosts", 2)
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[tuple[Node, str]]:
     """A snapshot server that carries runs on, and its URL."""
-    node = Node(slots=None, memory_bytes=512 * MIB, open_store=open_store, allow=[str(tmp_path)])
-    with served(node) as port:
-        yield node, f"spot://127.0.0.1:{port}"
+    with snapshot_server(tmp_path, memory_bytes=512 * MIB) as node:
+        yield node
 
 
 def held(node: Node, but: str = "") -> dict[int, dict[str, Any]]:
@@ -94,9 +90,7 @@ def test_a_rank_of_either_host_is_killed_in_the_middle_of_its_share(
     newest = max(held(memory[0], but=manifests(tmp_path / "twin")[0].run_id))
     assert train(tmp_path / "run", *hosts) == 0
     assert newest >= 4
-    check_states(tmp_path / "run")
-    ends = [load(root, manifests(root)[0]) for root in (tmp_path / "twin", tmp_path / "run")]
-    assert differences(*ends) == []
+    check_run(tmp_path)
 
 
 @pytest.mark.soak
@@ -109,8 +103,7 @@ def test_an_urgent_snapshot_does_not_wait_for_other_hosts(
     assert manifests(tmp_path / "run")[0].step > 3
     check_states(tmp_path / "run")
     assert train(tmp_path / "run", *options) == 0
-    ends = [load(root, manifests(root)[0]) for root in (tmp_path / "twin", tmp_path / "run")]
-    assert differences(*ends) == []
+    check_ends(tmp_path)
 
 
 @pytest.mark.soak
@@ -125,61 +118,35 @@ def test_the_newest_snapshot_is_in_the_memory_of_one_host_and_all_go_on_from_it(
     assert train(root, *HOSTS, *turned) == 0, (root / "log").read_text()
     (resumed,) = re.findall(r"resumes at step (\d+)", (root / "log").read_text())
     assert int(resumed) >= 6
-    check_states(root)
-    ends = [load(each, manifests(each)[0]) for each in (tmp_path / "twin", root)]
-    assert differences(*ends) == []
+    check_run(tmp_path)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("count", "replicas"), [(1, 1), (2, 1), (2, 2)])
-def test_the_memory_node_is_lost_and_training_goes_on(train: Train, tmp_path: Path, count: int, replicas: int) -> None:
+def test_the_memory_node_is_lost_and_training_goes_on(
+    tmp_path: Path, start_node: Callable[..., RunningNode], count: int, replicas: int
+) -> None:
     """Where there is another one, hosts go on to bring snapshots there."""
     root = tmp_path / "run"
     root.mkdir()
-    with contextlib.ExitStack() as stack:
-        nodes = dict(stack.enter_context(memory_node(root / f"node-{number}", tmp_path)) for number in range(count))
-        steps = root / "steps"
-        command = [sys.executable, "-m", "tests.together_trainer", str(root), *map(str, HOSTS), "--steps", "40"]
-        command += ["--memory", ",".join(nodes), "--replicas", str(replicas)]
-        command += ["--hold", "15"] if count > 1 else []
-        with open(root / "log", "a") as log_file:
-            training = subprocess.Popen(command, stdout=log_file, stderr=log_file)
-        until(lambda: steps.exists() and len(steps.read_text().splitlines()) >= 14, "it to train", 300.0)
-        if replicas == 2:
-            assert all(has_snapshots(url) for url in nodes)
-        nodes[carrying(nodes)].kill()
-        (root / "go").touch()
-        assert training.wait(300) == 0, (root / "log").read_text()
+    nodes = {node.url: node for node in (start_node("--allow-storage", str(tmp_path)) for _ in range(count))}
+    steps = root / "steps"
+    command = [sys.executable, "-m", "tests.support.together_trainer", str(root), *map(str, HOSTS), "--steps", "40"]
+    command += ["--memory", ",".join(nodes), "--replicas", str(replicas), *(["--hold", "15"] if count > 1 else [])]
+    with open(root / "log", "a") as log_file:
+        training = subprocess.Popen(command, stdout=log_file, stderr=log_file)
+    until(lambda: steps.exists() and len(steps.read_text().splitlines()) >= 14, "it to train", 300.0)
+    if replicas == 2:
+        assert all(has_snapshots(url) for url in nodes)
+    nodes[carrying(nodes)].stop(signal.SIGKILL)
+    (root / "go").touch()
+    assert training.wait(300) == 0, (root / "log").read_text()
     check_states(root)
     assert manifests(root)[0].complete
     told = accounts(root, 2)[0]
     assert told["brought"] >= (30 if count > 1 else 5), told
     assert told["missed"] <= 3, told
-
-
-@contextlib.contextmanager
-def memory_node(log: Path, allowed: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A snapshot server as a process; its URL."""
-    command = [
-        sys.executable,
-        "-m",
-        "lightning_spot.service.program",
-        "--listen",
-        "127.0.0.1:0",
-        "--memory-limit",
-        "256MiB",
-    ]
-    with open(log, "wb") as file:
-        node = subprocess.Popen(
-            [*command, "--allow-storage", str(allowed)], stdout=file, stderr=file, env=dict(os.environ)
-        )
-    try:
-        until(lambda: "listening" in log.read_text(), "the node to listen")
-        yield log.read_text().partition(" on ")[2].partition(",")[0], node
-    finally:
-        node.kill()
-        node.wait()
 
 
 def run_at(url: str) -> tuple[dict[str, Any], list[Any]]:
@@ -221,9 +188,7 @@ def test_a_rank_of_another_host_is_killed_before_what_it_knows_was_sent(
         lambda: any(manifest.step >= 4 for manifest in manifests(tmp_path / "run")), "the node to bring what was left"
     )
     assert train(tmp_path / "run", *options) == 0
-    check_states(tmp_path / "run")
-    ends = [load(root, manifests(root)[0]) for root in (tmp_path / "twin", tmp_path / "run")]
-    assert differences(*ends) == []
+    check_run(tmp_path)
 
 
 class Apart(Machines):
@@ -257,9 +222,7 @@ def test_two_machines_train_without_a_memory_node_and_something_is_lost(
     until(lambda: apart.steps("run") >= 12, "it to train", 120.0)
     lose(apart, what, 30)
     assert apart.wait("run") == [0, 0]
-    check_states(tmp_path / "run")
-    ends = [load(root, manifests(root)[0]) for root in (tmp_path / "twin", tmp_path / "run")]
-    assert differences(*ends) == []
+    check_run(tmp_path)
 
 
 @pytest.mark.soak

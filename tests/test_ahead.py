@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from lightning_spot.image.parts import checksum
 from lightning_spot.memory import ahead
 from lightning_spot.memory.ring import Ring
 from lightning_spot.staging.slot import SlotMemory
-from tests.conftest import until
-from tests.gated import MIB, RUN_ID, Bench, image_of, manifest_of
+from tests.support.server import MIB, RUN_ID, Bench, image_of, manifest_of
+from tests.support.waiting import until
 
 RUN = f"run@{RUN_ID}"
 AHEAD = "spot-slot-ahead"
@@ -48,20 +49,19 @@ def receive(bench: Bench, step: int, nbytes: int = 1000) -> Manifest:
     return bench.node.commit(upload.id, manifest)
 
 
-def test_only_the_first_sender_waits_for_memory(tmp_path: Path, made: list[bool]) -> None:
-    bench = Bench(tmp_path, slots=None, memory_bytes=64 * MIB)
+def test_only_the_first_sender_waits_for_memory(make_bench: Callable[..., Bench], made: list[bool]) -> None:
+    bench = make_bench(slots=None, memory_bytes=64 * MIB)
     bench.open(keep=2)
     for step in range(6):
         receive(bench, step)
         assert bench.flush() == []
     assert made == [False, True, True]  # one that is filled, and two that are kept
-    bench.close()
 
 
 def test_a_sender_waits_for_the_slot_that_is_being_made(
-    tmp_path: Path, made: list[bool], monkeypatch: pytest.MonkeyPatch
+    make_bench: Callable[..., Bench], made: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = Bench(tmp_path, slots=None, memory_bytes=64 * MIB)
+    bench = make_bench(slots=None, memory_bytes=64 * MIB)
     bench.open(keep=1)
     go_on, leased = threading.Event(), Ring.try_lease
 
@@ -82,24 +82,22 @@ def test_a_sender_waits_for_the_slot_that_is_being_made(
     assert len(second) == 1
     assert made == [False, True]
     bench.node.abort(first.id)
-    bench.close()
 
 
-def test_nothing_makes_room_for_what_nobody_has_asked_for(tmp_path: Path, made: list[bool]) -> None:
-    bench = Bench(tmp_path, slots=None, memory_bytes=4 * MIB)  # two slots
+def test_nothing_makes_room_for_what_nobody_has_asked_for(make_bench: Callable[..., Bench], made: list[bool]) -> None:
+    bench = make_bench(slots=None, memory_bytes=4 * MIB)
     bench.open(keep=5)
     first = receive(bench, 1)
     assert bench.flush() == []
     receive(bench, 2)
     assert made == [False, True]
     assert bench.node.ring.find(RUN_ID, first.name) is not None
-    bench.close()
 
 
 def test_a_host_without_memory_says_so_to_who_asks(
-    tmp_path: Path, made: list[bool], monkeypatch: pytest.MonkeyPatch
+    make_bench: Callable[..., Bench], made: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = Bench(tmp_path, slots=None, memory_bytes=64 * MIB)
+    bench = make_bench(slots=None, memory_bytes=64 * MIB)
     bench.open()
     create = SlotMemory.create
 
@@ -112,4 +110,3 @@ def test_a_host_without_memory_says_so_to_who_asks(
     receive(bench, 1)
     with pytest.raises(TierError, match="no memory"):
         receive(bench, 2)
-    bench.close()

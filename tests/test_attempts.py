@@ -25,7 +25,8 @@ from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.staging.alone import LoneThread
-from tests.conftest import named_run, until
+from tests.support.server import named_run
+from tests.support.waiting import until
 
 RING = RingSettings(slots=2, memory_bytes=2**20, server_idle_timeout_s=9.0, keep=1, strict=False)
 

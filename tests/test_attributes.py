@@ -23,9 +23,10 @@ from torch.distributed.fsdp import fully_shard
 from lightning_spot.exact.change_detector import ChangeDetector
 from lightning_spot.exact.compare import differences
 from lightning_spot.exact.module_state import Attributes, ModuleState, put
-from tests.exact_kept import Longer
-from tests.exact_table import Case, train
-from tests.test_exact import Stop, StopAt, final
+from tests.support.exact_kept import Longer
+from tests.support.exact_table import Case, train
+from tests.support.trainer import Stop, StopAfter
+from tests.test_exact import final
 
 
 class Phase(Enum):
@@ -278,7 +279,7 @@ def test_a_limit_that_a_hook_raised_comes_back_where_the_program_gives_none_of_i
     given: int, trained: int, tmp_path: Path
 ) -> None:
     with pytest.raises(Stop):
-        train(Case(model=Longer), tmp_path, StopAt(13), seed=11)
+        train(Case(model=Longer), tmp_path, StopAfter(13), seed=11)
     train(Case(model=Longer, settings={"max_epochs": given}), tmp_path, seed=200)
     assert final(tmp_path)["epoch"] == trained
 

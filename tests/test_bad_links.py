@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.exact.compare import differences
-from tests.conftest import until
-from tests.gated import RUN_ID
-from tests.link import Link
-from tests.machines import PHASES, STEPS, Machines, Sharded, flushing, started, twin, twins, variant
-from tests.network import TOKEN, listening, network_or_skip
+from tests.support.link import Link
+from tests.support.machines import PHASES, STEPS, Machines, Sharded, flushing, started, twin, twins, variant
+from tests.support.network import TOKEN, listening, network_or_skip
+from tests.support.server import RUN_ID
+from tests.support.waiting import until
+from tests.support.wire_pair import RUN, Sender, state
 from tests.test_sharded_bucket import Bucket
-from tests.test_together import check_states, load, manifests
-from tests.wire_pair import RUN, Sender, state
+from tests.test_together import check_run
 
 __all__ = ["twin", "twins"]
 
@@ -105,9 +104,7 @@ def test_two_machines_train_by_bad_links_and_one_is_cut(
     when(machines)
     machines.cut_for_a_while("second", CUT_S)
     assert machines.wait("run", WAIT_S) == [0, 0], machines.log()
-    check_states(tmp_path / "run")
-    ends = [load(root, manifests(root)[0]) for root in (tmp_path / "twin", tmp_path / "run")]
-    assert differences(*ends) == []
+    check_run(tmp_path)
 
 
 @pytest.mark.soak

@@ -12,10 +12,10 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_spot import EverySteps, SpotCheckpoint
-from tests.conftest import new_process
-from tests.models import Net, data, trainer
-from tests.test_fit import Stop, StopAt
+from lightning_spot import EverySteps
+from tests.support.snapshots import serverless
+from tests.support.trainer import Net, Stop, StopAt, data, trainer
+from tests.support.waiting import new_process
 
 SCORES = (0.3, 0.1, 0.5, 0.4)
 """Of each epoch: the best comes before the resume."""
@@ -30,8 +30,7 @@ def fit(root: Path, folder: Path | str, *callbacks: pl.Callback, **more: Any) ->
     """A start, and our warnings of folders."""
     new_process()
     best = ModelCheckpoint(folder, monitor="score", save_top_k=2, save_last=True, filename="{epoch}", **more)
-    spot: dict[str, Any] = {"local_server": False, "interval": EverySteps(1), "on_full": "wait", "notices": None}
-    fits = trainer(best, *callbacks, SpotCheckpoint(str(root / "run"), **spot), max_epochs=4)
+    fits = trainer(best, *callbacks, serverless(root / "run", interval=EverySteps(1)), max_epochs=4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with contextlib.suppress(Stop):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,9 +25,10 @@ from lightning_spot.memory.prefixes import check_prefix, refusal
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.wire import Address
 from lightning_spot.tiers.local import LocalStore
-from tests.chained import FIRST, RUN, SECOND, Chained, chained
-from tests.conftest import RunningNode, until
-from tests.gated import MIB, RUN_ID, Bench, image_of, manifest_of
+from tests.support.chain import FIRST, RUN, SECOND, Chained, OverHttp, chained
+from tests.support.proxy import Proxy
+from tests.support.server import MIB, RUN_ID, Bench, RunningNode, image_of, manifest_of
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -58,18 +57,6 @@ def test_the_node_behind_carries_a_run_on(make: Callable[..., Chained]) -> None:
     bench.open(attempt=2, nodes=(FIRST, SECOND))
     until(lambda: [run["attempt"] for run in bench.nodes[FIRST].listed()] == [2], "it to know of the next attempt")
     assert [run["complete"] for run in bench.nodes[FIRST].listed()] == [False]
-
-
-def test_what_reached_the_memory_node_becomes_durable_with_nobody_else_alive(make: Callable[..., Chained]) -> None:
-    bench = make()
-    bench.start(FIRST)
-    bench.by_node(FIRST).open.clear()
-    bench.save(1)
-    until(lambda: bench.nodes[FIRST].committed(RUN), "the snapshot server to have it")
-    bench.node.close()
-    assert bench.durable() == []
-    bench.by_node(FIRST).open.set()
-    until(lambda: bench.durable() == [1], "the snapshot server to write it")
 
 
 def test_a_node_that_may_not_write_leaves_it_to_the_trainers_host(make: Callable[..., Chained]) -> None:
@@ -324,7 +311,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.client import starting
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.tiers.local import LocalStore
-from tests.gated import image_of, manifest_of, RUN_ID
+from tests.support.server import image_of, manifest_of, RUN_ID
 url, node, nbytes = sys.argv[1], sys.argv[2], int(sys.argv[3])
 host = starting.start(url, f"run@{RUN_ID}", slots=4, memory_bytes=2**30, server_idle_timeout_s=60)
 info = RunInfo(name="run", id=RUN_ID, location="file://" + url, attempt=1, token="t", durable_url=url, nodes=(node,))
@@ -387,23 +374,17 @@ def test_killed_the_moment_the_memory_node_has_it(start_node: Callable[..., Runn
     found[0].verify(memoryview(buffer), "durable")
 
 
-class OverHttp(Bench):
-    """A node on a trainer's host whose snapshot servers are processes."""
-
-    def store(self, url: str) -> Any:
-        if url.startswith("spot://"):
-            return NodeStore(url)
-        return super().store(url)
-
-
 def test_a_memory_node_that_was_stopped_is_passed_over(
-    start_node: Callable[..., RunningNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_bench: Callable[..., Bench],
+    start_node: Callable[..., RunningNode],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """SIGSTOP breaks no connection."""
     monkeypatch.setattr(replication, "ASK_AGAIN_S", 0.5)
     monkeypatch.setattr(remote, "_ASK_S", 2.0)
     first, second = (start_node("--allow-storage", str(tmp_path)) for _ in range(2))
-    bench = OverHttp(tmp_path, slots=4)
+    bench = make_bench(kind=OverHttp, slots=4)
     try:
         bench.open(nodes=(first.url, second.url))
         until(lambda: bench.node.status()["runs"][RUN]["node"], "the chain")
@@ -417,40 +398,36 @@ def test_a_memory_node_that_was_stopped_is_passed_over(
         assert bench.node.status()["runs"][RUN]["node"].startswith(second.url)
     finally:
         first.process.send_signal(signal.SIGCONT)
-        bench.close()
 
 
 def test_a_restarted_memory_node_is_told_of_the_run_again(
-    start_node: Callable[..., RunningNode], tmp_path: Path, port: int
+    make_bench: Callable[..., Bench], start_node: Callable[..., RunningNode], tmp_path: Path, port: int
 ) -> None:
     node = start_node("--allow-storage", str(tmp_path), listen=f"127.0.0.1:{port}")
-    bench = OverHttp(tmp_path, slots=4)
-    try:
-        bench.open(nodes=(node.url,))
-        bench.save(1)
-        assert bench.flush(60) == []
-        node.stop(signal.SIGKILL)
-        start_node("--allow-storage", str(tmp_path), listen=node.url.removeprefix("spot://"))
-        bench.save(2)
-        assert bench.flush(60) == []
-        assert LocalStore(bench.tier().url).survey().manifests[0].step == 2
-        assert NodeStore(f"{node.url}/{RUN}").claimed() == 1
-    finally:
-        bench.close()
+    bench = make_bench(kind=OverHttp, slots=4)
+    bench.open(nodes=(node.url,))
+    bench.save(1)
+    assert bench.flush(60) == []
+    node.stop(signal.SIGKILL)
+    start_node("--allow-storage", str(tmp_path), listen=node.url.removeprefix("spot://"))
+    bench.save(2)
+    assert bench.flush(60) == []
+    assert LocalStore(bench.tier().url).survey().manifests[0].step == 2
+    assert NodeStore(f"{node.url}/{RUN}").claimed() == 1
 
 
 def test_bytes_leave_the_trainers_host_once(start_node: Callable[..., RunningNode], tmp_path: Path) -> None:
     nbytes = 24 * MIB
     node = start_node("--allow-storage", str(tmp_path))
-    line = Counter(node.url)
+    line = Proxy(node.url, 1)
     trainer = Trainer(tmp_path / "durable", line.url, nbytes)
     try:
         for step in (1, 2):
             trainer.order(step)
             name = snapshot_name(step, 1)
             until(lambda name=name: (tmp_path / "durable" / name / "manifest.json").exists(), "it to be durable")
-        assert line.sent <= 1.02 * 2 * nbytes
-        assert line.sent >= 2 * nbytes
+        assert line.taken_bytes <= 1.02 * 2 * nbytes
+        assert line.taken_bytes >= 2 * nbytes
     finally:
         trainer.kill()
         line.close()
@@ -481,43 +458,6 @@ def _held(store: NodeStore) -> Any:
         return store.listing()
     except TierError:
         return []
-
-
-class Counter:
-    """A TCP proxy that counts what goes to the node."""
-
-    def __init__(self, target: str) -> None:
-        host, _, port = target.removeprefix("spot://").partition(":")
-        self._target = (host, int(port))
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.url = f"spot://127.0.0.1:{self._socket.getsockname()[1]}"
-        self.sent = 0
-        self._lock = threading.Lock()
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._socket.accept()
-                far = socket.create_connection(self._target)
-            except OSError:
-                return
-            threading.Thread(target=self._pump, args=(near, far, True), daemon=True).start()
-            threading.Thread(target=self._pump, args=(far, near, False), daemon=True).start()
-
-    def _pump(self, source: socket.socket, sink: socket.socket, counted: bool) -> None:
-        try:
-            while chunk := source.recv(1 << 18):
-                with self._lock:
-                    self.sent += len(chunk) if counted else 0
-                sink.sendall(chunk)
-        except OSError:
-            pass
-        for each in (source, sink):
-            each.close()
 
 
 def test_a_node_that_forgot_a_run_is_told_all_of_it_again(monkeypatch: pytest.MonkeyPatch) -> None:

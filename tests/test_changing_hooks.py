@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,11 @@ import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.errors import ModelChangedError
-from tests.conftest import new_process
-from tests.models import Net, data, trainer
-from tests.test_fit import Stop, StopAt
+from tests.support.snapshots import serverless
+from tests.support.trainer import Net, Stop, StopAt, data, trainer
+from tests.support.waiting import new_process
 
-
-def spot(root: Path, **more: Any) -> SpotCheckpoint:
-    settings = {"local_server": False, "interval": EverySteps(2), "on_full": "wait", "notices": None}
-    return SpotCheckpoint(str(root), **{**settings, **more})
+every_other = functools.partial(serverless, interval=EverySteps(2))
 
 
 class Reverses(pl.Callback):
@@ -35,7 +33,7 @@ def test_a_list_of_callbacks_that_is_changed_as_training_begins_costs_no_snapsho
     def fit(root: Path, *stop: pl.Callback) -> tuple[Net, SpotCheckpoint]:
         new_process()
         pl.seed_everything(1, verbose=False)
-        callback, net = spot(root / "run"), Net()
+        callback, net = every_other(root / "run"), Net()
         trainer(Reverses(), *[pl.Callback() for _ in range(others)], *stop, callback).fit(net, data(12))
         return net, callback
 
@@ -76,11 +74,11 @@ def test_an_optimizer_that_was_replaced_in_mid_training_is_one_clear_error(
     """Torch's own named no snapshot and no way on; that one of two was left out was not said at all."""
     run = tmp_path / "run"
     with pytest.raises(Stop):
-        trainer(Replaces(groups, optimizers), StopAt(9), spot(run)).fit(Net(), data(12))
+        trainer(Replaces(groups, optimizers), StopAt(9), every_other(run)).fit(Net(), data(12))
     new_process()
     with pytest.raises(ModelChangedError, match=said):
-        trainer(spot(run)).fit(Net(), data(12))
-    trainer(spot(run, resume=False)).fit(Net(), data(12))
+        trainer(every_other(run)).fit(Net(), data(12))
+    trainer(every_other(run, resume=False)).fit(Net(), data(12))
 
 
 class Regroups(Net):
@@ -105,10 +103,10 @@ class Regroups(Net):
 def test_a_hook_of_an_optimizer_may_make_what_was_saved_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     with pytest.raises(Stop):
-        trainer(StopAt(9), spot(run)).fit(Regroups(), data(12))
+        trainer(StopAt(9), every_other(run)).fit(Regroups(), data(12))
     new_process()
     monkeypatch.setattr(Regroups, "version", 2)
-    callback = spot(run)
+    callback = every_other(run)
     again = trainer(callback)
     again.fit(Regroups(), data(12))
     assert callback.resumed_from is not None

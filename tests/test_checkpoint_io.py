@@ -25,7 +25,7 @@ from lightning_spot.checkpoint_io import _joined, _split
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.config import read_environment
-from lightning_spot.errors import SettingsError, TierError
+from lightning_spot.errors import TierError
 from lightning_spot.exact.checkpoint import checkpoint_of
 from lightning_spot.image.manifest import OWN_DIR, Manifest
 from lightning_spot.protocol.record import find_record
@@ -33,9 +33,9 @@ from lightning_spot.protocol.wire import Address
 from lightning_spot.run.files import folder_info
 from lightning_spot.tiers import files as tier_files
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import new_process, until
-from tests.filled import check_archive
-from tests.models import Net, data, trainer
+from tests.support.filled import check_archive
+from tests.support.trainer import Net, data, trainer
+from tests.support.waiting import new_process, until
 
 
 @pytest.fixture
@@ -81,23 +81,6 @@ def _umask() -> int:
     mask = os.umask(0o022)
     os.umask(mask)
     return mask
-
-
-def test_beside_our_own_snapshots(tmp_path: Path) -> None:
-    own = ModelCheckpoint(str(tmp_path / "mine"), every_n_train_steps=7, save_top_k=-1)
-    spot = SpotCheckpoint(str(tmp_path / "run-1"), interval=EverySteps(3))
-    trainer(own, spot, plugins=[SpotCheckpointIO()]).fit(Net(), data())
-    assert len(files(tmp_path / "mine")) == 5
-    assert spot.last_committed_step == 40
-
-
-def test_s3(s3: str) -> None:
-    own = ModelCheckpoint(f"{s3}/mine", save_top_k=1, monitor="val_loss")
-    trainer(own, plugins=[SpotCheckpointIO()], max_epochs=3).fit(Net(), data(), data(3))
-    fs, path = fsspec.core.url_to_fs(own.best_model_path)
-    fs.invalidate_cache()
-    with fs.open(path) as file:
-        assert torch.load(file, weights_only=True)["global_step"] > 0
 
 
 def test_a_resumed_run_reads_what_its_node_has_saved(s3: str) -> None:
@@ -201,10 +184,6 @@ def test_a_failed_flush_shows_at_the_next_save_and_at_the_end(tmp_path: Path) ->
 
 
 def test_bad_arguments(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="local_server='spot://h:1'"):
-        SpotCheckpointIO(local_server="spot://h:1")
-    with pytest.raises(SettingsError, match="slots=1"):
-        SpotCheckpointIO(slots=1)
     with pytest.raises(TypeError, match="storage_options"):
         SpotCheckpointIO().save_checkpoint({}, tmp_path / "x.ckpt", storage_options={})
 
@@ -432,8 +411,3 @@ def test_a_node_killed_between_two_saves(tmp_path: Path) -> None:
     assert plugin.load_checkpoint(tmp_path / "b.ckpt")["global_step"] == 2
     plugin.teardown()
     assert files(tmp_path) == ["a.ckpt", "b.ckpt"]
-
-
-def test_it_goes_in_by_the_cli_class_path() -> None:
-    run = pl.Trainer(plugins=[SpotCheckpointIO()], logger=False, accelerator="cpu")
-    assert isinstance(run.strategy.checkpoint_io, SpotCheckpointIO)

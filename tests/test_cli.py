@@ -27,9 +27,10 @@ from lightning_spot.config import format_bytes
 from lightning_spot.image.manifest import PortionOf, portion_name
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import RunningNode
-from tests.models import EachDurable, Net, data, trainer
-from tests.test_fit import Stop, StopAt
+from tests.conftest import Cli
+from tests.support.server import RunningNode
+from tests.support.snapshots import EachDurable
+from tests.support.trainer import Net, Stop, StopAt, data, trainer
 from tests.test_stores import sharded
 
 
@@ -46,25 +47,20 @@ def run_dir(tmp_path: Path) -> Path:
 Said = Callable[[], str]
 
 
-def test_ls(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    capsys.readouterr()
-    assert main(["ls", str(run_dir)]) == 0
-    said = capsys.readouterr().out
+def test_ls(run_dir: Path, cli: Cli) -> None:
+    said = cli("ls", run_dir)
     assert "step-000000030-attempt-0001" in said
     rows = [line.split() for line in said.splitlines()[1:]]
     assert {(row[1], row[-2]) for row in rows} >= {("30", "host"), ("30", "storage"), ("25", "storage")}
     assert {row[-1] for row in rows} == {"replicated", "persisted"}
 
 
-def test_ls_on_a_narrow_terminal_cuts_no_name(
-    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ls_on_a_narrow_terminal_cuts_no_name(run_dir: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are copied from there, into the next command."""
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert main(["ls", str(run_dir)]) == 0
-    listed = capsys.readouterr().out
+    listed = cli("ls", run_dir)
     assert "\x1b[" in listed
     assert "…" not in listed
     assert all(manifest.name in listed for manifest in LocalStore(run_dir).survey().manifests)
@@ -86,44 +82,35 @@ def test_ls_of_portions(run_dir: Path, capsys: pytest.CaptureFixture[str], monke
     assert row == [name, str(portion.step), "-", "1", *size, "-", source.tier, "portion", "2", "of", "2"]
 
 
-def test_ls_of_a_path_where_no_run_ever_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ls", str(tmp_path / "mistyped")]) == 2
-    assert f"no run is, or ever was, at '{tmp_path / 'mistyped'}'" in " ".join(capsys.readouterr().err.split())
+def test_ls_of_a_path_where_no_run_ever_was(tmp_path: Path, cli: Cli) -> None:
+    assert f"no run is, or ever was, at '{tmp_path / 'mistyped'}'" in cli("ls", tmp_path / "mistyped", code=2)
     claim = Claim(attempt=1, run_id="0" * 12, digest="t", location=f"file://{tmp_path / 'begun'}", started_unix_s=0.0)
     LocalStore(tmp_path / "begun").claim(claim)
-    assert main(["ls", str(tmp_path / "begun")]) == 0
-    assert "no snapshots of" in capsys.readouterr().out
+    assert "no snapshots of" in cli("ls", tmp_path / "begun")
 
 
-def test_ls_json(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    capsys.readouterr()
-    assert main(["ls", str(run_dir), "--json"]) == 0
-    listed = json.loads(capsys.readouterr().out)
+def test_ls_json(run_dir: Path, cli: Cli) -> None:
+    listed = json.loads(cli("ls", run_dir, "--json"))
     assert listed[0]["step"] == 30
     assert {entry["tier"] for entry in listed} == {"host", "storage"}
 
 
-def test_show(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    capsys.readouterr()
-    assert main(["show", f"{run_dir}@25"]) == 0
-    said = capsys.readouterr().out
+def test_show(run_dir: Path, cli: Cli) -> None:
+    said = cli("show", f"{run_dir}@25")
     for word in ("step-000000025-attempt-0001", "epoch", "xxh3-128", f"torch {torch.__version__}"):
         assert word in said
     assert "8.39 MB" not in said  # its one part is as long as the file
 
 
-def test_cp(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cp(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], cli: Cli) -> None:
     capsys.readouterr()
     target = tmp_path / "mine.ckpt"
-    assert main(["cp", str(run_dir), str(target)]) == 0
-    assert "every checksum holds" in capsys.readouterr().out
+    assert "every checksum holds" in cli("cp", run_dir, target)
     assert torch.load(target, weights_only=True)["global_step"] == 30
-    assert main(["cp", str(run_dir), str(target)]) == 2
-    assert "--force" in capsys.readouterr().err
+    assert "--force" in cli("cp", run_dir, target, code=2)
     assert main(["cp", f"{run_dir}@25", str(target), "--force"]) == 0
     assert torch.load(target, weights_only=True)["global_step"] == 25
-    assert main(["cp", str(run_dir), str(tmp_path / "none" / "x.ckpt")]) == 2
-    assert "no directory" in capsys.readouterr().err
+    assert "no directory" in cli("cp", run_dir, tmp_path / "none" / "x.ckpt", code=2)
     assert main(["cp", f"{run_dir}@latest", str(tmp_path / "latest.ckpt")]) == 0
     assert main(["ls", f"{run_dir}@25"]) == 2
 
@@ -145,39 +132,35 @@ def test_what_is_good_nowhere_is_said_once_and_leaves_nothing(
 
 
 def test_pull_names_the_snapshot_before_a_damaged_one_and_says_what_it_could_not_read(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_dir: Path, tmp_path: Path, cli: Cli
 ) -> None:
     """The error said nothing of the good one; of a newest one with an unreadable manifest nothing was said at all."""
     shutil.copytree(run_dir, copied := tmp_path / "copied")  # of which no node has anything
     newest, older = LocalStore(copied).survey().manifests[:2]
     (copied / newest.data_path).write_bytes(b"damage")
     target = tmp_path / "mine.ckpt"
-    capsys.readouterr()
-    assert main(["cp", str(copied), str(target)]) == 1
-    said = " ".join(capsys.readouterr().err.split())
+    said = " ".join(cli("cp", copied, target, code=1).split())
     assert said.endswith(f"lightning-spot cp {copied}@{older.name} DEST")
     assert not target.exists()
     (copied / newest.name / "manifest.json").write_text("garbage")
-    assert main(["cp", str(copied), str(target)]) == 0
-    said = capsys.readouterr().out
+    said = cli("cp", copied, target)
     assert f"passed over: {newest.name} at storage" in said
     assert f"step {older.step}" in said
 
 
-def test_a_sharded_snapshot_is_pulled_into_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sharded_snapshot_is_pulled_into_a_directory(tmp_path: Path, cli: Cli) -> None:
     manifest, image = sharded(5)
     store = LocalStore(tmp_path / "run")
     store.put(manifest, memoryview(image), attempt=1)
-    assert main(["cp", str(tmp_path / "run"), str(tmp_path)]) == 0
-    assert "a directory, of a sharded model. --consolidate makes one plain file" in capsys.readouterr().out
+    assert "a directory, of a sharded model. --consolidate makes one plain file" in cli(
+        "cp", tmp_path / "run", tmp_path
+    )
     pulled = tmp_path / manifest.name
     assert {path.name: path.read_bytes() for path in pulled.iterdir()} == {
         path.name: path.read_bytes() for path in (store.root / manifest.name).iterdir()
     }
-    assert main(["cp", str(tmp_path / "run"), str(tmp_path), "--force"]) == 2
-    assert "never replaced" in " ".join(capsys.readouterr().err.split())
-    assert main(["show", str(tmp_path / "run")]) == 0
-    assert "3, .metadata first" in capsys.readouterr().out
+    assert "never replaced" in cli("cp", tmp_path / "run", tmp_path, "--force", code=2)
+    assert "3, .metadata first" in cli("show", tmp_path / "run")
     assert main(["verify", str(tmp_path / "run")]) == 0
     (store.root / manifest.name / "__0_0.distcp").write_bytes(b"x" * manifest.files[1].nbytes)
     assert main(["verify", str(tmp_path / "run")]) == 1
@@ -185,33 +168,28 @@ def test_a_sharded_snapshot_is_pulled_into_a_directory(tmp_path: Path, capsys: p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", manifest.name]
 
 
-def test_verify(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    capsys.readouterr()
-    assert main(["verify", str(run_dir)]) == 0
-    assert "BAD" not in capsys.readouterr().out
+def test_verify(run_dir: Path, cli: Cli) -> None:
+    assert "BAD" not in cli("verify", run_dir)
     newest = LocalStore(run_dir).survey().manifests[0]
     with open(run_dir / newest.data_path, "r+b") as file:
         file.seek(1000)
         file.write(b"damage")
-    assert main(["verify", str(run_dir)]) == 1
-    said = capsys.readouterr().out
+    said = cli("verify", run_dir, code=1)
     assert f"BAD  {newest.name} at storage" in said
     assert f"good {newest.name} at host" in said
     # pull takes the copy that is good
     assert main(["cp", str(run_dir), str(run_dir / "pulled.ckpt")]) == 0
 
 
-def test_doctor_reckons_with_the_size_of_the_snapshots_that_are_there(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_reckons_with_the_size_of_the_snapshots_that_are_there(run_dir: Path, cli: Cli) -> None:
     """It was 1 GB for a run of any size."""
     newest = LocalStore(run_dir).survey().manifests[0]
-    capsys.readouterr()
-    assert main(["doctor", str(run_dir), "--sample", "1MB"]) == 0
-    assert f"snapshots of {format_bytes(newest.nbytes)}: " in capsys.readouterr().out
+    assert f"snapshots of {format_bytes(newest.nbytes)}: " in cli("doctor", run_dir, "--sample", "1MB")
 
 
-def test_what_cannot_be_read_is_listed_with_its_reason(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_read_is_listed_with_its_reason(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], cli: Cli
+) -> None:
     folder = run_dir / LocalStore(run_dir).survey().manifests[-1].name
     manifest = folder / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
@@ -220,26 +198,22 @@ def test_what_cannot_be_read_is_listed_with_its_reason(run_dir: Path, capsys: py
     assert f"unreadable: {folder.name} at storage: a manifest has format 99" in " ".join(
         capsys.readouterr().out.split()
     )
-    assert main(["ls", str(run_dir), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[-1]["state"] == "unreadable"
-    assert main(["verify", str(run_dir)]) == 1
-    assert f"BAD  {folder.name} at storage" in capsys.readouterr().out
-    assert main(["show", str(run_dir)]) == 0
-    said = capsys.readouterr().out
+    assert json.loads(cli("ls", run_dir, "--json"))[-1]["state"] == "unreadable"
+    assert f"BAD  {folder.name} at storage" in cli("verify", run_dir, code=1)
+    said = cli("show", run_dir)
     assert "run-1@" in said
     assert "lineage" in said
 
 
-def test_a_folder_of_plain_checkpoints_is_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_plain_checkpoints_is_said_to_be_one(tmp_path: Path, cli: Cli) -> None:
     one = SpotCheckpointIO(local_server=False)
     one.save_checkpoint({"state_dict": {}}, tmp_path / "saved" / "a.ckpt")
     one.teardown()
-    assert main(["ls", str(tmp_path / "saved")]) == 2
-    assert "SpotCheckpointIO has saved plain checkpoint files there" in " ".join(capsys.readouterr().err.split())
+    assert "SpotCheckpointIO has saved plain checkpoint files there" in cli("ls", tmp_path / "saved", code=2)
 
 
 def test_two_runs_of_one_name_at_a_node(
-    start_node: Callable[..., RunningNode], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    start_node: Callable[..., RunningNode], tmp_path: Path, capsys: pytest.CaptureFixture[str], cli: Cli
 ) -> None:
     node = start_node()
     for team in "ab":
@@ -247,9 +221,7 @@ def test_two_runs_of_one_name_at_a_node(
         callback = SpotCheckpoint(str(tmp_path / team / "run-1"), **settings)
         with pytest.raises(Stop):
             trainer(callback, StopAt(11)).fit(Net(), data())
-    capsys.readouterr()
-    assert main(["ls", f"{node.url}/run-1"]) == 2
-    listed = capsys.readouterr().err
+    listed = cli("ls", f"{node.url}/run-1", code=2)
     names = sorted({word.strip(",;.") for word in listed.split() if word.startswith("run-1@")})
     assert len(names) == 2
     for name in names:
@@ -257,22 +229,17 @@ def test_two_runs_of_one_name_at_a_node(
         assert "step-000000010" in capsys.readouterr().out
 
 
-def test_a_node(start_node: Callable[..., RunningNode], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_node(start_node: Callable[..., RunningNode], tmp_path: Path, cli: Cli) -> None:
     node = start_node()
     callback = SpotCheckpoint(str(tmp_path / "run-1"), servers=node.url, interval=EverySteps(5), on_full="wait")
     with pytest.raises(Stop):
         trainer(callback, StopAt(31)).fit(Net(), data())
-    capsys.readouterr()
-    assert main(["ls", f"{node.url}/run-1"]) == 0
-    assert capsys.readouterr().out.split()[-1] == "local"
-    assert main(["ls", str(tmp_path / "run-1"), "--server", node.url]) == 0
-    assert node.url in capsys.readouterr().out
+    assert cli("ls", f"{node.url}/run-1").split()[-1] == "local"
+    assert node.url in cli("ls", tmp_path / "run-1", "--server", node.url)
     assert main(["verify", f"{node.url}/run-1"]) == 0
     assert main(["cp", f"{node.url}/run-1", str(tmp_path)]) == 0
     assert (tmp_path / "step-000000030-attempt-0001.ckpt").exists()
-    capsys.readouterr()
-    assert main(["ls", f"{node.url}/mistyped"]) == 2
-    assert f"no run is, or ever was, at '{node.url}/mistyped'" in " ".join(capsys.readouterr().err.split())
+    assert f"no run is, or ever was, at '{node.url}/mistyped'" in cli("ls", f"{node.url}/mistyped", code=2)
 
 
 WRONG = [
@@ -356,12 +323,9 @@ WRONG = [
         (["report", "spot://127.0.0.1:9/run"], "keeps no records of attempts: give the run's"),
     ],
 )
-def test_bad_input_is_one_line(
-    arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line(arguments: list[str], complaint: str, tmp_path: Path, cli: Cli) -> None:
     nowhere = str(tmp_path / "nowhere")
-    assert main([item.replace("NOWHERE", nowhere) for item in arguments]) == 2
-    said = capsys.readouterr().err
+    said = cli(*(item.replace("NOWHERE", nowhere) for item in arguments), code=2)
     assert complaint.replace("NOWHERE", nowhere) in said
     assert "Traceback" not in said
     assert not re.search(r"\b(dirpath|memory|run|replicas)=", said.replace("--", "")) or said.startswith("--")
@@ -380,25 +344,23 @@ def test_times_have_a_unit(flags: list[str], time: str, capsys: pytest.CaptureFi
     [("gs", "gcsfs", "gcs"), ("abfs", "adlfs", "azure"), ("az", "adlfs", "azure")],
 )
 def test_what_to_install_for_a_url_is_said(
-    scheme: str, package: str, extra: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    scheme: str, package: str, extra: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    assert main(["ls", f"{scheme}://bucket/run"]) == 2
-    assert f"{package} is not installed: pip install 'lightning_spot[{extra}]'" in capsys.readouterr().err
+    assert f"{package} is not installed: pip install 'lightning_spot[{extra}]'" in cli(
+        "ls", f"{scheme}://bucket/run", code=2
+    )
 
 
-def test_a_node_that_does_not_answer_is_named_once(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    capsys.readouterr()
-    assert main(["ls", str(run_dir), "--server", "spot://127.0.0.1:9"]) == 0
-    assert capsys.readouterr().out.count("spot://127.0.0.1:9") == 1
+def test_a_node_that_does_not_answer_is_named_once(run_dir: Path, cli: Cli) -> None:
+    assert cli("ls", run_dir, "--server", "spot://127.0.0.1:9").count("spot://127.0.0.1:9") == 1
 
 
-def test_a_run_that_never_ends_has_no_price(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_never_ends_has_no_price(capsys: pytest.CaptureFixture[str], cli: Cli) -> None:
     never = ["simulate", "--work", "1h", "--lifetime", "1s", "--runs", "2", "--policy", "YoungDaly"]
     assert main(never) == 0
     assert "PRICE" not in capsys.readouterr().out
-    assert main([*never, "--price", "2"]) == 0
-    said = capsys.readouterr().out
+    said = cli(*never, "--price", "2")
     assert said.splitlines()[2].split()[-1] == "unknown"
     assert "nan" not in said
 

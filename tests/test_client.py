@@ -30,8 +30,8 @@ from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, Sn
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.health import TierHealth
 from lightning_spot.protocol.wire import PROTOCOL_HEADER, Address, parse_spot_url
-from tests.conftest import RunningNode, until
-from tests.gated import image_of, manifest_of
+from tests.support.server import RunningNode, image_of, manifest_of
+from tests.support.waiting import until
 
 StartNode = Callable[..., RunningNode]
 GOOD = f"HTTP/1.1 200 OK\r\n{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\nContent-Length: 2\r\n\r\n{{}}".encode()

@@ -21,9 +21,10 @@ from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.upload import Upload
 from lightning_spot.tiers.claims import ATTEMPTS_DIR
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import RunningNode, until
-from tests.folders import files_below, size_of
-from tests.gated import MIB, RUN_ID, Bench, GatedStore, image_of, manifest_of
+from tests.support.folders import files_below, size_of
+from tests.support.server import MIB, RUN_ID, Bench, RunningNode, image_of, manifest_of
+from tests.support.store import GatedStore
+from tests.support.waiting import until
 
 RUN = f"run@{RUN_ID}"
 BEHIND = "spot://behind:7070"
@@ -89,11 +90,10 @@ class Receiving(Bench):
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Receiving]:
-    made = Receiving(tmp_path)
+def bench(make_bench: Callable[..., Receiving]) -> Receiving:
+    made = make_bench(kind=Receiving)
     made.open()
-    yield made
-    made.close()
+    return made
 
 
 def test_parts_go_on_to_the_durable_tier_as_they_arrive(bench: Receiving) -> None:
@@ -264,17 +264,14 @@ def test_over_the_network(start_node: Callable[..., RunningNode], tmp_path: Path
     assert bytes(buffer) == image
 
 
-def test_a_sender_that_says_only_a_name_is_served(tmp_path: Path) -> None:
+def test_a_sender_that_says_only_a_name_is_served(make_bench: Callable[..., Bench]) -> None:
     """One of the version before: its snapshot goes on once it is whole."""
-    bench = Receiving(tmp_path)
+    bench = make_bench(kind=Receiving)
     bench.open()
-    try:
-        bench.manifest = replace(manifest_of(1, 1, NBYTES), part_bytes=PART)
-        bench.image = image_of(1, NBYTES)
-        upload = bench.node.lease(RUN, 1, NBYTES, name=bench.manifest.name)
-        bench.receive(upload, 0, 1, 2, 3)
-        bench.commit(upload)
-        assert bench.flush() == []
-        assert bench.durable() == [1]
-    finally:
-        bench.close()
+    bench.manifest = replace(manifest_of(1, 1, NBYTES), part_bytes=PART)
+    bench.image = image_of(1, NBYTES)
+    upload = bench.node.lease(RUN, 1, NBYTES, name=bench.manifest.name)
+    bench.receive(upload, 0, 1, 2, 3)
+    bench.commit(upload)
+    assert bench.flush() == []
+    assert bench.durable() == [1]

@@ -14,10 +14,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_spot import EverySteps, SpotCheckpoint
-from tests.conftest import new_process
-from tests.models import Net, Probe, data, trainer
-from tests.test_fit import Stop, StopAt
+from lightning_spot import EverySteps
+from tests.support.snapshots import serverless
+from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
+from tests.support.waiting import new_process
 
 SLURM = {
     "SLURM_NTASKS": "1",
@@ -27,11 +27,6 @@ SLURM = {
     "SLURM_LOCALID": "0",
     "SLURM_NODEID": "0",
 }
-
-
-def spot(root: Path, **more: Any) -> SpotCheckpoint:
-    settings: dict[str, Any] = {"local_server": False, "interval": EverySteps(1), "on_full": "wait", "notices": None}
-    return SpotCheckpoint(str(root / "run"), **{**settings, **more})
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +56,14 @@ def begins(root: Path, callbacks: list[pl.Callback], stop: int, **more: Any) -> 
     """The step from which training begins, and our warnings."""
     new_process()
     probe = Probe()
-    fits = trainer(*callbacks, probe, StopAt(stop), spot(root), devices=1, default_root_dir=root)
+    fits = trainer(
+        *callbacks,
+        probe,
+        StopAt(stop),
+        serverless(root / "run", interval=EverySteps(1)),
+        devices=1,
+        default_root_dir=root,
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with pytest.raises(Stop):
@@ -104,7 +106,7 @@ def start(root: Path, *callbacks: pl.Callback, ours_first: bool = True) -> None:
     parser = LightningArgumentParser()
     parser.add_argument("--seed", default=1)
     saves = SaveConfigCallback(parser, parser.parse_args([]))
-    ours = spot(root)
+    ours = serverless(root / "run", interval=EverySteps(1))
     logger = CSVLogger(root, name="logs", version="fixed")
     order = [ours, saves] if ours_first else [saves, ours]
     trainer(*callbacks, *order, logger=logger, max_epochs=1, log_every_n_steps=1).fit(Net(), data(10))

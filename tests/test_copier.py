@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
 
 from lightning_spot.errors import SpotError
-from lightning_spot.image.pieces import Piece
 from lightning_spot.staging import batch as batch_module
 from lightning_spot.staging import copy_job as job_module
 from lightning_spot.staging import cuda
@@ -19,60 +18,11 @@ from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.copy_job import watch
 from lightning_spot.staging.cuda import CudaCopier
 from lightning_spot.staging.device import DeviceClock
-from lightning_spot.staging.partitions import Partition, Span
-from lightning_spot.staging.schedule import Held, Schedule, Timetable
-from tests.conftest import until
-from tests.fake_device import FakeDevice, FakeStream
-
-SIZES = (3000, 1, 50_000, 700)
-
-
-class Fixed(Schedule):
-    """Gives every snapshot the same plan."""
-
-    def __init__(self, parts: Sequence[tuple[int, float, Sequence[Span]]], limit_s: float) -> None:
-        super().__init__("eager")
-        self.made = Timetable(
-            tuple(Partition(point, after_s, tuple(spans)) for point, after_s, spans in parts), limit_s
-        )
-        self.jobs: list[Held] = []
-
-    @classmethod
-    def still(cls) -> Fixed:
-        """One for which training stands still."""
-        schedule = cls([], 0.0)
-        schedule.made = Timetable((), 0.0, stands_still=True)
-        return schedule
-
-    def timetable(self, addresses: Sequence[int], sizes: Sequence[int]) -> Timetable | None:
-        return self.made
-
-    def attach(self, job: Held) -> None:
-        self.jobs.append(job)
-
-
-class Desk:
-    """Some tensors, their places in a slot, and a clock that stands still."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self.tensors = [torch.full((size,), number + 1, dtype=torch.uint8) for number, size in enumerate(SIZES)]
-        self.view = SlotView(mmap.mmap(-1, 2**17))
-        places = [64, 4096, 8192, 2**16]
-        self.pieces = [
-            Piece(tensor.untyped_storage(), place, tensor.numel())
-            for tensor, place in zip(self.tensors, places, strict=True)
-        ]
-
-    def read(self, number: int) -> torch.Tensor:
-        piece = self.pieces[number]
-        return self.view.tensor[piece.offset : piece.offset + piece.nbytes]
-
-    def copied(self, number: int) -> bool:
-        return bool((self.read(number) == number + 1).all())
-
-    def untouched(self, number: int) -> bool:
-        return bool((self.read(number) == 0).all())
+from lightning_spot.staging.partitions import Span
+from lightning_spot.staging.schedule import Schedule
+from tests.support.copies import SIZES, Desk, Fixed
+from tests.support.fake_device import FakeDevice, FakeStream
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -138,15 +88,6 @@ def test_a_held_tensor_that_changes_is_noticed(desk: Desk, copier: Copier) -> No
     job.wait_cpu()
     job.wait()
     assert job.moved == {desk.tensors[2].untyped_storage().data_ptr()}
-
-
-def test_where_training_stands_still_it_copies_by_itself(desk: Desk) -> None:
-    copier = Copier(threads=0)
-    job = copier.start(desk.pieces, desk.view, schedule=Fixed.still())
-    assert job.stands_still
-    assert job.is_done
-    assert all(map(desk.copied, range(4)))
-    copier.close()
 
 
 def test_where_training_stands_still_all_processors_copy(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,45 +200,6 @@ def test_a_failed_copy_is_told_to_who_waits(
     job = copier.start([desk.pieces[number]], desk.view)
     with pytest.raises(SpotError, match="division by zero"):
         job.wait()
-    copier.close()
-
-
-class PressedCtrlC:
-    """Ctrl-C comes while the first piece is copied by the thread that trains; other threads that help wait for that."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._helping, self._trains, self._came = Batch.helping, threading.get_ident(), threading.Event()
-        monkeypatch.setattr(Batch, "helping", lambda batch: self._copy(batch))
-
-    def _copy(self, batch: Batch) -> None:
-        if not self._came.is_set() and threading.get_ident() == self._trains:
-            self._came.set()
-            raise KeyboardInterrupt
-        assert self._came.wait(30)
-        self._helping(batch)
-
-
-def test_ctrl_c_ends_the_training_that_copies_and_not_the_snapshot(
-    desk: Desk, copier: Copier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was taken for a failed copy: the snapshot was dropped, and training went on."""
-    PressedCtrlC(monkeypatch)
-    job = copier.start(desk.pieces, desk.view, watch(desk.tensors), Fixed(IN_TURN, limit_s=1e9))
-    with pytest.raises(KeyboardInterrupt):
-        job.wait_cpu()
-    job.wait_cpu()  # as is done when training ends
-    job.wait()
-    assert all(map(desk.copied, range(4)))
-    assert not job.moved
-
-
-def test_ctrl_c_while_training_stands_still_leaves_nobody_copying(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_module, "_LEAST_BATCH_BYTES", 64)
-    PressedCtrlC(monkeypatch)
-    copier = Copier(threads=0)
-    with pytest.raises(KeyboardInterrupt):
-        copier.start(desk.pieces, desk.view, schedule=Fixed.still())
-    assert "spot-copy" not in {thread.name for thread in threading.enumerate()}
     copier.close()
 
 

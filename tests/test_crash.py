@@ -3,8 +3,8 @@
 Promised is, for a killed trainer, the last step it was told is committed; once the node was killed too, or the whole
 machine went with its memory, what the durable tier held before. Both are written down outside the killed processes.
 
-``tests/test_kill.py`` and ``tests/test_crash_points.py`` do the like with other states; here recovery itself is called
-too, Adam and BatchNorm are looked at, machines are lost, trainers outlive their node, and writes stop half-way.
+Recovery itself is called too, Adam and BatchNorm are looked at, machines are lost, trainers outlive their node, and
+writes stop half-way.
 """
 
 from __future__ import annotations
@@ -36,24 +36,15 @@ from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import survey
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.retention import retain
-from tests.conftest import lives, until
-from tests.folders import files_below
-from tests.oracle import HOME, Server, check_checkpoint, file_of, image_of, manifest_of, run_info
+from tests.support.folders import files_below
+from tests.support.oracle import FILES, HOME, Server, check_checkpoint, file_of, image_of, lines, manifest_of, run_info
+from tests.support.waiting import lives, until
 
 TRAINER, NODE, BOTH, MACHINE = "trainer", "node", "both", "machine"
 KINDS = (TRAINER, NODE, BOTH, MACHINE)
 Order = tuple[int, int]  # attempt, step
 Check = Callable[[Path, dict[str, int]], None]
 _MOST_SHOWN = 12
-
-
-@pytest.fixture
-def chance(request: pytest.FixtureRequest) -> random.Random:
-    """Randomness of a test, from ``SPOT_SEED`` or ``--seed``; printed, so that a failure can be run again."""
-    given = os.environ.get("SPOT_SEED")
-    seed = int(given) if given else int(request.getfixturevalue("seed"))
-    print(f"SPOT_SEED={seed}")
-    return random.Random(seed)
 
 
 # -- random points of real trainings ----------------------------------------------------------------------------------
@@ -69,7 +60,7 @@ class Training:
         self.seen = {"host": 0, "storage": 0, "nowhere": 0}
         self._root = root
         self._trials = 0
-        self._trainers = Server("tests.crash_trainer", root / "trainers.log", python)
+        self._trainers = Server("tests.support.crash_trainer", root / "trainers.log", python)
         self._running: int | None = None
 
     def close(self) -> None:
@@ -79,13 +70,12 @@ class Training:
                 os.kill(self._running, signal.SIGKILL)
         self._trainers.close()
 
-    def start(self) -> tuple[int, Path]:
+    def start(self, **more: Any) -> tuple[int, Path]:
         """Start a trainer and check what it resumed from."""
         self._trials += 1
         oracle = self._root / f"oracle-{self._trials}"
         request = {"elements": 3000, "watched": True, "ballast": self.ballast, "pace_s": self.pace_s, "alarm_s": 120}
-        self._trainers.say({"dirpath": str(self.dirpath), "oracle": str(oracle), **request})
-        self._running = pid = int(self._trainers.read())
+        self._running = pid = self._trainers.spawn(dirpath=self.dirpath, oracle=oracle, **request, **more)
         ((step, tier, whole),) = until(lambda: lines(oracle, "from"), f"trainer {self._trials} to begin", 60)
         assert whole == "whole", f"trainer {self._trials}: the state of step {step} from {tier} is no single step's"
         assert int(step) >= self.promised[1], f"trainer {self._trials} resumed at {step}, promised was {self.promised}"
@@ -148,11 +138,6 @@ class Training:
             assert self.promised == (0, 0), f"{when}: nothing is left, promised was {self.promised}"
 
 
-def lines(oracle: Path, word: str) -> list[list[str]]:
-    text = oracle.read_text() if oracle.exists() else ""
-    return [line.split()[1:] for line in text.split("\n")[:-1] if line.startswith(word + " ")]
-
-
 def newest_durable(dirpath: Path) -> Order:
     return max(((item.attempt, item.step) for item in LocalStore(dirpath).survey().manifests), default=(0, 0))
 
@@ -175,7 +160,8 @@ def kill_node(dirpath: Path) -> int | None:
 
 def again_and_again(training: Training, kinds: list[str], chance: random.Random, longest_s: float) -> None:
     for number, kind in enumerate(kinds):
-        pid, oracle = training.start()
+        # Where the trainer alone is killed, the newest is durable nowhere: memory has it, however slow the machine is.
+        pid, oracle = training.start(**({"min_upload_interval_s": 3600.0} if kind == TRAINER else {}))
         if number == 0:  # however slow the machine is, one is to resume from memory
             until(lambda oracle=oracle: lines(oracle, "told"), "the first snapshot", 90)
         time.sleep(chance.random() * longest_s)
@@ -224,7 +210,7 @@ def test_the_same_command_carries_on_and_tidies_up(tmp_path: Path, warm_python: 
     for trial, signal_number in enumerate([signal.SIGKILL, 0]):
         oracle = tmp_path / f"oracle-{trial}"
         request = {"dirpath": str(run_dir), "oracle": str(oracle), "elements": 3000, "watched": True, "alarm_s": 120}
-        command = [warm_python, "-m", "tests.crash_trainer", json.dumps({**request, "max_steps": last})]
+        command = [warm_python, "-m", "tests.support.crash_trainer", json.dumps({**request, "max_steps": last})]
         with open(tmp_path / "trainers.log", "ab") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, cwd=HOME)
         try:
@@ -250,12 +236,11 @@ def test_the_same_command_carries_on_and_tidies_up(tmp_path: Path, warm_python: 
 
 def leftovers(folder: Path) -> list[str]:
     """What no committed snapshot and no claim has a use for."""
-    named = {"model.ckpt", "manifest.json"}
+    data = {"model.ckpt", *(file.name for file in FILES)}
+    named = {*data, "manifest.json"}
     files = [path.relative_to(folder) for path in files_below(folder)]
     unknown = [path for path in files if path.name not in named and path.parts[0] != "attempts"]
-    headless = [
-        path for path in files if path.name == "model.ckpt" and not (folder / path.parent / "manifest.json").exists()
-    ]
+    headless = [path for path in files if path.name in data and not (folder / path.parent / "manifest.json").exists()]
     return [str(path) for path in [*unknown, *headless]]
 
 
@@ -305,7 +290,7 @@ class Points:
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Iterator[list[Server]]:
     logs = tmp_path_factory.mktemp("servers")
-    started = [Server("tests.oracle", logs / f"{index}.log", warm_python) for index in range(2)]
+    started = [Server("tests.support.oracle", logs / f"{index}.log", warm_python) for index in range(2)]
     yield started
     for server in started:
         server.close()
@@ -363,8 +348,9 @@ def check_node(root: Path, told: dict[str, int]) -> None:
     durable, committed = told.get("durable", 0), told.get("committed", 0)
     there = whole_steps(root)
     assert max(there, default=0) >= durable, "what was durable is lost with the machine"
-    heir = Node(slots=2, memory_bytes=2**26, open_store=LocalStore, allow=None, area=root / "area")
-    try:
+    with contextlib.closing(
+        Node(slots=2, memory_bytes=2**26, open_store=LocalStore, allow=None, area=root / "area")
+    ) as heir:
         held = [(slot, slot.manifest) for slot in heir.ring.committed("run") if slot.manifest]
         for slot, manifest in held:
             with contextlib.suppress(SnapshotNotFoundError), heir.ring.reading(slot, manifest) as view:
@@ -372,8 +358,6 @@ def check_node(root: Path, told: dict[str, int]) -> None:
         adopted = [manifest.step for _slot, manifest in held]
         assert max([*adopted, *there], default=0) >= committed, "what was committed is lost with the node"
         assert heir.flush("run", 20.0) == [], "the heir does not flush"
-    finally:
-        heir.close()
     assert max(whole_steps(root), default=0) >= committed, "the heir lost what was committed"
     left = [path.name for path in (root / "area").iterdir()] if (root / "area").exists() else None
     assert left is None, f"memory is not given back: {left}"
@@ -402,25 +386,12 @@ def test_disk_full_at_every_call_and_in_every_write(points: Points, scenario: st
     assert count > 25 // every
 
 
-def test_put_again_makes_sure_of_the_names_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node killed after the last rename never synced the directories; its heir may clear the dirty bit only then."""
-    (tmp_path / "durable").mkdir()
-    manifest = put(tmp_path, 1, attempt=1)
-    synced: list[str] = []
-    real = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd)))
-    put(tmp_path, 1, attempt=1)
-    root = (tmp_path / "durable").resolve()
-    assert {str(root), str(root / manifest.name)} <= set(synced)
-
-
 def test_a_seal_in_progress_when_its_trainer_is_killed_leaves_the_next_snapshot_alone(tmp_path: Path) -> None:
     """The killed trainer's slot is checksummed still while the next trainer fills its own."""
     image, second = bytes(96 * 2**20), b"\xff" * (96 * 2**20)
     area = Path(os.environ["LIGHTNING_SPOT_SHM_DIR"]) / "lightning-spot-seal"
-    node = Node(slots=1, memory_bytes=2**30, open_store=LocalStore, allow=None, area=area)
-    outcome: list[Any] = []
-    try:
+    with contextlib.closing(Node(slots=1, memory_bytes=2**30, open_store=LocalStore, allow=None, area=area)) as node:
+        outcome: list[Any] = []
         node.begin_session("killed")
         attempt = node.open_run(run_info(tmp_path, session="killed")).attempt
         upload = node.lease("run", attempt, len(image), session="killed")
@@ -446,5 +417,3 @@ def test_a_seal_in_progress_when_its_trainer_is_killed_leaves_the_next_snapshot_
             untouched = bytes(view) == second
         assert untouched, "the killed trainer's seal wrote into the next trainer's snapshot"
         assert outcome
-    finally:
-        node.close()

@@ -21,8 +21,10 @@ from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.copy_job import CopyJob
 from lightning_spot.staging.partitions import Span
 from lightning_spot.staging.schedule import Schedule
-from tests import test_copier, test_writer
-from tests.test_copier import IN_TURN, Fixed
+from tests.support.copies import Desk as Copies
+from tests.support.copies import Fixed
+from tests.support.ranks import Desk, same
+from tests.test_copier import IN_TURN
 
 _ENOUGH_S = 30.0
 
@@ -87,9 +89,9 @@ def test_ctrl_c_at_any_line_of_a_copy_loses_none_of_it(plan: Any, monkeypatch: p
     monkeypatch.setattr(batch_module, "_LEAST_BATCH_BYTES", 64)
     came = 0
     for code, line in [place for function in HELPING for place in lines_of(function)]:
-        desk, copier, pressed = test_copier.Desk(), Copier(threads=0), CtrlC(code, line)
+        desk, copier, pressed = Copies(), Copier(threads=0), CtrlC(code, line)
 
-        def train(desk: test_copier.Desk = desk, copier: Copier = copier, pressed: CtrlC = pressed) -> None:
+        def train(desk: Copies = desk, copier: Copier = copier, pressed: CtrlC = pressed) -> None:
             job = copier.start(desk.pieces, desk.view, schedule=Fixed(plan, limit_s=1e9))
             with contextlib.suppress(KeyboardInterrupt), pressed:
                 job.wait_cpu()
@@ -134,16 +136,14 @@ BEGINNING = [
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[test_writer.Desk]:
-    monkeypatch.setattr(test_writer, "InProcessHost", Watching)
-    made = test_writer.Desk(tmp_path)
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    made = Desk(tmp_path, host=Watching)
     made.host.given = []  # type: ignore[attr-defined]
     yield made
-    made.writer.close()
-    made.host.leave(complete=True)
+    made.close()
 
 
-def test_ctrl_c_at_any_line_of_a_begin_leaves_nobody_copying_and_no_slot_in_use(desk: test_writer.Desk) -> None:
+def test_ctrl_c_at_any_line_of_a_begin_leaves_nobody_copying_and_no_slot_in_use(desk: Desk) -> None:
     copier = Copier(threads=0)  # what its threads would do is done below
     desk.writer._copying.copier.close()
     desk.writer._copying.copier, desk.writer._copying._schedule = copier, Held("eager")
@@ -175,5 +175,5 @@ def test_ctrl_c_at_any_line_of_a_begin_leaves_nobody_copying_and_no_slot_in_use(
     desk.begin(step + 1, desk.checkpoint())
     expected = [weight.clone() for weight in desk.weights]
     desk.writer.settle(_ENOUGH_S)
-    assert test_writer.same(desk.saved(step + 1), expected, desk.buffer)
+    assert same(desk.saved(step + 1), expected, desk.buffer)
     assert came > 60

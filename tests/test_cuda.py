@@ -22,10 +22,10 @@ from lightning_spot.staging.copy_job import watch
 from lightning_spot.staging.device import Cuda
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.staging.slot import SlotMemory, slot_capacity
-from tests.conftest import new_process
-from tests.gpus import NEEDS_GPU
-from tests.models import Net, Probe, TwoOptimizers, data, trainer
-from tests.test_fit import Stop, StopAt, check_all, spot
+from tests.support.gpus import NEEDS_GPU
+from tests.support.snapshots import check_all, spot
+from tests.support.trainer import Net, Probe, Stop, StopAt, TwoOptimizers, data, trainer
+from tests.support.waiting import new_process
 
 pytestmark = NEEDS_GPU
 

@@ -18,9 +18,9 @@ from lightning_spot.staging.copy_job import watch
 from lightning_spot.staging.device import DeviceClock
 from lightning_spot.staging.modes import BESIDE, Mode
 from lightning_spot.staging.schedule import GradientWatch, Schedule
-from tests import pinned
-from tests.gpus import NEEDS_GPU
-from tests.pinned import Desk
+from tests.support import pinned
+from tests.support.gpus import NEEDS_GPU
+from tests.support.pinned import Desk
 
 pytestmark = NEEDS_GPU
 SOON = 10**9

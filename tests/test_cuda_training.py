@@ -21,9 +21,9 @@ from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.exact.compare import differences
 from lightning_spot.staging import copier, schedule
 from lightning_spot.tiers.local import LocalStore
-from tests.gpus import NEEDS_GPU, ON_GPU
-from tests.models import EachDurable, Net, Probe, data, trainer
-from tests.test_fit import check_all, load, manifests, spot
+from tests.support.gpus import NEEDS_GPU, ON_GPU
+from tests.support.snapshots import EachDurable, check_all, load, manifests, spot
+from tests.support.trainer import Net, Probe, data, trainer
 
 pytestmark = NEEDS_GPU
 needs_compiler = pytest.mark.skipif(
@@ -156,7 +156,7 @@ def python(*arguments: object, directory: Path | None = None) -> subprocess.Comp
 
 
 def train(root: Path, *more: object) -> subprocess.CompletedProcess[str]:
-    return python("-m", "tests.gpu_trainer", root, *more)
+    return python("-m", "tests.support.gpu_trainer", root, *more)
 
 
 def final(root: Path) -> dict[str, Any]:

@@ -47,17 +47,17 @@ from lightning_spot.goodput.records import write_record
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, PortionOf, portion_name, snapshot_name
 from lightning_spot.image.notes import Note
-from lightning_spot.memory.node import Node
 from lightning_spot.protocol.wire import Address, error_body, error_from_body, file_path
 from lightning_spot.run import survey
 from lightning_spot.service.channel import DescriptorChannel
 from lightning_spot.tiers.claims import Claim, claim_name, first_readable
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.untrusted import as_object, plain, read_json
-from tests.conftest import new_process, until
-from tests.gated import Bench
-from tests.models import Net, trainer
-from tests.models import data as examples
+from tests.conftest import Cli
+from tests.support.server import Bench
+from tests.support.trainer import Net, trainer
+from tests.support.trainer import data as examples
+from tests.support.waiting import new_process, until
 
 WRONG: tuple[Any, ...] = (None, "x", [], {}, -1, 1e308, float("nan"), float("inf"), True, 10**30, [[1]], {"a": [1]})
 HOSTILE = "\x1b]52;c;Y3VybA==\x07\x1b[2J[/nothing][link=http://evil]\nCRITICAL forged\u202e\u2028\ud800"
@@ -195,18 +195,14 @@ def test_foreign_text_is_shown_on_one_line() -> None:
     assert len(plain("\x1b" * 10**6)) <= 200
 
 
-def test_any_mutation_of_json_is_read_or_one_error(request: pytest.FixtureRequest) -> None:
-    mutate_json(random.Random(5), cases=3000)
+def few_or(many: int, few: int) -> pytest.MarkDecorator:
+    """So many cases every day, and many more in the soak."""
+    return pytest.mark.parametrize("cases", [few, pytest.param(many, marks=pytest.mark.soak)], ids=["few", "many"])
 
 
-@pytest.mark.soak
-def test_many_mutations_of_json_are_read_or_one_error() -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    mutate_json(random.Random(seed), cases=60_000)
-
-
-def mutate_json(rnd: random.Random, cases: int) -> None:
+@few_or(60_000, few=3000)
+def test_any_mutation_of_json_is_read_or_one_error(cases: int, seed: int) -> None:
+    rnd = random.Random(seed)
     seeds = [
         manifest().to_json().encode(),
         PORTION.to_json().encode(),
@@ -276,7 +272,9 @@ def test_any_flipped_bit_of_a_claim_or_note_is_refused_or_reads_back_equal(good:
             type(good).from_json(json.dumps(wrong))
 
 
-def mutate_small_files(rnd: random.Random, cases: int) -> None:
+@few_or(60_000, few=2000)
+def test_any_mutation_of_a_claim_note_or_record_is_read_or_refused(cases: int, seed: int) -> None:
+    rnd = random.Random(seed)
     for _ in range(cases):
         good = rnd.choice([CLAIM, NOTE, Note.of_portion(PORTION)])
         with contextlib.suppress(CorruptSnapshotError):
@@ -287,17 +285,6 @@ def mutate_small_files(rnd: random.Random, cases: int) -> None:
 
 
 RECORD = AttemptRecord(attempt=2, begun_unix_s=1e9, earlier=account_after(AttemptRecord(attempt=1, begun_unix_s=9e8)))
-
-
-def test_any_mutation_of_a_claim_note_or_record_is_read_or_refused() -> None:
-    mutate_small_files(random.Random(9), cases=2000)
-
-
-@pytest.mark.soak
-def test_many_mutations_of_claims_notes_and_records_are_read_or_refused() -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    mutate_small_files(random.Random(seed), cases=60_000)
 
 
 @pytest.mark.parametrize(
@@ -387,18 +374,17 @@ def test_an_error_of_another_version_is_the_nearest_that_is_known(
 
 
 @pytest.fixture
-def bench(tmp_path: Path, runtime_dir: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path, area=runtime_dir / "area")
-    yield made
-    made.close()
+def bench(make_bench: Callable[..., Bench], runtime_dir: Path) -> Bench:
+    return make_bench(area=runtime_dir / "area")
 
 
-def mutate_greetings(rnd: random.Random, cases: int, folder: Path, node: Node) -> None:
-    """Each is answered or hung up on, no thread of the channel dies of it, and the next one is served."""
-    died: list[str] = []
+@few_or(5_000, few=100)
+def test_any_greeting_is_answered_or_hung_up_on(runtime_dir: Path, bench: Bench, cases: int, seed: int) -> None:
+    """No thread of the channel dies of it, and the next one is served."""
+    rnd, folder, died = random.Random(seed), runtime_dir, list[str]()
     before = threading.excepthook
     threading.excepthook = lambda args: died.append(f"{args.exc_type.__name__}: {args.exc_value}")
-    listening = DescriptorChannel(node, folder / "fds", "t" * 16)
+    listening = DescriptorChannel(bench.node, folder / "fds", "t" * 16)
     greeting = json.dumps({"token": "t" * 16, "pid": 1}).encode()
     asked = json.dumps({"run": "r", "name": "n", "give": True, "slot": 3}).encode()
     try:
@@ -417,17 +403,6 @@ def mutate_greetings(rnd: random.Random, cases: int, folder: Path, node: Node) -
         listening.close()
         threading.excepthook = before
     assert died == []
-
-
-def test_any_greeting_is_answered_or_hung_up_on(runtime_dir: Path, bench: Bench) -> None:
-    mutate_greetings(random.Random(11), 100, runtime_dir, bench.node)
-
-
-@pytest.mark.soak
-def test_many_greetings_are_answered_or_hung_up_on(runtime_dir: Path, bench: Bench) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    mutate_greetings(random.Random(seed), 5_000, runtime_dir, bench.node)
 
 
 # -- terminals and logs -----------------------------------------------------------------------------------------------
@@ -456,17 +431,14 @@ def test_a_command_prints_nothing_that_a_terminal_obeys(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     "make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to(path)], ids=["pipe", "folder", "loop"]
 )
-def test_what_is_no_file_is_not_waited_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Callable[[Path], None]
-) -> None:
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, cli: Cli, make: Callable[[Path], None]) -> None:
     run, made = tmp_path / "run", manifest()
     write_record(str(run), 1, {**RECORD.as_dict(), "attempt": 1})
     (run / made.name).mkdir()
     (run / made.name / "manifest.json").write_text(made.to_json())
     make(run / made.name / "model.ckpt")
     make(run / "attempts" / "attempt-0002.progress.json")
-    assert main(["verify", str(run)]) == 1
-    assert "BAD" in capsys.readouterr().out
+    assert "BAD" in cli("verify", run, code=1)
     assert main(["report", str(run)]) == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -53,11 +54,8 @@ def parts_of(image: memoryview, size: int = MIB) -> list[memoryview]:
 
 
 def written(path: Path, parts: list[memoryview], **more: Callable[[bool, int], int]) -> list[tuple[bool, int]]:
-    file = Recorded(path, **more)
-    try:
+    with contextlib.closing(Recorded(path, **more)) as file:
         write_parts(file, parts)
-    finally:
-        file.close()
     assert path.read_bytes() == b"".join(parts)
     return file.writes
 

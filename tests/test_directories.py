@@ -24,10 +24,10 @@ from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.retention import retain
 from lightning_spot.tiers.store import Holdings
 from lightning_spot.tiers.temporaries import temporary_name
-from tests import faulty
-from tests.faulty import Plan, faulty_calls
-from tests.models import Net, data, trainer
-from tests.oracle import claim_of
+from tests.support import faulty
+from tests.support.faulty import Plan, faulty_calls
+from tests.support.oracle import claim_of
+from tests.support.trainer import Net, data, trainer
 from tests.test_stores import fetched, put, snapshot
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests import test_sharded_fit, test_together
-from tests.conftest import RunningNode, until
+from tests.support.server import RunningNode
+from tests.support.waiting import until
 from tests.test_together import run_trainer
 
 STEPS = 60
@@ -34,7 +35,7 @@ def test_a_node_that_is_told_to_end_leaves_a_training_without_loss(
     options = ("--steps", STEPS, "--hosts", 2, "--memory", urls, "--replicas", replicas)
     steps = root / "steps"
     with ThreadPoolExecutor(1) as pool:
-        training = pool.submit(run_trainer, warm_python, f"tests.{kind}", root, *options)
+        training = pool.submit(run_trainer, warm_python, f"tests.support.{kind}", root, *options)
         until(
             lambda: training.done() or (steps.exists() and len(steps.read_text().splitlines()) >= AT),
             "it to train",

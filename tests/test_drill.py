@@ -25,10 +25,11 @@ from lightning_spot.config import DRILL_VARIABLE
 from lightning_spot.exact.compare import compare, differences, shown
 from lightning_spot.exact.compare import main as compare_files
 from lightning_spot.tiers.local import LocalStore
+from tests.conftest import Cli
 
 
 def drill(python: str, tmp_path: Path, case: str, kills: int) -> tuple[int, dict[str, Any]]:
-    training = [python, "-m", "tests.exact_cases", case, str(tmp_path), "--pace", "0.02"]
+    training = [python, "-m", "tests.support.exact_cases", case, str(tmp_path), "--pace", "0.02"]
     command = [python, "-c", "import sys; from lightning_spot.cli import main; sys.exit(main())", "drill"]
     command += ["--json", "--kills", str(kills), "--limit", "120s", "--keep", str(tmp_path / "kept"), "--", *training]
     done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
@@ -65,7 +66,7 @@ def is_of(pid: int, folder: Path) -> bool:
 def test_ranks_that_a_launcher_starts_in_sessions_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It starts them again after the notice, and ends with a code of its own after the SIGTERM."""
     monkeypatch.setattr("lightning_spot.cli.drill._differences", lambda *_: Verdict(different=[], of_the_run=[]))
-    command = [sys.executable, "-m", "tests.launched_trainer", "1"]
+    command = [sys.executable, "-m", "tests.support.launched_trainer", "1"]
     one = Drill(command=command, folder=tmp_path, kills=3, limit_s=60.0, chance=random.Random(1))
     one.run()
     assert [done.partition(" ")[0] for done in one.disturbances] == ["notice", "SIGTERM", "SIGKILL"]
@@ -88,7 +89,7 @@ def test_a_notice_that_comes_before_a_launcher_has_started_its_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_spot.cli.drill._differences", lambda *_: Verdict(different=[], of_the_run=[]))
-    command = [sys.executable, "-m", "tests.launched_trainer", "0", "2"]
+    command = [sys.executable, "-m", "tests.support.launched_trainer", "0", "2"]
     one = Drill(command=command, folder=tmp_path, kills=1, limit_s=60.0, chance=Soon())
     one.run()
     assert len((tmp_path / "disturbed" / "rank-heard").read_text().split()) == 1
@@ -119,12 +120,11 @@ def test_what_cannot_be_drilled(
     training: list[str],
     says: str,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert main(["drill", *training]) == 2
-    assert says in capsys.readouterr().err
+    assert says in cli("drill", *training, code=2)
     assert not list(tmp_path.glob("lightning-spot-drill-*"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +14,7 @@ from lightning_spot.capture.following import Follower, Task
 from lightning_spot.capture.split import Number
 from lightning_spot.errors import ServerUnreachableError
 from lightning_spot.memory.host import Host, Lease
-from tests.conftest import until
+from tests.support.waiting import until
 
 AT = "spot://10.0.0.5:7070/run spot://10.0.0.6:7070/run"
 
@@ -68,8 +69,7 @@ def test_other_hosts_hear_that_the_node_is_lost(at: str, monkeypatch: pytest.Mon
         ready.wait(10.0)  # it takes a while to start
         return cast(Host, nodes[1])
 
-    rank = Rank(cast(Host, nodes[0]), connect)
-    try:
+    with contextlib.closing(Rank(cast(Host, nodes[0]), connect)) as rank:
         rank.write("step-000000001-attempt-0001", at)
         rank.write("step-000000002-attempt-0001", at)
         if at:
@@ -78,8 +78,6 @@ def test_other_hosts_hear_that_the_node_is_lost(at: str, monkeypatch: pytest.Mon
         ready.set()
         if at:
             until(lambda: nodes[1].declined, "it to be said")
-    finally:
-        rank.close()
     why = "rank 3: the node of its host was lost"
     assert nodes[1].declined == ([("step-000000002-attempt-0001", why, at, 1, 1)] if at else [])
     assert not nodes[0].declined

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import io
 import logging
 import threading
@@ -21,8 +20,9 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import InProcessHost, Lease
 from lightning_spot.staging import cuda, schedule
 from lightning_spot.tiers.local import LocalStore
-from tests.fake_device import Emulated
-from tests.models import EachDurable, TwoOptimizers, data, state_of, trainer
+from tests.support.fake_device import Emulated
+from tests.support.snapshots import EachDurable
+from tests.support.trainer import TwoOptimizers, Unhurried, data, digest_of, trainer
 
 WIDTH = 160  # of a frozen layer: 100 kB, more than is compared whole each time
 
@@ -104,110 +104,6 @@ class OfOneSize(Adapted):
     grows = False
 
 
-def digest(state: dict[str, torch.Tensor]) -> str:
-    found = hashlib.sha256()
-    for name in sorted(state):
-        found.update(name.encode())
-        found.update(state[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
-
-
-def digest_of(checkpoint: dict[str, Any]) -> str:
-    """Of the state of its step: averaging callbacks save the averages as the model's."""
-    checkpoint["state_dict"] = checkpoint.get("current_model_state", checkpoint["state_dict"])
-    return digest(state_of(checkpoint))
-
-
-class Witness(pl.Callback):
-    """Hashes the state of every step, once all hooks of its batch are done, and compares its snapshot with that.
-
-    Args:
-        root: durable directory of the run, in which the snapshot is by then.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.compared = 0
-        self._last = ""
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        self._see(trainer, pl_module)
-        if trainer.global_step:
-            self.compare(trainer.global_step)
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._see(trainer, pl_module)
-
-    def _see(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
-        checkpoint = {"state_dict": dict(pl_module.state_dict()), "optimizer_states": optimizers}
-        self._last = digest(state_of(checkpoint))
-
-    def compare(self, step: int) -> None:
-        newest = LocalStore(self.root).survey().manifests[0]
-        checkpoint = torch.load(self.root / newest.data_path, weights_only=True)
-        assert (newest.step, digest_of(checkpoint)) == (step, self._last), newest.name
-        self.compared += 1
-
-
-def check(root: Path, steps: int, model: pl.LightningModule, *callbacks: pl.Callback, **more: Any) -> Witness:
-    """Train with a snapshot at every step, each of which becomes durable, and compare them."""
-    witness = Witness(root / "run")
-    each: dict[str, Any] = {"interval": EverySteps(1), "on_full": "wait", "min_upload_interval_s": 0.0}
-    snapshots = RemoteSnapshot(str(root / "run"), local_server=False, keep=2, **each)
-    fit = trainer(*callbacks, snapshots, EachDurable(root / "run", 1), witness, max_epochs=1, **more)
-    fit.fit(model, data(steps), data(2))
-    assert witness.compared == steps - 1
-    return witness
-
-
-STEPS = [pytest.param(16), pytest.param(500, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])]
-
-
-@pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize("kind", [Adapted, RunsAhead])
-def test_every_snapshot_is_its_step(tmp_path: Path, kind: type[Adapted], steps: int) -> None:
-    witness = check(tmp_path, steps, kind())
-    newest = LocalStore(tmp_path / "run").survey().manifests[0]
-    assert newest.complete
-    witness.compare(newest.step)
-
-
-@pytest.mark.parametrize("steps", STEPS)
-def test_every_snapshot_is_its_step_with_averages_that_are_swapped(
-    tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each validation swaps them, right after a snapshot has begun."""
-    swaps: list[int] = []
-    swap = WeightAveraging._swap_models
-
-    def counted(self: Any, module: pl.LightningModule) -> None:
-        swaps.append(module.global_step)
-        swap(self, module)
-
-    monkeypatch.setattr(WeightAveraging, "_swap_models", counted)
-    check(tmp_path, steps, OfOneSize(), EMAWeightAveraging(decay=0.9), val_check_interval=3)
-    assert set(swaps) >= set(range(3, steps, 3))
-
-
-class Unhurried(pl.Callback):
-    """Hashes the state of every step, and waits for nothing."""
-
-    def __init__(self) -> None:
-        self.digests: dict[int, str] = {}
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        self._see(trainer, pl_module)
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._see(trainer, pl_module)
-
-    def _see(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
-        checkpoint = {"state_dict": dict(pl_module.state_dict()), "optimizer_states": optimizers}
-        self.digests.setdefault(trainer.global_step, digest(state_of(checkpoint)))
-
-
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, str], dict[int, str]]:
     """What is in each snapshot when it is committed in memory, and when it is durable. Small states are cut, too."""
@@ -231,6 +127,50 @@ def found(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, str], dict[int, st
     return committed, durable
 
 
+Found = tuple[dict[int, str], dict[int, str]]
+
+
+def check(root: Path, found: Found, steps: int, model: pl.LightningModule, *callbacks: pl.Callback, **more: Any) -> Any:
+    """Train with a snapshot at every step, each of which becomes durable, and compare them but for the last."""
+    unhurried, (_, durable) = Unhurried(), found
+    each: dict[str, Any] = {"interval": EverySteps(1), "on_full": "wait", "min_upload_interval_s": 0.0}
+    snapshots = RemoteSnapshot(str(root / "run"), local_server=False, keep=2, **each)
+    fit = trainer(*callbacks, snapshots, EachDurable(root / "run", 1), unhurried, max_epochs=1, **more)
+    fit.fit(model, data(steps), data(2))
+    truth = {step: one for step, one in unhurried.digests.items() if step}
+    assert len(truth) == steps
+    last = max(truth)
+    assert {step: one for step, one in durable.items() if step < last} == {n: truth[n] for n in truth if n < last}
+    return durable[last] == truth[last]
+
+
+STEPS = [pytest.param(16), pytest.param(500, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])]
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("kind", [Adapted, RunsAhead])
+def test_every_snapshot_is_its_step(tmp_path: Path, found: Found, kind: type[Adapted], steps: int) -> None:
+    assert check(tmp_path, found, steps, kind())
+    assert LocalStore(tmp_path / "run").survey().manifests[0].complete
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_every_snapshot_is_its_step_with_averages_that_are_swapped(
+    tmp_path: Path, found: Found, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each validation swaps them, right after a snapshot has begun."""
+    swaps: list[int] = []
+    swap = WeightAveraging._swap_models
+
+    def counted(self: Any, module: pl.LightningModule) -> None:
+        swaps.append(module.global_step)
+        swap(self, module)
+
+    monkeypatch.setattr(WeightAveraging, "_swap_models", counted)
+    check(tmp_path, found, steps, OfOneSize(), EMAWeightAveraging(decay=0.9), val_check_interval=3)
+    assert set(swaps) >= set(range(3, steps, 3))
+
+
 UNHURRIED = [pytest.param(16), pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])]
 
 
@@ -242,7 +182,7 @@ BESIDE = [(Adapted, "backward"), (RunsAhead, "eager"), pytest.param(Adapted, "au
 @pytest.mark.parametrize(("kind", "copy_mode"), BESIDE)
 def test_every_snapshot_is_its_step_where_training_goes_on_beside(
     tmp_path: Path,
-    found: tuple[dict[int, str], dict[int, str]],
+    found: Found,
     caplog: pytest.LogCaptureFixture,
     kind: type[Adapted],
     copy_mode: Any,
@@ -284,7 +224,7 @@ ON_GPUS = [
 @pytest.mark.parametrize(("kind", "copy_mode", "buffer"), ON_GPUS)
 def test_every_snapshot_is_its_step_on_gpus_whose_copies_lag(
     tmp_path: Path,
-    found: tuple[dict[int, str], dict[int, str]],
+    found: Found,
     monkeypatch: pytest.MonkeyPatch,
     kind: type[pl.LightningModule],
     copy_mode: Any,

@@ -25,10 +25,9 @@ from lightning_spot.memory.host import Lease
 from lightning_spot.memory.node import Node
 from lightning_spot.staging import schedule
 from lightning_spot.tiers.local import LocalStore
-from tests.gated import MIB
-from tests.models import data, trainer
-from tests.served import served
-from tests.test_every_step import Adapted, RunsAhead, Unhurried, digest_of
+from tests.support.server import MIB, served
+from tests.support.trainer import Unhurried, data, digest_of, trainer
+from tests.test_every_step import Adapted, RunsAhead
 
 
 class Averages(pl.Callback):

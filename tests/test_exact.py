@@ -20,44 +20,9 @@ from lightning_spot.exact.buffers import Buffers
 from lightning_spot.exact.compare import differences
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.tiers.local import LocalStore
-from tests import exact_cases
-from tests.exact_cases import CASES, train
-
-
-class Stop(Exception):
-    """Stands for whatever ends a training run before its end."""
-
-
-class StopAt(pl.Callback):
-    """Ends training in the ``batch``-th batch of this process, between forward and backward, or in validation."""
-
-    def __init__(self, batch: int, *, in_validation: bool = False) -> None:
-        self.left = batch
-        self.in_validation = in_validation
-
-    def on_before_backward(self, *_: Any) -> None:
-        self._count(not self.in_validation)
-
-    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._count(self.in_validation and not trainer.sanity_checking)
-
-    def _count(self, counts: bool) -> None:
-        self.left -= counts
-        if counts and self.left < 0:
-            raise Stop
-
-
-class StopIn(pl.Callback):
-    """Ends training in a hook of callbacks, when that is called for the ``count``-th time in this process."""
-
-    def __init__(self, hook: str, count: int) -> None:
-        self.left = count
-        setattr(self, hook, self._count)
-
-    def _count(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.left -= not trainer.sanity_checking
-        if self.left == 0:
-            raise Stop
+from tests.support import exact_cases
+from tests.support.exact_cases import CASES, train
+from tests.support.trainer import Stop, StopAfter
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +92,7 @@ def test_killed_twice_and_equal(case: str, tmp_path: Path, undisturbed: Any, see
     every, earliest = (1, 5) if case == "accumulation" else (3, 4)
     for attempt in range(2):
         in_validation = chance.random() < 0.25
-        stop = StopAt(chance.randrange(*((1, 6) if in_validation else (earliest, 11))), in_validation=in_validation)
+        stop = StopAfter(chance.randrange(*((1, 6) if in_validation else (earliest, 11))), in_validation=in_validation)
         with contextlib.suppress(Stop):  # a run of few validation batches comes to its end
             train(case, tmp_path, stop, seed=100 + attempt, max_epochs=2, spot=spot(tmp_path, every))
     train(case, tmp_path, seed=200, max_epochs=2, spot=spot(tmp_path, every=1000))
@@ -160,7 +125,7 @@ def test_the_generator_of_the_device_is_set_too(tmp_path: Path, monkeypatch: pyt
         real(state, device)
 
     with pytest.raises(Stop):
-        train("plain", tmp_path, StopAt(12), seed=11, max_epochs=2)
+        train("plain", tmp_path, StopAfter(12), seed=11, max_epochs=2)
     monkeypatch.setattr(restoring, "restore_random", restore_random)
     train("plain", tmp_path, seed=77, max_epochs=2)
     assert devices == [torch.device("cpu")]
@@ -221,7 +186,7 @@ def test_a_run_that_is_given_less_than_it_has_trained_is_refused(
     limits: dict[str, int], tmp_path: Path, undisturbed: Any
 ) -> None:
     """It ended without a word, or with an error of Lightning's. Given as much as before again, it goes on."""
-    middle = StopAt(len(exact_cases.loader()) * 3 // 2)
+    middle = StopAfter(len(exact_cases.loader()) * 3 // 2)
     with pytest.raises(Stop):
         train("plain", tmp_path, middle, seed=11, max_epochs=2, spot=spot(tmp_path, every=1))
     before, counts = newest(tmp_path)[0], Counts()
@@ -238,7 +203,7 @@ def test_a_run_stopped_in_front_of_a_validation_goes_on_without_it(tmp_path: Pat
     """After its last step it trained on one more batch; before, with other random numbers than there were."""
     stopped, settings = tmp_path / "stopped", {"max_steps": 6 + left, "val_check_interval": 6}
     with pytest.raises(Stop):
-        train("plain", stopped, StopAt(0, in_validation=True), seed=11, **settings, spot=spot(stopped, every=6))
+        train("plain", stopped, StopAfter(0, in_validation=True), seed=11, **settings, spot=spot(stopped, every=6))
     finals = []
     for seed in (77, 78)[: 1 + bool(left)]:
         root, counts = tmp_path / str(seed), Counts()

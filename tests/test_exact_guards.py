@@ -16,10 +16,9 @@ from lightning_spot.exact.indices import Indices
 from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.module_state import ModuleState
 from lightning_spot.exact.own_state import OwnState
-from tests import exact_models as m
-from tests.exact_table import Case, train
-from tests.models import Net, trainer
-from tests.test_exact import Stop, StopAt
+from tests.support import exact_models as m
+from tests.support.exact_table import Case, train
+from tests.support.trainer import Net, Stop, StopAfter, trainer
 
 PARTS = [
     (ModuleState, "begin", "what hooks changed"),
@@ -46,7 +45,7 @@ def test_a_part_that_fails_is_off(
     case = Case(settings={"max_epochs": 2})
     told: list[str] = []
     with pytest.raises(Stop):
-        train(case, tmp_path, StopAt(7), seed=11, told=told)
+        train(case, tmp_path, StopAfter(7), seed=11, told=told)
     assert len([text for text in told if f"lightning_spot: {what}:" in text and "_renamed" in text]) == 1, told
     train(case, tmp_path, seed=12)
 
@@ -55,13 +54,13 @@ def test_what_training_changed_and_no_checkpoint_holds_is_named_before_it_goes_o
     case = Case(data=m.Folds, loaders=None, val=None, callbacks=lambda: [m.Tally(), m.Keeping(), m.Tally()])
     told: list[str] = []
     with pytest.raises(Stop):
-        train(case, tmp_path, StopAt(7), seed=11, told=told)
+        train(case, tmp_path, StopAfter(7), seed=11, told=told)
     assert [text for text in told if "state_dict" in text] == []
     for _ in range(2):  # what was lost once is lost for good
         with pytest.raises(Stop):
-            train(case, tmp_path, StopAt(3), seed=12, told=told)
+            train(case, tmp_path, StopAfter(3), seed=12, told=told)
         (said,) = (text for text in told if "state_dict" in text)
-        assert "Folds.fold, Folds.sizes, StopAt.left, Tally#2.counts, Tally#2.rng, Tally.counts, Tally.rng. " in said
+        assert "Folds.fold, Folds.sizes, StopAfter.left, Tally#2.counts, Tally#2.rng, Tally.counts, Tally.rng. " in said
         told.clear()
 
 
@@ -90,7 +89,7 @@ def test_with_another_batch_size_an_epoch_goes_on_after_as_many_batches_and_what
         return seen
 
     with pytest.raises(Stop):
-        fit(4, StopAt(16))  # four batches of the second epoch
+        fit(4, StopAfter(16))  # four batches of the second epoch
     with pytest.warns(UserWarning, match=rf"was 4 when the snapshot was taken and is {now} now: .*{what}"):
         after = fit(now)
     assert after.samples == {1: list(range(4 * now, 48)), 2: list(range(48))}

@@ -16,10 +16,11 @@ from lightning.pytorch.utilities import combined_loader
 from torch.utils.data import DataLoader
 
 from lightning_spot.exact.compare import differences
-from tests import exact_models as m
-from tests.conftest import new_process
-from tests.exact_table import CALLBACKS, CASES, LOADERS, SETTINGS, STREAM, Case, train
-from tests.test_exact import Stop, StopAt, StopIn, final, logged, spot
+from tests.support import exact_models as m
+from tests.support.exact_table import CALLBACKS, CASES, LOADERS, SETTINGS, STREAM, Case, train
+from tests.support.trainer import Stop, StopAfter, StopIn
+from tests.support.waiting import new_process
+from tests.test_exact import final, logged, spot
 
 NO_CALLBACKS = {"Callback", "Checkpoint", "ProgressBar", "BasePredictionWriter"}
 """Base classes, and what only predicts."""
@@ -51,7 +52,9 @@ def test_equal_or_warned_of(case: Case, stops: tuple[int, ...], tmp_path: Path) 
     broken = tmp_path / "broken"
     for attempt, stop in enumerate(stops):
         with pytest.raises(Stop):
-            train(case, broken, StopAt(abs(stop), in_validation=stop < 0), seed=11 if attempt == 0 else 100 + attempt)
+            train(
+                case, broken, StopAfter(abs(stop), in_validation=stop < 0), seed=11 if attempt == 0 else 100 + attempt
+            )
     said = train(case, broken, seed=200, every=SELDOM)
     assert any(case.says in text for text in said) if case.says else said == []
     if not case.differs:

@@ -18,7 +18,7 @@ from lightning_spot.fit.chosen import load_shards
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.sharded.consolidate import consolidated
 from lightning_spot.sharded.layout import ShardedLayouter, state_archive
-from tests.sharded_states import as_rank, fill
+from tests.support.ranks import as_rank, fill
 from tests.test_sharded import same
 
 PLAIN = {"counts": {1: 5, "two": [torch.arange(3.0), 2]}, "empty": {}, "pair": (1, None), "scale": torch.ones(2)}

@@ -10,9 +10,9 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_spot import AutoResume, EverySteps, PreemptedError, RemoteSnapshot, SpotCheckpoint
-from tests.conftest import new_process
-from tests.models import EachDurable, Net, data, trainer
-from tests.test_fit import Stop, StopAt
+from tests.support.snapshots import EachDurable, serverless
+from tests.support.trainer import Net, Stop, StopAt, data, trainer
+from tests.support.waiting import new_process
 
 
 class Dies(pl.Callback):
@@ -28,8 +28,7 @@ class Dies(pl.Callback):
 
 
 def spot(run: Path, **more: Any) -> SpotCheckpoint:
-    settings: dict[str, Any] = {"local_server": False, "interval": EverySteps(3), "on_full": "wait", "keep": 3}
-    return SpotCheckpoint(str(run), **{"min_upload_interval_s": 0.0, "notices": None, **settings, **more})
+    return serverless(run, keep=3, min_upload_interval_s=0.0, **more)
 
 
 @pytest.fixture

@@ -19,10 +19,11 @@ from lightning_spot.errors import SpotError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.protocol.record import find_record
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import RunningNode, until
-from tests.models import Net, Probe, data, trainer
-from tests.proxy import Proxy
-from tests.test_fit import Stop, StopAt, check_all
+from tests.support.proxy import Proxy
+from tests.support.server import RunningNode
+from tests.support.snapshots import check_all
+from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
+from tests.support.waiting import until
 
 MIB = 2**20
 
@@ -104,14 +105,6 @@ def test_shm_too_small(
     assert again.resumed_from.tier == "host"  # the node holds the memory files over the restart
 
 
-def test_no_shm_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIGHTNING_SPOT_SHM_DIR", "")
-    probe = Probe()
-    callback = SpotCheckpoint(str(tmp_path / "run-1"), interval=EverySteps(3), keep=1000, on_full="wait")
-    trainer(callback, probe).fit(Net(), data())
-    check_all(tmp_path, probe)
-
-
 @pytest.fixture
 def proxied(start_node: Callable[..., RunningNode], seed: int) -> Iterator[tuple[RunningNode, Proxy]]:
     node = start_node()
@@ -127,17 +120,6 @@ def big_snapshot(step: int, nbytes: int = 20 * MIB) -> tuple[Manifest, memoryvie
     return manifest.sealed(memoryview(image)), memoryview(image)
 
 
-def test_a_line_that_corrupts(proxied: tuple[RunningNode, Proxy]) -> None:
-    node, proxy = proxied
-    manifest, image = big_snapshot(1)
-    proxy.corruptions = 3
-    NodeStore(f"{proxy.url}/run").put(manifest, image, attempt=1)
-    assert proxy.corruptions == 0
-    buffer = bytearray(manifest.nbytes)
-    NodeStore(f"{node.url}/run").fetch(manifest, memoryview(buffer))
-    manifest.verify(memoryview(buffer), "node")
-
-
 def test_a_line_that_is_cut_leaves_no_snapshot(proxied: tuple[RunningNode, Proxy]) -> None:
     node, proxy = proxied
     manifest, image = big_snapshot(1)
@@ -148,14 +130,6 @@ def test_a_line_that_is_cut_leaves_no_snapshot(proxied: tuple[RunningNode, Proxy
     proxy.cut_after = None
     NodeStore(f"{proxy.url}/run").put(manifest, image, attempt=1)
     assert NodeStore(f"{node.url}/run").survey().manifests == [manifest]
-
-
-def test_a_slow_line_is_only_slow(proxied: tuple[RunningNode, Proxy]) -> None:
-    _, proxy = proxied
-    manifest, image = big_snapshot(1, 2 * MIB)
-    proxy.delay_s = 0.005
-    NodeStore(f"{proxy.url}/run").put(manifest, image, attempt=1)
-    assert NodeStore(f"{proxy.url}/run").survey().manifests == [manifest]
 
 
 def test_training_over_a_line_that_breaks_and_heals(

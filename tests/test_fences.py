@@ -15,8 +15,8 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FencedError
 from lightning_spot.tiers.claims import Owner, digest_of
 from lightning_spot.tiers.store import Store
-from tests.kept import Kept
-from tests.oracle import claim_of
+from tests.support.oracle import claim_of
+from tests.support.store import Kept
 from tests.test_stores import fetched, put, snapshot
 
 THERE, DATA = snapshot(5)

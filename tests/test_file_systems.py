@@ -19,6 +19,7 @@ from lightning_spot.errors import SettingsError
 from lightning_spot.memory.prefixes import refusal
 from lightning_spot.run.location import Location
 from lightning_spot.tiers.local import LocalStore
+from tests.conftest import Cli
 from tests.test_stores import FILES, REAL
 
 PASSES = {
@@ -115,12 +116,11 @@ def test_no_secret_of_a_url_is_shown(
 
 @pytest.mark.parametrize("end", ["1", "port", "0", "1/run"])
 @pytest.mark.parametrize("scheme", ["spot://", "http://", ""])
-def test_no_secret_of_a_nodes_address_is_shown(scheme: str, end: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_secret_of_a_nodes_address_is_shown(scheme: str, end: str, cli: Cli) -> None:
     node = f"{scheme}me:{SECRET}@host:{end}"
     with pytest.raises(SettingsError) as raised:
         SpotCheckpoint("x", servers=node)
-    assert main(["ls", "x", "--server", node]) == 2
-    assert SECRET not in str(raised.value) + capsys.readouterr().err
+    assert SECRET not in str(raised.value) + cli("ls", "x", "--server", node, code=2)
 
 
 @pytest.mark.parametrize("chain", ["s3://bucket/a::b", "file:///a::s3://bucket/run", "kept://a::file:///b"])

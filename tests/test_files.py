@@ -38,12 +38,6 @@ def image_of(made: Manifest) -> bytearray:
     return image
 
 
-def test_a_manifest_of_several_files_is_read_back() -> None:
-    made = manifest()
-    assert Manifest.from_json(made.to_json()) == made == Manifest.from_dict(made.to_dict())
-    assert "files" not in manifest(files=()).to_dict()
-
-
 def test_paths_lead_to_the_files() -> None:
     made = manifest()
     assert made.data_path == made.name

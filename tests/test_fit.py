@@ -17,17 +17,15 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot, SpotCheckpoint
+from lightning_spot import AutoResume, EverySeconds, EverySteps, SpotCheckpoint
 from lightning_spot.capture.copying import Pending
 from lightning_spot.capture.writer import Finishing, SnapshotWriter
 from lightning_spot.cli import main
 from lightning_spot.client import starting
-from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
-    CorruptSnapshotError,
     FencedError,
     ModelChangedError,
     NotSerializableError,
@@ -37,68 +35,29 @@ from lightning_spot.errors import (
 )
 from lightning_spot.fit.pacing import Pacing
 from lightning_spot.goodput.records import read_records
-from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host
 from lightning_spot.run import patience
 from lightning_spot.run.patience import Patience
 from lightning_spot.staging.copier import Copier
 from lightning_spot.tiers.local import LocalStore
-from tests import models
-from tests.conftest import RunningNode, new_process, until
-from tests.filled import check_archive
-from tests.models import Clipped, EachDurable, Net, Probe, TwoOptimizers, Unsteady, equal, state_of, trainer
-from tests.oracle import claim_of
+from tests.support.filled import check_archive
+from tests.support.oracle import claim_of
+from tests.support.server import RunningNode
+from tests.support.snapshots import EachDurable, check_all, load, manifests, spot
+from tests.support.trainer import Net, Probe, Stop, StopAt, Unsteady, trainer
+from tests.support.trainer import data as trained_data
+from tests.support.waiting import new_process, until
 
 StartNode = Callable[..., RunningNode]
 
-data = partial(models.data, 10)
+data = partial(trained_data, 10)
 """Epochs of 10 steps; two of them, if a test does not say otherwise."""
-
-
-class Stop(Exception):
-    """Stands for whatever ends a training run before its end."""
-
-
-class StopAt(pl.Callback):
-    """Ends training in the middle of the forward pass after ``step``."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            raise Stop
-
-
-def spot(root: Path, **more: Any) -> SpotCheckpoint:
-    usual = {"interval": EverySteps(3), "keep": 1000, "on_full": "wait", "min_upload_interval_s": 0.0}
-    return SpotCheckpoint(str(root / "run-1"), **{**usual, **more})
-
-
-def manifests(root: Path) -> list[Manifest]:
-    return LocalStore(root / "run-1").survey().manifests
-
-
-def load(root: Path, manifest: Manifest) -> dict[str, Any]:
-    return torch.load(root / "run-1" / manifest.data_path, map_location="cpu", weights_only=True)
-
-
-def check_all(root: Path, probe: Probe) -> list[Manifest]:
-    """Every snapshot that is durable is, bit for bit, the state of its step; a slow tier takes the newest only."""
-    found = manifests(root)
-    assert found
-    for manifest in found:
-        checkpoint = load(root, manifest)
-        assert checkpoint["global_step"] == manifest.step
-        truth = {key: value.cpu() for key, value in probe.states[manifest.step].items()}
-        assert equal(state_of(checkpoint), truth), manifest.name
-    return found
 
 
 @pytest.mark.parametrize("local_server", [True, False])
 def test_snapshots_are_the_state_of_their_step(tmp_path: Path, local_server: bool) -> None:
     probe, callback = Probe(), spot(tmp_path, local_server=local_server)
-    trainer(callback, probe, EachDurable(tmp_path / "run-1", 3)).fit(Net(), data(), models.data(3))
+    trainer(callback, probe, EachDurable(tmp_path / "run-1", 3)).fit(Net(), data(), trained_data(3))
     found = check_all(tmp_path, probe)
     assert found[0].complete
     assert [manifest.step for manifest in found] == [20, *range(18, 0, -3)]
@@ -129,48 +88,6 @@ def test_the_slot_of_a_snapshot_is_leased_a_step_ahead(
     assert comes == ([2, 5, 8, 11, 14, 17, 20] if asked_before else [])
 
 
-@pytest.mark.parametrize(
-    ("module", "settings"),
-    [
-        (TwoOptimizers, {}),
-        (Clipped, {}),
-        (Net, {"accumulate_grad_batches": 3}),
-        (Net, {"val_check_interval": 4}),
-        (Net, {"gradient_clip_val": 0.1}),
-        (Net, {"precision": "bf16-mixed"}),
-    ],
-    ids=["two-optimizers", "weights-clipped-in-own-hook", "accumulation", "mid-epoch-validation", "clip", "bf16"],
-)
-def test_ways_to_train(tmp_path: Path, module: type[Net], settings: dict[str, Any]) -> None:
-    probe = Probe()
-    steps = 2 if module is TwoOptimizers else 1
-    trainer(spot(tmp_path, interval=EverySteps(3 * steps)), probe, max_epochs=3, **settings).fit(
-        module(), data(), models.data(3)
-    )
-    check_all(tmp_path, probe)
-
-
-def test_compiled_module(tmp_path: Path) -> None:
-    probe = Probe()
-    model = torch.compile(Net(), backend="eager")
-    trainer(spot(tmp_path), probe).fit(model, data())
-    check_all(tmp_path, probe)
-
-
-def test_weight_averaging(tmp_path: Path) -> None:
-    probe = Probe()
-    callbacks = (spot(tmp_path), EMAWeightAveraging(decay=0.9), probe)
-    trainer(*callbacks, max_epochs=3).fit(Net(), data(), models.data(3))
-    during = [manifest for manifest in manifests(tmp_path) if not manifest.complete]
-    assert during
-    for manifest in during:
-        checkpoint = load(tmp_path, manifest)
-        averaged, current = checkpoint["state_dict"], checkpoint["current_model_state"]
-        truth = probe.states[manifest.step]
-        assert all(torch.equal(current[key], truth[key]) for key in current)
-        assert not equal(averaged, current)
-
-
 def test_a_tensor_that_moves_is_never_committed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,7 +113,7 @@ def test_plain_torch_and_lightning_read_it(tmp_path: Path, warm_python: str) -> 
         "        del sys.modules[name]\n"
         "sys.modules['lightning_spot'] = None\n"  # as if it were not installed
         "import torch, lightning.pytorch as pl\n"
-        "from tests.models import Net, data, trainer\n"
+        "from tests.support.trainer import Net, data, trainer\n"
         f"path = {str(path)!r}\n"
         "assert torch.load(path, weights_only=True)['global_step'] == 20\n"
         "Net.load_from_checkpoint(path)\n"
@@ -244,75 +161,12 @@ def test_a_fresh_start_says_that_earlier_attempts_left_nothing(
     assert "also none of its earlier attempts; starting afresh" in caplog.text
 
 
-def test_resume_from_the_durable_tier_when_memory_is_gone(tmp_path: Path) -> None:
-    stopped(tmp_path)
-    host = starting.attach(str(tmp_path / "run-1"), "run-1")
-    assert host is not None
-    os.kill(int(host.client.call("GET", "/v1/status")["pid"]), 9)
-    until(lambda: not starting.find_record(str(tmp_path / "run-1")).running(), "the node to die")
-    for leftover in Path(os.environ["LIGHTNING_SPOT_SHM_DIR"]).rglob("slot-*"):
-        leftover.unlink()
-    callback = spot(tmp_path)
-    trainer(callback).fit(Net(), data())
-    assert callback.resumed_from is not None
-    assert (callback.resumed_from.step, callback.resumed_from.tier) == (15, "storage")
-
-
-@pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "manifest"])
-def test_a_bad_snapshot_falls_back_to_the_one_before(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    stopped(tmp_path, 11, EachDurable(tmp_path / "run-1", 3), local_server=False)
-    newest, before = manifests(tmp_path)[:2]
-    path = tmp_path / "run-1" / newest.data_path
-    if damage == "flip":
-        with open(path, "r+b") as file:
-            file.seek(newest.nbytes // 2)
-            byte = file.read(1)
-            file.seek(newest.nbytes // 2)
-            file.write(bytes([byte[0] ^ 1]))
-    elif damage == "truncate":
-        os.truncate(path, newest.nbytes // 2)
-    elif damage == "delete":
-        path.unlink()
-    else:
-        (path.parent / "manifest.json").write_text("{")
-    callback = spot(tmp_path, local_server=False)
-    trainer(callback).fit(Net(), data())
-    assert callback.resumed_from is not None
-    assert callback.resumed_from.name == before.name
-    if damage != "manifest":
-        assert f"snapshot {newest.name} at storage is passed over" in caplog.text
-        assert f"falling back to {before.name}" in caplog.text
-
-
-def test_nothing_good_left_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
-    stopped(tmp_path, local_server=False, keep=1)
-    (only,) = manifests(tmp_path)
-    os.truncate(tmp_path / "run-1" / only.data_path, 100)
-    with pytest.raises(CorruptSnapshotError, match="resume=False"):
-        trainer(spot(tmp_path, local_server=False)).fit(Net(), data())
-    fresh = spot(tmp_path, local_server=False, resume=False)
-    trainer(fresh).fit(Net(), data())
-    assert fresh.resumed_from is None
-
-
 def test_resume_false_starts_afresh_and_supersedes(tmp_path: Path) -> None:
     stopped(tmp_path)
     probe, callback = Probe(), spot(tmp_path, resume=False)
     trainer(callback, probe, max_epochs=1).fit(Net(), data())
     assert (callback.resumed_from, min(probe.states)) == (None, 0)
     assert manifests(tmp_path)[0].order == (2, 10, 4)  # newer than step 15 of the attempt before
-
-
-def test_explicit_ckpt_path_wins(tmp_path: Path) -> None:
-    stopped(tmp_path, 11, EachDurable(tmp_path / "run-1", 3))
-    chosen = manifests(tmp_path)[2]
-    probe, callback = Probe(), spot(tmp_path)
-    path = tmp_path / "run-1" / chosen.data_path
-    trainer(callback, probe).fit(Net(), data(), ckpt_path=str(path))
-    assert callback.resumed_from is None
-    assert min(probe.states) == chosen.step
 
 
 def test_ckpt_path_from_a_node(tmp_path: Path, start_node: StartNode) -> None:
@@ -335,43 +189,24 @@ class WithBank(Net):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
         self.bank += loss.detach()
-        return loss
-
-
-def test_a_finished_run_has_the_buffers_that_no_state_dict_has(tmp_path: Path) -> None:
-    trained, found_it_complete = WithBank(), WithBank()
-    trainer(spot(tmp_path)).fit(trained, data())
-    new_process()
-    trainer(spot(tmp_path)).fit(found_it_complete, data())
-    assert trained.bank > 0
-    assert torch.equal(found_it_complete.bank, trained.bank)
-
-
-class Logged(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
         self.log("loss", loss)
         return loss
 
 
-def test_a_finished_run_has_what_was_logged_last(tmp_path: Path) -> None:
-    last = []
-    for _ in range(2):
-        new_process()
-        trains = trainer(spot(tmp_path))
-        trains.fit(Logged(), data())
-        logged = {name: float(value) for name, value in trains.callback_metrics.items()}
-        last.append({name: value for name, value in logged.items() if not name.startswith("spot/")})
-    assert last[0] == last[1] != {}
-
-
-def test_after_a_finished_run_numbers_are_drawn_as_after_training(tmp_path: Path) -> None:
-    drawn = []
+def test_a_finished_run_is_as_after_training(tmp_path: Path) -> None:
+    """Buffers that no ``state_dict`` has, what was logged last, and the numbers that are drawn next."""
+    banks, logged, drawn = [], [], []
     for seed in (1, 2):
         new_process()
         pl.seed_everything(seed, verbose=False)
-        trainer(spot(tmp_path)).fit(Net(), data())
+        model, trains = WithBank(), trainer(spot(tmp_path))
+        trains.fit(model, data())
+        banks.append(float(model.bank))
+        metrics = {name: float(value) for name, value in trains.callback_metrics.items()}
+        logged.append({name: value for name, value in metrics.items() if not name.startswith("spot/")})
         drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+    assert banks[0] == banks[1] > 0
+    assert logged[0] == logged[1] != {}
     assert drawn[0] == drawn[1]
 
 
@@ -425,6 +260,7 @@ def test_what_is_safe_is_said_after_an_error(
         f"{error.__name__} has ended run 'run-1' at step 7; its snapshot of step 6 is durable in {tmp_path / 'run-1'}"
     )
     assert said in caplog.text
+    assert manifests(tmp_path)[0].step == 6
     assert ("The same command goes on" in caplog.text) is (error is KeyboardInterrupt)  # it might meet ours again
 
 
@@ -458,16 +294,6 @@ def test_a_changed_model_is_named(tmp_path: Path) -> None:
     assert manifests(tmp_path) == before
 
 
-def test_auto_resume_and_remote_snapshot_alone(tmp_path: Path) -> None:
-    path = str(tmp_path / "run-1")
-    with pytest.raises(Stop):
-        trainer(RemoteSnapshot(path, interval=EverySteps(3), on_full="wait"), StopAt(16)).fit(Net(), data())
-    resume, probe = AutoResume(path), Probe()
-    trainer(resume, probe, enable_checkpointing=False).fit(Net(), data())
-    assert resume.resumed_from is not None
-    assert min(probe.states) == resume.resumed_from.step == 15
-
-
 @pytest.mark.parametrize("local_server", [True, False])
 def test_s3(tmp_path: Path, s3: str, local_server: bool) -> None:
     def callback() -> SpotCheckpoint:
@@ -490,13 +316,13 @@ def test_every_seconds(tmp_path: Path) -> None:
             trainer.should_stop = len(manifests(tmp_path)) > 2
 
     run = trainer(spot(tmp_path, interval=EverySeconds(0.05)), Enough(), max_epochs=1000)
-    run.fit(Net(), models.data())
+    run.fit(Net(), trained_data())
     assert run.global_step < 20_000
 
 
 def test_two_ranks(tmp_path: Path, warm_python: str) -> None:
     code = (
-        "from tests.models import Net, data, trainer\n"
+        "from tests.support.trainer import Net, data, trainer\n"
         "from lightning_spot import SpotCheckpoint, EverySeconds\n"
         f"c = SpotCheckpoint({str(tmp_path / 'run-1')!r}, interval=EverySeconds(0.05))\n"
         "t = trainer(c, max_epochs=EPOCHS, devices=2, strategy='ddp'); t.fit(Net(), data())\n"
@@ -522,7 +348,6 @@ def test_two_ranks(tmp_path: Path, warm_python: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"dirpath": ""}, "dirpath is empty"),
         ({"dirpath": "spot://h:1/run"}, "servers="),
         ({"dirpath": "x", "servers": "10.0.0.5:7070"}, "no URL of a snapshot server"),
         ({"dirpath": "x", "servers": "spot://h:1/run"}, "name the server only"),
@@ -534,51 +359,15 @@ def test_two_ranks(tmp_path: Path, warm_python: str) -> None:
         ({"dirpath": "s3://bucket/${UNSET_HERE}/run"}, "UNSET_HERE} is not expanded, .*: it is not set here"),
         ({"dirpath": "az://$web/$UNSET_HERE/run"}, r": \$UNSET_HERE is not expanded"),
         ({"dirpath": "s3://$web/run"}, r": \$web is not expanded"),
-        ({"dirpath": "sftp://host/run"}, "sftp:// cannot keep snapshots: it uses one connection .* of a mount"),
-        ({"dirpath": "ftp://host/run"}, "ftp:// cannot keep snapshots: it uses one connection"),
-        ({"dirpath": "HTTPS://host/run"}, "https:// cannot keep snapshots: it cannot be written to"),
-        ({"dirpath": "sftp://me:secret@host/run"}, "^dirpath='sftp://…@host/run': a URL with a password ends in logs"),
         ({"dirpath": "az://box/[x]/run"}, r"takes the first folder, '\[x\]', for a host .* leave \[ and \] out of it"),
         ({"dirpath": "az://box/back\\slash"}, "a backslash in the name of an object"),
-        ({"dirpath": None}, "dirpath=None"),
-        ({"dirpath": "x", "servers": "atuo"}, "servers='atuo' is no URL"),
-        ({"dirpath": "x", "servers": 3}, "servers=3 is no URL"),
         ({"dirpath": "x", "servers": "spot://h:1", "local_server": False}, "local_server=False with servers="),
-        ({"dirpath": "x", "run_name": 3}, "run name 3 is"),
-        ({"dirpath": "x", "keep": 0}, "keep=0"),
-        ({"dirpath": "x", "keep": "3"}, "keep='3': it is a whole number, at least 1"),
-        ({"dirpath": "x", "keep": 1.5}, "keep=1.5: it is a whole number"),
-        ({"dirpath": "x", "min_upload_interval_s": "1h"}, "^min_upload_interval_s='1h': it is a number, at least 0$"),
-        ({"dirpath": "x", "upload_timeout_s": -1}, "upload_timeout_s=-1"),
-        ({"dirpath": "x", "server_call_timeout_s": 0}, "^server_call_timeout_s=0: it is a number, more than 0$"),
-        ({"dirpath": "x", "grace_period_s": "2min"}, "grace_period_s='2min'"),
-        ({"dirpath": "x", "on_error": "no"}, "on_error='no': it is 'warn' or 'raise'"),
-        ({"dirpath": "x", "resume": "no"}, "resume='no': it is True or False"),
-        ({"dirpath": "x", "device_buffer": "atuo"}, "device_buffer='atuo' is no size"),
-        ({"dirpath": "x", "device_buffer": 0}, "device_buffer=0 is no size; .* or None for no buffer$"),
-        ({"dirpath": "x", "memory_limit": 0}, "memory_limit=0 is no size; .* or None for half of this host's memory$"),
-        ({"dirpath": "x", "interval": 30}, "interval=30 is no policy"),
-        ({"dirpath": "x", "interval": EverySteps}, "is no policy"),
-        ({"dirpath": "x", "slots": 1}, "slots=1"),
-        ({"dirpath": "x", "on_full": "cry"}, "on_full='cry'"),
-        ({"dirpath": "x", "memory_limit": "much"}, "memory_limit='much' is no size"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], complaint: str) -> None:
+    """``test_bad_input`` tries values of other kinds, ``test_file_systems`` URLs that cannot be used."""
     with pytest.raises(SettingsError, match=complaint):
         SpotCheckpoint(**arguments)
-
-
-def test_bad_intervals() -> None:
-    with pytest.raises(SettingsError, match="n=0: it is a whole number, at least 1"):
-        EverySteps(0)
-    with pytest.raises(SettingsError, match=r"n=1\.5: it is a whole number"):
-        EverySteps(1.5)  # type: ignore[arg-type] # as a user may
-    for seconds in (float("nan"), "30"):
-        with pytest.raises(SettingsError, match="more than 0"):
-            EverySeconds(seconds)  # type: ignore[arg-type] # as a user may
-    with pytest.raises(SettingsError, match="max_overhead='3%': it is a share"):
-        EverySteps(1, max_overhead="3%")  # type: ignore[arg-type] # as a user may
 
 
 def test_unwritable_dirpath(tmp_path: Path) -> None:
@@ -628,10 +417,10 @@ def test_a_trainer_goes_on_from_one_run_only(tmp_path: Path) -> None:
 
 def test_lightnings_own_checkpoints_stay_as_they_are(tmp_path: Path) -> None:
     run = trainer(spot(tmp_path), enable_checkpointing=True, default_root_dir=tmp_path)
-    run.fit(Net(), data(), models.data(3))
+    run.fit(Net(), data(), trained_data(3))
     assert type(run.checkpoint_callback) is ModelCheckpoint
     assert Path(run.checkpoint_callback.best_model_path).exists()
-    assert run.test(Net(), models.data(3), ckpt_path="best", verbose=False) == [{}]
+    assert run.test(Net(), trained_data(3), ckpt_path="best", verbose=False) == [{}]
     assert manifests(tmp_path)
 
 
@@ -665,19 +454,8 @@ def test_our_hooks_come_last(tmp_path: Path, ours_first: bool) -> None:
 
 
 def test_fast_dev_run_writes_nothing(tmp_path: Path) -> None:
-    trainer(spot(tmp_path), fast_dev_run=True).fit(Net(), data(), models.data(3))
+    trainer(spot(tmp_path), fast_dev_run=True).fit(Net(), data(), trained_data(3))
     assert not (tmp_path / "run-1").exists()
-
-
-def test_ctrl_c_flushes(tmp_path: Path) -> None:
-    class Interrupt(pl.Callback):
-        def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 16:
-                raise KeyboardInterrupt
-
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
-        trainer(spot(tmp_path, local_server=False), Interrupt()).fit(Net(), data())
-    assert manifests(tmp_path)[0].step == 15
 
 
 class Thing:
@@ -794,30 +572,6 @@ def test_who_is_overtaken_where_snapshots_are_committed_hears_of_it_at_the_end_t
     assert "has ended at step 20, but its last snapshot is not durable" in said
     assert "there was no slot yet" not in said
     assert "is complete" not in said
-
-
-def test_the_embedded_node_is_killed_in_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = str(tmp_path / "run-1")
-
-    class KillNode(pl.Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 10 and callback.snapshots.snapshotter.writing.attempt is not None:
-                host = callback.snapshots.snapshotter.writing.attempt.writer.host
-                assert isinstance(host, EmbeddedHost)
-                os.kill(int(host.client.call("GET", "/v1/status")["pid"]), 9)
-            if trainer.global_step == 15:
-                writer = callback.snapshots.snapshotter.writing.attempt.writer
-                assert writer is not None
-                until(lambda: writer.host is not None, "a new node")
-
-    probe, callback = Probe(), spot(tmp_path)
-    run = trainer(callback, probe, KillNode())
-    run.fit(Net(), data())
-    assert run.global_step == 20
-    assert check_all(tmp_path, probe)[0].complete
-    assert "starting a new one" in caplog.text
-    assert callback.attempt == 1
-    assert starting.find_record(path) is not None
 
 
 def test_a_strategy_free_of_checkpoints_beside_ours(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,9 +20,9 @@ from lightning_spot.memory import work
 from lightning_spot.memory.host import InProcessHost, Lease
 from lightning_spot.memory.slots import Slot
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import until
-from tests.gated import RUN_ID, Bench
-from tests.models import Net, data, trainer
+from tests.support.server import RUN_ID, Bench
+from tests.support.trainer import Net, data, trainer
+from tests.support.waiting import until
 
 RUN = f"run@{RUN_ID}"
 TRAINER = "trainer"
@@ -48,18 +48,13 @@ class Followed(Bench):
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Followed]]:
-    made: list[Followed] = []
+def make(make_bench: Callable[..., Followed]) -> Callable[..., Followed]:
+    def bench(**settings: Any) -> Followed:
+        made = make_bench(kind=Followed, **settings)
+        made.open()
+        return made
 
-    def bench(*, opened: bool = True, **settings: Any) -> Followed:
-        made.append(Followed(tmp_path, **settings))
-        if opened:
-            made[-1].open()
-        return made[-1]
-
-    yield bench
-    for each in made:
-        each.close()
+    return bench
 
 
 @pytest.fixture(autouse=True)

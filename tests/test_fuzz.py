@@ -1,14 +1,13 @@
 """Requests and streams that are wrong in every way: a node lives, answers others, and keeps what it has.
 
 Mutations of every request that a node knows, over TCP and over a Unix socket, and of the frames of part streams.
-Each test prints its seed; ``SPOT_SEED`` runs it again.
+Each test prints its seed; ``--seed`` runs it again.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import os
 import random
 import re
 import socket
@@ -33,8 +32,9 @@ from lightning_spot.image.packing import can_pack
 from lightning_spot.image.parts import checksum
 from lightning_spot.protocol.record import NodeRecord
 from lightning_spot.protocol.wire import ATTEMPT_HEADER, Address, Frame, PartKind, parse_spot_url
-from tests.conftest import RunningNode, until
-from tests.small_trainer import image_of as archive_of
+from tests.support.server import RunningNode
+from tests.support.small_trainer import image_of as archive_of
+from tests.support.waiting import until
 
 TOKEN = "a-token-that-is-long-enough"
 KEPT, FUZZED = "kept@0123456789ab", "fuzzed@ba9876543210"
@@ -77,15 +77,6 @@ HEADERS = [
     ("Host", ["", "a" * 999, "[::1"]),
     ("X-Long", ["a" * 9000, "é"]),
 ]
-
-
-@pytest.fixture
-def chance(request: pytest.FixtureRequest) -> random.Random:
-    """Randomness of a test, from ``SPOT_SEED`` or ``--seed``; printed, so that a failure can be run again."""
-    given = os.environ.get("SPOT_SEED")
-    seed = int(given) if given else int(request.getfixturevalue("seed"))
-    print(f"SPOT_SEED={seed}")
-    return random.Random(seed)
 
 
 # -- what is mutated ---------------------------------------------------------------------------------------------------
@@ -361,15 +352,15 @@ def is_cut_short(sent: bytes) -> bool:
     return bool(chunked or upgraded) or any(int(length) > len(body) for length in lengths)
 
 
+def environment(root: Path) -> dict[str, str]:
+    of_ours = {"SHM_DIR": "", "RUNTIME_DIR": str(root), "TOKEN": TOKEN}
+    return {f"LIGHTNING_SPOT_{name}": value for name, value in of_ours.items()}
+
+
 @pytest.fixture
 def over_tcp(tmp_path: Path) -> Iterator[Target]:
-    environment = {
-        "LIGHTNING_SPOT_SHM_DIR": "",
-        "LIGHTNING_SPOT_RUNTIME_DIR": str(tmp_path),
-        "LIGHTNING_SPOT_TOKEN": TOKEN,
-    }
     flags = ["--listen", "127.0.0.1:0", "--memory-limit", "64MiB", "--storage", str(tmp_path / "below")]
-    node = RunningNode(flags, tmp_path / "node.log", environment).wait_listening()
+    node = RunningNode(flags, tmp_path / "node.log", environment(tmp_path)).wait_listening()
     yield Target(parse_spot_url(node.url)[0], node.process.pid, node.log)
     node.stop(9)
 
@@ -378,14 +369,8 @@ def over_tcp(tmp_path: Path) -> Iterator[Target]:
 def over_unix(tmp_path: Path) -> Iterator[Target]:
     """An local server writes wherever a trainer says: no request here names a place."""
     record = NodeRecord(tmp_path, "0" * 16)
-    environment = {
-        "LIGHTNING_SPOT_SHM_DIR": "",
-        "LIGHTNING_SPOT_RUNTIME_DIR": str(tmp_path),
-        "LIGHTNING_SPOT_TOKEN": TOKEN,
-    }
-    node = RunningNode(
-        ["--embedded", str(tmp_path), "0" * 16, "--memory-limit", "64MiB"], tmp_path / "node.log", environment
-    )
+    flags = ["--embedded", str(tmp_path), "0" * 16, "--memory-limit", "64MiB"]
+    node = RunningNode(flags, tmp_path / "node.log", environment(tmp_path))
     until(lambda: _listens(record.http), "the node to listen")
     yield Target(Address(socket_path=str(record.http)), node.process.pid, node.log, record.fds)
     node.stop(9)

@@ -50,11 +50,11 @@ from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.copy_job import CopyJob
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import named_run, until
-from tests.served import served
-from tests.test_copier import Desk as Copies
+from tests.support.copies import Desk as Copies
+from tests.support.ranks import Desk
+from tests.support.server import named_run, served
+from tests.support.waiting import until
 from tests.test_harmless import fit
-from tests.test_writer import Desk
 
 SOON_S = 30.0
 
@@ -100,20 +100,17 @@ def test_who_needs_a_slot_waits_for_no_thread_that_has_failed(
 ) -> None:
     failed = threading.Event()
     monkeypatch.setattr(SlotMaker, where, once(getattr(SlotMaker, where), failed))
-    desk = Desk(tmp_path)
-    desk.writer.warm(3_000_000)
-    until(lambda: desk.writer.ready, "a snapshot may begin")
-    assert failed.is_set()
-    desk.begin(1, desk.checkpoint()).result(SOON_S)
-    desk.writer.close()
-    desk.host.leave(complete=True)
+    with contextlib.closing(Desk(tmp_path)) as desk:
+        desk.writer.warm(3_000_000)
+        until(lambda: desk.writer.ready, "a snapshot may begin")
+        assert failed.is_set()
+        desk.begin(1, desk.checkpoint()).result(SOON_S)
 
 
 @pytest.mark.parametrize("where", [[(Across, "committed")], [(CopyJob, "wait"), (HostLink, "is_loss")]])
 def test_nobody_waits_for_a_snapshot_whose_end_has_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: list[tuple[type, str]]
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, where: list[tuple[type, str]]
 ) -> None:
-    desk = Desk(tmp_path)
     for each in where:
         monkeypatch.setattr(*each, once(getattr(*each), threading.Event()))
     first = desk.begin(1, desk.checkpoint())
@@ -123,15 +120,13 @@ def test_nobody_waits_for_a_snapshot_whose_end_has_failed(
     began_s = time.monotonic()
     desk.writer.settle(SOON_S)
     assert time.monotonic() - began_s < SOON_S / 2
-    desk.writer.close()
-    desk.host.leave(complete=True)
 
 
 def test_who_waits_for_a_snapshot_that_fails_is_told_by_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At the end of a run, that was an error of its own: the end failed, too, and was said to."""
-    desk, waits = Desk(tmp_path), threading.Event()
+    waits = threading.Event()
 
     def fails(_: Any) -> None:
         waits.wait(SOON_S)
@@ -145,8 +140,6 @@ def test_who_waits_for_a_snapshot_that_fails_is_told_by_one_warning(
     assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
         "snapshot step-000000001-attempt-0001-complete was not committed: MemoryError: none is left"
     ]
-    desk.writer.close()
-    desk.host.leave(complete=True)
 
 
 class Filling(Follower[str]):
@@ -199,15 +192,12 @@ def test_a_tier_is_asked_again_whatever_fails_in_that() -> None:
         patiently(Mock(side_effect=MemoryError), bounds, "a tier")
 
 
-def test_a_slot_is_given_back_whatever_fails_in_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_is_given_back_whatever_fails_in_that(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was being made ahead kept the node from making any other: no snapshot was taken after that."""
-    desk = Desk(tmp_path)
     lease = desk.host.lease(1000, 0.0)
     monkeypatch.setattr(desk.host, "abort", once(desk.host.abort, threading.Event()))
     give_back(desk.host, lease)
     assert [slot["state"] for slot in desk.host._node.status()["slots"]] == ["free"]
-    desk.writer.close()
-    desk.host.leave(complete=True)
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.copy_job import watch
 from lightning_spot.staging.partitions import Partition, Span
 from lightning_spot.staging.schedule import Schedule, Timetable
-from tests.conftest import until
-from tests.fake_device import FakeDevice, FakeEvent, FakeStream, StreamOfEachThread
+from tests.support.fake_device import FakeDevice, FakeEvent, FakeStream, StreamOfEachThread
+from tests.support.waiting import until
 
 NBYTES = 4096
 

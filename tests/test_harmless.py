@@ -21,11 +21,11 @@ from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.fit.harmless import Harmless
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import new_process
-from tests.models import Net, data, trainer
-from tests.struck import Strike
+from tests.support.strike import Strike
+from tests.support.together_trainer import longest_fit_s
+from tests.support.trainer import Net, data, trainer
+from tests.support.waiting import new_process
 from tests.test_together import check_states, manifests, run_trainer
-from tests.together_trainer import longest_fit_s
 
 BATCHES = 14
 
@@ -247,7 +247,7 @@ def test_of_several_ranks_the_others_hear_of_it_and_wait_for_nothing(
     tmp_path: Path, warm_python: str, memory: str, rank: int, step: int, where: str
 ) -> None:
     arguments = ("--strike", rank, step, where, "--memory", memory)
-    assert run_trainer(warm_python, "tests.together_trainer", tmp_path / "run", *arguments) == 0
+    assert run_trainer(warm_python, "tests.support.together_trainer", tmp_path / "run", *arguments) == 0
     log = (tmp_path / "run" / "log").read_text()
     assert longest_fit_s(log) < 50.0  # what does not come is waited for, a minute
     assert "MemoryError: of a test" in log
@@ -359,7 +359,7 @@ def test_at_a_notice_the_others_hear_of_an_error_and_all_leave(
     """Without a deadline, ranks would wait in the others' agreement for as long as a process group waits."""
     # So many steps that it is heard of before the last one, however slow its threads are.
     arguments = ("--strike", rank, 6, where, "--notice", 1, 6, "--every", 4, "--steps", 1000)
-    assert run_trainer(warm_python, "tests.together_trainer", tmp_path / "run", *arguments) == 143
+    assert run_trainer(warm_python, "tests.support.together_trainer", tmp_path / "run", *arguments) == 143
     log = (tmp_path / "run" / "log").read_text()
     assert longest_fit_s(log) < 50.0
     failed = "the urgent snapshot failed, all ranks leave, and the run goes on from the snapshot before"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from lightning_spot.memory import replication
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.record import find_record
-from tests.conftest import RunningNode, until
-from tests.gated import MIB, OTHER_ID, RUN_ID, Bench, GatedStore, NodeBehind, manifest_of
+from tests.support.server import MIB, OTHER_ID, RUN_ID, Bench, NodeBehind, RunningNode, manifest_of
+from tests.support.store import GatedStore
+from tests.support.waiting import until
 
 RUN = f"run@{RUN_ID}"
 BEHIND = "spot://behind:7070"
@@ -60,17 +61,9 @@ class WithNode(Bench):
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WithNode]]:
+def make(make_bench: Callable[..., WithNode], monkeypatch: pytest.MonkeyPatch) -> Callable[..., WithNode]:
     monkeypatch.setattr(replication, "ASK_AGAIN_S", 0.2)
-    made: list[WithNode] = []
-
-    def with_node(allow: tuple[str, ...] = ()) -> WithNode:
-        made.append(WithNode(tmp_path, list(allow)))
-        return made[-1]
-
-    yield with_node
-    for each in made:
-        each.close()
+    return lambda *allow: make_bench(kind=WithNode, allow=list(allow))
 
 
 def test_a_node_that_carries_nobody_on_is_not_filled_by_finished_runs(make: Callable[..., WithNode]) -> None:
@@ -97,24 +90,21 @@ def test_the_last_word_is_said_when_the_trainers_node_ends(make: Callable[..., W
     assert bench.memory_node.committed(RUN)[0].settled
 
 
-def test_only_what_is_superseded_or_durable_is_let_go(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, allow=(), slots=4)
-    try:
-        bench.open(attempt=2)
-        for step, lineage in ((1, "1" * 12), (3, "1" * 12), (5, "1" * 12), (2, "2" * 12)):
-            bench.save(step, attempt=2, lineage=lineage)
-        bench.node.settle(RUN, 2, snapshot_name(3, 2), "1" * 12)
-        settled = {slot.manifest.step for slot in bench.node.committed(RUN) if slot.manifest and slot.settled}
-        assert settled == {1, 3} & set(bench.committed())
-        with pytest.raises(FencedError):
-            bench.node.settle(RUN, 1, snapshot_name(5, 2), "1" * 12)
-        with pytest.raises(SettingsError, match="names no snapshot"):
-            bench.node.settle(RUN, 2, "best.ckpt", "1" * 12)
-        bench.save(6, attempt=2, lineage="1" * 12)
-        bench.save(7, attempt=2, lineage="1" * 12)
-        assert 2 in bench.committed()  # the newest of its lineage, and nobody said that it is durable
-    finally:
-        bench.close()
+def test_only_what_is_superseded_or_durable_is_let_go(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(allow=(), slots=4)
+    bench.open(attempt=2)
+    for step, lineage in ((1, "1" * 12), (3, "1" * 12), (5, "1" * 12), (2, "2" * 12)):
+        bench.save(step, attempt=2, lineage=lineage)
+    bench.node.settle(RUN, 2, snapshot_name(3, 2), "1" * 12)
+    settled = {slot.manifest.step for slot in bench.node.committed(RUN) if slot.manifest and slot.settled}
+    assert settled == {1, 3} & set(bench.committed())
+    with pytest.raises(FencedError):
+        bench.node.settle(RUN, 1, snapshot_name(5, 2), "1" * 12)
+    with pytest.raises(SettingsError, match="names no snapshot"):
+        bench.node.settle(RUN, 2, "best.ckpt", "1" * 12)
+    bench.save(6, attempt=2, lineage="1" * 12)
+    bench.save(7, attempt=2, lineage="1" * 12)
+    assert 2 in bench.committed()  # the newest of its lineage, and nobody said that it is durable
 
 
 def test_a_node_is_told_over_the_network(start_node: Callable[..., RunningNode]) -> None:
@@ -130,45 +120,39 @@ def test_a_node_is_told_over_the_network(start_node: Callable[..., RunningNode])
     assert store.listing() == []
 
 
-def test_a_full_ring_says_why(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, slots=3, run_memory_bytes=None)
-    try:
-        bench.open()
-        bench.open(run_id=OTHER_ID, durable=False)
-        bench.save(1, run_id=OTHER_ID)
-        bench.tier().open.clear()
-        bench.save(1)
+def test_a_full_ring_says_why(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(slots=3, run_memory_bytes=None)
+    bench.open()
+    bench.open(run_id=OTHER_ID, durable=False)
+    bench.save(1, run_id=OTHER_ID)
+    bench.tier().open.clear()
+    bench.save(1)
+    bench.node.lease(RUN, 1, 1000)
+    with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused) as found:
         bench.node.lease(RUN, 1, 1000)
-        with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused) as found:
-            bench.node.lease(RUN, 1, 1000)
-        assert "none of 3 slots" in str(found.value)
-        assert f"1 not at {bench.tier().url} yet" in str(found.value)
-        assert "1 being filled" in str(found.value)
-        assert "1 the newest of its run and safe nowhere else" in str(found.value)
-        assert "--run-memory-limit" not in str(found.value)
-    finally:
-        bench.close()
+    assert "none of 3 slots" in str(found.value)
+    assert f"1 not at {bench.tier().url} yet" in str(found.value)
+    assert "1 being filled" in str(found.value)
+    assert "1 the newest of its run and safe nowhere else" in str(found.value)
+    assert "--run-memory-limit" not in str(found.value)
 
 
-def test_a_run_that_has_used_up_its_share_is_told(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, slots=None, run_memory_bytes=MIB)
-    try:
-        bench.open(durable=False)
-        bench.save(1, nbytes=900_000)
-        with pytest.raises(
-            SnapshotFailedError,
-            match=r"one run may use .* \(--run-memory-limit\)",
-            check=FailureReason.RING_FULL.caused,
-        ):
-            bench.save(2, nbytes=900_000)
-    finally:
-        bench.close()
+def test_a_run_that_has_used_up_its_share_is_told(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(slots=None, run_memory_bytes=MIB)
+    bench.open(durable=False)
+    bench.save(1, nbytes=900_000)
+    with pytest.raises(
+        SnapshotFailedError,
+        match=r"one run may use .* \(--run-memory-limit\)",
+        check=FailureReason.RING_FULL.caused,
+    ):
+        bench.save(2, nbytes=900_000)
 
 
 def test_the_speed_of_a_tier_that_a_node_writes_now_counts_no_more(
     make: Callable[..., WithNode], tmp_path: Path
 ) -> None:
-    bench = make(allow=(str(tmp_path),))
+    bench = make(str(tmp_path))
     node, bench.memory_node = bench.memory_node, None  # type: ignore[assignment]
     bench.open(nodes=(BEHIND,))
     bench.save(1)
@@ -190,7 +174,9 @@ def test_the_speed_of_a_tier_that_a_node_writes_now_counts_no_more(
 # -- what the next node takes over ------------------------------------------------------------------------------------
 
 
-def test_what_a_node_left_in_a_second_directory_is_taken_over(tmp_path: Path, runtime_dir: Path) -> None:
+def test_what_a_node_left_in_a_second_directory_is_taken_over(
+    make_bench: Callable[..., Bench], tmp_path: Path, runtime_dir: Path
+) -> None:
     """Two nodes lived side by side on one tmpfs and both were killed: nothing of either is lost."""
     area = runtime_dir / "area"
 
@@ -209,33 +195,29 @@ def test_what_a_node_left_in_a_second_directory_is_taken_over(tmp_path: Path, ru
     first.die()
     second.die()
     (beside,) = runtime_dir.glob("area-*")
-    heir = Bench(tmp_path / "heir", area=area, slots=8, open_store=_away)
-    try:
-        assert sorted(heir.committed()) == [1, 2]
-        assert sorted(heir.committed(OTHER_ID)) == [1, 2]
-        assert heir.node.claimed(RUN) == 3
-        assert [url for url, _manifest in heir.node.flusher.deletions(RUN_ID)] == ["spot://away:1/run"]
-        assert not beside.exists()
-        for slot in heir.node.ring.committed():
-            assert slot.manifest is not None
-            slot.manifest.verify(slot.view(), "memory")
-    finally:
-        heir.close()
+    heir = make_bench(tmp_path / "heir", area=area, slots=8, open_store=_away)
+    assert sorted(heir.committed()) == [1, 2]
+    assert sorted(heir.committed(OTHER_ID)) == [1, 2]
+    assert heir.node.claimed(RUN) == 3
+    assert [url for url, _manifest in heir.node.flusher.deletions(RUN_ID)] == ["spot://away:1/run"]
+    assert not beside.exists()
+    for slot in heir.node.ring.committed():
+        assert slot.manifest is not None
+        slot.manifest.verify(slot.view(), "memory")
 
 
-def test_a_directory_of_somebody_else_is_left_as_it_is(tmp_path: Path, runtime_dir: Path) -> None:
+def test_a_directory_of_somebody_else_is_left_as_it_is(make_bench: Callable[..., Bench], runtime_dir: Path) -> None:
     (runtime_dir / "area-1" / "lock").mkdir(parents=True)
-    bench = Bench(tmp_path, area=runtime_dir / "area")
-    try:
-        bench.open(durable=False)
-        bench.save(1)
-        assert bench.committed() == [1]
-        assert (runtime_dir / "area-1" / "lock").is_dir()
-    finally:
-        bench.close()
+    bench = make_bench(area=runtime_dir / "area")
+    bench.open(durable=False)
+    bench.save(1)
+    assert bench.committed() == [1]
+    assert (runtime_dir / "area-1" / "lock").is_dir()
 
 
-def test_killed_while_it_takes_over_nothing_is_lost_or_there_twice(tmp_path: Path, runtime_dir: Path) -> None:
+def test_killed_while_it_takes_over_nothing_is_lost_or_there_twice(
+    make_bench: Callable[..., Bench], tmp_path: Path, runtime_dir: Path
+) -> None:
     area = runtime_dir / "area"
     killed = Bench(tmp_path, area=area, slots=4)
     killed.open(durable=False)
@@ -245,12 +227,9 @@ def test_killed_while_it_takes_over_nothing_is_lost_or_there_twice(tmp_path: Pat
     record = json.loads((runtime_dir / "area-1" / "slot-0.json").read_text())
     record["sequence"] += 1
     (runtime_dir / "area-1" / "slot-0.json").write_text(json.dumps(record))
-    heir = Bench(tmp_path / "heir", area=area, slots=4)
-    try:
-        assert heir.committed() == [1]
-        assert len(list(area.glob("slot-*.img"))) == 1
-    finally:
-        heir.close()
+    heir = make_bench(tmp_path / "heir", area=area, slots=4)
+    assert heir.committed() == [1]
+    assert len(list(area.glob("slot-*.img"))) == 1
 
 
 def test_a_node_is_given_the_time_that_its_slots_take(

@@ -7,6 +7,7 @@ is: snapshots come to the durable tier too rarely to matter, but where a test is
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,9 +21,9 @@ from lightning_spot.client.node_client import NodeClient
 from lightning_spot.errors import SpotError
 from lightning_spot.protocol.wire import Address
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import until
-from tests.network import TOKEN, Network, listening, network_or_skip
-from tests.zygote import Zygote
+from tests.support.network import TOKEN, Network, listening, network_or_skip
+from tests.support.oracle import Server, lines
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 
@@ -39,7 +40,7 @@ class Cluster:
     network: Network
     root: Path
     monkeypatch: pytest.MonkeyPatch
-    zygote: Zygote
+    zygote: Server
     log: Path
     nodes: dict[str, str] = field(default_factory=dict)
     attempts: int = 0
@@ -82,8 +83,7 @@ class Cluster:
                 assert self.zygote.read() == "-9"
 
     def lines(self, word: str) -> list[list[str]]:
-        text = self.oracle.read_text() if self.oracle.exists() else ""
-        return [line.split()[1:] for line in text.split("\n")[:-1] if line.startswith(word + " ")]
+        return lines(self.oracle, word)
 
     def step(self) -> int:
         """That training is at."""
@@ -136,7 +136,7 @@ class Cluster:
         step = max(self.step(), self.reached)
         self.train(max_steps=step + 10)
         self.resumed()
-        assert self.zygote.read() == "0", self.log.read_text()
+        assert self.zygote.read(600.0) == "0", self.log.read_text()
         newest = LocalStore(self.run_dir).survey().manifests[0]
         assert (newest.step, newest.complete) == (step + 10, True)
 
@@ -146,17 +146,13 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) -
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", TOKEN)
     (tmp_path / "bucket").mkdir()
     log = tmp_path / "trainers.log"
-    zygote = Zygote(warm_python, log)
-    try:
+    with contextlib.closing(Server("tests.support.crash_trainer", log, warm_python)) as zygote:
         with network_or_skip("hosts", (TRAINER, LEFT, RIGHT)) as network:
             network.shape(TRAINER, bits_per_s=SLOW_BITS_PER_S)
             made = Cluster(network, tmp_path, monkeypatch, zygote, log)
             for host in (LEFT, RIGHT):
                 made.start_node(host)
             yield made
-    finally:
-        zygote.process.kill()
-        zygote.process.wait()
 
 
 def staging(_: Cluster) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import shutil
@@ -30,9 +31,10 @@ from lightning_spot.run.survey import survey
 from lightning_spot.service.fields import place
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import RunningNode, until
-from tests.models import Net, Probe, data, trainer
-from tests.test_fit import Stop, StopAt
+from tests.support.server import RunningNode
+from tests.support.snapshots import serverless
+from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
+from tests.support.waiting import until
 
 HERE = "file:///data/run-1"
 
@@ -46,40 +48,23 @@ def at_node(**more: Any) -> NodeRun:
     return NodeRun(**{"name": "run-1", "id": "b" * 12, "location": HERE, "attempt": 5, **more})
 
 
-@pytest.mark.parametrize(
-    ("inode", "newest", "runs", "expected"),
-    [
-        (7, claim(), [], Identity(run_id="a" * 12)),
-        (9, claim(), [], Identity(run_id="a" * 12)),
-        (7, claim(location="file:///data/old"), [], Identity(run_id="a" * 12)),
-        (
-            9,
-            claim(location="file:///data/old"),
-            [at_node()],
-            Identity(run_id="new", copied_from="file:///data/old"),
-        ),
-        (0, claim(location="s3://b/old", inode=0), [], Identity(run_id="new", copied_from="s3://b/old")),
-        (9, None, [at_node()], Identity(run_id="b" * 12)),
-        (9, None, [at_node(), at_node(id="c" * 12, attempt=8)], Identity(run_id="c" * 12)),
-        (9, None, [at_node(location="file:///data/run-2"), at_node(id="")], Identity(run_id="new")),
-        (9, None, [at_node(host="me")], Identity(run_id="b" * 12)),
-        (9, None, [at_node(host="other")], Identity(run_id="new", unsure=at_node(host="other"))),
-        (0, None, [], Identity(run_id="new")),
-    ],
-    ids=[
-        "same",
-        "restored",
-        "moved",
-        "copied",
-        "copied-object",
-        "claims-gone",
-        "two-there",
-        "other-place",
-        "this-machine",
-        "other-machine",
-        "nothing",
-    ],
-)
+OLD = "file:///data/old"
+IDENTITIES: dict[str, tuple[int, Claim | None, list[NodeRun], Identity]] = {
+    "same": (7, claim(), [], Identity(run_id="a" * 12)),
+    "restored": (9, claim(), [], Identity(run_id="a" * 12)),
+    "moved": (7, claim(location=OLD), [], Identity(run_id="a" * 12)),
+    "copied": (9, claim(location=OLD), [at_node()], Identity(run_id="new", copied_from=OLD)),
+    "copied-object": (0, claim(location="s3://b/old", inode=0), [], Identity(run_id="new", copied_from="s3://b/old")),
+    "claims-gone": (9, None, [at_node()], Identity(run_id="b" * 12)),
+    "two-there": (9, None, [at_node(), at_node(id="c" * 12, attempt=8)], Identity(run_id="c" * 12)),
+    "other-place": (9, None, [at_node(location="file:///data/run-2"), at_node(id="")], Identity(run_id="new")),
+    "this-machine": (9, None, [at_node(host="me")], Identity(run_id="b" * 12)),
+    "other-machine": (9, None, [at_node(host="other")], Identity(run_id="new", unsure=at_node(host="other"))),
+    "nothing": (0, None, [], Identity(run_id="new")),
+}
+
+
+@pytest.mark.parametrize(("inode", "newest", "runs", "expected"), IDENTITIES.values(), ids=IDENTITIES)
 def test_identity_is_in_the_claims_or_in_the_place(
     inode: int, newest: Claim | None, runs: list[NodeRun], expected: Identity
 ) -> None:
@@ -126,14 +111,9 @@ def snapshots(path: Path) -> list[Manifest]:
     return LocalStore(path).survey().manifests
 
 
-def spot(path: Path, **more: Any) -> SpotCheckpoint:
-    settings = {"interval": EverySteps(3), "local_server": "servers" in more, "on_full": "wait", "notices": None}
-    return SpotCheckpoint(str(path), **{**settings, **more})
-
-
 def train(path: Path, stop: int | None = None, **more: Any) -> tuple[SpotCheckpoint, int]:
     """Train the run at ``path``; the callback, and the step it began at."""
-    callback, probe = spot(path, **more), Probe()
+    callback, probe = serverless(path, **more), Probe()
     run = trainer(callback, probe, *([StopAt(stop)] if stop is not None else []))
     if stop is not None:
         with pytest.raises(Stop):
@@ -164,11 +144,8 @@ def node_runs(node: RunningNode) -> list[dict[str, Any]]:
     from lightning_spot.client.node_client import NodeClient
     from lightning_spot.protocol.wire import parse_spot_url
 
-    client = NodeClient(parse_spot_url(node.url)[0])
-    try:
+    with contextlib.closing(NodeClient(parse_spot_url(node.url)[0])) as client:
         return list(client.call("GET", "/v1/runs")["runs"])
-    finally:
-        client.close()
 
 
 def run_ids(path: Path) -> set[str]:
@@ -299,7 +276,7 @@ def test_lineage_is_inherited_by_who_resumes(tmp_path: Path, caplog: pytest.LogC
     train(path, 20, keep=10)
     (lineage,) = {manifest.lineage for manifest in snapshots(path)}
     chosen = snapshots(path)[-1]
-    callback = spot(path, keep=10)
+    callback = serverless(path, keep=10)
     with pytest.raises(Stop):
         trainer(callback, StopAt(12)).fit(Net(), data(), ckpt_path=str(path / chosen.data_path))
     newest = snapshots(path)[0]

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_spot import EverySteps, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.errors import FailureReason, SettingsError, SnapshotFailedError
+from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.fit import writing
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import InProcessHost, Lease
@@ -27,7 +27,7 @@ from lightning_spot.staging import schedule
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.copy_job import CopyJob
 from lightning_spot.staging.schedule import PlaceKind, Profile, Schedule, Timetable
-from tests.models import Net, Probe, TwoOptimizers, data, equal, state_of, trainer
+from tests.support.trainer import Net, Probe, TwoOptimizers, data, equal, state_of, trainer
 
 MODES = ("eager", "asymmetric", "backward", "blocking", "auto")
 
@@ -389,12 +389,3 @@ def test_snapshots_that_find_no_slot_are_counted_and_said_once(
     assert callback.num_skipped >= 5
     assert len(set(busy) & set(seen.images)) <= 1  # one slot may have been leased ahead
     assert caplog.text.count("is skipped") == 1
-
-
-def test_settings_that_cannot_be_used_are_named(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="copy_mode='lazy'"):
-        SpotCheckpoint(str(tmp_path), copy_mode="lazy")  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match="'64 apples' is no size"):
-        SpotCheckpoint(str(tmp_path), device_buffer="64 apples")
-    assert SpotCheckpoint(str(tmp_path), device_buffer=None).snapshots._settings.ring.device_buffer_bytes == 0
-    assert SpotCheckpoint(str(tmp_path)).snapshots._settings.ring.device_buffer_bytes == 64 * 2**20

@@ -42,10 +42,10 @@ from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalFolder, LocalStore
 from lightning_spot.tiers.retention import retain
 from lightning_spot.tiers.store import Folder, Store
-from tests import faulty
-from tests.conftest import until
-from tests.faulty import Plan
-from tests.small_trainer import RUN_ID
+from tests.support import faulty
+from tests.support.faulty import Plan
+from tests.support.small_trainer import RUN_ID
+from tests.support.waiting import until
 
 PART = 64 * 1024
 FILES = (  # in the first part bytes of both hosts lie, the second is host 0's, the third both hosts'
@@ -58,6 +58,7 @@ FILES = (  # in the first part bytes of both hosts lie, the second is host 0's, 
 NBYTES = FILES[-1].stop
 THEIRS = ((12_288, 12_288), (24_576 + 2 * PART, 4096))
 LAST_S = 600.0  # of what never takes so long
+missed = functools.partial(pytest.raises, SnapshotFailedError, check=FailureReason.SHARE_MISSING.caused)
 
 Hook = Callable[[str, tuple[Any, ...]], None]
 
@@ -75,8 +76,11 @@ def goes_on() -> None:
     """Nothing has happened."""
 
 
-class InTurn:
-    """A folder of which each file that is written is a call of its own."""
+class Hooked:
+    """A folder, of which each call is told before and after; each file that is written is a call of its own."""
+
+    def __init__(self, folder: Folder, before: Hook, after: Hook) -> None:
+        self._folder, self._before, self._after = folder, before, after
 
     def write_all(
         self, contents: Mapping[str, memoryview], goes_on: Callable[[], None], done: Callable[[str], None]
@@ -87,19 +91,11 @@ class InTurn:
             done(name)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        raise NotImplementedError
-
-
-class Hooked(InTurn):
-    """A folder of which each call is told before it is made."""
-
-    def __init__(self, folder: Folder, hook: Hook) -> None:
-        self._folder, self._hook = folder, hook
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
-            self._hook(name, arguments)
-            return getattr(self._folder, name)(*arguments)
+            self._before(name, arguments)
+            result = getattr(self._folder, name)(*arguments)
+            self._after(name, arguments)
+            return result
 
         return call
 
@@ -107,45 +103,12 @@ class Hooked(InTurn):
 class HookedStore(LocalStore):
     """A directory, as a process sees it to which something happens at its calls."""
 
-    def __init__(self, root: Path, hook: Hook) -> None:
+    def __init__(self, root: Path, before: Hook = lambda *_: None, after: Hook = lambda *_: None) -> None:
         super().__init__(root)
-        self._hook = hook
+        self._hooks = before, after
 
     def folder(self, name: str, *, attempt: int, run_id: str) -> Any:
-        return Hooked(super().folder(name, attempt=attempt, run_id=run_id), self._hook)
-
-
-class Dying(InTurn):
-    """A folder, which kills who uses it, before or after a call."""
-
-    def __init__(self, folder: Folder, calls: list[str], last: int, *, is_done: bool) -> None:
-        self._folder, self._calls, self._last, self._is_done = folder, calls, last, is_done
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            self._calls.append(name)
-            dies = len(self._calls) - 1 == self._last
-            if dies and not self._is_done:
-                raise Killed
-            result = getattr(self._folder, name)(*arguments)
-            if dies:
-                raise Killed
-            return result
-
-        return call
-
-
-class DyingStore(LocalStore):
-    """A directory, as a process sees it that is killed at its ``last`` call."""
-
-    def __init__(self, root: Path, last: int, *, is_done: bool) -> None:
-        super().__init__(root)
-        self.calls: list[str] = []
-        self._last, self._is_done = last, is_done
-
-    def folder(self, name: str, *, attempt: int, run_id: str) -> Any:
-        folder = super().folder(name, attempt=attempt, run_id=run_id)
-        return Dying(folder, self.calls, self._last, is_done=self._is_done)
+        return Hooked(super().folder(name, attempt=attempt, run_id=run_id), *self._hooks)
 
 
 def content(step: int) -> bytes:
@@ -265,7 +228,13 @@ def dies_at_every_call(root: Path, number: int, before: Callable[[Host], None], 
         store = LocalStore(root / str(last))
         store.put(manifest_of(1).sealed(memoryview(content(1))), memoryview(content(1)), attempt=1)
         before(Host(1 - number, store))
-        mortal = Host(number, DyingStore(store.root, last, is_done=is_done))
+        calls = itertools.count()
+
+        def die(*_: Any, calls: Iterator[int] = calls, last: int = last) -> None:
+            if next(calls) == last:
+                raise Killed
+
+        mortal = Host(number, HookedStore(store.root, **{"after" if is_done else "before": die}))
         mortal.tier.wait_s = 600.0
         try:
             mortal.take(2)
@@ -277,18 +246,14 @@ def dies_at_every_call(root: Path, number: int, before: Callable[[Host], None], 
 
 def bring_and_note(host: Host) -> None:
     host.bring(2)
-    with pytest.raises(
-        SnapshotFailedError,
-        match=r"has not brought its files of step-000000002-attempt-0001 within \d+ s",
-        check=FailureReason.SHARE_MISSING.caused,
-    ):
+    with missed(match=r"has not brought its files of step-000000002-attempt-0001 within \d+ s"):
         host.end(2)
 
 
-def look(host: Host) -> int:
+def step_of(commit: Callable[[], Manifest]) -> int:
     """What the newest step is, by what a host is told that waits."""
     try:
-        return host.tier.finish(host.gathering(2), host.number, goes_on).step
+        return commit().step
     except SnapshotFailedError as error:
         if error.reason is not FailureReason.SHARE_MISSING:
             raise
@@ -302,7 +267,8 @@ def test_a_host_that_is_killed_at_any_call_leaves_the_snapshot_or_the_one_before
 ) -> None:
     ends = []
     for store in dies_at_every_call(tmp_path / "last", number, bring_and_note, is_done=is_done):
-        ends.append(committed := look(Host(1 - number, store)))  # whoever is left commits it
+        left = Host(1 - number, store)  # whoever is left commits it
+        ends.append(committed := step_of(lambda: left.tier.finish(left.gathering(2), left.number, goes_on)))  # noqa: B023
         check(store, committed)
     assert {1, 2} == set(ends)
     assert ends == sorted(ends)  # from its note on, it is there
@@ -310,13 +276,7 @@ def test_a_host_that_is_killed_at_any_call_leaves_the_snapshot_or_the_one_before
     for store in itertools.islice(dies_at_every_call(tmp_path / "first", number, Host.rest, is_done=is_done), 12):
         survivor = Host(1 - number, store)
         survivor.bring(2)
-        try:
-            committed = survivor.end(2).step
-        except SnapshotFailedError as error:
-            if error.reason is not FailureReason.SHARE_MISSING:
-                raise
-            committed = 1
-        ends.append(committed)
+        ends.append(committed := step_of(lambda: survivor.end(2)))  # noqa: B023
         check(store, committed)
     assert {1, 2} == set(ends)
     assert ends == sorted(ends)
@@ -412,7 +372,7 @@ def test_a_later_attempt_keeps_a_snapshot_of_an_earlier_one_from_being_committed
 def test_a_name_is_brought_once_and_nothing_is_written_over(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "run")
     together(pair(store), 1)
-    with pytest.raises(SnapshotFailedError, match="nothing is written over", check=FailureReason.SHARE_MISSING.caused):
+    with missed(match="nothing is written over"):
         Host(0, store).bring(1)
     check(store, 1)
 
@@ -425,11 +385,7 @@ def test_hosts_that_do_not_fit_each_other_and_bytes_that_were_changed_make_no_sn
     with ThreadPoolExecutor(2) as pool:
         ends = [pool.submit(host.end, 2, digest) for host, digest in zip(hosts, ("same", "another"), strict=True)]
         for end in ends:
-            with pytest.raises(
-                SnapshotFailedError,
-                match=r"host \d has another model, or other optimizers, than host \d",
-                check=FailureReason.SHARE_MISSING.caused,
-            ):
+            with missed(match=r"host \d has another model, or other optimizers, than host \d"):
                 end.result(LAST_S)
     assert {name[:5] for name in names_of(store, 2)} == {"torn-"}  # else each such snapshot would leave all its bytes
 
@@ -451,7 +407,7 @@ def test_a_host_that_gives_up_keeps_the_others_from_waiting_and_what_it_left_is_
     (guest := Host(1, store)).bring(2)
     Host(0, store).tier.decline(snapshot_name(2, 1), attempt=1, why="no slot is free")
     guest.tier.wait_s = 600.0
-    with pytest.raises(SnapshotFailedError, match="no slot is free", check=FailureReason.SHARE_MISSING.caused):
+    with missed(match="no slot is free"):
         guest.end(2)
     later = manifest_of(5)
     later = replace(later, name=snapshot_name(5, 2), attempt=2).sealed(memoryview(content(5)))
@@ -477,14 +433,10 @@ def test_where_the_disk_is_full_no_host_leaves_its_files(tmp_path: Path) -> None
             other.bring(2)
         assert [name for name in names_of(store, 2) if "1" in name] == []
         other.tier.placed(other.gathering(2), 1, "host 1: No space left on device")
-        with pytest.raises(
-            SnapshotFailedError, match="host 1: No space left", check=FailureReason.SHARE_MISSING.caused
-        ):
+        with missed(match="host 1: No space left"):
             waiting.result(LAST_S)
     assert [name[:5] for name in names_of(store, 2)] == ["torn-"]
-    with pytest.raises(
-        SnapshotFailedError, match="host 1: No space left", check=FailureReason.SHARE_MISSING.caused
-    ):  # who comes later begins with nothing
+    with missed(match="host 1: No space left"):  # who comes later begins with nothing
         Host(1, store).bring(2)
     assert [name[:5] for name in names_of(store, 2)] == ["torn-"]
 
@@ -515,7 +467,7 @@ def test_a_host_that_has_said_that_it_will_not_leaves_no_note(tmp_path: Path) ->
     store = LocalStore(tmp_path / "run")
     (first := Host(0, store)).bring(2)
     first.tier.decline(snapshot_name(2, 1), attempt=1, why="a rank has ended")
-    with pytest.raises(SnapshotFailedError, match="was given up", check=FailureReason.SHARE_MISSING.caused):
+    with missed(match="was given up"):
         first.end(2)
     assert [name[:5] for name in names_of(store, 2)] == ["torn-"]
 
@@ -556,7 +508,7 @@ def test_who_comes_too_late_to_commit_leaves_no_manifest_without_bytes(tmp_path:
         host.bring(2)
     bring_notes(store, (0, 1))
     late = Host(1, HookedStore(store.root, overtake))
-    with pytest.raises(SnapshotFailedError, match="has not brought", check=FailureReason.SHARE_MISSING.caused):
+    with missed(match="has not brought"):
         late.tier.finish(late.gathering(2), 1, goes_on)
     assert [manifest.step for manifest in overtaken] == [2]
     assert store.survey().manifests == []
@@ -583,7 +535,7 @@ def test_a_snapshot_that_a_host_tears_while_another_one_commits_it_is_not_there(
     other = Host(1, store)
     other.bring(1)
     other.tier.placed(other.gathering(1), 1)
-    with pytest.raises(SnapshotFailedError, match="its node was lost", check=FailureReason.SHARE_MISSING.caused):
+    with missed(match="its node was lost"):
         Host(0, HookedStore(store.root, tear)).take(1)
     assert torn
     assert store.survey().manifests == []
@@ -593,7 +545,7 @@ def test_nothing_is_kept_of_what_was_given_up_before_its_note(tmp_path: Path) ->
     host = Host(1, LocalStore(tmp_path / "run"))
     host.bring(1)
     host.tier.give_up(host.gathering(1))
-    with pytest.raises(SnapshotFailedError, match="was given up", check=FailureReason.SHARE_MISSING.caused):
+    with missed(match="was given up"):
         host.end(1)
     assert host.tier._brought == {}
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot import EverySteps
 from lightning_spot.errors import NotSerializableError
-from tests.conftest import new_process
-from tests.models import Net, data, trainer
-from tests.test_fit import Stop, StopAt
+from tests.support.snapshots import serverless
+from tests.support.trainer import Net, Stop, StopAt, data, trainer
+from tests.support.waiting import new_process
 
 
 class Coded(torch.Tensor):
@@ -45,8 +45,7 @@ def test_a_class_that_is_known_to_torch_only_in_training_is_named_at_once(
     def fit(stop: int) -> None:
         new_process()
         torch.serialization.clear_safe_globals()
-        spot: dict[str, Any] = {"local_server": False, "interval": EverySteps(2), "on_full": "wait", "notices": None}
-        trainer(StopAt(stop), SpotCheckpoint(str(tmp_path / "run"), **spot)).fit(ImportsLate(), data(8))
+        trainer(StopAt(stop), serverless(tmp_path / "run", interval=EverySteps(2))).fit(ImportsLate(), data(8))
 
     try:
         with pytest.raises(Stop):

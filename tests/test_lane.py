@@ -10,7 +10,7 @@ import torch
 
 from lightning_spot.staging.batch import SlotSpan
 from lightning_spot.staging.cuda import Lane
-from tests.fake_device import FakeDevice
+from tests.support.fake_device import FakeDevice
 
 
 def test_the_event_of_who_ordered_last_is_the_one_that_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,10 @@ from lightning_spot.run.identity import next_attempt
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.retention import retain
-from tests.conftest import until
-from tests.models import Net, Probe, data, trainer
-from tests.test_fit import Stop, StopAt
-from tests.test_identity import spot, train
+from tests.support.snapshots import serverless
+from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
+from tests.support.waiting import until
+from tests.test_identity import train
 
 
 class LateWriter(Net):
@@ -63,7 +63,7 @@ def test_what_becomes_durable_while_an_attempt_begins_is_resumed_from(tmp_path: 
         store.delete(store.survey().manifests[-1])
     probe = Probe()
     with pytest.raises(Stop):
-        trainer(spot(run, keep=keep), probe, StopAt(11)).fit(LateWriter(run, newest, image), data())
+        trainer(serverless(run, keep=keep), probe, StopAt(11)).fit(LateWriter(run, newest, image), data())
     assert min(probe.states) == newest.step == 9
 
 
@@ -73,7 +73,7 @@ def test_a_number_above_which_there_is_none_is_an_error_not_a_snapshot_that_nobo
 ) -> None:
     (tmp_path / "run-1" / stray).mkdir(parents=True)
     with pytest.raises(SettingsError, match="999999999"):
-        trainer(spot(tmp_path / "run-1")).fit(Net(), data())
+        trainer(serverless(tmp_path / "run-1")).fit(Net(), data())
     assert next_attempt([HIGHEST_ATTEMPT - 1], durable_was_read=True) == HIGHEST_ATTEMPT
 
 
@@ -124,7 +124,7 @@ def test_what_a_node_finds_out_the_trainer_says(tmp_path: Path, caplog: pytest.L
             LocalStore(run).claim(later)
 
     between = Between(act, caplog, f"{run} fails (" if what == "fails" else "attempt 2 has taken over")
-    trainer(spot(run, local_server=True, upload_timeout_s=1.0), between, max_epochs=30).fit(Net(), data())
+    trainer(serverless(run, local_server=True, upload_timeout_s=1.0), between, max_epochs=30).fit(Net(), data())
     assert between.is_said
 
 
@@ -140,7 +140,9 @@ def test_a_run_whose_last_snapshot_is_not_durable_ends_with_an_error(
                 shutil.rmtree(run)
                 run.write_text("no directory")
 
-    fit = trainer(spot(run, upload_timeout_s=1.0, on_error="raise" if strict else "warn"), Breaks(), max_epochs=1).fit
+    fit = trainer(
+        serverless(run, upload_timeout_s=1.0, on_error="raise" if strict else "warn"), Breaks(), max_epochs=1
+    ).fit
     if strict:
         with pytest.raises(TierError, match="is not durable in"):
             fit(Net(), data())

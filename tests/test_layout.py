@@ -23,7 +23,7 @@ from lightning_spot.capture.writer import Outliner
 from lightning_spot.image import layout as layout_module
 from lightning_spot.image import pickling
 from lightning_spot.image.layout import Layout, Layouter, filled, lay_out
-from tests.filled import check_archive, fill
+from tests.support.filled import check_archive, fill
 
 
 def loaded(image: bytes | bytearray, **how: Any) -> Any:
@@ -287,23 +287,6 @@ def test_what_torch_names_otherwise_one_day_ends_nothing(monkeypatch: pytest.Mon
     assert all("plain torch.save" in line for line in warnings_said)
 
 
-def test_tensors_of_one_memory_that_differ_in_a_bit_are_told_apart() -> None:
-    layouter = Layouter()
-    numbers = torch.randn(3, dtype=torch.complex64)
-    for state in ({"a": numbers.imag}, {"a": numbers.conj().imag}, {"a": numbers, "b": numbers.conj()}, {"a": numbers}):
-        assert_like_torch(layouter, state)
-
-
-def test_tensors_of_all_kinds_that_are_there_twice() -> None:
-    layouter = Layouter()
-    weights = [torch.randn(3) for _ in range(12)]
-    sparse, conjugated = torch.eye(3).to_sparse(), torch.randn(2, dtype=torch.complex64).conj()
-    state = {"w": weights, "s": sparse, "c": conjugated, "again": [weights[3], sparse, conjugated], "made": Renewed()}
-    for _ in range(3):
-        weights[0].add_(1)
-        assert_like_torch(layouter, state)
-
-
 def test_no_storage_is_kept_alive() -> None:
     layouter = Layouter()
     weight = torch.randn(1000)
@@ -311,23 +294,6 @@ def test_no_storage_is_kept_alive() -> None:
     layouter.lay_out({"w": weight})
     del weight
     assert alive.expired()
-
-
-def test_a_storage_that_changes_its_size_or_memory_is_found() -> None:
-    layouter = Layouter()
-    state = {"a": torch.ones(4), "b": torch.ones(6), "c": torch.ones(2)}
-    layouter.lay_out(state)
-    state["b"].untyped_storage().resize_(4096)
-    assert_like_torch(layouter, state)
-    state["a"].data = torch.zeros(9)
-    assert_like_torch(layouter, state)
-    state["c"].requires_grad_()
-    assert_like_torch(layouter, state)
-    state["c"].detach().set_(state["a"].untyped_storage(), 3, (2,))
-    assert_like_torch(layouter, state)
-    state["c"] = state["c"].detach()
-    state["c"].note = 5  # type: ignore[attr-defined]
-    assert_like_torch(layouter, state)
 
 
 def test_one_memory_as_two_dtypes_is_refused_as_torch_does() -> None:

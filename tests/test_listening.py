@@ -36,8 +36,8 @@ from lightning_spot.protocol.listening import (
     next_line,
     tcp_listener,
 )
-from tests.conftest import until
-from tests.network import Network, network_or_skip
+from tests.support.network import Network, network_or_skip
+from tests.support.waiting import until
 
 SECRET, NAME, AGAIN = "s" * 64, snapshot_name(1, 1), snapshot_name(2, 1)
 SILENT_S, LAST_S = 3.0, 30.0
@@ -290,13 +290,10 @@ def test_of_several_addresses_of_a_host_the_one_that_faces_the_other_is_taken(ve
         there = network.address["second"]
         assert network.there("first", lambda: facing(there)) == network.address["first"]
         assert network.there("first", lambda: facing(network.address["first"])) == network.address["first"]
-        box = network.there("first", lambda: Mailbox(SECRET, facing(there)))
-        try:
+        with contextlib.closing(network.there("first", lambda: Mailbox(SECRET, facing(there)))) as box:
             network.there("second", lambda: Sender(network.address["first"], box.port, SECRET, 1)).close()
             with pytest.raises(ConnectionRefusedError):
                 network.there("first", lambda: socket.create_connection((LOOPBACK, box.port), LAST_S))
-        finally:
-            box.close()
 
 
 class Strategy(SimpleNamespace):

@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from lightning_spot.errors import SettingsError
 from lightning_spot.exact.compare import differences
-from tests import exact_models as m
-from tests.exact_table import Case, train
-from tests.test_exact import Stop, StopAt, StopIn, final
+from tests.support import exact_models as m
+from tests.support.exact_table import Case, train
+from tests.support.trainer import Stop, StopAfter, StopIn
+from tests.test_exact import final
 
 SEEDED = 5
 
@@ -180,11 +181,11 @@ WORKERS: dict[str, dict[str, Any]] = {
 }
 
 STOPS: dict[str, list[Callable[[], pl.Callback]]] = {
-    "mid-epoch": [lambda: StopAt(8)],
+    "mid-epoch": [lambda: StopAfter(8)],
     "end of epoch": [lambda: StopIn("on_train_batch_start", 6)],
     "before validation": [lambda: StopIn("on_validation_start", 1)],
-    "in validation": [lambda: StopAt(1, in_validation=True)],
-    "twice in one epoch": [lambda: StopAt(8), lambda: StopAt(2)],
+    "in validation": [lambda: StopAfter(1, in_validation=True)],
+    "twice in one epoch": [lambda: StopAfter(8), lambda: StopAfter(2)],
 }
 
 
@@ -345,7 +346,7 @@ def test_data_that_training_or_reading_changes_comes_back_or_is_named(
 
     case = Case(model=lambda: Changing(change, hook), loaders=loaders, val=None, settings={"limit_val_batches": 0})
     at = 3 if hook == "first epoch" else 8
-    stop = StopIn("on_train_batch_start", 6 if hook == "first epoch" else 11) if ends else StopAt(at)
+    stop = StopIn("on_train_batch_start", 6 if hook == "first epoch" else 11) if ends else StopAfter(at)
     if ends and data in (Queued, Opaque):
         says = "dataset.queue" if data is Queued else "dataset.source"
     with pytest.raises(Stop):
@@ -382,7 +383,7 @@ def test_what_an_epoch_was_made_of_is_compared(first: Any, then: Any, equal: boo
         return Case(loaders=other(**options), val=None, settings={"limit_val_batches": 0})
 
     with pytest.raises(Stop):
-        train(case(**first), tmp_path / "broken", StopAt(3), seed=11, every=1)
+        train(case(**first), tmp_path / "broken", StopAfter(3), seed=11, every=1)
     (said,) = (text for text in train(case(**then), tmp_path / "broken", seed=200, every=1000) if " was " in text)
     assert says in said
     if equal:
@@ -440,8 +441,8 @@ def test_a_scheduler_that_ends_before_the_run_is_refused(
         return Case(model=lambda: Cycle(make, steps), settings={"max_epochs": epochs, "num_sanity_val_steps": 0})
 
     with pytest.raises(Stop):
-        train(case(3), tmp_path, StopAt(8), seed=11, every=1)
-    batches = StopAt(2)
+        train(case(3), tmp_path, StopAfter(8), seed=11, every=1)
+    batches = StopAfter(2)
     with pytest.raises(SettingsError if says else Stop) as raised:
         train(case(epochs), tmp_path, batches, seed=12, every=1)
     assert says in str(raised.value)
@@ -494,7 +495,7 @@ def test_what_a_state_does_not_hold_is_named(name: str, tmp_path: Path) -> None:
     make, says, at = WARNED[name]
     spot = {"data_resume": "seek"} if "skipped" in name else {}
     case = Case(loaders=make, val=None, settings={"limit_val_batches": 0}, spot=spot)
-    stop = StopAt(at) if at == 8 else StopIn("on_train_batch_start", 6)
+    stop = StopAfter(at) if at == 8 else StopIn("on_train_batch_start", 6)
     with pytest.raises(Stop):
         train(case, tmp_path, stop, seed=11, every=1)
     said = train(case, tmp_path, seed=200, every=1000)
@@ -518,7 +519,7 @@ def test_an_epoch_that_has_less_batches_than_it_must_have_is_named(sized: bool, 
     case = Case(loaders=lambda: kind(m.Rows(noise=False), m.BATCH), val=None, settings={"limit_val_batches": 0})
     told: list[str] = []
     with pytest.raises(Stop):
-        train(case, tmp_path, StopAt(8), seed=11, every=1, told=told)
+        train(case, tmp_path, StopAfter(8), seed=11, every=1, told=told)
     train(case, tmp_path, seed=200, every=1000, told=told)
     assert len([text for text in told if "an epoch ended after 4 of 5 batches" in text]) == 1
 
@@ -526,7 +527,7 @@ def test_an_epoch_that_has_less_batches_than_it_must_have_is_named(sized: bool, 
 def test_with_replay_a_loader_that_keeps_its_state_is_exact_with_augmentation_in_workers(tmp_path: Path) -> None:
     case = Case(loaders=noisy, val=None, settings={"limit_val_batches": 0}, spot={"data_resume": "replay"})
     with pytest.raises(Stop):
-        train(case, tmp_path / "broken", StopAt(8), seed=11, every=1)
+        train(case, tmp_path / "broken", StopAfter(8), seed=11, every=1)
     assert train(case, tmp_path / "broken", seed=200, every=1000) == []
     train(case, tmp_path / "twin", seed=11, every=1000)
     assert list(differences(final(tmp_path / "twin"), final(tmp_path / "broken"))) == []

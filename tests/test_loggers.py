@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.exact.compare import differences
-from tests import exact_cases
-from tests.conftest import new_process
-from tests.exact_cases import Augmented, Model, loader
-from tests.models import trainer
-from tests.test_exact import Stop, StopAt, rows
+from tests.support import exact_cases
+from tests.support.exact_cases import Augmented, Model, loader
+from tests.support.trainer import Stop, StopAfter, trainer
+from tests.support.waiting import new_process
+from tests.test_exact import rows
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def fit(
 
 
 VERSIONS = {"numbered": None, "fixed": 0, "named": "mine"}
-STOPS = {"epoch-0": StopAt(13), "validation": StopAt(2, in_validation=True), "epoch-1": StopAt(22)}
+STOPS = {"epoch-0": StopAfter(13), "validation": StopAfter(2, in_validation=True), "epoch-1": StopAfter(22)}
 QUICK = {("numbered", "epoch-0", 1), ("fixed", "validation", 1), ("named", "epoch-1", 1), ("numbered", "epoch-1", 2)}
 
 
@@ -63,12 +63,12 @@ QUICK = {("numbered", "epoch-0", 1), ("fixed", "validation", 1), ("named", "epoc
         for accumulate in (1, 2)
     ],
 )
-def test_csv(tmp_path: Path, version: int | str | None, stop: StopAt, accumulate: int) -> None:
+def test_csv(tmp_path: Path, version: int | str | None, stop: StopAfter, accumulate: int) -> None:
     def logger(name: str) -> CSVLogger:
         return CSVLogger(str(tmp_path), name, version, flush_logs_every_n_steps=7)
 
     with pytest.raises(Stop):
-        fit(tmp_path / "b", logger("logs"), StopAt(stop.left, in_validation=stop.in_validation), seed=1)
+        fit(tmp_path / "b", logger("logs"), StopAfter(stop.left, in_validation=stop.in_validation), seed=1)
     fit(tmp_path / "b", logger("logs"), seed=1, accumulate_grad_batches=accumulate)
     (folder,) = (tmp_path / "logs").iterdir()
     if accumulate == 1:
@@ -127,7 +127,7 @@ def test_a_second_fit_goes_on_with_its_rows_behind_those_of_the_first(tmp_path: 
 
     whole = fit_twice(tmp_path / "whole")
     with pytest.raises(Stop):
-        fit_twice(tmp_path / "broken", StopAt(16 + 13))
+        fit_twice(tmp_path / "broken", StopAfter(16 + 13))
     assert fit_twice(tmp_path / "broken") == whole
 
 
@@ -137,7 +137,7 @@ def test_checkpoints_below_the_logger_stay_where_they_were(tmp_path: Path) -> No
 
     twin = fit(tmp_path / "a", CSVLogger(str(tmp_path), "twin"), checkpoint(), seed=1)
     with pytest.raises(Stop):
-        fit(tmp_path / "b", CSVLogger(str(tmp_path), "logs"), checkpoint(), StopAt(24), seed=1)
+        fit(tmp_path / "b", CSVLogger(str(tmp_path), "logs"), checkpoint(), StopAfter(24), seed=1)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Experiment logs directory")  # it says that these logs are deleted
         made = fit(tmp_path / "b", CSVLogger(str(tmp_path), "logs"), checkpoint(), seed=7)
@@ -149,7 +149,7 @@ def test_checkpoints_below_the_logger_stay_where_they_were(tmp_path: Path) -> No
 
 def test_another_version_that_the_user_names_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(Stop):
-        fit(tmp_path, CSVLogger(str(tmp_path), "logs", "one"), StopAt(13), seed=1)
+        fit(tmp_path, CSVLogger(str(tmp_path), "logs", "one"), StopAfter(13), seed=1)
     before = rows(tmp_path / "logs" / "one")
     fit(tmp_path, CSVLogger(str(tmp_path), "logs", "two"), seed=1)
     assert rows(tmp_path / "logs" / "one") == before
@@ -162,7 +162,7 @@ def test_the_log_of_a_run_stays_when_another_is_made_from_it(tmp_path: Path, how
         return CSVLogger(str(tmp_path), "logs")
 
     with pytest.raises(Stop):
-        fit(tmp_path / "a", logger(), StopAt(22), seed=1)
+        fit(tmp_path / "a", logger(), StopAfter(22), seed=1)
     shutil.copytree(tmp_path / "a", tmp_path / "copy")
     (file,) = (tmp_path / "copy" / "run").glob("step-000000020-*/model.ckpt")
     fit(tmp_path / "a", logger(), seed=1)
@@ -211,7 +211,7 @@ def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             return self._experiment
 
     with pytest.raises(Stop):
-        fit(tmp_path, Logger(str(tmp_path), "logs"), StopAt(13), seed=1)
+        fit(tmp_path, Logger(str(tmp_path), "logs"), StopAfter(13), seed=1)
     shutil.copytree(tmp_path / "run", tmp_path / "copy" / "run")
     fit(tmp_path, Logger(str(tmp_path), "logs"), seed=1)
     (folder,) = (tmp_path / "logs").iterdir()
@@ -232,7 +232,7 @@ def test_a_csv_log_at_a_url_keeps_the_rows_of_earlier_attempts(
     """They were deleted: the URL was opened as a local path, where there is no file, and Lightning began anew."""
     url = f"memory://{tmp_path.name}-{uuid.uuid4().hex}"
     with pytest.raises(Stop):
-        fit(tmp_path, CSVLogger(url, "logs", version), StopAt(13), seed=1)
+        fit(tmp_path, CSVLogger(url, "logs", version), StopAfter(13), seed=1)
     files = fsspec.filesystem("memory")
     before = {path: files.cat_file(path) for path in files.find(url)}
     assert any(path.endswith("metrics.csv") for path in before)
@@ -263,6 +263,6 @@ def test_others_are_told_what_to_do(tmp_path: Path) -> None:
             return f"run-{self.runs}"
 
     with pytest.raises(Stop):
-        fit(tmp_path, WandbLikeLogger(), StopAt(13), seed=1)
+        fit(tmp_path, WandbLikeLogger(), StopAfter(13), seed=1)
     with pytest.warns(UserWarning, match=r"has begun run 'run-2'; the snapshot was logged to 'run-1'.*WANDB_RUN_ID"):
         fit(tmp_path, WandbLikeLogger(), seed=1)

@@ -12,10 +12,10 @@ import torch
 
 from lightning_spot import SpotCheckpoint
 from lightning_spot.staging import cuda
-from tests.conftest import new_process, until
-from tests.fake_device import Emulated
-from tests.models import Net, data, trainer
-from tests.test_fit import manifests, spot
+from tests.support.fake_device import Emulated
+from tests.support.snapshots import manifests, spot
+from tests.support.trainer import Net, data, trainer
+from tests.support.waiting import new_process, until
 
 UNKNOWN, ERROR = 999, "CUDA error: device-side assert triggered"
 

@@ -42,12 +42,13 @@ from lightning_spot.run.patience import Patience
 from lightning_spot.run.survey import Survey
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings, Store
-from tests.conftest import RunningNode, lives, new_process, until
-from tests.filled import check_archive, fill
-from tests.gated import RUN_ID, GatedStore, image_of, manifest_of
-from tests.models import Net, Probe, data, trainer
-from tests.oracle import claim_of
-from tests.test_fit import Stop, StopAt, check_all, spot
+from tests.support.filled import check_archive, fill
+from tests.support.oracle import claim_of
+from tests.support.server import RUN_ID, RunningNode, image_of, manifest_of
+from tests.support.snapshots import check_all, spot
+from tests.support.store import GatedStore
+from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
+from tests.support.waiting import lives, new_process, until
 
 
 def node_pid(callback: SpotCheckpoint) -> int:

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_spot import EverySteps, SpotCheckpoint
-from tests.conftest import new_process
-from tests.models import trainer
-from tests.test_fit import Stop, StopAt
+from lightning_spot import EverySteps
+from tests.support.snapshots import serverless
+from tests.support.trainer import Stop, StopAt, trainer
+from tests.support.waiting import new_process
 
 
 class Rows(Dataset[Any]):
@@ -79,9 +79,9 @@ class Learner(pl.LightningModule):
 def fit(run: Path, *callbacks: pl.Callback) -> tuple[Learner, list[str]]:
     new_process()
     pl.seed_everything(1, verbose=False)
-    more: dict[str, Any] = {"local_server": False, "interval": EverySteps(1), "on_full": "wait", "notices": None}
     learner = Learner()
-    fits = trainer(*callbacks, SpotCheckpoint(str(run), **more), max_epochs=4, reload_dataloaders_every_n_epochs=1)
+    spot = serverless(run, interval=EverySteps(1))
+    fits = trainer(*callbacks, spot, max_epochs=4, reload_dataloaders_every_n_epochs=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fits.fit(learner)

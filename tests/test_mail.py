@@ -24,10 +24,10 @@ from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
 from lightning_spot.exact.rank_states import Rooms, packed, unpacked
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.host import InProcessHost
-from tests.conftest import until
-from tests.gated import MIB
-from tests.proxy import Proxy
-from tests.small_trainer import RUN_ID, info_of
+from tests.support.proxy import Proxy
+from tests.support.server import MIB
+from tests.support.small_trainer import RUN_ID, info_of
+from tests.support.waiting import until
 
 SECRET, NAME = "s" * 64, snapshot_name(1, 1)
 LAST_S = 20.0
@@ -87,11 +87,7 @@ def test_what_is_not_wanted_any_more_is_not_kept(box: Mailbox, connect: Callable
 
 def test_a_state_that_outgrew_its_room_is_named(box: Mailbox, connect: Callable[..., Sender]) -> None:
     connect(1).send(NAME, b"12345")
-    with pytest.raises(
-        SnapshotFailedError,
-        match="rank 1: its own state has 5 bytes, there is room for 4",
-        check=FailureReason.SHARE_MISSING.caused,
-    ):
+    with pytest.raises(SnapshotFailedError, match=r"5 bytes.* room for 4", check=FailureReason.SHARE_MISSING.caused):
         taken(box, 1, room=4)
 
 
@@ -113,11 +109,7 @@ def test_a_rank_that_has_none_in_the_end_says_so(box: Mailbox, connect: Callable
 def test_nobody_waits_for_a_rank_that_has_gone(box: Mailbox, connect: Callable[..., Sender]) -> None:
     sender, began_s = connect(1), time.monotonic()
     threading.Timer(0.2, sender.close).start()
-    with pytest.raises(
-        SnapshotFailedError,
-        match="rank 1 knows did not come, and that rank has gone",
-        check=FailureReason.SHARE_MISSING.caused,
-    ):
+    with pytest.raises(SnapshotFailedError, match=r"rank 1 .*has gone", check=FailureReason.SHARE_MISSING.caused):
         taken(box, 1)
     assert 0.4 < time.monotonic() - began_s < LAST_S
 
@@ -267,7 +259,6 @@ def test_what_does_not_come_drops_the_snapshot_and_the_former_one_stands(
     with pytest.raises(SnapshotFailedError, match="that rank has gone", check=FailureReason.SHARE_MISSING.caused):
         desk.begin(2).result(LAST_S)
     assert desk.writer.missed == 1
-    assert desk.writer.committed is not None
     assert desk.writer.committed.name == first.name
     assert "was not committed" in caplog.text
     connect(1).send(snapshot_name(3, 1), packed({"rank": 1, "again": True}))

@@ -114,7 +114,7 @@ def test_what_was_defined_first_belongs_to_what_was_imported_later(other: Any) -
 
 
 def test_classes_of_both_are_known(other: Any, tmp_path: Path) -> None:
-    from tests.models import data
+    from tests.support.trainer import data
 
     class Net(other.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -154,7 +154,6 @@ def test_classes_of_both_are_known(other: Any, tmp_path: Path) -> None:
     with pytest.raises(Stop):
         fit(StopAt())
     resumed = fit().resumed_from
-    assert resumed is not None
     assert resumed.step == 4
 
 
@@ -163,5 +162,5 @@ def test_why_a_name_cannot_be_imported_is_said(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "home_of_it.py").write_text("import numpy\nnumpy.none_such.multiarray\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(lightning_spot._HOMES, "YoungDaly", "home_of_it")
-    with pytest.raises(ImportError, match=r"YoungDaly cannot be imported: .*none_such"):
+    with pytest.raises(ImportError, match=r"YoungDaly.*none_such"):
         from lightning_spot import YoungDaly  # noqa: F401 # it is never had

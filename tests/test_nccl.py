@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_spot.exact.compare import differences
-from tests.gpus import NEEDS_GPU
+from tests.support.gpus import NEEDS_GPU
 from tests.test_sharded_fit import final
 from tests.test_together import accounts, check_states
 
@@ -20,7 +20,7 @@ TWO = pytest.param(2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, re
 
 def train(module: str, root: Path, *arguments: object) -> None:
     """Train on GPUs in processes of their own; fails with what they said."""
-    command = [sys.executable, "-m", f"tests.{module}", str(root), "--accelerator", "gpu", *map(str, arguments)]
+    command = [sys.executable, "-m", f"tests.support.{module}", str(root), "--accelerator", "gpu", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
 

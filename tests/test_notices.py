@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -28,8 +27,8 @@ from lightning_spot.notices.gcp import GcpSource
 from lightning_spot.notices.notice import Notice, NoticeSource
 from lightning_spot.notices.signals import SignalSource
 from lightning_spot.notices.watcher import Watcher
-from tests.conftest import until
-from tests.metadata_server import MetadataServer
+from tests.support.metadata_server import MetadataServer
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -111,7 +110,7 @@ def test_no_answer_is_no_notice(cloud: str, server: MetadataServer, monkeypatch:
         source.poll()
     server.garbage = False
     server.close()
-    with pytest.raises(NoticeUnavailableError, match=f"{cloud} does not answer at http://127.0.0.1"):
+    with pytest.raises(NoticeUnavailableError, match=rf"{cloud} .*http://127\.0\.0\.1"):
         source.poll()
 
 
@@ -220,7 +219,6 @@ def test_a_call_may_answer_in_several_ways() -> None:
 def test_a_file_may_say_why(tmp_path: Path) -> None:
     (tmp_path / "notice").write_text("maintenance tonight")
     notice = FileSource(tmp_path / "notice").poll()
-    assert notice is not None
     assert notice.grace_period_s is None
     assert "maintenance tonight" in notice.text
     with pytest.raises(NoticeUnavailableError):
@@ -235,7 +233,6 @@ def test_signals_are_counted_and_handlers_put_back(monkeypatch: pytest.MonkeyPat
     watcher.install_signals()
     watcher.install_signals()
     os.kill(os.getpid(), signal.SIGTERM)
-    assert watcher.notice is not None
     assert watcher.notice.grace_period_s == 25
     assert watcher.repeated == 0
     os.kill(os.getpid(), signal.SIGTERM)
@@ -319,7 +316,7 @@ def test_what_torch_raises_of_workers_is_heard_again_later_also_by_who_has_wrapp
 
 
 def test_bad_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SettingsError, match=r"'asw' is no known source of notices: they are auto, aws.*mean 'aws'"):
+    with pytest.raises(SettingsError, match=r"'asw'.* auto, aws.*'aws'"):
         open_sources("asw")
     with pytest.raises(SettingsError, match="give a name"):
         open_sources(3)  # type: ignore[arg-type]
@@ -421,7 +418,7 @@ def test_ranks_that_drift_agree_on_one_place(who: list[int], late_s: float) -> N
         )
         for rank in range(3)
     ]
-    places = [Place(number) for number in range(1, 2000)]
+    places = [Place(number) for number in range(1, 20_000)]
     stopped: list[Place | None] = [None] * 3
 
     def run(rank: int) -> None:
@@ -459,22 +456,3 @@ def test_strangers_are_not_answered() -> None:
     assert friend.get("a", 5.0) == {"n": 1}
     friend.close()
     server.close()
-
-
-def test_a_lost_exchange_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    server = ExchangeServer("secret")
-    Ballot("stop", rank=1, world_size=2, exchange=Exchange("127.0.0.1", server.port, "secret"), called=lambda: None)
-    time.sleep(0.1)
-    server.close()
-    until(lambda: "cannot be asked any more" in caplog.text, "the warning")
-
-
-def test_ranks_that_end_one_after_the_other_warn_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG)
-    server = ExchangeServer("secret")
-    exchange = Exchange("127.0.0.1", server.port, "secret")
-    until(lambda: server._writers, "it to be known there")
-    Ballot("stop", rank=1, world_size=2, exchange=exchange, called=lambda: None)
-    server.close(over=True)
-    until(lambda: "has come to its end" in caplog.text, "the other rank to hear of the end")
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

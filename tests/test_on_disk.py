@@ -22,9 +22,8 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.run.reading import SnapshotReader
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.temporaries import temporary_owner
-from tests.kept import Kept
-from tests.oracle import claim_of
-from tests.test_crash_points import image_of, manifest_of
+from tests.support.oracle import claim_of, image_of, manifest_of
+from tests.support.store import Kept
 
 NAME = manifest_of(1).name
 REAL: dict[str, Callable[..., Any]] = {

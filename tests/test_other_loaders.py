@@ -11,9 +11,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_spot.exact.compare import differences
-from tests import exact_models as m
-from tests.exact_table import Case, train
-from tests.test_exact import Stop, final
+from tests.support import exact_models as m
+from tests.support.exact_table import Case, train
+from tests.support.trainer import Stop
+from tests.test_exact import final
 from tests.test_loaders import STOPS, WORKERS, Epochs
 
 SHARDS = 4

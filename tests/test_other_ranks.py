@@ -24,7 +24,7 @@ from lightning_spot.exact.other_ranks import OtherRanks, random_of
 from lightning_spot.exact.position import PositionedLoader, batches_done, position_of
 from lightning_spot.exact.randomness import capture_random
 from lightning_spot.exact.rank_states import are_these, share_of
-from tests.elastic_trainer import LENGTH, Numbers, train
+from tests.support.elastic_trainer import LENGTH, Numbers, train
 
 State = dict[str, Any]
 
@@ -133,38 +133,6 @@ def test_ranks_of_tensor_parallelism_have_the_same_share_of_what_is_left() -> No
         assert others.reasons == []
         assert not set(rest) & set(seen)
         assert len(rest) == 18 // share[1]
-
-
-class Meshed:
-    """A strategy whose share of the data is cut out of its mesh."""
-
-    def __init__(self) -> None:
-        self.mesh: object | None = None
-        self.shares, self.asked = 2, 0
-
-    @property
-    def device_mesh(self) -> object:
-        if self.mesh is None:
-            raise RuntimeError("not set up")
-        return self.mesh
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        self.asked += 1
-        return {"rank": 1, "num_replicas": self.shares}
-
-
-def test_a_share_by_a_mesh_is_looked_for_once_for_each_mesh() -> None:
-    strategy = Meshed()
-    trainer: Any = SimpleNamespace(strategy=strategy, world_size=8, global_rank=5)
-    assert [share_of(trainer) for _ in range(2)] == [(1, 2)] * 2
-    assert strategy.asked == 2  # there is none yet
-    strategy.mesh = object()
-    assert [share_of(trainer) for _ in range(3)] == [(1, 2)] * 3
-    assert strategy.asked == 3
-    strategy.mesh, strategy.shares = object(), 4
-    assert [share_of(trainer) for _ in range(2)] == [(1, 4)] * 2
-    assert strategy.asked == 4
 
 
 @pytest.mark.parametrize(("old", "new"), [(2, 4), (4, 2), (1, 4), (4, 1)])
@@ -324,7 +292,7 @@ def check_epochs(notes: list[State], epochs: int, *, fill_up: int = 0) -> None:
 
 def killed(python: str, root: Path, ranks: int, kill_at: int, *more: str) -> None:
     notes = f"notes-{kill_at}"
-    command = [python, "-m", "tests.elastic_trainer", str(root), "--ranks", str(ranks), "--notes", notes]
+    command = [python, "-m", "tests.support.elastic_trainer", str(root), "--ranks", str(ranks), "--notes", notes]
     done = subprocess.run([*command, "--kill-at", str(kill_at), *more], capture_output=True, text=True, check=False)
     assert done.returncode == 9, done.stderr[-3000:]
 
@@ -368,7 +336,7 @@ def test_an_epoch_of_which_no_batch_is_left_comes_to_its_end(
     """With its validation, if one is due, and what one rank has logged: an ``EarlyStopping`` would miss that."""
     with pytest.raises(AssertionError, match="the machine breaks"):
         train(tmp_path, 1, "first", data=data, more=[Broken(at)], **settings)
-    command = [warm_python, "-m", "tests.elastic_trainer", str(tmp_path), "--ranks", "2", "--notes", "last"]
+    command = [warm_python, "-m", "tests.support.elastic_trainer", str(tmp_path), "--ranks", "2", "--notes", "last"]
     command += ["--settings", json.dumps(settings), *["--drop-last"] * len(data)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -390,7 +358,7 @@ def test_a_validation_that_other_ranks_have_just_reached_comes_first(warm_python
     settings = {"val_check_interval": 0.2, "max_epochs": 1}
     with pytest.raises(AssertionError, match="the machine breaks"):
         train(tmp_path, 1, "first", more=[Broken(8)], **settings)
-    command = [warm_python, "-m", "tests.elastic_trainer", str(tmp_path), "--ranks", "2", "--notes", "last"]
+    command = [warm_python, "-m", "tests.support.elastic_trainer", str(tmp_path), "--ranks", "2", "--notes", "last"]
     done = subprocess.run(
         [*command, "--settings", json.dumps(settings)], capture_output=True, text=True, check=False, timeout=300
     )
@@ -429,7 +397,16 @@ def test_from_ranks_to_ranks(warm_python: str, tmp_path: Path, worlds: tuple[int
         at += 4
         killed(warm_python, tmp_path, ranks, at, *more)
         attempts.append((f"notes-{at}", ranks))
-    command = [warm_python, "-m", "tests.elastic_trainer", str(tmp_path), "--ranks", str(worlds[-1]), "--notes", "last"]
+    command = [
+        warm_python,
+        "-m",
+        "tests.support.elastic_trainer",
+        str(tmp_path),
+        "--ranks",
+        str(worlds[-1]),
+        "--notes",
+        "last",
+    ]
     done = subprocess.run([*command, *more], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     notes = notes_of(tmp_path, [*attempts, ("last", worlds[-1])])

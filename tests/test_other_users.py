@@ -36,7 +36,7 @@ from lightning_spot.protocol.record import NodeRecord, find_record, hold
 from lightning_spot.protocol.wire import Address
 from lightning_spot.staging.slot import SlotMemory
 
-SOON_S = 5.0  # a start that waits for something takes 30 s
+SOON_S = 20.0  # a start that waits for something takes 30 s
 NOBODY = 65534
 RUN = RunInfo(name="run", id="0123456789ab", location="", attempt=1, token="")
 SETTINGS = {"slots": 2, "memory_bytes": 2**26, "server_idle_timeout_s": 30.0}

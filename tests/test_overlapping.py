@@ -20,9 +20,9 @@ from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.slots import Making
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.slot import SlotMemory
-from tests.conftest import named_run, until
-from tests.fake_device import FakeDevice
-from tests.gated import manifest_of
+from tests.support.fake_device import FakeDevice
+from tests.support.server import manifest_of, named_run
+from tests.support.waiting import until
 
 STEPS = 30
 
@@ -138,38 +138,6 @@ def test_nobody_else_does(pipelines: list[Pipeline], beyond: bool, gpu: bool) ->
     pipeline.train(STEPS)
     assert pipeline.slots == 3
     assert STEPS // 4 <= len(pipeline.skipped) <= STEPS // 2
-
-
-def test_where_they_are_sealed_too_slowly_more_slots_would_not_help(pipelines: list[Pipeline]) -> None:
-    pipelines.append(pipeline := Pipeline(lag=6))
-    pipeline.train(STEPS)
-    assert pipeline.slots == 4
-
-
-def test_while_a_tier_reads_one_there_is_one_more(pipelines: list[Pipeline]) -> None:
-    pipelines.append(pipeline := Pipeline(lag=3))
-    pipeline.train(STEPS)
-    ring, pipeline.skipped = pipeline.host._node.ring, []
-    newest = ring.committed()[0]
-    assert newest.manifest is not None
-    with ring.reading(newest, newest.manifest):
-        pipeline.train(STEPS, begin=STEPS + 1)
-    assert len(pipeline.skipped) <= 2
-    assert pipeline.slots == 5
-
-
-def test_who_waits_for_a_slot_gets_one_more_as_well(pipelines: list[Pipeline]) -> None:
-    pipelines.append(pipeline := Pipeline(lag=3))
-    for step in (1, 2, 3):
-        pipeline.take(step)
-        pipeline.idle()
-    pipeline.come_to(4)
-    late = threading.Timer(0.2, lambda: pipeline.come_to(5))
-    late.start()
-    pipeline.take(4, wait_s=30.0)
-    late.join()
-    pipeline.idle()
-    assert pipeline.slots == 4
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 30.0])

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_spot import EverySteps, SpotCheckpoint
-from tests.conftest import new_process
-from tests.models import Net, data, trainer
-from tests.test_fit import Stop, StopAt
+from lightning_spot import EverySteps
+from tests.support.snapshots import serverless
+from tests.support.trainer import Net, Stop, StopAt, data, trainer
+from tests.support.waiting import new_process
 
 
 class Initialises(Net):
@@ -70,9 +70,8 @@ class KeepsFullLater(KeepsFull):
 def fit(run: Path, kind: type[Net], *callbacks: pl.Callback, **more: Any) -> tuple[Net, list[str]]:
     new_process()
     pl.seed_everything(1, verbose=False)
-    spot: dict[str, Any] = {"local_server": False, "interval": EverySteps(1), "on_full": "wait", "notices": None}
     net = kind()
-    fits = trainer(*callbacks, SpotCheckpoint(str(run), **spot), **more)
+    fits = trainer(*callbacks, serverless(run, interval=EverySteps(1)), **more)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fits.fit(net, data(6))

@@ -17,7 +17,7 @@ from lightning_spot.exact.own_parameters import (
     what_is_the_first_ranks,
     what_other_ranks_kept,
 )
-from tests.exact_own import OnShards
+from tests.support.exact_own import OnShards
 from tests.test_sharded_fit import log, two_ranks
 
 SAME = "weight there differ: []\n"
@@ -26,7 +26,7 @@ NAMED = "each rank trains parameters of its own, and those above 16 MiB are in s
 
 @pytest.mark.parametrize("strategy", ["ddp", "manual", "fsdp2", "kernels"])
 def test_each_rank_goes_on_with_its_own(strategy: str, tmp_path: Path, warm_python: str) -> None:
-    two_ranks([warm_python, "-m", "tests.exact_own", str(tmp_path), strategy], tmp_path)
+    two_ranks([warm_python, "-m", "tests.support.exact_own", str(tmp_path), strategy], tmp_path)
     said = log(tmp_path)
     assert said.count("it was stopped\n") == said.count(SAME) == 2, said[-3000:]
     assert NAMED not in said
@@ -69,7 +69,7 @@ def test_what_only_one_rank_has_of_an_optimizers_state_is_named_where_it_is_too_
 
 def test_what_is_too_large_is_named_before_training_goes_on(tmp_path: Path, warm_python: str) -> None:
     rows = 2**24 // (3 * 8 * 4) + 1  # a weight and two moments
-    two_ranks([warm_python, "-m", "tests.exact_own", str(tmp_path), "ddp", "--rows", str(rows)], tmp_path)
+    two_ranks([warm_python, "-m", "tests.support.exact_own", str(tmp_path), "ddp", "--rows", str(rows)], tmp_path)
     said = log(tmp_path)
     assert said.count("it was stopped\n") == 2, said[-3000:]
     assert SAME not in said  # what rank 0 trains depends on what the other one has

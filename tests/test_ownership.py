@@ -38,12 +38,11 @@ from lightning_spot.tiers.claims import ATTEMPTS_DIR, Owner, claim_name, digest_
 from lightning_spot.tiers.filesystem import open_filesystem, tier_errors
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.objects import ObjectStore
-from lightning_spot.tiers.retention import retain
 from lightning_spot.tiers.store import Store
-from tests.conftest import RunningNode, until
-from tests.oracle import claim_of
-from tests.served import served
-from tests.small_trainer import image_of
+from tests.support.oracle import claim_of
+from tests.support.server import RunningNode, served
+from tests.support.small_trainer import image_of
+from tests.support.waiting import until
 from tests.test_node import put_file
 
 DATA = b"written by the node"
@@ -189,28 +188,6 @@ def owned(url: str, token: str) -> Store:
     return store
 
 
-def test_two_machines_with_one_number_touch_nothing_of_each_other(place: str) -> None:
-    """The first could never claim the directory, and its node had the complete snapshot of the second deleted."""
-    theirs, mine = snapshot(5, b"theirs" * 50, lineage="b" * 12), snapshot(5)
-    late, owner = owned(place, "first"), owned(place, "second")
-    owner.claim(claim_of(1, token="second"))
-    owner.put(theirs, memoryview(b"theirs" * 50), attempt=1)
-    for act in (
-        lambda: late.put(mine, memoryview(b"x" * 100), attempt=1),
-        lambda: late.put_parts(replace(mine, checksums=()), iter([memoryview(b"x" * 100)]), attempt=1),
-        lambda: late.delete(theirs),
-        lambda: late.sweep(snapshot(9)),
-        lambda: retain(late, 1, theirs),
-        lambda: late.claim(claim_of(1, token="first")),
-    ):
-        with pytest.raises(FencedError):
-            act()
-    owner.delete(mine)  # of that name, but another one
-    assert owner.has(theirs)
-    owner.delete(theirs)
-    assert owner.survey().manifests == []
-
-
 def test_nobody_writes_or_deletes_without_a_claim(place: str) -> None:
     store = owned(place, "first")
     for act in (lambda: store.put(snapshot(1), memoryview(b"x" * 100), attempt=1), lambda: store.delete(snapshot(1))):
@@ -230,7 +207,6 @@ def test_a_node_claims_for_its_own_trainer_what_that_could_not(tmp_path: Path) -
     host.seal(lease, replace(snapshot(1, image), name=snapshot_name(1, 3), attempt=3, checksums=()))
     assert host.flush(30.0) == []
     claim = LocalStore(tmp_path / "run").newest_claim()
-    assert claim is not None
     assert (claim.attempt, claim.digest) == (3, digest_of("t"))
     host.leave(complete=True)
 
@@ -267,7 +243,6 @@ def test_a_claim_is_created_exclusively_where_the_library_can(monkeypatch: pytes
     with pytest.raises(FencedError):
         store.claim(claim_of(1, token="second"))
     claim = store.newest_claim()
-    assert claim is not None
     assert claim.digest == digest_of("first")
 
 
@@ -311,13 +286,11 @@ def starts_at_once(count: int, monkeypatch: pytest.MonkeyPatch) -> int:
     return len(wrote)
 
 
-def test_of_trainers_that_start_at_once_one_writes_whatever_the_store_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [starts_at_once(8, monkeypatch) for _ in range(10)] == [1] * 10
-
-
-@pytest.mark.soak
-def test_of_trainers_that_start_at_once_one_writes_two_hundred_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [starts_at_once(8, monkeypatch) for _ in range(200)] == [1] * 200
+@pytest.mark.parametrize("rounds", [10, pytest.param(200, marks=pytest.mark.soak)])
+def test_of_trainers_that_start_at_once_one_writes_whatever_the_store_does(
+    monkeypatch: pytest.MonkeyPatch, rounds: int
+) -> None:
+    assert [starts_at_once(8, monkeypatch) for _ in range(rounds)] == [1] * rounds
 
 
 def test_a_trainer_is_told_that_its_number_is_anothers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -526,17 +499,3 @@ def _is_waiting_for_a_body(connection: socket.socket) -> bool:
     except TimeoutError:
         connection.settimeout(30)
         return True
-
-
-def test_an_attempt_that_was_overtaken_is_fenced(tokened: int) -> None:
-    stores = [NodeStore(f"spot://127.0.0.1:{tokened}/overtaken@{'a' * 12}") for _ in range(2)]
-    for attempt, store in enumerate(stores, 1):
-        store.open_run(replace(VICTIM, name="overtaken", id="a" * 12, attempt=attempt, token=f"of {attempt}"))
-    for act in (
-        lambda: stores[0].settle(snapshot(1), 1),
-        lambda: stores[0].put(snapshot(1), memoryview(b"x" * 100), attempt=1),
-        lambda: stores[0].torn(NAME, "why", attempt=1),
-        lambda: stores[0].joint.decline(NAME, attempt=1, why="why"),
-    ):
-        with pytest.raises(FencedError):
-            act()

@@ -5,29 +5,19 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import FailureReason, SnapshotFailedError, SnapshotNotFoundError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import flusher
 from lightning_spot.memory.work import LAST_RETRY_S, BackOff
-from lightning_spot.tiers.local import LocalStore
-from tests.conftest import RunningNode, until
-from tests.gated import MIB, OTHER_ID, RUN_ID, Bench
+from tests.support.server import MIB, OTHER_ID, RUN_ID, Bench
+from tests.support.waiting import until
 from tests.test_chain import FIRST, RUN, Chained
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path)
-    yield made
-    made.close()
 
 
 def errors_for(name: str, error: Exception) -> Callable[[str, Manifest], Exception | None]:
@@ -93,7 +83,6 @@ def test_a_damaged_newest_makes_the_one_before_it_owed_again(bench: Bench, monke
     bench.save(2)
     bench.save(3)
     slot = bench.node.ring.find(RUN_ID, snapshot_name(3, 1))
-    assert slot is not None
     with slot.view() as image:
         image[7] ^= 1
     bench.tier().open.set()
@@ -278,30 +267,6 @@ def test_a_retention_that_fails_is_retried_without_another_snapshot(bench: Bench
     until(lambda: len(bench.tier().survey().manifests) == 1, "the old one to go", 40)
 
 
-def test_a_tier_that_lists_late_is_named_once_a_run(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Not once a snapshot; for another reason, again."""
-    bench.open()
-    reason = "is not listed"
-    looked = []
-
-    def retain(_store: Any, _keep: int, current: Manifest) -> str:
-        looked.append(current.step)
-        return reason
-
-    monkeypatch.setattr(flusher, "retain", retain)
-    for step in (1, 2, 3):
-        bench.save(step)
-        assert bench.flush() == []
-    assert caplog.text.count("is not listed") == 1
-    reason = "is not as it was written"
-    bench.save(4)
-    assert bench.flush() == []
-    assert looked == [1, 2, 3, 4]
-    assert caplog.text.count("is not as it was written") == 1
-
-
 def test_a_tier_that_fails_as_a_whole_is_given_time(bench: Bench) -> None:
     """However often there is a new snapshot, and however often somebody asks for a flush."""
     bench.open()
@@ -381,37 +346,8 @@ def test_a_slow_bucket_does_not_slow_the_memory_node_down(tmp_path: Path, allowe
 
         measured = lags(lambda step: bench.save(step, nbytes=nbytes), newest, steps=500, step_s=step_s)
         print(f"median {statistics.median(measured)}, most {max(measured)}")
-        assert statistics.median(measured) <= 40  # 7 on a quiet machine
+        assert statistics.median(measured) <= 100  # 7 on a quiet machine; the bucket takes 200 steps for one
         assert (bench.by_node(FIRST) if allowed else bench.tier()).puts()
         assert sum(slot.capacity for slot in bench.node.ring.slots) <= 64 * MIB
-    finally:
-        bench.close()
-
-
-@pytest.mark.soak
-def test_a_bucket_at_1_mb_s_behind_20_mb_snapshots(start_node: Callable[..., RunningNode], tmp_path: Path) -> None:
-    """The measurement of issue 8, over HTTP: 20 MB every 5 steps of 0.1 s, a bucket at 1 MB/s."""
-    far = start_node("--memory-limit", "1GiB")
-
-    class Mixed(Bench):
-        def store(self, url: str) -> Any:
-            return NodeStore(url) if url.startswith("spot://") else super().store(url)
-
-    bench = Mixed(tmp_path, slots=4, memory_bytes=2**30)
-    try:
-        bench.open(nodes=(far.url,))
-        bench.tier().bytes_per_s = 1e6
-        until(lambda: bench.node.status()["runs"][RUN]["node"], "the chain")
-        store = NodeStore(f"{far.url}/{RUN}")
-
-        def newest() -> int:
-            return max((manifest.step for manifest, _, _ in store.listing()), default=0)
-
-        measured = lags(lambda step: bench.save(step, nbytes=20_000_000), newest, steps=600, step_s=0.1)
-        print(f"median {statistics.median(measured)}, most {max(measured)}")
-        assert statistics.median(measured) <= 15
-        held = LocalStore(bench.tier().url).survey().manifests
-        assert len(held) >= 2
-        assert replace(held[0]).complete is False
     finally:
         bench.close()

@@ -95,12 +95,6 @@ def test_nothing_to_copy_is_no_partition() -> None:
     assert bucket_ends([], 10) == []
 
 
-def test_thousands_of_pieces() -> None:
-    sizes = [37 * (number % 1000) for number in range(20_000)]
-    each_byte_once(by_idle_time(sizes, [Window(n, 0.0, 1.0 + n) for n in range(500)]), sizes)
-    each_byte_once(by_bucket(sizes, [n * 64 // 20_000 for n in range(20_000)], list(range(64))), sizes)
-
-
 @QUICK
 @given(st.data(), SIZES, st.integers(1, 12), st.integers(1, 10**8))
 def test_buckets_hold_every_byte_once(data: st.DataObject, sizes: list[int], count: int, least: int) -> None:

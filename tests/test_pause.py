@@ -9,9 +9,9 @@ import pytest
 
 from lightning_spot import EverySteps
 from lightning_spot.staging import cuda, schedule
-from tests.fake_device import Emulated
-from tests.models import EachDurable, Net, Probe, data, trainer
-from tests.test_fit import check_all, spot
+from tests.support.fake_device import Emulated
+from tests.support.snapshots import EachDurable, check_all, spot
+from tests.support.trainer import Net, Probe, data, trainer
 
 
 @pytest.mark.parametrize(("copy_mode", "buffer"), [("eager", "64MiB"), ("asymmetric", "1KiB"), ("backward", None)])
@@ -26,5 +26,4 @@ def test_a_snapshot_is_committed_while_training_pauses(
     trainer(callback, probe, pauses).fit(Net(), data())
     assert len(check_all(tmp_path, probe)) >= 2
     snapshotter = callback.snapshots.snapshotter
-    assert snapshotter is not None
     assert snapshotter.writing.torn == 0

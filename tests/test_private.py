@@ -20,8 +20,8 @@ from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.exact import private
 from lightning_spot.image.safe_load import safe_load
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import new_process
-from tests.models import Net, data, trainer
+from tests.support.trainer import Net, data, trainer
+from tests.support.waiting import new_process
 from tests.test_house import PACKAGE
 
 USERS = sorted(PACKAGE.rglob("*.py"))
@@ -170,7 +170,7 @@ def test_no_resume_is_an_error_where_there_is_something_to_resume(
     fit(tmp_path)
     new_process()
     hide(monkeypatch, "resume_start")
-    with pytest.raises(SettingsError, match=r"has snapshots, and with this version of Lightning none.*resume=False"):
+    with pytest.raises(SettingsError, match="resume=False"):
         fit(tmp_path)
 
 
@@ -200,7 +200,7 @@ def test_a_torch_with_another_unpickler_reads_nothing(
     torch.save({"x": 1}, written)
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, other) if other else patch.delattr(owner, name)
-        with pytest.raises(SpotError, match=rf"has another restricted unpickler \(.*{name}.*Install a torch") as raised:
+        with pytest.raises(SpotError, match=name) as raised:
             safe_load(written)
     assert type(raised.value) is SpotError  # the snapshot is not damaged
     assert safe_load(written) == {"x": 1}

@@ -14,8 +14,9 @@ from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import SpotError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.protocol.wire import parse_spot_url
-from tests.conftest import RunningNode, until
-from tests.proxy import KINDS, Proxy
+from tests.support.proxy import KINDS, Proxy
+from tests.support.server import RunningNode
+from tests.support.waiting import until
 
 NBYTES, PART_BYTES = 20_000, 6_000
 SAFE = Manifest(run="safe", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=NBYTES, part_bytes=PART_BYTES)

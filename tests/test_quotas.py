@@ -44,9 +44,9 @@ from lightning_spot.service import handlers, uploads, waiting
 from lightning_spot.service.handlers import not_ready
 from lightning_spot.service.quotas import Quota, client_at
 from lightning_spot.tiers.claims import Claim, digest_of
-from tests.conftest import until
-from tests.served import served
-from tests.small_trainer import image_of as archive_of
+from tests.support.server import served
+from tests.support.small_trainer import image_of as archive_of
+from tests.support.waiting import until
 
 RUN_ID = "0123456789ab"
 ANOTHER = "127.0.0.2"
@@ -525,11 +525,7 @@ def test_slots_are_bounded_by_open_files(monkeypatch: pytest.MonkeyPatch) -> Non
     for run in ("greedy", "other", "third", "fourth"):
         node.open_run(RunInfo(name=run, id="", location="", attempt=1, token=""))
     held = [node.lease("greedy", 1, 10) for _ in range(4)]
-    with pytest.raises(
-        SnapshotFailedError,
-        match=r"open files allow for 8 slots, half of them for a run: .* ulimit -n",
-        check=FailureReason.RING_FULL.caused,
-    ):
+    with pytest.raises(SnapshotFailedError, match="open files", check=FailureReason.RING_FULL.caused):
         node.lease("greedy", 1, 10)
     assert not_ready(node) == []
     for run, slots in (("other", 2), ("third", 1), ("fourth", 1)):

@@ -18,12 +18,11 @@ from lightning_spot.errors import FencedError, SpotError, TierError
 from lightning_spot.tiers.filesystem import open_filesystem
 from lightning_spot.tiers.retention import retain
 from lightning_spot.tiers.store import Store
-from tests.conftest import kept_port, until
-from tests.folders import end_nodes
-from tests.oracle import HOME, claim_of
-from tests.proxy import Proxy
-from tests.real_stores import SERVERS, Server, clients_known, large, trainer, use, why_missing
-from tests.test_kill import lines
+from tests.support.folders import end_nodes
+from tests.support.oracle import HOME, claim_of, lines
+from tests.support.proxy import Proxy
+from tests.support.real_stores import SERVERS, Server, clients_known, large, trainer, use, why_missing
+from tests.support.waiting import kept_port, until
 from tests.test_stores import fetched, put, sharded
 
 pytestmark = [pytest.mark.stores, pytest.mark.timeout(1200)]
@@ -110,7 +109,6 @@ def test_a_killed_training_resumes_from_the_bucket_alone(server: Server, machine
 def test_of_two_starts_at_once_one_goes_on(server: Server, machine: Machine, tmp_path: Path) -> None:
     """Both wait for the same stopped server when it goes on."""
     url = f"{server.bucket('claimed')}/run"
-    assert server.process is not None
     server.process.send_signal(signal.SIGSTOP)
     both = [
         trainer(url, tmp_path / name, tmp_path / f"{name}.log", machine(name), max_steps=60, pace_s=0.15)
@@ -141,7 +139,7 @@ def test_a_large_put_that_is_killed_leaves_nothing(server: Server, tmp_path: Pat
     bucket = server.bucket("large")
     url = f"{bucket}/run"
     had = server.nbytes()
-    first = subprocess.Popen([sys.executable, "-m", "tests.real_stores", url, str(LARGE)], cwd=HOME)
+    first = subprocess.Popen([sys.executable, "-m", "tests.support.real_stores", url, str(LARGE)], cwd=HOME)
     until(lambda: server.nbytes() > had + LARGE // 3, "a third of it to be there", PATIENT_S)
     first.kill()
     first.wait()

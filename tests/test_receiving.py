@@ -12,7 +12,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.run import receiving
 from lightning_spot.run.sources import StoreSource
 from lightning_spot.tiers.objects import ObjectStore
-from tests.oracle import claim_of
+from tests.support.oracle import claim_of
 
 NBYTES = 5_000_000
 
@@ -71,7 +71,7 @@ def test_room_nowhere_is_one_clear_error(source: StoreSource, monkeypatch: pytes
 
     monkeypatch.setattr(receiving, "available_bytes", lambda: 0)
     monkeypatch.setattr(receiving, "_disk_file", full)
-    with pytest.raises(TierError, match=r"no room for 5000000 bytes .*No space left"):
+    with pytest.raises(TierError, match=r"5000000 bytes .*No space left"):
         source.open(manifest)
 
 

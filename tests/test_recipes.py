@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from lightning_spot.fit.ranks import end_restarts_here
-from tests.conftest import until
+from tests.support.waiting import until
 
 RECIPES = Path(__file__).parent.parent / "examples" / "restart"
 
@@ -159,7 +159,7 @@ def test_torchrun_starts_no_ranks_again_on_a_machine_that_is_taken_away(tmp_path
         "here = pathlib.Path(__file__).parent\n"
         "(here / ('ran-' + os.environ['TORCHELASTIC_RESTART_COUNT'])).touch()\n"
         "from lightning_spot import PreemptionGuard\n"
-        "from tests.models import Net, data, trainer\n"
+        "from tests.support.trainer import Net, data, trainer\n"
         "guard = PreemptionGuard(f'file:{here}/notice', grace_period_s=120.0)\n"
         "trainer(guard, max_epochs=10**6, max_steps=-1).fit(Net(), data())\n"
     )

@@ -28,10 +28,9 @@ from lightning_spot.run.location import Location
 from lightning_spot.run.patience import Patience
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import survey
-from tests.chained import FIRST, RUN, SECOND, THIRD, Chained, chained
-from tests.conftest import until
-from tests.gated import MIB, RUN_ID, image_of, manifest_of
-from tests.served import served
+from tests.support.chain import FIRST, RUN, SECOND, THIRD, Chained, chained
+from tests.support.server import MIB, RUN_ID, image_of, manifest_of, served
+from tests.support.waiting import until
 
 NODES = [f"spot://10.0.0.{number}:7070" for number in range(8)]
 
@@ -364,7 +363,6 @@ def _recovered(tmp_path: Path, urls: list[str]) -> tuple[int, bytes, str]:
         return os.pread(snapshot.fd, snapshot.manifest.nbytes, 0)
 
     recovered = open_newest(found, use, Patience(tries=1))
-    assert recovered is not None
     return recovered[0].manifest.step, recovered[1], recovered[0].tier
 
 

@@ -26,7 +26,7 @@ from lightning_spot.image.placeholder import Placeholder
 from lightning_spot.image.safe_load import safe_load
 from lightning_spot.sharded.layout import load_state
 from lightning_spot.sharded.reader import load_value
-from tests.pickles import (
+from tests.support.pickles import (
     FALSE,
     NONE,
     array,
@@ -308,7 +308,7 @@ def test_other_protocols_are_one_clear_error() -> None:
 def test_an_integer_that_torch_does_not_read_is_named() -> None:
     written = io.BytesIO()
     torch.save({"x": 10**700}, written)
-    with pytest.raises(NotSerializableError, match=r"an integer of more than 255 bytes.*as text"):
+    with pytest.raises(NotSerializableError, match="255 bytes"):
         safe_load(written)
 
 

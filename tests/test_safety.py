@@ -36,10 +36,8 @@ from lightning_spot.memory.runs import RunInfo
 from lightning_spot.staging import schedule
 from lightning_spot.staging.slot import SlotMemory
 from lightning_spot.tiers.local import LocalStore
-from tests.gated import MIB, RUN_ID, image_of, manifest_of
-from tests.models import Net, data, trainer
-from tests.served import served
-from tests.test_fit import Stop
+from tests.support.server import MIB, RUN_ID, image_of, manifest_of, served
+from tests.support.trainer import Net, Stop, data, trainer
 
 URL = "spot://127.0.0.1:9/run"
 
@@ -156,7 +154,6 @@ def test_a_trainer_whose_run_was_taken_over_does_not_wait_at_a_notice(tmp_path: 
             if trainer.global_step == 3:
                 store = LocalStore(root)
                 mine = store.newest_claim()
-                assert mine is not None
                 store.claim(replace(mine, attempt=mine.attempt + 1, digest="of another host"))
                 assert callback.snapshotter is not None
                 deadline = Deadline.of(None, 15.0)

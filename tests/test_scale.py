@@ -2,71 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks import scale
-from lightning_spot.memory import flusher, slots
-from lightning_spot.memory.slots import Slot
-from lightning_spot.memory.work import Job, Work
 from lightning_spot.service.uploads import MOST_STREAMS
-from tests.conftest import until
-from tests.gated import RUN_ID, Bench
-
-OTHERS = [f"{number:012x}" for number in range(1, 4)]
-
-
-@pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    """A node that has brought two snapshots of each of four runs to their directories, and has nothing to do."""
-    monkeypatch.setattr(flusher, "_IDLE_S", 600.0)
-    bench = Bench(tmp_path, slots=None)
-    for run_id in [*OTHERS, RUN_ID]:
-        bench.open(run_id=run_id)
-        for step in (1, 2):
-            bench.save(step, run_id=run_id)
-            assert bench.flush() == []
-    yield bench
-    bench.close()
-
-
-def test_a_commit_asks_nothing_of_the_slots_of_other_runs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside 64 runs, it took a node half as much processor time again as beside none."""
-    looked_at: set[str] = set()
-    own = Work._own
-
-    def note(work: Work, slot: Slot) -> list[str]:
-        looked_at.add(slot.run)
-        return own(work, slot)
-
-    monkeypatch.setattr(Work, "_own", note)
-    monkeypatch.setattr(slots, "reusable", lambda _slots: pytest.fail("there was room"))
-    bench.save(3)
-    assert bench.flush() == []
-    assert looked_at == {RUN_ID}
-    assert bench.tier().puts() == [1, 2, 3]
-
-
-def test_a_change_wakes_the_thread_of_its_own_tier_only(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of 64 threads looked at all slots whenever anything had changed at one of them."""
-    work = bench.node.flusher.work
-    ask, found = work.next, dict[str, tuple[Job | None, float | None]]()
-
-    def note(url: str, now_s: float) -> tuple[Job | None, float | None]:
-        found[url] = ask(url, now_s)
-        return found[url]
-
-    monkeypatch.setattr(work, "next", note)
-    for run_id in [*OTHERS, RUN_ID]:
-        bench.save(3, run_id=run_id)
-    assert bench.flush() == []
-    until(lambda: list(found.values()) == [(None, None)] * 4, "all threads to wait")
-    found.clear()
-    bench.save(4)
-    assert bench.flush() == []
-    assert list(found) == [bench.tier().url]
 
 
 @pytest.mark.soak

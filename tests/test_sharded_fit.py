@@ -27,10 +27,10 @@ from lightning_spot.sharded.consolidate import consolidated, read_folder, write_
 from lightning_spot.sharded.layout import load_state
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import kept_port, new_process
-from tests.exact_cases import loader
-from tests.exact_sharded import Sharded, train, train_with, undisturbed_and_stopped
-from tests.test_every_step import digest
+from tests.support.exact_cases import loader
+from tests.support.exact_sharded import Sharded, train, train_with, undisturbed_and_stopped
+from tests.support.trainer import digest, trainer
+from tests.support.waiting import kept_port, new_process
 
 
 def snapshots(root: Path) -> list[Manifest]:
@@ -143,8 +143,9 @@ def test_others_read_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     # Lightning alone reads the same directory; the optimizer that has not stepped is not in it.
     newest = snapshots(tmp_path / "whole")[0]
     alone = Weights()
-    trainer = small(ModelParallelStrategy(1, 1), alone)
-    trainer.fit(Stepped(), loader(), ckpt_path=tmp_path / "whole" / "run" / newest.name)
+    small(ModelParallelStrategy(1, 1), alone).fit(
+        Stepped(), loader(), ckpt_path=tmp_path / "whole" / "run" / newest.name
+    )
     saved = final(tmp_path / "whole")
     assert list(differences(saved["state_dict"], alone.seen)) == []
 
@@ -156,7 +157,7 @@ def test_others_read_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert on_one_device.states == [] or len(on_one_device.states) == 2
 
     image, manifest = read_folder(tmp_path / "whole" / "run" / newest.name)
-    with pytest.raises(SettingsError, match=r"is sharded, and SingleDeviceStrategy is not: make one plain file"):
+    with pytest.raises(SettingsError, match="SingleDeviceStrategy"):
         load_shards(small("auto"), image, manifest, trusts=False)
 
 
@@ -177,7 +178,7 @@ def test_a_directory_that_the_user_names_is_gone_on_from_exactly(tmp_path: Path)
     assert list(differences(found["whole"]["state_dict"], found["named"]["state_dict"])) == []
     assert found["whole"]["global_step"] == found["named"]["global_step"]
     (named / "rank-0000.pt").unlink()
-    with pytest.raises(SettingsError, match="is not the whole directory of a snapshot"):
+    with pytest.raises(SettingsError, match=middle.name):
         stepped(Path("torn"), 99, ckpt_path=named)
 
 
@@ -195,26 +196,15 @@ class Plain(Sharded):
 
 
 def small(strategy: Any, *callbacks: pl.Callback) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        max_epochs=3,
-        limit_train_batches=1,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=list(callbacks),
-    )
+    limits: dict[str, Any] = {"max_epochs": 3, "limit_train_batches": 1, "limit_val_batches": 0}
+    return trainer(*callbacks, devices=1, strategy=strategy, **limits)
 
 
 def program(python: str, root: Path, *arguments: str) -> int:
     root.mkdir(exist_ok=True)
     with open(root / "log", "a") as log:
         return subprocess.run(
-            [python, "-m", "tests.exact_sharded", str(root), *arguments],
+            [python, "-m", "tests.support.exact_sharded", str(root), *arguments],
             stdout=log,
             stderr=log,
             timeout=300,
@@ -242,7 +232,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def test_two_ranks_are_stopped_and_go_on_as_if_they_had_not_been(tmp_path: Path, warm_python: str) -> None:
-    two_ranks([warm_python, "-m", "tests.exact_sharded", str(tmp_path), "--in-one"], tmp_path)
+    two_ranks([warm_python, "-m", "tests.support.exact_sharded", str(tmp_path), "--in-one"], tmp_path)
     assert "attempt 2 resumes at step" in log(tmp_path)
     for manifest in snapshots(tmp_path / "whole"):
         assert manifest.world_size == 2
@@ -308,5 +298,5 @@ def test_strategies_that_are_not_supported_say_what_to_use(kind: type, state_dic
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     trainer.strategy.__class__ = kind
     trainer.strategy._state_dict_type = state_dict_type  # type: ignore[attr-defined] # FSDPStrategy has it
-    with pytest.raises(SettingsError, match=rf"{kind.__name__} is not supported: .*ModelParallelStrategy"):
+    with pytest.raises(SettingsError, match=rf"{kind.__name__} .*ModelParallelStrategy"):
         takes_part(trainer, "fit")

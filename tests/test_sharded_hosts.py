@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.client.stores import open_store
 from lightning_spot.exact.compare import differences
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.node import Node
 from lightning_spot.sharded.reader import ImageReader, load_all
-from tests.gated import MIB
-from tests.machines import STEPS, Sharded, started, twin, twins
-from tests.served import served
-from tests.test_every_step import digest
+from tests.support.machines import STEPS, Sharded, started, twin, twins
+from tests.support.server import MIB, snapshot_server
+from tests.support.trainer import digest
 from tests.test_sharded_fit import check_states, final, snapshots, without_what_came_later
 from tests.test_together import run_trainer
 
@@ -31,15 +29,14 @@ Train = Callable[..., int]
 def train(warm_python: str) -> Train:
     """Train on some ranks; the exit code."""
 
-    return functools.partial(run_trainer, warm_python, "tests.sharded_hosts")
+    return functools.partial(run_trainer, warm_python, "tests.support.sharded_hosts")
 
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[tuple[Node, str]]:
     """A snapshot server that carries runs on, and its URL."""
-    node = Node(slots=None, memory_bytes=512 * MIB, open_store=open_store, allow=[str(tmp_path)])
-    with served(node) as port:
-        yield node, f"spot://127.0.0.1:{port}"
+    with snapshot_server(tmp_path, memory_bytes=512 * MIB) as server:
+        yield server
 
 
 def held(node: Node) -> list[tuple[Manifest, dict[str, Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -19,13 +20,10 @@ import torch
 from lightning_spot.capture import contents
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.ending import LastState
-from lightning_spot.capture.following import Task
 from lightning_spot.capture.host_link import RingSettings, open_host
 from lightning_spot.capture.joining import Joining
-from lightning_spot.capture.split import Number
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.starting import attach
-from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, TierError
 from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.sharded import Dtensors
@@ -33,16 +31,14 @@ from lightning_spot.fit.hosts import Hosts, _open
 from lightning_spot.fit.in_shards import InShards
 from lightning_spot.fit.together import How
 from lightning_spot.image.manifest import snapshot_name
-from lightning_spot.memory.node import Node
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.sharded.consolidate import read_folder
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import until
-from tests.gated import MIB
-from tests.served import served
-from tests.sharded_states import rows
+from tests.support.ranks import rows
+from tests.support.server import snapshot_server
+from tests.support.waiting import until
 
 LAST_S = 100.0  # of what never takes so long
 HOSTS = ((0, 2), (1, 3))
@@ -207,17 +203,8 @@ def answers_late(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Ranks]]:
-    node = Node(slots=None, memory_bytes=64 * MIB, open_store=open_store, allow=[str(tmp_path)])
-    made: list[Ranks] = []
-    with served(node) as port:
-
-        def of(memory: str) -> Ranks:
-            made.append(Ranks(tmp_path, memory or f"spot://127.0.0.1:{port}", monkeypatch))
-            return made[-1]
-
-        yield of
-        for ranks in made:
-            ranks.close()
+    with snapshot_server(tmp_path) as (_, url), contextlib.ExitStack() as made:
+        yield lambda memory: made.enter_context(contextlib.closing(Ranks(tmp_path, memory or url, monkeypatch)))
 
 
 @pytest.mark.parametrize(
@@ -325,15 +312,3 @@ def test_all_ranks_wait_for_the_end_no_longer_than_was_said(
     ranks.write(1, complete=True, commit_s=3.0)
     assert waited == [3.0]
     ranks.finish()
-
-
-def test_of_a_state_that_stands_still_nothing_is_left_for_training_to_order() -> None:
-    """The last bytes on a GPU are held until training needs its tensors; here it waits for other ranks."""
-    schedules: list[Any] = []
-    joining: Any = object.__new__(Joining)
-    joining._schedule, joining._unchanged = "beside training", SimpleNamespace(written_past_counts=print)
-    joining._copier = SimpleNamespace(start=lambda *what: schedules.append(what[3]))
-    for still in (True, False):
-        task: Task[Any] = Task("step-1", "rank 1", Number(1, 0, 1), "", None, 0.0, still)
-        joining._copy(task, cast(Any, None), [], cast(Any, None), [])
-    assert schedules == [None, "beside training"]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,46 +22,31 @@ from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.client.node_client import NodeClient
-from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
     FailureReason,
     NotSerializableError,
-    ServerUnreachableError,
     SettingsError,
     SnapshotFailedError,
     SpotError,
 )
 from lightning_spot.exact.dump import Dump
-from lightning_spot.exact.loadability import Outline
 from lightning_spot.exact.sharded import Dtensors
 from lightning_spot.fit.in_shards import InShards
 from lightning_spot.fit.together import TOGETHER
-from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory.host import InProcessHost, Lease
+from lightning_spot.memory.host import Lease
 from lightning_spot.run.location import Location
-from lightning_spot.run.survey import survey
 from lightning_spot.sharded.consolidate import read_folder
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.staging.batch import NEVER
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.copy_job import CopyJob
-from lightning_spot.staging.schedule import Schedule, Timetable
-from tests.conftest import until
-from tests.fake_device import StreamOfEachThread
-from tests.sharded_states import rows
-from tests.small_trainer import RUN_ID, info_of
+from tests.support.fake_device import StreamOfEachThread
+from tests.support.ranks import rows
+from tests.support.small_trainer import RUN_ID, info_of
+from tests.support.waiting import until
 
 LAST_S = 600.0  # of what never takes so long
-
-
-class Noting(Schedule):
-    """Notes what it is to plan."""
-
-    def timetable(self, addresses: Sequence[int], sizes: Sequence[int]) -> Timetable | None:
-        self.asked = list(zip(addresses, sizes, strict=True))
-        return super().timetable(addresses, sizes)
 
 
 class Desk:
@@ -72,9 +56,7 @@ class Desk:
         self.url = str(root / "run")
         self.first = self.connect()
         self.first.open_run(info_of(self.url, 1))
-        self.looked: list[Any] = []
-        self.schedule = Noting("eager")
-        self.writer = ShardedWriter(self.first, None, None, self.schedule, self.look, world_size=2)
+        self.writer = ShardedWriter(self.first, world_size=2)
         self.other_host = self.joined()
         self.other = Joining(self.other_host, self.joined, rank=1, world_size=2)
         self.weights = torch.rand(100)
@@ -103,10 +85,6 @@ class Desk:
             return self.other.write(checkpoint, step=step, **how).done
         manifest = Manifest(run="run", run_id=RUN_ID, name=snapshot_name(step, 1), step=step, attempt=1, nbytes=0)
         return self.writer.begin(checkpoint, manifest, **how)
-
-    def look(self, outline: Layout) -> str | None:
-        self.looked.append(torch.load(cast(Any, Outline(outline)), weights_only=True))
-        return None
 
     def take(self, step: int) -> Manifest:
         """A snapshot of both ranks."""
@@ -140,29 +118,6 @@ def test_a_rank_that_loses_its_connection_takes_part_again(desk: Desk) -> None:
     assert desk.take(2).step == 2
 
 
-def test_a_rank_that_ends_while_it_looks_for_its_node_leaves_no_thread(desk: Desk) -> None:
-    desk.kept = []
-    looking, go_on = threading.Event(), threading.Event()
-
-    def connect() -> EmbeddedHost:
-        looking.set()
-        go_on.wait(LAST_S)
-        raise ServerUnreachableError("it is gone")
-
-    desk.other._connect = connect
-    desk.other_host.disconnect()
-    other = desk.begin(1, 1)
-    assert looking.wait(LAST_S)
-    ending = threading.Thread(target=lambda: (desk.other.settle(LAST_S), desk.other.close()))
-    ending.start()
-    ending.join(0.1)
-    assert ending.is_alive()
-    go_on.set()
-    ending.join(LAST_S)
-    assert isinstance(other.exception(LAST_S), ServerUnreachableError)
-    assert desk.other._tasks.close(0.0)
-
-
 def test_a_rank_whose_training_goes_on_before_the_slot_is_there_drops_that_snapshot_only(desk: Desk) -> None:
     desk.kept = []
     desk.other._max_stall_s, usual_s = 0.1, desk.other._max_stall_s
@@ -170,11 +125,7 @@ def test_a_rank_whose_training_goes_on_before_the_slot_is_there_drops_that_snaps
     desk.other.copied()  # training goes on
     done = desk.begin(0, 1)
     for future in (done, other):  # not after the ten minutes that a rank may need to write its share
-        with pytest.raises(
-            SnapshotFailedError,
-            match="training went on before its slot was there",
-            check=FailureReason.SHARE_MISSING.caused,
-        ):
+        with pytest.raises(SnapshotFailedError, match="training went on", check=FailureReason.SHARE_MISSING.caused):
             future.result(120.0)
     desk.other._max_stall_s = usual_s
     assert desk.take(2).step == 2
@@ -187,11 +138,7 @@ def test_other_ranks_hear_at_once_that_rank_0_cannot_begin(desk: Desk) -> None:
     other = desk.begin(1, 1)
     with pytest.raises(SnapshotFailedError, match="still being made", check=FailureReason.RING_FULL.caused):
         desk.begin(0, 1, wait_s=0.0)
-    with pytest.raises(
-        SnapshotFailedError,
-        match=r"rank 0 cannot begin it \(the slot for it is",
-        check=FailureReason.SHARE_MISSING.caused,
-    ):
+    with pytest.raises(SnapshotFailedError, match=r"rank 0 .*the slot", check=FailureReason.SHARE_MISSING.caused):
         other.result(60.0)
     first._maker._ready.set()
     desk.first.server_call_timeout_s = usual_s
@@ -199,11 +146,7 @@ def test_other_ranks_hear_at_once_that_rank_0_cannot_begin(desk: Desk) -> None:
     other = desk.begin(1, 2)
     with pytest.raises(NotSerializableError):
         desk.begin(0, 2, bad=lambda: 0)
-    with pytest.raises(
-        SnapshotFailedError,
-        match=r"rank 0 cannot begin it .*cannot be serialised",
-        check=FailureReason.SHARE_MISSING.caused,
-    ):
+    with pytest.raises(SnapshotFailedError, match=r"rank 0 .*serialised", check=FailureReason.SHARE_MISSING.caused):
         other.result(60.0)
     desk.copied()
     assert desk.take(3).step == 3
@@ -214,23 +157,6 @@ def ahead(desk: Desk) -> None:
     desk.writer.settle(LAST_S)
     desk.writer.next_comes()
     until(lambda: desk.writer._leases.is_ahead, "a slot leased ahead")
-
-
-def test_training_asks_for_no_slot_that_was_leased_ahead(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk.take(1)
-    ahead(desk)
-    asked: list[threading.Thread] = []
-    call = NodeClient.call
-
-    def noted(client: NodeClient, *arguments: Any, **how: Any) -> Any:
-        asked.append(threading.current_thread())
-        return call(client, *arguments, **how)
-
-    monkeypatch.setattr(NodeClient, "call", noted)
-    desk.weights.fill_(2)
-    assert desk.take(2).step == 2
-    assert asked
-    assert threading.current_thread() not in asked
 
 
 def test_where_a_slot_that_was_leased_ahead_cannot_be_said_to_be_for_it_nobody_waits(
@@ -388,26 +314,8 @@ def test_other_ranks_hear_at_once_that_rank_0_is_fenced(desk: Desk) -> None:
     other = desk.begin(1, 1)
     rank_0 = SimpleNamespace(number=1, writer=desk.writer)
     Attempt.decline(cast(Attempt, rank_0), 1, "a later attempt has taken the run over", complete=False)
-    with pytest.raises(
-        SnapshotFailedError, match="a later attempt has taken the run over", check=FailureReason.SHARE_MISSING.caused
-    ):
+    with pytest.raises(SnapshotFailedError, match="a later attempt", check=FailureReason.SHARE_MISSING.caused):
         other.result(60.0)
-
-
-def test_the_rest_of_a_snapshot_is_tried_and_its_tensors_have_their_places_in_the_iteration(desk: Desk) -> None:
-    manifest = desk.take(1)
-    desk.writer.settle(60.0)
-    until(lambda: desk.looked, "it to be tried")
-    assert desk.looked == [{"epoch": 1}]
-    assert desk.schedule.asked[-1:] == [(desk.weights.untyped_storage().data_ptr(), 400)]
-    assert manifest.files
-
-
-def test_what_no_resume_will_read_is_said_at_the_first_snapshot(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
-    desk.groups = [{"mean": np.random.default_rng(1)}]
-    with caplog.at_level("WARNING", logger="lightning_spot"):
-        desk.take(1)
-    assert "NO RESUME from them will be possible: groups.0.mean holds an object" in caplog.text
 
 
 def test_what_is_frozen_is_copied_again_only_where_it_changed(desk: Desk, tmp_path: Path) -> None:
@@ -491,23 +399,6 @@ def test_a_state_that_cannot_be_saved_ends_no_training_unless_it_is_to() -> None
     assert attempt.skipped == 1
     with pytest.raises(NotSerializableError):
         InShards(trainer, Location.of("/nowhere"), ring(strict=True)).write(attempt, bad, dict, **how)
-
-
-def test_of_a_state_that_fits_no_memory_it_is_said_what_to_do_and_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    location = Location.of(str(tmp_path / "run"), local_server=False)
-    host = InProcessHost(slots=2, memory_bytes=2**20, open_store=open_store)
-    attempt = Attempt(survey(location), host, ring(strict=False), sharded_over=1)
-    state = ShardedCheckpoint({"state_dict": {"w": torch.zeros(2**20)}}, {}, {})
-    try:
-        attempt.write(state, owned={}, kept={}, step=1, epoch=0, world_size=1, wait_s=0.0)
-    finally:
-        attempt.finish(0.0, complete=False)
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(said) == 1, said
-    assert "cannot fit this node's memory of" in said[0]
-    assert "more --memory-limit (or memory_limit=)" in said[0]
 
 
 def test_optimizers_have_names_while_a_module_is_gathered_for_a_validation() -> None:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lightning_spot import EverySeconds, YoungDaly
+from lightning_spot import YoungDaly
 from lightning_spot.cli import main
 from lightning_spot.cli.simulate import seconds
 from lightning_spot.config import parse_flag_bytes
 from lightning_spot.errors import SettingsError
-from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.simulation import engine, losses
-from lightning_spot.simulation.closed_form import FailureClass, expected_total_s
 from lightning_spot.simulation.engine import places, simulate
 from lightning_spot.simulation.failures import Bathtub, Exponential, Fleet, Lifetimes, Mixed, Trace, Weibull
 from lightning_spot.simulation.job import SimulatedJob, Tier, chain, durable_tier, memory_node
@@ -26,26 +22,6 @@ from lightning_spot.simulation.policies import POLICIES, compare
 
 DAY_S = 86400.0
 TIERS = (Tier(name="durable", drain_s=3.0),)
-
-
-@pytest.mark.parametrize(
-    ("stall_s", "mtbf_s", "interval_s", "restore_s", "restart_s"),
-    [
-        (5, 7200, 300, 0, 0),
-        (5, 7200, 268, 60, 600),
-        (60, 3600, 600, 120, 0),
-        (1, 1800, 60, 30, 300),
-        (5, 7200, 3600, 0, 0),
-    ],
-)
-def test_closed_form(stall_s: float, mtbf_s: float, interval_s: float, restore_s: float, restart_s: float) -> None:
-    count = int(DAY_S / interval_s)
-    job = SimulatedJob(work_s=count * interval_s, stall_s=stall_s, restore_s=restore_s, restart_s=restart_s)
-    # The formula has a snapshot at the end of the last interval, too.
-    outcome = simulate(job, np.arange(1, count + 1) * interval_s, Fleet(Exponential(mtbf_s)), runs=2000)
-    one = FailureClass(restore_s=restore_s, restart_s=restart_s)
-    expected = expected_total_s(job.work_s, interval_s, stall_s, mtbf_s, [one])
-    assert outcome.total_s.mean() == pytest.approx(expected, rel=0.02)
 
 
 def test_times_add_up() -> None:
@@ -120,26 +96,6 @@ def test_policies_run_in_a_job() -> None:
     assert all(row.snapshots and 0 < row.goodput < 1 for row in rows)
 
 
-@pytest.mark.parametrize("make", [YoungDaly, lambda: EverySeconds(61.7)])
-def test_a_policy_that_hears_no_loss_is_asked_only_where_a_snapshot_may_be_due(
-    make: Callable[[], IntervalPolicy],
-) -> None:
-    """It was asked at all 20,000 steps, for each row of a table. The places are the same."""
-    job = SimulatedJob(work_s=DAY_S, stall_s=2.0, loss=losses.power())
-    lazy, eager = make(), make()
-    eager.monitor = None  # as if it heard of the loss
-    real, asked = lazy.due, []
-
-    def due(step: int, now_s: float) -> bool:
-        asked.append(step)
-        return real(step, now_s)
-
-    lazy.due = due  # type: ignore[method-assign]
-    taken = places(lazy, job, 7200.0)
-    assert taken.tolist() == places(eager, job, 7200.0).tolist()
-    assert 100 < len(taken) < len(asked) < 4 * len(taken)
-
-
 LOSSES = {
     "exponential-5": (losses.exponential(5), 0.8),
     "exponential-12": (losses.exponential(12), 0.7),
@@ -170,14 +126,6 @@ def test_convergence_aware_keeps_what_it_promises(loss: losses.Loss, most: float
     assert ours.snapshots == pytest.approx(evenly.snapshots, rel=0.05)
     assert ours.total_s <= 1.01 * evenly.total_s
     assert ours.progress_lost <= most * evenly.progress_lost
-
-
-def test_ten_thousand_job_days_take_seconds() -> None:
-    """Not a measurement: a bound so wide that only another order of growth misses it."""
-    started = time.monotonic()
-    job = SimulatedJob(work_s=10 * DAY_S, stall_s=2.0, restart_s=600.0)
-    simulate(job, np.arange(200.0, job.work_s, 200.0), Fleet(Exponential(7200.0)), runs=1000)
-    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize("wrong", [{"work_s": 0.0}, {"work_s": 1.0, "stall_s": -1.0}, {"work_s": 1.0, "steps": 0}])
@@ -211,7 +159,7 @@ def test_command_says_that_no_memory_node_is_needed(capsys: pytest.CaptureFixtur
 
 def test_a_duration_has_a_unit() -> None:
     assert (seconds("90s"), seconds("1.5h"), seconds("0")) == (90.0, 5400.0, 0.0)
-    with pytest.raises(argparse.ArgumentTypeError, match="'72' has no unit; write it like 72s, 72min, 72h or 72d"):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"'72'.*72s"):
         seconds("72")
     with pytest.raises(argparse.ArgumentTypeError, match="'nan' is no duration"):
         seconds("nan")

@@ -22,8 +22,8 @@ from lightning_spot.run.survey import Survey, survey
 from lightning_spot.service import channel
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings
-from tests.conftest import until
-from tests.gated import RUN_ID, Bench, image_of, manifest_of
+from tests.support.server import RUN_ID, Bench, image_of, manifest_of
+from tests.support.waiting import until
 from tests.test_restore import LARGE, restored
 
 RUN = f"run@{RUN_ID}"
@@ -73,15 +73,12 @@ def test_a_slot_that_gets_other_memory_as_it_is_handed_over_is_not_taken_for_ano
     """The number of its descriptor goes to the next file that is opened: a trainer would have written there."""
     ring = make(slots=1).node.ring
     slot = ring.try_lease(RUN, 1000)
-    assert slot is not None
-    assert slot.memory is not None
     slot.memory.map[:4] = b"mine"
     nbytes, send, others = slot.capacity, channel._send, []
 
     def replaced_first(connection: socket.socket, told: dict[str, Any], fd: int | None) -> None:
         if fd is not None:
             memory = ring._take_memory(slot)
-            assert memory is not None
             memory.close()
             others.append(open(tmp_path / "other", "wb+"))  # noqa: SIM115 - it is to stay open
             others[0].truncate(nbytes)
@@ -105,7 +102,6 @@ def test_a_slot_that_has_got_other_memory_since_it_was_leased_is_not_mapped(
 ) -> None:
     bench = make(slots=1)
     slot = bench.node.ring.try_lease(RUN, 1000)
-    assert slot is not None
     listening = channel.DescriptorChannel(bench.node, tmp_path / "channel", None)
     session = Session(tmp_path / "channel", None, 10.0)
     session.map_slot(slot.index, slot.generation).close()

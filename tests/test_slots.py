@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,14 +22,14 @@ from lightning_spot.fit import pacing as pacing_module
 from lightning_spot.fit.pacing import Pacing
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.interval.policy import EverySeconds, EverySteps
-from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.joint import KnownLayout
 from lightning_spot.memory.slots import Limits, Making, Slot, SlotState, find_room
 from lightning_spot.staging.slot import SlotMemory, slot_capacity
-from tests.conftest import named_run, until
-from tests.gated import MIB, GatedStore, image_of, manifest_of
-from tests.test_writer import Desk
+from tests.support.ranks import Desk
+from tests.support.server import MIB, image_of, manifest_of, named_run
+from tests.support.store import GatedStore
+from tests.support.waiting import until
 
 NBYTES = 1000
 
@@ -74,14 +73,6 @@ def test_a_third_is_wanted_while_the_tier_reads_one(here: Here) -> None:
     assert here.take(2)
     assert not here.take(3)  # where there is room for no more, none is wanted
     assert len(here.slots) == 3
-
-
-def test_what_a_node_behind_has_is_kept_for_deltas(here: Here) -> None:
-    here.take(1)
-    assert here.host.flush(30) == []
-    with here.host._node.ring.changed:
-        here.slots[0].safe.append("spot://127.0.0.1:7070/run")
-    assert here.take(2)
 
 
 def test_a_spare_slot_is_made_only_if_one_is_wanted(here: Here) -> None:
@@ -158,14 +149,6 @@ def test_a_node_is_told_that_only_a_slot_that_is_made_will_do(tmp_path: Path) ->
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    made = Desk(tmp_path)
-    yield made
-    made.writer.close()
-    made.host.leave(complete=True)
-
-
-@pytest.fixture
 def made_by(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
     """The threads that have made slots."""
     made: list[threading.Thread] = []
@@ -196,30 +179,6 @@ def test_the_writer_has_slots_made_one_after_the_other(desk: Desk) -> None:
         assert desk.host.flush(30) == []
         desk.begin(step, desk.checkpoint()).result(30)
     assert len(slots_of(desk)) == 2
-
-
-def test_who_waits_takes_one_that_is_clean_before_another_is_made(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waited until that was made, which takes a minute for a state of tens of GB, however soon one was clean."""
-    monkeypatch.setattr(slot_pool, "LEAST_BYTES", 1000)
-    desk.writer.warm(700_000)
-    idle(desk)
-    lease, asked, go_on = desk.host.lease, threading.Event(), threading.Event()
-
-    def slow(*what: Any, **more: Any) -> Any:
-        if more.get("making", Making.NOW).is_ahead:
-            asked.set()
-            assert go_on.wait(30)
-        return lease(*what, **more)
-
-    held = lease(700_000, 0.0)
-    monkeypatch.setattr(desk.host, "lease", slow)
-    cleaned = threading.Thread(target=lambda: asked.wait(30) and desk.host.abort(held))
-    cleaned.start()
-    done = desk.begin(1, desk.checkpoint())
-    assert not go_on.is_set()
-    go_on.set()
-    done.result(30)
-    cleaned.join()
 
 
 LARGE = pytest.mark.parametrize("least", [1000, 2**30], ids=["large", "small"])
@@ -269,73 +228,6 @@ def test_a_state_that_has_grown_once_has_superseded_ones_replaced(monkeypatch: p
         writer.close()
         host.leave(complete=True)
     assert skipped == [5]
-
-
-def test_a_slot_that_is_free_again_when_another_was_to_be_made_holds_what_it_held() -> None:
-    """After a snapshot that had found none, the next one copied all that it would have left out."""
-    host = InProcessHost(slots=2, memory_bytes=2**28, open_store=lambda url: pytest.fail(url))
-    host.open_run(named_run("run"))
-    writer, frozen, copied = SnapshotWriter(host), torch.ones(400_000), []
-    try:
-        writer.warm(2_000_000)
-        for step in range(1, 6):
-            until(lambda: writer.ready and writer._maker._thread is None, "nothing is being made")
-            if step == 4:
-                writer._maker.found_none(host, 2_000_000)  # as by a snapshot that came when all were in use
-                until(lambda: writer._maker._thread is None, "it is known that there is one")
-            before, kept = writer.copied_bytes, {frozen.data_ptr(): [frozen]}
-            writer.begin({"frozen": frozen}, manifest_of(step, run_id=""), owned={}, kept=kept).result(30)
-            writer.settle(30)  # nothing is leased ahead
-            copied.append(writer.copied_bytes - before)
-    finally:
-        writer.close()
-        host.leave(complete=True)
-    assert min(copied[:2]) > frozen.nbytes > 100 * max(copied[2:])
-
-
-def test_a_state_that_grows_a_little_each_time_finds_room(desk: Desk, made_by: list[threading.Thread]) -> None:
-    """Training made each slot but the first two by itself, whatever had been between."""
-    desk.writer.warm(700_000)
-    skipped = []
-    for step in range(1, 10):
-        idle(desk)
-        try:
-            more = torch.ones(2_000_000 + 60_000 * step)  # 3 % of it
-            desk.writer.begin(desk.checkpoint(more=more), manifest_of(step, run_id="")).result(30)
-        except SnapshotFailedError as error:
-            if error.reason is not FailureReason.RING_FULL:
-                raise
-            skipped.append(step)
-        assert desk.host.flush(30) == []
-    assert skipped[0] == 1
-    assert len(skipped) == 2
-    assert threading.current_thread() not in made_by
-
-
-def test_a_larger_slot_is_made_after_the_one_that_is_being_made(
-    desk: Desk, made_by: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was not, without a word: training made it when the next snapshot came."""
-    desk.writer.warm(700_000)
-    idle(desk)
-    lease, asked, go_on = desk.host.lease, threading.Event(), threading.Event()
-
-    def slow(*what: Any, **more: Any) -> Any:
-        if more.get("making") is Making.SPARE:
-            asked.set()
-            assert go_on.wait(30)
-        return lease(*what, **more)
-
-    monkeypatch.setattr(desk.host, "lease", slow)
-    desk.begin(1, desk.checkpoint()).result(30)
-    assert asked.wait(30)
-    averages = torch.ones(3_000_000)
-    with pytest.raises(SnapshotFailedError, match="a larger one is being made", check=FailureReason.RING_FULL.caused):
-        desk.writer.begin(desk.checkpoint(more=averages), manifest_of(2, run_id=""))
-    go_on.set()
-    until(lambda: desk.writer.ready, "the larger one")
-    desk.writer.begin(desk.checkpoint(more=averages), manifest_of(3, run_id="")).result(30)
-    assert threading.current_thread() not in made_by
 
 
 def test_a_state_that_is_larger_than_was_expected_has_its_slot_made_in_the_background(
@@ -444,33 +336,6 @@ def test_a_node_that_is_still_making_a_slot_is_not_taken_for_a_lost_one() -> Non
 # -- what is said -----------------------------------------------------------------------------------------------------
 
 
-def test_who_waits_long_for_a_slot_says_what_for(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With ``on_full="wait"``, training stood for ten minutes while a bucket failed; only the node said so."""
-    lease, refusals = (
-        desk.host.lease,
-        [SnapshotFailedError("1 not at s3://b/run yet", reason=FailureReason.RING_FULL)] * 3,
-    )
-
-    def full(*what: Any, **more: Any) -> Any:
-        if refusals:
-            raise refusals.pop()
-        return lease(*what, **more)
-
-    desk.writer.warm(700_000)
-    assert desk.writer._maker.wait(30)
-    monkeypatch.setattr(slot_pool, "SAY_S", 0.0)
-    monkeypatch.setattr(desk.host, "lease", full)
-    monkeypatch.setattr(desk.host, "tiers", lambda: {"s3://b/run": TierHealth(error="access denied")})
-    desk.writer.begin(desk.checkpoint(), manifest_of(1, run_id=""), wait_s=600.0).result(30)
-    said = [record.getMessage() for record in caplog.records]
-    (line,) = (line for line in said if "training waits" in line)
-    waits = r"lightning_spot: training waits for a slot, for up to (600|5\d\d) s more: 1 not at s3://b/run yet"
-    assert re.fullmatch(waits, line)
-    assert sum("s3://b/run fails (access denied)" in line for line in said) == 1
-
-
 def at_seams(pacing: Pacing, steps: range, can_begin: Callable[[], str]) -> None:
     trainer = SimpleNamespace(global_step=0, is_global_zero=True, world_size=1)
     for trainer.global_step in steps:
@@ -513,10 +378,8 @@ def test_a_larger_slot_made_ahead_costs_no_snapshot_of_another_run() -> None:
     slots = [slot(0, own, 1, 100), slot(1, own, 2, 100), slot(2, "other@2", 1, 500)]
     more, same = (Limits(slots=3, memory_bytes=nbytes, run_memory_bytes=None) for nbytes in (2000, 800))
     found = find_room(slots, own, 400, 400, more, reuse=True)
-    assert found is not None
     assert (found.slot, found.forget, found.is_spare) == (slots[0], [], True)
     found = find_room(slots, own, 400, 400, same, reuse=True)  # there is the memory only if the other run's goes
-    assert found is not None
     assert found.slot is slots[0]
     assert found.forget
     assert not found.is_spare

@@ -29,9 +29,9 @@ from lightning_spot.memory.tier import HasJoint, JointTier
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import kept_port, until
-from tests.served import served
-from tests.small_trainer import RUN_ID, info_of
+from tests.support.server import served
+from tests.support.small_trainer import RUN_ID, info_of
+from tests.support.waiting import kept_port, until
 from tests.test_sharded_across import Desk
 
 MIB = 2**20

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from lightning_spot.client.stores import open_store
 from lightning_spot.errors import TierError
 from lightning_spot.exact.compare import differences
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.memory import work
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.spread import Told
-from tests.conftest import until
-from tests.served import served
+from tests.support.server import snapshot_server
+from tests.support.waiting import until
 from tests.test_sharded_fit import check_states, final, snapshots, without_what_came_later
 from tests.test_sharded_hosts import Train, log, told, train
 
@@ -33,11 +32,8 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     with contextlib.ExitStack() as ends:
 
         def start(count: int, memory_bytes: int = 512 * MIB) -> dict[str, Node]:
-            found = {}
-            for _ in range(count):
-                node = Node(slots=None, memory_bytes=memory_bytes, open_store=open_store, allow=[str(tmp_path)])
-                found[f"spot://127.0.0.1:{ends.enter_context(served(node))}"] = node
-            return found
+            made = (snapshot_server(tmp_path, memory_bytes=memory_bytes) for _ in range(count))
+            return {url: node for node, url in map(ends.enter_context, made)}
 
         yield start
 

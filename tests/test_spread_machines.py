@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import until
-from tests.machines import Sharded, flushing, restoring, sending, staging, twin, twins
-from tests.network import listening, network_or_skip
+from tests.support.machines import Sharded, flushing, restoring, sending, staging, twin, twins
+from tests.support.network import listening, network_or_skip
+from tests.support.waiting import until
 
 __all__ = ["twin", "twins"]
 

@@ -18,9 +18,9 @@ from lightning_spot.memory.joint import Shared, SpreadPlace
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.slots import Slot
 from lightning_spot.memory.spread import Told
-from tests.conftest import until
-from tests.served import served
-from tests.small_trainer import RUN_ID
+from tests.support.server import served
+from tests.support.small_trainer import RUN_ID
+from tests.support.waiting import until
 from tests.test_spread_left import Carried, Make, carried, left
 from tests.test_spread_room import HOSTS, NBYTES, silent
 

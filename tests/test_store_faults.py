@@ -20,10 +20,10 @@ from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_orde
 from lightning_spot.tiers import files, objects
 from lightning_spot.tiers.retention import retain
 from lightning_spot.tiers.store import Store
-from tests import faulty
-from tests.faulty import KINDS, Plan, faulty_calls
-from tests.folders import files_below
-from tests.oracle import claim_of
+from tests.support import faulty
+from tests.support.faulty import KINDS, Plan, faulty_calls
+from tests.support.folders import files_below
+from tests.support.oracle import claim_of
 
 PART = 1200
 NBYTES = 4800

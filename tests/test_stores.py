@@ -9,7 +9,6 @@ import random
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,18 +31,16 @@ from lightning_spot.errors import (
 )
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_name
-from lightning_spot.image.parts import part_ranges
 from lightning_spot.tiers import files as local_files
-from lightning_spot.tiers import objects, temporaries, writing
-from lightning_spot.tiers.files import tier_errors
+from lightning_spot.tiers import objects, temporaries
 from lightning_spot.tiers.filesystem import make_parent
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.objects import ObjectStore
 from lightning_spot.tiers.retention import retain, worth_keeping
 from lightning_spot.tiers.store import Holdings, Store
-from tests.conftest import kept_port
-from tests.oracle import claim_of
-from tests.real_stores import SERVERS, Server, use, why_missing
+from tests.support.oracle import claim_of
+from tests.support.real_stores import SERVERS, Server, use, why_missing
+from tests.support.waiting import kept_port
 
 REAL = {server.name: server for server in SERVERS}
 FILES = ["local", "kept", "s3", *(pytest.param(name, marks=pytest.mark.stores) for name in REAL)]
@@ -116,55 +113,6 @@ def fetched(store: Store, manifest: Manifest) -> bytes:
     buffer = bytearray(manifest.nbytes)
     store.fetch(manifest, memoryview(buffer))
     return bytes(buffer)
-
-
-class Together:
-    """S3 as its library shows it, where no request is answered before all that are to be side by side are there."""
-
-    protocol = ("s3", "s3a")
-
-    def __init__(self, parties: int) -> None:
-        self.events: list[Any] = []
-        self.objects: dict[str, bytes] = {}
-        self._blocks: dict[str, dict[int, bytes]] = {}
-        self._all = threading.Barrier(parties)
-
-    def split_path(self, path: str) -> tuple[str, str, None]:
-        return (*path.split("/", 1), None)
-
-    def invalidate_cache(self, _path: str) -> None:
-        """Nothing is kept."""
-
-    def pipe_file(self, path: str, data: bytes) -> None:
-        self._all.wait(60.0)  # broken if one comes after the other
-        self.objects[path] = data
-        self.events.append(path)
-
-    def call_s3(self, method: str, *, Key: str, **more: Any) -> dict[str, str]:
-        if method == "upload_part":
-            self._all.wait(60.0)
-            self._blocks[Key][more["PartNumber"]] = more["Body"].read()
-        elif method == "create_multipart_upload":
-            self._blocks[Key] = {}
-        else:
-            blocks = self._blocks.pop(Key)
-            self.objects[f"bucket/{Key}"] = b"".join(
-                blocks[each["PartNumber"]] for each in more["MultipartUpload"]["Parts"]
-            )
-            self.events.append(f"bucket/{Key}")
-        return {"UploadId": "1", "ETag": "tag"}
-
-
-def test_files_of_a_snapshot_and_their_blocks_go_to_s3_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_spot.tiers.s3.BLOCK_BYTES", 4096)
-    manifest, data = sharded(5)
-    files = Together(5)  # two small ones, and three blocks
-    ready = functools.partial(files.events.append, "ready")
-    writing.write_files(files, "bucket/run", manifest, memoryview(data), temporary="", ready=ready)
-    wanted = {f"bucket/run/{manifest.path_of(span)}": data[span.offset : span.stop] for span in FILES_OF_ONE}
-    assert files.objects == wanted
-    assert files.events[0] == "ready"
-    assert sorted(files.events[1:]) == sorted(wanted)
 
 
 def test_several_files_take_the_place_of_others_of_their_names_all_or_none(
@@ -256,30 +204,6 @@ def test_a_part_that_is_not_what_was_committed_is_noticed_as_it_comes(store: Sto
         store.fetch(replace(found, checksums=tuple(checksums)), memoryview(bytearray(found.nbytes)))
     with pytest.raises(CorruptSnapshotError):
         store.fetch(replace(found, checksums=()), memoryview(bytearray(found.nbytes)))
-
-
-def test_a_directory_is_read_on_while_what_came_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = LocalStore(tmp_path / "run")
-    manifest = put(store, 5)
-    ranges, check = list(part_ranges(manifest.nbytes, 256)), Manifest.verify_range
-    second, checked = threading.Event(), list[tuple[int, bool]]()
-
-    def verify(self: Manifest, start: int, data: memoryview, where: str) -> None:
-        checked.append((start, second.wait(30.0) if start == 0 else True))
-        check(self, start, data, where)
-
-    def progress(_nbytes: int) -> None:
-        moved.append(_nbytes)
-        if len(moved) == 2:
-            second.set()
-
-    moved: list[int] = []
-    monkeypatch.setattr(Manifest, "ranges", lambda _: iter(ranges))
-    monkeypatch.setattr(Manifest, "verify_range", verify)
-    buffer = bytearray(manifest.nbytes)
-    store.fetch(manifest, memoryview(buffer), progress)
-    manifest.verify(memoryview(buffer), "store")
-    assert sorted(checked) == [(start, True) for start, _ in ranges]
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 255, 256, 257])
@@ -431,7 +355,6 @@ def test_the_newest_claim_says_whose_the_run_is(store: Store) -> None:
     store.claim(claim_of(1, run_id="aaaaaaaaaaaa", location="file:///a"))
     store.claim(claim_of(2, run_id="bbbbbbbbbbbb", location="file:///b"))
     newest = store.newest_claim()
-    assert newest is not None
     assert (newest.attempt, newest.run_id, newest.location) == (2, "bbbbbbbbbbbb", "file:///b")
 
 
@@ -727,13 +650,6 @@ def test_local_store_says_what_the_system_said(tmp_path: Path) -> None:
     blocker.write_text("in the way")
     with pytest.raises(TierError, match="Not a directory"):
         put(LocalStore(blocker / "run"), 1)
-
-
-def test_an_error_names_a_place_once() -> None:
-    for place, said in (("/a", "/a: No space"), (None, "/a: No space"), ("/a/b", "/a: No space (/a/b)")):
-        with pytest.raises(TierError) as caught, tier_errors("/a"):
-            raise OSError(28, "No space", place)
-        assert str(caught.value) == said
 
 
 def test_local_store_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

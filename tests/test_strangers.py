@@ -21,14 +21,13 @@ from pathlib import Path
 import pytest
 
 import lightning_spot
-from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.config import read_environment
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SettingsError
 from lightning_spot.protocol.counted_log import CountedLog
-from lightning_spot.protocol.wire import Address, error_from_body, parse_spot_url
-from tests.conftest import RunningNode
-from tests.models import Net, data, trainer
+from lightning_spot.protocol.wire import Address, error_from_body
+from tests.support.server import RunningNode
+from tests.test_service_limits import address_of
 
 StartNode = Callable[..., RunningNode]
 LAST_S = 20.0
@@ -132,16 +131,6 @@ def test_an_answer_that_is_no_http_is_not_quoted() -> None:
     assert "horse" not in "".join(traceback.format_exception(caught.value))
 
 
-def test_a_short_token_is_one_warning_of_a_trainer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "x" * 15)
-    spot = SpotCheckpoint(tmp_path / "run", interval=EverySteps(1), local_server=False, notices=None)
-    trainer(spot, max_steps=2).fit(Net(), data())
-    assert caplog.text.count("fewer than 16 characters") == 1
-    assert "xxx" not in caplog.text
-
-
 # -- the log -----------------------------------------------------------------------------------------------------------
 
 HEAD = f"GET /v1/runs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}"
@@ -172,7 +161,7 @@ def test_a_stranger_costs_a_few_lines_of_the_log_whatever_he_sends(
     node = start_node("--drain-timeout", "0", environment={"LIGHTNING_SPOT_TOKEN": TOKEN})
     before = len(node.log.read_bytes())
     for _ in range(MANY):
-        with socket.create_connection(where(node), timeout=LAST_S) as connection, contextlib.suppress(OSError):
+        with socket.create_connection(address_of(node), timeout=LAST_S) as connection, contextlib.suppress(OSError):
             connection.sendall(sent)
             if sent:
                 connection.recv(100)
@@ -221,7 +210,7 @@ def test_however_many_addresses_and_kinds_there_are_a_minute_has_a_few_lines(cap
 def test_a_head_that_does_not_end_is_not_kept(head: bytes, piece: int, start_node: StartNode) -> None:
     """It was kept up to a megabyte, for ten seconds; 4,096 of them were 4 GiB."""
     node = start_node()
-    with socket.create_connection(where(node), timeout=5.0) as connection, contextlib.suppress(ConnectionError):
+    with socket.create_connection(address_of(node), timeout=5.0) as connection, contextlib.suppress(ConnectionError):
         for start in range(0, len(head), piece):
             connection.sendall(head[start : start + piece])
         while connection.recv(1000):
@@ -233,13 +222,8 @@ def test_a_head_within_its_bound_is_read_however_it_is_cut(start_node: StartNode
     headers = b"".join(b"X%d: %s\r\n" % (each, b"a" * 900) for each in range(8))
     head = b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + headers + b"\r\n"
     for piece in (1000, 7, 10**6):
-        with socket.create_connection(where(node), timeout=LAST_S) as connection:
+        with socket.create_connection(address_of(node), timeout=LAST_S) as connection:
             for _ in range(2):  # the second on the same connection
                 for start in range(0, len(head), piece):
                     connection.sendall(head[start : start + piece])
                 assert connection.recv(1000).startswith(b"HTTP/1.1 200")
-
-
-def where(node: RunningNode) -> tuple[str, int]:
-    address = parse_spot_url(node.url)[0]
-    return address.host, address.port

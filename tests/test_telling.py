@@ -11,7 +11,7 @@ import pytest
 from lightning_spot.client import telling
 from lightning_spot.client.telling import Telling
 from lightning_spot.errors import FencedError, ServerUnreachableError
-from tests.conftest import until
+from tests.support.waiting import until
 
 
 class Listener:

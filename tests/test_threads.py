@@ -33,13 +33,12 @@ from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.slot import SlotMemory
 from lightning_spot.threads import processors, work_together
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import until
-from tests.gated import MIB, manifest_of
-from tests.oracle import run_info
-from tests.test_copier import Desk, Fixed
-from tests.test_crash_points import NBYTES, image_of
-from tests.test_crash_points import manifest_of as sealed_as
-from tests.test_writer import Desk as WriterDesk
+from tests.support.copies import Desk, Fixed
+from tests.support.oracle import image_of, run_info
+from tests.support.oracle import manifest_of as sealed_as
+from tests.support.ranks import Desk as WriterDesk
+from tests.support.server import MIB, manifest_of
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -191,8 +190,8 @@ def test_a_tier_that_had_no_thread_gets_one_later(tmp_path: Path, lacking: Calla
     with contextlib.closing(Node(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as node:
         node.open_run(run_info(tmp_path))
         lacking("spot-flusher", 3)
-        upload = node.lease("run", 1, NBYTES, wait_s=20.0)
-        with upload.slot.view(NBYTES) as view:
+        upload = node.lease("run", 1, len(image_of(1)), wait_s=20.0)
+        with upload.slot.view(len(image_of(1))) as view:
             view[:] = image_of(1)
         node.seal(upload.id, sealed_as(1))
         assert node.flush("run", 20.0) == []

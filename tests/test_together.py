@@ -15,8 +15,8 @@ import torch
 from lightning_spot.exact.compare import differences
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import until
-from tests.test_every_step import digest
+from tests.support.trainer import digest
+from tests.support.waiting import until
 
 Train = Callable[..., int]
 
@@ -25,7 +25,7 @@ Train = Callable[..., int]
 def train(warm_python: str) -> Train:
     """Train on some ranks; the exit code."""
 
-    return functools.partial(run_trainer, warm_python, "tests.together_trainer")
+    return functools.partial(run_trainer, warm_python, "tests.support.together_trainer")
 
 
 def run_trainer(python: str, module: str, root: Path, *arguments: object) -> int:
@@ -58,6 +58,18 @@ def check_states(root: Path) -> None:
     assert found
     for manifest in found:
         assert digest(load(root, manifest)["state_dict"]) == steps[str(manifest.step)], manifest.name
+
+
+def check_ends(root: Path) -> None:
+    """The run has ended as its twin."""
+    ends = [load(each, manifests(each)[0]) for each in (root / "twin", root / "run")]
+    assert differences(*ends) == []
+
+
+def check_run(root: Path) -> None:
+    """Every snapshot of the run holds the parameters of its step, and it has ended as its twin."""
+    check_states(root / "run")
+    check_ends(root)
 
 
 def test_two_ranks_write_the_snapshots_of_a_training_together(train: Train, tmp_path: Path) -> None:
@@ -96,9 +108,7 @@ def test_four_ranks_of_which_one_is_killed_in_the_middle_of_its_share(train: Tra
     assert train(tmp_path / "run", *options, "--kill", who, 4) != 0
     check_states(tmp_path / "run")
     assert train(tmp_path / "run", *options) == 0
-    check_states(tmp_path / "run")
-    ends = [load(root, manifests(root)[0]) for root in (tmp_path / "twin", tmp_path / "run")]
-    assert differences(*ends) == []
+    check_run(tmp_path)
 
 
 @pytest.mark.soak
@@ -110,8 +120,7 @@ def test_an_urgent_snapshot_is_written_together(train: Train, tmp_path: Path) ->
     assert stopped.step > 7
     check_states(tmp_path / "run")
     assert train(tmp_path / "run", *steps) == 0
-    ends = [load(root, manifests(root)[0]) for root in (tmp_path / "twin", tmp_path / "run")]
-    assert differences(*ends) == []
+    check_ends(tmp_path)
 
 
 @pytest.mark.soak

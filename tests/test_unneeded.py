@@ -37,19 +37,6 @@ async def until_unneeded(node: Any, server_idle_timeout_s: float = 600.0) -> Non
     await asyncio.wait_for(program._until_unneeded(node, service, server_idle_timeout_s, program._Signals()), 60)
 
 
-def test_a_node_to_which_nothing_happens_looks_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    node = Asked()
-    waited: list[float] = []
-
-    async def passes(_event: asyncio.Event, within_s: float) -> None:
-        waited.append(within_s)
-        node.finished = len(waited) == 40
-
-    monkeypatch.setattr(program, "_wait", passes)
-    asyncio.run(until_unneeded(node))
-    assert sum(waited) / node.asked > 2
-
-
 def test_a_node_that_nobody_needs_any_more_ends_when_it_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "_LOOK_S", 600.0)
     monkeypatch.setattr(program, "_CHECK_S", 0.0)

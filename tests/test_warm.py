@@ -14,43 +14,17 @@ from pathlib import Path
 import pytest
 
 from lightning_spot.protocol.process import ProcessId
-from tests import folders, warm
-from tests.conftest import RunningNode, lives, until
+from tests.support import folders
+from tests.support.server import RunningNode
+from tests.support.waiting import lives, until
 
 StartNode = Callable[..., RunningNode]
-
-
-@pytest.mark.parametrize("way", ["-c", "-m", "script"])
-def test_what_it_is_given_goes_through(warm_python: str, tmp_path: Path, way: str) -> None:
-    code = (
-        "import os, sys\n"
-        "assert __name__ == '__main__'\n"
-        "import __main__\n"
-        "assert 'lightning.pytorch' in sys.modules\n"
-        "print(sys.argv[1:], sys.stdin.read(), os.environ['GIVEN'], os.getcwd(), flush=True)\n"
-        "sys.exit('because')\n"
-    )
-    (tmp_path / "program.py").write_text(code)
-    call = {"-c": ["-c", code], "-m": ["-m", "program"], "script": ["program.py"]}[way]
-    done = subprocess.run(
-        [warm_python, *call, "one", "two"],
-        input="typed",
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env={**os.environ, "GIVEN": "this"},
-    )
-    assert done.stdout == f"['one', 'two'] typed this {tmp_path}\n", done.stderr
-    assert done.stderr == "because\n"
-    assert done.returncode == 1
 
 
 def test_signals_and_kills_go_through(warm_python: str) -> None:
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
     for number in (signal.SIGTERM, signal.SIGKILL):
         process = subprocess.Popen([warm_python, "-c", code], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
         pid = int(process.stdout.readline())
         assert pid != process.pid
         assert lives(pid)
@@ -63,36 +37,11 @@ def test_signals_and_kills_go_through(warm_python: str) -> None:
         process.stdout.close()
 
 
-def test_a_killed_fork_looks_killed(warm_python: str) -> None:
-    assert subprocess.run([warm_python, "-c", "import os; os.kill(os.getpid(), 9)"], check=False).returncode == -9
-    assert subprocess.run([warm_python, "-c", "raise SystemExit(143)"], check=False).returncode == 143
-
-
-def test_forks_draw_other_numbers(warm_python: str) -> None:
-    code = "import random, torch, numpy; print(random.random(), torch.rand(1), numpy.random.rand())"
-    outputs = {subprocess.run([warm_python, "-c", code], capture_output=True, check=True).stdout for _ in range(2)}
-    assert len(outputs) == 2
-
-
 def test_nodes_are_forked_from_one_that_never_saw_torch(start_node: StartNode) -> None:
     node = start_node()
     mapped = Path(f"/proc/{node.process.pid}/maps").read_text()
     assert "xxhash" in mapped  # it is the fork that is looked at
     assert "libtorch" not in mapped
-
-
-def test_a_fork_is_a_process_with_a_number_and_a_code(start_node: StartNode, tmp_path: Path) -> None:
-    node = start_node()
-    assert node.process.poll() is None
-    os.kill(node.process.pid, signal.SIGSTOP)
-    with pytest.raises(subprocess.TimeoutExpired):
-        node.process.wait(0.0)
-    assert node.stop(signal.SIGKILL) == node.process.poll() == -signal.SIGKILL
-    assert not lives(node.process.pid)
-    with open(tmp_path / "log", "wb") as log:
-        refused = warm.Fork(node.python, ["-m", "lightning_spot", "ls"], stdout=log, environment=os.environ)
-    assert refused.wait(60) == 2
-    assert "usage" in (tmp_path / "log").read_text()
 
 
 def test_what_a_killed_test_run_left_is_removed_and_nothing_else(
@@ -102,7 +51,6 @@ def test_what_a_killed_test_run_left_is_removed_and_nothing_else(
     monkeypatch.setattr(folders, "homes", lambda: homes)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     here = ProcessId.of(os.getpid())
-    assert here is not None
     ended = replace(here, started=here.started - 1)  # of a process that had this number before
     abroad = replace(ended, namespace="pid:[1]")
     stays = [tmp_path / f"{folders.RUNTIME}{name}" for name in (folders.own_name(abroad), folders.own_name(here), "x")]
@@ -126,7 +74,7 @@ def test_nothing_that_was_forked_outlives_who_asked_for_it(tmp_path: Path) -> No
     code = (
         "import os, signal, sys, time\n"
         "from pathlib import Path\n"
-        "from tests import warm\n"
+        "from tests.support import warm\n"
         "folder = Path(sys.argv[1])\n"
         "held = warm.hold(warm.start(folder))\n"
         "request = ['-m', 'lightning_spot.service.program', '--listen', '127.0.0.1:0', '--memory', '1MiB']\n"
@@ -138,14 +86,8 @@ def test_nothing_that_was_forked_outlives_who_asked_for_it(tmp_path: Path) -> No
     )
     folder = Path(tempfile.mkdtemp(prefix=folders.WARM))
     with subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True) as session:
-        assert session.stdout is not None
         pid = int(session.stdout.readline())
         assert lives(pid)
         session.kill()
     until(lambda: not lives(pid), "the node to end")
     until(lambda: not folder.exists(), "its server to tidy up")
-
-
-def test_an_option_of_pythons_goes_through(warm_python: str) -> None:
-    done = subprocess.run([warm_python, "-V"], capture_output=True, text=True, check=True)
-    assert done.stdout.split()[1] == sys.version.split()[0]

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import io
 import random
-import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_spot import SpotCheckpoint
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import SettingsError
-from lightning_spot.image import delta, packing
-from lightning_spot.image.layout import Layouter
+from lightning_spot.image import packing
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
-from tests.conftest import until
-from tests.filled import fill
-from tests.gated import MIB
-from tests.wire_pair import RUN, Pair, floats, kinds, needs_zstd, pair, state, trained
+from tests.support.server import MIB
+from tests.support.waiting import until
+from tests.support.wire_pair import Pair, floats, kinds, needs_zstd, pair, state, trained
 
 __all__ = ["kinds", "pair"]
 
@@ -59,36 +54,6 @@ def test_of_what_has_changed_little_only_that_is_sent(pair: Pair) -> None:
         pair.check(step, bytes(image))
 
 
-def laid_out(layouter: Layouter, checkpoint: dict[str, Any]) -> tuple[bytes, int]:
-    """The checkpoint's file, and how much of it is no tensor data of a record of its own."""
-    layout = layouter.lay_out(checkpoint)
-    return bytes(fill(layout)), len(layout.frame[-1][1])
-
-
-def test_a_fine_tuning_costs_what_it_trains(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two frozen layers with adapters, 0.3 % of the weights: moments and pickled part included, in real files."""
-    pair.open()
-    torch.manual_seed(1)
-    frozen = {f"layers.{number}.weight": torch.randn(3072, 768) for number in range(2)}
-    shapes = {"a": (2, 768), "b": (3072, 2)}
-    trained = {f"layers.{number}.{name}": torch.randn(shapes[name]) for number in range(2) for name in shapes}
-    moments = [{"exp_avg": torch.randn_like(each), "exp_avg_sq": torch.rand_like(each)} for each in trained.values()]
-    layouter = Layouter()
-    for step in range(3):
-        changing = [*trained.values(), *(each for state in moments for each in state.values())]
-        for each in changing:
-            each.mul_(1.001).add_(1e-3)
-        checkpoint = {"state_dict": {**frozen, **trained}, "optimizer": moments, "global_step": step, "x": "y" * step}
-        image, pickled = laid_out(layouter, checkpoint)
-        sent = pair.near.bring(step + 1, image)
-        changed = sum(each.numel() * 4 for each in changing) + pickled
-        assert sent >= len(image) if step == 0 else changed / 2 < sent <= 1.1 * changed
-    held = bytes(pair.far.node.committed(RUN)[0].view())
-    loaded = torch.load(io.BytesIO(held), weights_only=True)
-    assert torch.equal(loaded["optimizer"][0]["exp_avg"], moments[0]["exp_avg"])
-    assert changed < 0.02 * len(image)
-
-
 def test_the_status_tells_what_was_sent_and_what_was_not(pair: Pair) -> None:
     pair.open(compression="off")
     image = state(1, 24 * MIB)  # three parts
@@ -112,31 +77,6 @@ def test_deltas_are_packed_when_asked_for(pair: Pair, kinds: Counter[str]) -> No
     pair.check(2, image)
 
 
-@needs_zstd
-def test_no_snapshot_waits_for_what_is_packed_to_be_thrown_away(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine a thread that packs, to see how that would go, may wait long for its turn."""
-    let_go, begun = threading.Event(), threading.Event()
-
-    def waiting(*_: Any) -> bytes:
-        begun.set()
-        return bytes(let_go.wait(120))
-
-    pair.open()
-    image = floats(1, 20 * MIB)
-    pair.near.bring(1, image)
-    pair.near.bring(2, image := trained(image))  # from then on it is known how long plain parts take
-    monkeypatch.setattr(delta, "encode", waiting)
-    try:
-        for step in range(3, 60):  # whether one is packed only to see how that goes is decided by what was measured
-            pair.near.bring(step, image := trained(image))
-            if begun.wait(0.2):
-                break
-        assert begun.is_set()
-        pair.check(step, image)
-    finally:
-        let_go.set()
-
-
 def test_without_compression_what_changed_goes_as_it_is(pair: Pair, kinds: Counter[str]) -> None:
     pair.open(compression="off")
     image = floats(1, 20 * MIB)
@@ -151,7 +91,7 @@ def test_without_zstd_auto_sends_as_it_is_and_delta_is_refused(
     pair: Pair, kinds: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "zstd", None)
-    with pytest.raises(SettingsError, match=r"compression='always' needs zstd.*pip install"):
+    with pytest.raises(SettingsError, match=r"'always' .*zstd"):
         packing.chosen_compression("always", None)
     pair.open(compression="always")  # of a trainer whose Python has zstd
     image = floats(1, MIB)
@@ -175,7 +115,7 @@ def test_the_setting_goes_from_node_to_node(pair: Pair, monkeypatch: pytest.Monk
 
 
 def test_the_setting_goes_from_the_callback_to_the_node_on_this_host(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"compression='zip' is none of 'auto', 'always' and 'off'"):
+    with pytest.raises(SettingsError, match=r"'zip' .*'auto', 'always'"):
         SpotCheckpoint(str(tmp_path), compression="zip")  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="servers= names none"):
         SpotCheckpoint(str(tmp_path), lossy="topk")
@@ -184,5 +124,4 @@ def test_the_setting_goes_from_the_callback_to_the_node_on_this_host(tmp_path: P
     attempt = Attempt(survey(Location.of(str(tmp_path / "run-1"), local_server=False)), host, ring)
     known = host._node.registry.info(attempt.info.key)
     attempt.finish(5.0, complete=False)
-    assert known is not None
     assert known.compression == "off"

@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.client.encoding import CompressionRule, OutgoingPart, Part, PartEncoder, packers
+from lightning_spot.client.encoding import OutgoingPart, Part, PartEncoder, packers
 from lightning_spot.client.node_client import NodeClient
-from lightning_spot.image import delta, packing
+from lightning_spot.image import packing
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory import bases
-from lightning_spot.protocol.wire import NO_DIGEST, Address, BaseInfo, PartKind
+from lightning_spot.protocol.wire import NO_DIGEST, Address, PartKind
 from lightning_spot.service import uploads
-from tests.conftest import until
-from tests.gated import MIB, manifest_of
-from tests.proxy import Proxy
-from tests.wire_pair import RUN, Pair, Sender, floats, kinds, needs_zstd, pair, state, trained
+from tests.support.proxy import Proxy
+from tests.support.server import MIB, manifest_of
+from tests.support.waiting import until
+from tests.support.wire_pair import RUN, Pair, Sender, floats, kinds, needs_zstd, pair, state, trained
 
 __all__ = ["kinds", "pair"]
 
@@ -159,27 +159,6 @@ def test_packing_stands_back_behind_training() -> None:
     with packers() as threads:
         assert threads.submit(niceness).result() == max(10, before)
     assert niceness() == before
-
-
-@needs_zstd
-def test_nobody_waits_until_it_is_known_how_packing_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    let_go, image = threading.Event(), memoryview(floats(1, 4 * MIB))
-    earlier = bases.Glance(manifest_of(1, 1, len(image), part_bytes=MIB), memoryview(floats(2, 4 * MIB)), lambda: True)
-    earlier = replace(earlier, manifest=earlier.manifest.sealed(earlier.image))
-    base = BaseInfo("x", len(image), MIB, earlier.manifest.checksums, unpacks=True)
-    rule = CompressionRule()
-    rule.sent(MIB, 10.0)
-    with packers() as threads:
-        threads.submit(let_go.wait, 30)  # a processor that has no time
-        monkeypatch.setattr(delta, "encode", lambda *_: bytes(let_go.wait(30)))
-        encoder = PartEncoder(image, MIB, base, earlier, threads, rule)
-        kinds = [encoder.encode((start, start + MIB, "0" * 32)).kind for start in range(0, 4 * MIB, MIB)]
-        assert kinds == [PartKind.WHOLE] * 4
-        rule.begin()
-        assert not rule.packs
-        let_go.set()
-    rule.begin()
-    assert rule.packs  # what came of it is known
 
 
 class Upload:

@@ -2,78 +2,23 @@
 
 from __future__ import annotations
 
-import re
 import threading
-from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
-from lightning_spot.capture import across, following, slot_pool
-from lightning_spot.capture.copying import Pending
-from lightning_spot.capture.following import Follower, Task
-from lightning_spot.capture.host_link import HostLink
-from lightning_spot.capture.saying import SayOnce, SayWhyNot
-from lightning_spot.capture.split import Number
-from lightning_spot.capture.tensors import by_storage
+from lightning_spot.capture import slot_pool
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FailureReason, NotSerializableError, ServerUnreachableError, SnapshotFailedError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.pickling import TensorPickler
-from lightning_spot.memory.host import Host, InProcessHost, Lease
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
-from lightning_spot.tiers.local import LocalStore
-from tests.conftest import named_run, until
-from tests.fake_device import FakeDevice
-
-
-class Desk:
-    """A writer over a ring in this process, and its durable tier."""
-
-    def __init__(self, root: Path, memory_bytes: int = 2**28) -> None:
-        self.store = LocalStore(root / "run")
-        self.host = InProcessHost(slots=3, memory_bytes=memory_bytes, open_store=open_store)
-        self.host.open_run(named_run("run", self.store.url, keep=100))
-        self.writer = SnapshotWriter(self.host, lambda: self.host)
-        self.weights: list[Any] = [torch.randn(300, 100) for _ in range(5)]
-        self.buffer = torch.zeros(10)
-
-    def checkpoint(self, note: str = "", **more: Any) -> dict[str, Any]:
-        return {"note": note, "state": {"w": self.weights, "b": self.buffer}, **more}
-
-    def owned(self) -> list[torch.Tensor]:
-        """The tensors that the optimizer has."""
-        return self.weights
-
-    def begin(self, step: int, checkpoint: dict[str, Any], *, complete: bool = False) -> Any:
-        owned = by_storage(self.owned())
-        name = snapshot_name(step, 1, complete=complete)
-        manifest = Manifest(run="run", name=name, step=step, attempt=1, nbytes=0, complete=complete)
-        return self.writer.begin(checkpoint, manifest, owned=owned, wait_s=30.0)
-
-    def saved(self, step: int, *, complete: bool = False) -> dict[str, Any]:
-        assert self.host.flush(30) == []
-        name = snapshot_name(step, 1, complete=complete)
-        return torch.load(self.store.root / name / "model.ckpt", weights_only=True)
-
-
-@pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    made = Desk(tmp_path)
-    yield made
-    made.writer.close()
-    made.host.leave(complete=True)
-
-
-def same(saved: dict[str, Any], weights: list[torch.Tensor], buffer: torch.Tensor) -> bool:
-    state = saved["state"]
-    return torch.equal(state["b"], buffer) and all(map(torch.equal, state["w"], weights))
+from tests.support.fake_device import FakeDevice
+from tests.support.ranks import Desk, same
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize(
@@ -215,31 +160,6 @@ def test_while_snapshots_follow_closely_none_asks_the_ring(desk: Desk, monkeypat
     assert same(desk.saved(5), desk.weights, desk.buffer)
 
 
-def test_the_slot_of_a_snapshot_that_is_known_to_come_is_leased_meanwhile(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[threading.Thread] = []
-    lease = desk.host.lease
-    monkeypatch.setattr(desk.host, "lease", lambda *a, **m: asked.append(threading.current_thread()) or lease(*a, **m))
-    monkeypatch.setattr(slot_pool, "AHEAD_S", 30.0)
-    desk.writer.next_comes()  # how large the first one is, is not known
-    desk.begin(0, desk.checkpoint()).result(30)
-    assert asked == [threading.current_thread()]
-    desk.writer.next_comes()
-    until(lambda: desk.writer._leases.is_ahead, "a slot leased ahead")
-    desk.begin(1, desk.checkpoint()).result(30)
-    assert same(desk.saved(1), desk.weights, desk.buffer)
-    assert threading.current_thread() not in asked[1:]
-    desk.writer.settle(30)
-    monkeypatch.setattr(slot_pool, "AHEAD_S", 0.5)
-    until(lambda: not desk.writer._leases.is_ahead, "none leased ahead")
-    given_back: list[Any] = []
-    abort = desk.host.abort
-    monkeypatch.setattr(desk.host, "abort", lambda *a, **m: given_back.append(a) or abort(*a, **m))
-    desk.writer.next_comes()
-    until(lambda: given_back and not desk.writer._leases.is_ahead, "one to be leased ahead, and given back in vain")
-
-
 def test_a_slot_that_is_not_used_is_given_back(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     states = lambda: [slot["state"] for slot in desk.host._node.status()["slots"]]  # noqa: E731
     for step in range(2):
@@ -279,77 +199,3 @@ def test_what_a_gpu_is_still_sending_is_waited_for_where_nothing_follows(desk: D
     manifest = Manifest(run="run", name=snapshot_name(0, 1), step=0, attempt=1, nbytes=0)
     desk.writer.begin(desk.checkpoint(), manifest, wait_s=30.0).result(30)
     assert same(desk.saved(0), desk.weights, desk.buffer)
-
-
-def test_why_no_snapshot_is_committed_is_said_of_two_in_a_row(caplog: pytest.LogCaptureFixture) -> None:
-    """Ranks that differ would have it said at every step of a run."""
-    say = SayWhyNot(SayOnce())
-    for step in range(5):
-        say(f"step-{step}", "rank 1 has other optimizers")
-    say("step-5", "rank 2 has gone")
-    say.committed()
-    say("step-7", "rank 2 has gone")
-    assert [record.getMessage().partition("step-")[2][:1] for record in caplog.records] == ["0", "1", "5", "7"]
-
-
-class Waiting(Follower[str]):
-    """A rank whose slot comes when its node says so."""
-
-    def _fill(self, host: Host, lease: Lease, task: Task[str], what: str) -> None:
-        raise SnapshotFailedError("it has nothing to write", reason=FailureReason.SHARE_MISSING)
-
-    def begin(self, name: str, wait_s: float) -> None:
-        self._put(Task(name, "rank 1", Number(1, 0, 1), "", "state", wait_s))
-
-
-def test_a_rank_that_waits_for_its_slot_says_what_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(following, "SAY_S", 0.05)
-    begun = threading.Event()
-
-    def join(*_: Any, **__: Any) -> Lease:
-        begun.wait(20.0)
-        raise SnapshotFailedError("there will be none", reason=FailureReason.SHARE_MISSING)
-
-    host = SimpleNamespace(server_call_timeout_s=0.1, join=join, disconnect=lambda: None)
-    rank = Waiting(cast(Host, host), lambda: cast(Host, host))
-
-    def go_on() -> None:
-        until(lambda: caplog.records, "it to be said")
-        begun.set()
-
-    try:
-        threading.Thread(target=go_on).start()
-        rank.begin("step-1", 20.0)
-        rank.copied()
-        assert begun.is_set()
-        (said,) = (record.getMessage() for record in caplog.records)
-        assert re.fullmatch(
-            "lightning_spot: rank 1: training waits for its slot of step-1, for up to (20|1[0-9]) s more: it has not"
-            " begun at the local server",
-            said,
-        )
-    finally:
-        rank.close()
-
-
-def test_who_waits_for_other_hosts_says_what_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(across, "SAY_S", 0.05)
-    said, done = list[str](), Future[Manifest]()
-    link = HostLink(cast(Host, SimpleNamespace()))
-    state = across.Across(link, lambda full, left_s: said.append(f"{full} {left_s:.2f}"))
-    shared = SimpleNamespace(at="spot://node:7070/run")
-    pending = SimpleNamespace(done=done, lease=SimpleNamespace(shared=shared), manifest=SimpleNamespace(name="step-1"))
-    state.begun(cast(Pending, pending))
-    for wait_s in (0.01, 0.3):  # it is not said where nobody would wait for so long
-        with pytest.raises(
-            SnapshotFailedError,
-            match="step-1 is still on its way to spot://node:7070/run",
-            check=FailureReason.RING_FULL.caused,
-        ):
-            state.make_way(cast(Host, SimpleNamespace()), "spot://node:7070/run", wait_s)
-    assert said == ["step-1 is still on its way to spot://node:7070/run 0.25"]
-    threading.Timer(0.2, done.set_result, [cast(Manifest, None)]).start()
-    state.make_way(cast(Host, SimpleNamespace()), "spot://node:7070/run", 20.0)
-    assert done.done()

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from lightning_spot.errors import CorruptSnapshotError, SettingsError
-from lightning_spot.image import sealing
 from lightning_spot.image.layout import Layout, Layouter
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.sealing import Sealing
 from lightning_spot.image.written import CHECK_EVERY, Before, Ranges, Written, in_order, read_ranges
 from lightning_spot.memory.node import Node
-from tests.filled import fill
-from tests.gated import RUN_ID, Bench
+from tests.support.filled import fill
+from tests.support.server import RUN_ID, Bench
 
 PART_BYTES = 4096
 
@@ -87,24 +86,6 @@ def test_what_is_sealed_is_what_would_be_if_all_was_written(seed: int) -> None:
         assert found.run(dice.choice([1, 3])) == whole
         assert slot.memory[: layout.nbytes] == image
         checksums = whole.checksums[: layout.nbytes // PART_BYTES]
-
-
-def test_little_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    slot, layouter = Slot(), Layouter()
-    frozen, adapter = torch.rand(100_000), torch.rand(100)
-    layout = layouter.lay_out([frozen, adapter])
-    slot.write(layout, set())
-    image = memoryview(slot.memory)[: layout.nbytes]
-    first = Sealing(manifest_of(0, layout.nbytes), image).run(1)
-    adapter.add_(1)
-    layout = layouter.lay_out([frozen, adapter])
-    written = slot.write(layout, {adapter.data_ptr()})
-    read: list[int] = []
-    checksum = sealing.checksum
-    monkeypatch.setattr(sealing, "checksum", lambda data: (read.append(len(data)), checksum(data))[1])
-    whole = layout.nbytes // PART_BYTES
-    Sealing(manifest_of(1, layout.nbytes), image, Before(written, first.checksums[:whole], 1)).run(1)
-    assert len(read) <= -(-whole // CHECK_EVERY) + 3
 
 
 def test_memory_that_was_changed_by_others_is_found_in_its_turn() -> None:

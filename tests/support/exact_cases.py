@@ -1,0 +1,291 @@
+"""Ways to train that a resume must get right to the bit. A case can be trained in this process or as a program.
+
+``python -m tests.support.exact_cases CASE DIRPATH --seed N`` trains the case to its end; tests kill it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.tiers.local import LocalStore
+from tests.support.waiting import new_process
+
+SAMPLES = 96
+BATCH = 4
+
+
+class Augmented(Dataset[Any]):
+    """Samples with noise from all three generators, drawn where the sample is loaded (maybe in a worker)."""
+
+    def __init__(self, noise: bool = True, samples: int = SAMPLES) -> None:
+        self.x = torch.randn(samples, 8, generator=torch.Generator().manual_seed(1))
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.x[index]
+        y = x.sum().unsqueeze(0)
+        if self.noise:
+            x = x + 0.1 * torch.randn(8) + 0.1 * random.random() + 0.1 * float(np.random.rand())
+        return x, y
+
+
+class Stream(IterableDataset[Any]):
+    """An endless-looking stream that knows where it is, through the loader's ``state_dict``."""
+
+    def __iter__(self) -> Any:
+        data = Augmented(noise=False)
+        return iter([data[index] for index in range(SAMPLES)])
+
+
+class StatefulLoader:
+    """What torchdata's ``StatefulDataLoader`` is to Lightning: a loader with ``state_dict`` and no length."""
+
+    def __init__(self) -> None:
+        self.data = Augmented()
+        self.place = 0
+
+    def __iter__(self) -> Any:
+        while self.place < SAMPLES:
+            self.place += BATCH
+            rows = [self.data[index] for index in range(self.place - BATCH, self.place)]
+            yield torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows])
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+class Lean(pl.LightningModule):
+    """Dropout, BatchNorm, an epoch's mean, a non-persistent buffer, numbers drawn in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 1))
+        self.register_buffer("drift", torch.zeros(3), persistent=False)
+
+    def measure(self, out: torch.Tensor, y: torch.Tensor) -> None:
+        """What is done with the output besides the loss."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        out = self.net(x + 0.01 * float(np.random.rand()) + 0.01 * random.random())
+        self.measure(out, y)
+        self.drift += torch.rand(3, device=self.drift.device)
+        return nn.functional.mse_loss(out, y) + 0 * self.drift.sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", nn.functional.mse_loss(self.net(x + 0.01 * torch.randn_like(x)), y))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 5), "interval": "step"}]
+
+
+class Model(Lean):
+    """Logs a metric and an epoch's maximum besides: a third of what a run of it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = torchmetrics.MeanAbsoluteError()
+        self.correlation = torchmetrics.PearsonCorrCoef()
+
+    def measure(self, out: torch.Tensor, y: torch.Tensor) -> None:
+        self.error(out, y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        self.log("worst", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("error", self.error, on_step=False, on_epoch=True)
+        return loss
+
+
+class Plateau(Model):
+    """Its learning rate follows the epoch's mean loss, which Lightning forgets in a resumed epoch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.7, threshold=0.3)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "loss_epoch"}}
+
+
+class Estimated(Model):
+    """Asks for the length of the run in ``configure_optimizers``, which makes Lightning set up the data early."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        steps = int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Gan(Model):
+    """Two optimizers by hand; the second one steps every third batch, on gradients that it gathers in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        first, second = self.optimizers()  # type: ignore[misc]
+        first.zero_grad()
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.manual_backward(loss)
+        first.step()
+        if batch_idx % 3 == 2:
+            second.step()
+            second.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.net[0].parameters(), 0.01), torch.optim.SGD(self.net[4].parameters(), 0.01)
+
+
+def loader(noise: bool = True, **more: Any) -> DataLoader[Any]:
+    return DataLoader(Augmented(noise), BATCH, **{"shuffle": True, **more})
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+Case = Callable[[], tuple[pl.LightningModule, Any, dict[str, Any]]]
+
+CASES: dict[str, Case] = {
+    "plain": lambda: (Model(), loader(), {}),
+    "workers": lambda: (Model(), loader(num_workers=2), {}),
+    "own-generator": lambda: (Model(), loader(generator=_generator()), {}),
+    "distributed-sampler": lambda: (Model(), _distributed(0), {"use_distributed_sampler": False}),
+    "distributed-sampler-workers": lambda: (Model(), _distributed(2), {"use_distributed_sampler": False}),
+    "accumulation": lambda: (Model(), loader(), {"accumulate_grad_batches": 5}),
+    "mid-epoch-validation": lambda: (Model(), loader(), {"val_check_interval": 7}),
+    "plateau": lambda: (Plateau(), loader(), {}),
+    "estimated-steps": lambda: (Estimated(), loader(), {}),
+    "estimated-steps-workers": lambda: (Estimated(), loader(num_workers=1), {}),
+    "two-optimizers": lambda: (Gan(), loader(), {}),
+    "two-loaders": lambda: (
+        TwoLoaders(),
+        {"long": loader(), "short": DataLoader(Augmented(), 3 * BATCH, shuffle=True)},
+        {},
+    ),
+    "stateful-stream": lambda: (Model(), StatefulLoader(), {}),
+    "max-steps": lambda: (Model(), loader(), {"max_steps": 60, "max_epochs": -1, "val_check_interval": 11}),
+    "bf16": lambda: (Model(), loader(), {"precision": "bf16-mixed", "gradient_clip_val": 0.5}),
+    "limited": lambda: (Model(), loader(), {"limit_train_batches": 9, "check_val_every_n_epoch": 2}),
+}
+
+
+class Clock(Model):
+    """Cannot be repeated: what time it is goes into the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+        x, y = batch
+        return super().training_step((x + time.time() % 1, y), batch_idx)
+
+
+INEXACT: dict[str, Case] = {"clock": lambda: (Clock(), loader(), {})}
+
+
+class TwoLoaders(Model):
+    """Batches from two loaders of different lengths."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+        x, y = batch["long"]
+        more_x, _ = batch["short"]
+        return super().training_step((x + 0.01 * more_x[:BATCH], y), batch_idx)
+
+
+def _distributed(workers: int) -> DataLoader[Any]:
+    sampler = DistributedSampler(Augmented(), num_replicas=1, rank=0, seed=3)
+    return loader(sampler=sampler, shuffle=False, num_workers=workers)
+
+
+def train(
+    case: str | Case,
+    root: Path,
+    *callbacks: pl.Callback,
+    seed: int,
+    spot: SpotCheckpoint | None = None,
+    notices: Any = "signal",
+    **more: Any,
+) -> pl.Trainer:
+    """Train a case to its end, or go on with it. Every process begins with another ``seed``."""
+    new_process()
+    pl.seed_everything(11, verbose=False)
+    module, loaders, settings = {**CASES, **INEXACT}[case]() if isinstance(case, str) else case()
+    fresh = not LocalStore(root / "run").survey().manifests
+    pl.seed_everything(11 if fresh else seed, verbose=False)
+    spot = spot or SpotCheckpoint(
+        str(root / "run"), local_server=False, interval=EverySteps(3), on_full="wait", keep=100, notices=notices
+    )
+    trainer = pl.Trainer(
+        **{
+            "max_epochs": 3,
+            "accelerator": "cpu",
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "log_every_n_steps": 1,
+            "logger": CSVLogger(str(root), name="logs"),
+            "callbacks": [
+                *callbacks,
+                LearningRateMonitor("step"),
+                EarlyStopping("val_loss", patience=50, check_on_train_epoch_end=False),
+                ModelCheckpoint(str(root / "best"), monitor="val_loss", save_top_k=2, save_last=False),
+                ModelCheckpoint(str(root / "steps"), every_n_train_steps=4, save_top_k=-1),
+                spot,
+            ],
+            **settings,
+            **more,
+        }
+    )
+    trainer.fit(module, loaders, DataLoader(Augmented(), 16))
+    return trainer
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("case", choices=[*CASES, *INEXACT])
+    parser.add_argument("root", type=Path)
+    parser.add_argument("--seed", type=int, default=11)
+    parser.add_argument("--pace", type=float, default=0.0, help="seconds added to every batch")
+    parser.add_argument("--notice", default="/nonexistent", help="file that stands for a preemption notice")
+    arguments = parser.parse_args()
+
+    class Pace(pl.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            time.sleep(arguments.pace)
+
+    notices = ["signal", f"file:{arguments.notice}"]
+    train(arguments.case, arguments.root, Pace(), seed=arguments.seed, notices=notices)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

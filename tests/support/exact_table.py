@@ -1,0 +1,614 @@
+"""What Lightning ships, as data: each feature in a run small enough to be stopped and resumed within a second.
+
+``tests/test_exact_table.py`` trains every case, and asks that a resumed run is equal to an undisturbed one, or that a
+warning named the feature before training began.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch import callbacks as shipped
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_spot import EverySteps, SpotCheckpoint
+from tests.support import exact_kept as kept
+from tests.support import exact_models as m
+from tests.support.exact_cases import Gan, Lean, Model, Plateau
+from tests.support.exact_models import BATCH, SAMPLES, Rows, rows, validation
+from tests.support.waiting import new_process
+
+
+def _nothing() -> list[pl.Callback]:
+    return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One feature in a run.
+
+    Attributes:
+        model: makes the module; one that logs little, but where logging may matter.
+        loaders: makes what is passed to ``fit`` as training loaders; ``None`` if the module or ``data`` has them.
+        val: makes the loaders for validation.
+        data: makes a data module instead of both.
+        callbacks: makes callbacks of Lightning or of a user, besides ours.
+        settings: of the Trainer.
+        says: what the warning of a resumed run says before training, where it may not be exact.
+        differs: whether it is not exact indeed; then this is not asked.
+        spot: of ``SpotCheckpoint``.
+        ignored: parts of names of entries, and of what is logged, that cannot be equal, being clocks.
+        stops: batches (or validation batches, if negative) of each attempt after which it is stopped.
+        covers: names of Lightning's that this case stands for.
+        soak: whether it is left to the long run.
+    """
+
+    model: Callable[[], pl.LightningModule] = Lean
+    loaders: Callable[[], Any] | None = rows
+    val: Callable[[], Any] | None = validation
+    data: Callable[[], pl.LightningDataModule] | None = None
+    callbacks: Callable[[], list[pl.Callback]] = _nothing
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    spot: Mapping[str, Any] = field(default_factory=dict)
+    says: str = ""
+    differs: bool = False
+    ignored: tuple[str, ...] = ()
+    stops: tuple[int, ...] = (9, 5)
+    covers: tuple[str, ...] = ()
+    soak: bool = False
+
+
+STREAM = "not exact unless this stream yields the same samples each time"
+
+# -- the table ----------------------------------------------------------------------------------------------------
+
+CALLBACKS: dict[str, Case] = {
+    "backbone-finetuning": Case(
+        model=m.Net,
+        loaders=None,
+        val=None,
+        callbacks=lambda: [shipped.BackboneFinetuning(1, m.half, train_bn=False, should_align=False)],
+        stops=(13, 10),
+        covers=("BackboneFinetuning",),
+    ),
+    "base-finetuning": Case(
+        model=m.Net,
+        loaders=None,
+        val=None,
+        callbacks=lambda: [m.Thaw()],
+        stops=(13, 10),
+        covers=("BaseFinetuning",),
+        soak=True,
+    ),
+    "accumulation-scheduler": Case(
+        callbacks=lambda: [shipped.GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})],
+        stops=(8, 4),
+        covers=("GradientAccumulationScheduler",),
+    ),
+    "weight-averaging-stochastic": Case(
+        model=m.Plain,
+        callbacks=lambda: [shipped.StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=3)],
+        settings={"max_epochs": 4},
+        stops=(3, 6, 5),
+        covers=("StochasticWeightAveraging",),
+    ),
+    "weight-averaging-stochastic-batchnorm": Case(
+        callbacks=lambda: [
+            shipped.StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=2, annealing_strategy="linear")
+        ],
+        soak=True,
+    ),
+    "weight-averaging-ema": Case(
+        callbacks=lambda: [shipped.EMAWeightAveraging(decay=0.8)],
+        covers=("EMAWeightAveraging", "WeightAveraging"),
+    ),
+    "pruning": Case(
+        callbacks=lambda: [shipped.ModelPruning("l1_unstructured", amount=0.2, parameter_names=["weight"])],
+        says="ModelPruning",
+        differs=True,
+        covers=("ModelPruning",),
+    ),
+    "spike-detection": Case(
+        callbacks=lambda: [shipped.SpikeDetection(window=4, rtol=50.0)],
+        says="SpikeDetection",
+        differs=True,
+        covers=("SpikeDetection",),
+    ),
+    "learning-rate-finder": Case(
+        model=m.Measured,
+        loaders=None,
+        val=None,
+        callbacks=lambda: [shipped.LearningRateFinder(num_training_steps=5)],
+        covers=("LearningRateFinder",),
+    ),
+    "learning-rate-finder-makes-workers": Case(
+        model=m.Measured,
+        loaders=lambda: rows(num_workers=1, persistent_workers=True),
+        val=lambda: DataLoader(Rows(), BATCH, num_workers=1, persistent_workers=True),
+        callbacks=lambda: [shipped.LearningRateFinder(num_training_steps=5)],
+        settings={"val_check_interval": 4},
+        stops=(8, 4),
+    ),
+    "batch-size-finder": Case(
+        model=m.Net,
+        loaders=None,
+        val=None,
+        callbacks=lambda: [shipped.BatchSizeFinder(max_trials=2, steps_per_trial=1)],
+        covers=("BatchSizeFinder",),
+        soak=True,  # tuned as by the one above
+    ),
+    "learning-rate-finder-later": Case(
+        model=m.Net,
+        loaders=None,
+        val=None,
+        callbacks=lambda: [m.RateAgain(num_training_steps=5)],
+        ignored=("requests.validation",),  # the trial asks for that loader once more
+        stops=(17, 8),
+        soak=True,
+    ),
+    "early-stopping": Case(
+        model=Model,
+        callbacks=lambda: [shipped.EarlyStopping("loss_epoch", patience=2, min_delta=10.0)],
+        settings={"max_epochs": 5},
+        covers=("EarlyStopping",),
+    ),
+    "model-checkpoint-last": Case(
+        model=Model,
+        callbacks=lambda: [shipped.ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True)],
+        covers=("ModelCheckpoint",),
+    ),
+    "model-checkpoint-steps": Case(
+        callbacks=lambda: [shipped.ModelCheckpoint(every_n_train_steps=3, save_top_k=-1, save_on_train_epoch_end=True)],
+        soak=True,
+    ),
+    "model-checkpoint-by-time": Case(
+        callbacks=lambda: [shipped.ModelCheckpoint(train_time_interval=timedelta(hours=1))], says="train_time_interval"
+    ),
+    "progress-bar": Case(
+        callbacks=lambda: [shipped.TQDMProgressBar()],
+        settings={"enable_progress_bar": True},
+        covers=("TQDMProgressBar",),
+        soak=True,
+    ),
+    "rich-progress-bar": Case(
+        callbacks=lambda: [shipped.RichProgressBar(), shipped.RichModelSummary()],
+        settings={"enable_progress_bar": True, "enable_model_summary": True},
+        covers=("RichProgressBar", "RichModelSummary"),
+        soak=True,
+    ),
+    "monitors": Case(
+        callbacks=lambda: [
+            shipped.LearningRateMonitor("step", log_momentum=True),
+            shipped.ModelSummary(),
+            shipped.LambdaCallback(on_train_batch_end=lambda *_: torch.rand(())),
+            shipped.DeviceStatsMonitor(cpu_stats=True),
+        ],
+        settings={"enable_model_summary": True},
+        ignored=("DeviceStats", "device"),
+        covers=("LearningRateMonitor", "ModelSummary", "LambdaCallback", "DeviceStatsMonitor"),
+    ),
+    "throughput": Case(
+        callbacks=lambda: [shipped.ThroughputMonitor(lambda batch: len(batch[0]), window_size=2)],
+        ignored=("logged.", "train/", "validate/"),
+        says="ThroughputMonitor",
+        covers=("ThroughputMonitor",),
+    ),
+    "on-exception": Case(
+        callbacks=lambda: [shipped.OnExceptionCheckpoint(tempfile.gettempdir(), f"spot-table-{os.getpid()}")],
+        says="OnExceptionCheckpoint",
+        covers=("OnExceptionCheckpoint",),
+    ),
+    "timer": Case(callbacks=lambda: [shipped.Timer("01:00:00:00")], covers=("Timer",), soak=True),
+}
+
+SETTINGS: dict[str, Case] = {
+    "accumulate": Case(
+        model=Model,
+        settings={"accumulate_grad_batches": 2},
+        stops=(8, 7),
+        covers=("accumulate_grad_batches",),
+        soak=True,  # test_exact has it
+    ),
+    "clip-by-value": Case(
+        settings={"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
+        covers=("gradient_clip_val", "gradient_clip_algorithm"),
+        soak=True,
+    ),
+    "bf16": Case(model=Model, settings={"precision": "bf16-mixed"}, covers=("precision",)),
+    "double": Case(settings={"precision": "64-true"}, loaders=lambda: rows(False), soak=True),
+    "half": Case(settings={"precision": "bf16-true"}, soak=True),
+    "val-often": Case(model=Model, settings={"val_check_interval": 0.4}, covers=("val_check_interval",)),
+    "val-across-epochs": Case(
+        settings={"val_check_interval": 7, "check_val_every_n_epoch": None},
+        stops=(8, 5),
+        covers=("check_val_every_n_epoch",),
+        soak=True,
+    ),
+    "val-seldom": Case(settings={"check_val_every_n_epoch": 2, "max_epochs": 4}, soak=True),
+    "val-not-asked-for-yet": Case(
+        model=m.DrawingForValidation,
+        loaders=None,
+        val=None,
+        settings={"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0, "max_epochs": 4},
+    ),
+    "val-not-asked-for-yet-combined": Case(
+        model=m.Several,
+        loaders=m.combined("max_size_cycle"),
+        val=lambda: CombinedLoader([validation(), validation()], "sequential"),
+        settings={"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0, "max_epochs": 4},
+        soak=True,
+    ),
+    "val-by-time": Case(settings={"val_check_interval": "00:00:00:10"}, says="val_check_interval"),
+    "limited": Case(
+        model=Model,
+        settings={"limit_train_batches": 3, "limit_val_batches": 1},
+        stops=(5, 4),
+        covers=("limit_train_batches", "limit_val_batches"),
+    ),
+    "limited-share": Case(settings={"limit_train_batches": 0.6}, stops=(5, 4), soak=True),
+    "overfit": Case(settings={"overfit_batches": 4}, stops=(6, 4), covers=("overfit_batches",)),
+    "reload-each-epoch": Case(
+        model=m.WithData,
+        loaders=None,
+        val=None,
+        settings={"reload_dataloaders_every_n_epochs": 1},
+        stops=(8, 3),
+        covers=("reload_dataloaders_every_n_epochs",),
+        soak=True,
+    ),
+    "reload-every-second-epoch": Case(
+        model=m.WithData,
+        loaders=None,
+        val=None,
+        settings={"reload_dataloaders_every_n_epochs": 2, "max_epochs": 5},
+        stops=(7, 9),
+    ),
+    "loaders-of-the-module": Case(model=m.WithData, loaders=None, val=None, soak=True),
+    "loaders-of-a-data-module": Case(
+        data=m.Data, loaders=None, val=None, settings={"reload_dataloaders_every_n_epochs": 2, "max_epochs": 4}
+    ),
+    "sanity-check-whole": Case(
+        settings={"num_sanity_val_steps": -1}, stops=(-3, 3), covers=("num_sanity_val_steps",), soak=True
+    ),
+    "no-sanity-check": Case(settings={"num_sanity_val_steps": 0}, soak=True),
+    "no-validation": Case(val=None, settings={"limit_val_batches": 0}, soak=True),
+    "max-steps": Case(
+        settings={"max_steps": 13, "max_epochs": -1, "val_check_interval": 3},
+        stops=(9, 3),
+        covers=("max_steps", "max_epochs"),
+    ),
+    "min-epochs": Case(
+        callbacks=lambda: [shipped.EarlyStopping("val_loss", patience=0, min_delta=10.0)],
+        settings={"min_epochs": 3, "min_steps": 17, "max_epochs": 5},
+        covers=("min_epochs", "min_steps"),
+        soak=True,
+    ),
+    "max-time": Case(settings={"max_time": "01:00:00:00"}, covers=("max_time",), soak=True),
+    "anomalies": Case(settings={"detect_anomaly": True}, covers=("detect_anomaly",), soak=True),
+    "no-inference-mode": Case(settings={"inference_mode": False}, covers=("inference_mode",), soak=True),
+    "own-sampler-kept": Case(
+        settings={"use_distributed_sampler": False}, covers=("use_distributed_sampler",), soak=True
+    ),
+    "logged-seldom": Case(settings={"log_every_n_steps": 5}, covers=("log_every_n_steps",), soak=True),
+    "no-logger": Case(settings={"logger": False}, covers=("logger",), soak=True),
+    "profiler": Case(settings={"profiler": "simple"}, covers=("profiler",), soak=True),
+    "deterministic": Case(settings={"deterministic": True}, covers=("deterministic",), soak=True),
+}
+
+LOADERS: dict[str, Case] = {
+    "estimated-in-setup": Case(model=lambda: m.EstimatedEarly("setup"), loaders=rows),
+    "estimated-in-configure-model": Case(
+        model=lambda: m.EstimatedEarly("configure_model"), data=m.Data, loaders=None, val=None
+    ),
+    "estimated-in-setup-workers": Case(
+        model=lambda: m.EstimatedEarly("setup"),
+        loaders=lambda: rows(num_workers=2, persistent_workers=True),
+        soak=True,
+    ),
+    "estimated-in-setup-combined": Case(
+        model=lambda: m.EstimatedEarly("setup"), loaders=lambda: CombinedLoader(rows(), "min_size"), soak=True
+    ),
+    "estimated-in-setup-reloaded": Case(
+        model=lambda: m.EstimatedEarly("setup"),
+        loaders=lambda: rows(generator=torch.Generator().manual_seed(5)),
+        settings={"reload_dataloaders_every_n_epochs": 1},
+        soak=True,
+    ),
+    "workers": Case(
+        model=Model,
+        loaders=lambda: rows(num_workers=2, prefetch_factor=3),
+        covers=("num_workers", "prefetch_factor"),
+    ),
+    "workers-seeded": Case(
+        loaders=lambda: rows(num_workers=1, worker_init_fn=m.seed_worker), covers=("worker_init_fn",), soak=True
+    ),
+    "workers-that-persist": Case(
+        loaders=lambda: rows(num_workers=2, persistent_workers=True), covers=("persistent_workers",)
+    ),
+    "workers-that-persist-limited": Case(
+        loaders=lambda: rows(num_workers=2, persistent_workers=True, drop_last=True),
+        settings={"limit_train_batches": 3},
+        stops=(5, 4),
+        soak=True,
+    ),
+    "workers-that-persist-own-generators": Case(
+        loaders=lambda: DataLoader(
+            m.Noisy(),
+            BATCH,
+            sampler=m.Own(np.random.default_rng(5), eager=True),
+            num_workers=2,
+            persistent_workers=True,
+            collate_fn=m.Collate(),
+            generator=torch.Generator().manual_seed(4),
+        ),
+        covers=("collate_fn", "generator"),
+    ),
+    "workers-that-persist-for-validation": Case(
+        val=lambda: validation(num_workers=2, persistent_workers=True), stops=(9, -1, 3)
+    ),
+    "workers-that-persist-for-validation-limited": Case(
+        val=lambda: DataLoader(Rows(), BATCH, num_workers=2, persistent_workers=True),
+        settings={"limit_val_batches": 3, "val_check_interval": 4},
+        soak=True,
+    ),
+    "stream-for-validation-with-workers-that-persist": Case(
+        val=lambda: DataLoader(m.Silent(), BATCH, num_workers=1, persistent_workers=True),
+        settings={"limit_val_batches": 2, "val_check_interval": 4},
+        says="workers persist",
+    ),
+    "workers-for-validation": Case(
+        val=lambda: validation(num_workers=1, generator=torch.Generator().manual_seed(3)), soak=True
+    ),
+    "shuffled-validation": Case(
+        val=lambda: DataLoader(Rows(), 8, shuffle=True, generator=torch.Generator().manual_seed(3)),
+        settings={"limit_val_batches": 2},
+        soak=True,
+    ),
+    "validation-with-own-generators": Case(
+        val=lambda: DataLoader(m.Noisy(), 16, sampler=m.Own(random.Random(3))), settings={"val_check_interval": 4}
+    ),
+    "two-for-validation": Case(
+        model=m.Several, loaders=m.combined("max_size_cycle"), val=lambda: [validation(), validation()], soak=True
+    ),
+    "out-of-order": Case(
+        loaders=lambda: rows(num_workers=2, in_order=False), says="in_order", differs=True, covers=("in_order",)
+    ),
+    "weighted": Case(
+        loaders=lambda: rows(
+            shuffle=False,
+            sampler=WeightedRandomSampler(
+                torch.arange(1.0, SAMPLES + 1), SAMPLES, generator=torch.Generator().manual_seed(5)
+            ),
+        ),
+        covers=("sampler",),
+        soak=True,
+    ),
+    "replacement": Case(
+        loaders=lambda: rows(shuffle=False, sampler=RandomSampler(Rows(), replacement=True, num_samples=SAMPLES)),
+        soak=True,
+    ),
+    "subset-random": Case(loaders=lambda: rows(shuffle=False, sampler=SubsetRandomSampler(range(SAMPLES))), soak=True),
+    "own-numpy-generator": Case(
+        loaders=lambda: rows(shuffle=False, sampler=m.Own(np.random.default_rng(5))), soak=True
+    ),
+    "own-numpy-state": Case(loaders=lambda: rows(shuffle=False, sampler=m.Own(np.random.RandomState(5), eager=True))),
+    "own-python-random": Case(loaders=lambda: rows(shuffle=False, sampler=m.Own(random.Random(5))), soak=True),
+    "own-torch-generator": Case(
+        loaders=lambda: rows(shuffle=False, num_workers=1, sampler=m.Own(torch.Generator().manual_seed(5), eager=True)),
+        soak=True,
+    ),
+    "generator-deeper-down": Case(loaders=lambda: rows(shuffle=False, sampler=m.Holding()), soak=True),
+    "counting-sampler": Case(loaders=lambda: rows(shuffle=False, sampler=m.Counting()), soak=True),
+    "popping-sampler": Case(loaders=lambda: rows(shuffle=False, sampler=m.Popping()), says="Popping", differs=True),
+    "batch-sampler": Case(loaders=lambda: DataLoader(Rows(), batch_sampler=m.Batches()), covers=("batch_sampler",)),
+    "batch-sampler-around": Case(
+        loaders=lambda: DataLoader(Rows(), batch_sampler=BatchSampler(m.Own(random.Random(1)), 3, drop_last=True)),
+        stops=(9, 4),
+        soak=True,
+    ),
+    "without-batches": Case(
+        loaders=lambda: DataLoader(m.Chunks(), batch_size=None, shuffle=True),
+        covers=("batch_size", "shuffle", "dataset"),
+    ),
+    "drop-last": Case(
+        loaders=lambda: rows(batch_size=3, drop_last=True), stops=(9, 4), covers=("drop_last",), soak=True
+    ),
+    "generators-of-the-data": Case(
+        loaders=lambda: DataLoader(m.Noisy(), BATCH, shuffle=True, collate_fn=m.Collate()), soak=True
+    ),
+    "generators-of-nested-data": Case(
+        loaders=lambda: DataLoader(ConcatDataset([Subset(m.Noisy(), range(8)), m.Noisy()]), BATCH, shuffle=True),
+        stops=(9, 7),
+    ),
+    "combined-max-size-cycle": Case(
+        model=m.Several, loaders=m.combined("max_size_cycle"), covers=("max_size_cycle",), soak=True
+    ),
+    "combined-min-size": Case(
+        model=m.Several, loaders=m.combined("min_size"), stops=(4, 2), covers=("min_size",), soak=True
+    ),
+    "combined-max-size": Case(model=m.Several, loaders=m.combined("max_size"), covers=("max_size",), soak=True),
+    "combined-in-a-dictionary": Case(
+        model=m.Listed, loaders=lambda: {"first": rows(), "more": [rows(), rows(num_workers=1)]}
+    ),
+    "combined-validation": Case(
+        model=m.Several,
+        loaders=m.combined("max_size_cycle"),
+        val=lambda: CombinedLoader([validation(), validation()], "sequential"),
+        covers=("sequential",),
+        soak=True,
+    ),
+    "combined-streams": Case(model=m.Several, loaders=m.streams("max_size_cycle"), says=STREAM, soak=True),
+    "loader-of-ones-own": Case(loaders=m.HandMade, says=STREAM),
+    "loader-that-iterates-in-its-own-way": Case(loaders=lambda: m.Generating(Rows(), BATCH, shuffle=True)),
+    "loader-that-iterates-in-its-own-way-persistent": Case(
+        loaders=lambda: m.Generating(Rows(), BATCH, shuffle=True, num_workers=1, persistent_workers=True),
+        says="workers persist",
+        differs=True,
+        soak=True,
+    ),
+    "epoch-of-the-data": Case(
+        loaders=lambda: DataLoader(m.Epochs(), BATCH, shuffle=True),
+        callbacks=lambda: [shipped.LambdaCallback(on_train_epoch_start=m.tell_the_epoch)],
+    ),
+    "stream": Case(loaders=lambda: DataLoader(m.Stream(), BATCH), says=STREAM, soak=True),
+    "stream-with-a-length": Case(loaders=lambda: DataLoader(m.Sized(), BATCH), says=STREAM, soak=True),
+    "stream-with-a-generator": Case(loaders=lambda: DataLoader(m.Shuffling(), BATCH), says=STREAM, soak=True),
+    "stream-with-workers": Case(loaders=lambda: DataLoader(m.Stream(), BATCH, num_workers=2), says=STREAM, soak=True),
+    "stream-with-workers-that-persist": Case(
+        loaders=lambda: DataLoader(m.Stream(), BATCH, num_workers=2, persistent_workers=True),
+        says="workers persist",
+        differs=True,
+    ),
+}
+
+
+_Step = torch.optim.lr_scheduler.StepLR
+_Plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+
+LOOPS: dict[str, Case] = {
+    "manual": Case(model=Gan),
+    "manual-clipped": Case(model=Gan, callbacks=lambda: [shipped.EMAWeightAveraging(decay=0.5)], soak=True),
+    "lbfgs": Case(model=lambda: m.Optimized(partial(torch.optim.LBFGS, lr=0.01, max_iter=2)), soak=True),
+    "adagrad": Case(model=lambda: m.Optimized(partial(torch.optim.Adagrad, lr=0.01)), soak=True),
+    "fused-adam": Case(model=lambda: m.Optimized(partial(torch.optim.AdamW, lr=0.01, fused=True)), soak=True),
+    "precise-state": Case(  # a product in float32, beside parameters in bfloat16
+        model=lambda: m.Optimized(partial(torch.optim.NAdam, lr=0.01)), settings={"precision": "bf16-true"}
+    ),
+    "counts-and-masks": Case(model=lambda: m.Optimized(m.CountingSGD)),
+    "precise-averages": Case(
+        model=lambda: m.Optimized(partial(torch.optim.ASGD, lr=0.01)), settings={"precision": "bf16-true"}, soak=True
+    ),
+    "step-schedule": Case(
+        model=lambda: m.Scheduled(partial(_Step, step_size=1), interval="step", frequency=3), soak=True
+    ),
+    "epoch-schedule": Case(
+        model=lambda: m.Scheduled(partial(_Step, step_size=1, gamma=0.5), interval="epoch"), soak=True
+    ),
+    "plateau-of-the-epoch": Case(model=Plateau),
+    "plateau-of-validation": Case(
+        model=lambda: m.Scheduled(partial(_Plateau, patience=0, threshold=0.3), monitor="val_loss"),
+        stops=(10, 3),
+        soak=True,
+    ),
+    "plateau-each-step": Case(
+        model=lambda: m.Scheduled(
+            partial(_Plateau, patience=1, threshold=0.5, factor=0.9), interval="step", monitor="loss_step"
+        ),
+        soak=True,
+    ),
+    "warm-restarts": Case(
+        model=lambda: m.Scheduled(
+            partial(torch.optim.lr_scheduler.CosineAnnealingWarmRestarts, T_0=5), interval="step"
+        ),
+        soak=True,
+    ),
+    "epoch-start-hooks": Case(model=m.Evaluating, soak=True),
+    "changed-in-the-sanity-check": Case(model=m.Remembering, loaders=None, val=None, stops=(5, 7)),
+    "changed-in-the-sanity-check-and-not-kept": Case(model=kept.Checking, says="Checking.checked"),
+    "changed-in-a-trial": Case(
+        model=partial(m.Remembering, counts_requests=False),  # a trial asks once more
+        loaders=None,
+        val=None,
+        callbacks=lambda: [shipped.LearningRateFinder(num_training_steps=5)],
+        stops=(7, 6),
+        soak=True,
+    ),
+    "cache-of-the-module": Case(model=m.Caching, says="Caching.cache, Caching.cached"),
+    "plain-values-and-generators": Case(model=kept.Kinds, stops=(8, 4)),
+    "generator-of-the-module-and-its-sampler": Case(model=m.SharedGenerator, loaders=None, val=None, stops=(8, 4)),
+    "buffers-outside-the-state-dict": Case(model=kept.Beside, stops=(8, 4)),
+    "buffers-that-training-makes": Case(model=kept.Growing, says=kept.MADE, differs=True),
+    "objects-of-the-module": Case(
+        model=kept.Holding,
+        says=kept.LOST,
+        differs=True,
+    ),
+    "optimizer-with-attributes": Case(model=kept.Slow, says="Averaging.seen, Averaging.slow", differs=True),
+    "scheduler-replaced": Case(model=kept.Replacing, says=kept.REPLACED, differs=True),
+    "more-epochs-later": Case(model=kept.Longer, stops=(18,), ignored=("hooked.before.settings",)),
+    "extra-state-and-lazy-layer": Case(model=kept.Extra, stops=(8, 4)),
+    "buffers-without-a-shape": Case(model=kept.Odd, stops=(8, 4)),
+    "left-out-of-the-state-dict": Case(model=kept.LeavingOut, stops=(8, 4)),
+    "toggled-over-batches": Case(model=kept.Toggling, stops=(2, 5)),
+    "gradients-over-batches": Case(model=kept.Accumulating, stops=(7,)),
+    "gathered-outputs": Case(model=m.Gathering),
+    "skipped-batches": Case(model=m.Skipping, loaders=lambda: rows(batch_size=3), stops=(9, 6)),
+    "iterator-step": Case(model=m.Fetching),
+    "logging": Case(model=m.Logging),
+}
+
+CASES: dict[str, Case] = {**CALLBACKS, **SETTINGS, **LOADERS, **LOOPS}
+
+
+def train(
+    case: Case, root: Path, *callbacks: pl.Callback, seed: int, every: int = 2, told: list[str] | None = None
+) -> list[str]:
+    """Train a case to its end, or go on with it; every process begins with another ``seed``.
+
+    Args:
+        case: what to train.
+        root: directory of everything it writes.
+        *callbacks: in front of its own.
+        seed: of this process.
+        every: so many steps a snapshot is taken.
+        told: takes all our warnings, also of a run that is stopped.
+
+    Returns:
+        our warnings, up to the first training batch.
+    """
+    new_process()
+    torch.set_num_threads(1)
+    pl.seed_everything(seed, verbose=False)
+    module, data = case.model(), case.data() if case.data is not None else None
+    loaders = case.loaders() if case.loaders is not None else None
+    val = case.val() if case.val is not None else None
+    told_to = {"local_server": False, "on_full": "wait", "keep": 100, **case.spot}
+    spot = SpotCheckpoint(str(root / "run"), interval=EverySteps(every), **told_to)
+    said: list[str] = []
+    trainer = pl.Trainer(
+        **{
+            "max_epochs": 3,
+            "accelerator": "cpu",
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "log_every_n_steps": 1,
+            "logger": CSVLogger(str(root), name="logs"),
+            "default_root_dir": str(root),
+            **case.settings,
+            "callbacks": [*callbacks, *case.callbacks(), spot],
+        }
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first = shipped.LambdaCallback(
+            on_train_batch_start=lambda *_: said.extend(str(item.message) for item in caught) if not said else None
+        )
+        trainer.callbacks.insert(0, first)  # type: ignore[attr-defined] # not a part of the run
+        try:
+            trainer.fit(module, loaders, val, datamodule=data)
+        finally:
+            if told is not None:
+                told += [str(item.message) for item in caught]
+    return [text for text in said if text.startswith("lightning_spot:")]

@@ -1,0 +1,408 @@
+"""Tiers that fail on demand: an fsspec file system ``faulty://`` over a directory, and the system calls of a store.
+
+``faulty:///path`` has real folders, ``faulty-objects:///path`` behaves like an object store (an object appears when it
+is complete), ``faulty-s3://bucket`` is S3 itself. All count their calls and strike by a :class:`Plan`. In another
+process (a node) :func:`environment` makes them known and names a file with the plan.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import errno
+import io
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import s3fs
+from fsspec.asyn import sync_wrapper
+from fsspec.spec import AbstractFileSystem
+
+ERRORS = {"EIO": errno.EIO, "EACCES": errno.EACCES, "ESTALE": errno.ESTALE, "ENOSPC": errno.ENOSPC}
+KINDS = (*ERRORS, "missing", "lost", "short", "stale")
+_PLAN_VARIABLE = "LIGHTNING_SPOT_TEST_FAULTS"
+_HOME = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Plan:
+    """Which calls fail, and how.
+
+    Attributes:
+        kind: a name of an error; ``"missing"`` (says that nothing is there), ``"lost"`` (does it, and then fails),
+            ``"short"`` (half of a read, half of a write and then an error), ``"stale"`` (a listing from before the
+            last change), ``"slow"``, or ``""``.
+        at: first call that is struck, from 1.
+        span: how many in a row; 0 for all from there on.
+        only: calls that count; all if empty.
+        delay_s: of every call that counts, and of a slow one.
+    """
+
+    kind: str = ""
+    at: int = 1
+    span: int = 1
+    only: tuple[str, ...] = ()
+    delay_s: float = 0.0
+    calls: int = field(default=0, compare=False)
+    struck: int = field(default=0, compare=False)
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def strike(self, name: str) -> str:
+        """Count a call; the kind of its fault, ``""`` for none."""
+        if self.only and name not in self.only:
+            return ""
+        with self._lock:
+            self.calls += 1
+            hit = bool(self.kind) and self.calls >= self.at and (not self.span or self.calls < self.at + self.span)
+            if hit and (self.kind != "stale" or name == "ls"):
+                self.struck += 1
+            else:
+                hit = False
+        if self.delay_s and (hit or self.kind == ""):
+            time.sleep(self.delay_s)
+        return self.kind if hit else ""
+
+
+plan = Plan()
+
+
+def use(new: Plan) -> Plan:
+    """From now on this plan holds in this process."""
+    global plan
+    plan = new
+    return new
+
+
+def environment(folder: Path, new: Plan) -> dict[str, str]:
+    """Environment for another process of this Python in which ``faulty://`` is known, under a plan of its own."""
+    values = asdict(new)
+    (folder / "plan.json").write_text(json.dumps({name: values[name] for name in values if name != "struck"}))
+    (folder / "sitecustomize.py").write_text("import tests.support.faulty\n")
+    path = os.pathsep.join([str(folder), str(_HOME), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return {"PYTHONPATH": path, _PLAN_VARIABLE: str(folder / "plan.json")}
+
+
+def raised(kind: str, path: str) -> OSError:
+    """The error of a kind of fault."""
+    if kind == "missing":
+        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    number = ERRORS.get(kind, errno.EIO)
+    return OSError(number, os.strerror(number), path)
+
+
+class FaultyFileSystem(AbstractFileSystem):
+    """A directory as a file system that counts its calls and fails by plan."""
+
+    protocol: Any = "faulty"
+    cachable = False
+    whole = False  # whether an object appears only when it is complete
+    _before: ClassVar[dict[str, list[str]]] = {}  # listings before the last change, for stale ones
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return "/" + str(path).partition("://")[2].strip("/") if "://" in str(path) else str(path).rstrip("/")
+
+    # -- reads
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> Any:
+        path = self._strip_protocol(path)
+        kind = plan.strike("ls")
+        if kind == "stale":
+            names = self._before.get(path)
+            if names is None:
+                raise raised("missing", path)
+        else:
+            self._fail(kind, path)
+            names = sorted(os.listdir(path))
+        found = [f"{path}/{name}" for name in names]
+        return [self._info(item) for item in found if os.path.lexists(item)] if detail else found
+
+    def info(self, path: str, **_: Any) -> Any:
+        path = self._strip_protocol(path)
+        self._fail(plan.strike("info"), path)
+        return self._info(path)
+
+    def modified(self, path: str) -> datetime:
+        self._fail(plan.strike("modified"), path)
+        return datetime.fromtimestamp(os.stat(self._strip_protocol(path)).st_mtime, UTC)
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        path = self._strip_protocol(path)
+        kind = plan.strike("cat_file")
+        if kind != "short":
+            self._fail(kind, path)
+        data = Path(path).read_bytes()[start:end]
+        return data[: len(data) // 2] if kind == "short" else data
+
+    # -- changes
+
+    def pipe_file(self, path: str, value: Any, **_: Any) -> None:
+        path = self._strip_protocol(path)
+
+        def write() -> None:
+            _replace(path, bytes(value))
+
+        self._change(
+            "pipe_file", path, write, lambda: None if self.whole else _replace(path, bytes(value)[: len(value) // 2])
+        )
+
+    def rm_file(self, path: str) -> None:
+        path = self._strip_protocol(path)
+        self._change("rm_file", path, lambda: os.unlink(path))
+
+    def rmdir(self, path: str) -> None:
+        path = self._strip_protocol(path)
+        self._change("rmdir", path, lambda: os.rmdir(path))
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        path = self._strip_protocol(path)
+        self._change("makedirs", path, lambda: os.makedirs(path, exist_ok=exist_ok))
+
+    def mv(self, path1: str, path2: str, **_: Any) -> None:
+        source, target = self._strip_protocol(path1), self._strip_protocol(path2)
+        self._change("mv", source, lambda: os.replace(source, target))
+
+    def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
+        if "r" in mode:
+            return io.BytesIO(self.cat_file(path))
+        return _Written(self, self._strip_protocol(path))
+
+    def open(self, path: str, mode: str = "rb", **more: Any) -> Any:
+        return self._open(path, mode, **more)
+
+    # -- inside
+
+    def _info(self, path: str) -> dict[str, Any]:
+        found = os.stat(path)
+        kind = "directory" if os.path.isdir(path) else "file"
+        return {"name": path, "size": found.st_size, "type": kind, "ino": found.st_ino, "mtime": found.st_mtime_ns}
+
+    def _fail(self, kind: str, path: str) -> None:
+        if kind and kind not in ("short", "slow"):
+            raise raised(kind, path)
+
+    def _change(self, name: str, path: str, act: Callable[[], None], half: Callable[[], None] = lambda: None) -> None:
+        kind = plan.strike(name)
+        if kind == "short":
+            half()
+            raise raised("EIO", path)
+        if kind and kind not in ("lost", "slow"):
+            raise raised(kind, path)
+        self._remember(path)
+        if self.whole and name == "pipe_file":
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        act()
+        if kind == "lost":
+            raise raised("EIO", path)
+
+    def _remember(self, path: str) -> None:
+        for folder in (os.path.dirname(path), os.path.dirname(os.path.dirname(path))):
+            with contextlib.suppress(OSError):
+                self._before[folder] = sorted(os.listdir(folder))
+
+
+class FaultyObjects(FaultyFileSystem):
+    """The same as an object store: no folders to make, an object appears when its file is closed."""
+
+    protocol = ("faulty-objects", "gcs")
+    whole = True
+
+    def ls(self, path: str, detail: bool = True, **more: Any) -> Any:
+        found = super().ls(path, detail, **more)
+        return [item for item in found if _holds_a_file(item["name"] if detail else item)]
+
+    def exists(self, path: str, **_: Any) -> bool:
+        return "/" not in str(path).strip("/") or os.path.lexists(self._strip_protocol(path)) or self._missing(path)
+
+    def _missing(self, path: str) -> bool:
+        self._fail(plan.strike("info"), path)
+        return False
+
+
+class FaultyS3(s3fs.S3FileSystem):
+    """S3, whose requests are counted and fail by plan, as if the library had given up on them.
+
+    Attributes:
+        unlisted_s: for how long a new object is not listed.
+    """
+
+    protocol = ("s3", "s3a", "faulty-s3")
+    unlisted_s: ClassVar[float] = 0.0
+    _put_at: ClassVar[dict[str, float]] = {}
+
+    async def _call_s3(self, method: str, *arguments: Any, **more: Any) -> Any:
+        answer = await self._struck(method, super()._call_s3, method, *arguments, **more)
+        if method in ("put_object", "complete_multipart_upload"):
+            self._put_at[more["Key"]] = time.monotonic()
+        if method == "list_objects_v2" and self.unlisted_s:
+            new = {key for key, put_s in self._put_at.items() if time.monotonic() - put_s < self.unlisted_s}
+            answer["Contents"] = [item for item in answer.get("Contents") or [] if item["Key"] not in new]
+            folders = {item["Prefix"] for item in answer.get("CommonPrefixes") or []}
+            old = {folder for folder in folders if any(key.startswith(folder) for key in self._put_at.keys() - new)}
+            answer["CommonPrefixes"] = [{"Prefix": folder} for folder in sorted(old)]
+        return answer
+
+    async def _lsdir(self, path: str, *arguments: Any, **more: Any) -> Any:
+        return await self._struck("ls", super()._lsdir, path, *arguments, **more)
+
+    async def _struck(self, name: str, act: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+        kind = plan.strike(name)
+        if kind and kind not in ("lost", "slow"):
+            raise raised(kind, name)
+        done = await act(*arguments, **more)
+        if kind == "lost":
+            raise raised("EIO", name)
+        return done
+
+    call_s3 = sync_wrapper(_call_s3)
+
+
+class _Written:
+    """A file opened for writing."""
+
+    def __init__(self, files: FaultyFileSystem, path: str) -> None:
+        self._files, self._path, self._data = files, path, bytearray()
+        self.closed = False
+        if not files.whole:
+            files._change("open", path, lambda: _replace(path, b""))
+
+    def write(self, data: Any) -> int:
+        def all_of_it() -> None:
+            self._data += bytes(data)
+            self._show()
+
+        def half() -> None:
+            self._data += bytes(data)[: len(data) // 2]
+            self._show()
+
+        self._files._change("write", self._path, all_of_it, half)
+        return len(data)
+
+    def _show(self) -> None:
+        if not self._files.whole:
+            _replace(self._path, bytes(self._data))
+
+    def discard(self) -> None:
+        self._data.clear()
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+
+        def complete() -> None:
+            os.makedirs(os.path.dirname(self._path), exist_ok=True)
+            _replace(self._path, bytes(self._data))
+
+        if self._files.whole:
+            self._files._change("close", self._path, complete)
+
+    def __enter__(self) -> _Written:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def _replace(path: str, data: bytes) -> None:
+    Path(path).write_bytes(data)
+
+
+def _holds_a_file(path: str) -> bool:
+    return os.path.isfile(path) or any(names for _, _, names in os.walk(path))
+
+
+# -- the system calls of LocalStore -----------------------------------------------------------------------------------
+
+CALLS = (
+    "open", "read", "write", "preadv", "listdir", "stat", "lstat", "fstat", "link", "rename", "replace", "fsync",
+    "unlink", "mkdir", "rmdir",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def faulty_calls(new: Plan, below: Path) -> Iterator[Plan]:
+    """Count, and strike, system calls of this thread that name a path below a directory or one of its open files."""
+    real = {name: getattr(os, name) for name in CALLS}
+    real_open = builtins.open
+    concerns = _concerns(below)
+
+    def watched(name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **more: Any) -> Any:
+            if not concerns(arguments[0]):
+                return real[name](*arguments, **more)
+            kind = new.strike(name)
+            if kind and kind not in ("lost", "short", "slow"):
+                raise raised(kind, str(arguments[0]))
+            if kind == "short" and name in ("read", "preadv"):
+                return _short(name, real[name], arguments)
+            done = real[name](*arguments, **more)
+            if kind in ("lost", "short") and name not in ("open", "read", "preadv"):
+                raise raised("EIO", str(arguments[0]))
+            return done
+
+        return call
+
+    def opened(file: Any, mode: str = "r", *arguments: Any, **more: Any) -> Any:
+        if isinstance(file, int) or not concerns(file):
+            return real_open(file, mode, *arguments, **more)
+        kind = new.strike("open")
+        if kind and kind not in ("lost", "short", "slow"):
+            raise raised(kind, str(file))
+        return real_open(file, mode, *arguments, **more)
+
+    for name in CALLS:
+        setattr(os, name, watched(name))
+    builtins.open = opened  # type: ignore[assignment]
+    try:
+        yield new
+    finally:
+        builtins.open = real_open
+        for name, function in real.items():
+            setattr(os, name, function)
+
+
+def _concerns(below: Path) -> Callable[[Any], bool]:
+    """Tells whether this thread calls with a path below a directory, or one of its open files."""
+    thread = threading.get_ident()
+    readlink, prefix = os.readlink, os.path.realpath(below)
+
+    def concerns(argument: Any) -> bool:
+        if threading.get_ident() != thread:
+            return False
+        if isinstance(argument, int):
+            try:
+                argument = readlink(f"/proc/self/fd/{argument}")
+            except OSError:
+                return False
+        return os.fspath(argument).startswith((prefix, str(below)))
+
+    return concerns
+
+
+def _short(name: str, real: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    if name == "read":
+        return real(arguments[0], max(1, arguments[1] // 2))
+    fd, buffers, place = arguments
+    return real(fd, [buffers[0][: max(1, len(buffers[0]) // 2)]], place)
+
+
+def _register() -> None:
+    for name, made in (("faulty", FaultyFileSystem), ("faulty-objects", FaultyObjects), ("faulty-s3", FaultyS3)):
+        fsspec.register_implementation(name, made, clobber=True)
+    if named := os.environ.get(_PLAN_VARIABLE):
+        values = json.loads(Path(named).read_text())
+        use(Plan(**{**values, "only": tuple(values["only"])}))
+
+
+_register()

@@ -1,0 +1,64 @@
+"""The usual callback, and what it must have saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.client.stores import open_store
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.tiers.local import LocalStore
+from tests.support.trainer import Probe, equal, state_of
+from tests.support.waiting import until
+
+
+class EachDurable(pl.Callback):
+    """Trains on only once the snapshot of every ``every``-th step is at ``url``: so none is superseded on its way.
+
+    A tier takes the newest snapshot when it is free. Which ones a slow one takes depends on the machine otherwise. Give
+    the callback that takes them ``min_upload_interval_s=0``: of those that follow each other in moments it gets only
+    some.
+    """
+
+    def __init__(self, url: object, every: int) -> None:
+        self.store, self.every = open_store(str(url)), every
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        step = trainer.global_step
+        if step and step % self.every == 0:
+            until(lambda: step in {manifest.step for manifest in self.store.survey().manifests}, f"step {step} there")
+
+
+def spot(root: Path, **more: Any) -> SpotCheckpoint:
+    usual = {"interval": EverySteps(3), "keep": 1000, "on_full": "wait", "min_upload_interval_s": 0.0}
+    return SpotCheckpoint(str(root / "run-1"), **{**usual, **more})
+
+
+def manifests(root: Path) -> list[Manifest]:
+    return LocalStore(root / "run-1").survey().manifests
+
+
+def load(root: Path, manifest: Manifest) -> dict[str, Any]:
+    return torch.load(root / "run-1" / manifest.data_path, map_location="cpu", weights_only=True)
+
+
+def check_all(root: Path, probe: Probe) -> list[Manifest]:
+    """Every snapshot that is durable is, bit for bit, the state of its step; a slow tier takes the newest only."""
+    found = manifests(root)
+    assert found
+    for manifest in found:
+        checkpoint = load(root, manifest)
+        assert checkpoint["global_step"] == manifest.step
+        truth = {key: value.cpu() for key, value in probe.states[manifest.step].items()}
+        assert equal(state_of(checkpoint), truth), manifest.name
+    return found
+
+
+def serverless(run: Path | str, **more: Any) -> SpotCheckpoint:
+    """One that has no local server, unless it is given servers, and waits for no notice."""
+    usual = {"interval": EverySteps(3), "local_server": "servers" in more, "on_full": "wait", "notices": None}
+    return SpotCheckpoint(str(run), **{**usual, **more})
