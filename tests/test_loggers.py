@@ -18,10 +18,11 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 
-from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot import EverySteps
 from lightning_spot.exact.compare import differences
 from tests.support import exact_cases
 from tests.support.exact_cases import Augmented, Model, loader
+from tests.support.snapshots import serverless
 from tests.support.trainer import Stop, StopAfter, trainer
 from tests.support.waiting import new_process
 from tests.test_exact import rows
@@ -36,7 +37,7 @@ def short_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
 def fit(
     root: Path, logger: Any, *callbacks: pl.Callback, seed: int, ckpt_path: str | None = None, **more: Any
 ) -> pl.Trainer:
-    spot = SpotCheckpoint(str(root / "run"), local_server=False, interval=EverySteps(5), on_full="wait", notices=None)
+    spot = serverless(root / "run", interval=EverySteps(5))
     pl.seed_everything(seed, verbose=False)
     made = trainer(*callbacks, spot, logger=logger, log_every_n_steps=1, val_check_interval=7, **more)
     made.fit(Model(), loader(), DataLoader(Augmented(), 16), ckpt_path=ckpt_path)
@@ -111,9 +112,7 @@ def test_a_second_fit_goes_on_with_its_rows_behind_those_of_the_first(tmp_path: 
         pl.seed_everything(1, verbose=False)
         logger = CSVLogger(str(root), "logs", flush_logs_every_n_steps=1)
         more: dict[str, Any] = {"logger": logger, "log_every_n_steps": 1}
-        spot = SpotCheckpoint(
-            str(root / "run"), local_server=False, interval=EverySteps(5), on_full="wait", notices=None
-        )
+        spot = serverless(root / "run", interval=EverySteps(5))
         run, model = trainer(spot, *stop, **more, max_epochs=1), Model()
         run.fit(model, loader())
         if by_another:
