@@ -25,7 +25,7 @@ from lightning_spot.exact.checkpoint import OF_DATA, OF_MODEL, as_saved
 from lightning_spot.exact.dump import KEY, read_checkpoint
 from lightning_spot.exact.rank_states import states_in_files
 from lightning_spot.image.layout import Layout
-from lightning_spot.image.placeholder import ADVICE, Placeholder, kind_of, placeholders_in
+from lightning_spot.image.safe_load import ADVICE, Placeholder, kind_of, placeholders_in
 from lightning_spot.patches import Patches
 from lightning_spot.tiers.filesystem import forget_listings
 

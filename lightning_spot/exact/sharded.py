@@ -27,8 +27,8 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Image
 from lightning_spot.image.shards import ShardedTensor
 from lightning_spot.patches import Patches
-from lightning_spot.sharded.items import EXTRA, EXTRA_SUFFIX, is_extra
 from lightning_spot.sharded.metadata import dtype_of
+from lightning_spot.sharded.plan import EXTRA, EXTRA_SUFFIX, is_extra
 from lightning_spot.sharded.reader import ImageReader, changed, load
 
 if TYPE_CHECKING:
