@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_spot.exact import namespaces, private
 from lightning_spot.exact.sharded import live_states
 from lightning_spot.patches import Patches
+from lightning_spot.trees import leaves
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -40,22 +41,15 @@ def leave_out_callbacks(checkpoint: dict[str, Any]) -> list[str]:
     Returns:
         their names.
     """
+    kinds = (*namespaces.classes("callbacks", "Callback"), *namespaces.classes("", "Trainer"))
     names: list[str] = []
     for key in (OF_MODEL, OF_DATA):
         values = dict(held(checkpoint.get(key) or {}))
-        left_out = [name for name, value in values.items() if _holds_callback(value)]
+        left_out = [name for name, value in values.items() if next(leaves(value, kinds), None) is not None]
         if left_out:
             checkpoint[key] = {name: value for name, value in values.items() if name not in left_out}
             names += left_out
     return names
-
-
-def _holds_callback(value: Any, depth: int = 3) -> bool:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return depth > 0 and any(_holds_callback(item, depth - 1) for item in value)
-    return isinstance(value, (*namespaces.classes("callbacks", "Callback"), *namespaces.classes("", "Trainer")))
 
 
 # -- hyperparameters: a dictionary, or omegaconf's configuration, which may leave values open ------------------------

@@ -28,6 +28,7 @@ from lightning_spot.image.layout import Layout
 from lightning_spot.image.safe_load import ADVICE, Placeholder, kind_of, placeholders_in
 from lightning_spot.patches import Patches
 from lightning_spot.tiers.filesystem import forget_listings
+from lightning_spot.trees import at, walk
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -87,29 +88,21 @@ def put_in_own_objects(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
     except Exception as error:  # it may want more of a checkpoint than this
         logger.debug("lightning_spot: what the model would save is not known: %s", error)
         return
-    if names := list(_put_in(checkpoint, own, "")):
+    if names := list(_put_in(checkpoint, own)):
         rank_zero_info(
             "lightning_spot: objects of the snapshot are not loaded, and those that this process made stand for them:"
             f" {format_names(names)}"
         )
 
 
-def _put_in(saved: Any, own: Any, path: str) -> Iterator[str]:
+def _put_in(saved: Any, own: Any) -> Iterator[str]:
     """Replace placeholders in containers by what is at the same place, if it is of the same kind; at which places."""
-    if isinstance(saved, dict) and isinstance(own, dict):
-        pairs: list[tuple[Any, Any]] = [(key, own[key]) for key in saved if key in own]
-    elif isinstance(saved, list) and isinstance(own, list):
-        pairs = list(enumerate(own[: len(saved)]))
-    else:
-        return
-    for key, live in pairs:
-        where = f"{path}.{key}" if path else str(key)
-        old = saved[key]
-        if not isinstance(old, Placeholder):
-            yield from _put_in(old, live, where)
-        elif kind_of(old) in (_name(type(live)), _name(live)):
-            saved[key] = live
-            yield where
+    for path, item in list(walk(saved)):
+        if isinstance(item, Placeholder):
+            holder, live = at(saved, path[:-1]), at(own, path)
+            if isinstance(holder, (dict, list)) and kind_of(item) in (_name(type(live)), _name(live)):
+                holder[path[-1]] = live
+                yield ".".join(map(str, path))
 
 
 def _name(kind: Any) -> str:
