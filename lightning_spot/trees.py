@@ -12,16 +12,20 @@ Path = tuple[Any, ...]
 
 
 def leaves(tree: Any, kind: type[T] | tuple[type[T], ...]) -> Iterator[T]:
-    """Yield everything of a class, or one of several, that is in a nested value and is no dict, list or tuple."""
+    """Yield everything of a class in a nested value; the last first.
+
+    Args:
+        tree: the value.
+        kind: the class, or several; no containers.
+    """
     stack, seen = [tree], set[int]()
     while stack:
         item = stack.pop()
-        if isinstance(item, (dict, list, tuple)):
-            if id(item) not in seen:
-                seen.add(id(item))
-                stack.extend(item.values() if isinstance(item, dict) else item)
-        elif isinstance(item, kind):
+        if isinstance(item, kind):
             yield item
+        elif isinstance(item, (dict, list, tuple)) and id(item) not in seen:
+            seen.add(id(item))
+            stack.extend(item.values() if isinstance(item, dict) else item)
 
 
 def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

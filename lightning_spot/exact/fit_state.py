@@ -17,15 +17,14 @@ from lightning_spot.config import format_names
 from lightning_spot.exact import buffers, builtin_callbacks, loggers, private, progress
 from lightning_spot.exact.checkpoint import checkpoint_of, checkpoint_through_save, leave_out_callbacks
 from lightning_spot.exact.dump import KEY, VERSION, Dump, read_checkpoint, with_ranks
+from lightning_spot.exact.elastic import OtherRanks
 from lightning_spot.exact.epochs import DataResume
 from lightning_spot.exact.loadability import follow_named
 from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.made_of import FixedSteps, differences
 from lightning_spot.exact.module_state import PreTrainingEffects, UntrackedAttributes
-from lightning_spot.exact.optimizers import keep_dtypes, precise_of
-from lightning_spot.exact.other_ranks import OtherRanks
+from lightning_spot.exact.optimizers import keep_dtypes, names_of, precise_of
 from lightning_spot.exact.own_parameters import what_hooks_begin_anew, what_is_the_first_ranks
-from lightning_spot.exact.parameter_names import names_of
 from lightning_spot.exact.per_trainer import OfTrainer, PerTrainer
 from lightning_spot.exact.position import (
     PositionedLoader,

@@ -39,7 +39,6 @@ _ALWAYS = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "epoch", 
 _BASES = ("Callback", "LightningDataModule", "Precision")  # theirs does nothing
 _GLOBAL = re.compile(rb"c([\w.]+)\n([\w.]+)\n")
 _LONGEST_OUTLINE_BYTES = 64 * 1024 * 1024  # longer ones are looked at once: the look is to cost nothing
-_MOST_NAMED = 3
 
 
 def check_resumable(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
@@ -60,10 +59,8 @@ def check_resumable(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
         for where, placeholder in placeholders_in(value, key)
     ]
     if lacking:
-        more = f" and {len(lacking) - _MOST_NAMED} more" if len(lacking) > _MOST_NAMED else ""
         raise NotSerializableError(
-            "a resume needs objects that torch does not load with weights_only=True:"
-            f" {', '.join(lacking[:_MOST_NAMED])}{more}. {ADVICE}"
+            f"a resume needs objects that torch does not load with weights_only=True: {format_names(lacking)}. {ADVICE}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Optimizers: states that are of another dtype than their parameters, and those that are toggled over several batches.
+"""Optimizers and the names of their parameters: states of another dtype than their parameters, and toggled optimizers.
 
 ``Optimizer.load_state_dict`` casts all tensors, but for counts of steps, to the dtype of the parameter, if that is a
 floating-point one: what an optimizer keeps in float32 beside parameters in bfloat16 (a product, master weights) comes
@@ -86,3 +86,25 @@ def restore_toggled(trainer: pl.Trainer, saved: dict[str, bool]) -> None:
     kept = {parameters[name]: trains for name, trains in saved.items() if name in parameters}
     if kept:
         private.TOGGLED.set(trainer.lightning_module, kept)
+
+
+# -- names of parameters as in a state dict: without those of the wrappers around modules ----------------------------
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""Of ``torch.compile`` and of activation checkpointing."""
+
+
+def clean(name: str) -> str:
+    """A name without those of wrappers."""
+    if not any(wrapper in name for wrapper in _WRAPPERS):
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def names_of(module: torch.nn.Module) -> dict[int, str]:
+    """Names of a module's parameters, by their identity."""
+    names: dict[int, str] = {}
+    parameter: torch.Tensor
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), clean(name))
+    return names

@@ -16,9 +16,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from lightning_spot.capture.tensors import copies_of
+from lightning_spot.config import format_names
 from lightning_spot.exact import private
 from lightning_spot.exact.module_state import MOST_BYTES
-from lightning_spot.exact.parameter_names import names_of
+from lightning_spot.exact.optimizers import names_of
 from lightning_spot.exact.rank_states import share_of
 from lightning_spot.exact.sharded import holder_of, is_sharded
 from lightning_spot.trees import laid_over, leaves, walk
@@ -32,7 +33,6 @@ _SCALARS = (bool, int, float, str, type(None))
 _PARAMETERS, _OPTIMIZERS, _GROUPS = "parameters", "optimizers", "groups"
 LEFT_OUT = "left_out"
 """Key, in the own state of a rank, of the names of those that are too large to be kept there."""
-_MOST_NAMED = 8
 
 
 def capture_values(trainer: pl.Trainer) -> State:
@@ -124,14 +124,14 @@ def what_is_the_first_ranks(parameters: State, values: State) -> Iterator[str]:
     if names := parameters.get(LEFT_OUT, ()):
         yield (
             f"each rank trains parameters of its own, and those above {MOST_BYTES >> 20} MiB are in snapshots as rank 0"
-            f" has them: all ranks go on with its {_listed(names)}. Shard them as DTensors, which say which rank has"
-            " what"
+            f" has them: all ranks go on with its {format_names(names)}. Shard them as DTensors, which say which rank"
+            " has what"
         )
     if names := values.get(LEFT_OUT, ()):
         yield (
             f"optimizers keep something for each rank by itself beside parameters in shards, and above"
-            f" {MOST_BYTES >> 20} MiB that is in snapshots as rank 0 has it: all ranks go on with its {_listed(names)}."
-            " Keep it as DTensors, such as zeros_like(parameter) gives"
+            f" {MOST_BYTES >> 20} MiB that is in snapshots as rank 0 has it: all ranks go on with its"
+            f" {format_names(names)}. Keep it as DTensors, such as zeros_like(parameter) gives"
         )
 
 
@@ -149,8 +149,8 @@ def what_other_ranks_kept(everyones: Sequence[State]) -> Iterator[str]:
     names = [*dict.fromkeys(kept), *sorted(differ)]
     if names:
         yield (
-            f"what optimizers keep for each rank by itself beside parameters in shards ({_listed(names)}) goes on as"
-            " rank 0 had it: keep it as DTensors, which are resharded"
+            f"what optimizers keep for each rank by itself beside parameters in shards ({format_names(names)}) goes on"
+            " as rank 0 had it: keep it as DTensors, which are resharded"
         )
 
 
@@ -162,11 +162,6 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
     return type(one) is type(other) and (not isinstance(one, (bool, int, float, str)) or one == other)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _is_others(optimizer: torch.optim.Optimizer) -> bool:

@@ -21,8 +21,7 @@ from torch.nn import Module
 from lightning_spot.errors import ModelChangedError, NotSerializableError
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import KEY
-from lightning_spot.exact.optimizers import keep_dtypes
-from lightning_spot.exact.parameter_names import clean, names_of
+from lightning_spot.exact.optimizers import clean, keep_dtypes, names_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Image
 from lightning_spot.image.shards import ShardedTensor
