@@ -32,7 +32,7 @@ NODES = [path for path in SOURCES if path.parent.name in ("memory", "protocol", 
 SHARED_BY_MODULES = {
     "claims", "connections", "files", "filesystem", "hosts", "runs", "shares", "spread", "uploads", "writing",
 }  # fmt: skip
-SHARED_BY_CLASSES = {"Hosts", "Part", "Upload"}
+SHARED_BY_CLASSES = {"Hosts", "Upload"}
 
 
 def test_public_names_are_there_and_listed() -> None:

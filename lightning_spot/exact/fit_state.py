@@ -256,7 +256,10 @@ class Restoring(OfTrainer):
         if shared is None:
             rank_zero_warn(f"lightning_spot: {builtin_callbacks.why_without_exact_state(trainer)}")
             return
-        if shared["version"] != VERSION:
+        is_known = shared["version"] == VERSION
+        found = shared["ranks"][0]["found"] if is_known else {}
+        self._run(private.TUNERS, lambda: builtin_callbacks.rest_tuners(trainer, found, self._patches))
+        if not is_known:
             rank_zero_warn(
                 f"lightning_spot: the snapshot has its exact state in form {shared['version']}, this version of"
                 f" lightning_spot has {VERSION}: weights, optimizers and loops are restored; random numbers and the"
@@ -267,8 +270,6 @@ class Restoring(OfTrainer):
         self._values = self._positions = values = self._of_this_rank(shared)
         self._random = values["random"]
         self._val_total = shared["validation_progress"]
-        found = shared["ranks"][0]["found"]
-        self._run(private.TUNERS, lambda: builtin_callbacks.rest_tuners(trainer, found, self._patches))
         if (loaders := self._parts.loaders) is not None:
             self._run(private.LOADERS, loaders.ask_again)
         self._parts.restore(Stage.LOAD, values)
