@@ -11,8 +11,8 @@ import torch
 
 from lightning_spot.capture import tensors
 from lightning_spot.capture.tensors import copies_of
-from lightning_spot.exact import fit_state
-from lightning_spot.exact.fit_state import FitState
+from lightning_spot.exact import state_parts
+from lightning_spot.exact.state_parts import StateParts
 
 GPU = torch.device("cuda:0")
 NBYTES = 400
@@ -91,19 +91,26 @@ def test_storages_are_copied_likewise() -> None:
     assert copy.tolist() == storage.tolist()
 
 
+class Fake(SimpleNamespace):
+    """One to which there can be weak references."""
+
+
 def test_training_that_waits_for_its_gradients_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    module = torch.nn.Linear(2, 2)
-    trainer = SimpleNamespace(lightning_module=module, global_rank=3)
-    state: Any = SimpleNamespace(_trainer=trainer, _waits_for_gradients=False)
-    assert FitState._gradients(state) == {}
+    module: Any = torch.nn.Linear(2, 2)
+    module.automatic_optimization = False
+    trainer: Any = Fake(lightning_module=module, global_rank=3, fit_loop=Fake(epoch_loop=None))
+    parts = StateParts(trainer)
+    assert parts.gradients() == {}
     module(torch.ones(1, 2)).sum().backward()
-    copies = FitState._gradients(state)
+    copies = parts.gradients()
     assert torch.equal(copies["weight"], cast(torch.Tensor, module.weight.grad))
     assert copies["weight"] is not module.weight.grad
     assert not caplog.records
-    monkeypatch.setattr(fit_state, "copies_of", lambda found: {name: value.to("meta") for name, value in found.items()})
+    monkeypatch.setattr(
+        state_parts, "copies_of", lambda found: {name: value.to("meta") for name, value in found.items()}
+    )
     for _ in range(3):
-        FitState._gradients(state)
+        parts.gradients()
     assert caplog.text.count("rank 3: its GPU has no room for copies of the gradients") == 1

@@ -15,7 +15,7 @@ import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.errors import SettingsError
-from lightning_spot.exact import restoring
+from lightning_spot.exact import fit_state
 from lightning_spot.exact.buffers import Buffers
 from lightning_spot.exact.compare import differences
 from lightning_spot.image.manifest import Manifest
@@ -118,7 +118,7 @@ def test_a_run_that_has_no_batches_left_is_not_asked_for_one_more(tmp_path: Path
 def test_the_generator_of_the_device_is_set_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, dropout draws from it; here it is only seen that it is asked for."""
     devices: list[torch.device | None] = []
-    real = restoring.restore_random
+    real = fit_state.restore_random
 
     def restore_random(state: dict[str, Any], device: torch.device | None = None) -> None:
         devices.append(device)
@@ -126,7 +126,7 @@ def test_the_generator_of_the_device_is_set_too(tmp_path: Path, monkeypatch: pyt
 
     with pytest.raises(Stop):
         train("plain", tmp_path, StopAfter(12), seed=11, max_epochs=2)
-    monkeypatch.setattr(restoring, "restore_random", restore_random)
+    monkeypatch.setattr(fit_state, "restore_random", restore_random)
     train("plain", tmp_path, seed=77, max_epochs=2)
     assert devices == [torch.device("cpu")]
 

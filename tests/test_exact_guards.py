@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.exact import progress, shipped
+from lightning_spot.exact import progress, state_parts
 from lightning_spot.exact.indices import Indices
 from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.module_state import ModuleState
@@ -23,10 +24,10 @@ from tests.support.trainer import Net, Stop, StopAfter, trainer
 PARTS = [
     (ModuleState, "begin", "what hooks changed"),
     (ModuleState, "capture", "what hooks changed"),
-    (Loaders, "capture", "the position in the data"),
     (Loaders, "follow_requests", "requests for loaders"),
     (progress, "even_out", "skipped batches"),
-    (shipped, "_checkpoints", "ModelCheckpoint's last score"),
+    (state_parts, "around_loaders", "the position in the data"),
+    (state_parts, "checkpoints", "ModelCheckpoint's last score"),
 ]
 
 
@@ -37,9 +38,9 @@ def test_a_part_that_fails_is_off(
     def gone(*_: Any, **__: Any) -> None:
         raise AttributeError("'_FitLoop' object has no attribute '_renamed'")
 
-    if owner is shipped:
-        parts = {**shipped.PARTS, "checkpoints": shipped.Part(what, gone, gone)}
-        monkeypatch.setattr(shipped, "PARTS", parts)
+    if owner is state_parts:
+        parts = tuple(replace(part, capture=gone) if part.name == name else part for part in state_parts.PARTS)
+        monkeypatch.setattr(state_parts, "PARTS", parts)
     else:
         monkeypatch.setattr(owner, name, gone)
     case = Case(settings={"max_epochs": 2})

@@ -15,9 +15,10 @@ from lightning_spot.errors import FailureReason, SnapshotFailedError, SnapshotNo
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import flusher
 from lightning_spot.memory.work import LAST_RETRY_S, BackOff
+from tests.support.chain import Chained
 from tests.support.server import MIB, OTHER_ID, RUN_ID, Bench
 from tests.support.waiting import until
-from tests.test_chain import FIRST, RUN, Chained
+from tests.test_chain import FIRST, RUN
 
 
 def errors_for(name: str, error: Exception) -> Callable[[str, Manifest], Exception | None]:

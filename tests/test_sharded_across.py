@@ -36,7 +36,7 @@ from lightning_spot.memory.host import InProcessHost, Lease
 from lightning_spot.memory.node import Node
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
-from lightning_spot.sharded.layout import ShardedLayouter, load_state, state_archive
+from lightning_spot.sharded.file_plan import ShardedLayouter, load_state, state_archive
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.tiers import files
 from lightning_spot.tiers.local import LocalStore
@@ -315,7 +315,7 @@ def test_a_rank_that_is_done_and_leaves_takes_no_share_from_the_others_of_its_ho
     desk.check(done.result(LAST_S))
 
 
-def test_other_ranks_wait_for_nothing_and_what_training_changes_meanwhile_is_saved_as_it_was(desk: Desk) -> None:
+def test_elastic_wait_for_nothing_and_what_training_changes_meanwhile_is_saved_as_it_was(desk: Desk) -> None:
     desk.is_frozen = False  # so it counts as what forward may change
     begun = [desk.begin(rank, 1) for rank in (1, 2, 3)]  # rank 0 has not begun: there is no slot yet, nowhere
     for rank in (1, 2, 3):

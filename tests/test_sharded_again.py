@@ -20,10 +20,9 @@ from lightning_spot.capture.tensors import by_storage
 from lightning_spot.errors import NotSerializableError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.shards import Path
-from lightning_spot.sharded import layout
-from lightning_spot.sharded.items import Items
-from lightning_spot.sharded.layout import ShardedLayouter, state_archive
-from lightning_spot.sharded.plan import Planner
+from lightning_spot.sharded import file_plan
+from lightning_spot.sharded.file_plan import ShardedLayouter, state_archive
+from lightning_spot.sharded.plan import Items, Planner
 from lightning_spot.sharded.reader import ImageReader, load_all, load_value
 from lightning_spot.staging.batch import SlotView
 from tests.support.ranks import Sharded, as_rank, fill, on_rank
@@ -307,7 +306,7 @@ def test_no_tensor_is_kept_alive() -> None:
 
 def test_an_index_is_that_of_its_own_places(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a snapshot that failed, new places came to lie where earlier ones had been: weights changed their names."""
-    monkeypatch.setattr(layout, "id", lambda _: 1, raising=False)
+    monkeypatch.setattr(file_plan, "id", lambda _: 1, raising=False)
     with as_rank(0, (2,)) as mesh:
         state = on_rank(new_state(), mesh)
         layouter = ShardedLayouter(0, 2)

@@ -24,7 +24,7 @@ from lightning_spot.fit.chosen import load_shards
 from lightning_spot.fit.taking_part import takes_part
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.sharded.consolidate import consolidated, read_folder, write_plain
-from lightning_spot.sharded.layout import load_state
+from lightning_spot.sharded.file_plan import load_state
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.tiers.local import LocalStore
 from tests.support.exact_cases import loader

@@ -131,7 +131,7 @@ def test_a_rank_whose_training_goes_on_before_the_slot_is_there_drops_that_snaps
     assert desk.take(2).step == 2
 
 
-def test_other_ranks_hear_at_once_that_rank_0_cannot_begin(desk: Desk) -> None:
+def test_elastic_hear_at_once_that_rank_0_cannot_begin(desk: Desk) -> None:
     first, desk.kept = desk.writer, []
     desk.first.server_call_timeout_s, usual_s = 0.1, desk.first.server_call_timeout_s
     first._maker._ready.clear()  # its slot is still being made
@@ -309,7 +309,7 @@ def test_a_part_that_training_could_not_wait_for_is_not_written(desk: Desk, monk
     assert desk.take(3).step == 3
 
 
-def test_other_ranks_hear_at_once_that_rank_0_is_fenced(desk: Desk) -> None:
+def test_elastic_hear_at_once_that_rank_0_is_fenced(desk: Desk) -> None:
     desk.kept = []
     other = desk.begin(1, 1)
     rank_0 = SimpleNamespace(number=1, writer=desk.writer)

@@ -24,8 +24,7 @@ from lightning_spot.image.layout import DoesNotFitError, Layout, Layouter
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.memory.joint import is_by_itself
-from lightning_spot.sharded.layout import ShardedImage, ShardedLayouter, load_state, state_archive
-from lightning_spot.sharded.places import Places
+from lightning_spot.sharded.file_plan import Places, ShardedImage, ShardedLayouter, load_state, state_archive
 from lightning_spot.sharded.plan import State
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.copy_job import Watches, watch

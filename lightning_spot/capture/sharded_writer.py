@@ -28,8 +28,15 @@ from lightning_spot.image.notes import Own
 from lightning_spot.image.portion import Portion, Portions, joined
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.memory.joint import Shared, is_by_itself
-from lightning_spot.sharded.layout import ShardedImage, ShardedLayouter, state_archive
-from lightning_spot.sharded.places import Places, aligned, state_file, tensors_file
+from lightning_spot.sharded.file_plan import (
+    Places,
+    ShardedImage,
+    ShardedLayouter,
+    aligned,
+    state_archive,
+    state_file,
+    tensors_file,
+)
 from lightning_spot.sharded.plan import State
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from lightning_spot.trees import leaves
+
 logger = logging.getLogger(__name__)
 
 K = TypeVar("K")
@@ -73,15 +75,7 @@ def _spare_bytes(device: torch.device) -> int:
 
 def tensors_in(state: Any) -> Iterator[torch.Tensor]:
     """Yield every tensor in nested dicts, lists and tuples. Tensors inside other objects are not seen."""
-    stack = [state]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, torch.Tensor):
-            yield item
-        elif isinstance(item, dict):
-            stack.extend(item.values())
-        elif isinstance(item, (list, tuple)):
-            stack.extend(item)
+    return leaves(state, torch.Tensor)
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_spot.capture.tensors import shape_of, storage_address
 from lightning_spot.exact import private
-from lightning_spot.exact.parameter_names import clean
+from lightning_spot.exact.optimizers import clean
 
 _NORMS = (
     *(torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm),

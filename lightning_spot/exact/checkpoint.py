@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_spot.exact import namespaces, private
 from lightning_spot.exact.sharded import live_states
+from lightning_spot.patches import Patches
+from lightning_spot.trees import leaves
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -25,13 +27,11 @@ def checkpoint_of(trainer: pl.Trainer) -> dict[str, Any]:
 def checkpoint_through_save(trainer: pl.Trainer) -> dict[str, Any]:
     """The same by public names only."""
     caught: dict[str, Any] = {}
-    strategy = trainer.strategy
-    strategy.save_checkpoint = lambda checkpoint, *_, **__: caught.update(checkpoint)  # type: ignore[method-assign]
-    try:
-        with live_states(trainer):
-            trainer.save_checkpoint("snapshot.ckpt", weights_only=False)
-    finally:
-        vars(strategy).pop("save_checkpoint", None)
+    with Patches() as patches, live_states(trainer):
+        patches.wrap(
+            trainer.strategy, "save_checkpoint", lambda _: lambda checkpoint, *_, **__: caught.update(checkpoint)
+        )
+        trainer.save_checkpoint("snapshot.ckpt", weights_only=False)
     return caught
 
 
@@ -41,22 +41,15 @@ def leave_out_callbacks(checkpoint: dict[str, Any]) -> list[str]:
     Returns:
         their names.
     """
+    kinds = (*namespaces.classes("callbacks", "Callback"), *namespaces.classes("", "Trainer"))
     names: list[str] = []
     for key in (OF_MODEL, OF_DATA):
         values = dict(held(checkpoint.get(key) or {}))
-        left_out = [name for name, value in values.items() if _holds_callback(value)]
+        left_out = [name for name, value in values.items() if next(leaves(value, kinds), None) is not None]
         if left_out:
             checkpoint[key] = {name: value for name, value in values.items() if name not in left_out}
             names += left_out
     return names
-
-
-def _holds_callback(value: Any, depth: int = 3) -> bool:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return depth > 0 and any(_holds_callback(item, depth - 1) for item in value)
-    return isinstance(value, (*namespaces.classes("callbacks", "Callback"), *namespaces.classes("", "Trainer")))
 
 
 # -- hyperparameters: a dictionary, or omegaconf's configuration, which may leave values open ------------------------

@@ -1,47 +1,48 @@
-"""What Lightning leaves out of a checkpoint and an exact resume needs: captured on every rank for each snapshot.
+"""The exact state of one trainer's ``fit``: followed from ``setup`` on, captured with a snapshot, put back in a resume.
 
-Generators, the position in the data, metric states, means of ``self.log(on_epoch=True)``, logged values, buffers that
-are in no ``state_dict``, gradients in mid-accumulation, what hooks and callbacks changed. Read from Lightning 2.6;
-``tests/test_exact.py`` and ``tests/test_exact_table.py`` guard it. ``restoring`` puts it back.
+``state_parts`` lists what there is to it, and at which stage of a resume each part is put back.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_spot.capture.tensors import copies_of
-from lightning_spot.exact import logged_values, loggers, private, progress, shipped
-from lightning_spot.exact.buffers import Buffers
+from lightning_spot.config import format_names
+from lightning_spot.exact import buffers, builtin_callbacks, loggers, private, progress
 from lightning_spot.exact.checkpoint import checkpoint_of, checkpoint_through_save, leave_out_callbacks
-from lightning_spot.exact.ddp import GradientOrder, shares_buffers
-from lightning_spot.exact.dump import KEY, Dump, read_checkpoint, with_ranks
+from lightning_spot.exact.dump import KEY, VERSION, Dump, read_checkpoint, with_ranks
+from lightning_spot.exact.elastic import OtherRanks
 from lightning_spot.exact.epochs import DataResume
 from lightning_spot.exact.loadability import follow_named
 from lightning_spot.exact.loaders import Loaders
-from lightning_spot.exact.made_of import FixedSteps
-from lightning_spot.exact.module_state import ModuleState, PreTrainingEffects, UntrackedAttributes
-from lightning_spot.exact.optimizers import toggled
-from lightning_spot.exact.own_parameters import (
-    OwnParameters,
-    capture_values,
-    what_hooks_begin_anew,
-    what_is_the_first_ranks,
+from lightning_spot.exact.made_of import FixedSteps, differences
+from lightning_spot.exact.module_state import PreTrainingEffects, UntrackedAttributes
+from lightning_spot.exact.optimizers import keep_dtypes, names_of, precise_of
+from lightning_spot.exact.own_parameters import what_hooks_begin_anew, what_is_the_first_ranks
+from lightning_spot.exact.per_trainer import OfTrainer, PerTrainer
+from lightning_spot.exact.position import (
+    PositionedLoader,
+    batches_done,
+    loader_itself,
+    other_batches,
+    why_not_exact,
+    why_workers_are_not_exact,
 )
-from lightning_spot.exact.per_trainer import PerTrainer
-from lightning_spot.exact.position import why_not_exact, why_workers_are_not_exact
-from lightning_spot.exact.randomness import Generators, State
-from lightning_spot.exact.restoring import Restoring
+from lightning_spot.exact.randomness import State, restore_random
+from lightning_spot.exact.rank_states import are_these, share_of
 from lightning_spot.exact.seams import Seams, is_tuning
-from lightning_spot.exact.sharded import local_gradient
+from lightning_spot.exact.sharded import is_sharded
+from lightning_spot.exact.state_parts import Stage, StateParts
+from lightning_spot.patches import Patches
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-logger = logging.getLogger(__name__)
 
 
 class FitState(PerTrainer):
@@ -56,96 +57,91 @@ class FitState(PerTrainer):
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
         self.data_resume: DataResume = "auto"
-        self._undo: list[Callable[[], object]] = []
+        self._patches = Patches()
+        self._is_attached = False
         self._callbacks: list[pl.Callback] = []
         self._renew()
 
     def _renew(self) -> None:
-        self._switches = private.Switches()
-        self._buffers = Buffers()
-        self._generators = Generators()
-        self._hooked = ModuleState()
-        self.once = PreTrainingEffects(self._trainer, self._switches, self._hooked, self._buffers)
-        self._order = GradientOrder()
+        self._parts = parts = StateParts(self._trainer)
+        self.once = PreTrainingEffects(self._trainer, parts.switches, parts.hooked, parts.buffers)
         self.fixed_steps = FixedSteps()
         self._untracked = UntrackedAttributes()
-        self._own = OwnParameters()
-        self._restoring = Restoring(self._trainer, self._switches, self._hooked, self._buffers, self._own)
-        self._begun = False
-        self._left_out = self._waits_for_gradients = False
+        self._restoring = Restoring(self._trainer, parts)
+        self._has_begun = self._has_left_out = False
 
     def attach(self) -> None:
         """Follow the training loaders, from ``setup`` on. A second call does nothing."""
-        if self._undo:
+        if self._is_attached:
             return
-        self._switches.probe(self._trainer)
-        self._switches.run(private.HOOKED, lambda: self._hooked.note_limits(self._trainer))
-        self._switches.run(private.LOADERS, self._follow_loaders)
-        self._undo += [*self.once.follow_tuners(), follow_named(self._trainer)]
+        self._is_attached = True
+        run = self._parts.switches.run
+        self._parts.switches.probe(self._trainer)
+        run(private.HOOKED, lambda: self._parts.hooked.note_limits(self._trainer))
+        run(private.LOADERS, self._follow_loaders)
+        for undo in self.once.follow_tuners():
+            self._patches.callback(undo)
+        follow_named(self._trainer, self._patches)
         self._callbacks = list(self._trainer.callbacks)  # type: ignore[attr-defined] # Lightning's Trainer has it
-        self._begin_after_hooks()
+        # After on_train_start of all callbacks and of the module, which are called again in a resumed run.
+        self._patches.wrap(self._trainer.strategy, "on_train_start", partial(partial, self._after_train_start))
         seams = Seams.of(self._trainer)
         seams.is_on = self.can(private.SEAMS)
         seams.add(self)
-        self._undo.append(lambda: seams.remove(self))
+        self._patches.callback(seams.remove, self)
 
     def _follow_loaders(self) -> None:
         restoring = self._restoring
         paused = self.once.paused
         positions = restoring.position_for, restoring.has_positions
         loaders = Loaders(self._trainer, *positions, restoring.before_step, lambda: self.data_resume, paused)
-        self._undo.append(loaders.end)
-        restoring.loaders = loaders
-        self._switches.run(private.REQUESTS, loaders.follow_requests)
+        self._patches.callback(loaders.end)
+        self._parts.loaders = loaders
+        self._parts.switches.run(private.REQUESTS, loaders.follow_requests)
 
     def can(self, part: str) -> bool:
         """Whether a part of :mod:`~lightning_spot.exact.private` can do its work; from :meth:`attach` on."""
-        return self._switches.is_on(part)
+        return self._parts.switches.is_on(part)
 
     def detach(self) -> None:
         """Let the trainer go. A second call does nothing."""
-        while self._undo:
-            self._undo.pop()()
-        self._order.end()
+        self._patches.close()
+        self._is_attached = False
+        self._parts.gradient_order.end()
         self._restoring.end()
         self._renew()
 
-    def _begin_after_hooks(self) -> None:
-        """Have :meth:`_begin` called after ``on_train_start`` of all callbacks and of the module: they run anew."""
-        strategy = self._trainer.strategy
-        original = strategy.on_train_start
-
-        def on_train_start() -> None:
-            original()
-            if not is_tuning(self._trainer, self._callbacks):
-                self._begin()
-
-        strategy.on_train_start = on_train_start  # type: ignore[method-assign] # taken back in detach
-        self._undo.append(lambda: strategy.__dict__.pop("on_train_start", None))
+    def _after_train_start(self, on_train_start: Callable[[], None]) -> None:
+        on_train_start()
+        if not is_tuning(self._trainer, self._callbacks):
+            self._begin()
 
     def _begin(self) -> None:
         """When training begins: give it what no later place would, and note how everything is. Once for each fit."""
-        if self._begun:
+        if self._has_begun:
             return
-        self._begun = True
-        trainer, restoring = self._trainer, self._restoring
-        self._undo += self._switches.run(private.LOGGERS, lambda: loggers.keep_whole(trainer)) or []
-        self._switches.run(private.HOOKED, lambda: self._hooked.begin(trainer))
+        self._has_begun = True
+        trainer, parts, restoring, run = self._trainer, self._parts, self._restoring, self._parts.switches.run
+        run(private.LOGGERS, lambda: loggers.keep_whole(trainer, self._patches))
+        run(private.HOOKED, lambda: parts.hooked.begin(trainer))
         restoring.begin()
+        due = restoring.due
         self.fixed_steps.check(trainer)
-        self._buffers.begin(trainer.lightning_module)
-        self._switches.run(private.BUCKETS, lambda: self._order.begin(trainer, restoring.gradient_order))
-        self._switches.run(private.HOOKED, lambda: self._untracked.begin(trainer, restoring.untracked))
-        self._hooked.lost.update(restoring.lost)
-        reasons = why_loaders_are_not_exact(restoring.loaders) if restoring.loaders is not None else []
+        parts.buffers.begin(parts.module)
+        run(private.BUCKETS, lambda: parts.gradient_order.begin(trainer, due.get("gradient_order", [])))
+        run(private.HOOKED, lambda: self._untracked.begin(trainer, restoring.untracked))
+        parts.hooked.lost.update(restoring.lost)
+        reasons = why_loaders_are_not_exact(parts.loaders) if parts.loaders is not None else []
+        made = buffers.made_in_training(parts.module, due.get("buffers", {}))
         anew = [
-            *shipped.what_begins_anew(trainer),
-            *self._untracked.begin_anew([*restoring.lost, *restoring.made_buffers()]),
+            *builtin_callbacks.what_begins_anew(trainer),
+            *self._untracked.begin_anew([*restoring.lost, *made]),
+            *what_is_the_first_ranks(due.get("own_parameters", {}), due.get("own_values", {})),
+            *what_hooks_begin_anew(trainer),
+            *parts.hooked.what_waits(),
         ]
-        own = what_is_the_first_ranks(restoring.own_parameters, restoring.own_values)
-        anew += [*own, *what_hooks_begin_anew(trainer), *self._hooked.what_waits()]
-        first = [*reasons, *shipped.what_has_a_passing_folder(trainer)]
-        say_what_is_not_exact(trainer, *((reasons, anew) if restoring.is_due else (first, [])))
+        first = [*reasons, *builtin_callbacks.what_has_a_passing_folder(trainer)]
+        say_what_is_not_exact(trainer, *((reasons, anew) if due else (first, [])))
         restoring.go_on_without_batch()
 
     # -- capture --------------------------------------------------------------------------------------------------
@@ -157,8 +153,8 @@ class FitState(PerTrainer):
             before_validation: whether a validation follows the step.
             at_end: whether the run has come to its end, outside any epoch.
         """
-        trainer, run = self._trainer, self._switches.run
-        self._order.stepped(trainer)
+        trainer, parts, run = self._trainer, self._parts, self._parts.switches.run
+        parts.gradient_order.stepped(trainer)
         # It calls the user's hooks, and ranks that share an optimizer's state wait for each other in it.
         checkpoint = run(private.SNAPSHOTS, lambda: checkpoint_of(trainer), (AttributeError, TypeError))
         checkpoint = checkpoint or checkpoint_through_save(trainer)
@@ -174,78 +170,20 @@ class FitState(PerTrainer):
             loggers=run(private.LOGGERS, lambda: places(trainer, before_validation=before_validation, at_end=at_end))
             or [],
             untracked=run(private.HOOKED, lambda: self._untracked.names(trainer)) or [],
-            lost=sorted(self._hooked.lost),
+            lost=sorted(parts.hooked.lost),
         )
 
     def _say_left_out(self, names: list[str]) -> None:
-        if names and not self._left_out:
-            self._left_out = True
+        if names and not self._has_left_out:
+            self._has_left_out = True
             rank_zero_warn(
                 f"lightning_spot: hyperparameters that hold callbacks are not in snapshots: {', '.join(names)}. Resumes"
                 " do not need them; save_hyperparameters(ignore=[...]) leaves them out of all checkpoints"
             )
 
     def capture(self, *, at_end: bool = False) -> State:
-        """The state of this rank, as values of its own that load with ``weights_only=True``.
-
-        Args:
-            at_end: whether the run has come to its end, outside any epoch.
-        """
-        trainer, run = self._trainer, self._switches.run
-        module = trainer.lightning_module
-        modules = list(module.named_modules())
-        loaders = self._restoring.loaders  # None in a fit that takes no snapshots, such as fast_dev_run
-        positions = run(private.LOADERS, lambda: loaders.positions(at_end=at_end)) if loaders is not None else []
-        return {
-            "random": self._generators.capture(trainer.strategy.root_device),
-            "loaders": positions,
-            "around_loaders": run(private.LOADERS, loaders.capture) if loaders is not None else None,
-            "buffers": self._buffers.capture(module, is_first=trainer.is_global_zero),
-            "shared_buffers": run(private.SHARING, lambda: shares_buffers(trainer)),
-            "own_parameters": self._own.capture(trainer),
-            "own_values": capture_values(trainer),
-            "gradients": self._gradients() if self._has_live_gradients() and not at_end else {},
-            "gradient_order": self._order.saved(),
-            "should_stop": trainer.should_stop,
-            "hooked": run(private.HOOKED, lambda: self._hooked.capture(trainer, modules)),
-            "toggled": run(private.TOGGLES, lambda: toggled(module)) or {},
-            "shipped": self._shipped(),
-            "metrics": run(private.METRICS, lambda: logged_values.metrics_among(modules)) or {},
-            **(run(private.LOGGED, lambda: logged_values.capture(trainer)) or {}),
-        }
-
-    def _shipped(self) -> State:
-        parts = {
-            key: self._switches.run(part.what, lambda part=part: part.capture(self._trainer))  # type: ignore[misc]
-            for key, part in shipped.PARTS.items()
-        }
-        return {key: saved for key, saved in parts.items() if saved is not None}
-
-    def _has_live_gradients(self) -> bool:
-        """Whether the next step may build on gradients: in mid-accumulation, or where only the user knows."""
-        loop = self._trainer.fit_loop.epoch_loop
-        if not self._trainer.lightning_module.automatic_optimization:
-            return True
-        accumulates = self._switches.run(private.PROGRESS, lambda: bool(private.SHOULD_ACCUMULATE.of(loop)()))
-        again = self._switches.run(private.AVERAGING, lambda: shipped.steps_without_backward(self._trainer))
-        return accumulates is not False or bool(again)
-
-    def _gradients(self) -> State:
-        """Copies of the gradients: the next step adds to them while the snapshot is copied."""
-        named = self._trainer.lightning_module.named_parameters()
-        present = {
-            name: local_gradient(parameter.grad.detach()) for name, parameter in named if parameter.grad is not None
-        }
-        copies = copies_of(present)
-        if not self._waits_for_gradients and any(copies[name].device != present[name].device for name in present):
-            self._waits_for_gradients = True
-            logger.warning(
-                "lightning_spot: rank %d: its GPU has no room for copies of the gradients that are there when a"
-                " snapshot is taken: they go to the host at once, and training waits for that. With zero_grad() behind"
-                " step() there are none",
-                self._trainer.global_rank,
-            )
-        return copies
+        """The state of this rank, see :meth:`StateParts.capture`."""
+        return self._parts.capture(at_end=at_end)
 
     # -- resume ---------------------------------------------------------------------------------------------------
 
@@ -256,20 +194,13 @@ class FitState(PerTrainer):
             checkpoint: that Lightning loads.
             of_another_run: whether another run took it, whose logs stay its own.
         """
-        if not self._undo:  # a fit whose state is not kept
-            return
-        if (shared := checkpoint.get(KEY)) is not None:
+        if self._is_attached:  # or it is a fit whose state is not kept
             with_ranks(checkpoint, read_checkpoint)  # a file that the user named was read by Lightning
-            found = shared["ranks"][0]["shipped"].get("found")
-            rest = self._switches.run(private.TUNERS, lambda: shipped.rest_tuners(self._trainer, found))
-            self._undo += rest or []
-        self._restoring.load(checkpoint, of_another_run=of_another_run)
-        undo = self._switches.run(private.PROGRESS, lambda: self._restoring.enter_stopped(checkpoint))
-        self._undo += [undo] if undo is not None else []
+            self._restoring.load(checkpoint, of_another_run=of_another_run)
 
     def end_epoch(self) -> None:
         """Where an epoch of training ends, before the module's own hook: put back what fits the data of the next."""
-        self._switches.run(private.HOOKED, lambda: self._hooked.end_epoch(self._trainer))
+        self._parts.switches.run(private.HOOKED, lambda: self._parts.hooked.end_epoch(self._trainer))
 
     def end_untrained(self) -> None:
         """At the end of ``fit``: of a run that was complete already, put back what a program may read now."""
@@ -282,7 +213,269 @@ class FitState(PerTrainer):
     def after_batch(self, trainer: pl.Trainer) -> None:
         """Of a run whose loaders could not be positioned: what else was saved is put back after its first batch."""
         self._restoring.go_on()
-        self._order.stepped(trainer)
+        self._parts.gradient_order.stepped(trainer)
+
+
+class Restoring(OfTrainer):
+    """Puts the exact state of a checkpoint back in one ``fit``. Without a checkpoint, nothing here does anything.
+
+    Args:
+        trainer: that fits.
+        parts: of its state.
+
+    Attributes:
+        untracked: names of attributes that the training before had changed, and that do not come back.
+        lost: likewise, of modules.
+    """
+
+    def __init__(self, trainer: pl.Trainer, parts: StateParts) -> None:
+        super().__init__(trainer)
+        self.untracked: list[str] = []
+        self.lost: list[str] = []
+        self._parts = parts
+        self._run = parts.switches.run
+        self._patches = Patches()
+        self._values: State | None = None  # until the first step
+        self._steps_are_over = False  # whether the run was to take no more of them
+        self._has_begun = self._waits_for_begin = False
+        self._positions: State | None = None
+        self._random: State | None = None
+        self._val_total: dict[str, int] | None = None
+        self._precise: dict[str, torch.Tensor] = {}
+        self._loaded: dict[str, torch.Tensor] = {}  # weights, until hooks at the start of training are done
+        self._others: OtherRanks | None = None  # where those that took the snapshot had other shares of the data
+
+    @property
+    def due(self) -> State:
+        """The state that was loaded, until the first step; nothing of a run that begins."""
+        return self._values or {}
+
+    def load(self, checkpoint: dict[str, Any], *, of_another_run: bool = False) -> None:
+        """Take the exact state of a checkpoint, if it has one that fits; see :meth:`FitState.load`."""
+        shared, trainer = checkpoint.get(KEY), self._trainer
+        if shared is None:
+            rank_zero_warn(f"lightning_spot: {builtin_callbacks.why_without_exact_state(trainer)}")
+            return
+        is_known = shared["version"] == VERSION
+        found = shared["ranks"][0]["found"] if is_known else {}
+        self._run(private.TUNERS, lambda: builtin_callbacks.rest_tuners(trainer, found, self._patches))
+        if not is_known:
+            rank_zero_warn(
+                f"lightning_spot: the snapshot has its exact state in form {shared['version']}, this version of"
+                f" lightning_spot has {VERSION}: weights, optimizers and loops are restored; random numbers and the"
+                " position in the data are not exact"
+            )
+            return
+        warnings.filterwarnings("ignore", message=".*ended before the epoch ended and your dataloader is")
+        self._values = self._positions = values = self._of_this_rank(shared)
+        self._random = values["random"]
+        self._val_total = shared["validation_progress"]
+        if (loaders := self._parts.loaders) is not None:
+            self._run(private.LOADERS, loaders.ask_again)
+        self._parts.restore(Stage.LOAD, values)
+        is_over = 0 <= trainer.max_steps <= checkpoint["global_step"]
+        is_over |= trainer.max_epochs is not None and 0 <= trainer.max_epochs <= checkpoint["epoch"]
+        continued = partial(loggers.continue_in, of_another_run=of_another_run, is_over=is_over)
+        self._run(private.LOGGERS, lambda: continued(trainer, shared["loggers"]))
+        # Of a run that was to go on, and is given less steps than it has taken, nothing is trained, and nothing ends.
+        limits = (trainer.max_steps, shared["max_steps"])
+        reached = all(0 <= limit <= checkpoint["global_step"] for limit in limits)
+        stops = values["should_stop"] and self._run(private.PROGRESS, lambda: progress.may_stop(trainer, checkpoint))
+        self._steps_are_over = bool(stops) or reached
+        self.untracked, self.lost = shared["untracked"], shared["lost"]
+        self._precise = buffers.more_precise(trainer.lightning_module, checkpoint)
+        self._loaded = {} if is_sharded(trainer) else buffers.loaded(trainer.lightning_module, checkpoint)
+        if states := precise_of(checkpoint):
+            self._keep_dtypes(states, buffers.dtypes_of(checkpoint))
+        self._run("states of callbacks", lambda: builtin_callbacks.before_loading(trainer, checkpoint))
+        self._run(private.PROGRESS, lambda: self._enter_stopped(checkpoint))
+
+    def _of_this_rank(self, shared: State) -> State:
+        trainer, ranks = self._trainer, shared["ranks"]
+        if are_these(shared, trainer):
+            return ranks[trainer.global_rank]  # type: ignore[no-any-return]
+        self._others = OtherRanks(ranks, trainer.global_rank, trainer.world_size, share_of(trainer), shared["shares"])
+        return self._others.values(trainer)
+
+    def begin(self) -> None:
+        """When training begins: what no later place would put back."""
+        trainer, values = self._trainer, self._values
+        self._has_begun = True
+        if values is None:
+            return
+        self._run(private.PROGRESS, lambda: progress.forget_validations(trainer))
+        self._restore_overwritten()
+        buffers.put(trainer.lightning_module, self._precise)
+        self._parts.restore(Stage.TRAIN_START, values)
+        if self._others is not None:
+            self._go_on_from(self._others, values)
+        if self._val_total is not None and not self._validates(should_stop=values["should_stop"]):
+            self._count_validations()
+
+    def _restore_overwritten(self) -> None:
+        """Put back what hooks at the start have written over."""
+        module, loaded, self._loaded = self._trainer.lightning_module, self._loaded, {}
+        lost = buffers.differing(module, loaded)
+        written = sorted(name for name, (_, is_rounded) in lost.items() if not is_rounded)
+        buffers.put(module, {name: value for name, (value, _) in lost.items()})
+        buffers.keep_kinds(module, {**self._precise, **loaded})
+        if written:
+            rank_zero_warn(
+                f"lightning_spot: hooks at the start of training have written over restored values of"
+                f" {format_names(written)}: those of the snapshot are put back. Initialise weights where the module is"
+                " made"
+            )
+
+    def _keep_dtypes(self, states: list[State], dtypes: dict[str, torch.dtype]) -> None:
+        """Give optimizers back what torch rounds, as soon as Lightning has had them load it: hooks look at them next.
+
+        Args:
+            states: of the optimizers, as they were saved.
+            dtypes: that the weights had then, by name.
+        """
+        trainer, once = self._trainer, Patches()
+        self._patches.push(once)
+
+        def load_optimizer_state_dict(load: Callable[[Mapping[str, Any]], None], checkpoint: Mapping[str, Any]) -> None:
+            once.close()
+            load(checkpoint)
+            names = names_of(trainer.lightning_module)
+            for optimizer, state in zip(trainer.optimizers, states, strict=False):
+                keep_dtypes(optimizer, state, lambda parameter: dtypes.get(names.get(id(parameter), "")))
+
+        once.wrap(trainer.strategy, "load_optimizer_state_dict", partial(partial, load_optimizer_state_dict))
+
+    def end(self) -> None:
+        """Let the strategy and the loops go."""
+        self._patches.close()
+
+    def _go_on_from(self, others: OtherRanks, values: State) -> None:
+        """Of a run that other ranks have left: its epoch has more batches now, or less."""
+        trainer = self._trainer
+        loaders = self._parts.loaders.training if self._parts.loaders is not None else []
+        done = max((done for loader in loaders if (done := batches_done(loader)) is not None), default=None)
+        if done is not None:
+            done = int(min(done, trainer.num_training_batches))  # of which a limit, or another loader, leaves less
+            self._run(private.PROGRESS, lambda: progress.number_batches(trainer, done))
+        ended = all(position is not None and position.get("exhausted") for position in values["loaders"] or [None])
+        is_over = ended or (done is not None and done >= trainer.num_training_batches)
+        others.gather_anew(values, is_over=is_over)
+        # Batches that these ranks would have seen by now may end with a validation, where those of the others had none.
+        is_place = is_over or bool(done and others.is_between_batches)
+        if is_place and self._val_total is None and not self._steps_are_over and self._validates(should_stop=False):
+            self._val_total = self._run(private.PROGRESS, lambda: progress.validate_first(trainer, self._patches))
+        rank_zero_info(f"lightning_spot: {others.line(trainer)}")
+        for reason in dict.fromkeys(others.reasons):
+            rank_zero_warn(f"lightning_spot: {reason}")
+
+    def go_on_without_batch(self) -> None:
+        """Of a run that was to stop: maybe not one more batch is fetched, so what waits for one is put back now.
+
+        So it is where a loader without a length was asked for one already, and its epoch has none.
+        """
+        values = self._values
+        if values is None or self._val_total is not None:
+            return
+        if self._waits_for_begin:
+            self._go_on_with_random()  # the epoch after this one begins at its start
+        elif self._steps_are_over:
+            restore_random(values["random"], self._trainer.strategy.root_device)
+            self.go_on()
+
+    def _enter_stopped(self, checkpoint: dict[str, Any]) -> None:
+        """Of a run that takes no more steps: have Lightning come to the end of its epoch."""
+        values, validates = self._values, self._val_total is not None
+        if values is None or not self._steps_are_over or not progress.is_in_epoch(checkpoint):
+            return
+        progress.enter_epoch(self._trainer, self._patches, validates=validates, should_stop=values["should_stop"])
+
+    def position_for(self, loader: PositionedLoader) -> State | None:
+        """Position at which ``loader`` begins its epoch: the saved one for the first epoch after a resume."""
+        loaders = self._parts.loaders.training if self._parts.loaders is not None else []
+        index = next((number for number, item in enumerate(loaders) if item is loader), None)
+        if index is None or self._positions is None or self._random is None:
+            return None
+        positions = self._positions["loaders"]
+        if positions is None:  # they were not known
+            return None
+        if len(positions) != len(loaders):
+            rank_zero_warn("lightning_spot: the number of training loaders has changed: their positions are not exact")
+            return None
+        if self._others is not None:
+            return self._others.position(loader, index)
+        changed = differences(positions[index] or {}, loader_itself(loader))
+        if reasons := [*changed, *other_batches(loader, positions[index])]:
+            rank_zero_warn(f"lightning_spot: {'. '.join(reasons)}")
+        return positions[index]  # type: ignore[no-any-return]
+
+    def has_positions(self) -> bool:
+        """Whether a snapshot has told where training loaders were."""
+        return self._positions is not None and bool(self._positions["loaders"])
+
+    def before_step(self, has_batch: bool = True) -> bool:
+        """Just before the first step, unless a validation comes first; whether generators were set.
+
+        Args:
+            has_batch: whether the epoch has one more batch to step on.
+        """
+        if self._val_total is not None:
+            return False  # see before_validation
+        if not (has_batch or self._has_begun):
+            # Of a loader without a length, Lightning asks for a batch before it looks where in its epoch it is.
+            self._waits_for_begin = True
+            return False
+        return self._go_on_with_random()
+
+    def before_validation(self) -> None:
+        """Of a run stopped in front of a validation: that validation draws the numbers it would have drawn."""
+        if self._val_total is not None:
+            self._go_on_with_random()
+            self._count_validations()
+
+    def _validates(self, *, should_stop: bool) -> bool:
+        """Whether a run stopped in front of a validation begins with it: it may have been told to validate no more."""
+        comes = self._run(private.SEAMS, lambda: progress.is_validation_due(self._trainer, should_stop=should_stop))
+        return comes is not False
+
+    def _count_validations(self) -> None:
+        """Take the mark out that makes Lightning begin with a validation (see mark_before_validation)."""
+        total, self._val_total = self._val_total, None
+        batches = private.VAL_BATCH_PROGRESS.of(self._trainer.fit_loop.epoch_loop.val_loop)
+        batches.total.load_state_dict(total)
+
+    def _go_on_with_random(self) -> bool:
+        """Also set the generators of the process and of the device; whether there was anything to set them to."""
+        random, self._random = self._random, None
+        self.go_on()
+        if random is not None:
+            restore_random(random, self._trainer.strategy.root_device)
+        return random is not None
+
+    def go_on(self) -> None:
+        """Put back what belongs to the step. A second call does nothing."""
+        values, self._values = self._values, None
+        if values is None:
+            return
+        trainer = self._trainer
+        self._run("skipped batches", lambda: progress.restore(trainer, values["added"]))
+        self._parts.restore(Stage.FIRST_BATCH, values)
+        # Lightning leaves metric-driven schedulers alone at the end of an epoch it was restarted in: it does not have
+        # the metrics. Here they are.
+        self._run(private.PROGRESS, lambda: private.RESTARTING.set(trainer.fit_loop, False))
+
+    def end_untrained(self) -> None:
+        """At the end of a ``fit`` that had nothing left to train: the program goes on as it did after training.
+
+        It draws what it drew then, forecasts with buffers that no ``state_dict`` has, reads what was logged last. A
+        further fit of this trainer takes what hooks changed as it finds it.
+        """
+        values = self._values
+        if values is None:
+            return
+        if not self._has_begun:
+            self._parts.restore(Stage.UNTRAINED, values)
+        self._parts.restore(Stage.END, values)
+        self._run(private.PROGRESS, lambda: progress.end_restart(self._trainer))
 
 
 def why_loaders_are_not_exact(loaders: Loaders) -> list[str]:
@@ -299,6 +492,6 @@ def say_what_is_not_exact(trainer: pl.Trainer, reasons: list[str], anew: list[st
         reasons: what is known of its loaders.
         anew: what is known of the rest, of a run that goes on from a snapshot.
     """
-    always = [*shipped.what_goes_by_the_clock(trainer), *shipped.what_lightning_alone_keeps(trainer)]
-    for reason in dict.fromkeys([*reasons, *always, *anew]):
+    clock, alone = builtin_callbacks.what_goes_by_the_clock, builtin_callbacks.what_lightning_alone_keeps
+    for reason in dict.fromkeys([*reasons, *clock(trainer), *alone(trainer), *anew]):
         rank_zero_warn(f"lightning_spot: {reason}")

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -24,8 +25,10 @@ from lightning_spot.exact.checkpoint import OF_DATA, OF_MODEL, as_saved
 from lightning_spot.exact.dump import KEY, read_checkpoint
 from lightning_spot.exact.rank_states import states_in_files
 from lightning_spot.image.layout import Layout
-from lightning_spot.image.placeholder import ADVICE, Placeholder, kind_of, placeholders_in
+from lightning_spot.image.safe_load import ADVICE, Placeholder, kind_of, placeholders_in
+from lightning_spot.patches import Patches
 from lightning_spot.tiers.filesystem import forget_listings
+from lightning_spot.trees import at, walk
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -36,7 +39,6 @@ _ALWAYS = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "epoch", 
 _BASES = ("Callback", "LightningDataModule", "Precision")  # theirs does nothing
 _GLOBAL = re.compile(rb"c([\w.]+)\n([\w.]+)\n")
 _LONGEST_OUTLINE_BYTES = 64 * 1024 * 1024  # longer ones are looked at once: the look is to cost nothing
-_MOST_NAMED = 3
 
 
 def check_resumable(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
@@ -57,10 +59,8 @@ def check_resumable(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
         for where, placeholder in placeholders_in(value, key)
     ]
     if lacking:
-        more = f" and {len(lacking) - _MOST_NAMED} more" if len(lacking) > _MOST_NAMED else ""
         raise NotSerializableError(
-            "a resume needs objects that torch does not load with weights_only=True:"
-            f" {', '.join(lacking[:_MOST_NAMED])}{more}. {ADVICE}"
+            f"a resume needs objects that torch does not load with weights_only=True: {format_names(lacking)}. {ADVICE}"
         )
 
 
@@ -85,29 +85,21 @@ def put_in_own_objects(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
     except Exception as error:  # it may want more of a checkpoint than this
         logger.debug("lightning_spot: what the model would save is not known: %s", error)
         return
-    if names := list(_put_in(checkpoint, own, "")):
+    if names := list(_put_in(checkpoint, own)):
         rank_zero_info(
             "lightning_spot: objects of the snapshot are not loaded, and those that this process made stand for them:"
             f" {format_names(names)}"
         )
 
 
-def _put_in(saved: Any, own: Any, path: str) -> Iterator[str]:
+def _put_in(saved: Any, own: Any) -> Iterator[str]:
     """Replace placeholders in containers by what is at the same place, if it is of the same kind; at which places."""
-    if isinstance(saved, dict) and isinstance(own, dict):
-        pairs: list[tuple[Any, Any]] = [(key, own[key]) for key in saved if key in own]
-    elif isinstance(saved, list) and isinstance(own, list):
-        pairs = list(enumerate(own[: len(saved)]))
-    else:
-        return
-    for key, live in pairs:
-        where = f"{path}.{key}" if path else str(key)
-        old = saved[key]
-        if not isinstance(old, Placeholder):
-            yield from _put_in(old, live, where)
-        elif kind_of(old) in (_name(type(live)), _name(live)):
-            saved[key] = live
-            yield where
+    for path, item in list(walk(saved)):
+        if isinstance(item, Placeholder):
+            holder, live = at(saved, path[:-1]), at(own, path)
+            if isinstance(holder, (dict, list)) and kind_of(item) in (_name(type(live)), _name(live)):
+                holder[path[-1]] = live
+                yield ".".join(map(str, path))
 
 
 def _name(kind: Any) -> str:
@@ -276,21 +268,14 @@ def _with_own_states(trainer: pl.Trainer, checkpoint: dict[str, Any], path: Any)
         raise SettingsError(f"ckpt_path={str(path)!r} is not the whole directory of a snapshot: {error}") from error
 
 
-def follow_named(trainer: pl.Trainer) -> Callable[[], object]:
-    """Have a ``fit`` read the checkpoint that the user names in the way of a resume.
+def follow_named(trainer: pl.Trainer, patches: Patches) -> None:
+    """Have a ``fit`` read the checkpoint that the user names in the way of a resume."""
 
-    Returns:
-        what takes that back.
-    """
-    strategy = trainer.strategy
-    original = strategy.load_checkpoint
-
-    def load_checkpoint(path: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
+    def load_checkpoint(original: Callable[..., Any], path: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
         checkpoint = load_named(original, path, *arguments, **named)
         _with_own_states(trainer, checkpoint, path)
         put_in_own_objects(trainer, checkpoint)
         check_resumable(trainer, checkpoint)
         return checkpoint
 
-    strategy.load_checkpoint = load_checkpoint  # type: ignore[assignment,method-assign] # taken back
-    return lambda: vars(strategy).pop("load_checkpoint", None)
+    patches.wrap(trainer.strategy, "load_checkpoint", partial(partial, load_checkpoint))

@@ -13,6 +13,7 @@ import torch
 from torchmetrics import Metric
 
 from lightning_spot.exact import namespaces, private
+from lightning_spot.trees import mapped
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -21,36 +22,49 @@ State = dict[str, Any]
 
 _FLAGS = ("prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx")
 _LOGGED = {"callback": private.CALLBACK_METRICS, "log": private.LOGGED_METRICS, "progress_bar": private.BAR_METRICS}
+_PLAIN = (torch.Tensor, int, float, str)
 _COUNTERS = (private.UPDATE_COUNT.name, "_num_vals_seen")  # the second belongs to torchmetrics' Running
 
 
-def capture(trainer: pl.Trainer) -> State:
-    """The epoch's accumulators, and the values logged last."""
-    connector = private.LOGGER_CONNECTOR.of(trainer)
+def capture_results(trainer: pl.Trainer) -> list[State]:
+    """The epoch's accumulators."""
     results = private.RESULTS.of(trainer.fit_loop.epoch_loop)
+    return [_result_state(item) for item in results.values() if not item.has_reset and _is_plain(item)]
+
+
+def restore_results(trainer: pl.Trainer, saved: list[State]) -> None:
+    """Put them back, just before the next batch (or the end of the epoch)."""
+    results = private.RESULTS.of(trainer.fit_loop.epoch_loop)
+    for each in saved:
+        _restore_result(trainer, results, each)
+
+
+def is_in_epoch(trainer: pl.Trainer) -> bool:
+    """Whether a batch of the epoch has been logged."""
+    return private.FIRST_ITERATION.of(private.LOGGER_CONNECTOR.of(trainer)) is not None
+
+
+def restore_in_epoch(trainer: pl.Trainer, saved: bool) -> None:
+    """Have the next batch not be taken for the first, which would reset what was accumulated."""
+    if saved:
+        private.FIRST_ITERATION.set(private.LOGGER_CONNECTOR.of(trainer), False)
+
+
+def capture_last(trainer: pl.Trainer) -> State:
+    """The values logged last."""
+    connector = private.LOGGER_CONNECTOR.of(trainer)
+    present = {name: values.of(connector) for name, values in _LOGGED.items()}
     return {
-        "results": [_result_state(item) for item in results.values() if not item.has_reset and _is_plain(item)],
-        "logged": {name: _copy(values.of(connector)) for name, values in _LOGGED.items()},
-        "in_epoch": private.FIRST_ITERATION.of(connector) is not None,
+        name: _copy({key: each for key, each in values.items() if isinstance(each, _PLAIN)})
+        for name, values in present.items()
     }
 
 
-def restore(trainer: pl.Trainer, state: State) -> None:
-    """Put back what :func:`capture` returned, just before the next batch (or the end of the epoch)."""
-    restore_last(trainer, state)
-    connector = private.LOGGER_CONNECTOR.of(trainer)
-    results = private.RESULTS.of(trainer.fit_loop.epoch_loop)
-    for saved in state["results"]:
-        _restore_result(trainer, results, saved)
-    if state["in_epoch"]:  # otherwise the next batch would be taken for the first, and reset what was accumulated
-        private.FIRST_ITERATION.set(connector, False)
-
-
-def restore_last(trainer: pl.Trainer, state: State) -> None:
-    """Put back the values logged last, which a program may read when ``fit`` has returned."""
+def restore_last(trainer: pl.Trainer, saved: State) -> None:
+    """Put them back; a program may read them when ``fit`` has returned."""
     connector = private.LOGGER_CONNECTOR.of(trainer)
     for name, values in _LOGGED.items():
-        values.of(connector).update(state["logged"][name])
+        values.of(connector).update(saved[name])
 
 
 def last_value(trainer: pl.Trainer, name: str) -> torch.Tensor | float | None:
@@ -170,14 +184,8 @@ def _last(metric: Any) -> torch.Tensor | None:
 
 def _copy(value: Any) -> Any:
     """A copy of a state that later updates do not change."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items() if isinstance(item, (torch.Tensor, int, float, str))}
-    return [_copy(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return mapped(lambda item: item.detach().clone() if isinstance(item, torch.Tensor) else item, value)
 
 
 def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    return [_to(item, device) for item in value] if isinstance(value, list) else value
+    return mapped(lambda item: item.to(device) if isinstance(item, torch.Tensor) else item, value)

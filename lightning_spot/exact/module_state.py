@@ -31,10 +31,10 @@ from torchmetrics import Metric
 
 from lightning_spot.exact import namespaces, private
 from lightning_spot.exact.buffers import Buffers, Marks, marks_of
+from lightning_spot.exact.builtin_callbacks import tuners
 from lightning_spot.exact.change_detector import SCALARS, ChangeDetector, is_value
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.randomness import GENERATORS, capture_generator, is_of_process, restore_generator
-from lightning_spot.exact.shipped import tuners
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -1,4 +1,4 @@
-"""Optimizers: states that are of another dtype than their parameters, and those that are toggled over several batches.
+"""Optimizers and the names of their parameters: states of another dtype than their parameters, and toggled optimizers.
 
 ``Optimizer.load_state_dict`` casts all tensors, but for counts of steps, to the dtype of the parameter, if that is a
 floating-point one: what an optimizer keeps in float32 beside parameters in bfloat16 (a product, master weights) comes
@@ -7,13 +7,14 @@ back as bfloat16, and a mask, or a count of its own, as floating-point numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_spot.capture.tensors import local_of
 from lightning_spot.exact import private
+from lightning_spot.trees import laid_over, leaves, walk
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -29,8 +30,9 @@ _KEYS = {"state", "param_groups"}
 def precise_of(checkpoint: Mapping[str, Any]) -> list[State]:
     """The optimizers' states of a checkpoint, if torch may cast some of it; else none of them."""
     states: list[State] = checkpoint.get("optimizer_states", [])
-    dtypes = {tensor.dtype for tensor in _tensors(states)}
-    of_parameters = {tensor.dtype for tensor in _tensors([checkpoint.get("state_dict", {})])}
+    found = (item for path, item in walk(states) if path[-1] != "step")  # which torch never casts
+    dtypes = {item.dtype for item in found if isinstance(item, torch.Tensor)}
+    of_parameters = {tensor.dtype for tensor in leaves(checkpoint.get("state_dict", {}), torch.Tensor)}
     floating = {dtype for dtype in dtypes | of_parameters if dtype.is_floating_point}
     return states if len(floating) > 1 or not dtypes <= floating else []
 
@@ -53,45 +55,56 @@ def keep_dtypes(optimizer: torch.optim.Optimizer, saved: State, dtype_of: DtypeO
     for number, parameter in zip(numbers, parameters, strict=False):
         before, now = saved["state"].get(number), optimizer.state.get(parameter)
         if isinstance(before, dict) and isinstance(now, dict) and dtype_of(parameter) in (None, parameter.dtype):
-            now.update({key: _as_saved(value, now[key]) for key, value in before.items() if key in now})
+            now.update({key: laid_over(now[key], value, _as_saved) for key, value in before.items() if key in now})
 
 
-def _as_saved(saved: Any, loaded: Any) -> Any:
+def _as_saved(loaded: Any, saved: Any) -> Any:
     """What was saved, on the device on which it is now, if what was loaded is nothing but that, cast."""
-    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
-        if saved.dtype == loaded.dtype or saved.shape != loaded.shape:
-            return loaded
-        mine, cast = local_of(saved), local_of(loaded)
-        mine = mine.real if mine.is_complex() and not cast.is_complex() else mine
-        is_that = torch.allclose(mine.to(cast.device, cast.dtype), cast, rtol=0.0, atol=0.0, equal_nan=True)
-        return saved.to(loaded.device, copy=True) if is_that else loaded
-    if isinstance(saved, dict) and isinstance(loaded, dict):
-        return {key: _as_saved(saved[key], value) if key in saved else value for key, value in loaded.items()}
-    if isinstance(saved, list | tuple) and type(saved) is type(loaded) and len(saved) == len(loaded):
-        return type(saved)(map(_as_saved, saved, loaded))
-    return loaded
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, dict):
-            yield from _tensors(each for key, each in value.items() if key != "step")  # which torch never casts
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+    if not isinstance(saved, torch.Tensor) or not isinstance(loaded, torch.Tensor):
+        return loaded
+    if saved.dtype == loaded.dtype or saved.shape != loaded.shape:
+        return loaded
+    mine, cast = local_of(saved), local_of(loaded)
+    mine = mine.real if mine.is_complex() and not cast.is_complex() else mine
+    is_that = torch.allclose(mine.to(cast.device, cast.dtype), cast, rtol=0.0, atol=0.0, equal_nan=True)
+    return saved.to(loaded.device, copy=True) if is_that else loaded
 
 
 # -- an optimizer that is toggled in one batch and back in a later one: Lightning keeps what was trained in the module -
 
 
-def toggled(module: pl.LightningModule) -> dict[str, bool]:
+def toggled(trainer: pl.Trainer) -> dict[str, bool]:
     """Which parameters are to be trained again when the optimizer is toggled back; by their names."""
+    module = trainer.lightning_module
     kept = private.TOGGLED.of(module)
     return {name: kept[parameter] for name, parameter in module.named_parameters() if parameter in kept} if kept else {}
 
 
-def restore_toggled(module: pl.LightningModule, saved: dict[str, bool]) -> None:
+def restore_toggled(trainer: pl.Trainer, saved: dict[str, bool]) -> None:
     """Give the module what :func:`toggled` returned."""
-    parameters = dict(module.named_parameters())
-    private.TOGGLED.set(module, {parameters[name]: trains for name, trains in saved.items() if name in parameters})
+    parameters = dict(trainer.lightning_module.named_parameters())
+    kept = {parameters[name]: trains for name, trains in saved.items() if name in parameters}
+    if kept:
+        private.TOGGLED.set(trainer.lightning_module, kept)
+
+
+# -- names of parameters as in a state dict: without those of the wrappers around modules ----------------------------
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""Of ``torch.compile`` and of activation checkpointing."""
+
+
+def clean(name: str) -> str:
+    """A name without those of wrappers."""
+    if not any(wrapper in name for wrapper in _WRAPPERS):
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def names_of(module: torch.nn.Module) -> dict[int, str]:
+    """Names of a module's parameters, by their identity."""
+    names: dict[int, str] = {}
+    parameter: torch.Tensor
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), clean(name))
+    return names

@@ -7,7 +7,7 @@ shards that is in no shards itself: plain tensors of this rank's part, or number
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from lightning_spot.capture.tensors import copies_of
+from lightning_spot.config import format_names
 from lightning_spot.exact import private
 from lightning_spot.exact.module_state import MOST_BYTES
-from lightning_spot.exact.parameter_names import names_of
+from lightning_spot.exact.optimizers import names_of
 from lightning_spot.exact.rank_states import share_of
 from lightning_spot.exact.sharded import holder_of, is_sharded
+from lightning_spot.trees import laid_over, leaves, walk
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -31,7 +33,6 @@ _SCALARS = (bool, int, float, str, type(None))
 _PARAMETERS, _OPTIMIZERS, _GROUPS = "parameters", "optimizers", "groups"
 LEFT_OUT = "left_out"
 """Key, in the own state of a rank, of the names of those that are too large to be kept there."""
-_MOST_NAMED = 8
 
 
 def capture_values(trainer: pl.Trainer) -> State:
@@ -44,7 +45,7 @@ def capture_values(trainer: pl.Trainer) -> State:
         return {}
     names = {id(parameter): name for parameter, name in _named(trainer)}
     states = [_values_of(optimizer, names) for optimizer in trainer.optimizers]
-    if sum(map(_nbytes, states)) > MOST_BYTES:
+    if _nbytes(states) > MOST_BYTES:
         kept = {f"{name} ({', '.join(values)})" for state in states for name, values in state.items()}
         return {LEFT_OUT: sorted(kept)}
     groups = [
@@ -85,7 +86,7 @@ class OwnParameters:
             {name: dict(optimizer.state[each]) for name, each in own.items() if each in optimizer.state}
             for optimizer in trainer.optimizers
         ]
-        if sum(map(_nbytes, [own, *states])) > MOST_BYTES:
+        if _nbytes([own, *states]) > MOST_BYTES:
             return {LEFT_OUT: list(own)}
         if trainer.is_global_zero:
             return {}
@@ -106,7 +107,7 @@ def restore_values(trainer: pl.Trainer, saved: State) -> None:
     _give_back(trainer, saved.get(_OPTIMIZERS, ()))
     for optimizer, groups in zip(trainer.optimizers, saved.get(_GROUPS, ()), strict=False):
         for group, values in zip(optimizer.param_groups, groups, strict=False):
-            group.update({key: _at(group.get(key), value) for key, value in values.items()})
+            group.update(laid_over(group, values, _there))
 
 
 def _give_back(trainer: pl.Trainer, optimizers: Sequence[State]) -> None:
@@ -123,14 +124,14 @@ def what_is_the_first_ranks(parameters: State, values: State) -> Iterator[str]:
     if names := parameters.get(LEFT_OUT, ()):
         yield (
             f"each rank trains parameters of its own, and those above {MOST_BYTES >> 20} MiB are in snapshots as rank 0"
-            f" has them: all ranks go on with its {_listed(names)}. Shard them as DTensors, which say which rank has"
-            " what"
+            f" has them: all ranks go on with its {format_names(names)}. Shard them as DTensors, which say which rank"
+            " has what"
         )
     if names := values.get(LEFT_OUT, ()):
         yield (
             f"optimizers keep something for each rank by itself beside parameters in shards, and above"
-            f" {MOST_BYTES >> 20} MiB that is in snapshots as rank 0 has it: all ranks go on with its {_listed(names)}."
-            " Keep it as DTensors, such as zeros_like(parameter) gives"
+            f" {MOST_BYTES >> 20} MiB that is in snapshots as rank 0 has it: all ranks go on with its"
+            f" {format_names(names)}. Keep it as DTensors, such as zeros_like(parameter) gives"
         )
 
 
@@ -148,8 +149,8 @@ def what_other_ranks_kept(everyones: Sequence[State]) -> Iterator[str]:
     names = [*dict.fromkeys(kept), *sorted(differ)]
     if names:
         yield (
-            f"what optimizers keep for each rank by itself beside parameters in shards ({_listed(names)}) goes on as"
-            " rank 0 had it: keep it as DTensors, which are resharded"
+            f"what optimizers keep for each rank by itself beside parameters in shards ({format_names(names)}) goes on"
+            " as rank 0 had it: keep it as DTensors, which are resharded"
         )
 
 
@@ -163,11 +164,6 @@ def _equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and (not isinstance(one, (bool, int, float, str)) or one == other)
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
 def _is_others(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer is none of torch's."""
     return not type(optimizer).__module__.startswith("torch.optim.")
@@ -175,11 +171,8 @@ def _is_others(optimizer: torch.optim.Optimizer) -> bool:
 
 def _is_own(key: Any, value: Any) -> bool:
     """Whether each rank may have another value; the number of steps is the same."""
-    if isinstance(value, dict):
-        return any(_is_own(name, each) for name, each in value.items())
-    if isinstance(value, (list, tuple)):
-        return any(_is_own(None, each) for each in value)
-    return key != "step" and isinstance(value, (torch.Tensor, *_SCALARS)) and not isinstance(value, DTensor)
+    found = (each for path, each in walk(value, (key,)) if path[-1] != "step")
+    return any(isinstance(each, (torch.Tensor, *_SCALARS)) and not isinstance(each, DTensor) for each in found)
 
 
 def _each_ranks_own(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
@@ -222,10 +215,7 @@ def _named(trainer: pl.Trainer) -> Iterator[tuple[torch.Tensor, str]]:
 
 
 def _nbytes(values: Any) -> int:
-    if isinstance(values, torch.Tensor):
-        return values.numel() * values.element_size()
-    values = values.values() if isinstance(values, dict) else values
-    return sum(map(_nbytes, values)) if not isinstance(values, _SCALARS) and isinstance(values, Iterable) else 0
+    return sum(tensor.numel() * tensor.element_size() for tensor in leaves(values, torch.Tensor))
 
 
 def _copied(values: State) -> State:
@@ -254,15 +244,10 @@ def _beside(rank_0s: Any, parameter: torch.Tensor, value: Any) -> Any:
     """
     if isinstance(value, torch.Tensor) and not isinstance(rank_0s, torch.Tensor):
         return value.to(parameter.device) if value.shape == parameter.shape else value
-    return _at(rank_0s, value)
+    return laid_over(rank_0s, value, _there)
 
 
-def _at(there: Any, value: Any) -> Any:
-    """A value, on the device of what is in its place; of a dict, with what else is in it."""
-    if isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor):
-        return value.to(there.device)
-    if isinstance(value, dict) and isinstance(there, dict):
-        return {**there, **{key: _at(there.get(key), each) for key, each in value.items()}}
-    if isinstance(value, (list, tuple)) and type(value) is type(there) and len(value) == len(there):
-        return type(value)(map(_at, there, value))
-    return value
+def _there(present: Any, value: Any) -> Any:
+    """A value, on the device of what is in its place."""
+    both = isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor)
+    return value.to(present.device) if both else value

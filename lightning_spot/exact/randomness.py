@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_spot.trees import mapped
+
 State = dict[str, Any]
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -83,7 +85,8 @@ def capture_generator(generator: Any) -> Any:
         return _plain(generator.bit_generator.state)
     if isinstance(generator, np.random.RandomState):
         return _plain(generator.get_state(legacy=False))
-    return _plain(generator.getstate())
+    version, words, gauss = generator.getstate()
+    return [version, _words(words), gauss]
 
 
 def restore_generator(generator: Any, state: Any) -> None:
@@ -104,15 +107,14 @@ def _python(state: Any) -> Any:
 
 
 def _plain(state: Any) -> Any:
-    """Numpy's states hold arrays, which do not load ``weights_only``, and Python's 625 numbers; tensors are better."""
-    if isinstance(state, tuple):
-        version, internal, gauss = state
-        return [version, _words(internal), gauss]
-    if isinstance(state, dict):
-        return {key: _plain(value) for key, value in state.items()}
-    if isinstance(state, np.ndarray):
-        return torch.from_numpy(state.astype(np.int64) if state.dtype == np.uint32 else state.view(np.int64).copy())
-    return state.item() if isinstance(state, np.generic) else state
+    """Numpy's states hold arrays, which do not load ``weights_only``: tensors in their place."""
+    return mapped(_tensor, state)
+
+
+def _tensor(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.astype(np.int64) if value.dtype == np.uint32 else value.view(np.int64).copy())
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _words(words: tuple[int, ...]) -> torch.Tensor:
@@ -120,13 +122,13 @@ def _words(words: tuple[int, ...]) -> torch.Tensor:
 
 
 def _arrays(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _arrays(value) for key, value in state.items()}
-    if isinstance(state, torch.Tensor):
-        # Words of 32 bits were widened; those of 64 bits (Philox, SFC64) were only reinterpreted, and may be negative.
-        array = state.numpy()
-        return array.astype(np.uint32) if array.size == _MT19937_WORDS else array.view(np.uint64)
-    return state
+    return mapped(lambda value: _array(value) if isinstance(value, torch.Tensor) else value, state)
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    # Words of 32 bits were widened; those of 64 bits (Philox, SFC64) were only reinterpreted, and may be negative.
+    array = tensor.numpy()
+    return array.astype(np.uint32) if array.size == _MT19937_WORDS else array.view(np.uint64)
 
 
 _MT19937_WORDS = 624

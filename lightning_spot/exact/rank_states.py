@@ -15,8 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lightning_spot.image.layout import Layout, filled, lay_out
-from lightning_spot.sharded.layout import load_state
-from lightning_spot.sharded.places import state_file
+from lightning_spot.sharded.file_plan import load_state, state_file
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -160,5 +159,4 @@ def are_these(shared: dict[str, Any], trainer: pl.Trainer) -> bool:
         shared: the exact state of the snapshot.
         trainer: that goes on from it.
     """
-    shares = share_of(trainer)[1]
-    return bool(shared["world_size"] == trainer.world_size and shared.get("shares", shares) == shares)
+    return bool(shared["world_size"] == trainer.world_size and shared["shares"] == share_of(trainer)[1])

@@ -20,7 +20,7 @@ from lightning_spot.capture.attempt import versions
 from lightning_spot.capture.tensors import shape_of
 from lightning_spot.errors import SettingsError
 from lightning_spot.exact import private
-from lightning_spot.exact.parameter_names import names_of
+from lightning_spot.exact.optimizers import names_of
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.taking_part import parts_in, parts_of
 

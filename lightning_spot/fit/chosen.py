@@ -24,8 +24,8 @@ from lightning_spot.image.portion import Image
 from lightning_spot.run.choice import open_newest
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import Survey, look_again
-from lightning_spot.sharded.items import EXTRA
 from lightning_spot.sharded.metadata import REST_FILE
+from lightning_spot.sharded.plan import EXTRA
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -19,7 +19,7 @@ from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.rank_states import Packing, Rooms, State
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.word import Shown
-from lightning_spot.sharded.layout import state_archive
+from lightning_spot.sharded.file_plan import state_archive
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -3,7 +3,7 @@
 Before training, rank 0 asks all tiers, reads the newest snapshot whose checksums hold, and hands it to the others; what
 it lacks for this model is an error then. Others may resume the ``fit``, too, from files of their own, or end its second
 start. What is put back at which place of the loops is in
-:class:`~lightning_spot.exact.restoring.Restoring`.
+:class:`~lightning_spot.exact.fit_state.Restoring`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.starting import attach
 from lightning_spot.config import format_names
 from lightning_spot.errors import ModelChangedError, ServerUnreachableError, SettingsError, SpotError
-from lightning_spot.exact import namespaces, private, progress, shipped
+from lightning_spot.exact import builtin_callbacks, namespaces, private, progress
 from lightning_spot.exact.checkpoint import OF_DATA, OF_MODEL, held
 from lightning_spot.exact.compare import shown
 from lightning_spot.exact.dump import KEY
@@ -322,7 +322,7 @@ class Resume(OfTrainer):
 
         A second call, or that of a tuner which puts its trial back, does nothing.
         """
-        if self._is_loaded or shipped.is_of_a_tuner(self._trainer):
+        if self._is_loaded or builtin_callbacks.is_of_a_tuner(self._trainer):
             return
         self._is_loaded = True
         shared = checkpoint.get(KEY, {})
@@ -511,7 +511,7 @@ def check_limits(trainer: pl.Trainer, checkpoint: dict[str, Any], snapshot: str)
         SettingsError: naming the limit.
     """
     epochs, steps = trainer.max_epochs, trainer.max_steps
-    begun = checkpoint["epoch"] + progress.is_in_epoch(checkpoint) - shipped.further_epochs(trainer)
+    begun = checkpoint["epoch"] + progress.is_in_epoch(checkpoint) - builtin_callbacks.further_epochs(trainer)
     is_beyond = epochs is not None and 0 <= epochs < begun
     if not is_beyond and not 0 <= steps < checkpoint["global_step"]:
         return

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.errors import SettingsError
-from lightning_spot.exact.shipped import is_tuned
+from lightning_spot.exact.builtin_callbacks import is_tuned
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

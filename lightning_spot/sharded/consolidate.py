@@ -18,11 +18,9 @@ import torch
 
 from lightning_spot.errors import CorruptSnapshotError, NotSerializableError, SnapshotNotFoundError, SpotError
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
-from lightning_spot.image.placeholder import kind_of, placeholders_in
-from lightning_spot.image.safe_load import safe_load
-from lightning_spot.sharded.items import EXTRA, is_extra
+from lightning_spot.image.safe_load import kind_of, placeholders_in, safe_load
 from lightning_spot.sharded.metadata import REST_FILE
-from lightning_spot.sharded.plan import State
+from lightning_spot.sharded.plan import EXTRA, State, is_extra
 from lightning_spot.sharded.reader import ImageReader, load_all
 
 _MODEL, _OPTIMIZER = "state_dict", "optimizer_"

@@ -28,14 +28,12 @@ from torch.futures import Future
 from lightning_spot.config import format_names
 from lightning_spot.errors import CorruptSnapshotError, ModelChangedError, NotSerializableError, SpotError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.placeholder import kind_of, placeholders_in
 from lightning_spot.image.portion import Image
-from lightning_spot.image.safe_load import safe_load
+from lightning_spot.image.safe_load import kind_of, placeholders_in, safe_load
 from lightning_spot.image.shards import Path, Shard, ShardedTensor, Shards, archived
-from lightning_spot.sharded.items import is_extra
+from lightning_spot.sharded.dtensors import box_of, is_strided
 from lightning_spot.sharded.metadata import dtype_of, metadata_of, name_of
-from lightning_spot.sharded.plan import State
-from lightning_spot.sharded.private import box_of, is_strided
+from lightning_spot.sharded.plan import State, is_extra
 
 
 class ImageReader(StorageReader):

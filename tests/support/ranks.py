@@ -23,8 +23,8 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.sealing import Sealing
 from lightning_spot.memory.host import InProcessHost
-from lightning_spot.sharded.layout import ShardedImage, ShardedLayouter, state_archive
-from lightning_spot.sharded.private import box_of
+from lightning_spot.sharded.dtensors import box_of
+from lightning_spot.sharded.file_plan import ShardedImage, ShardedLayouter, state_archive
 from lightning_spot.tiers.local import LocalStore
 from tests.support.server import named_run
 

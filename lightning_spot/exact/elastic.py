@@ -75,7 +75,7 @@ class OtherRanks:
         """
         names = sorted({name for state in self._ranks for name in _gathered(state)})
         if is_over:
-            values["results"] = [{**item, "apart": True} for item in values.get("results", ())]
+            values["results"] = [{**item, "apart": True} for item in values.get("results") or ()]
             what = "are in this epoch those of some of the ranks that were there"
         else:
             values.update(metrics={}, results=[])
@@ -152,8 +152,8 @@ class OtherRanks:
 
 def _gathered(state: State) -> Iterator[str]:
     """Names of what a rank has gathered in an epoch: of metrics that were updated, and of what was logged."""
-    yield from (item["name"] for item in state.get("results", ()))
-    for name, metric in state["metrics"].items():
+    yield from (item["name"] for item in state.get("results") or ())
+    for name, metric in (state["metrics"] or {}).items():
         if metric["counters"].get(private.UPDATE_COUNT.name):
             yield name
 

@@ -1,14 +1,12 @@
 """Callbacks that Lightning ships, where their ``state_dict`` is not all that a resume in mid-epoch needs.
 
-Each has a function that captures and one that puts back; :data:`PARTS` lists them. Read from Lightning 2.6.
+Each has a function that captures and one that puts back; ``state_parts`` lists them. Read from Lightning 2.6.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -20,27 +18,13 @@ from torchmetrics import Metric
 
 from lightning_spot.exact import buffers, logged_values, namespaces, private
 from lightning_spot.exact.compare import is_drawn
+from lightning_spot.patches import Patches
 from lightning_spot.tiers.filesystem import forget_listings
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 State = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One thing that some callback keeps to itself.
-
-    Attributes:
-        what: it is, for a warning.
-        capture: returns it as values that load with ``weights_only=True``.
-        restore: puts that back, when training begins.
-    """
-
-    what: str
-    capture: Callable[[pl.Trainer], State]
-    restore: Callable[[pl.Trainer, State], None]
 
 
 def _callbacks(trainer: pl.Trainer, *names: str) -> Iterator[tuple[str, Any]]:
@@ -59,7 +43,8 @@ def _callbacks(trainer: pl.Trainer, *names: str) -> Iterator[tuple[str, Any]]:
 _OF_CHECKPOINTS = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
 
 
-def _checkpoints(trainer: pl.Trainer) -> State:
+def capture_checkpoints(trainer: pl.Trainer) -> State:
+    """What its ``state_dict`` has and does not load."""
     saved: State = {}
     for key, callback in _callbacks(trainer, "ModelCheckpoint"):
         score = callback.current_score
@@ -68,7 +53,8 @@ def _checkpoints(trainer: pl.Trainer) -> State:
     return saved
 
 
-def _restore_checkpoints(trainer: pl.Trainer, saved: State) -> None:
+def restore_checkpoints(trainer: pl.Trainer, saved: State) -> None:
+    """Put that back."""
     for key, callback in _callbacks(trainer, "ModelCheckpoint"):
         for name, value in saved.get(key, {}).items():
             setattr(callback, name, value)
@@ -84,7 +70,8 @@ def _callback_modules(trainer: pl.Trainer) -> Iterator[tuple[str, nn.Module]]:
                 yield f"{key}.{name}", value
 
 
-def _modules(trainer: pl.Trainer) -> State:
+def capture_modules(trainer: pl.Trainer) -> State:
+    """States of metrics, and buffers that no checkpoint has, by the names of their attributes."""
     saved: State = {}
     for key, module in _callback_modules(trainer):
         kept = set(module.state_dict(keep_vars=True))
@@ -99,7 +86,8 @@ def _modules(trainer: pl.Trainer) -> State:
     return saved
 
 
-def _restore_modules(trainer: pl.Trainer, saved: State) -> None:
+def restore_modules(trainer: pl.Trainer, saved: State) -> None:
+    """Put those back."""
     for key, module in _callback_modules(trainer):
         values = saved.get(key, {"metrics": {}, "buffers": {}})
         logged_values.restore_metrics_of(module, values["metrics"])
@@ -112,14 +100,16 @@ def _restore_modules(trainer: pl.Trainer, saved: State) -> None:
 # -- StochasticWeightAveraging: its scheduler takes the place of the user's when its first epoch starts --------------
 
 
-def _averaging(trainer: pl.Trainer) -> State:
+def capture_averaging(trainer: pl.Trainer) -> State:
+    """Whether the scheduler is in its place, for each."""
     return {
         key: private.SWA_SCHEDULER.of(callback) is not None
         for key, callback in _callbacks(trainer, "StochasticWeightAveraging")
     }
 
 
-def _restore_averaging(trainer: pl.Trainer, saved: State) -> None:
+def restore_averaging(trainer: pl.Trainer, saved: State) -> None:
+    """Have it take its place again."""
     progress = private.EPOCH_PROGRESS.of(trainer.fit_loop).current
     for key, callback in _callbacks(trainer, "StochasticWeightAveraging"):
         if saved.get(key) and private.SWA_SCHEDULER.of(callback) is None:
@@ -171,7 +161,8 @@ def _tuners(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
     return _callbacks(trainer, "BatchSizeFinder", "LearningRateFinder")
 
 
-def _found(trainer: pl.Trainer) -> State:
+def capture_found(trainer: pl.Trainer) -> State:
+    """The values that the tuners have given to attributes."""
     parsing = namespaces.of(trainer, "utilities.parsing")
     saved: State = {}
     for key, callback in _tuners(trainer):
@@ -187,20 +178,13 @@ def _tuned(callback: Any) -> list[str]:
     return [private.RATE_NAME.of(callback)] if private.RATE_NAME.of(callback) else ["lr", "learning_rate"]
 
 
-def rest_tuners(trainer: pl.Trainer, saved: State) -> list[Callable[[], object]]:
-    """Before a resumed fit starts: give it what its tuners found, and have them not look for it again.
-
-    Returns:
-        what undoes it.
-    """
-    undo: list[Callable[[], object]] = []
+def rest_tuners(trainer: pl.Trainer, saved: State, patches: Patches) -> None:
+    """Before a resumed fit starts: give it what its tuners found, and have them not look for it again."""
     for key, callback in _tuners(trainer):
         for name, value in (saved or {}).get(key, {}).items():
             namespaces.of(trainer, "utilities.parsing").lightning_setattr(trainer.lightning_module, name, value)
         # Its trial would end with Lightning's own restore, and that would forget what is to be resumed.
-        callback.on_fit_start = _nothing
-        undo.append(partial(vars(callback).pop, "on_fit_start", None))
-    return undo
+        patches.wrap(callback, "on_fit_start", lambda _: _nothing)
 
 
 def before_loading(trainer: pl.Trainer, checkpoint: State) -> None:
@@ -312,11 +296,3 @@ def why_without_exact_state(trainer: pl.Trainer) -> str:
 
 def _nothing(*_: Any) -> None:
     return None
-
-
-PARTS: dict[str, Part] = {
-    "checkpoints": Part("ModelCheckpoint's last score", _checkpoints, _restore_checkpoints),
-    "modules": Part("metrics and averages of callbacks", _modules, _restore_modules),
-    "averaging": Part("StochasticWeightAveraging", _averaging, _restore_averaging),
-    "found": Part("what the tuners found", _found, _nothing),
-}
