@@ -27,9 +27,9 @@ from benchmarks.measure import Result, scratch, seconds, training_state
 from lightning_spot.client import starting
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
-from lightning_spot.fit.agreement import Agreement
-from lightning_spot.fit.chosen import choose
+from lightning_spot.fit.collectives import Agreement
 from lightning_spot.fit.restore import Hosts
+from lightning_spot.fit.selection import choose
 from lightning_spot.image.layout import lay_out
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.runs import RunInfo

@@ -23,8 +23,8 @@ from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.exact.compare import differences
-from lightning_spot.fit.hosts import Hosts
 from lightning_spot.fit.together import ALONE, TOGETHER, Together
+from lightning_spot.fit.topology import Hosts
 from lightning_spot.image.packing import Compression
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.memory.node import Node

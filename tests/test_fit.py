@@ -35,7 +35,7 @@ from lightning_spot.errors import (
     SettingsError,
     TierError,
 )
-from lightning_spot.fit.pacing import Pacing
+from lightning_spot.fit.snapshotter import Pacing
 from lightning_spot.goodput.records import read_records
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host

@@ -17,13 +17,13 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from lightning_spot.capture.across import Across
+from lightning_spot.capture.attempt import Ending
 from lightning_spot.capture.background import Background
-from lightning_spot.capture.ending import Ending
 from lightning_spot.capture.following import Follower, Task
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.slot_pool import SlotMaker, give_back
 from lightning_spot.capture.split import Number
+from lightning_spot.capture.writer import Across
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import PROTOCOL_VERSION
@@ -46,8 +46,7 @@ from lightning_spot.run import claims
 from lightning_spot.run.patience import Patience, patiently
 from lightning_spot.service import program
 from lightning_spot.service.files import Files
-from lightning_spot.staging.copier import Copier
-from lightning_spot.staging.copy_job import CopyJob
+from lightning_spot.staging.copier import Copier, CopyJob
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import named_run, until

@@ -18,7 +18,7 @@ from lightning_spot.client.embedded import Session
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, TierError
 from lightning_spot.fit import together
-from lightning_spot.fit.agreement import Agreement
+from lightning_spot.fit.collectives import Agreement
 from lightning_spot.fit.restore import Hosts
 from lightning_spot.memory import abroad
 from lightning_spot.memory.node import Node

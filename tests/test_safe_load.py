@@ -24,8 +24,8 @@ from lightning_spot.exact.dump import KEY, read_checkpoint
 from lightning_spot.exact.rank_states import packed
 from lightning_spot.image.placeholder import Placeholder
 from lightning_spot.image.safe_load import safe_load
-from lightning_spot.sharded.layout import load_state
 from lightning_spot.sharded.reader import load_value
+from lightning_spot.sharded.shard_files import load_state
 from tests.pickles import (
     FALSE,
     NONE,

@@ -19,28 +19,26 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lightning_spot.capture import ending
-from lightning_spot.capture.attempt import Attempt
-from lightning_spot.capture.ending import Ending
+from lightning_spot.capture import attempt
+from lightning_spot.capture.attempt import Attempt, Ending
 from lightning_spot.capture.host_link import RingSettings
-from lightning_spot.capture.joining import Joining
-from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
+from lightning_spot.capture.sharded_writer import Joining, ShardedCheckpoint, ShardedWriter
 from lightning_spot.capture.split import SharingRanks
 from lightning_spot.capture.tensors import by_storage, expected_nbytes
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SettingsError, SnapshotFailedError, TierError
-from lightning_spot.fit.hosts import Hosts
 from lightning_spot.fit.in_shards import InShards, WhereTo, check_place
+from lightning_spot.fit.topology import Hosts
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import joint
 from lightning_spot.memory.host import InProcessHost, Lease
 from lightning_spot.memory.node import Node
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
-from lightning_spot.sharded.layout import ShardedLayouter, load_state, state_archive
 from lightning_spot.sharded.reader import ImageReader, load_all
+from lightning_spot.sharded.shard_files import ShardedLayouter, load_state, state_archive
 from lightning_spot.tiers import files
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
@@ -426,7 +424,7 @@ def test_ranks_of_two_trainers_never_agree() -> None:
 def test_the_last_snapshot_is_waited_for_where_another_host_has_to_commit_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = [False, None, True, True]
     monkeypatch.setattr(Ending, "_see", lambda *_: seen.pop(0))
-    monkeypatch.setattr(ending, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(attempt, "_AGAIN_S", 0.0)
     writer = SimpleNamespace(link=SimpleNamespace(losses=1), across=SimpleNamespace(is_by_itself=True))
     end = Ending(cast(Any, writer), cast(Any, None), "/run", cast(Any, None), None)
     assert end._comes("step-000000001-attempt-0001", time.monotonic() + LAST_S)

@@ -17,11 +17,10 @@ import pytest
 import torch
 
 from lightning_spot.capture import contents
-from lightning_spot.capture.attempt import Attempt
-from lightning_spot.capture.ending import LastState
+from lightning_spot.capture.attempt import Attempt, LastState
 from lightning_spot.capture.following import Task
 from lightning_spot.capture.host_link import RingSettings, open_host
-from lightning_spot.capture.joining import Joining
+from lightning_spot.capture.sharded_writer import Joining
 from lightning_spot.capture.split import Number
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.starting import attach
@@ -29,15 +28,14 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, TierError
 from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.sharded import Dtensors
-from lightning_spot.fit.hosts import Hosts, _open
 from lightning_spot.fit.in_shards import InShards
 from lightning_spot.fit.together import How
+from lightning_spot.fit.topology import Hosts, _open
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.memory.node import Node
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
-from lightning_spot.sharded.consolidate import read_folder
-from lightning_spot.sharded.reader import ImageReader, load_all
+from lightning_spot.sharded.reader import ImageReader, load_all, read_folder
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
 from tests.gated import MIB

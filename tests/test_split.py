@@ -37,9 +37,9 @@ from lightning_spot.errors import (
 )
 from lightning_spot.exact import rank_states
 from lightning_spot.exact.rank_states import Packing, Rooms, packed, unpacked
-from lightning_spot.fit.hosts import Hosts
 from lightning_spot.fit.own_states import OwnStates
 from lightning_spot.fit.together import ALONE, ALONE_SENT, GATHERED, TOGETHER, TOGETHER_SENT, How, Together
+from lightning_spot.fit.topology import Topology
 from lightning_spot.image.layout import Layout, filled, lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.portion import Portion, Portions
@@ -618,7 +618,7 @@ class OnRanks:
 
 def test_hosts_bring_snapshots_together_while_a_memory_node_carries_the_run_on() -> None:
     at, fit = replace(TOGETHER, at="spot://a:7070/run"), Fit()
-    fit.deciding._members, fit.deciding._hosts = [], Hosts(((0,), (1,)), can_bring=True)
+    fit.deciding._members, fit.deciding._hosts = [], Topology(((0,), (1,)), can_bring=True)
     assert fit.how() == ALONE
     fit.carrier = "spot://a:7070/run"
     assert fit.how() == How.heard(at.word()) == at
@@ -654,7 +654,7 @@ def test_what_rank_0_writes_alone_in_between_does_not_hide_that_ranks_fail_toget
     fit.deciding.rooms._rooms.clear()
     if hosts == 2:
         fit.carrier, how = "spot://a:7070/run", at
-        fit.deciding._members, fit.deciding._hosts = [], Hosts(((0,), (1,)), can_bring=True)
+        fit.deciding._members, fit.deciding._hosts = [], Topology(((0,), (1,)), can_bring=True)
     assert fit.how() == ALONE_SENT
     fit.deciding.rooms.put(1, b"x")
     fit.posted += 1

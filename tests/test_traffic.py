@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from lightning_spot import EverySteps
 from lightning_spot.config import MOST_NODES
-from lightning_spot.fit.pacing import Pacing
-from lightning_spot.fit.word import Shown, Word
+from lightning_spot.fit.collectives import Shown, Word
+from lightning_spot.fit.snapshotter import Pacing
 from lightning_spot.memory.joint import SpreadPlace
 from tests.gpus import NEEDS_GPU
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lightning_spot.capture import across, following, slot_pool
+from lightning_spot.capture import following, slot_pool, writer
 from lightning_spot.capture.copying import Pending
 from lightning_spot.capture.following import Follower, Task
 from lightning_spot.capture.host_link import HostLink
@@ -335,10 +335,10 @@ def test_a_rank_that_waits_for_its_slot_says_what_for(
 
 
 def test_who_waits_for_other_hosts_says_what_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(across, "SAY_S", 0.05)
+    monkeypatch.setattr(writer, "SAY_S", 0.05)
     said, done = list[str](), Future[Manifest]()
     link = HostLink(cast(Host, SimpleNamespace()))
-    state = across.Across(link, lambda full, left_s: said.append(f"{full} {left_s:.2f}"))
+    state = writer.Across(link, lambda full, left_s: said.append(f"{full} {left_s:.2f}"))
     shared = SimpleNamespace(at="spot://node:7070/run")
     pending = SimpleNamespace(done=done, lease=SimpleNamespace(shared=shared), manifest=SimpleNamespace(name="step-1"))
     state.begun(cast(Pending, pending))

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
-from lightning_spot.capture.unforeseen import failure_of
+from lightning_spot.capture.unexpected import failure_of
 from lightning_spot.config import check_number, format_seconds
 from lightning_spot.errors import PreemptedError, SettingsError
 from lightning_spot.exact.loggers import logged_step
 from lightning_spot.exact.namespaces import SpotCallback
 from lightning_spot.fit.fit import Fit
-from lightning_spot.fit.taking_part import takes_part
+from lightning_spot.fit.preflight import takes_part
 from lightning_spot.goodput.journal import Journal
 from lightning_spot.goodput.ledger import Spent
 from lightning_spot.goodput.metric import Goodput

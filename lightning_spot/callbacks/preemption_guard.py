@@ -7,16 +7,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_spot.callbacks.part import Part
+from lightning_spot.callbacks.fit_callback import FitCallback
+from lightning_spot.capture.unexpected import Harmless
 from lightning_spot.config import check_number
 from lightning_spot.errors import PreemptedError
 from lightning_spot.exact import private
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.seams import Seam, Seams
 from lightning_spot.fit.fit import Fit
-from lightning_spot.fit.harmless import Harmless
+from lightning_spot.fit.preflight import takes_part
 from lightning_spot.fit.ranks import Ranks, end_restarts_here
-from lightning_spot.fit.taking_part import takes_part
 from lightning_spot.notices.ballot import Ballot, Place
 from lightning_spot.notices.choose import Notices, open_sources
 from lightning_spot.notices.notice import Notice
@@ -31,7 +31,7 @@ _CHECK_GRACE_EVERY = 100
 _FIRST_RANK_S = 3600.0  # for the first rank to bring the last snapshot to safety, before a signal ends another one
 
 
-class PreemptionGuard(Part):
+class PreemptionGuard(FitCallback):
     """Stops training in time when its machine, or its process, is about to be taken away.
 
     On a notice to any rank, all ranks go on to one agreed place (the end of a batch, or of a validation batch), take an
@@ -91,7 +91,7 @@ class PreemptionGuard(Part):
             return
         fit = Fit.of(trainer)
         fit.begin()
-        if not any(part.writes for part in fit.callbacks(Part)):
+        if not any(part.writes for part in fit.callbacks(FitCallback)):
             fit.exit.warn_of_passing_folder()
         self.notice, self._place, self._is_advised = None, Place(0), False
         self._watcher = watcher = Watcher(open_sources(self.notices))

@@ -6,7 +6,7 @@ import logging
 import queue
 from collections.abc import Callable
 
-from lightning_spot.staging.alone import LoneThread
+from lightning_spot.staging.copier import LoneThread
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lightning_spot.capture.owners import Mark, Owners, StorageOwner
+from lightning_spot.capture.tensors import Mark, Owners, StorageOwner
 from lightning_spot.image.layout import Entry, Layout
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece

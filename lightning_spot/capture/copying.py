@@ -14,16 +14,15 @@ from itertools import chain
 from typing import NamedTuple
 
 from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, CopyPlan, SealedContent, SlotViews, Unchanged
-from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.saying import SayOnce
+from lightning_spot.capture.tensors import Owners
 from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Lease
 from lightning_spot.staging.batch import SlotView
-from lightning_spot.staging.copier import Copier
-from lightning_spot.staging.copy_job import CopyJob, watch
+from lightning_spot.staging.copier import Copier, CopyJob, watch
 from lightning_spot.staging.schedule import Schedule
 
 

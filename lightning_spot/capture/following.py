@@ -23,7 +23,7 @@ from lightning_spot.capture.host_link import leave, within
 from lightning_spot.capture.saying import SAY_S, SayOnce
 from lightning_spot.capture.slot_pool import give_back, have_made
 from lightning_spot.capture.split import Number
-from lightning_spot.capture.unforeseen import as_failure
+from lightning_spot.capture.unexpected import as_failure
 from lightning_spot.errors import (
     FailureReason,
     FencedError,
@@ -35,8 +35,7 @@ from lightning_spot.errors import (
 from lightning_spot.image.pieces import Piece
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.staging.batch import SlotView
-from lightning_spot.staging.copier import Copier, Marks
-from lightning_spot.staging.copy_job import CopyJob, Watches
+from lightning_spot.staging.copier import Copier, CopyJob, Marks, Watches
 from lightning_spot.staging.schedule import Schedule
 
 logger = logging.getLogger(__name__)

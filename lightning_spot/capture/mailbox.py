@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from lightning_spot.capture.background import Background
 from lightning_spot.capture.saying import outgrown
 from lightning_spot.capture.share import SizedBytes
-from lightning_spot.capture.unforeseen import as_failure
+from lightning_spot.capture.unexpected import as_failure
 from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
 from lightning_spot.memory.shares import HOST_SILENT_S, RECONNECT_S
 from lightning_spot.protocol.listening import LOOPBACK, Listening, greeted, keep_alive, most_connections, tcp_listener

@@ -10,19 +10,17 @@ import torch
 
 from lightning_spot.capture.contents import SealedContent
 from lightning_spot.capture.following import Follower, Task
-from lightning_spot.capture.owners import Owners, owners_of
 from lightning_spot.capture.saying import outgrown
 from lightning_spot.capture.split import ALIKE, HeldTensor, Number, Split, held_by, sample
-from lightning_spot.capture.tensors import copies_of
-from lightning_spot.capture.unforeseen import failure_of
+from lightning_spot.capture.tensors import Owners, copies_of, owners_of
+from lightning_spot.capture.unexpected import failure_of
 from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece
 from lightning_spot.image.portion import Portion
 from lightning_spot.memory.host import Host, Lease
-from lightning_spot.staging.copier import Copier
-from lightning_spot.staging.copy_job import Watches
+from lightning_spot.staging.copier import Copier, Watches
 from lightning_spot.staging.schedule import Schedule
 
 

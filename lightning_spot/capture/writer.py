@@ -1,7 +1,8 @@
 """Takes snapshots: lays the checkpoint out, leases a slot, copies beside training, guards, commits.
 
 The training thread calls :meth:`SnapshotWriter.begin` and, before the tensors change, :meth:`~SnapshotWriter.copied`.
-Everything else happens on one background thread, see :class:`Finishing`.
+Everything else happens on one background thread, see :class:`Finishing`. A snapshot that fits no memory is streamed
+from the tensors, part by part, while training waits.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
@@ -18,17 +19,15 @@ from typing import Any
 
 import torch
 
-from lightning_spot.capture.across import Across
 from lightning_spot.capture.background import Background
 from lightning_spot.capture.copying import Copying, OpenedSnapshot, Pending
 from lightning_spot.capture.host_link import HostLink, within
 from lightning_spot.capture.mailbox import Mailbox
-from lightning_spot.capture.owners import NOBODY, Owners, owners_of
-from lightning_spot.capture.saying import SayOnce, SayWhyNot, say_failing, say_waiting
+from lightning_spot.capture.saying import SAY_S, SayOnce, SayWhyNot, say_failing, say_waiting
 from lightning_spot.capture.slot_pool import Leases, SlotMaker, Supply, give_back, say_backing
 from lightning_spot.capture.split import Divided, Divider, SharingRanks
-from lightning_spot.capture.streamed_file import store_streamed
-from lightning_spot.capture.unforeseen import as_failure
+from lightning_spot.capture.tensors import NOBODY, Owners, owners_of
+from lightning_spot.capture.unexpected import as_failure
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import (
     FailureReason,
@@ -41,14 +40,231 @@ from lightning_spot.errors import (
 from lightning_spot.image.floats import WIDTHS, Floats
 from lightning_spot.image.layout import Layout, Layouter, lay_out_plain, outline_of
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.pieces import Piece
 from lightning_spot.image.written import in_order
 from lightning_spot.memory.host import Host
+from lightning_spot.memory.joint import SpreadPlace, is_durable, nodes_of
 from lightning_spot.staging.batch import SlotView
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.store import Store
 
 logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 4 * 1024 * 1024
+
+
+def store_streamed(layout: Layout, manifest: Manifest, store: Store) -> Manifest:
+    """Bring a laid-out checkpoint to a tier, part by part; its sealed manifest, once it is committed there.
+
+    Args:
+        layout: of the checkpoint; nothing changes it meanwhile.
+        manifest: what it is; size and checksums are filled in.
+        store: the tier.
+
+    Raises:
+        SpotError: if it is not there in the end.
+    """
+    manifest = replace(manifest, nbytes=layout.nbytes)
+    return store.put_parts(manifest, stream_parts(layout, manifest.part_bytes), attempt=manifest.attempt)
+
+
+def stream_parts(layout: Layout, part_bytes: int) -> Iterator[memoryview]:
+    """Yield the file of a laid-out checkpoint in parts of ``part_bytes`` each, but the last.
+
+    Args:
+        layout: of the checkpoint; its storages may be on any device.
+        part_bytes: size of a part.
+
+    Yields:
+        the next part; it is valid until the one after it is asked for.
+    """
+    part = bytearray(min(part_bytes, layout.nbytes))
+    filled, sent = 0, 0
+    for data in _in_order(layout):
+        place = 0
+        while place < len(data):
+            count = min(len(part) - filled, len(data) - place)
+            part[filled : filled + count] = data[place : place + count]
+            filled, place = filled + count, place + count
+            if filled == len(part):
+                yield memoryview(part)
+                sent, filled = sent + filled, 0
+                if layout.nbytes - sent < len(part):
+                    part = bytearray(layout.nbytes - sent)
+
+
+def _in_order(layout: Layout) -> Iterator[memoryview]:
+    """The bytes of the file from its first to its last, in pieces of any size."""
+    items: list[tuple[int, bytes | bytearray | Piece]] = [
+        *layout.frame,
+        *((piece.offset, piece) for piece in layout.pieces),
+    ]
+    for _, item in sorted(items, key=lambda found: found[0]):
+        if isinstance(item, Piece):
+            yield from _bytes_of(item)
+        else:
+            yield memoryview(item)
+
+
+def _bytes_of(piece: Piece) -> Iterator[memoryview]:
+    """The bytes of a storage, chunk by chunk in one buffer; from a GPU they are copied first."""
+    source = torch.empty(0, dtype=torch.uint8, device=piece.storage.device).set_(piece.storage)
+    buffer = bytearray(min(_CHUNK_BYTES, piece.nbytes))
+    target = torch.frombuffer(buffer, dtype=torch.uint8)
+    for start in range(0, piece.nbytes, _CHUNK_BYTES):
+        count = min(_CHUNK_BYTES, piece.nbytes - start)
+        target[:count].copy_(source[start : start + count])
+        yield memoryview(buffer)[:count]
+
+
+class Across:
+    """What a writer knows of them. It is asked on the training thread, and told on the writer's own.
+
+    Args:
+        link: to the ring of this host.
+        waits: told that training waits for long, and for how long it may yet.
+
+    Attributes:
+        wanted: whether there are other hosts, and a snapshot server is to carry the run on.
+        carrier: where hosts may bring the next snapshot, as known when the last one was committed; see
+            :meth:`~lightning_spot.memory.host.Host.carrier`.
+        brought: snapshots that hosts have brought together.
+        at: URLs of the run at the snapshot servers to which the newest snapshot was brought, separated by spaces; one
+            of them has it, or, of a :class:`~lightning_spot.memory.joint.SpreadPlace`, all together, and may have lost
+            it since. ``""`` if this host has it, or the durable tier.
+        spread: where snapshots are spread over snapshot servers: at how many each portion is to be kept; else 0.
+        hosts: the ranks of each host, if they bring a state in shards; that of rank 0 first.
+        own_nbytes: what this host brings of such a snapshot, on rank 0; 0 before the first one.
+    """
+
+    def __init__(self, link: HostLink, waits: Callable[[SnapshotFailedError, float], None]) -> None:
+        self.wanted = False
+        self.carrier = ""
+        self.brought = 0
+        self.at = ""
+        self.hosts: tuple[tuple[int, ...], ...] = ()
+        self.own_nbytes = 0
+        self.spread = 0
+        self._link, self._waits = link, waits
+        self._last: Pending | None = None
+        self._gave_way: Pending | None = None
+
+    @property
+    def part(self) -> float:
+        """Which part of a state in shards this host has, about, on rank 0."""
+        return len(self.hosts[0]) / sum(map(len, self.hosts)) if self.hosts else 1.0
+
+    @property
+    def is_by_itself(self) -> bool:
+        """Whether each host brings what it has of a state in shards to the durable tier by itself."""
+        return bool(self.hosts) and not self.wanted
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether one is not committed yet."""
+        return self._last is not None and not self._last.done.done()
+
+    def has_given_way(self, pending: Pending) -> bool:
+        """Whether a snapshot was given up for one that does not wait for other hosts: then nothing is wrong."""
+        return self._gave_way is pending
+
+    def begun(self, pending: Pending) -> None:
+        """A snapshot is under way."""
+        if _at(pending):
+            self._last = pending
+
+    def make_way(self, host: Host, at: str, wait_s: float) -> None:
+        """Have no other one under way. What this host writes by itself does not wait for other hosts.
+
+        Args:
+            host: the ring.
+            at: where hosts are to bring the next snapshot, ``""`` if this host writes it.
+            wait_s: how long to wait for the one before.
+
+        Raises:
+            SnapshotFailedError: if that is not committed by then.
+        """
+        before, self._last = self._last, None
+        if before is None or before.done.done():
+            return
+        if not at:
+            self._gave_way = before
+            give_back(host, before.lease)
+            return
+        full = SnapshotFailedError(
+            f"{before.manifest.name} is still on its way to {_at(before)}", reason=FailureReason.RING_FULL
+        )
+        try:
+            futures.wait([before.done], min(wait_s, SAY_S))
+            if wait_s > SAY_S and not before.done.done():
+                self._waits(full, wait_s - SAY_S)
+            before.done.result(timeout=max(0.0, wait_s - SAY_S))
+        except TimeoutError:
+            self._last = before
+            raise full from None
+        except SpotError as error:
+            logger.debug("%s: %s", before.manifest.name, error)
+
+    def committed(self, pending: Pending) -> bool:
+        """Note that a snapshot is committed; whether several hosts have brought it."""
+        at = _at(pending)
+        self.at = "" if is_durable(at) else at
+        self.brought += bool(at)
+        if self.wanted:
+            self.look()
+        return bool(at)
+
+    def look(self) -> str:
+        """Ask where hosts may bring the next snapshot."""
+        self.carrier = self._link.ask(lambda host: host.carrier(self.spread), "")
+        return self.carrier
+
+    def close(self) -> None:
+        """Let the slots of snapshots go: none comes after them."""
+        self._last = self._gave_way = None
+
+    def why_lost(self, name: str, wait_s: float) -> str:
+        """Why none of the snapshot servers at :attr:`at` is known to have a snapshot any more; ``""`` if one has it.
+
+        Args:
+            name: of the snapshot.
+            wait_s: how long to wait for their answers.
+        """
+        urls, reasons = nodes_of(self.at), []
+        if SpreadPlace.read(self.at) is not None:
+            return self._why_not_whole(name, urls, wait_s)
+        for url in urls:
+            try:
+                if NodeStore(url).holds(name, wait_s / len(urls)):
+                    return ""
+                reasons.append("has it no more")
+            except SpotError as error:
+                reasons.append(f"cannot be asked ({error})")
+        return "; the other one ".join(reasons)
+
+    def _why_not_whole(self, name: str, urls: list[str], wait_s: float) -> str:
+        """The same where it is spread over the nodes."""
+        missing: set[int] | None = None
+        reasons = []
+        for url in urls:
+            try:
+                portions = NodeStore(url).look(name, wait_s / len(urls))["portions"]
+            except SpotError as error:
+                reasons.append(f"{url} cannot be asked ({error})")
+                continue
+            for item in (item for item in portions if item["name"] == name):
+                missing = (set(range(item["hosts"])) if missing is None else missing) - {item["host"]}
+        if missing == set():
+            return ""
+        listed = "any host" if missing is None else f"host {', '.join(map(str, sorted(missing)))}"
+        return "; ".join([f"have no portion of {listed} (any more)", *reasons])
+
+
+def _at(pending: Pending) -> str:
+    shared = pending.lease.shared
+    return shared.at if shared is not None else ""
+
 
 LEAST_BYTES = 64 * 1024
 """Less is sent as it is: counters of optimizers are floating-point numbers, too."""

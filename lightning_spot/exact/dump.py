@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lightning_spot.capture.tensors import Glances, tensors_in
-from lightning_spot.capture.unforeseen import as_failure
+from lightning_spot.capture.unexpected import as_failure
 from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
 from lightning_spot.exact.private import writes_of
 from lightning_spot.exact.rank_states import Rooms, State, packed, share_of, unpacked

@@ -26,8 +26,8 @@ from lightning_spot.exact.parameter_names import clean, names_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Image
 from lightning_spot.image.shards import ShardedTensor
-from lightning_spot.sharded.items import EXTRA, EXTRA_SUFFIX, is_extra
 from lightning_spot.sharded.metadata import dtype_of
+from lightning_spot.sharded.plan import EXTRA, EXTRA_SUFFIX, is_extra
 from lightning_spot.sharded.reader import ImageReader, changed, load
 
 if TYPE_CHECKING:

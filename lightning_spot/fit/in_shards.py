@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import RingSettings, within
-from lightning_spot.capture.joining import Joining
-from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.saying import read_outgrown, say_failing
-from lightning_spot.capture.sharded_writer import ShardedCheckpoint
+from lightning_spot.capture.sharded_writer import Joining, ShardedCheckpoint
 from lightning_spot.capture.split import SharingRanks
-from lightning_spot.capture.tensors import by_storage, expected_nbytes, optimizer_owned
-from lightning_spot.capture.unforeseen import failure_of
+from lightning_spot.capture.tensors import Owners, by_storage, expected_nbytes, optimizer_owned
+from lightning_spot.capture.unexpected import failure_of
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
     CorruptSnapshotError,
@@ -34,10 +32,10 @@ from lightning_spot.errors import (
 from lightning_spot.exact.dump import KEY, Dump
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.sharded import holder_of, split
-from lightning_spot.fit.agreement import Agreement
-from lightning_spot.fit.hosts import Hosts, place_of
+from lightning_spot.fit.collectives import Agreement
 from lightning_spot.fit.own_states import OwnFiles
 from lightning_spot.fit.together import GATHERED, TOGETHER, How, States
+from lightning_spot.fit.topology import Topology, place_of
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.memory.runs import parse_run
 from lightning_spot.run.location import Location
@@ -78,7 +76,7 @@ class InShards(OfTrainer):
         self._location, self._ring = location, ring
         self._where_to = WhereTo(location, ring)
         self._joining: Joining | None = None
-        self._hosts = Hosts()
+        self._hosts = Topology()
         self._files = OwnFiles(trainer)
         self._has_shown = False
 
@@ -108,7 +106,7 @@ class InShards(OfTrainer):
         trainer, agreement = self._trainer, Agreement(self._trainer)
         if trainer.world_size == 1:
             return
-        self._hosts = hosts = Hosts.meet(agreement, self._location, self._ring, attempt, run, number, in_shards=True)
+        self._hosts = hosts = Topology.meet(agreement, self._location, self._ring, attempt, run, number, in_shards=True)
         try:
             agreement.together(self._check_all)
             if hosts.can_bring and not self._location.servers:

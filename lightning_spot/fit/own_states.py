@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 
 from lightning_spot.capture.saying import read_outgrown
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint
-from lightning_spot.capture.unforeseen import failure_of
+from lightning_spot.capture.unexpected import failure_of
 from lightning_spot.errors import SpotError
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.rank_states import Packing, Rooms, State
-from lightning_spot.fit.agreement import Agreement
-from lightning_spot.fit.word import Shown
-from lightning_spot.sharded.layout import state_archive
+from lightning_spot.fit.collectives import Agreement, Shown
+from lightning_spot.sharded.shard_files import state_archive
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

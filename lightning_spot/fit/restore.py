@@ -17,7 +17,7 @@ from lightning_spot.client.filesystem import SpotFileSystem
 from lightning_spot.client.part_lanes import CONNECTIONS
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import SpotError, TierError
-from lightning_spot.fit.agreement import Agreement
+from lightning_spot.fit.collectives import Agreement
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
@@ -50,7 +50,7 @@ class Try:
     stores: tuple[tuple[str, str], ...]
 
 
-class Hosts:
+class SharedOpening:
     """The hosts of the ranks: on each of them its first rank opens a snapshot for all.
 
     Args:
@@ -152,7 +152,7 @@ class Restore(Generic[T]):
         load: makes of an open snapshot what is wanted; on each rank.
     """
 
-    def __init__(self, ranks: Agreement, hosts: Hosts, load: Callable[[OpenSnapshot], T]) -> None:
+    def __init__(self, ranks: Agreement, hosts: SharedOpening, load: Callable[[OpenSnapshot], T]) -> None:
         self._ranks = ranks
         self._hosts = hosts
         self._load = load
@@ -240,7 +240,7 @@ def fetched_once(trainer: pl.Trainer, location: Location, path: Any) -> Iterator
     if info["type"] != "file":
         yield
         return
-    hosts = Hosts(ranks, location)
+    hosts = SharedOpening(ranks, location)
     try:
         with contextlib.closing(_open(ranks, hosts, url, info)) as snapshot:
             strategy = trainer.strategy
@@ -266,7 +266,7 @@ def _found(url: str) -> dict[str, Any]:
     return dict(files.info(url))
 
 
-def _open(ranks: Agreement, hosts: Hosts, url: str, info: dict[str, Any]) -> OpenSnapshot:
+def _open(ranks: Agreement, hosts: SharedOpening, url: str, info: dict[str, Any]) -> OpenSnapshot:
     size = int(info["size"])
     manifest = Manifest(run="-", name="-", file="", step=0, attempt=0, nbytes=size)  # as far as sharing needs one
     tried = Try(1, manifest.to_json(), ())

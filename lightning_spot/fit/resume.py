@@ -33,13 +33,11 @@ from lightning_spot.exact.loadability import Trial, check_resumable, put_in_own_
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.sharded import is_sharded
 from lightning_spot.fit import earlier
-from lightning_spot.fit.agreement import Agreement
-from lightning_spot.fit.alike import check_one_model
-from lightning_spot.fit.chosen import ResumedFrom, choose, load_shards
-from lightning_spot.fit.failed_resumes import OnResumeFailure, without_failed
-from lightning_spot.fit.hosts import place_of
-from lightning_spot.fit.restore import Hosts, fetched_once
-from lightning_spot.fit.taking_part import parts_of
+from lightning_spot.fit.collectives import Agreement
+from lightning_spot.fit.preflight import check_one_model, parts_of
+from lightning_spot.fit.restore import SharedOpening, fetched_once
+from lightning_spot.fit.selection import OnResumeFailure, ResumedFrom, choose, load_shards, without_failed
+from lightning_spot.fit.topology import place_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run import patience
@@ -253,7 +251,7 @@ class Resume(OfTrainer):
         """Read the newest good snapshot on all ranks, and hand it to Lightning."""
         trainer = self._trainer
         ranks = Agreement(trainer)
-        hosts = Hosts(ranks, location)
+        hosts = SharedOpening(ranks, location)
         try:
             found = choose(
                 ranks,

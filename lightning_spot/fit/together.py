@@ -26,7 +26,7 @@ from lightning_spot.capture.mailbox import Mailbox, Sender
 from lightning_spot.capture.share import ShareWriter
 from lightning_spot.capture.split import ALIKE, BY_ONE_RANK, Number, Owners, SharingRanks
 from lightning_spot.capture.tensors import expected_nbytes, optimizer_owned
-from lightning_spot.capture.unforeseen import Pause, failure_of
+from lightning_spot.capture.unexpected import Pause, failure_of
 from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import Dump, gather
@@ -34,10 +34,10 @@ from lightning_spot.exact.own_parameters import average_now_and_then
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.rank_states import Packing, Rooms
 from lightning_spot.exact.sharded import is_sharded
-from lightning_spot.fit.agreement import Agreement
-from lightning_spot.fit.hosts import Hosts
+from lightning_spot.fit.collectives import Agreement
 from lightning_spot.fit.own_states import OwnStates
 from lightning_spot.fit.ranks import Meeting, allow_ranks
+from lightning_spot.fit.topology import Topology
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.run.location import Location
 from lightning_spot.staging.copier import Copier
@@ -124,7 +124,7 @@ class Together(OfTrainer):
         self._own = OwnStates(trainer, self.rooms)
         self.writer: ShareWriter | None = None
         self._settings = settings
-        self._hosts = Hosts()
+        self._hosts = Topology()
         self._members: list[int] = []
         self._failures, self._missed, self._taken, self._brought, self._posted = 0, 0, 0, 0, 0
         self._was_tried, self._tried = False, ALONE  # since the last failure was counted; what was tried last
@@ -151,7 +151,7 @@ class Together(OfTrainer):
         is_ddp = isinstance(trainer.strategy, namespaces.classes("strategies", "DDPStrategy"))
         if trainer.world_size == 1 or not location.has_local_server or not is_ddp:
             return False
-        self._hosts = hosts = Hosts.meet(Agreement(trainer), location, self._settings, attempt, run, number)
+        self._hosts = hosts = Topology.meet(Agreement(trainer), location, self._settings, attempt, run, number)
         self._members = list(hosts.ranks[0]) if len(hosts.ranks[0]) > 1 else []
         if attempt is not None:
             attempt.writer.across.wanted = hosts.can_bring
@@ -162,7 +162,7 @@ class Together(OfTrainer):
         hosts.leave()
         return False
 
-    def _why_by_itself(self, hosts: Hosts) -> str:
+    def _why_by_itself(self, hosts: Topology) -> str:
         """Why no other host than that of rank 0 sends anything to snapshot servers; ``""`` if all do."""
         if self._settings.compression == "topk":
             return _NOT_APPROXIMATED
@@ -307,7 +307,7 @@ class Together(OfTrainer):
         return self._alone()
 
     def _end(self) -> None:
-        self._members, self._hosts = [], Hosts(mine=self._hosts.mine, is_guest=self._hosts.is_guest)
+        self._members, self._hosts = [], Topology(mine=self._hosts.mine, is_guest=self._hosts.is_guest)
 
     def how_last(self, attempt: Attempt | None) -> How:
         """How an urgent snapshot is written, or that of the end; every rank calls this at the same place.

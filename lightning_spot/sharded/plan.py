@@ -9,19 +9,163 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_spot.errors import NotSerializableError
 from lightning_spot.image.shards import Path
-from lightning_spot.sharded.items import Items
-from lightning_spot.sharded.private import box_of, root_of, spec_of
+from lightning_spot.sharded.metadata import name_of
+
+_LEAF, _MAPPING, _LIST = range(3)
+_SCALARS = frozenset((str, int, float, bool, type(None)))
+
+
+_Form = tuple[Any, list[tuple[int, Any]]]
+"""Keys of a mapping, or length of a list; and the form of each mapping and list in it, with its number among them."""
+
+
+EXTRA_SUFFIX = "_extra_state"
+"""How torch names, in a state dict, what a module gives with ``get_extra_state``."""
+
+
+EXTRA = "extra_state"
+"""Key of all of these in the exact state of a snapshot."""
+
+
+def is_extra(name: str) -> bool:
+    """Whether an item of a model's state dict is the extra state of a module."""
+    return name.endswith(EXTRA_SUFFIX) and name.rpartition(".")[2] == EXTRA_SUFFIX
+
+
+class Items:
+    """Finds the items of one state after the other, for one thread.
+
+    Attributes:
+        paths: of the items found last, in the order of the state; the same object as long as all keys are the same.
+        other_keys: that are no text, and where; directories of torch make text of them. (What modules give with
+            ``get_extra_state`` is in the rest of the checkpoint, too, as it is.)
+    """
+
+    def __init__(self) -> None:
+        self.paths: tuple[Path, ...] = ()
+        self.other_keys: list[tuple[Path, Any]] = []
+        self._form: Any = None
+        self._kinds: dict[type, int] = {}
+
+    def of(self, state: Mapping[str, Any]) -> list[Any]:
+        """The items of a state.
+
+        Raises:
+            NotSerializableError: if torch would give two of them the same name.
+        """
+        found: list[Any] = []
+        form = self._collect(state, found, is_list=False)
+        if form != self._form:
+            paths: list[Path] = []
+            self.other_keys = []
+            _name_items(form, (), paths, self.other_keys)
+            _check_names(paths)
+            self.paths, self._form = tuple(paths), form
+        return found
+
+    def _collect(self, value: Any, found: list[Any], *, is_list: bool) -> _Form:
+        """Add the items of a mapping or list; the form that tells it from all that are put together in another way."""
+        inner: list[tuple[int, _Form]] = []
+        kinds = self._kinds
+        for number, item in enumerate(value if is_list else value.values()):
+            kind = kinds.get(type(item))
+            if kind is None:
+                kind = kinds[type(item)] = _kind(type(item))
+            # Torch would leave an empty dict out, and who looks for it after a resume would miss it.
+            if kind == _LEAF or (kind == _LIST and _is_one_item(item)) or (kind == _MAPPING and not item):
+                found.append(item)
+            else:
+                inner.append((number, self._collect(item, found, is_list=kind == _LIST)))
+        return len(value) if is_list else tuple(value), inner
+
+
+def _kind(what: type) -> int:
+    if issubclass(what, Mapping):
+        return _MAPPING
+    return _LIST if issubclass(what, list) else _LEAF
+
+
+def _is_one_item(values: list[Any]) -> bool:
+    """Whether a list is one item: it holds no tensors, and nothing that is taken apart."""
+    if _SCALARS.issuperset(map(type, values)):  # as the names of thousands of parameters
+        return True
+    return not any(
+        isinstance(value, (torch.Tensor, Mapping)) or (isinstance(value, list) and not _is_one_item(value))
+        for value in values
+    )
+
+
+def _name_items(form: _Form, path: Path, paths: list[Path], other_keys: list[tuple[Path, Any]]) -> None:
+    keys, inner = form
+    below = dict(inner)
+    names: list[str | int] = [*range(keys)] if isinstance(keys, int) else [str(key) for key in keys]
+    if not isinstance(keys, int) and not any(is_extra(part) for part in path if isinstance(part, str)):
+        other_keys += [(path, key) for key in keys if not isinstance(key, str)]
+    for number, key in enumerate(names):
+        if number in below:
+            _name_items(below[number], (*path, key), paths, other_keys)
+        else:
+            paths.append((*path, key))
+
+
+def _check_names(paths: list[Path]) -> None:
+    seen: dict[str, Path] = {}
+    for path in paths:
+        name = ".".join(map(str, path))
+        if (other := seen.setdefault(name, path)) is not path:
+            raise NotSerializableError(
+                f"two items of the training state have the name {name!r} for torch.distributed.checkpoint: at"
+                f" {list(other)} and at {list(path)}. Give one of them another key in the state_dict"
+            )
+
+
+def spec_of(value: Any) -> Any:
+    """What says all of how a ``DTensor`` is sharded: another object if that changes. ``None`` of what has no such."""
+    return getattr(value, "_spec", None) if isinstance(value, DTensor) else None
+
+
+def root_of(mesh: Any) -> Any:
+    """The mesh that another one is a part of, or itself."""
+    return mesh._get_root_mesh()
+
+
+def box_of(tensor: DTensor, coordinate: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Size and place of what a rank has of a tensor, by its place in the tensor's mesh.
+
+    It is counted as shards are cut: over the dimensions of the mesh from left to right, but FSDP2 cuts what tensor
+    parallelism has left (*strided* shards) afterwards, from right to left. (Torch itself, up to 2.13, takes one rank's
+    for another one's where these are not even, such as 7 rows over 3 x 2.)
+    """
+    sizes, offsets = list(tensor.shape), [0] * tensor.ndim
+    placements: tuple[Any, ...] = tensor.placements
+    ways = list(zip(placements, tensor.device_mesh.shape, coordinate, strict=True))
+    strided = [way for way in ways if is_strided(way[0])]
+    plain = [way for way in ways if isinstance(way[0], Shard) and not is_strided(way[0])]
+    for placement, count, number in (*plain, *reversed(strided)):
+        whole = sizes[placement.dim]
+        each = -(-whole // count)
+        start = min(whole, each * number)
+        offsets[placement.dim] += start
+        sizes[placement.dim] = min(each, whole - start)
+    return tuple(sizes), tuple(offsets)
+
+
+def is_strided(placement: Any) -> bool:
+    """Whether it cuts what other dimensions of the mesh have cut before; one of those in :attr:`DTensor.placements`."""
+    return isinstance(placement, _StridedShard)
+
 
 State = dict[str, Any]
 """Nested state: DTensors, tensors and plain values in dicts and lists."""
@@ -91,8 +235,8 @@ class Plan:
 
     def lines(self) -> list[str]:
         """The items, one line each, for people."""
-        tensors = [f"{_name(t.path)} ({t.dtype}, {t.shape}, {len(t.chunks)} shards)" for t in self.tensors]
-        return [*tensors, *map(_name, self.values)]
+        tensors = [f"{name_of(t.path)} ({t.dtype}, {t.shape}, {len(t.chunks)} shards)" for t in self.tensors]
+        return [*tensors, *map(name_of, self.values)]
 
 
 class Planned(NamedTuple):
@@ -168,7 +312,7 @@ class Planner:
         written = [0] * self._world_size
         for path, key in self._items.other_keys:  # a resume would not give back what was there
             raise NotSerializableError(
-                f"{_name(path)} has the key {key!r}, and in snapshots of a model in shards all keys are text"
+                f"{name_of(path)} has the key {key!r}, and in snapshots of a model in shards all keys are text"
             )
         which = [isinstance(item, torch.Tensor) for item in items]
         for path, value in zip(compress(paths, which), compress(items, which), strict=True):
@@ -188,14 +332,14 @@ class Planner:
         """The boxes of a tensor, each with the ranks that have it."""
         if kind := _kind_without_elements(tensor):
             raise NotSerializableError(
-                f"{_name(path)} is a {kind} tensor: sharded snapshots take those with all their elements side by side."
-                " A buffer that is registered with persistent=False may be of any kind, and is resumed as well"
+                f"{name_of(path)} is a {kind} tensor: sharded snapshots take those with all their elements side by"
+                " side. A buffer that is registered with persistent=False may be of any kind, and is resumed as well"
             )
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
             if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
                 raise NotSerializableError(
-                    f"{_name(path)} is a {type(tensor).__name__}: sharded snapshots take plain tensors"
+                    f"{name_of(path)} is a {type(tensor).__name__}: sharded snapshots take plain tensors"
                     " and the DTensors of FSDP2 and tensor parallelism"
                 )
             return [([0], (0,) * len(shape), shape)]
@@ -211,7 +355,7 @@ class _Seen(NamedTuple):
     (Not the tensor: ``module.cpu()`` fails for a ``DTensor`` to which there is a weak reference.)
 
     Attributes:
-        spec: of a ``DTensor``, see :func:`~lightning_spot.sharded.private.spec_of`.
+        spec: of a ``DTensor``, see :func:`~lightning_spot.sharded.plan.spec_of`.
         form: see :func:`_form_of`.
     """
 
@@ -253,7 +397,7 @@ def _coordinates(path: Path, tensor: DTensor) -> Iterator[tuple[int, list[int]]]
         names = root.mesh_dim_names or ()
         if not all(name in names for name in mesh.mesh_dim_names or (None,)):
             raise NotSerializableError(
-                f"{_name(path)} is sharded over the mesh {mesh}, whose dimensions are none of those of"
+                f"{name_of(path)} is sharded over the mesh {mesh}, whose dimensions are none of those of"
                 f" {root}: sharded snapshots do not know which rank has what of it. Shard it over a dimension of the"
                 " mesh that Lightning made"
             )
@@ -277,7 +421,3 @@ def _boxes(path: Path, tensor: DTensor) -> list[_Box]:
     if len(found) > 1:  # the first rank's may be empty
         found = {offsets: box for offsets, box in found.items() if prod(box[1])}
     return [(ranks, offsets, sizes) for offsets, (ranks, sizes) in found.items()]
-
-
-def _name(path: Path) -> str:
-    return ".".join(map(str, path))

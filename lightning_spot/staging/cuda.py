@@ -17,8 +17,7 @@ import torch
 
 from lightning_spot.errors import SpotError
 from lightning_spot.staging.batch import SlotSpan, cut_at, cut_end
-from lightning_spot.staging.device import Cuda, Device
-from lightning_spot.staging.page_lock import PAGE_LOCKED_BYTES
+from lightning_spot.staging.device import PAGE_LOCKED_BYTES, Cuda, Device
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from lightning_spot.capture.host_link import RingSettings, leave
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.starting import attach, start
 from lightning_spot.errors import ServerUnreachableError, SpotError
-from lightning_spot.fit.agreement import Agreement
+from lightning_spot.fit.collectives import Agreement
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.record import find_record
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Hosts:
+class Topology:
     """The ranks of a ``fit`` by their hosts.
 
     Attributes:
@@ -61,7 +61,7 @@ class Hosts:
         number: int,
         *,
         in_shards: bool = False,
-    ) -> Hosts:
+    ) -> Topology:
         """Find out who is where. Every rank calls it, when the attempt has begun.
 
         Args:

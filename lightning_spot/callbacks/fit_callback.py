@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class Part(SpotCallback):
+class FitCallback(SpotCallback):
     """A callback that keeps the exact state; :class:`SpotCheckpoint` is made of several, and each works alone.
 
     Attributes:

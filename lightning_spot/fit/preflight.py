@@ -1,7 +1,7 @@
-"""What all ranks must have in common: versions, what our callbacks and the trainer were told, model and optimizers.
+"""What is checked before training: which trainings our callbacks take part in, and that all ranks are alike.
 
-Ranks talk to each other at steps that each of them finds by itself. Where two find others, both would wait for ever.
-Where they have built different models, no snapshot can be put together, and torch ends one of them without a word.
+Ranks exchange facts at steps that each of them finds by itself. Ranks that find different steps would wait for ever.
+Ranks that have built different models cannot write one snapshot, and torch ends one of them without an error.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import logging
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
@@ -21,8 +21,8 @@ from lightning_spot.capture.tensors import shape_of
 from lightning_spot.errors import SettingsError
 from lightning_spot.exact import private
 from lightning_spot.exact.parameter_names import names_of
-from lightning_spot.fit.agreement import Agreement
-from lightning_spot.fit.taking_part import parts_in, parts_of
+from lightning_spot.exact.shipped import is_tuned
+from lightning_spot.fit.collectives import Agreement
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -176,3 +176,38 @@ def _optimizers(trainer: pl.Trainer) -> dict[str, str]:
 def _own_of(module: Module) -> set[str]:
     """Names of the tensors that DDP was told to leave to each rank."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+_INSTEAD = {
+    "DeepSpeedStrategy": "its engine keeps weights and optimizers to itself. Use ModelParallelStrategy (FSDP2), or DDP",
+    "FSDPStrategy": "torch has deprecated FSDP1. Use ModelParallelStrategy with fully_shard (FSDP2)",
+}
+"""Strategies that are not supported: why, and what to use."""
+
+
+def takes_part(trainer: pl.Trainer, stage: str) -> bool:
+    """Whether a ``setup`` is that of a training whose state is to be kept.
+
+    Raises:
+        SettingsError: if it is, and its strategy is not supported.
+    """
+    if stage != "fit" or getattr(trainer, "fast_dev_run", False) or is_tuned(trainer):
+        return False
+    for kind in type(trainer.strategy).__mro__:
+        if instead := _INSTEAD.get(kind.__name__):
+            raise SettingsError(
+                f"{kind.__name__} is not supported: {instead}; or Lightning's ModelCheckpoint with this one"
+            )
+    return True
+
+
+def parts_of(trainer: pl.Trainer) -> Iterator[Any]:
+    """The callbacks of a trainer, each also by the parts that it is composed of."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined] # Lightning's Trainer has it
+        yield from parts_in(callback)
+
+
+def parts_in(callback: Any) -> tuple[Any, ...]:
+    """The parts that a callback is composed of; itself, if it is not."""
+    parts: tuple[Any, ...] = getattr(callback, "parts", (callback,))
+    return parts

@@ -1,29 +1,224 @@
-"""Lays a sharded snapshot out before it is filled: what each rank writes into the image, and the files it is cut into.
+"""The files of a sharded snapshot before they are filled: where everything lies, and what each rank writes.
 
-At rest it is a directory that ``torch.distributed.checkpoint`` reads, and Lightning's own strategies.
+Every rank finds the places of fixed size by itself, from the plan: first the file of each rank's tensors, then that of
+each rank's own state. What varies in length is rank 0's, and lies behind them. At rest the snapshot is a directory that
+``torch.distributed.checkpoint`` reads, and Lightning's own strategies. No tensor is kept alive between snapshots.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import operator
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from lightning_spot.errors import CorruptSnapshotError, NotSerializableError
 from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, FileSpan
-from lightning_spot.image.layout import DoesNotFitError, Entry, Layout, Layouter, filled, lay_out_plain
+from lightning_spot.image.layout import DoesNotFitError, Entry, Layout, Layouter, filled, lay_out, lay_out_plain
 from lightning_spot.image.parts import checksum
+from lightning_spot.image.pickling import Named
+from lightning_spot.image.pieces import Piece
 from lightning_spot.image.safe_load import safe_load
-from lightning_spot.image.shards import SHARDS_FILE, Archived, Path, Shards, StoredValue
-from lightning_spot.sharded import metadata
-from lightning_spot.sharded.items import is_extra
-from lightning_spot.sharded.places import ALIGNMENT, Places, aligned
-from lightning_spot.sharded.plan import Plan, Planner, State
+from lightning_spot.image.shards import SHARDS_FILE, Archived, Path, Shard, ShardedTensor, Shards, StoredValue
+from lightning_spot.sharded.metadata import METADATA_FILE, REST_FILE, name_of, pickled
+from lightning_spot.sharded.plan import Chunk, Plan, Planner, State, is_extra
 from lightning_spot.sharded.reader import load_value
-from lightning_spot.sharded.sources import Source
+
+ALIGNMENT = 64
+"""Bytes of which the offset of every archive in its file is a multiple, and so that of every tensor's elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The archive of a box of a tensor, but for its elements. All boxes of that dtype and size have the same.
+
+    Attributes:
+        frame: ``(offset, bytes)`` of what is around the elements.
+        data: offset of the elements.
+        data_nbytes: their length.
+        nbytes: length of the archive.
+    """
+
+    frame: tuple[Entry, ...]
+    data: int
+    data_nbytes: int
+    nbytes: int
+
+
+@functools.lru_cache(maxsize=4096)
+def form_of(dtype: str, sizes: tuple[int, ...]) -> Form:
+    """The archive of a box of so many elements."""
+    # Memory that nobody touches: the kernel gives no page for it.
+    layout = lay_out(torch.empty(sizes, dtype=getattr(torch, dtype)))
+    if not layout.pieces:
+        return Form(layout.frame, 0, 0, layout.nbytes)
+    piece = layout.pieces[0]
+    return Form(layout.frame, piece.offset, piece.nbytes, layout.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A box of a tensor that this rank writes.
+
+    Attributes:
+        item: number of the tensor in the plan.
+        chunk: the box.
+        form: of its archive.
+        offset: of the archive in the image.
+        pad: zeros behind it, up to the next one.
+    """
+
+    item: int
+    chunk: Chunk
+    form: Form
+    offset: int
+    pad: int
+
+
+class FilePlan:
+    """Where everything of fixed size lies, for one plan.
+
+    Args:
+        plan: of the state.
+        state_bytes: of the file that each rank has for its own state.
+
+    Attributes:
+        plan: of the state.
+        state_bytes: of the file that each rank has for its own state.
+        files: in the order of their places.
+        tensors: where their boxes lie.
+        by_rank: the boxes that each rank writes.
+        end: of all of it in the image.
+    """
+
+    def __init__(self, plan: Plan, state_bytes: Sequence[int]) -> None:
+        self.plan = plan
+        self.state_bytes = tuple(state_bytes)
+        self.files: list[FileSpan] = []
+        self.by_rank: list[list[Placed]] = [[] for _ in range(plan.world_size)]
+        self.end = 0
+        chunks: list[list[tuple[int, Chunk]]] = [[] for _ in range(plan.world_size)]
+        for number, tensor in enumerate(plan.tensors):
+            for chunk in tensor.chunks:
+                chunks[chunk.rank].append((number, chunk))
+        shards: list[list[Shard]] = [[] for _ in plan.tensors]
+        for rank, boxes in enumerate(chunks):
+            if boxes:
+                self._place(rank, boxes, shards)
+        for rank, nbytes in enumerate(self.state_bytes):
+            self._add(state_file(rank), nbytes)
+        self.tensors = tuple(
+            ShardedTensor(tensor.path, tensor.dtype, tensor.shape, tuple(shards[number]))
+            for number, tensor in enumerate(plan.tensors)
+        )
+
+    def _place(self, rank: int, boxes: list[tuple[int, Chunk]], shards: list[list[Shard]]) -> None:
+        """Give the boxes of one rank their places in its file."""
+        name, start, at = tensors_file(rank), self.end, 0
+        for place, (number, chunk) in enumerate(boxes):
+            form = form_of(self.plan.tensors[number].dtype, chunk.sizes)
+            end = at + form.nbytes
+            following = aligned(end, ALIGNMENT if place < len(boxes) - 1 else FILE_ALIGNMENT_BYTES)
+            self.by_rank[rank].append(Placed(number, chunk, form, start + at, following - end))
+            shards[number].append(Shard(chunk.offsets, chunk.sizes, Archived(name, at, form.nbytes), form.data))
+            at = following
+        self._add(name, end)
+
+    def _add(self, name: str, nbytes: int) -> None:
+        self.files.append(FileSpan(name, self.end, nbytes))
+        self.end = aligned(self.end + nbytes, FILE_ALIGNMENT_BYTES)
+
+    def state_of(self, rank: int) -> FileSpan:
+        """The file for a rank's own state."""
+        return self.files[len(self.files) - len(self.state_bytes) + rank]
+
+
+def tensors_file(rank: int) -> str:
+    """Name of the file with the tensors that a rank writes."""
+    return f"__{rank}_0.distcp"
+
+
+def state_file(rank: int) -> str:
+    """Name of the file with a rank's own state."""
+    return f"rank-{rank:04d}.pt"
+
+
+def aligned(place: int, alignment: int) -> int:
+    """The next multiple."""
+    return -(-place // alignment) * alignment
+
+
+class LocalShard:
+    """A box of a tensor that this rank writes, and the memory it was in last.
+
+    Args:
+        path: of the tensor.
+        placed: the box.
+        numbers: for storages that come one after the other.
+
+    Attributes:
+        sizes: of the box.
+        local: gives what this rank had of the tensor, as long as that lives.
+        address: of its first element.
+    """
+
+    __slots__ = ("_chunk", "_named", "_numbers", "_path", "_place", "address", "local", "sizes")
+
+    def __init__(self, path: Path, placed: Placed, numbers: Iterator[int]) -> None:
+        self._path, self._numbers = path, numbers
+        self._chunk, self.sizes = placed.chunk, torch.Size(placed.chunk.sizes)
+        self._place: Any = (placed.offset + placed.form.data, placed.form.data_nbytes, None, 0)
+        self.address = 0
+        self.local: Callable[[], torch.Tensor | None] = lambda: None
+        self._named: Named | None = None
+
+    def piece(self, tensor: torch.Tensor) -> Piece:
+        """The elements, and where they go.
+
+        Raises:
+            NotSerializableError: if this rank has others than the tensor's placements say.
+        """
+        # to_local() asks autograd, which takes 50 times as long
+        local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+        if (
+            self.local() is not local
+            or local.data_ptr() != self.address
+            or local.shape != self.sizes
+            or not _is_in_order(local)
+            or self._named is None
+            or not self._named.is_of(local.untyped_storage())
+        ):
+            local = self._look(local)
+        return Piece(local.untyped_storage(), *self._place)
+
+    def _look(self, local: torch.Tensor) -> torch.Tensor:
+        """Find out where elements lie that are not where they were; or give them a place, in order."""
+        if local.shape != self.sizes:
+            raise NotSerializableError(
+                f"{name_of(self._path)} has {tuple(local.shape)} elements on rank {self._chunk.rank}, and"
+                f" {tuple(self.sizes)} by its placements: it cannot be saved in shards"
+            )
+        if not _is_in_order(local):
+            local = local.detach().resolve_conj().resolve_neg().contiguous()
+        storage = local.untyped_storage()
+        if self._named is None or not self._named.is_of(storage):
+            self._named = Named(next(self._numbers), storage)
+        start = int(local.storage_offset()) * local.element_size()
+        self._place = (*self._place[:2], self._named, start)
+        self.local, self.address = weakref.ref(local), local.data_ptr()
+        return local
+
+
+def _is_in_order(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of a tensor are its elements, one after the other."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
 
 _VALUES_FILE = "__0_1.distcp"
 
@@ -49,7 +244,7 @@ class ShardedImage:
     files: tuple[FileSpan, ...]
     digest: str
     plan: Plan
-    places: Places
+    places: FilePlan
 
 
 class ShardedLayouter:
@@ -64,10 +259,10 @@ class ShardedLayouter:
     def __init__(self, rank: int, world_size: int, token: str = "") -> None:
         self._rank, self._token = rank, token
         self._planner = Planner(world_size)
-        self._places: Places | None = None
+        self._places: FilePlan | None = None
         self._digest = ""
         self._frame: Frame = []
-        self._sources: list[tuple[int, Source]] = []  # of the boxes that this rank writes, by number of their tensor
+        self._local: list[tuple[int, LocalShard]] = []  # of the boxes that this rank writes, by number of their tensor
         self._numbers = itertools.count(1)
         self._values = _Values()
         self._rest_layouter = Layouter()
@@ -96,7 +291,7 @@ class ShardedLayouter:
         places = self._places
         if places is None or places.plan is not plan or places.state_bytes != tuple(state_bytes):
             places = self._places = self._place(plan, state_bytes)
-        pieces = tuple([source.piece(tensors[number]) for number, source in self._sources])
+        pieces = tuple([shard.piece(tensors[number]) for number, shard in self._local])
         frame = list(self._frame)
         span = places.state_of(self._rank)
         frame.append(_entry(span, own))
@@ -105,8 +300,8 @@ class ShardedLayouter:
             end = self._behind(places, values, rest, frame, files)
         return ShardedImage(Layout(end, tuple(frame), pieces), tuple(files), self._digest, plan, places)
 
-    def _place(self, plan: Plan, state_bytes: Sequence[int]) -> Places:
-        places = Places(plan, state_bytes)
+    def _place(self, plan: Plan, state_bytes: Sequence[int]) -> FilePlan:
+        places = FilePlan(plan, state_bytes)
         self._frame = []
         for placed in places.by_rank[self._rank]:
             *before, (last_at, last) = placed.form.frame
@@ -117,18 +312,18 @@ class ShardedLayouter:
         told = f"{plan.digest} {places.state_bytes} {[file.nbytes for file in places.files]} {self._token}"
         self._digest = checksum(told.encode())
         filled = (placed for placed in places.by_rank[self._rank] if placed.form.data_nbytes)
-        self._sources = [
-            (placed.item, Source(plan.tensors[placed.item].path, placed, self._numbers)) for placed in filled
+        self._local = [
+            (placed.item, LocalShard(plan.tensors[placed.item].path, placed, self._numbers)) for placed in filled
         ]
         return places
 
-    def _behind(self, places: Places, found: list[Any], rest: Any, frame: Frame, files: list[FileSpan]) -> int:
+    def _behind(self, places: FilePlan, found: list[Any], rest: Any, frame: Frame, files: list[FileSpan]) -> int:
         """Lay out what varies in length; the end of the image."""
         archives = self._values.archive(places.plan.values, found)
         behind = self._last_behind
         if behind is None or behind.places is not places or behind.archives is not archives:
             behind = self._last_behind = _put_behind(places, archives, behind)
-        last = FileSpan(metadata.REST_FILE, behind.end, len(content := self._rest_of(rest)))
+        last = FileSpan(REST_FILE, behind.end, len(content := self._rest_of(rest)))
         files += [*behind.files, last]
         frame += [*behind.frame, _entry(last, content)]
         return aligned(last.stop, FILE_ALIGNMENT_BYTES)
@@ -164,14 +359,14 @@ class _Behind(NamedTuple):
         end: where the last one ends.
     """
 
-    places: Places
+    places: FilePlan
     archives: _Archives
     files: list[FileSpan]
     frame: Frame
     end: int
 
 
-def _put_behind(places: Places, archives: _Archives, before: _Behind | None) -> _Behind:
+def _put_behind(places: FilePlan, archives: _Archives, before: _Behind | None) -> _Behind:
     """Lay values out, and what says where all lies: that is long, and stays until a value takes another length."""
     files: list[FileSpan] = []
     frame: Frame = []
@@ -189,7 +384,7 @@ def _put_behind(places: Places, archives: _Archives, before: _Behind | None) -> 
         return _Behind(places, archives, before.files, [*frame, *before.frame[len(frame) :]], before.end)
     shards = Shards(places.plan.world_size, places.tensors, archives.values)
     put(SHARDS_FILE, shards.to_json())
-    put(metadata.METADATA_FILE, metadata.pickled(shards))
+    put(METADATA_FILE, pickled(shards))
     return _Behind(places, archives, files, frame, end)
 
 
@@ -226,7 +421,7 @@ class _Values:
         told = _told(value)
         known = self._known.get(path)
         if told is None or known is None or known[0] != told:
-            known = (told, serialised(value, metadata.name_of(path)))
+            known = (told, serialised(value, name_of(path)))
             if told is not None:
                 self._known[path] = known
             elif (path, type(value)) not in self._tried and not any(map(is_extra, map(str, path[1:2]))):
@@ -236,7 +431,7 @@ class _Values:
 
     def _try(self, path: Path, archive: bytes | bytearray) -> None:
         try:
-            load_value(io.BytesIO(archive), metadata.name_of(path))
+            load_value(io.BytesIO(archive), name_of(path))
         except CorruptSnapshotError as error:
             self.unreadable = self.unreadable or str(error)
 
