@@ -20,6 +20,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_spot.capture.host_link import RingSettings
+from lightning_spot.capture.writer import Miss
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.exact.compare import differences
@@ -337,7 +338,7 @@ def test_hosts_go_on_together_after_misses_that_are_noticed_late_and_ask_who_car
     together.rooms.put(1, b"own")
     carrier = "spot://a:1/run"
     state = SimpleNamespace(is_under_way=False, carrier=carrier, brought=0)
-    writer = SimpleNamespace(together=0, posted=0, missed=0, missed_because="a:1 does not answer", across=state)
+    writer = SimpleNamespace(together=0, posted=0, missed=0, last_miss=Miss("a:1 does not answer", None), across=state)
     attempt: Any = SimpleNamespace(writer=writer)
     assert together.how(attempt) == replace(TOGETHER, at=carrier)
     assert together.how(attempt) == replace(

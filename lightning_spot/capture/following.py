@@ -28,9 +28,11 @@ from lightning_spot.errors import (
     FailureReason,
     FencedError,
     ServerUnreachableError,
+    ShareFault,
     SnapshotFailedError,
     SpotError,
     TierReason,
+    fault_of,
 )
 from lightning_spot.image.pieces import Piece
 from lightning_spot.memory.host import Host, Lease
@@ -420,7 +422,9 @@ class Follower(ABC, Generic[What]):
                 if problem is not None and task.job is not None:
                     self._end(task.job)
                 if lease is not None and self._host is not None:
-                    self._say(self._host, lease, "" if problem is None else f"{task.who}: {_text(problem)}")
+                    self._say(
+                        self._host, lease, "" if problem is None else f"{task.who}: {_text(problem)}", fault_of(problem)
+                    )
             finally:  # whatever fails, nobody waits for it after
                 if problem is None:
                     self._entrusted.note(task)
@@ -483,14 +487,14 @@ class Follower(ABC, Generic[What]):
                 self._leave()
             raise
 
-    def _say(self, host: Host, lease: Lease, torn: str) -> None:
+    def _say(self, host: Host, lease: Lease, torn: str, fault: ShareFault | None) -> None:
         """Tell the node that a share is over, which it waits for as long as it sees this rank."""
         try:
             try:
-                host.placed(lease, torn)
+                host.placed(lease, torn, fault)
             except ServerUnreachableError as error:  # this process stood still, perhaps before that was sent
                 logger.debug("it is said once more that a share is over: %s", error)
-                host.placed(lease, torn)
+                host.placed(lease, torn, fault)
         except ServerUnreachableError as error:
             logger.debug("a share is over, and the node is left: %s", error)
             self._leave()

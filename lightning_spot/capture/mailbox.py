@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from lightning_spot.capture.background import Background
-from lightning_spot.capture.saying import outgrown
 from lightning_spot.capture.share import SizedBytes
+from lightning_spot.capture.split import outgrown
 from lightning_spot.capture.unexpected import as_failure
 from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
 from lightning_spot.memory.shares import HOST_SILENT_S, RECONNECT_S
@@ -91,9 +91,7 @@ class Mailbox:
             for rank, nbytes in sizes.items():
                 state = self._take(name, rank, began_s)
                 if len(state) > nbytes:
-                    raise SnapshotFailedError(
-                        f"rank {rank}: {outgrown(len(state), nbytes)}", reason=FailureReason.SHARE_MISSING
-                    )
+                    raise outgrown(rank, len(state), nbytes)
                 yield rank, state
         finally:
             self.over(name)

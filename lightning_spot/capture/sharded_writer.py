@@ -23,12 +23,17 @@ import torch
 from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, SealedContent
 from lightning_spot.capture.copying import OpenedSnapshot, Pending
 from lightning_spot.capture.following import Follower, Task, is_said_by_node
-from lightning_spot.capture.saying import outgrown, read_outgrown
-from lightning_spot.capture.split import Number, SharingRanks
+from lightning_spot.capture.split import Number, SharingRanks, outgrown
 from lightning_spot.capture.tensors import Owners, copies_of
 from lightning_spot.capture.unexpected import failure_of
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SpotError
+from lightning_spot.errors import (
+    FailureReason,
+    ServerUnreachableError,
+    ShareProblem,
+    SnapshotFailedError,
+    SpotError,
+)
 from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, FileSpan
 from lightning_spot.image.layout import DoesNotFitError, Entry, Layout, Layouter
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -254,9 +259,7 @@ class ShardedWriter(SnapshotWriter):
         except DoesNotFitError:
             nbytes = len(state_archive(checkpoint.own))
             if self._is_by_itself:  # only what all ranks were told is the same for all of them
-                raise SnapshotFailedError(
-                    f"rank 0: {outgrown(nbytes, self._own_bytes)}", reason=FailureReason.SHARE_MISSING
-                ) from None
+                raise outgrown(0, nbytes, self._own_bytes) from None
             self._own_bytes = room_for(nbytes)
             own = state_archive(checkpoint.own, self._own_bytes)
         state_bytes = [self._own_bytes] * self._world_size
@@ -273,12 +276,9 @@ class ShardedWriter(SnapshotWriter):
         try:  # what was written is not told: this rank knows of its own part only
             return host.seal(pending.lease, pending.manifest, pending.destinations)
         except SnapshotFailedError as error:
-            if (
-                error.reason is FailureReason.SHARE_MISSING
-                and not self._is_by_itself
-                and (said := read_outgrown(str(error)))
-            ):
-                self._own_bytes = room_for(said.nbytes)
+            fault = error.fault
+            if fault is not None and fault.problem is ShareProblem.OUTGROWN and not self._is_by_itself:
+                self._own_bytes = room_for(fault.nbytes)
             raise
 
 
@@ -435,7 +435,7 @@ class Joining(Follower[_Part | SpotError]):
             own = bytes(state_archive(checkpoint.own))
             if is_agreed:
                 self.needs = len(own)
-                raise SnapshotFailedError(outgrown(len(own), room), reason=FailureReason.SHARE_MISSING) from None
+                raise outgrown(self._rank, len(own), room) from None
         image = self._lay_out(checkpoint.state, own, [room] * self._world_size)
         by_address = {piece.storage.data_ptr(): piece.storage for piece in image.layout.pieces}
         watched = [address for address in by_address if address in owned and address not in self._unsteady]
@@ -560,9 +560,7 @@ class Joining(Follower[_Part | SpotError]):
         try:
             archive = state_archive(own, room)
         except DoesNotFitError:
-            raise SnapshotFailedError(
-                outgrown(len(state_archive(own)), room), reason=FailureReason.SHARE_MISSING
-            ) from None
+            raise outgrown(self._rank, len(state_archive(own)), room) from None
         return self._lay_out(part.state, archive, state_bytes)
 
     def _lay_out(self, state: State, own: bytes | bytearray, state_bytes: Sequence[int]) -> ShardedImage:

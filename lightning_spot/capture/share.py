@@ -10,11 +10,10 @@ import torch
 
 from lightning_spot.capture.contents import SealedContent
 from lightning_spot.capture.following import Follower, Task
-from lightning_spot.capture.saying import outgrown
-from lightning_spot.capture.split import ALIKE, HeldTensor, Number, Split, held_by, sample
+from lightning_spot.capture.split import HeldTensor, Number, Split, differs, held_by, outgrown, sample
 from lightning_spot.capture.tensors import Owners, copies_of, owners_of
 from lightning_spot.capture.unexpected import failure_of
-from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
+from lightning_spot.errors import SpotError
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece
@@ -132,7 +131,7 @@ class ShareWriter(Follower[_Share | SpotError]):
         split, portion = self._check(lease, task.number, what)
         room = split.states.get(task.number.share)
         if room is not None and len(what.state) > room[1]:
-            raise SnapshotFailedError(outgrown(len(what.state), room[1]), reason=FailureReason.SHARE_MISSING)
+            raise outgrown(task.number.rank, len(what.state), room[1])
         view = self._views.of(host, lease)
         pieces, watches = self._pieces(split, portion, task.number, what)
         known = self._views.content(view).take(lease.held)
@@ -161,13 +160,10 @@ class ShareWriter(Follower[_Share | SpotError]):
             self._split = (shared.layout, split, Portion(split.portion(host)) if host else None)
         _, split, portion = self._split
         if difference := split.difference(what.held, number.rank):
-            raise SnapshotFailedError(f"{difference}. {ALIKE}", reason=FailureReason.SHARE_MISSING)
+            raise differs(number.rank, difference)
         if shared.digest != what.sample:
-            raise SnapshotFailedError(
-                "its parameters, or the states of its optimizers, are not those of rank 0; a snapshot of both would be"
-                f" of neither. {ALIKE}",
-                reason=FailureReason.SHARE_MISSING,
-            )
+            how = "its parameters, or the states of its optimizers, are not those of rank 0"
+            raise differs(number.rank, f"{how}; a snapshot of both would be of neither")
         return split, portion
 
     def _pieces(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,8 +34,10 @@ from lightning_spot.errors import (
     FencedError,
     NotSerializableError,
     ServerUnreachableError,
+    ShareFault,
     SnapshotFailedError,
     SpotError,
+    fault_of,
 )
 from lightning_spot.image.floats import WIDTHS, Floats
 from lightning_spot.image.layout import Layout, Layouter, lay_out_plain, outline_of
@@ -326,6 +328,18 @@ def floats_of(layout: Layout, owned: Owners) -> tuple[Floats, ...]:
     return tuple(found)
 
 
+class Miss(NamedTuple):
+    """Why a snapshot was missed, without the error, whose frames hold tensors.
+
+    Attributes:
+        why: for people.
+        fault: of a share that is missing.
+    """
+
+    why: str
+    fault: ShareFault | None
+
+
 class Finishing:
     """What a writer of snapshots has, and does on its background thread. The training thread's part is its own.
 
@@ -342,7 +356,8 @@ class Finishing:
         mailbox: where that comes, if any; closed with the writer.
         fence: the error that says that a later attempt has taken the run over; ``None`` as long as none did.
         say_once: warns once for each key.
-        missed: snapshots dropped because another rank's share of them did not come, and why the last one was.
+        missed: snapshots dropped because another rank's share of them did not come.
+        last_miss: why the last one was.
     """
 
     _leases_ahead, _leases_shared = True, False  # with DDP, whether ranks write together is known late
@@ -363,7 +378,8 @@ class Finishing:
         self.past_memory: Manifest | None = None
         self.fence: FencedError | None = None
         self.torn = 0
-        self.together, self.posted, self.missed, self.missed_because = 0, 0, 0, ""
+        self.together, self.posted, self.missed = 0, 0, 0
+        self.last_miss = Miss("", None)
         self._say_why_not = SayWhyNot(self.say_once)
         waits = functools.partial(say_waiting, self.say_once, self.link)  # a method would keep this alive
         self.across = Across(self.link, waits)
@@ -380,7 +396,7 @@ class Finishing:
 
     def miss(self, error: SpotError) -> None:
         """Note that a snapshot was not taken because of another rank's share of it."""
-        self.missed, self.missed_because = self.missed + 1, str(error)
+        self.missed, self.last_miss = self.missed + 1, Miss(str(error), fault_of(error))
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import RingSettings, within
-from lightning_spot.capture.saying import read_outgrown, say_failing
+from lightning_spot.capture.saying import say_failing
 from lightning_spot.capture.sharded_writer import Joining, ShardedCheckpoint
 from lightning_spot.capture.split import SharingRanks
 from lightning_spot.capture.tensors import Owners, by_storage, expected_nbytes, optimizer_owned
@@ -296,9 +296,9 @@ class InShards(OfTrainer):
     def _show(self, attempt: Attempt | None) -> None:
         """Show it for the next snapshot, where nobody leads who would tell; every rank calls it."""
         if self._hosts.can_bring and (not self._location.servers or self._hosts.spread > 0):
+            fault = attempt.writer.last_miss.fault if attempt is not None else None
             needs = self._joining.needs if self._joining is not None else 0
-            said = read_outgrown(attempt.writer.missed_because) if attempt is not None else None
-            self._files.show(said.nbytes if said is not None else needs)
+            self._files.show(fault.nbytes if fault is not None else needs)
 
     def newest_differs(self, attempt: Attempt | None) -> bool:
         """Whether what this rank has left out of the newest snapshot is not as it is now. An urgent one replaces it.

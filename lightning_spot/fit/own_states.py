@@ -10,10 +10,9 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning_spot.capture.saying import read_outgrown
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint
 from lightning_spot.capture.unexpected import failure_of
-from lightning_spot.errors import SpotError
+from lightning_spot.errors import ShareFault, ShareProblem, SpotError
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.rank_states import Packing, Rooms, State
@@ -70,10 +69,10 @@ class OwnStates(OfTrainer):
         for rank in range(1, size):
             self._rooms.make(rank, needs[rank])
 
-    def learn(self, because: str) -> None:
+    def learn(self, fault: ShareFault | None) -> None:
         """On rank 0: have room for a state that had none, if that is why a snapshot was missed."""
-        if (said := read_outgrown(because)) and said.rank is not None:
-            self._rooms.make(said.rank, 2 * said.nbytes)  # it is one that grows
+        if fault is not None and fault.problem is ShareProblem.OUTGROWN:
+            self._rooms.make(fault.rank, 2 * fault.nbytes)  # it is one that grows
             self._has_outgrown = True
 
 

@@ -24,10 +24,10 @@ from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.capture.mailbox import Mailbox, Sender
 from lightning_spot.capture.share import ShareWriter
-from lightning_spot.capture.split import ALIKE, BY_ONE_RANK, Number, Owners, SharingRanks
-from lightning_spot.capture.tensors import expected_nbytes, optimizer_owned
+from lightning_spot.capture.split import Number, SharingRanks
+from lightning_spot.capture.tensors import Owners, expected_nbytes, optimizer_owned
 from lightning_spot.capture.unexpected import Pause, failure_of
-from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
+from lightning_spot.errors import FailureReason, ShareFault, ShareProblem, SnapshotFailedError, SpotError
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import Dump, gather
 from lightning_spot.exact.own_parameters import average_now_and_then
@@ -235,7 +235,7 @@ class Together(OfTrainer):
         if writer.missed > self._missed:
             self._missed = writer.missed
             writer.across.carrier = ""  # until it is known who carries the run on now
-            return self._after_miss(writer.missed_because)
+            return self._after_miss(*writer.last_miss)
         how = self._usual(attempt, waits=waits, across=across)
         if how not in (None, ALONE) and (how.is_together or not self._writes_own_states):
             self._was_tried, self._tried = True, how
@@ -270,9 +270,10 @@ class Together(OfTrainer):
         self._unsent = 0
         return ALONE
 
-    def _after_miss(self, because: str) -> How:
-        self._own.learn(because)
-        differ, is_by_one = ALIKE in because, BY_ONE_RANK in because
+    def _after_miss(self, because: str, fault: ShareFault | None) -> How:
+        self._own.learn(fault)
+        problem = fault.problem if fault is not None else None
+        differ, is_by_one = problem is ShareProblem.DIFFERS, problem is ShareProblem.ONE_WRITER
         # One that was begun before the one before it was known to be missed says no more than that.
         self._failures, self._was_tried = self._failures + (self._was_tried or is_by_one), False
         if self._failures < _MOST_FAILURES and not differ:
@@ -300,10 +301,10 @@ class Together(OfTrainer):
         self._failures = 0
         if self._mail is not None and is_by_one:
             self._mail.works = False
-        problem = f"ranks cannot write snapshots together: {because}"
+        why = f"ranks cannot write snapshots together: {because}"
         if self._settings.strict and differ:
-            return replace(ALONE, problem=problem)
-        rank_zero_warn(f"lightning_spot: {problem}. From now on rank 0 writes them alone")
+            return replace(ALONE, problem=why)
+        rank_zero_warn(f"lightning_spot: {why}. From now on rank 0 writes them alone")
         return self._alone()
 
     def _end(self) -> None:

@@ -30,6 +30,7 @@ from lightning_spot.errors import (
     SnapshotFailedError,
     SnapshotNotFoundError,
     SpotError,
+    fault_of,
 )
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest
@@ -171,7 +172,9 @@ class Abroad:
             if isinstance(error, SpotError | TimeoutError):
                 why = str(error) or "it did not begin there in time"
                 raise SnapshotFailedError(
-                    f"{manifest.name} did not come together at {url}: {why}", reason=FailureReason.SHARE_MISSING
+                    f"{manifest.name} did not come together at {url}: {why}",
+                    reason=FailureReason.SHARE_MISSING,
+                    fault=fault_of(error),
                 ) from error
             each.result()
         raise SnapshotFailedError(
