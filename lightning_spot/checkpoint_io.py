@@ -33,7 +33,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.renamed import refusing_old
-from lightning_spot.run.files import folder_info
+from lightning_spot.run.folders import folder_info
 from lightning_spot.run.location import memory_limit_bytes
 from lightning_spot.tiers.files import why_not_writable
 from lightning_spot.tiers.filesystem import forget_listings

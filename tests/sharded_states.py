@@ -17,8 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing
-from lightning_spot.sharded.plan import box_of
-from lightning_spot.sharded.shard_files import ShardedImage, ShardedLayouter, state_archive
+from lightning_spot.sharded.dtensors import box_of
+from lightning_spot.sharded.file_plan import ShardedImage, ShardedLayouter, state_archive
 
 Shape = tuple[int, ...]
 

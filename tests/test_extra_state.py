@@ -16,8 +16,8 @@ from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.sharded import holder_of, split
 from lightning_spot.fit.selection import load_shards
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.sharded.file_plan import ShardedLayouter, state_archive
 from lightning_spot.sharded.reader import consolidated
-from lightning_spot.sharded.shard_files import ShardedLayouter, state_archive
 from tests.sharded_states import as_rank, fill
 from tests.test_sharded import same
 

@@ -18,7 +18,7 @@ from lightning_spot.image.files import FileSpan, note_name, torn_name
 from lightning_spot.image.manifest import Manifest, portion_name, snapshot_name
 from lightning_spot.image.notes import Note, sealed, spans_of
 from lightning_spot.image.parts import checksum
-from lightning_spot.image.spread import missing, place_of, portion_of, starts, whole_of
+from lightning_spot.image.portion import missing, place_of, portion_of, starts, whole_of
 from lightning_spot.memory.flusher import NotWhole, put_portion
 from lightning_spot.memory.joint import SpreadPlace, is_by_itself, is_durable, nodes_of, urls_of
 from lightning_spot.memory.joint_store import JointFolder

@@ -42,9 +42,9 @@ NAMES, PARTS = sorted({name.name for name in USED}), sorted({name.part for name 
 
 def test_no_private_name_of_others_elsewhere() -> None:
     # What pickling cannot do, plain torch.save does: test_layout.
-    # By another reader of zip files than torch's, bounds.py could check another pickle than torch then reads.
+    # By another reader of zip files than torch's, safe_load could check another pickle than torch then reads.
     # Torch's restricted unpickler is private, all of it: without it, nothing can be read safely.
-    may = ("private.py", "pickling.py", "bounds.py", "restricted.py")
+    may = ("private.py", "dtensors.py", "pickling.py", "safe_load.py")
     assert {path.name: found for path in USERS if path.name not in may and (found := _private_names(path))} == {}
 
 

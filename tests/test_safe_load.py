@@ -22,10 +22,9 @@ from hypothesis import strategies as st
 from lightning_spot.errors import CorruptSnapshotError, NotSerializableError, SpotError
 from lightning_spot.exact.dump import KEY, read_checkpoint
 from lightning_spot.exact.rank_states import packed
-from lightning_spot.image.placeholder import Placeholder
-from lightning_spot.image.safe_load import safe_load
+from lightning_spot.image.safe_load import Placeholder, safe_load
+from lightning_spot.sharded.file_plan import load_state
 from lightning_spot.sharded.reader import load_value
-from lightning_spot.sharded.shard_files import load_state
 from tests.pickles import (
     FALSE,
     NONE,

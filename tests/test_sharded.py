@@ -35,11 +35,11 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.portion import Image
 from lightning_spot.image.shards import SHARDS_FILE, Shards, archived
 from lightning_spot.run.reading import ReadImage, SnapshotReader
-from lightning_spot.sharded import shard_files
+from lightning_spot.sharded import file_plan
+from lightning_spot.sharded.file_plan import ShardedLayouter, load_state, state_archive
 from lightning_spot.sharded.metadata import metadata_of
 from lightning_spot.sharded.plan import Planner
 from lightning_spot.sharded.reader import ImageReader, load, load_all, write_plain
-from lightning_spot.sharded.shard_files import ShardedLayouter, load_state, state_archive
 from tests.filled import check_archive
 from tests.sharded_states import Shape, Sharded, as_rank, at_rest, fill, on_rank, snapshot, whole, write
 
@@ -374,11 +374,9 @@ def test_ranks_with_other_states_have_other_digests() -> None:
 def test_a_rank_whose_torch_puts_other_frames_around_the_elements_has_another_digest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    digests, form_of = set(), shard_files.form_of
+    digests, form_of = set(), file_plan.form_of
     for more in (0, 64):
-        monkeypatch.setattr(
-            shard_files, "form_of", lambda *what, more=more: replace(form_of(*what), nbytes=4096 + more)
-        )
+        monkeypatch.setattr(file_plan, "form_of", lambda *what, more=more: replace(form_of(*what), nbytes=4096 + more))
         digests.add(ShardedLayouter(0, 1).lay_out({"w": torch.ones(4)}, bytes(4096), [4096]).digest)
     assert len(digests) == 2
 

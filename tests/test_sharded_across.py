@@ -37,8 +37,8 @@ from lightning_spot.memory.host import InProcessHost, Lease
 from lightning_spot.memory.node import Node
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
+from lightning_spot.sharded.file_plan import ShardedLayouter, load_state, state_archive
 from lightning_spot.sharded.reader import ImageReader, load_all
-from lightning_spot.sharded.shard_files import ShardedLayouter, load_state, state_archive
 from lightning_spot.tiers import files
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until

@@ -21,10 +21,10 @@ from lightning_spot.capture.tensors import by_storage
 from lightning_spot.errors import NotSerializableError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.shards import Path
-from lightning_spot.sharded import plan, shard_files
+from lightning_spot.sharded import file_plan, plan
+from lightning_spot.sharded.file_plan import ShardedLayouter, state_archive
 from lightning_spot.sharded.plan import Items, Planner
 from lightning_spot.sharded.reader import ImageReader, load_all, load_value
-from lightning_spot.sharded.shard_files import ShardedLayouter, state_archive
 from lightning_spot.staging.batch import SlotView
 from tests.sharded_states import Sharded, as_rank, fill, on_rank
 
@@ -227,7 +227,7 @@ class Text(str):
 
 def test_lists_of_texts_are_told_apart_by_every_text_and_from_all_else() -> None:
     named = ["a", "b"]
-    assert shard_files._told(named) == shard_files._told(["".join(["a"]), "b"])
+    assert file_plan._told(named) == file_plan._told(["".join(["a"]), "b"])
     others: list[Any] = [
         ["a"],
         ["b", "a"],
@@ -239,8 +239,8 @@ def test_lists_of_texts_are_told_apart_by_every_text_and_from_all_else() -> None
         [["a", "b"]],
     ]
     for other in [*others, [], {}, ["a", Text("b")], ["a", None]]:
-        assert shard_files._told(other) != shard_files._told(named), other
-    assert shard_files._told(["a", Text("b")]) is None
+        assert file_plan._told(other) != file_plan._told(named), other
+    assert file_plan._told(["a", Text("b")]) is None
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["laid out", "as torch saves it"])
@@ -370,7 +370,7 @@ def test_no_tensor_is_kept_alive() -> None:
 
 def test_an_index_is_that_of_its_own_places(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a snapshot that failed, new places came to lie where earlier ones had been: weights changed their names."""
-    monkeypatch.setattr(shard_files, "id", lambda _: 1, raising=False)
+    monkeypatch.setattr(file_plan, "id", lambda _: 1, raising=False)
     with as_rank(0, (2,)) as mesh:
         state = on_rank(new_state(), mesh)
         layouter = ShardedLayouter(0, 2)

@@ -23,8 +23,8 @@ from lightning_spot.exact.compare import main as compare_files
 from lightning_spot.fit.preflight import takes_part
 from lightning_spot.fit.selection import load_shards
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.sharded.file_plan import load_state
 from lightning_spot.sharded.reader import ImageReader, consolidated, load_all, read_folder, write_plain
-from lightning_spot.sharded.shard_files import load_state
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import kept_port, new_process
 from tests.exact_cases import loader

@@ -18,8 +18,7 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.image.portion import Portions
-from lightning_spot.image.spread import portion_of
+from lightning_spot.image.portion import Portions, portion_of
 from lightning_spot.memory.joint import Shared, SpreadPlace
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo

@@ -33,7 +33,7 @@ from lightning_spot.exact.compare import differences
 from lightning_spot.exact.dump import read_checkpoint
 from lightning_spot.exact.loadability import Outline
 from lightning_spot.image.layout import lay_out
-from lightning_spot.image.placeholder import Placeholder, kind_of, placeholders_in
+from lightning_spot.image.safe_load import Placeholder, kind_of, placeholders_in
 from tests.conftest import new_process
 from tests.models import Net, data, trainer
 from tests.test_fit import Stop, StopAt, manifests, spot

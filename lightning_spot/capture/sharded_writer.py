@@ -41,9 +41,8 @@ from lightning_spot.image.notes import Own
 from lightning_spot.image.portion import Portion, Portions, joined
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.memory.joint import Shared, is_by_itself
-from lightning_spot.sharded.plan import State
-from lightning_spot.sharded.shard_files import (
-    FilePlan,
+from lightning_spot.sharded.file_plan import (
+    Places,
     ShardedImage,
     ShardedLayouter,
     aligned,
@@ -52,6 +51,7 @@ from lightning_spot.sharded.shard_files import (
     state_file,
     tensors_file,
 )
+from lightning_spot.sharded.plan import State
 from lightning_spot.staging.copier import Copier, Watches, watch
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.untrusted import LARGE_BYTES, read_object
@@ -79,7 +79,7 @@ def portions_of(files: Sequence[FileSpan], hosts: Sequence[Sequence[int]]) -> Po
     return Portions(tuple(joined(ranges(ranks)) for ranks in hosts[1:]), tuple(map(len, hosts[1:])))
 
 
-def own_of(places: FilePlan, ranks: Sequence[int]) -> Own:
+def own_of(places: Places, ranks: Sequence[int]) -> Own:
     """What one host writes by itself, as far as its size is fixed.
 
     Args:
@@ -353,7 +353,7 @@ class Joining(Follower[_Part | SpotError]):
         self._heard: tuple[str, list[int], list[str], bool] = ("", [], [], False)
         self._portioned = Portioned()
         self._room = self.needs = 0
-        self._told: tuple[FilePlan | None, str] = (None, "")
+        self._told: tuple[Places | None, str] = (None, "")
         super().__init__(host, connect, copier, schedule)  # last: it begins a thread
 
     def _lay_out_anew(self) -> None:

@@ -37,8 +37,7 @@ from lightning_spot.image.coming import Coming
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, Order, snapshot_order
 from lightning_spot.image.packing import Compression
-from lightning_spot.image.portion import Image, PortionImage, Portions
-from lightning_spot.image.spread import missing, place_of, portion_of, starts, whole_of
+from lightning_spot.image.portion import Image, PortionImage, Portions, missing, place_of, portion_of, starts, whole_of
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory.bases import Glance
 from lightning_spot.memory.by_itself import ByItself, check_gaps
@@ -526,7 +525,7 @@ class _Whole:
 
     Attributes:
         holders: of the portion of each host.
-        begins: where in the whole each portion begins, see :func:`~lightning_spot.image.spread.starts`.
+        begins: where in the whole each portion begins, see :func:`~lightning_spot.image.portion.starts`.
     """
 
     holders: list[list[Held]]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_spot.exact import namespaces, private
 from lightning_spot.exact.sharded import live_states
+from lightning_spot.patches import Patches
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -25,13 +26,11 @@ def checkpoint_of(trainer: pl.Trainer) -> dict[str, Any]:
 def checkpoint_through_save(trainer: pl.Trainer) -> dict[str, Any]:
     """The same by public names only."""
     caught: dict[str, Any] = {}
-    strategy = trainer.strategy
-    strategy.save_checkpoint = lambda checkpoint, *_, **__: caught.update(checkpoint)  # type: ignore[method-assign]
-    try:
-        with live_states(trainer):
-            trainer.save_checkpoint("snapshot.ckpt", weights_only=False)
-    finally:
-        vars(strategy).pop("save_checkpoint", None)
+    with Patches() as patches, live_states(trainer):
+        patches.wrap(
+            trainer.strategy, "save_checkpoint", lambda _: lambda checkpoint, *_, **__: caught.update(checkpoint)
+        )
+        trainer.save_checkpoint("snapshot.ckpt", weights_only=False)
     return caught
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -37,6 +38,7 @@ from lightning_spot.exact.randomness import Generators, State
 from lightning_spot.exact.restoring import Restoring
 from lightning_spot.exact.seams import Seams, is_tuning
 from lightning_spot.exact.sharded import local_gradient
+from lightning_spot.patches import Patches
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -56,7 +58,8 @@ class FitState(PerTrainer):
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
         self.data_resume: DataResume = "auto"
-        self._undo: list[Callable[[], object]] = []
+        self._patches = Patches()
+        self._is_attached = False
         self._callbacks: list[pl.Callback] = []
         self._renew()
 
@@ -76,25 +79,29 @@ class FitState(PerTrainer):
 
     def attach(self) -> None:
         """Follow the training loaders, from ``setup`` on. A second call does nothing."""
-        if self._undo:
+        if self._is_attached:
             return
+        self._is_attached = True
         self._switches.probe(self._trainer)
         self._switches.run(private.HOOKED, lambda: self._hooked.note_limits(self._trainer))
         self._switches.run(private.LOADERS, self._follow_loaders)
-        self._undo += [*self.once.follow_tuners(), follow_named(self._trainer)]
+        for undo in self.once.follow_tuners():
+            self._patches.callback(undo)
+        follow_named(self._trainer, self._patches)
         self._callbacks = list(self._trainer.callbacks)  # type: ignore[attr-defined] # Lightning's Trainer has it
-        self._begin_after_hooks()
+        # After on_train_start of all callbacks and of the module, which are called again in a resumed run.
+        self._patches.wrap(self._trainer.strategy, "on_train_start", partial(partial, self._after_train_start))
         seams = Seams.of(self._trainer)
         seams.is_on = self.can(private.SEAMS)
         seams.add(self)
-        self._undo.append(lambda: seams.remove(self))
+        self._patches.callback(seams.remove, self)
 
     def _follow_loaders(self) -> None:
         restoring = self._restoring
         paused = self.once.paused
         positions = restoring.position_for, restoring.has_positions
         loaders = Loaders(self._trainer, *positions, restoring.before_step, lambda: self.data_resume, paused)
-        self._undo.append(loaders.end)
+        self._patches.callback(loaders.end)
         restoring.loaders = loaders
         self._switches.run(private.REQUESTS, loaders.follow_requests)
 
@@ -104,24 +111,16 @@ class FitState(PerTrainer):
 
     def detach(self) -> None:
         """Let the trainer go. A second call does nothing."""
-        while self._undo:
-            self._undo.pop()()
+        self._patches.close()
+        self._is_attached = False
         self._order.end()
         self._restoring.end()
         self._renew()
 
-    def _begin_after_hooks(self) -> None:
-        """Have :meth:`_begin` called after ``on_train_start`` of all callbacks and of the module: they run anew."""
-        strategy = self._trainer.strategy
-        original = strategy.on_train_start
-
-        def on_train_start() -> None:
-            original()
-            if not is_tuning(self._trainer, self._callbacks):
-                self._begin()
-
-        strategy.on_train_start = on_train_start  # type: ignore[method-assign] # taken back in detach
-        self._undo.append(lambda: strategy.__dict__.pop("on_train_start", None))
+    def _after_train_start(self, on_train_start: Callable[[], None]) -> None:
+        on_train_start()
+        if not is_tuning(self._trainer, self._callbacks):
+            self._begin()
 
     def _begin(self) -> None:
         """When training begins: give it what no later place would, and note how everything is. Once for each fit."""
@@ -129,7 +128,7 @@ class FitState(PerTrainer):
             return
         self._begun = True
         trainer, restoring = self._trainer, self._restoring
-        self._undo += self._switches.run(private.LOGGERS, lambda: loggers.keep_whole(trainer)) or []
+        self._switches.run(private.LOGGERS, lambda: loggers.keep_whole(trainer, self._patches))
         self._switches.run(private.HOOKED, lambda: self._hooked.begin(trainer))
         restoring.begin()
         self.fixed_steps.check(trainer)
@@ -256,16 +255,14 @@ class FitState(PerTrainer):
             checkpoint: that Lightning loads.
             of_another_run: whether another run took it, whose logs stay its own.
         """
-        if not self._undo:  # a fit whose state is not kept
+        if not self._is_attached:  # a fit whose state is not kept
             return
         if (shared := checkpoint.get(KEY)) is not None:
             with_ranks(checkpoint, read_checkpoint)  # a file that the user named was read by Lightning
             found = shared["ranks"][0]["shipped"].get("found")
-            rest = self._switches.run(private.TUNERS, lambda: shipped.rest_tuners(self._trainer, found))
-            self._undo += rest or []
+            self._switches.run(private.TUNERS, lambda: shipped.rest_tuners(self._trainer, found, self._patches))
         self._restoring.load(checkpoint, of_another_run=of_another_run)
-        undo = self._switches.run(private.PROGRESS, lambda: self._restoring.enter_stopped(checkpoint))
-        self._undo += [undo] if undo is not None else []
+        self._switches.run(private.PROGRESS, lambda: self._restoring.enter_stopped(checkpoint))
 
     def end_epoch(self) -> None:
         """Where an epoch of training ends, before the module's own hook: put back what fits the data of the next."""

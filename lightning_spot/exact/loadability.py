@@ -10,6 +10,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -24,7 +25,8 @@ from lightning_spot.exact.checkpoint import OF_DATA, OF_MODEL, as_saved
 from lightning_spot.exact.dump import KEY, read_checkpoint
 from lightning_spot.exact.rank_states import states_in_files
 from lightning_spot.image.layout import Layout
-from lightning_spot.image.placeholder import ADVICE, Placeholder, kind_of, placeholders_in
+from lightning_spot.image.safe_load import ADVICE, Placeholder, kind_of, placeholders_in
+from lightning_spot.patches import Patches
 from lightning_spot.tiers.filesystem import forget_listings
 
 if TYPE_CHECKING:
@@ -276,21 +278,14 @@ def _with_own_states(trainer: pl.Trainer, checkpoint: dict[str, Any], path: Any)
         raise SettingsError(f"ckpt_path={str(path)!r} is not the whole directory of a snapshot: {error}") from error
 
 
-def follow_named(trainer: pl.Trainer) -> Callable[[], object]:
-    """Have a ``fit`` read the checkpoint that the user names in the way of a resume.
+def follow_named(trainer: pl.Trainer, patches: Patches) -> None:
+    """Have a ``fit`` read the checkpoint that the user names in the way of a resume."""
 
-    Returns:
-        what takes that back.
-    """
-    strategy = trainer.strategy
-    original = strategy.load_checkpoint
-
-    def load_checkpoint(path: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
+    def load_checkpoint(original: Callable[..., Any], path: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
         checkpoint = load_named(original, path, *arguments, **named)
         _with_own_states(trainer, checkpoint, path)
         put_in_own_objects(trainer, checkpoint)
         check_resumable(trainer, checkpoint)
         return checkpoint
 
-    strategy.load_checkpoint = load_checkpoint  # type: ignore[assignment,method-assign] # taken back
-    return lambda: vars(strategy).pop("load_checkpoint", None)
+    patches.wrap(trainer.strategy, "load_checkpoint", partial(partial, load_checkpoint))

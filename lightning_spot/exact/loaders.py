@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.exact import private
@@ -22,6 +23,7 @@ from lightning_spot.exact.position import (
     state_of,
 )
 from lightning_spot.exact.randomness import State, capture_random, restore_random
+from lightning_spot.patches import Patches
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -54,29 +56,23 @@ class Loaders:
         self._due: dict[str, State] = {}
         self._states: list[State | None] = []
         self._has_begun = False
-        self._undo: list[Callable[[], object]] = []
-        strategy = trainer.strategy
-        original = private.PROCESS_DATALOADER.of(strategy)
+        self._patches = Patches()
 
-        def process_dataloader(loader: object) -> object:
+        def process_dataloader(original: Callable[[object], object], loader: object) -> object:
             processed = original(loader)
             if trainer.state.stage == "train":
-                if (
-                    has_positions()
-                ):  # they are given to loaders once these are told their epoch, and Lightning's are not
+                if has_positions():  # given to loaders once these know their epoch: Lightning gives them before that
                     private.LOADER_STATES.set(trainer.fit_loop, [])
                 return PositionedLoader(processed, position_for, restore_step, data_resume())
             if trainer.state.stage in ("validate", "sanity_check"):
                 return FollowedLoader(processed, self._before_validation)
             return processed
 
-        private.PROCESS_DATALOADER.set(strategy, process_dataloader)  # taken back in end
-        self._undo.append(lambda: vars(strategy).pop(private.PROCESS_DATALOADER.name, None))
+        private.PROCESS_DATALOADER.wrap(self._patches, trainer.strategy, partial(partial, process_dataloader))
 
     def end(self) -> None:
         """Let the trainer go, and give it its loaders back: a ``CombinedLoader`` of the user's holds them, too."""
-        while self._undo:
-            self._undo.pop()()
+        self._patches.close()
         with suppress(AttributeError, ValueError):  # another Lightning may keep them elsewhere
             for loop in (self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop):
                 if (combined := private.COMBINED_LOADER.of(loop)) is not None:
@@ -101,9 +97,7 @@ class Loaders:
             self._follow(name, loop, private.DATA_SOURCE.of(loop))
 
     def _follow(self, name: str, loop: Any, source: Any) -> None:
-        original = private.REQUEST_LOADER.of(source)
-
-        def dataloader() -> Any:
+        def dataloader(original: Callable[[], Any]) -> Any:
             saved = self._due.pop(name, None)
             if saved is None or (self._has_begun and self._is_reload_due(saved)):
                 self._requests[name] = self._request()
@@ -115,8 +109,7 @@ class Loaders:
                 private.LAST_VAL_RELOAD.set(loop, saved["reloaded"])
             return self._as_it_was(saved, original)
 
-        private.REQUEST_LOADER.set(source, dataloader)
-        self._undo.append(lambda: vars(source).pop(private.REQUEST_LOADER.name, None))
+        private.REQUEST_LOADER.wrap(self._patches, source, partial(partial, dataloader))
 
     def _request(self) -> State:
         return {"epoch": self._trainer.current_epoch, "random": capture_random(), "data": self._data_state()}

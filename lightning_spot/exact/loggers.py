@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_spot.exact import namespaces, private
+from lightning_spot.patches import Patches
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -78,21 +79,14 @@ def continue_in(
             )
 
 
-def keep_whole(trainer: pl.Trainer) -> list[Callable[[], object]]:
+def keep_whole(trainer: pl.Trainer, patches: Patches) -> None:
     """Have no row of a CSV file get lost if the run is killed while a column is added to it.
 
     Lightning then empties the file and writes it anew: for a moment its rows are in the process only.
-
-    Returns:
-        what takes that back.
     """
-    if not trainer.is_global_zero:
-        return []
-    loggers: list[Any] = [logger for logger in trainer.loggers if _is(logger, "CSVLogger")]
-    writers = [logger.experiment for logger in loggers if os.path.isdir(logger.log_dir)]
-    for writer in writers:
-        writer.save = partial(_save_whole, writer, writer.save)
-    return [partial(vars(writer).pop, "save", None) for writer in writers]
+    loggers: list[Any] = [each for each in trainer.loggers if _is(each, "CSVLogger") and trainer.is_global_zero]
+    for writer in [logger.experiment for logger in loggers if os.path.isdir(logger.log_dir)]:
+        patches.wrap(writer, "save", partial(partial, _save_whole, writer))
 
 
 def _save_whole(writer: Any, save: Callable[[], None]) -> None:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_spot.exact import namespaces
+from lightning_spot.patches import Patches
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -88,6 +89,11 @@ class Name:
     def set(self, owner: Any, value: Any) -> None:
         """Set it in ``owner``."""
         setattr(owner, self.name, value)
+
+    def wrap(self, patches: Patches, owner: Any, make: Callable[[Any], Any]) -> None:
+        """Replace it in ``owner`` by what ``make`` returns of it, see :meth:`Patches.wrap`."""
+        self.of(owner)
+        patches.wrap(owner, self.name, make)
 
     def problem(self, trainer: pl.Trainer) -> str | None:
         """What is wrong with it; ``None`` if nothing is, or nothing that has it is in use."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.exact import private
+from lightning_spot.patches import Patches
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -52,7 +54,7 @@ def number_batches(trainer: pl.Trainer, done: int) -> None:
         setattr(current, name, done)
 
 
-def validate_first(trainer: pl.Trainer) -> dict[str, int]:
+def validate_first(trainer: pl.Trainer, patches: Patches) -> dict[str, int]:
     """Have a validation come before the next batch, of which the ranks that took the snapshot knew nothing.
 
     It is due where the batches of this epoch are numbered anew: behind its last one, or in its middle. Lightning would
@@ -62,14 +64,15 @@ def validate_first(trainer: pl.Trainer) -> dict[str, int]:
         the count of validation batches.
     """
     loop = trainer.fit_loop.epoch_loop
-    advance = private.ADVANCE_IN_EPOCH.of(loop)
+    once = Patches()
+    patches.push(once)
 
-    def validate(data_fetcher: Any) -> None:
-        loop.__dict__.pop(private.ADVANCE_IN_EPOCH.name, None)
+    def validate(advance: Callable[[Any], None], data_fetcher: Any) -> None:
+        once.close()
         if not (loop.restarting and private.SHOULD_VALIDATE.of(loop)(data_fetcher)):
             advance(data_fetcher)
 
-    private.ADVANCE_IN_EPOCH.set(loop, validate)
+    private.ADVANCE_IN_EPOCH.wrap(once, loop, partial(partial, validate))
     return dict(private.VAL_BATCH_PROGRESS.of(loop.val_loop).total.state_dict())
 
 
@@ -127,7 +130,7 @@ def forget_validations(trainer: pl.Trainer) -> None:
     private.HAS_VALIDATED.set(trainer.fit_loop.epoch_loop.val_loop, False)
 
 
-def enter_epoch(trainer: pl.Trainer, *, validates: bool, should_stop: bool) -> Callable[[], None]:
+def enter_epoch(trainer: pl.Trainer, patches: Patches, *, validates: bool, should_stop: bool) -> None:
     """Have Lightning go into the epoch it was stopped in, though no step is left: the end of it is, and of training.
 
     It would not, where the number of steps is reached or ``should_stop`` is set.
@@ -136,33 +139,27 @@ def enter_epoch(trainer: pl.Trainer, *, validates: bool, should_stop: bool) -> C
         trainer: that fits.
         validates: whether the end of the epoch begins with a validation; with none, if the run is to validate no more.
         should_stop: as it was; a validation may be due because of that.
-
-    Returns:
-        takes that back, as far as the epoch was not entered.
+        patches: take that back, as far as the epoch was not entered.
     """
-    loop, advance = trainer.fit_loop, private.ADVANCE.of(trainer.fit_loop)
-    epoch_loop, advance_in_epoch = loop.epoch_loop, private.ADVANCE_IN_EPOCH.of(loop.epoch_loop)
+    loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     kind = type(loop)
+    once = Patches()
+    patches.push(once)
 
-    def leave() -> None:
-        loop.__class__ = kind
-        loop.__dict__.pop(private.ADVANCE.name, None)
-        epoch_loop.__dict__.pop(private.ADVANCE_IN_EPOCH.name, None)
-
-    def enter() -> None:
-        leave()
+    def enter(advance: Callable[[], None]) -> None:
+        once.close()
         if validates:
-            private.ADVANCE_IN_EPOCH.set(epoch_loop, validate)
+            private.ADVANCE_IN_EPOCH.wrap(once, epoch_loop, partial(partial, validate))
         else:  # or one more batch would be fetched before that is looked at
             private.HAS_VALIDATED.set(epoch_loop.val_loop, True)
         advance()
 
-    def validate(data_fetcher: Any) -> None:
-        leave()
+    def validate(advance: Callable[[Any], None], data_fetcher: Any) -> None:
+        once.close()
         trainer.should_stop = should_stop
         if private.SHOULD_VALIDATE.of(epoch_loop)(data_fetcher):  # else it would train one more batch
-            advance_in_epoch(data_fetcher)
+            advance(data_fetcher)
 
+    private.ADVANCE.wrap(once, loop, partial(partial, enter))
+    once.callback(setattr, loop, "__class__", kind)
     loop.__class__ = type(kind.__name__, (kind,), {"done": False})
-    private.ADVANCE.set(loop, enter)
-    return leave

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lightning_spot.image.layout import Layout, filled, lay_out
-from lightning_spot.sharded.shard_files import load_state, state_file
+from lightning_spot.sharded.file_plan import load_state, state_file
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

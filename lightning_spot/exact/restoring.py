@@ -40,6 +40,7 @@ from lightning_spot.exact.position import PositionedLoader, batches_done, loader
 from lightning_spot.exact.randomness import State, restore_random
 from lightning_spot.exact.rank_states import are_these, share_of
 from lightning_spot.exact.sharded import gradient_like, is_sharded
+from lightning_spot.patches import Patches
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -85,7 +86,7 @@ class Restoring(OfTrainer):
         self._val_total: dict[str, int] | None = None
         self._precise: dict[str, torch.Tensor] = {}
         self._loaded: dict[str, torch.Tensor] = {}  # weights, until hooks at the start of training are done
-        self._loads: Callable[[Mapping[str, Any]], None] | None = None
+        self._patches = Patches()
         self._others: OtherRanks | None = None  # where those that took the snapshot had other shares of the data
 
     @property
@@ -205,24 +206,21 @@ class Restoring(OfTrainer):
             states: of the optimizers, as they were saved.
             dtypes: that the weights had then, by name.
         """
-        trainer, strategy = self._trainer, self._trainer.strategy
-        load = strategy.load_optimizer_state_dict
+        trainer, once = self._trainer, Patches()
+        self._patches.push(once)
 
-        def load_optimizer_state_dict(checkpoint: Mapping[str, Any]) -> None:
-            self.end()
+        def load_optimizer_state_dict(load: Callable[[Mapping[str, Any]], None], checkpoint: Mapping[str, Any]) -> None:
+            once.close()
             load(checkpoint)
             names = names_of(trainer.lightning_module)
             for optimizer, state in zip(trainer.optimizers, states, strict=False):
                 keep_dtypes(optimizer, state, lambda parameter: dtypes.get(names.get(id(parameter), "")))
 
-        self._loads = load_optimizer_state_dict
-        strategy.load_optimizer_state_dict = load_optimizer_state_dict  # type: ignore[method-assign] # until it is called
+        once.wrap(trainer.strategy, "load_optimizer_state_dict", partial(partial, load_optimizer_state_dict))
 
     def end(self) -> None:
-        """Let the strategy go."""
-        own = vars(self._trainer.strategy)
-        if self._loads is not None and own.get("load_optimizer_state_dict") is self._loads:
-            del own["load_optimizer_state_dict"]
+        """Let the strategy and the loops go."""
+        self._patches.close()
 
     def _restore_hooked(self, values: State, *, untrained: bool = False) -> None:
         if (saved := values["hooked"]) is not None:
@@ -245,7 +243,9 @@ class Restoring(OfTrainer):
         # Batches that these ranks would have seen by now may end with a validation, where those of the others had none.
         is_place = is_over or bool(done and others.is_between_batches)
         if is_place and self._val_total is None and not self._steps_are_over and self._validates(should_stop=False):
-            self._val_total = self._switches.run(private.PROGRESS, lambda: progress.validate_first(trainer))
+            self._val_total = self._switches.run(
+                private.PROGRESS, lambda: progress.validate_first(trainer, self._patches)
+            )
         rank_zero_info(f"lightning_spot: {others.line(trainer)}")
         for reason in dict.fromkeys(others.reasons):
             rank_zero_warn(f"lightning_spot: {reason}")
@@ -264,12 +264,12 @@ class Restoring(OfTrainer):
             restore_random(values["random"], self._trainer.strategy.root_device)
             self.go_on()
 
-    def enter_stopped(self, checkpoint: dict[str, Any]) -> Callable[[], None] | None:
-        """Of a run that takes no more steps: have Lightning come to the end of its epoch; how to take that back."""
+    def enter_stopped(self, checkpoint: dict[str, Any]) -> None:
+        """Of a run that takes no more steps: have Lightning come to the end of its epoch."""
         values, validates = self._values, self._val_total is not None
         if values is None or not self._steps_are_over or not progress.is_in_epoch(checkpoint):
-            return None
-        return progress.enter_epoch(self._trainer, validates=validates, should_stop=values["should_stop"])
+            return
+        progress.enter_epoch(self._trainer, self._patches, validates=validates, should_stop=values["should_stop"])
 
     def position_for(self, loader: PositionedLoader) -> State | None:
         """Position at which ``loader`` begins its epoch: the saved one for the first epoch after a resume."""

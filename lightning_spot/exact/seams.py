@@ -8,11 +8,13 @@ that is what is wrapped here. ``tests/test_exact.py`` guards it against changes 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning_spot.exact import private
 from lightning_spot.exact.per_trainer import PerTrainer
+from lightning_spot.patches import Patches
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -58,6 +60,7 @@ class Seams(PerTrainer):
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
         self._listeners: list[SeamListener] = []
+        self._patches = Patches()
         self.is_on = True
 
     def add(self, listener: SeamListener) -> None:
@@ -78,14 +81,13 @@ class Seams(PerTrainer):
         if listener in self._listeners:
             self._listeners.remove(listener)
             if not self._listeners:
-                self._trainer.fit_loop.epoch_loop.__dict__.pop(private.ADVANCE_END.name, None)
+                self._patches.close()
 
     def _wrap(self) -> None:
         loop = self._trainer.fit_loop.epoch_loop
-        original = private.ADVANCE_END.of(loop)
         ours = list(self._trainer.callbacks)  # type: ignore[attr-defined] # Lightning's Trainer has it
 
-        def on_advance_end(data_fetcher: Any) -> None:
+        def on_advance_end(original: Callable[[Any], None], data_fetcher: Any) -> None:
             if is_tuning(self._trainer, ours):
                 original(data_fetcher)
                 return
@@ -99,4 +101,4 @@ class Seams(PerTrainer):
                 for listener in list(self._listeners):
                     listener.after_batch(self._trainer)
 
-        private.ADVANCE_END.set(loop, on_advance_end)  # taken back in remove
+        private.ADVANCE_END.wrap(self._patches, loop, partial(partial, on_advance_end))

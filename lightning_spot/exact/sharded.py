@@ -26,6 +26,7 @@ from lightning_spot.exact.parameter_names import clean, names_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Image
 from lightning_spot.image.shards import ShardedTensor
+from lightning_spot.patches import Patches
 from lightning_spot.sharded.metadata import dtype_of
 from lightning_spot.sharded.plan import EXTRA, EXTRA_SUFFIX, is_extra
 from lightning_spot.sharded.reader import ImageReader, changed, load
@@ -128,13 +129,10 @@ def live_states(trainer: pl.Trainer) -> Iterator[None]:
         return
     strategy: Any = trainer.strategy
     holder = holder_of(trainer)
-    strategy.lightning_module_state_dict = holder.model_state
-    strategy.optimizer_state = holder.optimizer_state
-    try:
+    with Patches() as patches:
+        patches.wrap(strategy, "lightning_module_state_dict", lambda _: holder.model_state)
+        patches.wrap(strategy, "optimizer_state", lambda _: holder.optimizer_state)
         yield
-    finally:
-        vars(strategy).pop("lightning_module_state_dict", None)
-        vars(strategy).pop("optimizer_state", None)
 
 
 def split(checkpoint: dict[str, Any]) -> tuple[State, dict[str, Any]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -20,6 +19,7 @@ from torchmetrics import Metric
 
 from lightning_spot.exact import buffers, logged_values, namespaces, private
 from lightning_spot.exact.compare import is_drawn
+from lightning_spot.patches import Patches
 from lightning_spot.tiers.filesystem import forget_listings
 
 if TYPE_CHECKING:
@@ -187,20 +187,13 @@ def _tuned(callback: Any) -> list[str]:
     return [private.RATE_NAME.of(callback)] if private.RATE_NAME.of(callback) else ["lr", "learning_rate"]
 
 
-def rest_tuners(trainer: pl.Trainer, saved: State) -> list[Callable[[], object]]:
-    """Before a resumed fit starts: give it what its tuners found, and have them not look for it again.
-
-    Returns:
-        what undoes it.
-    """
-    undo: list[Callable[[], object]] = []
+def rest_tuners(trainer: pl.Trainer, saved: State, patches: Patches) -> None:
+    """Before a resumed fit starts: give it what its tuners found, and have them not look for it again."""
     for key, callback in _tuners(trainer):
         for name, value in (saved or {}).get(key, {}).items():
             namespaces.of(trainer, "utilities.parsing").lightning_setattr(trainer.lightning_module, name, value)
         # Its trial would end with Lightning's own restore, and that would forget what is to be resumed.
-        callback.on_fit_start = _nothing
-        undo.append(partial(vars(callback).pop, "on_fit_start", None))
-    return undo
+        patches.wrap(callback, "on_fit_start", lambda _: _nothing)
 
 
 def before_loading(trainer: pl.Trainer, checkpoint: State) -> None:

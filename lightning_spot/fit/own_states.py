@@ -17,7 +17,7 @@ from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.rank_states import Packing, Rooms, State
 from lightning_spot.fit.collectives import Agreement, Shown
-from lightning_spot.sharded.shard_files import state_archive
+from lightning_spot.sharded.file_plan import state_archive
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -3,6 +3,10 @@
 The file is one that ``torch.load`` reads, and every tool that reads zip files. Other than in a file of ``torch.save``
 the storages come first, and what varies in length (the pickle, small records, the directory) behind them: so every
 storage keeps its place from one snapshot to the next, as long as those before it are there.
+
+The records of such a file are never compressed, so every tensor lies in one run of bytes. Headers and directory are
+written by the published zip format (APPNOTE.TXT 4.3). The CRC-32 of a tensor's bytes is 0 in them, as in files that
+torch writes after ``torch.serialization.set_crc32_options(False)``: a snapshot's manifest has checksums of every byte.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import io
 import itertools
 import logging
 import operator
+import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +26,6 @@ from zlib import crc32
 
 import torch
 
-from lightning_spot.image.archive import descriptor, directory, directory_entry, header
 from lightning_spot.image.pickling import Named, TensorPickler
 from lightning_spot.image.pieces import Piece
 
@@ -154,15 +158,15 @@ class _Place:
 
     def __init__(self, named: Named, last: _Place | None) -> None:
         start: int = last.end if last is not None else 0
-        behind_last = descriptor(last.nbytes) if last is not None else b""
+        behind_last = _descriptor(last.nbytes) if last is not None else b""
         name = f"{_FOLDER}/data/{named.number}"
         at = start + len(behind_last)
         self.named = named
         self.nbytes: int = named.nbytes
-        self.before = (start, behind_last + header(name, named.nbytes, at))
+        self.before = (start, behind_last + _header(name, named.nbytes, at))
         self.offset = start + len(self.before[1])
         self.end: int = self.offset + named.nbytes
-        self.entry = directory_entry(name, named.nbytes, at)
+        self.entry = _directory_entry(name, named.nbytes, at)
 
 
 def lay_out(checkpoint: Any) -> Layout:
@@ -272,15 +276,99 @@ def _tail(pickled: bytes, entries: list[bytes], last_nbytes: int, start: int, fi
         start: where it ends.
         filling: size of a last record, of zeros.
     """
-    parts = [descriptor(last_nbytes)]
+    parts = [_descriptor(last_nbytes)]
     at = start + len(parts[0])
     own = []
     records = [("data.pkl", pickled), *_RECORDS, *([("filling", bytes(filling))] if filling else [])]
     for name, data in records:
         path, crc = f"{_FOLDER}/{name}", crc32(data)
-        record = [header(path, len(data), at), data, descriptor(len(data), crc)]
-        own.append(directory_entry(path, len(data), at, crc))
+        record = [_header(path, len(data), at), data, _descriptor(len(data), crc)]
+        own.append(_directory_entry(path, len(data), at, crc))
         parts += record
         at += sum(map(len, record))
-    parts.append(directory([*entries, *own], at))
+    parts.append(_directory([*entries, *own], at))
     return b"".join(parts)
+
+
+# -- the archive (ZIP64, stored records): the bytes around its records ------------------------------------------------
+
+
+_ALIGNMENT = 64
+"""Bytes of which the offset of every record's data is a multiple, as in files of ``torch.save``."""
+
+_END = struct.Struct("<4s4H2LH")  # end of central directory
+_END64_LOCATOR = struct.Struct("<4sLQL")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_CENTRAL = struct.Struct("<4s6H3L5H2L")
+_LOCAL = struct.Struct("<4s5H3L2H")
+_EXTRA = struct.Struct("<2sH")  # tag and length of a field of one's own
+_SIZES64 = struct.Struct("<2sH2Q")
+_STREAMED = 0x08  # flag: CRC and sizes follow the data in a descriptor
+_UTF8 = 0x800
+_FULL, _FULL16 = 0xFFFFFFFF, 0xFFFF  # the number is in a ZIP64 field
+_MADE_BY, _MADE_BY64 = 20, 45  # versions of the format that a reader needs
+_FIRST_DAY = 0x21  # 1980-01-01: the same bytes give the same file at any time
+
+
+def _header(name: str, nbytes: int, at: int) -> bytes:
+    """What stands in front of a record's data, padded so that the data begins at a multiple of :data:`_ALIGNMENT`.
+
+    Args:
+        name: path inside the archive, ASCII.
+        nbytes: length of the data.
+        at: where in the file the header begins.
+    """
+    path = name.encode("ascii")
+    large = nbytes >= _FULL
+    sizes = _SIZES64.pack(b"\1\0", 16, nbytes, nbytes) if large else b""
+    padding = -(at + _LOCAL.size + len(path) + len(sizes) + _EXTRA.size) % _ALIGNMENT
+    extra = sizes + _EXTRA.pack(b"FB", padding) + bytes(padding)
+    size = _FULL if large else 0
+    fields = (_version(large), _flags(nbytes), 0, 0, _FIRST_DAY, 0, size, size, len(path), len(extra))
+    return _LOCAL.pack(b"PK\3\4", *fields) + path + extra
+
+
+def _descriptor(nbytes: int, crc: int = 0) -> bytes:
+    """What stands behind a record's data. An empty record has none.
+
+    Args:
+        nbytes: length of the data.
+        crc: its CRC-32; 0 for none.
+    """
+    if not nbytes:
+        return b""
+    return struct.pack("<4sL2Q" if nbytes >= _FULL else "<4s3L", b"PK\7\x08", crc, nbytes, nbytes)
+
+
+def _directory_entry(name: str, nbytes: int, header_at: int, crc: int = 0) -> bytes:
+    """A record's entry in the directory; see :func:`_header` and :func:`_descriptor`."""
+    path = name.encode("ascii")
+    large, far = nbytes >= _FULL, header_at >= _FULL
+    numbers = [*([nbytes, nbytes] if large else []), *([header_at] if far else [])]
+    extra = struct.pack(f"<2H{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
+    size, version = _FULL if large else nbytes, _version(large or far)
+    fields = (version, version, _flags(nbytes), 0, 0, _FIRST_DAY, crc, size, size, len(path), len(extra), 0, 0, 0, 0)
+    return _CENTRAL.pack(b"PK\1\2", *fields, _FULL if far else header_at) + path + extra
+
+
+def _directory(entries: Sequence[bytes], at: int) -> bytes:
+    """The directory, which ends the file.
+
+    Args:
+        entries: of all records, see :func:`_directory_entry`.
+        at: where in the file it begins.
+    """
+    table = b"".join(entries)
+    count, end = len(entries), at + len(table)
+    end64 = _END64.pack(b"PK\6\6", _END64.size - 12, _MADE_BY64, _MADE_BY64, 0, 0, count, count, len(table), at)
+    counted = min(count, _FULL16)
+    last = _END.pack(b"PK\5\6", 0, 0, counted, counted, min(len(table), _FULL), min(at, _FULL), 0)
+    return table + end64 + _END64_LOCATOR.pack(b"PK\6\7", 0, end, 1) + last
+
+
+def _flags(nbytes: int) -> int:
+    return _UTF8 | (_STREAMED if nbytes else 0)
+
+
+def _version(large: bool) -> int:
+    return _MADE_BY64 if large else _MADE_BY

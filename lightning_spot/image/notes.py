@@ -15,8 +15,7 @@ from lightning_spot.errors import CorruptSnapshotError, MalformedError, Settings
 from lightning_spot.image.files import FileSpan, check_files, pieces
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum, part_ranges
-from lightning_spot.image.portion import MOST_HOSTS
-from lightning_spot.image.spread import whole_of
+from lightning_spot.image.portion import MOST_HOSTS, whole_of
 from lightning_spot.threads import all_at_once
 from lightning_spot.untrusted import (
     LARGE_BYTES,

@@ -5,6 +5,15 @@ hyperparameter that nobody reads on a resume. Here a stand-in takes the place of
 notes its arguments and its state, and nothing is imported or called. Afterwards those of a few plain kinds (numbers of
 numpy, paths, dates, …) become values, by functions of ours that check every argument; all others stay a
 :class:`Placeholder`. What else is safe, torch says (its own list, and the user's ``add_safe_globals``).
+
+A pickle is a program. What torch calls for one is safe to call, yet a few hundred bytes may ask for
+``bytearray(2**33)``, or use as a key a tuple nested so deeply that Python's hash of it ends the process. So the program
+is followed before it is run: of each object that it would make no more is known than what it is made of, how deep, and
+how many objects a walk through it meets.
+
+Another thread may load with ``torch.load(weights_only=True)`` meanwhile, such as one that reads data: torch's list
+stays as it is. Nothing of torch says what else is safe to one load, so the functions of its unpickler that look names
+up are made again here, with the same code, and find ours.
 """
 
 from __future__ import annotations
@@ -12,23 +21,108 @@ from __future__ import annotations
 import collections
 import datetime
 import decimal
+import io
 import itertools
 import math
+import os
 import pathlib
+import pickletools
 import re
+import reprlib
 import types
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pickle import UnpicklingError
-from typing import IO, Any
+from typing import IO, Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 
 from lightning_spot.errors import CorruptSnapshotError, NotSerializableError, SpotError
-from lightning_spot.image.bounds import check_bounds
-from lightning_spot.image.placeholder import ADVICE, Placeholder, kind_of, parts_of, remember_places
-from lightning_spot.image.restricted import restricted_load
 from lightning_spot.untrusted import LONGEST_TEXT, plain
+
+ADVICE = (
+    "Name its class in torch.serialization.add_safe_globals before fit, or pass weights_only=False to trainer.fit, if"
+    " you trust what wrote the snapshots; better keep plain values there"
+)
+
+SHORT = reprlib.Repr()
+"""Describes what a file holds: the full ``repr`` of what holds one thing many times may have no end."""
+SHORT.maxother = SHORT.maxstring = 120
+
+
+class Placeholder:
+    """Stands for an object of a class that is not loaded. To use it raises :class:`NotSerializableError`.
+
+    Args:
+        kind: full name of its class, or of the function that makes it.
+        parts: what the file has of it: arguments, state, items.
+    """
+
+    __slots__ = ("_kind", "_parts", "_where")
+
+    def __init__(self, kind: str, *parts: Any) -> None:
+        self._kind = kind
+        self._parts = list(parts)
+        self._where = ""
+
+    @reprlib.recursive_repr()
+    def __repr__(self) -> str:
+        return f"<{self._kind}{''.join(f' {SHORT.repr(part)}' for part in self._parts)}, not loaded>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)  # python asks for these to find out what an object can do
+        _refuse(self)
+
+
+def _refuse(placeholder: Placeholder, *_: Any) -> NoReturn:
+    where = f"{placeholder._where} of the snapshot" if placeholder._where else "what is used here"
+    raise NotSerializableError(f"{plain(where)} is a {plain(placeholder._kind)}, which was not loaded. {ADVICE}")
+
+
+for _operator in (
+    *("__call__", "__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__", "__bool__"),
+    *("__int__", "__float__", "__index__", "__fspath__", "__enter__", "__lt__", "__le__", "__gt__", "__ge__"),
+    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__neg__"),
+):
+    setattr(Placeholder, _operator, _refuse)
+
+
+def kind_of(placeholder: Placeholder) -> str:
+    """Full name of the class, or of the function that makes the object."""
+    return placeholder._kind
+
+
+def parts_of(placeholder: Placeholder) -> list[Any]:
+    """What the file has of the object: arguments, state, items."""
+    return placeholder._parts
+
+
+def placeholders_in(value: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Placeholder]]:
+    """Each placeholder in a nested value, and its place; an object that contains one counts at its own place."""
+    seen = set() if seen is None else seen
+    if isinstance(value, Placeholder):
+        yield path, value
+        return
+    if isinstance(value, (torch.Tensor, str, bytes, int, float)) or value is None or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from placeholders_in(key, f"a key of {path}", seen)
+            yield from placeholders_in(item, f"{path}.{key}" if path else str(key), seen)
+    elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+        for index, item in enumerate(value):
+            yield from placeholders_in(item, f"{path}[{index}]", seen)
+    for name, item in ({} if isinstance(value, type) else getattr(value, "__dict__", {})).items():
+        yield from placeholders_in(item, f"{path}.{name}", seen)
+
+
+def _remember_places(value: Any) -> None:
+    """Have each placeholder in a nested value know where it is, for the error that its use raises."""
+    for where, placeholder in placeholders_in(value):
+        placeholder._where = placeholder._where or where
 
 
 def safe_load(file: IO[bytes] | str, map_location: str = "cpu") -> Any:
@@ -51,10 +145,10 @@ def safe_load(file: IO[bytes] | str, map_location: str = "cpu") -> Any:
     """
     stand_ins = _StandIns()
     try:
-        check_bounds(file)
-        loaded = _Settling(stand_ins).settled(restricted_load(file, map_location, stand_ins))
+        _check_bounds(file)
+        loaded = _Settling(stand_ins).settled(_restricted_load(file, map_location, stand_ins))
         if stand_ins.kinds:
-            remember_places(loaded)
+            _remember_places(loaded)
     except (OSError, SpotError, MemoryError):
         raise
     except UnpicklingError as error:
@@ -355,3 +449,273 @@ _CLASSES: dict[str, type] = {
     "numpy.ndarray": np.ndarray,
 }
 """Classes that are values themselves, such as a hyperparameter ``kind=float``."""
+
+
+# -- what a pickle would have the unpickler do, followed before it is run ---------------------------------------------
+
+
+_DEEPEST = 500
+_MOST_AGAIN = 16
+"""How often, in the mean, a byte of a long pickle may be met in a walk through one tuple."""
+_MOST_MET = 1_000_000
+"""How many objects may be met in a walk through one tuple of a short pickle."""
+
+_GROWS = re.compile(r"torch(\.\w+)*\.\w*(Tensor|Storage)")
+"""What torch deems safe to call, and makes something of any size, or that may grow; ``torch.save`` calls none."""
+
+_FILLED = {
+    "builtins.bytearray": ("text", "latin1", "bytes"),
+    "builtins.set": ("list",),
+    "collections.Counter": ("dict",),
+    "collections.OrderedDict": (),
+    "torch.Size": ("tuple",),
+}
+"""What may fill an object that takes all that can be walked through: a tensor of few bytes may have endless items."""
+
+_DETOUR = "torch._tensor._rebuild_from_type_v2"
+_OF_TORCH = ("torch.", "collections.")
+_PLAIN_OPS = frozenset(["BINFLOAT", "NONE", "NEWTRUE", "NEWFALSE", "SHORT_BINSTRING"])
+_NUMBER_OPS = frozenset(["BININT", "BININT1", "BININT2", "LONG1"])
+_EMPTY_OPS = {"EMPTY_DICT": "dict", "EMPTY_LIST": "list", "EMPTY_SET": "set"}
+_TUPLE_OPS = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_POP_OPS = {"APPEND": 1, "BUILD": 1, "SETITEM": 2}
+
+
+class _Made(NamedTuple):
+    """An object that a pickle would make.
+
+    Attributes:
+        kind: ``"text"``, ``"latin1"`` (that text), ``"bytes"``, ``"tuple"``, ``"list"``, ``"dict"``, ``"set"``,
+            ``"made"`` (by what torch deems safe), a full name, or ``""`` for anything else.
+        items: kinds of the items of a tuple.
+        depth: of tuples in it.
+        met: how many objects a walk through it meets.
+    """
+
+    kind: str
+    items: tuple[str, ...] = ()
+    depth: int = 0
+    met: int = 1
+
+
+_ANY = _Made("")
+
+
+def _check_bounds(file: IO[bytes] | str) -> None:
+    """Refuse a file of ``torch.save`` that asks for more than it is; its place in the end is its beginning.
+
+    Raises:
+        CorruptSnapshotError: saying what it asks for.
+        NotSerializableError: if it is written in another protocol than ours.
+    """
+    with zipfile.ZipFile(file) as archive:
+        inside = sum(record.file_size for record in archive.infolist())
+    if isinstance(file, str):
+        nbytes = os.path.getsize(file)
+    else:
+        file.seek(0, io.SEEK_END)
+        nbytes = file.tell()
+        file.seek(0)
+    if inside > nbytes:
+        raise _refused(f"claims to hold {inside} bytes and has {nbytes}")
+    pickled = torch._C.PyTorchFileReader(file).get_record("data.pkl")  # the very bytes that torch will read
+    if not isinstance(file, str):
+        file.seek(0)
+    _follow(pickled)
+
+
+def _follow(pickled: bytes) -> None:
+    stack: list[_Made] = []
+    marked: list[list[_Made]] = []
+    memo: dict[int, _Made] = {}
+    argument: Any
+    for opcode, argument, _ in pickletools.genops(pickled):
+        name = opcode.name
+        if name in ("BINPUT", "LONG_BINPUT"):
+            memo[argument] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        elif name == "BINUNICODE":
+            stack.append(_Made("latin1" if argument == "latin1" else "text"))
+        elif name in _PLAIN_OPS or name in _NUMBER_OPS:
+            stack.append(_ANY)
+        elif name in _EMPTY_OPS:
+            stack.append(_Made(_EMPTY_OPS[name]))
+        elif name == "MARK":
+            marked.append(stack)
+            stack = []
+        elif name == "TUPLE":
+            items, stack = stack, marked.pop()
+            stack.append(_tuple(items, len(pickled)))
+        elif name in _TUPLE_OPS:
+            first = len(stack) - _TUPLE_OPS[name]
+            stack[first:] = [_tuple(stack[first:], len(pickled))]
+        elif name in ("APPENDS", "SETITEMS"):
+            stack = marked.pop()
+        elif name == "BUILD" and stack[-2].kind == "made" and stack[-1].kind not in ("dict", "list", "tuple"):
+            raise _refused("gives a state that torch.save does not write")
+        elif name in _POP_OPS:
+            del stack[-_POP_OPS[name] :]
+        elif name == "BINPERSID":
+            stack[-1] = _Made("made")
+        elif name == "GLOBAL":
+            stack.append(_Made(_global(argument)))
+        elif name in ("REDUCE", "NEWOBJ"):
+            arguments, called = stack.pop(), stack.pop()
+            stack.append(_call(called, arguments))
+        elif name == "LONG4":
+            raise NotSerializableError(
+                "the file has an integer of more than 255 bytes, which torch does not read. It is not loaded. Keep"
+                " such a number as text"
+            )
+        elif name not in ("PROTO", "STOP"):
+            raise NotSerializableError(
+                f"the file has the opcode {name}, of another protocol than torch.save's own. It is not loaded. Save it"
+                " without pickle_protocol"
+            )
+
+
+def _tuple(items: Iterable[_Made], nbytes: int) -> _Made:
+    kinds, depth, met = [], 0, 1
+    for item in items:
+        kinds.append(item.kind)
+        depth = max(depth, item.depth)
+        met += item.met
+    if depth >= _DEEPEST or met > max(_MOST_MET, _MOST_AGAIN * nbytes):
+        raise _refused(f"nests tuples {depth + 1} deep, with {met} items")
+    return _Made("tuple", tuple(kinds), depth + 1, met)
+
+
+def _call(called: _Made, arguments: _Made) -> _Made:
+    """What a call makes.
+
+    Raises:
+        CorruptSnapshotError: if it could be of any size.
+    """
+    kind, kinds = called.kind, arguments.items
+    is_encoding = kind == "_codecs.encode"
+    is_wrong = arguments.kind != "tuple" or _GROWS.fullmatch(kind) is not None
+    is_wrong |= kind in _FILLED and bool(kinds) and not (len(kinds) == 1 and kinds[0] in _FILLED[kind])
+    is_wrong |= is_encoding and (kinds[:1] not in (("text",), ("latin1",)) or kinds[1:] != ("latin1",))
+    if kind == _DETOUR:  # calls its first argument: a function by its name, and none of those that are looked at
+        first = kinds[0] if kinds else ""
+        is_wrong |= "." not in first or first in (_DETOUR, "_codecs.encode", *_FILLED) or bool(_GROWS.fullmatch(first))
+        is_wrong |= kinds[2:3] != ("tuple",)
+    if is_wrong:
+        raise _refused(f"calls {kind or 'an object'} in a way that torch.save does not write")
+    if is_encoding:
+        return _Made("bytes")
+    return _Made("made" if kind.startswith(_OF_TORCH) else "", (), arguments.depth, arguments.met)
+
+
+def _global(argument: str) -> str:
+    """The full name that torch makes of one in a pickle, which may be of Python 2."""
+    module, _, name = argument.partition(" ")
+    module, name = torch._utils.NAME_MAPPING.get((module, name), (module, name))
+    return f"{torch._utils.IMPORT_MAPPING.get(module, module)}.{name}"
+
+
+def _refused(why: str) -> CorruptSnapshotError:
+    return CorruptSnapshotError(f"the file {why}. It is damaged or forged, and is not loaded. Take another one")
+
+
+# -- torch's restricted unpickler with other safe names than torch's own list, which is one for the whole process -----
+
+
+_SPARSE = "torch._utils._rebuild_sparse_tensor"
+_LOOKED_UP = frozenset(["_get_allowed_globals", "_get_user_allowed_globals"])
+
+
+def _restricted_load(file: IO[bytes] | str, map_location: str, names: Mapping[str, Any]) -> Any:
+    """As ``torch.load(weights_only=True)`` does it, of a zip file; no other kind of file is read.
+
+    Args:
+        file: seekable. Of a path, tensors look at the mapped file, privately.
+        map_location: where tensors go.
+        names: what each name stands for that is not safe to torch of itself, in the place of the user's list.
+
+    Raises:
+        SpotError: if this torch has no such unpickler.
+        Exception: what torch raises.
+    """
+    unpickler = _unpickler(names)
+    mapped = torch.UntypedStorage.from_file(file, False, os.path.getsize(file)) if isinstance(file, str) else None
+    return torch.serialization._load(  # type: ignore[no-untyped-call] # torch's
+        torch._C.PyTorchFileReader(file),
+        map_location,
+        types.SimpleNamespace(Unpickler=unpickler),
+        overall_storage=mapped,
+        encoding="utf-8",
+    )
+
+
+def _unpickler(names: Mapping[str, Any]) -> type:
+    try:
+        module: Any = torch._weights_only_unpickler
+        safe = {**module._get_allowed_globals(), _SPARSE: _sparse_tensor}
+        safe.update((name, _whole(safe[name])) for name in _COPYING & safe.keys())
+        own = {**vars(module), **dict.fromkeys(_LOOKED_UP, lambda: names), "_get_allowed_globals": lambda: safe}
+        codes = {name: made.__code__ for name, made in vars(module.Unpickler).items() if hasattr(made, "__code__")}
+        body = {name: types.FunctionType(code, own) for name, code in codes.items() if _LOOKED_UP & {*code.co_names}}
+        found = frozenset[str]().union(*(code.co_names for code in codes.values()))
+        if missing := _LOOKED_UP - found:
+            raise AttributeError(f"Unpickler does not look up {', '.join(sorted(missing))}")
+        for owner, name in ((torch.serialization, "_load"), (torch, _COO), (torch, _COMPRESSED)):
+            getattr(owner, name)
+    except AttributeError as error:
+        raise SpotError(
+            f"torch {torch.__version__} has another restricted unpickler ({error}). No snapshot is read, as none can be"
+            " read safely. Install a torch that this version of lightning_spot was tested with"
+        ) from error
+    return type("Unpickler", (module.Unpickler,), body)
+
+
+# -- of tensors that are in the file ----------------------------------------------------------------------------------
+
+_COPYING = frozenset(
+    f"torch._utils._rebuild_{kind}" for kind in ("device_tensor_from_cpu_tensor", "nested_tensor", "qtensor")
+)
+"""What copies tensors that it is given, or walks through them: one number of the file may be an item without end."""
+
+
+def _whole(rebuild: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The same for tensors of which the file has every item, as torch.save writes them there."""
+
+    def rebuilt(*arguments: Any) -> torch.Tensor:
+        for argument in arguments:
+            _check_whole(argument if isinstance(argument, tuple) else (argument,))
+        return rebuild(*arguments)
+
+    return rebuilt
+
+
+def _check_whole(values: tuple[Any, ...]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.numel() * value.element_size() > value.untyped_storage().nbytes():
+            raise ValueError(f"a tensor of {value.numel()} items is larger than its storage")
+
+
+# -- sparse tensors ---------------------------------------------------------------------------------------------------
+
+_COO, _COMPRESSED = "_validate_sparse_coo_tensor_args", "_validate_sparse_compressed_tensor_args"
+
+
+def _sparse_tensor(layout: torch.layout, data: tuple[Any, ...]) -> torch.Tensor:
+    """A sparse tensor whose indices lie within it; torch checks that only by a setting for the whole process."""
+    if type(data) is not tuple:
+        raise TypeError("parts of a sparse tensor that are no tuple")
+    _check_whole(data[:1] if layout is torch.sparse_coo else data[:2])
+    if layout is torch.sparse_coo:
+        indices, values, size, *coalesced = data
+        made = torch.sparse_coo_tensor(
+            indices, values, size, is_coalesced=coalesced[0] if coalesced else None, check_invariants=False
+        )
+        parts = made._indices(), made._values(), made.size(), made.is_coalesced()
+        check = getattr(torch, _COO)
+    else:
+        made = torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=False)
+        parts = *data[:3], made.size(), layout
+        check = getattr(torch, _COMPRESSED)
+    if not made.is_meta:  # which has no indices
+        check(*parts, check_pinning=False)  # that check may start CUDA
+    return made

@@ -9,19 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import compress
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
 from lightning_spot.errors import NotSerializableError
 from lightning_spot.image.shards import Path
-from lightning_spot.sharded.metadata import name_of
+from lightning_spot.sharded.dtensors import box_of, root_of, spec_of
 
 _LEAF, _MAPPING, _LIST = range(3)
 _SCALARS = frozenset((str, int, float, bool, type(None)))
@@ -70,7 +69,7 @@ class Items:
         if form != self._form:
             paths: list[Path] = []
             self.other_keys = []
-            _name_items(form, (), paths, self.other_keys)
+            _add_paths(form, (), paths, self.other_keys)
             _check_names(paths)
             self.paths, self._form = tuple(paths), form
         return found
@@ -107,7 +106,7 @@ def _is_one_item(values: list[Any]) -> bool:
     )
 
 
-def _name_items(form: _Form, path: Path, paths: list[Path], other_keys: list[tuple[Path, Any]]) -> None:
+def _add_paths(form: _Form, path: Path, paths: list[Path], other_keys: list[tuple[Path, Any]]) -> None:
     keys, inner = form
     below = dict(inner)
     names: list[str | int] = [*range(keys)] if isinstance(keys, int) else [str(key) for key in keys]
@@ -115,7 +114,7 @@ def _name_items(form: _Form, path: Path, paths: list[Path], other_keys: list[tup
         other_keys += [(path, key) for key in keys if not isinstance(key, str)]
     for number, key in enumerate(names):
         if number in below:
-            _name_items(below[number], (*path, key), paths, other_keys)
+            _add_paths(below[number], (*path, key), paths, other_keys)
         else:
             paths.append((*path, key))
 
@@ -129,42 +128,6 @@ def _check_names(paths: list[Path]) -> None:
                 f"two items of the training state have the name {name!r} for torch.distributed.checkpoint: at"
                 f" {list(other)} and at {list(path)}. Give one of them another key in the state_dict"
             )
-
-
-def spec_of(value: Any) -> Any:
-    """What says all of how a ``DTensor`` is sharded: another object if that changes. ``None`` of what has no such."""
-    return getattr(value, "_spec", None) if isinstance(value, DTensor) else None
-
-
-def root_of(mesh: Any) -> Any:
-    """The mesh that another one is a part of, or itself."""
-    return mesh._get_root_mesh()
-
-
-def box_of(tensor: DTensor, coordinate: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Size and place of what a rank has of a tensor, by its place in the tensor's mesh.
-
-    It is counted as shards are cut: over the dimensions of the mesh from left to right, but FSDP2 cuts what tensor
-    parallelism has left (*strided* shards) afterwards, from right to left. (Torch itself, up to 2.13, takes one rank's
-    for another one's where these are not even, such as 7 rows over 3 x 2.)
-    """
-    sizes, offsets = list(tensor.shape), [0] * tensor.ndim
-    placements: tuple[Any, ...] = tensor.placements
-    ways = list(zip(placements, tensor.device_mesh.shape, coordinate, strict=True))
-    strided = [way for way in ways if is_strided(way[0])]
-    plain = [way for way in ways if isinstance(way[0], Shard) and not is_strided(way[0])]
-    for placement, count, number in (*plain, *reversed(strided)):
-        whole = sizes[placement.dim]
-        each = -(-whole // count)
-        start = min(whole, each * number)
-        offsets[placement.dim] += start
-        sizes[placement.dim] = min(each, whole - start)
-    return tuple(sizes), tuple(offsets)
-
-
-def is_strided(placement: Any) -> bool:
-    """Whether it cuts what other dimensions of the mesh have cut before; one of those in :attr:`DTensor.placements`."""
-    return isinstance(placement, _StridedShard)
 
 
 State = dict[str, Any]
@@ -235,8 +198,8 @@ class Plan:
 
     def lines(self) -> list[str]:
         """The items, one line each, for people."""
-        tensors = [f"{name_of(t.path)} ({t.dtype}, {t.shape}, {len(t.chunks)} shards)" for t in self.tensors]
-        return [*tensors, *map(name_of, self.values)]
+        tensors = [f"{_name(t.path)} ({t.dtype}, {t.shape}, {len(t.chunks)} shards)" for t in self.tensors]
+        return [*tensors, *map(_name, self.values)]
 
 
 class Planned(NamedTuple):
@@ -312,7 +275,7 @@ class Planner:
         written = [0] * self._world_size
         for path, key in self._items.other_keys:  # a resume would not give back what was there
             raise NotSerializableError(
-                f"{name_of(path)} has the key {key!r}, and in snapshots of a model in shards all keys are text"
+                f"{_name(path)} has the key {key!r}, and in snapshots of a model in shards all keys are text"
             )
         which = [isinstance(item, torch.Tensor) for item in items]
         for path, value in zip(compress(paths, which), compress(items, which), strict=True):
@@ -332,14 +295,14 @@ class Planner:
         """The boxes of a tensor, each with the ranks that have it."""
         if kind := _kind_without_elements(tensor):
             raise NotSerializableError(
-                f"{name_of(path)} is a {kind} tensor: sharded snapshots take those with all their elements side by"
-                " side. A buffer that is registered with persistent=False may be of any kind, and is resumed as well"
+                f"{_name(path)} is a {kind} tensor: sharded snapshots take those with all their elements side by side."
+                " A buffer that is registered with persistent=False may be of any kind, and is resumed as well"
             )
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
             if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
                 raise NotSerializableError(
-                    f"{name_of(path)} is a {type(tensor).__name__}: sharded snapshots take plain tensors"
+                    f"{_name(path)} is a {type(tensor).__name__}: sharded snapshots take plain tensors"
                     " and the DTensors of FSDP2 and tensor parallelism"
                 )
             return [([0], (0,) * len(shape), shape)]
@@ -355,7 +318,7 @@ class _Seen(NamedTuple):
     (Not the tensor: ``module.cpu()`` fails for a ``DTensor`` to which there is a weak reference.)
 
     Attributes:
-        spec: of a ``DTensor``, see :func:`~lightning_spot.sharded.plan.spec_of`.
+        spec: of a ``DTensor``, see :func:`~lightning_spot.sharded.dtensors.spec_of`.
         form: see :func:`_form_of`.
     """
 
@@ -397,7 +360,7 @@ def _coordinates(path: Path, tensor: DTensor) -> Iterator[tuple[int, list[int]]]
         names = root.mesh_dim_names or ()
         if not all(name in names for name in mesh.mesh_dim_names or (None,)):
             raise NotSerializableError(
-                f"{name_of(path)} is sharded over the mesh {mesh}, whose dimensions are none of those of"
+                f"{_name(path)} is sharded over the mesh {mesh}, whose dimensions are none of those of"
                 f" {root}: sharded snapshots do not know which rank has what of it. Shard it over a dimension of the"
                 " mesh that Lightning made"
             )
@@ -421,3 +384,7 @@ def _boxes(path: Path, tensor: DTensor) -> list[_Box]:
     if len(found) > 1:  # the first rank's may be empty
         found = {offsets: box for offsets, box in found.items() if prod(box[1])}
     return [(ranks, offsets, sizes) for offsets, (ranks, sizes) in found.items()]
+
+
+def _name(path: Path) -> str:
+    return ".".join(map(str, path))

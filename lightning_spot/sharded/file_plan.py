@@ -1,8 +1,10 @@
-"""The files of a sharded snapshot before they are filled: where everything lies, and what each rank writes.
+"""Lays a sharded snapshot out before it is filled: what each rank writes into the image, and the files it is cut into.
 
-Every rank finds the places of fixed size by itself, from the plan: first the file of each rank's tensors, then that of
-each rank's own state. What varies in length is rank 0's, and lies behind them. At rest the snapshot is a directory that
-``torch.distributed.checkpoint`` reads, and Lightning's own strategies. No tensor is kept alive between snapshots.
+Where everything of fixed size lies, every rank finds from the plan, by itself: first the file of each rank's tensors,
+then that of each rank's own state. What varies in length from one snapshot to the next is rank 0's, and lies behind
+them. No tensor, and no memory, is kept alive from one snapshot to the next.
+
+At rest the image is a directory that ``torch.distributed.checkpoint`` reads, and Lightning's own strategies.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece
 from lightning_spot.image.safe_load import safe_load
 from lightning_spot.image.shards import SHARDS_FILE, Archived, Path, Shard, ShardedTensor, Shards, StoredValue
-from lightning_spot.sharded.metadata import METADATA_FILE, REST_FILE, name_of, pickled
+from lightning_spot.sharded import metadata
 from lightning_spot.sharded.plan import Chunk, Plan, Planner, State, is_extra
 from lightning_spot.sharded.reader import load_value
 
@@ -81,7 +83,7 @@ class Placed:
     pad: int
 
 
-class FilePlan:
+class Places:
     """Where everything of fixed size lies, for one plan.
 
     Args:
@@ -154,7 +156,7 @@ def aligned(place: int, alignment: int) -> int:
     return -(-place // alignment) * alignment
 
 
-class LocalShard:
+class _Source:
     """A box of a tensor that this rank writes, and the memory it was in last.
 
     Args:
@@ -201,7 +203,7 @@ class LocalShard:
         """Find out where elements lie that are not where they were; or give them a place, in order."""
         if local.shape != self.sizes:
             raise NotSerializableError(
-                f"{name_of(self._path)} has {tuple(local.shape)} elements on rank {self._chunk.rank}, and"
+                f"{metadata.name_of(self._path)} has {tuple(local.shape)} elements on rank {self._chunk.rank}, and"
                 f" {tuple(self.sizes)} by its placements: it cannot be saved in shards"
             )
         if not _is_in_order(local):
@@ -244,7 +246,7 @@ class ShardedImage:
     files: tuple[FileSpan, ...]
     digest: str
     plan: Plan
-    places: FilePlan
+    places: Places
 
 
 class ShardedLayouter:
@@ -259,10 +261,10 @@ class ShardedLayouter:
     def __init__(self, rank: int, world_size: int, token: str = "") -> None:
         self._rank, self._token = rank, token
         self._planner = Planner(world_size)
-        self._places: FilePlan | None = None
+        self._places: Places | None = None
         self._digest = ""
         self._frame: Frame = []
-        self._local: list[tuple[int, LocalShard]] = []  # of the boxes that this rank writes, by number of their tensor
+        self._sources: list[tuple[int, _Source]] = []  # of the boxes that this rank writes, by number of their tensor
         self._numbers = itertools.count(1)
         self._values = _Values()
         self._rest_layouter = Layouter()
@@ -291,7 +293,7 @@ class ShardedLayouter:
         places = self._places
         if places is None or places.plan is not plan or places.state_bytes != tuple(state_bytes):
             places = self._places = self._place(plan, state_bytes)
-        pieces = tuple([shard.piece(tensors[number]) for number, shard in self._local])
+        pieces = tuple([source.piece(tensors[number]) for number, source in self._sources])
         frame = list(self._frame)
         span = places.state_of(self._rank)
         frame.append(_entry(span, own))
@@ -300,8 +302,8 @@ class ShardedLayouter:
             end = self._behind(places, values, rest, frame, files)
         return ShardedImage(Layout(end, tuple(frame), pieces), tuple(files), self._digest, plan, places)
 
-    def _place(self, plan: Plan, state_bytes: Sequence[int]) -> FilePlan:
-        places = FilePlan(plan, state_bytes)
+    def _place(self, plan: Plan, state_bytes: Sequence[int]) -> Places:
+        places = Places(plan, state_bytes)
         self._frame = []
         for placed in places.by_rank[self._rank]:
             *before, (last_at, last) = placed.form.frame
@@ -312,18 +314,18 @@ class ShardedLayouter:
         told = f"{plan.digest} {places.state_bytes} {[file.nbytes for file in places.files]} {self._token}"
         self._digest = checksum(told.encode())
         filled = (placed for placed in places.by_rank[self._rank] if placed.form.data_nbytes)
-        self._local = [
-            (placed.item, LocalShard(plan.tensors[placed.item].path, placed, self._numbers)) for placed in filled
+        self._sources = [
+            (placed.item, _Source(plan.tensors[placed.item].path, placed, self._numbers)) for placed in filled
         ]
         return places
 
-    def _behind(self, places: FilePlan, found: list[Any], rest: Any, frame: Frame, files: list[FileSpan]) -> int:
+    def _behind(self, places: Places, found: list[Any], rest: Any, frame: Frame, files: list[FileSpan]) -> int:
         """Lay out what varies in length; the end of the image."""
         archives = self._values.archive(places.plan.values, found)
         behind = self._last_behind
         if behind is None or behind.places is not places or behind.archives is not archives:
             behind = self._last_behind = _put_behind(places, archives, behind)
-        last = FileSpan(REST_FILE, behind.end, len(content := self._rest_of(rest)))
+        last = FileSpan(metadata.REST_FILE, behind.end, len(content := self._rest_of(rest)))
         files += [*behind.files, last]
         frame += [*behind.frame, _entry(last, content)]
         return aligned(last.stop, FILE_ALIGNMENT_BYTES)
@@ -359,14 +361,14 @@ class _Behind(NamedTuple):
         end: where the last one ends.
     """
 
-    places: FilePlan
+    places: Places
     archives: _Archives
     files: list[FileSpan]
     frame: Frame
     end: int
 
 
-def _put_behind(places: FilePlan, archives: _Archives, before: _Behind | None) -> _Behind:
+def _put_behind(places: Places, archives: _Archives, before: _Behind | None) -> _Behind:
     """Lay values out, and what says where all lies: that is long, and stays until a value takes another length."""
     files: list[FileSpan] = []
     frame: Frame = []
@@ -384,7 +386,7 @@ def _put_behind(places: FilePlan, archives: _Archives, before: _Behind | None) -
         return _Behind(places, archives, before.files, [*frame, *before.frame[len(frame) :]], before.end)
     shards = Shards(places.plan.world_size, places.tensors, archives.values)
     put(SHARDS_FILE, shards.to_json())
-    put(METADATA_FILE, pickled(shards))
+    put(metadata.METADATA_FILE, metadata.pickled(shards))
     return _Behind(places, archives, files, frame, end)
 
 
@@ -421,7 +423,7 @@ class _Values:
         told = _told(value)
         known = self._known.get(path)
         if told is None or known is None or known[0] != told:
-            known = (told, serialised(value, name_of(path)))
+            known = (told, serialised(value, metadata.name_of(path)))
             if told is not None:
                 self._known[path] = known
             elif (path, type(value)) not in self._tried and not any(map(is_extra, map(str, path[1:2]))):
@@ -431,7 +433,7 @@ class _Values:
 
     def _try(self, path: Path, archive: bytes | bytearray) -> None:
         try:
-            load_value(io.BytesIO(archive), name_of(path))
+            load_value(io.BytesIO(archive), metadata.name_of(path))
         except CorruptSnapshotError as error:
             self.unreadable = self.unreadable or str(error)
 
