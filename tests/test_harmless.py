@@ -338,7 +338,7 @@ def threads() -> set[str]:
 
 
 URGENT = [
-    (0, "fit/fit:_has_taken"),
+    (0, "fit/session:_has_taken"),
     (1, "fit/rank_writer:Iterations.end"),
     (0, "capture/attempt:Safety.plan"),
     (1, "capture/following:Follower.check_all"),

@@ -30,7 +30,7 @@ from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SettingsError, SnapshotFailedError, TierError
 from lightning_spot.fit.in_shards import InShards, WhereTo, check_place
-from lightning_spot.fit.topology import Hosts
+from lightning_spot.fit.topology import Topology
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import joint
 from lightning_spot.memory.host import InProcessHost, Lease
@@ -348,7 +348,7 @@ def test_other_ranks_wait_for_nothing_and_what_training_changes_meanwhile_is_sav
 
 def test_a_slot_of_another_host_is_made_before_it_is_needed(desk: Desk) -> None:
     """Else the first snapshot waits until the kernel has made its pages: seconds where a portion has gigabytes."""
-    hosts = Hosts(HOSTS, can_bring=True)
+    hosts = Topology(HOSTS, can_bring=True)
     assert [hosts.warmed_by(rank) for rank in range(4)] == [0.0, 0.5, 0.0, 0.0]
     desk.others[0].warm(expected := expected_nbytes([torch.zeros(1_000_000)], 0.5))
     assert 2_000_000 < expected < 10_000_000
@@ -464,6 +464,6 @@ def test_a_run_that_ends_with_no_snapshot_of_its_end_does_not_end_quietly(
     attempt.writer.across.hosts = HOSTS
     trainer = cast(Any, OnTwoHosts(global_rank=0, strategy=SimpleNamespace(broadcast=lambda said, src=0: said)))
     in_shards = InShards(trainer, location, ring)
-    in_shards._hosts = Hosts(HOSTS, can_bring=True)
+    in_shards._hosts = Topology(HOSTS, can_bring=True)
     in_shards.write(attempt, cast(Any, None), {}, complete=True, how=None, wait_s=0.0, commit_s=0.0)
     assert attempt.finish(5.0, complete=True) is False

@@ -30,7 +30,7 @@ from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.sharded import Dtensors
 from lightning_spot.fit.in_shards import InShards
 from lightning_spot.fit.together import How
-from lightning_spot.fit.topology import Hosts, _open
+from lightning_spot.fit.topology import Topology, _open
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.memory.node import Node
 from lightning_spot.run.location import Location
@@ -104,7 +104,7 @@ class Ranks:
             trainer.strategy = SimpleNamespace(model=trainer.lightning_module, broadcast=talk.of(rank))
             self.trainers.append(trainer)
             in_shards = InShards(trainer, location, SETTINGS)
-            in_shards._hosts = Hosts(HOSTS, can_bring=True, is_guest=rank in HOSTS[1])
+            in_shards._hosts = Topology(HOSTS, can_bring=True, is_guest=rank in HOSTS[1])
             if rank:
                 host = guests.get(rank) or self.attached()
                 token = self.attempt.info.token

@@ -10,10 +10,10 @@ from lightning_spot.config import check_flag
 from lightning_spot.errors import SettingsError
 from lightning_spot.exact.epochs import DATA_RESUMES, DataResume
 from lightning_spot.exact.fit_state import FitState
-from lightning_spot.fit.fit import Fit
 from lightning_spot.fit.preflight import takes_part
 from lightning_spot.fit.resume import Resume
 from lightning_spot.fit.selection import OnResumeFailure, ResumedFrom, check_on_resume_failure
+from lightning_spot.fit.session import FitSession
 from lightning_spot.renamed import refuse_old, refusing_old
 from lightning_spot.run.location import Location
 
@@ -91,7 +91,7 @@ class AutoResume(FitCallback):
             self._resume = None
         if not takes_part(trainer, stage):
             return
-        fit = Fit.of(trainer)
+        fit = FitSession.of(trainer)
         fit.begin()  # first: what one rank refuses, all do
         places = list(dict.fromkeys(part._named.url for part in fit.callbacks(AutoResume)))
         if len(places) > 1:
@@ -106,10 +106,10 @@ class AutoResume(FitCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say where the run goes on; there is something to train."""
-        Fit.of(trainer).resume.say_where()
+        FitSession.of(trainer).resume.say_where()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say so when the run had ended already: Lightning trains nothing then, without a word."""
         super().on_fit_end(trainer, pl_module)
         FitState.of(trainer).end_untrained()
-        Fit.of(trainer).resume.say_if_complete()
+        FitSession.of(trainer).resume.say_if_complete()

@@ -20,9 +20,9 @@ from lightning_spot.config import (
 )
 from lightning_spot.errors import SettingsError
 from lightning_spot.exact.seams import Seams
-from lightning_spot.fit.fit import Fit
 from lightning_spot.fit.preflight import takes_part
 from lightning_spot.fit.rank_writer import Iterations, OnError, SnapshotSettings
+from lightning_spot.fit.session import FitSession
 from lightning_spot.fit.snapshotter import Snapshotter
 from lightning_spot.image.packing import chosen_compression
 from lightning_spot.interval.convergence import ConvergenceAware
@@ -261,7 +261,7 @@ class RemoteSnapshot(FitCallback):
         if not takes_part(trainer, stage):
             return
         move_to_the_end(trainer, self)
-        fit = Fit.of(trainer)
+        fit = FitSession.of(trainer)
         fit.begin()  # first: what one rank refuses, all do
         if any(other is not self and other._named.url == self._named.url for other in fit.callbacks(RemoteSnapshot)):
             raise SettingsError(

@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -163,45 +162,3 @@ class Harmless:
                 self._said.add(what)
                 logger.warning("lightning_spot: %s failed, %s: %s", what, still, failure)
             return otherwise
-
-    def run_all(self, what: str, parts: Iterable[Callable[[], object]], last: Callable[[], T], *, still: str) -> T:
-        """Do one part after the other, see :func:`do_all`.
-
-        Args:
-            what: see :meth:`run`.
-            parts: of it.
-            last: what comes after them; an error of its own is its caller's.
-            still: see :meth:`run`.
-
-        Returns:
-            what ``last`` gives.
-
-        Raises:
-            Exception: see :meth:`run`; the first.
-        """
-        return do_all([partial(self.run, what, part, None, still=still) for part in parts], last)
-
-
-def do_all(parts: Iterable[Callable[[], object]], last: Callable[[], T]) -> T:
-    """Do one part after the other, whatever is raised in one: that is raised when all are done.
-
-    Args:
-        parts: what is done.
-        last: what comes after them; an error of its own is its caller's.
-
-    Returns:
-        what ``last`` gives.
-
-    Raises:
-        Exception: the first of those of the parts.
-    """
-    raised: Exception | None = None
-    for part in parts:
-        try:
-            part()
-        except Exception as error:
-            raised = raised or error
-    found = last()
-    if raised is not None:
-        raise raised
-    return found

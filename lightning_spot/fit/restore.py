@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from lightning_spot.client.filesystem import SpotFileSystem
@@ -19,6 +20,7 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.errors import SpotError, TierError
 from lightning_spot.fit.collectives import Agreement
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.patches import Patches
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.receiving import receive
@@ -243,20 +245,14 @@ def fetched_once(trainer: pl.Trainer, location: Location, path: Any) -> Iterator
     hosts = SharedOpening(ranks, location)
     try:
         with contextlib.closing(_open(ranks, hosts, url, info)) as snapshot:
-            strategy = trainer.strategy
-            original, was = strategy.load_checkpoint, vars(strategy).get("load_checkpoint")
 
-            def load_checkpoint(asked: Any, *arguments: Any, **named: Any) -> Any:
+            def load_checkpoint(original: Callable[..., Any], asked: Any, *arguments: Any, **named: Any) -> Any:
                 here = f"/proc/self/fd/{snapshot.fd}" if str(asked) == url else asked
                 return original(here, *arguments, **named)
 
-            strategy.load_checkpoint = load_checkpoint  # type: ignore[assignment,method-assign] # taken back
-            try:
+            with Patches() as patches:
+                patches.wrap(trainer.strategy, "load_checkpoint", partial(partial, load_checkpoint))
                 yield
-            finally:
-                vars(strategy).pop("load_checkpoint")
-                if was is not None:
-                    strategy.load_checkpoint = was  # type: ignore[method-assign]
     finally:
         hosts.close()
 

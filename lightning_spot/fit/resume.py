@@ -13,6 +13,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +41,7 @@ from lightning_spot.fit.selection import OnResumeFailure, ResumedFrom, choose, l
 from lightning_spot.fit.topology import place_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.runs import RunInfo
+from lightning_spot.patches import Patches
 from lightning_spot.run import patience
 from lightning_spot.run.choice import doubt
 from lightning_spot.run.location import Location
@@ -95,6 +97,7 @@ class Resume(OfTrainer):
         self._is_loaded = False
         self._has_trained = False
         self._then: list[Callable[[], None]] = []
+        self._patches = Patches()
 
     # -- before the choice ----------------------------------------------------------------------------------------
 
@@ -131,7 +134,8 @@ class Resume(OfTrainer):
         self._found = survey(location)
 
     def let_go(self) -> None:
-        """Let go of what the tiers have, and with it of connections to nodes."""
+        """Let go of what the tiers have, and with it of connections to servers."""
+        self._patches.close()
         self._found = None
 
     def look(self, location: Location) -> Survey:
@@ -179,11 +183,9 @@ class Resume(OfTrainer):
         let_config_be_saved_again(trainer, was_started=was_started)
         # All strategies pass through resume_start, on every rank, with the process group up.
         connector = private.RESUMING_CONNECTOR.of(trainer)
-        vars(connector).pop(private.RESUME_START.name, None)  # of a fit that ended before it came to that
-        original = private.RESUME_START.of(connector)
 
-        def resume_start(checkpoint_path: Any = None, **options: Any) -> None:
-            vars(connector).pop(private.RESUME_START.name, None)  # once
+        def resume_start(original: Callable[..., None], checkpoint_path: Any = None, **options: Any) -> None:
+            self._patches.close()  # once
             self._trusts = options.get("weights_only") is False
             check_one_model(trainer)
             begun_s = time.monotonic()
@@ -205,7 +207,8 @@ class Resume(OfTrainer):
             while self._then:
                 self._then.pop(0)()
 
-        private.RESUME_START.set(connector, resume_start)
+        self._patches.close()  # two callbacks may resume the same run
+        private.RESUME_START.wrap(self._patches, connector, partial(partial, resume_start))
         return location
 
     def _instead_of(self, path: Any, who: str) -> str:

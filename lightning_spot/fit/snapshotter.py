@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ from lightning_spot.fit.together import ALONE, How, Together
 from lightning_spot.interval.costs import Costs, FailureRate, RobustMean, TierPace
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.memory.work import FOLLOWED_S
+from lightning_spot.patches import Patches
 from lightning_spot.run.choice import say_what_is_left
 from lightning_spot.run.identity import starts_between
 from lightning_spot.run.location import Location
@@ -485,7 +487,7 @@ class Snapshotter(OfTrainer):
         self._has_counted = self._has_stepped = False  # whether global_step has moved; an optimizer, in this batch
         self._unknown, self._has_said_unknown = "", False  # class of an optimizer that Lightning was not given
         self._uncounted = 0  # batches in which an optimizer stepped, before global_step has moved
-        self._undo: list[Callable[[], None]] = []
+        self._patches = Patches()
 
     @property
     def skipped(self) -> int:
@@ -512,19 +514,15 @@ class Snapshotter(OfTrainer):
         self.pacing.begin(trainer, writing.number, self._resume.interval)
         writing.together.begin_training(writing.attempt)
         Seams.of(trainer).add(self)
-        self._undo.append(lambda: Seams.of(trainer).remove(self))
+        self._patches.callback(lambda: Seams.of(trainer).remove(self))
         if writing.iterations is not None:
             writing.iterations.begin()
-            self._undo.append(writing.iterations.end)
+            self._patches.callback(writing.iterations.end)
         self._steps_itself = namespaces.overrides(trainer.lightning_module, "optimizer_step")
-        self._undo.append(self._follow_steps())
+        self._follow_steps()
 
-    def _follow_steps(self) -> Callable[[], None]:
-        """See steps that Lightning does not: of optimizers that it does not wrap, or that it was not given.
-
-        Returns:
-            ends that.
-        """
+    def _follow_steps(self) -> None:
+        """See steps that Lightning does not: of optimizers that it does not wrap, or that it was not given."""
         trainer = self._trainer
         trained = {id(parameter) for parameter in trainer.lightning_module.parameters()}
         is_automatic = trainer.lightning_module.automatic_optimization
@@ -539,7 +537,7 @@ class Snapshotter(OfTrainer):
             if not (is_automatic and is_known):  # of which Lightning's own hook comes behind the backward pass
                 self.before_step()
 
-        return register_optimizer_step_pre_hook(steps).remove
+        self._patches.callback(register_optimizer_step_pre_hook(steps).remove)
 
     # -- while training -------------------------------------------------------------------------------------------
 
@@ -603,7 +601,13 @@ class Snapshotter(OfTrainer):
         self.harmless.run(_AHEAD, self.writing.warm, None)  # of a run that only comes to its end there was no step
         self.check_monitor()
         self.harmless.run(THE_END, self.close, None, still=STILL_ENDS)
-        self._undo.append(after_train_end(self._trainer, self._take_last))
+        # The module's own hook follows those of callbacks; the strategy's is the last that Lightning calls then.
+        self._patches.wrap(self._trainer.strategy, "on_train_end", partial(partial, self._on_train_end))
+
+    def _on_train_end(self, original: Callable[[], None]) -> None:
+        self.close()
+        original()
+        self._take_last()
 
     def _take_last(self) -> None:
         """Take the snapshot of the finished run. What fails costs it, as at a seam."""
@@ -711,8 +715,7 @@ class Snapshotter(OfTrainer):
 
     def close(self) -> None:
         """Listen no more. A second call does nothing."""
-        while self._undo:
-            self._undo.pop()()
+        self._patches.close()
 
     def finish(self, wait_s: float, *, complete: bool) -> bool | None:
         """Bring what is committed to safety and let the ring go. A second call does nothing.
@@ -724,15 +727,15 @@ class Snapshotter(OfTrainer):
         Returns:
             whether the snapshot of the end was seen at the durable tier; ``None`` if none was to be taken.
         """
-        writing = self.writing
-        ends: list[Callable[[], object]] = [
-            self.close,
-            writing.together.close,
-            self._beginning.let_go,
-            partial(writing.finish_part, wait_s),
-        ]
-        bring = partial(writing.finish, wait_s, complete=complete)
-        return self.harmless.run_all(THE_END, ends, bring, still=STILL_ENDS)
+        writing, run = self.writing, partial(self.harmless.run, THE_END, otherwise=None, still=STILL_ENDS)
+        durable: list[bool | None] = []
+        with ExitStack() as ends:  # from the last one on, whatever fails in one
+            ends.callback(lambda: durable.append(writing.finish(wait_s, complete=complete)))
+            ends.callback(run, lambda: writing.finish_part(wait_s))
+            ends.callback(run, self._beginning.let_go)
+            ends.callback(run, writing.together.close)
+            ends.callback(run, self.close)
+        return durable[0]
 
 
 def _is_of(trainer: pl.Trainer, optimizer: torch.optim.Optimizer) -> bool:
@@ -798,24 +801,3 @@ class AtHand(OfTrainer):
 
     def _keep(self) -> Dump:
         return FitState.of(self._trainer).dump(before_validation=True).kept()
-
-
-def after_train_end(trainer: pl.Trainer, action: Callable[[], None]) -> Callable[[], None]:
-    """Have ``action`` called once training has ended, also for the module, whose own hook follows those of callbacks.
-
-    Returns:
-        takes that back.
-    """
-    strategy: Any = trainer.strategy
-    original = strategy.on_train_end  # the last that Lightning calls then
-
-    def undo() -> None:
-        vars(strategy).pop("on_train_end", None)
-
-    def on_train_end() -> None:
-        undo()
-        original()
-        action()
-
-    strategy.on_train_end = on_train_end
-    return undo

@@ -9,17 +9,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_spot.capture.unexpected import STILL_ENDS, THE_END, do_all
+from lightning_spot.capture.unexpected import STILL_ENDS, THE_END
 from lightning_spot.errors import PreemptedError, SpotError, TierError
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.fit_state import FitState
-from lightning_spot.exact.per_trainer import OfTrainer, PerTrainer
+from lightning_spot.exact.per_trainer import PerTrainer
 from lightning_spot.exact.rank_states import Rooms
 from lightning_spot.exact.seams import Seam
 from lightning_spot.fit import earlier
@@ -51,28 +52,62 @@ RANKS_WAIT_S = 300.0
 """How long ranks wait at least for the first one to secure the snapshot, where the notice names no end."""
 
 
-class Exit(OfTrainer):
-    """How one ``fit`` ends.
+C = TypeVar("C")
 
-    Args:
-        trainer: that fits.
-        resume: what it went on from.
-        snapshotters: those who take its snapshots; looked at when it ends.
+
+class FitSession(PerTrainer):
+    """One ``fit``, whether :class:`SpotCheckpoint` holds our callbacks or the user lists them.
+
+    Every rank has one. It begins with the first of our callbacks' ``setup``, and ends with :meth:`end`.
 
     Attributes:
+        resume: what it goes on from.
+        snapshotters: those who take its snapshots, one for each :class:`RemoteSnapshot`.
         deadline: by when all has to be safe; ``None`` while no notice stops the run.
     """
 
-    def __init__(self, trainer: pl.Trainer, resume: Resume, snapshotters: list[Snapshotter]) -> None:
+    resume: Resume
+    snapshotters: list[Snapshotter]
+    deadline: Deadline | None
+    _has_begun: bool
+    _is_complete: bool
+    _pid: int
+
+    def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
-        self.deadline: Deadline | None = None
-        self._resume = resume
-        self._snapshotters = snapshotters
-        self._is_complete = False
+        self._renew()
+
+    def _renew(self) -> None:
+        self._has_begun, self._is_complete, self._pid = False, False, os.getpid()
+        self.snapshotters = []
+        self.resume = Resume(self._trainer)
+        self.deadline = None
+
+    def begin(self) -> None:
+        """Follow the training, from ``setup`` on. A second call does nothing. Every rank calls it.
+
+        Raises:
+            SettingsError: if ranks differ.
+        """
+        if not self._has_begun:
+            check_alike(self._trainer)
+            self._has_begun = True
+        FitState.of(self._trainer).attach()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a forked child, whose end is not that of the ``fit``."""
+        return os.getpid() != self._pid
+
+    def callbacks(self, kind: type[C]) -> list[C]:
+        """Our callbacks of one kind, also those that another one is composed of."""
+        return [part for part in parts_of(self._trainer) if isinstance(part, kind)]
+
+    # -- notices --------------------------------------------------------------------------------------------------
 
     def expect_stop(self) -> None:
         """Somebody watches for notices: the state in front of a validation is kept at hand from now on."""
-        for snapshotter in self._snapshotters:
+        for snapshotter in self.snapshotters:
             snapshotter.at_hand.keeps = True
 
     def warn_of_passing_folder(self) -> None:
@@ -108,7 +143,7 @@ class Exit(OfTrainer):
         Returns:
             whether enough was measured to tell.
         """
-        measured = [safe_s for item in self._snapshotters if (safe_s := item.writing.safe_after_s()) is not None]
+        measured = [safe_s for item in self.snapshotters if (safe_s := item.writing.safe_after_s()) is not None]
         for safe_s in measured:
             if safe_s > grace_period_s:
                 rank_zero_warn(
@@ -118,7 +153,7 @@ class Exit(OfTrainer):
                 )
         return bool(measured)
 
-    # -- the three ways -------------------------------------------------------------------------------------------
+    # -- the end --------------------------------------------------------------------------------------------------
 
     def stop(
         self, notice: Notice, seam: Seam, *, cut_short: Callable[[], bool], part: Callable[[float], None]
@@ -136,44 +171,18 @@ class Exit(OfTrainer):
         """
         trainer = self._trainer
         rank_zero_info(f"lightning_spot: {notice.text}; all ranks stop after step {trainer.global_step}")
-        longest_s = max((item.settings.upload_timeout_s for item in self._snapshotters), default=0.0)
+        longest_s = max((item.settings.upload_timeout_s for item in self.snapshotters), default=0.0)
         self.deadline = deadline = Deadline.of(notice.deadline_s, longest_s)
-        for snapshotter in self._snapshotters:
+        for snapshotter in self.snapshotters:
             bring = partial(secure, trainer, snapshotter, seam, deadline, cut_short)
             if safe := snapshotter.harmless.run("the urgent snapshot", bring, "", still=_LEAVE):
                 rank_zero_info(f"lightning_spot: {safe}")
-        if not self._snapshotters:
+        if not self.snapshotters:
             _save_beside_model_checkpoint(trainer, seam)
         part(deadline.left_s if deadline.is_named else max(RANKS_WAIT_S, deadline.left_s))
         if trainer.is_global_zero and is_requeued_by_slurm(trainer):
             requeue_slurm_job()
         raise PreemptedError(notice.text, EXIT_CODE)
-
-    def fail(self, error: BaseException) -> None:
-        """Bring what is committed to safety. The state at hand may be in mid-step: it is no snapshot."""
-        begun = [snapshotter for snapshotter in self._snapshotters if snapshotter.writing.attempt is not None]
-        parts: list[Callable[[], object]] = [
-            partial(snapshotter.harmless.run, THE_END, snapshotter.close, None, still=STILL_ENDS)
-            for snapshotter in self._snapshotters
-        ]
-        parts += [
-            partial(earlier.node_was_left, snapshotter.location, snapshotter.writing.number, error)
-            for snapshotter in begun
-        ]
-        do_all(parts, self.let_go)
-        if not isinstance(error, PreemptedError):  # of that, more was said
-            for snapshotter in begun:
-                is_none = snapshotter.writing.committed is None and not self._resume.snapshots
-                can_go_on = not (is_none or _would_come_again(error))
-                way_on = ". The same command goes on from the newest one" if can_go_on else ""
-                if can_go_on and snapshotter.writing.committed is None and (chosen := self._resume.chosen) is not None:
-                    way_on = f". The same command goes on from {chosen.name} again, as this start did"
-                rank_zero_info(
-                    f"lightning_spot: {type(error).__name__} has ended run {snapshotter.location.name!r} at step"
-                    f" {self._trainer.global_step}; {snapshotter.writing.what_is_safe()}{way_on}"
-                )
-        for named in self._resume.all_named:
-            earlier.interrupted(named, error)
 
     def complete(self) -> None:
         """Return when everything committed is durable, within the time allowed. A second call does nothing."""
@@ -181,24 +190,64 @@ class Exit(OfTrainer):
             return
         self._is_complete = True
         self._finish(complete=True)
-        for named in self._resume.all_named:
+        for named in self.resume.all_named:
             earlier.finished(named)
 
-    def let_go(self) -> None:
-        """Let go of the rings, if nothing did before."""
-        self._finish(complete=False)
+    def end(self, error: BaseException | None = None) -> None:
+        """Upload what is committed, and let the trainer go; the one way out. A second call does nothing.
+
+        The state of a ``fit`` that an exception ends may be in mid-step: no snapshot is taken of it.
+
+        Args:
+            error: that ends the ``fit``.
+        """
+        if self.is_forked:
+            return
+        with ExitStack() as ends:  # from the last one on, whatever fails in one
+            ends.callback(self._renew)
+            ends.callback(self.resume.let_go)
+            ends.callback(FitState.of(self._trainer).detach)
+            if error is not None:
+                self._interrupt(error, ends)
+            ends.callback(self._finish, complete=False)
+
+    def _interrupt(self, error: BaseException, ends: ExitStack) -> None:
+        """Say what an exception has ended, once snapshots are uploaded, and note it for the next ``fit``."""
+        begun = [snapshotter for snapshotter in self.snapshotters if snapshotter.writing.attempt is not None]
+        for named in self.resume.all_named:
+            ends.callback(earlier.interrupted, named, error)
+        if not isinstance(error, PreemptedError):  # of that, more was said
+            ends.callback(self._say_interrupted, error, begun)
+        for snapshotter in begun:
+            earlier.node_was_left(snapshotter.location, snapshotter.writing.number, error)
+
+    def _say_interrupted(self, error: BaseException, begun: list[Snapshotter]) -> None:
+        for snapshotter in begun:
+            is_none = snapshotter.writing.committed is None and not self.resume.snapshots
+            can_go_on = not (is_none or _would_come_again(error))
+            way_on = ". The same command goes on from the newest one" if can_go_on else ""
+            if can_go_on and snapshotter.writing.committed is None and (chosen := self.resume.chosen) is not None:
+                way_on = f". The same command goes on from {chosen.name} again, as this start did"
+            rank_zero_info(
+                f"lightning_spot: {type(error).__name__} has ended run {snapshotter.location.name!r} at step"
+                f" {self._trainer.global_step}; {snapshotter.writing.what_is_safe()}{way_on}"
+            )
 
     def _finish(self, *, complete: bool) -> None:
-        for snapshotter in self._snapshotters:
-            wait_s = snapshotter.settings.upload_timeout_s
-            if self.deadline is not None:
-                wait_s = min(wait_s, self.deadline.left_s)
-            finish = partial(snapshotter.finish, wait_s, complete=complete)
-            otherwise = False if complete else None
-            durable = snapshotter.harmless.run(THE_END, finish, otherwise, still=STILL_ENDS)
-            forget_listings(snapshotter.location.url)  # of what is read next in this program
-            if durable is not None:
-                self._say_end(snapshotter, durable=durable)
+        with ExitStack() as ends:
+            for snapshotter in reversed(self.snapshotters):
+                ends.callback(self._finish_one, snapshotter, complete=complete)
+
+    def _finish_one(self, snapshotter: Snapshotter, *, complete: bool) -> None:
+        wait_s = snapshotter.settings.upload_timeout_s
+        if self.deadline is not None:
+            wait_s = min(wait_s, self.deadline.left_s)
+        finish = partial(snapshotter.finish, wait_s, complete=complete)
+        otherwise = False if complete else None
+        durable = snapshotter.harmless.run(THE_END, finish, otherwise, still=STILL_ENDS)
+        forget_listings(snapshotter.location.url)  # of what is read next in this program
+        if durable is not None:
+            self._say_end(snapshotter, durable=durable)
 
     def _say_end(self, snapshotter: Snapshotter, *, durable: bool) -> None:
         """Say that the run has ended, and where its last snapshot is: of what was seen there only.
@@ -344,59 +393,3 @@ def _differs(writing: RankWriter) -> bool:
         return writing.in_shards.newest_differs(attempt)
     writer = attempt.writer if attempt is not None else writing.together.writer
     return writer is not None and writer.newest_differs()
-
-
-C = TypeVar("C")
-
-
-class Fit(PerTrainer):
-    """One ``fit``, whether :class:`SpotCheckpoint` holds our callbacks or the user lists them.
-
-    Attributes:
-        resume: what it goes on from.
-        exit: how it ends.
-        snapshotters: those who take its snapshots, one for each :class:`RemoteSnapshot`.
-    """
-
-    resume: Resume
-    exit: Exit
-    snapshotters: list[Snapshotter]
-    _has_begun: bool
-    _pid: int
-
-    def __init__(self, trainer: pl.Trainer) -> None:
-        super().__init__(trainer)
-        self._renew()
-
-    def begin(self) -> None:
-        """Follow the training, from ``setup`` on. A second call does nothing. Every rank calls it.
-
-        Raises:
-            SettingsError: if ranks differ.
-        """
-        if not self._has_begun:
-            check_alike(self._trainer)
-            self._has_begun = True
-        FitState.of(self._trainer).attach()
-
-    def end(self) -> None:
-        """Let the trainer's loaders and loops go. A second call does nothing."""
-        FitState.of(self._trainer).detach()
-        self.resume.let_go()
-        self._renew()
-
-    @property
-    def is_forked(self) -> bool:
-        """Whether this is a forked child, whose end is not that of the ``fit``."""
-        return os.getpid() != self._pid
-
-    def callbacks(self, kind: type[C]) -> list[C]:
-        """Our callbacks of one kind, also those that another one is composed of."""
-        return [part for part in parts_of(self._trainer) if isinstance(part, kind)]
-
-    def _renew(self) -> None:
-        trainer = self._trainer
-        self._has_begun, self._pid = False, os.getpid()
-        self.snapshotters = []
-        self.resume = Resume(trainer)
-        self.exit = Exit(trainer, self.resume, self.snapshotters)
