@@ -52,8 +52,8 @@ class FailureReason(Reason):
     TOO_LARGE = "too-large"
     """It cannot fit the node's memory, however long one waits."""
 
-    UNFORESEEN = "unforeseen"
-    """Something that nobody foresaw (memory ran out, say)."""
+    UNEXPECTED = "unexpected"
+    """Something that nobody expected (memory ran out, say)."""
 
 
 class ShareProblem(enum.Enum):

@@ -374,7 +374,7 @@ def test_an_error_comes_over_the_network_with_its_facts(error: SpotError) -> Non
             500,
             {"error": "SnapshotFailedError", "message": "why", "facts": {"reason": "later", "later": 5}},
             SnapshotFailedError,
-            FailureReason.UNFORESEEN,
+            FailureReason.UNEXPECTED,
         ),
     ],
 )

@@ -140,7 +140,7 @@ def test_who_waits_for_a_snapshot_that_fails_is_told_by_one_warning(
     done = desk.begin(1, desk.checkpoint(), complete=True)
     threading.Timer(0.5, waits.set).start()
     desk.writer.settle(SOON_S)
-    assert FailureReason.UNFORESEEN.caused(done.exception())
+    assert FailureReason.UNEXPECTED.caused(done.exception())
     assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
         "snapshot step-000000001-attempt-0001-complete was not committed: MemoryError: none is left"
     ]

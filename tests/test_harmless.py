@@ -16,7 +16,7 @@ import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.capture import unexpected
-from lightning_spot.capture.unexpected import Harmless, UnforeseenFailures, failure_of, is_of_user
+from lightning_spot.capture.unexpected import BestEffort, UnexpectedFailures, failure_of, is_of_user
 from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.local import LocalStore
@@ -133,7 +133,7 @@ def test_after_some_failures_in_a_row_there_is_a_pause_and_the_last_snapshot_is_
 def test_a_pause_grows_and_is_forgotten_when_one_was_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr(unexpected.time, "monotonic", lambda: now_s)
-    failures, first, second = UnforeseenFailures(), object(), object()
+    failures, first, second = UnexpectedFailures(), object(), object()
     assert [failures.add(first) for _ in range(3)] == [False, False, True]
     assert failures.are_too_many
     now_s = 60.0
@@ -166,7 +166,7 @@ def test_an_error_of_the_users_code_ends_the_training_as_it_does_in_lightning(tm
 
 
 def test_where_it_is_wished_so_an_error_of_ours_is_raised(tmp_path: Path) -> None:
-    with pytest.raises(SnapshotFailedError, match="none is left", check=FailureReason.UNFORESEEN.caused):
+    with pytest.raises(SnapshotFailedError, match="none is left", check=FailureReason.UNEXPECTED.caused):
         fit(
             tmp_path / "run",
             Strike("capture/writer:SnapshotWriter.begin", MemoryError("none is left")),
@@ -180,7 +180,7 @@ def test_what_is_no_error_passes(end: type[BaseException]) -> None:
         raise end
 
     with pytest.raises(end):
-        Harmless().run("it", ends, None)
+        BestEffort().run("it", ends, None)
 
 
 def test_whose_error_it_is() -> None:
@@ -199,7 +199,7 @@ def test_whose_error_it_is() -> None:
     assert is_of_user(ours)  # the lambda is this file's
     assert failure_of(SnapshotFailedError("full", reason=FailureReason.RING_FULL)).args == ("full",)
     left = unexpected.as_failure(MemoryError())
-    assert FailureReason.UNFORESEEN.caused(left)
+    assert FailureReason.UNEXPECTED.caused(left)
     assert str(left) == "MemoryError"
 
 
@@ -348,7 +348,7 @@ URGENT = [
 @pytest.mark.parametrize(
     ("rank", "where"),
     [
-        (1, "fit/snapshotter:AtHand.newest"),
+        (1, "fit/snapshotter:CurrentState.newest"),
         *(pytest.param(*each, marks=pytest.mark.soak) for each in URGENT),
     ],
 )

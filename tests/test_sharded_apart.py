@@ -188,7 +188,7 @@ def test_a_host_whose_node_is_lost_has_nobody_wait_for_its_files(
         early._tasks.put(lambda: None)
     with pytest.raises(
         SnapshotFailedError,
-        match=f"rank {written}: the node of its host was lost",
+        match=f"rank {written}: the server of its host was lost",
         check=FailureReason.SHARE_MISSING.caused,
     ):
         leading[0].result(LAST_S)

@@ -295,7 +295,7 @@ def test_the_others_hear_of_what_fails_before_rank_0_asks_its_writer(
     ranks, of, failures = (
         make(memory),
         LastState.of,
-        [SnapshotFailedError("none is left", reason=FailureReason.UNFORESEEN)],
+        [SnapshotFailedError("none is left", reason=FailureReason.UNEXPECTED)],
     )
     ranks.write(1)
 

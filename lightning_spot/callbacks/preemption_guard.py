@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.callbacks.fit_callback import FitCallback
-from lightning_spot.capture.unexpected import Harmless
+from lightning_spot.capture.unexpected import BestEffort
 from lightning_spot.config import check_number
 from lightning_spot.errors import PreemptedError
 from lightning_spot.exact import private
@@ -78,7 +78,7 @@ class PreemptionGuard(FitCallback):
         self._place = Place(0)
         self._patches = Patches()
         self._grace_checked = False
-        self._harmless = Harmless()
+        self._best_effort = BestEffort()
 
     def of_a_fit(self) -> dict[str, Any]:
         """See :class:`~lightning_spot.exact.namespaces.Copied`."""
@@ -129,7 +129,7 @@ class PreemptionGuard(FitCallback):
         """The end of a batch."""
         self._pass(trainer, Place(self._place.batch + 1), Seam.AFTER_BATCH)
         if not self._grace_checked and self._place.batch % _CHECK_GRACE_EVERY == 0:
-            self._harmless.run("checking the grace of a notice", lambda: self._check_grace(trainer), None)
+            self._best_effort.run("checking the grace of a notice", lambda: self._check_grace(trainer), None)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """The end of a validation batch, also of the sanity check."""
@@ -174,7 +174,7 @@ class PreemptionGuard(FitCallback):
         self._place = place
         if self._stop is not None and self._stop.passed(place):
             self._leave(trainer, seam)
-        self._harmless.run("looking for workers of loaders, and for advice", lambda: self._look(trainer), None)
+        self._best_effort.run("looking for workers of loaders, and for advice", lambda: self._look(trainer), None)
 
     def _look(self, trainer: pl.Trainer) -> None:
         if self._watcher is not None:

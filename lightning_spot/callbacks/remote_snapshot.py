@@ -320,7 +320,7 @@ class RemoteSnapshot(FitCallback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the state go that was kept for the time of the validation."""
         if self.snapshotter is not None:
-            self.snapshotter.at_hand.after_validation()
+            self.snapshotter.current_state.after_validation()
             if not trainer.sanity_checking:
                 self.snapshotter.pacing.validated()
 

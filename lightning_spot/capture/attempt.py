@@ -27,7 +27,7 @@ from lightning_spot.capture.saying import SAY_S
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
 from lightning_spot.capture.split import SharingRanks
 from lightning_spot.capture.tensors import Glances, Owners, expected_nbytes, tensors_in
-from lightning_spot.capture.unexpected import UnforeseenFailures, failure_of
+from lightning_spot.capture.unexpected import UnexpectedFailures, failure_of
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import format_bytes
@@ -63,7 +63,7 @@ _LOOK_S = 10.0
 _OTHERS_S, _AGAIN_S = 30.0, 0.5
 _BEFORE = "The run goes on from the one before it"
 _IN_MEMORY = "committed in memory, and not known to be durable"
-_GOES_ON = "The node that has it goes on trying"
+_GOES_ON = "The server that has it goes on trying"
 _ENDS_HERE = "It is in the memory of this process only, and ends with it"
 
 
@@ -72,7 +72,7 @@ class Safety:
 
     Args:
         writer: of the snapshots.
-        min_upload_interval_s: least seconds between two snapshots brought to the durable tier.
+        min_upload_interval_s: least seconds between two snapshots brought to storage.
     """
 
     def __init__(self, writer: SnapshotWriter, min_upload_interval_s: float = 0.0) -> None:
@@ -217,7 +217,7 @@ def paces_of(tiers: Mapping[str, TierHealth], min_upload_interval_s: float = 0.0
 
     Args:
         tiers: how each is doing, by its URL.
-        min_upload_interval_s: least seconds between two snapshots brought to the durable tier.
+        min_upload_interval_s: least seconds between two snapshots brought to storage.
     """
     working = [tier for tier in tiers.values() if not tier.error and not tier.carried]
     paces = [
@@ -271,7 +271,7 @@ class Ending:
         url: durable directory of the run.
         info: of the attempt.
         last: the state of the finished run, ``None`` if it is not finished.
-        untrained: whether the run was finished before: nothing was left to train, so nobody needs the node any more.
+        untrained: whether the run was finished before: nothing was left to train, so nobody needs the server any more.
 
     Attributes:
         where: what was committed last is, for people; known after :meth:`bring`.
@@ -300,7 +300,7 @@ class Ending:
         """Commit and flush what is under way, within ``wait_s``, and leave the ring.
 
         Returns:
-            whether the snapshot of the finished run was seen at the durable tier; ``None`` if the run is not finished.
+            whether the snapshot of the finished run was seen in storage; ``None`` if the run is not finished.
         """
         deadline_s = time.monotonic() + wait_s
         self._writer.settle(wait_s)
@@ -328,7 +328,7 @@ class Ending:
         Args:
             complete: whether nobody needs it any more.
         """
-        # What another thread is asking now breaks off: that is no loss, and no reason to start a new node.
+        # What another thread is asking now breaks off: that is no loss, and no reason to start a new server.
         self._writer.link.close()
         if not self._has_left and (host := self._writer.host) is not None:
             leave(host, complete=complete)
@@ -337,7 +337,7 @@ class Ending:
     def _where_newest_is(self, deadline_s: float) -> str:
         """Where what was committed last is, now that nothing is owed any more; why it is lost, if it is, is said.
 
-        The durable tier is asked where that is in doubt: a ring or a node may have lost it, or the ring does not know
+        Storage is asked where that is in doubt: a ring or a server may have lost it, or the ring does not know
         that it is safe (it was dropped, or went past the ring), or a tier has refused something.
         """
         newest, link = self._writer.committed, self._writer.link
@@ -401,7 +401,7 @@ class Ending:
             self._writer.say_once(f"waits at the end: {line}", why, wait_s, line)
 
     def _see(self, name: str, deadline_s: float) -> bool | None:
-        """Whether the durable tier lists a snapshot now; ``None`` if it does not answer."""
+        """Whether storage lists a snapshot now; ``None`` if it does not answer."""
         answers, problems = ask_all({self._url: open_store(self._url).survey}, max(_LOOK_S, within(deadline_s)))
         for reason in problems.values():
             logger.warning("lightning_spot: %s cannot be asked for the last snapshot (%s)", self._url, reason)
@@ -411,7 +411,7 @@ class Ending:
         return any(manifest.name == name and manifest.run_id == self._info.id for manifest in holdings.manifests)
 
     def _comes(self, name: str, deadline_s: float) -> bool:
-        """Whether the durable tier lists a snapshot. If a ring was lost, another host may have to commit it yet."""
+        """Whether storage lists a snapshot. If a ring was lost, another host may have to commit it yet."""
         by_others = self._writer.link.losses > 0 and self._writer.across.is_by_itself
         until_s = min(deadline_s, time.monotonic() + _OTHERS_S) if by_others else 0.0
         while not (there := self._see(name, deadline_s)) and time.monotonic() < until_s:
@@ -430,7 +430,7 @@ class Ending:
         return True
 
 
-_UNFORESEEN = (TierReason.SERVER_FAILED, FailureReason.UNFORESEEN)
+_UNEXPECTED = (TierReason.SERVER_FAILED, FailureReason.UNEXPECTED)
 
 
 @functools.cache  # read from files, and the training thread asks
@@ -461,7 +461,7 @@ class Attempt:
 
     Attributes:
         info: what the tiers were told of it.
-        is_claimed: whether the durable tier was claimed when it began.
+        is_claimed: whether storage was claimed when it began.
         lineage: of the training state: that of the snapshot it was resumed from, or a new one.
         writer: takes the snapshots.
         where: what was committed last is, for people; known after :meth:`finish`.
@@ -482,12 +482,13 @@ class Attempt:
         self.lineage = new_id()
         self.where = ""
         self.skipped = 0
-        self.failures = UnforeseenFailures()
+        self.failures = UnexpectedFailures()
         self._settings = settings
         self._last: LastState | None = None
         self._ended = False
         self._begun: Future[Manifest] | None = None
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(leave, host)
             self.info, self.is_claimed = begin_attempt(
                 found,
                 host,
@@ -496,21 +497,11 @@ class Attempt:
                 compression=settings.compression,
                 replicas=settings.replicas,
             )
-        except BaseException:
-            leave(host)
-            raise
-        try:
             self.writer = self._writer(host, look, schedule, sharded_over)
-        except BaseException:  # no thread can be had now
-            leave(host)
-            raise
-        fenced = functools.partial(setattr, weakref.proxy(self.writer), "fence")  # it is not kept alive
-        try:
+            undo.callback(self.writer.close)
+            fenced = functools.partial(setattr, weakref.proxy(self.writer), "fence")  # it is not kept alive
             self._claim = ClaimWatch(self.location.url, self.info.claim(), is_made=self.is_claimed, fenced=fenced)
-        except BaseException:
-            self.writer.close()
-            leave(host)
-            raise
+            undo.pop_all()
         self._past_memory = PastMemory(self.writer, self.location.url, self.info)
         self.safety = Safety(self.writer, settings.min_upload_interval_s or 0.0)
 
@@ -671,7 +662,7 @@ class Attempt:
                 self._write_past_memory(checkpoint, manifest, error)
             else:  # rank 0 alone takes the next one
                 self.writer.miss(error)
-        elif reason in _UNFORESEEN:
+        elif reason in _UNEXPECTED:
             self._complain(f"failed: {error}", error)
             self.count_failure()
         else:
@@ -679,7 +670,7 @@ class Attempt:
                 self._last = None  # to try again at the end would be in vain
             if reason is FailureReason.SHARE_MISSING:
                 self.writer.miss(error)
-            # That the node is lost was said when it was.
+            # That the server is lost was said when it was.
             self._complain(str(reason or type(error).__name__), error, was_said=self.writer.link.is_loss(error))
 
     def _has_all(self, name: str, ranks: SharingRanks | None) -> bool:
@@ -709,7 +700,7 @@ class Attempt:
             complete: whether the run is at its end.
 
         Returns:
-            whether the snapshot of the end was seen at the durable tier; ``None`` if none was to be taken.
+            whether the snapshot of the end was seen in storage; ``None`` if none was to be taken.
         """
         last = self._last if complete and not self.fenced else None
         untrained = complete and not self._ended
@@ -739,7 +730,7 @@ class Attempt:
             return ending.bring(within(deadline_s))
         except Exception as error:
             failure = failure_of(error)
-            if getattr(failure, "reason", None) not in _UNFORESEEN:
+            if getattr(failure, "reason", None) not in _UNEXPECTED:
                 raise
             durable = ending.bring(within(deadline_s))
             self._complain("finish", failure)

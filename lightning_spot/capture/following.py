@@ -37,7 +37,8 @@ from lightning_spot.errors import (
 from lightning_spot.image.pieces import Piece
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.staging.batch import SlotView
-from lightning_spot.staging.copier import Copier, CopyJob, Marks, Watches
+from lightning_spot.staging.copier import Copier, CopyJob, Watches
+from lightning_spot.staging.cuda import Marks
 from lightning_spot.staging.schedule import Schedule
 
 logger = logging.getLogger(__name__)
@@ -45,13 +46,13 @@ logger = logging.getLogger(__name__)
 _MOST = 8  # newer ones count: what came before is over by then
 
 What = TypeVar("What")
-_JOIN_S = 600.0  # as long as rank 0 may wait for a slot; a node says at once if there will be none
+_JOIN_S = 600.0  # as long as rank 0 may wait for a slot; a server says at once if there will be none
 _CLOSE_S = 10.0
-_AGAIN_S = 5.0  # until a node is told once more what it has not heard
+_AGAIN_S = 5.0  # until a server is told once more what it has not heard
 
 
 class Declined:
-    """Snapshots of which the node of this host has not heard that a rank writes nothing. Not thread-safe."""
+    """Snapshots of which the local server has not heard that a rank writes nothing. Not thread-safe."""
 
     def __init__(self) -> None:
         self._untold: dict[str, Callable[[Host], None]] = {}  # by the name of the snapshot, the oldest first
@@ -70,7 +71,7 @@ class Declined:
         self._untold.clear()
 
     def say(self, host: Callable[[], Host]) -> bool:
-        """Tell the node; what it does not hear now is told again.
+        """Tell the server; what it does not hear now is told again.
 
         Args:
             host: its connection, made if need be.
@@ -85,7 +86,7 @@ class Declined:
                 if isinstance(error, OSError) or TierReason.SERVER_FAILED.caused(error):
                     logger.debug("it is told again that a rank writes nothing: %s", error)
                     return not isinstance(error, ServerUnreachableError)
-                # It is another node, or another attempt's: nobody waits there.
+                # It is another server, or another attempt's: nobody waits there.
                 logger.debug("nobody waits for what a rank does not write: %s", error)
             self._untold.pop(name, None)
         return True
@@ -99,12 +100,12 @@ class Task(Generic[What]):
         name: of the snapshot.
         who: writes it, for messages.
         number: which share of it is this rank's.
-        at: URL of the run at the snapshot server, or durable tier, to which this host brings it; ``""`` on that of rank
+        at: URL of the run at the snapshot server, or storage, to which this host brings it; ``""`` on that of rank
             0.
         what: is written, as at the seam; ``None`` once it is, so that nothing is kept alive.
         wait_s: how long rank 0 may wait for a clean slot.
         still: whether no tensor changes until it is there. Then nothing is left for training to copy, or to order.
-        told: at a durable tier: what the node of this host has to know of the snapshot, and a checksum of all of it.
+        told: in storage: what the local server has to know of the snapshot, and a checksum of all of it.
         after: what that had ordered on GPUs at the seam.
         job: the copies, once the slot is there.
         look: compares what the slot had already with the tensors, which must not change before; how many differ.
@@ -149,7 +150,7 @@ class Entrusted:
         self._task: Task[Any] | None = None
 
     def __bool__(self) -> bool:
-        """Whether the node may have something to bring."""
+        """Whether the server may have something to bring."""
         return self._task is not None
 
     def note(self, task: Task[Any]) -> None:
@@ -161,11 +162,11 @@ class Entrusted:
         self._task = None
 
     def lost(self, host: Host) -> None:
-        """Another node is there now: let the other hosts know that nothing will come."""
+        """Another server is there now: let the other hosts know that nothing will come."""
         task, self._task = self._task, None
         if task is None:
             return
-        why, number = f"{task.who}: the node of its host was lost", task.number
+        why, number = f"{task.who}: the server of its host was lost", task.number
         try:
             host.decline(task.name, why, task.at, number.host, number.here)
         except SpotError as error:
@@ -176,7 +177,7 @@ class Follower(ABC, Generic[What]):
     """Writes a rank's parts.
 
     Args:
-        host: connection to the node of this host, with run and attempt; closed with the writer.
+        host: connection to the local server, with run and attempt; closed with the writer.
         connect: makes another one when it was lost.
         copier: that copies; closed with the writer.
         schedule: when each part is copied; ``None`` for at once.
@@ -246,7 +247,7 @@ class Follower(ABC, Generic[What]):
         return False
 
     def warm(self, nbytes: int) -> None:
-        """Have a slot made at the node of this host, in the background, for what its ranks write; others follow.
+        """Have a slot made at the local server, in the background, for what its ranks write; others follow.
 
         Args:
             nbytes: of all that, about.
@@ -264,10 +265,10 @@ class Follower(ABC, Generic[What]):
                 logger.debug("%s's part of %s: %s", task.who, task.name, error)
 
     def close(self, *, complete: bool = False) -> None:
-        """Stop the threads, and leave the node.
+        """Stop the threads, and leave the server.
 
         Args:
-            complete: whether nobody needs the node of this host any more.
+            complete: whether nobody needs the local server any more.
         """
         self._entrusted.forget()
         self.copied()
@@ -324,7 +325,7 @@ class Follower(ABC, Generic[What]):
                 self._leave()
 
     def _owe(self, name: str, why: str, at: str, host: int = 0, share: int = 1) -> None:
-        """Have the node hear that this rank writes nothing of a snapshot, see :meth:`Host.decline`: others wait for it.
+        """Tell the server that this rank writes nothing of a snapshot, see :meth:`Host.decline`: others wait for it.
 
         It is told behind the task that is under way, for whose end training may wait.
         """
@@ -332,12 +333,12 @@ class Follower(ABC, Generic[What]):
         self._tasks.put(self._say_owed)
 
     def _say_owed(self) -> None:
-        """Tell the node what it may not have heard."""
+        """Tell the server what it may not have heard."""
         if not self._declined.say(lambda: self._host or self._reconnect()):
             self._leave()
 
     def _say_last(self) -> None:
-        """The same for the last time: no other node is looked for, or even started, to be told of it."""
+        """The same for the last time: no other server is looked for, or even started, to be told of it."""
         self._entrusted.forget()  # also what was noted since the end began
         if self._host is not None:
             self._say_owed()
@@ -488,7 +489,7 @@ class Follower(ABC, Generic[What]):
             raise
 
     def _say(self, host: Host, lease: Lease, torn: str, fault: ShareFault | None) -> None:
-        """Tell the node that a share is over, which it waits for as long as it sees this rank."""
+        """Tell the server that a share is over, which it waits for as long as it sees this rank."""
         try:
             try:
                 host.placed(lease, torn, fault)
@@ -496,11 +497,11 @@ class Follower(ABC, Generic[What]):
                 logger.debug("it is said once more that a share is over: %s", error)
                 host.placed(lease, torn, fault)
         except ServerUnreachableError as error:
-            logger.debug("a share is over, and the node is left: %s", error)
+            logger.debug("a share is over, and the server is left: %s", error)
             self._leave()
         except SpotError as error:  # it was given up meanwhile: rank 0 knows
             logger.debug("a share is over: %s", error)
-        except Exception:  # the node, which waits for it, sees that this rank has gone
+        except Exception:  # the server, which waits for it, sees that this rank has gone
             self._leave()
             raise
 
@@ -523,5 +524,5 @@ def _text(error: BaseException) -> str:
 
 
 def is_said_by_node(error: BaseException) -> bool:
-    """Whether a node has said that there is nothing for a rank to write: it does not wait for that."""
+    """Whether a server has said that there is nothing for a rank to write: it does not wait for that."""
     return isinstance(error, FencedError) or FailureReason.SHARE_MISSING.caused(error)

@@ -33,10 +33,10 @@ class RingSettings:
         slots: of the ring.
         beyond: whether it may have more of them for a GPU whose snapshots overlap.
         memory_bytes: limit of their memory.
-        server_idle_timeout_s: its node ends when no trainer came for so long.
+        server_idle_timeout_s: its server ends when no trainer came for so long.
         keep: snapshots that each tier keeps.
         strict: whether to raise where a warning would do.
-        min_upload_interval_s: least seconds between two snapshots brought to the durable tier, see :class:`RunInfo`.
+        min_upload_interval_s: least seconds between two snapshots brought to storage, see :class:`RunInfo`.
         compression: how what changed goes to snapshot servers behind, see :class:`RunInfo`.
         replicas: how many of them each snapshot is kept at.
         server_call_timeout_s: how long a call to the ring may keep the training thread.
@@ -57,7 +57,7 @@ class RingSettings:
 
 
 def open_host(location: Location, settings: RingSettings) -> Host:
-    """The ring on this host; one that an earlier node left in memory is taken over."""
+    """The ring on this host; one that an earlier server left in memory is taken over."""
     return location.open_host(
         slots=settings.slots,
         memory_bytes=settings.memory_bytes,

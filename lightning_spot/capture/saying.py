@@ -59,7 +59,7 @@ def say_waiting(say_once: SayOnce, link: HostLink, full: SnapshotFailedError, le
 
 
 def say_failing(say_once: SayOnce, link: HostLink) -> None:
-    """Say what a node says in its own log only: a tier fails, refuses this attempt, or was not brought a snapshot."""
+    """Say what a server says in its own log only: a tier fails, refuses this attempt, or was not brought a snapshot."""
     nothing: dict[str, TierHealth] = {}
     for url, tier in link.ask(lambda host: host.tiers(), nothing).items():
         if tier.error:

@@ -1,9 +1,9 @@
-"""Takes snapshots of sharded state: every rank writes its own part of one image, into one slot of the node on its host.
+"""Takes snapshots of sharded state: every rank writes its part of one image, into one slot of the local server.
 
-Rank 0 leases the slot and commits the image; the others join by the snapshot's name (see :mod:`.joining`). No
-collective. On several hosts each has a slot for the files of its own ranks, which its node sends to a snapshot server;
-there they are put together. Without one, it writes them to the durable tier, and all ranks find out by themselves what
-is whose.
+Rank 0 leases the slot and commits the image (:class:`ShardedWriter`); the others join by the snapshot's name
+(:class:`Joining`). No collective. On several hosts each has a slot for the files of its own ranks. The local server
+sends them to a snapshot server, where they are put together, or, without one, writes them to storage; then all ranks
+find out by themselves what is whose.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class ShardedWriter(SnapshotWriter):
 
     @property
     def _is_by_itself(self) -> bool:
-        """Whether each host brings its portion to the durable tier by itself."""
+        """Whether each host brings its portion to storage by itself."""
         return is_by_itself(self._at)
 
     # -- see SnapshotWriter ---------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class ShardedWriter(SnapshotWriter):
         return layout, lease, replace(manifest, nbytes=nbytes, files=image.files)
 
     def _tell(self, image: ShardedImage, state_bytes: list[int]) -> str:
-        """What the other ranks, and the node of this host, have to know of an image; the same text while it is."""
+        """What the other ranks, and the local server, have to know of an image; the same text while it is."""
         key, text = (image.plan, state_bytes, self._at), self._told[1]
         if self._told[0] != key:
             told: dict[str, Any] = {"state_bytes": state_bytes, "items": image.plan.lines()}
@@ -321,7 +321,7 @@ class Joining(Follower[_Part | SpotError]):
     """Writes the part of one rank, from 1 on, of every snapshot of an attempt.
 
     Args:
-        host: connection of this rank to the node of its host, with run and attempt; closed with the writer.
+        host: connection of this rank to the server of its host, with run and attempt; closed with the writer.
         connect: makes another one when it was lost.
         hosts: the ranks of each host, if there are several.
         copier: that copies; closed with the writer.
@@ -386,7 +386,7 @@ class Joining(Follower[_Part | SpotError]):
             step: Lightning's ``global_step``.
             complete: whether the run is at its end.
             wait_s: how long rank 0 may wait for a slot.
-            at: URL of the run at the snapshot server, or durable tier, to which several hosts bring it.
+            at: URL of the run at the snapshot server, or storage, to which several hosts bring it.
             still: whether nothing changes any tensor until :meth:`settle` returned. Then this waits for nothing.
         """
         name = snapshot_name(step, self._attempt, complete=complete)
@@ -411,7 +411,7 @@ class Joining(Follower[_Part | SpotError]):
         return task
 
     def _tell(self, image: ShardedImage, host: int) -> str:
-        """What the node of this host has to know of an image that it brings to the durable tier by itself."""
+        """What the local server has to know of an image that it brings to storage by itself."""
         if self._told[0] is not image.places:
             told = portions_of(image.files, self._hosts).to_dict() | own_of(image.places, self._hosts[host]).to_dict()
             self._told = (image.places, json.dumps(told))
@@ -465,7 +465,7 @@ class Joining(Follower[_Part | SpotError]):
         super()._lost(task, error)
 
     def flush(self, wait_s: float) -> None:
-        """Wait until the node of this host has brought what its ranks have written: it may end with their processes."""
+        """Wait until the local server has brought what its ranks have written: it may end with their processes."""
         try:
             late = self._host.flush(wait_s) if self._host is not None else []
         except SpotError as error:  # rank 0 says what became of the snapshot
@@ -475,7 +475,7 @@ class Joining(Follower[_Part | SpotError]):
                 logger.warning("lightning_spot: %s. The local server goes on with it", line)
 
     def _check_begun(self, task: Task[_Part | SpotError], what: _Part | SpotError) -> None:
-        if isinstance(what, SpotError) and is_by_itself(task.at):  # the node is told at once, see below
+        if isinstance(what, SpotError) and is_by_itself(task.at):  # the server is told at once, see below
             raise what
 
     def _fill(self, host: Host, lease: Lease, task: Task[_Part | SpotError], what: _Part | SpotError) -> None:

@@ -56,7 +56,7 @@ class ShareWriter(Follower[_Share | SpotError]):
     """Writes a rank's shares; see :class:`~lightning_spot.capture.following.Follower`.
 
     Args:
-        host: connection to the node of this host, with run and attempt; closed with the writer.
+        host: connection to the local server, with run and attempt; closed with the writer.
         connect: makes another one when it was lost.
         number: which share is this rank's where the ranks of rank 0's host write; ``None`` if it is on another one.
         copier: that copies; closed with the writer.

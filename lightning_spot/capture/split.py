@@ -93,7 +93,7 @@ class Number:
     Attributes:
         share: of the whole.
         host: number of its host, 0 for that of rank 0.
-        here: the share's number at the node of its host.
+        here: the share's number at the server of its host.
         rank: whose it is.
     """
 
@@ -156,7 +156,7 @@ class Split:
         return cls(held_by(owned), places, ends, states, ranks.hosts)
 
     def to_json(self) -> str:
-        """As text, for the other ranks, and for the nodes of their hosts."""
+        """As text, for the other ranks, and for the servers of their hosts."""
         states = {str(rank): room for rank, room in self.states.items()}
         fields: dict[str, object] = {"held": self.held, "places": self.places, "ends": self.ends}
         fields |= {"states": states, "hosts": self.hosts}

@@ -50,7 +50,7 @@ class Pause:
         self._next_s = _FIRST_PAUSE_S
 
 
-class UnforeseenFailures:
+class UnexpectedFailures:
     """Snapshots that failed in a way that nobody has foreseen. After some in a row there is a pause."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ def as_failure(error: Exception) -> SpotError:
     logger.debug("a snapshot could not be taken", exc_info=error)
     text = str(error)
     failure = SnapshotFailedError(
-        f"{type(error).__name__}: {text}" if text else type(error).__name__, reason=FailureReason.UNFORESEEN
+        f"{type(error).__name__}: {text}" if text else type(error).__name__, reason=FailureReason.UNEXPECTED
     )
     failure.__cause__ = error.with_traceback(None)  # its frames would keep tensors alive
     return failure
@@ -129,7 +129,7 @@ THE_END, STILL_ENDS = "the end of snapshots", "the run ends all the same"
 """What each part of the end of a ``fit`` is for people, and what happens where one fails."""
 
 
-class Harmless:
+class BestEffort:
     """Tries what training does not need. Each thing that fails is said once.
 
     Args:

@@ -1,7 +1,7 @@
 """Takes snapshots: lays the checkpoint out, leases a slot, copies beside training, guards, commits.
 
 The training thread calls :meth:`SnapshotWriter.begin` and, before the tensors change, :meth:`~SnapshotWriter.copied`.
-Everything else happens on one background thread, see :class:`Finishing`. A snapshot that fits no memory is streamed
+Everything else happens on one background thread. A snapshot that fits no memory is streamed
 from the tensors, part by part, while training waits.
 """
 
@@ -24,7 +24,7 @@ from lightning_spot.capture.copying import Copying, OpenedSnapshot, Pending
 from lightning_spot.capture.host_link import HostLink, within
 from lightning_spot.capture.mailbox import Mailbox
 from lightning_spot.capture.saying import SAY_S, SayOnce, SayWhyNot, say_failing, say_waiting
-from lightning_spot.capture.slot_pool import Leases, SlotMaker, Supply, give_back, say_backing
+from lightning_spot.capture.slot_pool import Leases, SlotMaker, SlotPool, give_back, say_backing
 from lightning_spot.capture.split import Divided, Divider, SharingRanks
 from lightning_spot.capture.tensors import NOBODY, Owners, owners_of
 from lightning_spot.capture.unexpected import as_failure
@@ -134,7 +134,7 @@ class Across:
         brought: snapshots that hosts have brought together.
         at: URLs of the run at the snapshot servers to which the newest snapshot was brought, separated by spaces; one
             of them has it, or, of a :class:`~lightning_spot.memory.joint.SpreadPlace`, all together, and may have lost
-            it since. ``""`` if this host has it, or the durable tier.
+            it since. ``""`` if this host has it, or storage.
         spread: where snapshots are spread over snapshot servers: at how many each portion is to be kept; else 0.
         hosts: the ranks of each host, if they bring a state in shards; that of rank 0 first.
         own_nbytes: what this host brings of such a snapshot, on rank 0; 0 before the first one.
@@ -159,7 +159,7 @@ class Across:
 
     @property
     def is_by_itself(self) -> bool:
-        """Whether each host brings what it has of a state in shards to the durable tier by itself."""
+        """Whether each host brings what it has of a state in shards to storage by itself."""
         return bool(self.hosts) and not self.wanted
 
     @property
@@ -340,10 +340,16 @@ class Miss(NamedTuple):
     fault: ShareFault | None
 
 
-class Finishing:
-    """What a writer of snapshots has, and does on its background thread. The training thread's part is its own.
+class SnapshotWriter:
+    """Takes snapshots into a ring on this host.
 
-    Its arguments are those of :class:`~lightning_spot.capture.writer.SnapshotWriter`.
+    Args:
+        host: the ring, its run already opened.
+        reconnect: makes a new connection to the ring (and opens the run again) after the old one broke.
+        look: looks at the outline of what was written; what it says is warned of once.
+        copier: that copies; closed with the writer.
+        schedule: when what only the optimizer changes is copied; ``None`` for at once.
+        approximates: whether servers may be sent approximations.
 
     Attributes:
         link: to the ring, which may be lost and found again.
@@ -358,6 +364,7 @@ class Finishing:
         say_once: warns once for each key.
         missed: snapshots dropped because another rank's share of them did not come.
         last_miss: why the last one was.
+        copied_bytes: written into slots so far; what a slot held already is not written again.
     """
 
     _leases_ahead, _leases_shared = True, False  # with DDP, whether ranks write together is known late
@@ -365,10 +372,12 @@ class Finishing:
     def __init__(
         self,
         host: Host,
-        reconnect: Callable[[], Host] | None,
-        look: Callable[[Layout], str | None],
-        copier: Copier | None,
-        schedule: Schedule | None,
+        reconnect: Callable[[], Host] | None = None,
+        look: Callable[[Layout], str | None] = lambda _outline: None,
+        copier: Copier | None = None,
+        schedule: Schedule | None = None,
+        *,
+        approximates: bool = False,
     ) -> None:
         self._look = look
         self.say_once = SayOnce()
@@ -392,112 +401,7 @@ class Finishing:
             raise
         self._copying = copying = Copying(copier, schedule, self.say_once)
         self._maker = SlotMaker(copying.views, copying.copier, self.link.lose)
-        self._supply = Supply(self._maker, leases)
-
-    def miss(self, error: SpotError) -> None:
-        """Note that a snapshot was not taken because of another rank's share of it."""
-        self.missed, self.last_miss = self.missed + 1, Miss(str(error), fault_of(error))
-
-    # -- inside ---------------------------------------------------------------------------------------------------
-
-    def _look_at(self, outline: Layout) -> None:
-        if (problem := self._look(outline)) is not None:
-            self.say_once(problem, "%s", problem)
-
-    def _commit(self, host: Host, pending: Pending) -> bool:
-        """All bytes are in place: make it a snapshot; whether the next one needs a slot that is still to be made."""
-        manifest, written, followed = pending.manifest, pending.plan.written, pending.followed
-        return host.seal(pending.lease, manifest, pending.destinations, pending.floats, written, followed=followed)
-
-    def _finish(self, host: Host, pending: Pending) -> None:
-        if not pending.done.set_running_or_notify_cancel():
-            return  # Ctrl-C: its slot was given back
-        try:
-            self._leases.say(host, pending.lease)
-            self._copying.check(pending)
-            if self.mailbox is not None:
-                with pending.rooms() as rooms:
-                    self.mailbox.put_into(rooms, pending.manifest.name)
-            is_short = self._commit(host, pending)
-            self._copying.sealed(pending)
-        except BaseException as error:
-            self._failed(host, pending, error)
-        else:
-            if self.committed is None or pending.manifest.order >= self.committed.order:
-                self.committed = pending.manifest
-            if self.across.committed(pending):
-                self.past_memory = pending.manifest
-            self.together += pending.lease.shared is not None
-            self.posted += bool(pending.sent)
-            self._say_why_not.committed()
-            pending.done.set_result(pending.manifest)
-            if not pending.manifest.complete:
-                leases = self._leases_ahead and pending.is_here and (self._leases_shared or not pending.lease.shared)
-                self._supply.look_ahead(host, pending.outline.nbytes, is_short=is_short, leases=leases)
-            self._look_at(pending.tried)
-            if pending.lease.backing != "process":
-                say_failing(self.say_once, self.link)
-
-    def _end(self, host: Host, pending: Pending, error: BaseException) -> None:
-        """Whatever has failed beside what is expected to, nobody waits for a snapshot after, and its slot is free."""
-        if not pending.done.done():
-            try:
-                self._failed(host, pending, error)
-            finally:
-                if not pending.done.done():
-                    pending.done.set_exception(as_failure(error) if isinstance(error, Exception) else error)
-
-    def _failed(self, host: Host, pending: Pending, error: BaseException) -> None:
-        error = as_failure(error) if isinstance(error, Exception) else error  # who waits for it expects no other kind
-        self.torn += FailureReason.TORN.caused(error)
-        if not pending.job.is_done:  # the slot is given back: nothing is to come into it any more
-            self._copying.copier.give_up(pending.view)
-        if self.mailbox is not None:
-            self.mailbox.over(pending.manifest.name)  # else what has come, or comes yet, would be kept until the end
-        if isinstance(error, ServerUnreachableError):
-            self.link.lose(host, error)
-        else:
-            give_back(host, pending.lease)
-        if self.across.has_given_way(pending):
-            pending.done.set_exception(error)
-            return
-        if isinstance(error, SnapshotFailedError) and error.reason is FailureReason.SHARE_MISSING:
-            self.miss(error)
-        if isinstance(error, FencedError):
-            self.fence = error
-        if FailureReason.TORN.caused(error):
-            self.say_once("torn", "%s", error)
-        elif not self.link.is_loss(error):  # of which it was said
-            self._say_why_not(pending.manifest.name, str(error))
-        pending.done.set_exception(error)
-
-
-class SnapshotWriter(Finishing):
-    """Takes snapshots into a ring on this host. See :class:`Finishing` for what it has besides.
-
-    Args:
-        host: the ring, its run already opened.
-        reconnect: makes a new connection to the ring (and opens the run again) after the old one broke.
-        look: looks at the outline of what was written; what it says is warned of once.
-        copier: that copies; closed with the writer.
-        schedule: when what only the optimizer changes is copied; ``None`` for at once.
-        approximates: whether nodes may be sent approximations.
-
-    Attributes:
-        copied_bytes: written into slots so far; what a slot held already is not written again.
-    """
-
-    def __init__(
-        self,
-        host: Host,
-        reconnect: Callable[[], Host] | None = None,
-        look: Callable[[Layout], str | None] = lambda _outline: None,
-        copier: Copier | None = None,
-        schedule: Schedule | None = None,
-        *,
-        approximates: bool = False,
-    ) -> None:
-        super().__init__(host, reconnect, look, copier, schedule)
+        self._slots = SlotPool(self._maker, leases)
         self._approximates = approximates
         self.copied_bytes = 0
         self._pending: list[Pending] = []
@@ -530,7 +434,7 @@ class SnapshotWriter(Finishing):
         """The next snapshot comes within a second: its slot is leased meanwhile, unless other hosts take part."""
         host, last, others = self.host, self.committed, self.across.wanted or self.across.hosts
         if host and last and last is not self.past_memory and not others and self._leases_ahead and self.ready:
-            self._tasks.put(lambda: self._supply.lease_ahead(host, last.nbytes, comes=True))
+            self._tasks.put(lambda: self._slots.lease_ahead(host, last.nbytes, comes=True))
 
     def begin(
         self,
@@ -565,7 +469,7 @@ class SnapshotWriter(Finishing):
         if (host := self.host) is None:
             raise self.link.missing()
         deadline_s = time.monotonic() + wait_s
-        self._supply.wait_warm(host, wait_s)
+        self._slots.wait_warm(host, wait_s)
         self.across.make_way(host, ranks.at if ranks is not None else "", within(deadline_s))
         if lost := self._copying.views.others(host):
             self.copied()
@@ -676,7 +580,11 @@ class SnapshotWriter(Finishing):
         self._leases.say_now()
         self.link.tell(lambda host: host.decline(name, why, at))
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    def miss(self, error: SpotError) -> None:
+        """Note that a snapshot was not taken because of another rank's share of it."""
+        self.missed, self.last_miss = self.missed + 1, Miss(str(error), fault_of(error))
+
+    # -- inside, on the training thread ---------------------------------------------------------------------------
 
     def _lay_out_anew(self, error: BaseException) -> None:
         """What was laid out in part is no base for the next one."""
@@ -688,9 +596,82 @@ class SnapshotWriter(Finishing):
         deadline_s = time.monotonic() + wait_s
         whole = self._outliner.lay_out(checkpoint)
         shared, layout, sent = divide(whole)
-        lease = self._supply.take(host, layout.nbytes, within(deadline_s), shared)
+        lease = self._slots.take(host, layout.nbytes, within(deadline_s), shared)
         return OpenedSnapshot(layout, lease, replace(manifest, nbytes=layout.nbytes), whole, sent)
 
     def _counted(self, owned: Owners, kept: Owners) -> Owners:
         """Tensors whose counts of writes tell whether they have changed."""
         return owners_of(owned, kept)
+
+    # -- on the background thread ---------------------------------------------------------------------------------
+
+    def _look_at(self, outline: Layout) -> None:
+        if (problem := self._look(outline)) is not None:
+            self.say_once(problem, "%s", problem)
+
+    def _commit(self, host: Host, pending: Pending) -> bool:
+        """All bytes are in place: make it a snapshot; whether the next one needs a slot that is still to be made."""
+        manifest, written, followed = pending.manifest, pending.plan.written, pending.followed
+        return host.seal(pending.lease, manifest, pending.destinations, pending.floats, written, followed=followed)
+
+    def _finish(self, host: Host, pending: Pending) -> None:
+        if not pending.done.set_running_or_notify_cancel():
+            return  # Ctrl-C: its slot was given back
+        try:
+            self._leases.say(host, pending.lease)
+            self._copying.check(pending)
+            if self.mailbox is not None:
+                with pending.rooms() as rooms:
+                    self.mailbox.put_into(rooms, pending.manifest.name)
+            is_short = self._commit(host, pending)
+            self._copying.sealed(pending)
+        except BaseException as error:
+            self._failed(host, pending, error)
+        else:
+            if self.committed is None or pending.manifest.order >= self.committed.order:
+                self.committed = pending.manifest
+            if self.across.committed(pending):
+                self.past_memory = pending.manifest
+            self.together += pending.lease.shared is not None
+            self.posted += bool(pending.sent)
+            self._say_why_not.committed()
+            pending.done.set_result(pending.manifest)
+            if not pending.manifest.complete:
+                leases = self._leases_ahead and pending.is_here and (self._leases_shared or not pending.lease.shared)
+                self._slots.look_ahead(host, pending.outline.nbytes, is_short=is_short, leases=leases)
+            self._look_at(pending.tried)
+            if pending.lease.backing != "process":
+                say_failing(self.say_once, self.link)
+
+    def _end(self, host: Host, pending: Pending, error: BaseException) -> None:
+        """Whatever has failed beside what is expected to, nobody waits for a snapshot after, and its slot is free."""
+        if not pending.done.done():
+            try:
+                self._failed(host, pending, error)
+            finally:
+                if not pending.done.done():
+                    pending.done.set_exception(as_failure(error) if isinstance(error, Exception) else error)
+
+    def _failed(self, host: Host, pending: Pending, error: BaseException) -> None:
+        error = as_failure(error) if isinstance(error, Exception) else error  # who waits for it expects no other kind
+        self.torn += FailureReason.TORN.caused(error)
+        if not pending.job.is_done:  # the slot is given back: nothing is to come into it any more
+            self._copying.copier.give_up(pending.view)
+        if self.mailbox is not None:
+            self.mailbox.over(pending.manifest.name)  # else what has come, or comes yet, would be kept until the end
+        if isinstance(error, ServerUnreachableError):
+            self.link.lose(host, error)
+        else:
+            give_back(host, pending.lease)
+        if self.across.has_given_way(pending):
+            pending.done.set_exception(error)
+            return
+        if isinstance(error, SnapshotFailedError) and error.reason is FailureReason.SHARE_MISSING:
+            self.miss(error)
+        if isinstance(error, FencedError):
+            self.fence = error
+        if FailureReason.TORN.caused(error):
+            self.say_once("torn", "%s", error)
+        elif not self.link.is_loss(error):  # of which it was said
+            self._say_why_not(pending.manifest.name, str(error))
+        pending.done.set_exception(error)

@@ -169,7 +169,7 @@ def gather(trainer: pl.Trainer, state: State | SpotError) -> list[bytes]:
         raise mine
     for rank, told in enumerate(states or ()):
         if isinstance(told, str):
-            raise SnapshotFailedError(f"rank {rank}: {told}", reason=FailureReason.UNFORESEEN)
+            raise SnapshotFailedError(f"rank {rank}: {told}", reason=FailureReason.UNEXPECTED)
     return states if states is not None else []
 
 

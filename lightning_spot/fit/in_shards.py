@@ -2,7 +2,7 @@
 
 With several hosts, no host ever has a whole snapshot: all of them, the first, urgent ones and that of the end too, are
 put together at a snapshot server that carries the run on. While there is none, there are no snapshots. Where none is
-named, each host brings its ranks' files to the durable tier by itself.
+named, each host brings its ranks' files to storage by itself.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _HELP_S = 2.0
 _LOOK_S = 0.05
 _CARRIER_S = 60.0
 _HEALTH_S = 5.0
-_ASKED_S = 10.0  # so long may it take at a start until nodes were asked and carry the run on
+_ASKED_S = 10.0  # so long may it take at a start until servers were asked and carry the run on
 _NO_CARRIER = (
     "no snapshot now, training goes on: each host has a part of the model, and no server that carries the run on"
     " is there to put them together (%s); it may be starting, or lack --allow-storage for the storage of the run"
@@ -315,14 +315,14 @@ class InShards(OfTrainer):
             self._joining.copied()
 
     def finish(self, wait_s: float) -> None:
-        """Wait until what was begun is in place, and let the node go. A second call does nothing."""
+        """Wait until what was begun is in place, and let the server go. A second call does nothing."""
         joining, self._joining = self._joining, None
         if joining is not None:
             deadline_s = time.monotonic() + wait_s
             joining.settle(wait_s)
             if self._hosts.is_guest:
                 joining.flush(within(deadline_s))
-            joining.close(complete=self._hosts.is_guest)  # its node ends when all that it still sends is there
+            joining.close(complete=self._hosts.is_guest)  # its server ends when all that it still sends is there
 
 
 # -- where hosts bring it ---------------------------------------------------------------------------------------------
@@ -412,7 +412,7 @@ class WhereTo:
     def _carrier(self, attempt: Attempt, *, anew: bool) -> str:
         """URL of the run at the snapshot server that carries it on; ``""`` if none does.
 
-        Where no snapshot server is named, that of its durable tier.
+        Where no snapshot server is named, that of its storage.
         """
         across = attempt.writer.across
         if not self._location.servers:
@@ -433,7 +433,7 @@ class WhereTo:
 
 
 def check_read_everywhere(ranks: Agreement, location: Location, run: str, number: int, token: str) -> None:
-    """Refuse a durable tier that some host does not see: nothing could be resumed there. Every rank calls it.
+    """Refuse storage that some host does not see: nothing could be resumed there. Every rank calls it.
 
     Args:
         ranks: all of them.
@@ -451,10 +451,10 @@ def check_read_everywhere(ranks: Agreement, location: Location, run: str, number
 
 
 def check_place(url: str, run: str, number: int, token: str, *, writes: bool = True) -> None:
-    """Refuse a durable tier that is not the same place for all hosts.
+    """Refuse storage that is not the same place for all hosts.
 
     Args:
-        url: of the durable tier.
+        url: of storage.
         run: as ``NAME@ID``.
         number: of the attempt.
         token: of its claim, which rank 0 has written.

@@ -71,7 +71,7 @@ class Beginning:
             logger.warning("lightning_spot: %s", why)
         if self._in_shards is not None:
             self._in_shards.check()
-        # First: it takes over what a killed node left in memory.
+        # First: it takes over what a killed server left in memory.
         self._host = open_host(self._location, self._settings)
         self.found = self._resume.look(self._location)
         return self.found
@@ -198,7 +198,7 @@ class RankWriter(OfTrainer):
             self.in_shards.begin(attempt, run, self.number, self.iterations.schedule)
 
     def _check_place(self, attempt: Attempt | None, run: str) -> None:
-        """Refuse a durable tier that some host could not resume from, if it can be told by now. Every rank calls it."""
+        """Refuse storage that some host could not resume from, if it can be told by now. Every rank calls it."""
         ranks = Agreement(self._trainer)
         token = ranks.tell(attempt.info.token if attempt is not None and attempt.is_claimed else "")
         if token:

@@ -224,7 +224,7 @@ def _stores(found: Survey, manifest: Manifest, source: Source) -> Iterator[tuple
 
 @contextlib.contextmanager
 def fetched_once(trainer: pl.Trainer, location: Location, path: Any) -> Iterator[None]:
-    """Have all ranks load a named checkpoint from memory of their host, where it is at a node. Every rank calls it.
+    """Have all ranks load a named checkpoint from memory of their host, where it is at a server. Every rank calls it.
 
     Args:
         trainer: that loads it, by its strategy, while the context lasts.
@@ -270,7 +270,7 @@ def _open(ranks: Agreement, hosts: SharedOpening, url: str, info: dict[str, Any]
 
 
 class _Named:
-    """A file at a node, as a :class:`~lightning_spot.run.sources.Source`.
+    """A file at a server, as a :class:`~lightning_spot.run.sources.Source`.
 
     Args:
         url: of the file.
@@ -291,7 +291,7 @@ class _Named:
         return receive(self, manifest, self.tier, self.url, progress)
 
     def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
-        """See :meth:`Fetches.fetch`; the node sends a checksum with each range."""
+        """See :meth:`Fetches.fetch`; the server sends a checksum with each range."""
 
         def read(bounds: tuple[int, int]) -> None:
             start, stop = bounds

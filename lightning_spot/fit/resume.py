@@ -245,7 +245,7 @@ class Resume(OfTrainer):
             )
 
     def _newest_survey(self, location: Location) -> Survey:
-        """What the tiers hold now; what was found at nodes at this start is kept."""
+        """What the tiers hold now; what was found at servers at this start is kept."""
         if self._found is None or self._found.location != location:
             return survey(location)
         return look_again(self._found) if self._found.durable is not None else self._found
@@ -379,7 +379,7 @@ def bring_below(trainer: pl.Trainer, location: Location) -> None:
     for rank, late in enumerate(everyones if ranks.rank == 0 else ()):
         for line in late:
             logger.warning(
-                "lightning_spot: the node on the host of rank %d has not brought below all that an earlier attempt may"
+                "lightning_spot: the server on the host of rank %d has not uploaded all that an earlier attempt may"
                 " have left there: %s. This attempt goes on from what every host can read. To go on from that host's"
                 " snapshot, mend that and start again",
                 rank,
@@ -388,13 +388,13 @@ def bring_below(trainer: pl.Trainer, location: Location) -> None:
 
 
 def _late(location: Location) -> list[str]:
-    """What the node of this host has not brought below in time, one line each."""
+    """What the local server has not brought below in time, one line each."""
     try:
         host = attach(location.url, location.name)
     except ServerUnreachableError as error:  # there is one, or slots of one
         return [str(error)]
     except (SpotError, OSError) as error:
-        logger.debug("no node can be had here: %s", error)
+        logger.debug("no server can be had here: %s", error)
         return []
     if host is None:
         return []
@@ -616,7 +616,7 @@ def _unsaved_configs(trainer: pl.Trainer) -> Iterator[Any]:
 
 
 def _flushed(host: EmbeddedHost) -> list[str]:
-    """Have a node bring what it owes; what is late is waited for as long as nothing fails."""
+    """Have a server bring what it owes; what is late is waited for as long as nothing fails."""
     deadline_s, late = time.monotonic() + _LONGEST_S, list[str]()
     while host.owes():  # what hosts bring together is not: no host has all of it
         late = host.flush(patience.PATIENCE.answer_s)

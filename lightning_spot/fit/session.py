@@ -108,7 +108,7 @@ class FitSession(PerTrainer):
     def expect_stop(self) -> None:
         """Somebody watches for notices: the state in front of a validation is kept at hand from now on."""
         for snapshotter in self.snapshotters:
-            snapshotter.at_hand.keeps = True
+            snapshotter.current_state.keeps = True
 
     def warn_of_passing_folder(self) -> None:
         """Say early, before ``ModelCheckpoint`` has chosen one, that what is saved at a notice will not be found again.
@@ -175,7 +175,7 @@ class FitSession(PerTrainer):
         self.deadline = deadline = Deadline.of(notice.deadline_s, longest_s)
         for snapshotter in self.snapshotters:
             bring = partial(secure, trainer, snapshotter, seam, deadline, cut_short)
-            if safe := snapshotter.harmless.run("the urgent snapshot", bring, "", still=_LEAVE):
+            if safe := snapshotter.best_effort.run("the urgent snapshot", bring, "", still=_LEAVE):
                 rank_zero_info(f"lightning_spot: {safe}")
         if not self.snapshotters:
             _save_beside_model_checkpoint(trainer, seam)
@@ -244,7 +244,7 @@ class FitSession(PerTrainer):
             wait_s = min(wait_s, self.deadline.left_s)
         finish = partial(snapshotter.finish, wait_s, complete=complete)
         otherwise = False if complete else None
-        durable = snapshotter.harmless.run(THE_END, finish, otherwise, still=STILL_ENDS)
+        durable = snapshotter.best_effort.run(THE_END, finish, otherwise, still=STILL_ENDS)
         forget_listings(snapshotter.location.url)  # of what is read next in this program
         if durable is not None:
             self._say_end(snapshotter, durable=durable)
@@ -328,7 +328,7 @@ def secure(
     ranks.together(partial(_stand_still, snapshotter))
     taken = ranks.everyones(lambda: _has_taken(writing, step, deadline.left_s / 2))[0]
     differs = taken and any(ranks.everyones(lambda: _differs(writing)))
-    # Of a model in shards there is one of a step: what nodes and tiers have of it would get into a second one.
+    # Of a model in shards there is one of a step: what servers and tiers have of it would get into a second one.
     is_one = writing.in_shards is not None and writing.begun_step == step
     dump = _newest(snapshotter, ranks, seam) if (differs or not taken) and not is_one else None
     if not all(ranks.gather(dump is not None)):
@@ -345,7 +345,7 @@ def secure(
         writing.together.copied()
         if writing.in_shards is None and attempt is not None:
             again = partial(writing.store, dump.checkpoint, wait_s=deadline.wait_s, ranks=None)
-            # A share was missing, the node was lost, or more was found that differs.
+            # A share was missing, the server was lost, or more was found that differs.
             if not _has_taken(writing, step, deadline.left_s, former):
                 attempt.writer.link.wait(deadline.left_s)
                 again()
@@ -361,8 +361,8 @@ def _stand_still(snapshotter: Snapshotter) -> None:
 
 
 def _newest(snapshotter: Snapshotter, ranks: Agreement, seam: Seam) -> Dump | None:
-    """The newest state of this rank, see :meth:`AtHand.newest`; an error of one rank is an error of all."""
-    take = partial(snapshotter.at_hand.newest, seam)
+    """The newest state of this rank, see :meth:`CurrentState.newest`; an error of one rank is an error of all."""
+    take = partial(snapshotter.current_state.newest, seam)
     # Where ranks wait for each other within their optimizers' states, the others do not come to what would follow.
     return take() if snapshotter.writing.together.hold_their_own else ranks.together(take)
 

@@ -17,7 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_spot.capture.slot_pool import AHEAD_S
-from lightning_spot.capture.unexpected import STILL_ENDS, THE_END, Harmless, failure_of
+from lightning_spot.capture.unexpected import STILL_ENDS, THE_END, BestEffort, failure_of
 from lightning_spot.config import format_count, format_seconds
 from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.exact import namespaces
@@ -71,7 +71,7 @@ class Pacing:
 
     Args:
         policy: that decides.
-        harmless: runs what training can do without.
+        best_effort: runs what training can do without.
 
     Attributes:
         policy: that decides.
@@ -79,9 +79,9 @@ class Pacing:
         passed_over: snapshots that were due and never begun, since there was no slot for them yet; on rank 0.
     """
 
-    def __init__(self, policy: IntervalPolicy, harmless: Harmless | None = None) -> None:
+    def __init__(self, policy: IntervalPolicy, best_effort: BestEffort | None = None) -> None:
         self.policy = policy
-        self._harmless = harmless or Harmless()
+        self._best_effort = best_effort or BestEffort()
         self.stall_s = 0.0
         self.passed_over, self._is_refused = 0, False
         self._rate = FailureRate()
@@ -217,7 +217,7 @@ class Pacing:
         step, now_s = trainer.global_step, time.monotonic()
         self._note_step(step, now_s)
         if trainer.is_global_zero:  # here, since the step after a snapshot has waited for the rest of it by now
-            self._harmless.run("learning what snapshots cost", partial(self._learn, now_s, tiers), None)
+            self._best_effort.run("learning what snapshots cost", partial(self._learn, now_s, tiers), None)
         if trainer.world_size == 1:
             return self._decide(step, now_s, can_begin)
         if self.policy.by_step:
@@ -283,7 +283,7 @@ class Pacing:
 
     def _decide(self, step: int, at_s: float, can_begin: Callable[[], str]) -> str:
         """How a snapshot is taken at a step, ``""`` if none is; on rank 0, for whose word the others wait."""
-        return self._harmless.run("deciding on a snapshot", partial(self._decision, step, at_s, can_begin), "")
+        return self._best_effort.run("deciding on a snapshot", partial(self._decision, step, at_s, can_begin), "")
 
     def _decision(self, step: int, at_s: float, can_begin: Callable[[], str]) -> str:
         if not self.policy.due(step, at_s) or (self.policy.by_step and not self._affords(at_s)):
@@ -468,18 +468,18 @@ class Snapshotter(OfTrainer):
         pacing: decides when.
         writing: has them written.
         has_begun: whether :meth:`begin_training` was called.
-        at_hand: the state of this rank.
-        harmless: runs what training can do without.
+        current_state: the state of this rank.
+        best_effort: runs what training can do without.
     """
 
     def __init__(self, trainer: pl.Trainer, location: Location, settings: SnapshotSettings, resume: Resume) -> None:
         super().__init__(trainer)
         self.location = location
         self.settings = settings
-        self.harmless = Harmless(strict=settings.ring.strict)
-        self.pacing = Pacing(settings.policy, self.harmless)
+        self.best_effort = BestEffort(strict=settings.ring.strict)
+        self.pacing = Pacing(settings.policy, self.best_effort)
         self.writing = writing = RankWriter(trainer, location, settings, self.pacing.state_dict)
-        self.at_hand = AtHand(trainer, writing.together, self.harmless, strict=settings.ring.strict)
+        self.current_state = CurrentState(trainer, writing.together, self.best_effort, strict=settings.ring.strict)
         self._resume = resume
         self._beginning = Beginning(trainer, location, settings.ring, resume, writing.in_shards)
         self._seen_step = -1
@@ -553,7 +553,7 @@ class Snapshotter(OfTrainer):
     def before_validation(self, trainer: pl.Trainer) -> None:
         """Take a snapshot if one is due: a resumed run begins with this validation."""
         self._at_seam(before_validation=True)
-        self.at_hand.before_validation()
+        self.current_state.before_validation()
         self.disturbed()  # averaging callbacks exchange weights around a validation
 
     def after_backward(self) -> None:
@@ -577,7 +577,7 @@ class Snapshotter(OfTrainer):
 
     def wait_copied(self) -> None:
         """Wait for what is not copied yet: weights may change now."""
-        self.harmless.run("waiting for what is copied", self._wait_copied, None)
+        self.best_effort.run("waiting for what is copied", self._wait_copied, None)
 
     def _wait_copied(self) -> None:
         with self.pacing.stalling():
@@ -585,22 +585,22 @@ class Snapshotter(OfTrainer):
 
     def read(self, outputs: Any) -> None:
         """Look at the progress of the batch that is done."""
-        self.harmless.run("reading the progress of training", lambda: self.pacing.read(self._trainer, outputs), None)
+        self.best_effort.run("reading the progress of training", lambda: self.pacing.read(self._trainer, outputs), None)
 
     def check_monitor(self) -> None:
         """Say so if the metric that the interval follows is not logged by now."""
         if self.writing.is_warm:
             check = partial(self.pacing.check_monitor, self._trainer, self._trainer.current_epoch)
-            self.harmless.run("looking for the monitored metric", check, None)
+            self.best_effort.run("looking for the monitored metric", check, None)
 
     def end_training(self) -> None:
         """Take the last snapshot, of the finished run: after the module's own hook, which may change the weights."""
         self.wait_copied()
         if 0 < self._uncounted < _UNCOUNTED_BATCHES and not self._has_counted:
             self._say_uncounted()
-        self.harmless.run(_AHEAD, self.writing.warm, None)  # of a run that only comes to its end there was no step
+        self.best_effort.run(_AHEAD, self.writing.warm, None)  # of a run that only comes to its end there was no step
         self.check_monitor()
-        self.harmless.run(THE_END, self.close, None, still=STILL_ENDS)
+        self.best_effort.run(THE_END, self.close, None, still=STILL_ENDS)
         # The module's own hook follows those of callbacks; the strategy's is the last that Lightning calls then.
         self._patches.wrap(self._trainer.strategy, "on_train_end", partial(partial, self._on_train_end))
 
@@ -619,7 +619,9 @@ class Snapshotter(OfTrainer):
 
         if self._trainer.world_size > 1:
             take()
-        elif not self.harmless.run("taking the last snapshot", take, False, still=STILL_ENDS) and attempt is not None:
+        elif (
+            not self.best_effort.run("taking the last snapshot", take, False, still=STILL_ENDS) and attempt is not None
+        ):
             attempt.miss_end()
 
     def _at_seam(self, *, before_validation: bool) -> None:
@@ -637,7 +639,7 @@ class Snapshotter(OfTrainer):
         step = partial(self._after_step, before_validation=before_validation)
         if trainer.world_size > 1:
             step()
-        elif not self.harmless.run("taking a snapshot", step, False) and self.writing.attempt is not None:
+        elif not self.best_effort.run("taking a snapshot", step, False) and self.writing.attempt is not None:
             self.writing.attempt.count_failure()
 
     def _say_unknown(self) -> None:
@@ -665,7 +667,7 @@ class Snapshotter(OfTrainer):
         rank_zero_warn(f"lightning_spot: {said}")
 
     def _after_step(self, *, before_validation: bool) -> bool:
-        trainer, run, iterations = self._trainer, self.harmless.run, self.writing.iterations
+        trainer, run, iterations = self._trainer, self.best_effort.run, self.writing.iterations
         if iterations is not None:
             run(_FOLLOWING, iterations.ends, None)
         run(_AHEAD, self.writing.warm, None)
@@ -691,7 +693,7 @@ class Snapshotter(OfTrainer):
 
     def _can_begin(self) -> str:
         """See :meth:`RankWriter.how`."""
-        how = self.harmless.run("asking whether a snapshot can begin", self.writing.how, None)
+        how = self.best_effort.run("asking whether a snapshot can begin", self.writing.how, None)
         return how.word() if how is not None else ""
 
     def _take(self, *, before_validation: bool = False, complete: bool = False, how: How = ALONE) -> None:
@@ -700,7 +702,7 @@ class Snapshotter(OfTrainer):
         if writing.attempt is None or not writing.attempt.fenced:  # else none is, and it is not for want of a slot
             self.pacing.taken(trainer.global_step)
         with self.pacing.stalling():
-            dump = self.at_hand.state(before_validation=before_validation, at_end=complete)
+            dump = self.current_state.state(before_validation=before_validation, at_end=complete)
             wait_s = WAIT_FOR_SLOT_S if self.settings.on_full == "wait" or complete else 0.0
             how = self._how_last() if complete else how
             followed = how == ALONE and not complete and self.pacing.next_within(trainer, FOLLOWED_S, seams=_SEAMS)
@@ -709,7 +711,7 @@ class Snapshotter(OfTrainer):
     def _how_last(self) -> How:
         """How the last snapshot is written. Where a rank cannot say so, all of them know."""
         ask = partial(self.writing.together.how_last, self.writing.attempt)
-        return self.harmless.run("agreeing on the last snapshot", ask, ALONE, still=STILL_ENDS)
+        return self.best_effort.run("agreeing on the last snapshot", ask, ALONE, still=STILL_ENDS)
 
     # -- end ------------------------------------------------------------------------------------------------------
 
@@ -725,9 +727,9 @@ class Snapshotter(OfTrainer):
             complete: whether the run is at its end.
 
         Returns:
-            whether the snapshot of the end was seen at the durable tier; ``None`` if none was to be taken.
+            whether the snapshot of the end was seen in storage; ``None`` if none was to be taken.
         """
-        writing, run = self.writing, partial(self.harmless.run, THE_END, otherwise=None, still=STILL_ENDS)
+        writing, run = self.writing, partial(self.best_effort.run, THE_END, otherwise=None, still=STILL_ENDS)
         durable: list[bool | None] = []
         with ExitStack() as ends:  # from the last one on, whatever fails in one
             ends.callback(lambda: durable.append(writing.finish(wait_s, complete=complete)))
@@ -743,23 +745,23 @@ def _is_of(trainer: pl.Trainer, optimizer: torch.optim.Optimizer) -> bool:
     return any(own is optimizer or any(part is optimizer for part in vars(own).values()) for own in trainer.optimizers)
 
 
-class AtHand(OfTrainer):
+class CurrentState(OfTrainer):
     """The state of this rank that a snapshot is taken of: as it is now, or as it was in front of a validation.
 
     Args:
         trainer: whose state it is.
         together: writes snapshots with other ranks.
-        harmless: runs what training can do without.
+        best_effort: runs what training can do without.
         strict: whether an error is raised that would only cost a snapshot.
 
     Attributes:
         keeps: whether the state in front of a validation is kept, for a stop in the middle.
     """
 
-    def __init__(self, trainer: pl.Trainer, together: Together, harmless: Harmless, *, strict: bool) -> None:
+    def __init__(self, trainer: pl.Trainer, together: Together, best_effort: BestEffort, *, strict: bool) -> None:
         super().__init__(trainer)
         self.keeps = False
-        self._together, self._harmless, self._strict = together, harmless, strict
+        self._together, self._best_effort, self._strict = together, best_effort, strict
         self._kept: Dump | None = None
 
     def state(self, *, before_validation: bool, at_end: bool = False) -> Dump | SpotError:
@@ -793,7 +795,7 @@ class AtHand(OfTrainer):
     def before_validation(self) -> None:
         """Keep the state for the time of the validation, if it may be needed."""
         if self.keeps:
-            self._kept = self._harmless.run("keeping the state in front of a validation", self._keep, None)
+            self._kept = self._best_effort.run("keeping the state in front of a validation", self._keep, None)
 
     def after_validation(self) -> None:
         """Let go what was kept."""

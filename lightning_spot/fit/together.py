@@ -1,12 +1,12 @@
 """The ranks of one ``fit`` that write its snapshots together: who takes part, and whether the next one is written so.
 
-Where all ranks hold the same parameters (DDP), those on the host of rank 0 write a share each, through the node there,
-and each writes what only it knows. With other hosts, and a snapshot server that carries the run on, the ranks of all
-hosts do, and each host's node sends what its ranks have written. Rank 0 decides for each snapshot, and its word comes
-with the agreement that one is due. It writes the first snapshot alone, the one after a share was missing, and all where
-that cannot be. What ranks know that do not write it by themselves, they send to rank 0, beside training. Urgent ones
-and that of the end are rank 0's host's alone, and what only one rank knows is gathered: should a share of these be
-missing, rank 0 has all that it needs to write them alone.
+Where all ranks hold the same parameters (DDP), those on the host of rank 0 write a share each, through its local
+server, and each writes what only it knows. With other hosts, and a snapshot server that carries the run on, the ranks
+of all hosts do, and each host's server sends what its ranks have written. Rank 0 decides for each snapshot, and its
+word comes with the agreement that one is due. It writes the first snapshot alone, the one after a share was missing,
+and all where that cannot be. What ranks know that do not write it by themselves, they send to rank 0, beside
+training. Urgent ones and that of the end are rank 0's host's alone, and what only one rank knows is gathered: should
+a share of these be missing, rank 0 has all that it needs to write them alone.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Together(OfTrainer):
             return _NOT_APPROXIMATED
         if hosts.count > MOST_HOSTS:
             return f"at most {MOST_HOSTS} hosts bring one together, and these are {hosts.count}"
-        return f"every rank needs the node of its host, and one has none: {hosts.why_not}" if hosts.why_not else ""
+        return f"every rank needs the server of its host, and one has none: {hosts.why_not}" if hosts.why_not else ""
 
     def begin_training(self, attempt: Attempt | None) -> None:
         """Have ranks send what only they know where they do not write it. Every rank calls it, with the optimizers.

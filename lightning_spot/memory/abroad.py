@@ -286,7 +286,7 @@ def _background(work: Callable[[], T], failed: Callable[[SpotError], object] | N
     try:
         return in_background(work, "spot-joint")
     except RuntimeError as error:
-        problem = SnapshotFailedError(f"it needs a thread of its own: {error}", reason=FailureReason.UNFORESEEN)
+        problem = SnapshotFailedError(f"it needs a thread of its own: {error}", reason=FailureReason.UNEXPECTED)
         logger.info("what belongs to a snapshot of several hosts is not done: %s", problem)
         if failed is not None:
             failed(problem)

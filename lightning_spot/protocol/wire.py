@@ -283,7 +283,7 @@ def error_from_body(status: int, body: bytes, tier: str) -> SpotError:
         return TierError(message, tier=tier, reason=_reason(said, TierReason.FAILED))
     facts = _facts(said)
     if kind is SnapshotFailedError:
-        facts |= {"reason": _reason(said, FailureReason.UNFORESEEN), "fault": fault}
+        facts |= {"reason": _reason(said, FailureReason.UNEXPECTED), "fault": fault}
     try:
         return kind(message, **facts)
     except TypeError:

@@ -339,10 +339,6 @@ class CopyJob:
             self._handed_over.set()
 
 
-__all__ = ["Copier", "CopyJob", "Marks", "SlotView", "Watches", "watch"]
-
-logger = logging.getLogger(__name__)
-
 _HELD_S = 1.0
 """So long, at most, what would leave a GPU while its optimizer steps is held where iterations are not measured."""
 
