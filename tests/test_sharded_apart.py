@@ -92,7 +92,7 @@ def test_a_host_that_cannot_bring_its_files_drops_the_snapshot_and_the_next_one_
     desk.check(desk.take(3))
     long = "x" * 400_000
     with pytest.raises(
-        SnapshotFailedError, match=r"rank 3: its own state has \d+ bytes", check=FailureReason.SHARE_MISSING.caused
+        SnapshotFailedError, match=r"what only rank 3 knows has \d+ bytes", check=FailureReason.SHARE_MISSING.caused
     ):
         desk.take(4, long)
     until(lambda: is_free(desk.hosts[1]), "the other rank's part to keep no slot", LAST_S)

@@ -194,7 +194,7 @@ class Safety:
         """Why the newest snapshot was dropped instead of being brought anywhere; ``""`` if it was not."""
         nothing: dict[str, TierHealth] = {}
         tiers = self._writer.link.ask(lambda host: host.tiers(), nothing)
-        return next((tier.dropped for tier in tiers.values() if newest.name in tier.dropped), "")
+        return next((tier.dropped for tier in tiers.values() if tier.dropped_name == newest.name), "")
 
     def _why_refused(self) -> str:
         """Why a tier takes nothing of this attempt any more, for good; ``""`` if none does so."""
@@ -357,7 +357,7 @@ class Ending:
         if (fence := self._writer.fence) is not None:
             why = f"the newest snapshot, {newest.name}, is not in storage: {fence}"
         for tier in tiers:
-            if newest.name in tier.dropped:
+            if tier.dropped_name == newest.name:
                 why = f"the newest snapshot was damaged in memory and dropped ({tier.dropped}). {_BEFORE}"
             elif tier.refused:
                 why = f"the newest snapshot, {newest.name}, was refused ({tier.refused})"

@@ -203,13 +203,17 @@ class FitSession(PerTrainer):
         """
         if self.is_forked:
             return
-        with ExitStack() as ends:  # from the last one on, whatever fails in one
-            ends.callback(self._renew)
-            ends.callback(self.resume.let_go)
-            ends.callback(FitState.of(self._trainer).detach)
-            if error is not None:
-                self._interrupt(error, ends)
-            ends.callback(self._finish, complete=False)
+        try:
+            with ExitStack() as ends:  # from the last one on, whatever fails in one
+                ends.callback(self._renew)
+                ends.callback(self.resume.let_go)
+                ends.callback(FitState.of(self._trainer).detach)
+                if error is not None:
+                    self._interrupt(error, ends)
+                ends.callback(self._finish, complete=False)
+        except BaseException as raised:
+            raised.__context__ = raised.__context__ or error  # a stack drops what is being handled around it
+            raise
 
     def _interrupt(self, error: BaseException, ends: ExitStack) -> None:
         """Say what an exception has ended, once snapshots are uploaded, and note it for the next ``fit``."""
