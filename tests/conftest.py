@@ -149,8 +149,8 @@ def warnings_of_this_test(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 def new_process() -> None:
     """Have what follows be as in a process that has trained nothing yet."""
-    if (earlier := sys.modules.get("lightning_spot.fit.earlier")) is not None:
-        earlier.forget()
+    if (run_lookup := sys.modules.get("lightning_spot.fit.run_lookup")) is not None:
+        run_lookup.forget()
 
 
 @pytest.fixture(scope="session")

@@ -274,7 +274,7 @@ AT_THE_END = [
     "capture/attempt:Ending._where_newest_is",
     "fit/snapshotter:Snapshotter.close",
     "fit/together:Together.close",
-    "fit/rank_writer:Beginning.let_go",
+    "fit/rank_writer:RankWriter.let_go",
 ]
 
 

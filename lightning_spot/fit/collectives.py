@@ -124,7 +124,7 @@ _NOT_PACKED_BYTES = 1024  # to pack it takes a tenth of a millisecond
 _PACKED = b"z"  # no JSON begins so
 
 
-class Word(OfTrainer):
+class AsyncBroadcast(OfTrainer):
     """One word of rank 0 at a time. Every rank calls the same methods in the same order.
 
     Where ranks do not talk by ``torch.distributed``, or in a way that is not known here, they wait for each other when
@@ -167,7 +167,7 @@ class Word(OfTrainer):
         return self._trainer.strategy.broadcast(said)  # it is too long, or could not be told ahead
 
 
-class Shown(OfTrainer):
+class AsyncGather(OfTrainer):
     """What each rank shows all others, one thing at a time. Every rank calls the same methods in the same order.
 
     Where ranks do not talk by ``torch.distributed``, or in a way that is not known here, they wait for each other when

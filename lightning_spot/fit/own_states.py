@@ -16,7 +16,7 @@ from lightning_spot.errors import ShareFault, ShareProblem, SpotError
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.rank_states import Packing, Rooms, State
-from lightning_spot.fit.collectives import Agreement, Shown
+from lightning_spot.fit.collectives import Agreement, AsyncGather
 from lightning_spot.sharded.file_plan import state_archive
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class OwnStates(OfTrainer):
         super().__init__(trainer)
         self._rooms = rooms
         self._mine, self._has_outgrown = 0, False
-        self._shown = Shown(trainer, _NUMBER_BYTES)
+        self._shown = AsyncGather(trainer, _NUMBER_BYTES)
 
     def show(self) -> None:
         """Show rank 0 how long the state of this rank is. Every rank calls it, after the first step."""
@@ -89,7 +89,7 @@ class OwnFiles(OfTrainer):
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
         self.most_bytes = 0
-        self._shown = Shown(trainer, _NUMBER_BYTES)
+        self._shown = AsyncGather(trainer, _NUMBER_BYTES)
 
     def show_first(self) -> None:
         """Show what this rank needs. Every rank calls it, after the first step."""

@@ -37,80 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Beginning:
-    """The begin of the attempt of one ``fit``.
-
-    Args:
-        trainer: that fits.
-        location: where the run is.
-        settings: how the ring on this host is opened.
-        resume: what the ``fit`` goes on from.
-        in_shards: has every rank write its part, where each has a part of the model; else ``None``.
-
-    Attributes:
-        found: what the tiers hold; ``None`` before they were asked.
-    """
-
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        location: Location,
-        settings: RingSettings,
-        resume: Resume,
-        in_shards: InShards | None,
-    ) -> None:
-        self.found: Survey | None = None
-        self._trainer, self._location, self._settings = trainer, location, settings
-        self._resume, self._in_shards = resume, in_shards
-        self._host: Host | None = None
-
-    def look(self) -> Survey:
-        """Open the ring, and ask all tiers what they hold."""
-        self._location.check()
-        if why := why_weak(read_environment().token):
-            logger.warning("lightning_spot: %s", why)
-        if self._in_shards is not None:
-            self._in_shards.check()
-        # First: it takes over what a killed server left in memory.
-        self._host = open_host(self._location, self._settings)
-        self.found = self._resume.look(self._location)
-        return self.found
-
-    def attempt(self, schedule: Schedule | None) -> Attempt:
-        """Begin the next attempt of the run, once it is decided what it goes on from.
-
-        Args:
-            schedule: when what only the optimizer changes is copied.
-        """
-        host, self._host = self._host, None
-        assert host is not None
-        try:
-            return self._attempt_at(host, schedule)
-        except ServerUnreachableError as error:  # the tiers were asked since it was opened
-            if not self._location.has_local_server:
-                raise
-            logger.warning("lightning_spot: the snapshot server on this host is lost (%s); starting a new one", error)
-            return self._attempt_at(open_host(self._location, self._settings), schedule)
-
-    def _attempt_at(self, host: Host, schedule: Schedule | None) -> Attempt:
-        assert self.found is not None
-        return Attempt(
-            self.found,
-            host,
-            self._settings,
-            self._resume.trial(),
-            schedule=schedule,
-            sharded_over=self._trainer.world_size if self._in_shards is not None else 0,
-        )
-
-    def let_go(self) -> None:
-        """Let go of what was found, whose connections stay open else, and of the ring if no attempt has begun."""
-        self.found = None
-        host, self._host = self._host, None
-        if host is not None:
-            leave(host)
-
-
 class RankWriter(OfTrainer):
     """What this rank writes of the snapshots of one ``fit``. Every rank has one.
 
@@ -118,9 +44,11 @@ class RankWriter(OfTrainer):
         trainer: that fits.
         location: where the run is.
         settings: how snapshots are taken.
+        resume: what the ``fit`` goes on from.
         interval: what the interval has measured, for a later attempt.
 
     Attributes:
+        found: what the tiers hold, on rank 0; ``None`` before they were asked.
         attempt: that writes, on rank 0; ``None`` before it has begun and when it is finished.
         number: of the attempt, from 1, on every rank; 0 before it has begun.
         begun_step: ``global_step`` of the newest snapshot that was begun, -1 before the first.
@@ -135,9 +63,11 @@ class RankWriter(OfTrainer):
         trainer: pl.Trainer,
         location: Location,
         settings: SnapshotSettings,
+        resume: Resume,
         interval: Callable[[], dict[str, Any]],
     ) -> None:
         super().__init__(trainer)
+        self.found: Survey | None = None
         self.attempt: Attempt | None = None
         self.number = 0
         self.begun_step = -1
@@ -145,7 +75,8 @@ class RankWriter(OfTrainer):
         self.in_shards = InShards(trainer, location, settings.ring) if is_sharded(trainer) else None
         self.iterations: Iterations | None = None
         self.is_warm = False
-        self._location, self._settings, self._interval = location, settings, interval
+        self._location, self._settings, self._resume, self._interval = location, settings, resume, interval
+        self._host: Host | None = None
         self._committed: Manifest | None = None
         self._where = ""
         self._skipped, self._torn = 0, 0
@@ -179,13 +110,25 @@ class RankWriter(OfTrainer):
 
     # -- begin and end --------------------------------------------------------------------------------------------
 
-    def begin(self, beginning: Beginning, resume: Resume) -> None:
+    def look(self) -> Survey:
+        """On rank 0: open the ring, and ask all tiers what they hold."""
+        self._location.check()
+        if why := why_weak(read_environment().token):
+            logger.warning("lightning_spot: %s", why)
+        if self.in_shards is not None:
+            self.in_shards.check()
+        # First: it takes over what a killed server left in memory.
+        self._host = open_host(self._location, self._settings.ring)
+        self.found = self._resume.look(self._location)
+        return self.found
+
+    def begin(self) -> None:
         """Begin the next attempt of the run, once it is decided what it goes on from. Every rank calls it."""
-        trainer = self._trainer
+        trainer, resume = self._trainer, self._resume
         if self.in_shards is not None or trainer.is_global_zero:
             self.iterations = Iterations(trainer, self._settings.copy_mode)
         schedule = self.iterations.schedule if self.iterations is not None else None
-        self.attempt = attempt = Agreement(trainer).on_rank_zero(partial(beginning.attempt, schedule))
+        self.attempt = attempt = Agreement(trainer).on_rank_zero(partial(self._begin_attempt, schedule))
         named = (attempt.number, attempt.info.text, attempt.info.id) if attempt is not None else (0, "", "")
         self.number, run, resume.run_id = trainer.strategy.broadcast(named)
         resume.attempt, resume.info = self.number, attempt.info if attempt is not None else None
@@ -196,6 +139,36 @@ class RankWriter(OfTrainer):
             self.together.write_with(self.iterations.schedule)
         if self.in_shards is not None and self.iterations is not None:
             self.in_shards.begin(attempt, run, self.number, self.iterations.schedule)
+
+    def _begin_attempt(self, schedule: Schedule | None) -> Attempt:
+        """On rank 0: begin the attempt; ``schedule`` says when what only the optimizer changes is copied."""
+        host, self._host = self._host, None
+        assert host is not None
+        try:
+            return self._attempt_at(host, schedule)
+        except ServerUnreachableError as error:  # the tiers were asked since it was opened
+            if not self._location.has_local_server:
+                raise
+            logger.warning("lightning_spot: the snapshot server on this host is lost (%s); starting a new one", error)
+            return self._attempt_at(open_host(self._location, self._settings.ring), schedule)
+
+    def _attempt_at(self, host: Host, schedule: Schedule | None) -> Attempt:
+        assert self.found is not None
+        return Attempt(
+            self.found,
+            host,
+            self._settings.ring,
+            self._resume.trial(),
+            schedule=schedule,
+            sharded_over=self._trainer.world_size if self.in_shards is not None else 0,
+        )
+
+    def let_go(self) -> None:
+        """Let go of what was found, whose connections stay open else, and of the ring if no attempt has begun."""
+        self.found = None
+        host, self._host = self._host, None
+        if host is not None:
+            leave(host)
 
     def _check_place(self, attempt: Attempt | None, run: str) -> None:
         """Refuse storage that some host could not resume from, if it can be told by now. Every rank calls it."""

@@ -33,7 +33,7 @@ from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.loadability import Trial, check_resumable, put_in_own_objects
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.sharded import is_sharded
-from lightning_spot.fit import earlier
+from lightning_spot.fit import run_lookup
 from lightning_spot.fit.collectives import Agreement
 from lightning_spot.fit.preflight import check_one_model, parts_of
 from lightning_spot.fit.restore import SharedOpening, fetched_once
@@ -115,7 +115,7 @@ class Resume(OfTrainer):
         """Where the run of this ``fit`` is: ``dirpath`` may have several. Every rank calls it."""
         if named not in self._locations:
             ranks = Agreement(self._trainer)
-            self._locations[named] = location = ranks.tell(earlier.next_at(named))
+            self._locations[named] = location = ranks.tell(run_lookup.next_at(named))
             if location != named:
                 rank_zero_info(
                     f"lightning_spot: this program has finished a fit at {named.url}: this fit is a run of its own, in"
@@ -278,7 +278,7 @@ class Resume(OfTrainer):
         if not chosen.exact:
             rank_zero_warn(f"lightning_spot: {self._inexact(chosen)}")
         ranks.together(lambda: self._hand_over(checkpoint, chosen))
-        if self.named is not None and (error := earlier.what_interrupted(self.named)) is not None:
+        if self.named is not None and (error := run_lookup.what_interrupted(self.named)) is not None:
             rank_zero_warn(
                 f"lightning_spot: a fit of this process in {self.named.url} was ended by {error}, and this one goes on"
                 " from its last snapshot. If it is another training, give it a dirpath of its own"

@@ -23,7 +23,7 @@ from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.per_trainer import PerTrainer
 from lightning_spot.exact.rank_states import Rooms
 from lightning_spot.exact.seams import Seam
-from lightning_spot.fit import earlier
+from lightning_spot.fit import run_lookup
 from lightning_spot.fit.collectives import Agreement
 from lightning_spot.fit.preflight import check_alike, parts_of
 from lightning_spot.fit.ranks import is_requeued_by_slurm, requeue_slurm_job
@@ -191,7 +191,7 @@ class FitSession(PerTrainer):
         self._is_complete = True
         self._finish(complete=True)
         for named in self.resume.all_named:
-            earlier.finished(named)
+            run_lookup.finished(named)
 
     def end(self, error: BaseException | None = None) -> None:
         """Upload what is committed, and let the trainer go; the one way out. A second call does nothing.
@@ -219,11 +219,11 @@ class FitSession(PerTrainer):
         """Say what an exception has ended, once snapshots are uploaded, and note it for the next ``fit``."""
         begun = [snapshotter for snapshotter in self.snapshotters if snapshotter.writing.attempt is not None]
         for named in self.resume.all_named:
-            ends.callback(earlier.interrupted, named, error)
+            ends.callback(run_lookup.interrupted, named, error)
         if not isinstance(error, PreemptedError):  # of that, more was said
             ends.callback(self._say_interrupted, error, begun)
         for snapshotter in begun:
-            earlier.node_was_left(snapshotter.location, snapshotter.writing.number, error)
+            run_lookup.node_was_left(snapshotter.location, snapshotter.writing.number, error)
 
     def _say_interrupted(self, error: BaseException, begun: list[Snapshotter]) -> None:
         for snapshotter in begun:

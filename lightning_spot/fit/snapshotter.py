@@ -27,10 +27,10 @@ from lightning_spot.exact.logged_values import last_value, last_values
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.private import writes_of
 from lightning_spot.exact.seams import Seam, Seams
-from lightning_spot.fit import earlier
-from lightning_spot.fit.collectives import Agreement, Word
+from lightning_spot.fit import run_lookup
+from lightning_spot.fit.collectives import Agreement, AsyncBroadcast
 from lightning_spot.fit.preflight import check_one_optimizer
-from lightning_spot.fit.rank_writer import Beginning, RankWriter, SnapshotSettings
+from lightning_spot.fit.rank_writer import RankWriter, SnapshotSettings
 from lightning_spot.fit.resume import Resume
 from lightning_spot.fit.together import ALONE, How, Together
 from lightning_spot.interval.costs import Costs, FailureRate, RobustMean, TierPace
@@ -122,7 +122,7 @@ class Pacing:
             if saved["policy"] == type(self.policy).__name__:
                 self.policy.load_state_dict(saved["state"])
         self._begun = (trainer.global_step, now_s)
-        self._seen_step, self._seen_s, self._word = trainer.global_step, now_s, Word(trainer)
+        self._seen_step, self._seen_s, self._word = trainer.global_step, now_s, AsyncBroadcast(trainer)
         self._ran_until_s = self._taken_s = now_s
         self.policy.taken(trainer.global_step, now_s)
 
@@ -478,10 +478,9 @@ class Snapshotter(OfTrainer):
         self.settings = settings
         self.best_effort = BestEffort(strict=settings.ring.strict)
         self.pacing = Pacing(settings.policy, self.best_effort)
-        self.writing = writing = RankWriter(trainer, location, settings, self.pacing.state_dict)
+        self.writing = writing = RankWriter(trainer, location, settings, resume, self.pacing.state_dict)
         self.current_state = CurrentState(trainer, writing.together, self.best_effort, strict=settings.ring.strict)
         self._resume = resume
-        self._beginning = Beginning(trainer, location, settings.ring, resume, writing.in_shards)
         self._seen_step = -1
         self._steps_itself = self.has_begun = False
         self._has_counted = self._has_stepped = False  # whether global_step has moved; an optimizer, in this batch
@@ -498,9 +497,9 @@ class Snapshotter(OfTrainer):
 
     def open(self) -> None:
         """Open the ring, ask all tiers what they hold, and begin the next attempt of the run."""
-        earlier.goes_on_at(self.location)
-        found = Agreement(self._trainer).on_rank_zero(self._beginning.look)
-        self._resume.when_decided(found, partial(self.writing.begin, self._beginning, self._resume))
+        run_lookup.goes_on_at(self.location)
+        found = Agreement(self._trainer).on_rank_zero(self.writing.look)
+        self._resume.when_decided(found, self.writing.begin)
 
     def begin_training(self) -> None:
         """Start counting, and listen for the places at which a snapshot can be taken."""
@@ -509,8 +508,8 @@ class Snapshotter(OfTrainer):
         self._seen_step = trainer.global_step
         if writing.attempt is not None and self._resume.lineage is not None:
             writing.attempt.lineage = self._resume.lineage
-        elif self._beginning.found is not None:
-            say_what_is_left(self._beginning.found)
+        elif writing.found is not None:
+            say_what_is_left(writing.found)
         self.pacing.begin(trainer, writing.number, self._resume.interval)
         writing.together.begin_training(writing.attempt)
         Seams.of(trainer).add(self)
@@ -734,7 +733,7 @@ class Snapshotter(OfTrainer):
         with ExitStack() as ends:  # from the last one on, whatever fails in one
             ends.callback(lambda: durable.append(writing.finish(wait_s, complete=complete)))
             ends.callback(run, lambda: writing.finish_part(wait_s))
-            ends.callback(run, self._beginning.let_go)
+            ends.callback(run, writing.let_go)
             ends.callback(run, writing.together.close)
             ends.callback(run, self.close)
         return durable[0]
