@@ -150,7 +150,7 @@ class Copying:
             owners: tensors whose counts of writes tell whether they have changed.
             trusts: whether they are trusted. Those of the last snapshot are not: no later one checks them.
         """
-        known = self.views.content(view).take(lease.held)
+        known = self.views.take(view, lease.held)
         plan = self.unchanged.plan(layout, owners, known if trusts else None, view)
         if plan.past_counts:
             self._say_past_counts(plan.past_counts)
@@ -211,7 +211,7 @@ class Copying:
     def sealed(self, pending: Pending) -> None:
         """A slot holds a snapshot now: note what."""
         known = SealedContent(pending.lease.id, pending.outline.frame, pending.plan.marks)
-        self.views.content(pending.view).sealed(known)
+        self.views.sealed(pending.view, known)
 
     def _say_past_counts(self, count: int) -> None:
         self._say_once("past-counts", PAST_COUNTS, count, CHECK_EVERY)

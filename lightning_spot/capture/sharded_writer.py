@@ -484,7 +484,7 @@ class Joining(Follower[_Part | SpotError]):
         try:
             layout = self._check(lease, task, what)
             view = self._views.of(host, lease)
-            known = self._views.content(view).take(lease.held)
+            known = self._views.take(view, lease.held)
             # Of the optimizers' nothing is left out: theirs may write past the counts, see ShardedWriter.
             plan = self._unchanged.plan(layout, what.kept, known if what.trusts else None, view)
             self.copied_bytes += plan.nbytes
@@ -506,7 +506,7 @@ class Joining(Follower[_Part | SpotError]):
         for offset, data in plan.frame:
             view.map[offset : offset + len(data)] = data
         self._check_steady(task, job)
-        self._views.content(view).sealed(SealedContent(lease.id, layout.frame, plan.marks))
+        self._views.sealed(view, SealedContent(lease.id, layout.frame, plan.marks))
 
     def _failed(self, task: Task[_Part | SpotError], error: SpotError) -> None:
         super()._failed(task, error)

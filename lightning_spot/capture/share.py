@@ -134,7 +134,7 @@ class ShareWriter(Follower[_Share | SpotError]):
             raise outgrown(task.number.rank, len(what.state), room[1])
         view = self._views.of(host, lease)
         pieces, watches = self._pieces(split, portion, task.number, what)
-        known = self._views.content(view).take(lease.held)
+        known = self._views.take(view, lease.held)
         layout = Layout(lease.nbytes, (), tuple(pieces))
         plan = self._unchanged.plan(layout, owners_of(what.owned, {}), known, view)
         kept = [
@@ -149,7 +149,7 @@ class ShareWriter(Follower[_Share | SpotError]):
         self.copied_bytes += sum(piece.nbytes for piece in kept) + len(what.state)
         kept.clear()
         self._check_steady(task, job)
-        self._views.content(view).sealed(SealedContent(lease.id, (), plan.marks))
+        self._views.sealed(view, SealedContent(lease.id, (), plan.marks))
 
     def _check(self, lease: Lease, number: Number, what: _Share) -> tuple[Split, Portion | None]:
         """What rank 0 said of the file, if its tensors are those of this rank; what the slot has of it, if not all."""

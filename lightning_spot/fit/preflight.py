@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
@@ -57,12 +57,7 @@ def check_one_model(trainer: pl.Trainer) -> None:
     Raises:
         SettingsError: naming the first difference, on all ranks.
     """
-    ranks = Agreement(trainer)
-    if ranks.size == 1:
-        return
-    tensors = _tensors(trainer.lightning_module)
-    if found := _first_difference(ranks, tensors, "its tensors come in another order on one of them"):
-        raise SettingsError(f"all ranks must build the same model, and {found}: {_START}")
+    _check_same(trainer, "build the same model", lambda: _tensors(trainer.lightning_module))
 
 
 def check_one_optimizer(trainer: pl.Trainer) -> None:
@@ -73,24 +68,25 @@ def check_one_optimizer(trainer: pl.Trainer) -> None:
     Raises:
         SettingsError: naming the first difference, on all ranks.
     """
+    _check_same(trainer, "train with the same optimizers", lambda: _optimizers(trainer))
+
+
+def _check_same(trainer: pl.Trainer, do: str, facts: Callable[[], dict[str, str]]) -> None:
+    """Refuse ranks with other facts; they are exchanged only where one has others.
+
+    Args:
+        trainer: whose ranks they are.
+        do: what all must do, for people.
+        facts: of this rank, in their order.
+    """
     ranks = Agreement(trainer)
     if ranks.size == 1:
         return
-    if found := _first_difference(ranks, _optimizers(trainer), "they come in another order on one of them"):
-        raise SettingsError(f"all ranks must train with the same optimizers, and {found}: {_START}")
-
-
-def _first_difference(ranks: Agreement, facts: dict[str, str], in_order: str) -> str:
-    """What :func:`_difference` says of all ranks' facts; they are shown only where one has others.
-
-    Args:
-        ranks: all of them.
-        facts: of this one.
-        in_order: what is said if nothing but their order differs.
-    """
-    if len(set(ranks.gather(hashlib.sha256(repr(facts).encode()).hexdigest()))) == 1:
-        return ""
-    return _difference(ranks.gather(facts)) or in_order
+    mine = facts()
+    if len(set(ranks.gather(hashlib.sha256(repr(mine).encode()).hexdigest()))) == 1:
+        return
+    found = _difference(ranks.gather(mine)) or "one of them has them in another order"
+    raise SettingsError(f"all ranks must {do}, and {found}: {_START}")
 
 
 @contextlib.contextmanager

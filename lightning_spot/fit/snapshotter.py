@@ -40,7 +40,7 @@ from lightning_spot.patches import Patches
 from lightning_spot.run.choice import say_what_is_left
 from lightning_spot.run.identity import starts_between
 from lightning_spot.run.location import Location
-from lightning_spot.staging.device import Cuda, Device
+from lightning_spot.staging.device import Cuda
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -377,8 +377,8 @@ class Readings:
         device: calls the GPUs.
     """
 
-    def __init__(self, device: Device | None = None) -> None:
-        self._device: Device = device if device is not None else Cuda()
+    def __init__(self, device: Cuda | None = None) -> None:
+        self._device: Cuda = device if device is not None else Cuda()
         self._sum: torch.Tensor | None = None
         self._count = 0
         self._read_s = time.monotonic()

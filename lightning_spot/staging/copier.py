@@ -29,7 +29,7 @@ from lightning_spot.staging.cuda import CudaCopier, CudaCopy, Held, Marks
 from lightning_spot.threads import processors, work_together
 
 if TYPE_CHECKING:
-    from lightning_spot.staging.device import Device
+    from lightning_spot.staging.device import Cuda
     from lightning_spot.staging.schedule import Schedule, Timetable
 
 logger = logging.getLogger(__name__)
@@ -359,7 +359,7 @@ class Copier:
         self,
         threads: int = 1,
         buffer_bytes: int = 0,
-        device: Device | None = None,
+        device: Cuda | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._jobs: list[CopyJob] = []
