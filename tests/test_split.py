@@ -462,7 +462,7 @@ def test_a_connection_that_comes_when_its_rank_has_ended_is_closed(desk: Desk, m
         assert goes_on.wait(LAST_S)
         return desk.joined()
 
-    monkeypatch.setattr(following, "_CLOSE_S", 0.1)
+    monkeypatch.setattr(following, "CLOSE_S", 0.1)
     share._connect = connect
     share._tasks.put(share._leave)
     share._tasks.put(lambda: share._owe("a", "it went wrong", ""))

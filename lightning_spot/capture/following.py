@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from lightning_spot.capture.background import Background
+from lightning_spot.capture.background import CLOSE_S, Background
 from lightning_spot.capture.contents import CopyPlan, SlotViews, Unchanged
 from lightning_spot.capture.host_link import leave, within
 from lightning_spot.capture.saying import SAY_S, SayOnce
@@ -47,7 +47,6 @@ _MOST = 8  # newer ones count: what came before is over by then
 
 What = TypeVar("What")
 _JOIN_S = 600.0  # as long as rank 0 may wait for a slot; a server says at once if there will be none
-_CLOSE_S = 10.0
 _AGAIN_S = 5.0  # until a server is told once more what it has not heard
 
 
@@ -273,11 +272,11 @@ class Follower(ABC, Generic[What]):
         self._entrusted.forget()
         self.copied()
         self._tasks.put(self._say_last)
-        if not self._tasks.close(_CLOSE_S):
+        if not self._tasks.close(CLOSE_S):
             self._is_closed = True
             if (host := self._host) is not None:
                 host.disconnect()  # what it waits for breaks off
-            self._tasks.close(_CLOSE_S)
+            self._tasks.close(CLOSE_S)
         host, self._host = self._host, None
         with contextlib.ExitStack() as ends:  # from the last one on, whatever fails in one
             if host is not None:

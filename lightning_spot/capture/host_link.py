@@ -15,6 +15,7 @@ from lightning_spot.config import SERVER_CALL_TIMEOUT_S
 from lightning_spot.errors import FencedError, ServerUnreachableError, SpotError
 from lightning_spot.image.packing import Compression
 from lightning_spot.memory.host import Host
+from lightning_spot.retry import growing
 from lightning_spot.run.location import Location
 
 logger = logging.getLogger(__name__)
@@ -180,7 +181,7 @@ class HostLink:
 
     def _find(self) -> None:
         reconnect, prepare = self._reconnect, self._prepare
-        pause_s = _FIRST_RETRY_S
+        pauses_s = growing(_FIRST_RETRY_S, _LAST_RETRY_S)
         found: Host | None = None
         while found is None and reconnect is not None and not self._closed:
             try:
@@ -192,8 +193,7 @@ class HostLink:
             except Exception as error:  # whatever it is, training goes on and it is tried again
                 logger.warning("lightning_spot: no new snapshot server yet (%s)", error)
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closed, pause_s)
-                pause_s = min(2 * pause_s, _LAST_RETRY_S)
+                    self._changed.wait_for(lambda: self._closed, next(pauses_s))
         with self._changed:
             self._thread = None
             unwanted = self._closed

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_spot.capture.background import Background
+from lightning_spot.capture.background import CLOSE_S, Background
 from lightning_spot.capture.copying import Copying, OpenedSnapshot, Pending
 from lightning_spot.capture.host_link import HostLink, within
 from lightning_spot.capture.mailbox import Mailbox
@@ -271,7 +271,6 @@ def _at(pending: Pending) -> str:
 LEAST_BYTES = 64 * 1024
 """Less is sent as it is: counters of optimizers are floating-point numbers, too."""
 _NAMES = {getattr(torch, name): name for name in WIDTHS}
-_CLOSE_S = 10.0
 _Divide = Callable[[Layout], Divided]
 
 
@@ -551,11 +550,11 @@ class SnapshotWriter:
         self.link.close()
         if self.mailbox is not None:
             self.mailbox.close()
-        done, made = self._tasks.close(_CLOSE_S), self._maker.close(_CLOSE_S)
+        done, made = self._tasks.close(CLOSE_S), self._maker.close(CLOSE_S)
         if not (done and made) and self.host is not None:
             self.host.disconnect()
-            self._tasks.close(_CLOSE_S)
-            self._maker.close(_CLOSE_S)
+            self._tasks.close(CLOSE_S)
+            self._maker.close(CLOSE_S)
         with contextlib.ExitStack() as ends:  # from the last one on, whatever fails in one
             ends.callback(self.across.close)
             ends.callback(self._pending.clear)
