@@ -37,8 +37,7 @@ from lightning_spot.errors import (
 )
 from lightning_spot.exact import rank_states
 from lightning_spot.exact.rank_states import Packing, Rooms, packed, unpacked
-from lightning_spot.fit.own_states import OwnStates
-from lightning_spot.fit.together import ALONE, ALONE_SENT, GATHERED, TOGETHER, TOGETHER_SENT, How, Together
+from lightning_spot.fit.together import ALONE, ALONE_SENT, GATHERED, TOGETHER, TOGETHER_SENT, How, OwnStates, Together
 from lightning_spot.fit.topology import Topology
 from lightning_spot.image.layout import Layout, filled, lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest, snapshot_name

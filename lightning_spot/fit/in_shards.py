@@ -33,8 +33,7 @@ from lightning_spot.exact.dump import KEY, Dump
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.sharded import holder_of, split
 from lightning_spot.fit.collectives import Agreement
-from lightning_spot.fit.own_states import OwnFiles
-from lightning_spot.fit.together import GATHERED, TOGETHER, How, States
+from lightning_spot.fit.together import GATHERED, TOGETHER, How, OwnFiles, States
 from lightning_spot.fit.topology import Topology, place_of
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.memory.runs import parse_run
