@@ -61,6 +61,9 @@ logger = logging.getLogger(__name__)
 _HEADROOM_BYTES = 64 * 1024
 
 
+_BEYOND = 2**46  # no image is so long: its end is what rank 0 adds, and no place of another rank's depends on it
+
+
 def portions_of(files: Sequence[FileSpan], hosts: Sequence[Sequence[int]]) -> Portions:
     """What each host but the first brings: the files of its ranks, with the zeros behind them.
 
@@ -285,9 +288,6 @@ class ShardedWriter(SnapshotWriter):
 def room_for(nbytes: int) -> int:
     """The room that every rank has for its own state where the longest needs ``nbytes`` bytes."""
     return -(-2 * nbytes // _HEADROOM_BYTES) * _HEADROOM_BYTES
-
-
-_BEYOND = 2**46  # no image is so long: its end is what rank 0 adds, and no place of another rank's depends on it
 
 
 @dataclass(frozen=True, eq=False, slots=True)

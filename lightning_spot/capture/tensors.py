@@ -24,6 +24,10 @@ _OUTLINE_BYTES = 4 * 1024 * 1024  # everything in a checkpoint that is no tensor
 _PER_TENSOR_BYTES = 1024
 
 
+COUNTED_S = 0.05
+"""A write may be under way whose count is noted when it ends: so long later it is, as a rule."""
+
+
 def expected_nbytes(state: Any, part: float = 1.0) -> int:
     """About the bytes of a snapshot with the tensors of ``state``, and what goes with them, or of a part of it."""
     tensors = tensors_in(state)
@@ -202,8 +206,6 @@ NOBODY: Owners = {}
 Mark = tuple[int, ...]
 """What is the same as long as the tensors of a storage are, and are not written to."""
 
-COUNTED_S = 0.05
-"""A write may be under way whose count is noted when it ends: so long later it is, as a rule."""
 
 _UNCOUNTED = itertools.count()
 

@@ -29,6 +29,10 @@ _OURS = frozenset(
 """Packages that work for us. With Python's own modules, whatever else is on the way to an error is the user's."""
 
 
+THE_END, STILL_ENDS = "the end of snapshots", "the run ends all the same"
+"""What each part of the end of a ``fit`` is for people, and what happens where one fails."""
+
+
 class Pause:
     """For how long one does without what has failed: a minute, then two, and so on up to an hour."""
 
@@ -124,9 +128,6 @@ def is_of_user(error: BaseException) -> bool:
 
 
 T = TypeVar("T")
-
-THE_END, STILL_ENDS = "the end of snapshots", "the run ends all the same"
-"""What each part of the end of a ``fit`` is for people, and what happens where one fails."""
 
 
 class BestEffort:

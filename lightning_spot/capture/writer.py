@@ -56,6 +56,10 @@ logger = logging.getLogger(__name__)
 _CHUNK_BYTES = 4 * 1024 * 1024
 
 
+LEAST_BYTES = 64 * 1024
+"""Less is sent as it is: counters of optimizers are floating-point numbers, too."""
+
+
 def store_streamed(layout: Layout, manifest: Manifest, store: Store) -> Manifest:
     """Bring a laid-out checkpoint to a tier, part by part; its sealed manifest, once it is committed there.
 
@@ -268,8 +272,6 @@ def _at(pending: Pending) -> str:
     return shared.at if shared is not None else ""
 
 
-LEAST_BYTES = 64 * 1024
-"""Less is sent as it is: counters of optimizers are floating-point numbers, too."""
 _NAMES = {getattr(torch, name): name for name in WIDTHS}
 _Divide = Callable[[Layout], Divided]
 

@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+_NBYTES = 4096
+"""Of a word. Packed, the addresses of as many snapshot servers as a run may have fit into it."""
+_LENGTH_BYTES = 4
+_NOT_PACKED_BYTES = 1024  # to pack it takes a tenth of a millisecond
+_PACKED = b"z"  # no JSON begins so
+
+
 @dataclass(frozen=True, slots=True)
 class Failed:
     """An error of one rank, for the others.
@@ -115,13 +122,6 @@ class Agreement(OfTrainer):
     def on_rank_zero(self, action: Callable[[], T]) -> T | None:
         """The same of what rank 0 does alone; ``None`` on the others."""
         return self.together(lambda: action() if self.rank == 0 else None)
-
-
-_NBYTES = 4096
-"""Of a word. Packed, the addresses of as many snapshot servers as a run may have fit into it."""
-_LENGTH_BYTES = 4
-_NOT_PACKED_BYTES = 1024  # to pack it takes a tenth of a millisecond
-_PACKED = b"z"  # no JSON begins so
 
 
 class AsyncBroadcast(OfTrainer):

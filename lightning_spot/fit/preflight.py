@@ -36,6 +36,13 @@ _OF_TRAINER = ("max_epochs", "max_steps", "accumulate_grad_batches", "val_check_
 _START = "start all ranks with the same program and settings"
 
 
+_INSTEAD = {
+    "DeepSpeedStrategy": "its engine keeps weights and optimizers to itself. Use ModelParallelStrategy (FSDP2), or DDP",
+    "FSDPStrategy": "torch has deprecated FSDP1. Use ModelParallelStrategy with fully_shard (FSDP2)",
+}
+"""Strategies that are not supported: why, and what to use."""
+
+
 def check_alike(trainer: pl.Trainer) -> None:
     """Refuse ranks that differ. Every rank calls it, before any other word; the same error is raised on all.
 
@@ -172,13 +179,6 @@ def _optimizers(trainer: pl.Trainer) -> dict[str, str]:
 def _own_of(module: Module) -> set[str]:
     """Names of the tensors that DDP was told to leave to each rank."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-
-
-_INSTEAD = {
-    "DeepSpeedStrategy": "its engine keeps weights and optimizers to itself. Use ModelParallelStrategy (FSDP2), or DDP",
-    "FSDPStrategy": "torch has deprecated FSDP1. Use ModelParallelStrategy with fully_shard (FSDP2)",
-}
-"""Strategies that are not supported: why, and what to use."""
 
 
 def takes_part(trainer: pl.Trainer, stage: str) -> bool:

@@ -40,6 +40,10 @@ Checkpoint = dict[str, Any]
 _SMALL_BYTES = 1024 * 1024
 
 
+_STARTS_EACH = 2
+"""How often each snapshot is gone on from, with ``"older"``: one start may have ended for another reason."""
+
+
 @dataclass(frozen=True, slots=True)
 class ResumedFrom:
     """The snapshot a run was resumed from.
@@ -262,9 +266,6 @@ def _file(image: Image, manifest: Manifest, name: str) -> memoryview:
 
 
 OnResumeFailure = Literal["error", "older"]
-
-_STARTS_EACH = 2
-"""How often each snapshot is gone on from, with ``"older"``: one start may have ended for another reason."""
 
 
 def check_on_resume_failure(value: object) -> OnResumeFailure:

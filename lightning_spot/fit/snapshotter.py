@@ -61,6 +61,13 @@ Reading = tuple[int, float]
 """A step, and the value around it."""
 
 
+WAIT_FOR_SLOT_S = 600.0
+_SEAMS = 64  # that are looked ahead at for another snapshot: of steps of a tenth of a second as many as count
+_UNCOUNTED_BATCHES = 8  # after so many: a GAN may step its second network, with Lightning, in every fifth batch only
+_FOLLOWING = "following the iterations of training"
+_AHEAD = "making slots ahead"
+
+
 class Pacing:
     """Says at each seam of one ``fit`` whether all ranks take a snapshot.
 
@@ -444,13 +451,6 @@ class Readings:
 
 def _is_on_gpu(value: torch.Tensor) -> bool:
     return value.device.type == "cuda"
-
-
-WAIT_FOR_SLOT_S = 600.0
-_SEAMS = 64  # that are looked ahead at for another snapshot: of steps of a tenth of a second as many as count
-_UNCOUNTED_BATCHES = 8  # after so many: a GAN may step its second network, with Lightning, in every fifth batch only
-_FOLLOWING = "following the iterations of training"
-_AHEAD = "making slots ahead"
 
 
 class Snapshotter(OfTrainer):

@@ -55,6 +55,11 @@ logger = logging.getLogger(__name__)
 _NUMBER_BYTES = 20
 
 
+_BY_ITSELF = "the host of rank 0 sends every snapshot by itself, since "
+_NOT_APPROXIMATED = "what several hosts bring is not approximated. Leave lossy= out to have each host send its share"
+_MOST_FAILURES = 2
+
+
 class OwnStates(OfTrainer):
     """The states of all ranks but the first, where rank 0 keeps room for them in one file.
 
@@ -219,10 +224,6 @@ class How:
 
 ALONE, ALONE_SENT = How(False, States.GATHERED), How(False, States.SENT)
 TOGETHER, TOGETHER_SENT, GATHERED = (How(True, states) for states in (States.WRITTEN, States.SENT, States.GATHERED))
-
-_BY_ITSELF = "the host of rank 0 sends every snapshot by itself, since "
-_NOT_APPROXIMATED = "what several hosts bring is not approximated. Leave lossy= out to have each host send its share"
-_MOST_FAILURES = 2
 
 
 class Together(OfTrainer):

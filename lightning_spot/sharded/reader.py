@@ -45,6 +45,9 @@ from lightning_spot.sharded.dtensors import box_of, is_strided
 from lightning_spot.sharded.metadata import REST_FILE, dtype_of, metadata_of, name_of
 from lightning_spot.sharded.plan import EXTRA, State, is_extra
 
+_MODEL, _OPTIMIZER = "state_dict", "optimizer_"
+_OWN = "lightning_spot"  # exact state, which is that of the ranks there were
+
 
 class ImageReader(StorageReader):
     """Reads from the image of a sharded snapshot, as ``torch.distributed.checkpoint`` asks.
@@ -319,10 +322,6 @@ def load_value(data: io.BytesIO, name: str) -> Any:
             where=name,
         )
     return value
-
-
-_MODEL, _OPTIMIZER = "state_dict", "optimizer_"
-_OWN = "lightning_spot"  # exact state, which is that of the ranks there were
 
 
 def read_folder(folder: Path) -> tuple[memoryview, Manifest]:

@@ -35,6 +35,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+_MOST_THREADS = 4
+_HELD_S = 1.0
+"""So long, at most, what would leave a GPU while its optimizer steps is held where iterations are not measured."""
+_AGAIN_S = 0.1  # the next optimizer step waits no longer than that for a thread that has failed
+
+
 def compute_alone() -> None:
     """Have torch compute without a team on the calling thread.
 
@@ -69,9 +75,6 @@ class LoneThread(threading.Thread):
         compute_alone()
         self._is_alone.set()
         super().run()
-
-
-_MOST_THREADS = 4
 
 
 class Watches:
@@ -337,12 +340,6 @@ class CopyJob:
             is_done = self._is_ordered and not self._tasks
         if is_done:
             self._handed_over.set()
-
-
-_HELD_S = 1.0
-"""So long, at most, what would leave a GPU while its optimizer steps is held where iterations are not measured."""
-
-_AGAIN_S = 0.1  # the next optimizer step waits no longer than that for a thread that has failed
 
 
 class Copier:

@@ -20,6 +20,14 @@ LEAST_BYTES = 1024 * 1024
 """A partition is at least so large: below, handing it over costs more than copying it."""
 
 
+_ROUNDS = 4
+_CLEAR_ROUNDS = 2  # are enough if one was faster each time than all others ever were
+_WINDOW = 2  # iterations: what copies leave to do, such as sealing, falls on the next one as well
+_DRIFT = 1.5
+_LATEST = 16
+_FIRST_PATIENCE, _LAST_PATIENCE = 64, 4096
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """A stretch of an iteration.
@@ -170,13 +178,6 @@ CopyMode = Literal["auto", "asymmetric", "backward", "eager", "blocking"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 BESIDE: tuple[Mode, ...] = tuple(mode for mode in MODES if mode != "blocking")
 """The modes in which training goes on beside the copies: all that there are where it cannot stand still."""
-
-_ROUNDS = 4
-_CLEAR_ROUNDS = 2  # are enough if one was faster each time than all others ever were
-_WINDOW = 2  # iterations: what copies leave to do, such as sealing, falls on the next one as well
-_DRIFT = 1.5
-_LATEST = 16
-_FIRST_PATIENCE, _LAST_PATIENCE = 64, 4096
 
 
 def check_copy_mode(value: str) -> CopyMode:
