@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.measure import WarmCopy
 from benchmarks.placement import bind_team
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.staging.modes import CopyMode
+from lightning_spot.staging.partitions import CopyMode
 
 OURS = "spot-"
 """What the names of our threads begin with."""

@@ -27,9 +27,9 @@ from benchmarks.measure import Result, scratch, seconds, training_state
 from lightning_spot.client import starting
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
-from lightning_spot.fit.agreement import Agreement
-from lightning_spot.fit.chosen import choose
-from lightning_spot.fit.restore import Hosts
+from lightning_spot.fit.collectives import Agreement
+from lightning_spot.fit.restore import SharedOpening
+from lightning_spot.fit.selection import choose
 from lightning_spot.image.layout import lay_out
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.runs import RunInfo
@@ -201,7 +201,7 @@ def _chosen(location: Location, source: Source) -> _Prepare:
     def prepare(trainer: _Trainer) -> Callable[[], _State]:
         def find() -> _State:
             agreement = Agreement(trainer)  # type: ignore[arg-type]
-            hosts = Hosts(agreement, location, lambda: "127.0.0.1")
+            hosts = SharedOpening(agreement, location, lambda: "127.0.0.1")
             look = functools.partial(_found, source, location)
             found = choose(agreement, hosts, look, trusts=False, load_shards=lambda *_: {})
             hosts.close()

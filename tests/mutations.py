@@ -515,7 +515,7 @@ DISK = [
     ),
     Mutation(
         "fsync of a plain file",
-        "sharded.consolidate",
+        "sharded.reader",
         "            os.fsync(file.fileno())",
         "            pass",
         "what cp wrote is lost with the page cache",
@@ -1074,7 +1074,7 @@ RING = [
     ),
     Mutation(
         "version counters",
-        "staging.copy_job",
+        "staging.copier",
         "if tensor._version != version]",
         "if False]",
         "a torn snapshot is committed",
@@ -1106,7 +1106,7 @@ RING = [
     ),
     Mutation(
         "version counters of what several share",
-        "capture.owners",
+        "capture.tensors",
         "        return (self.number, *[tensor._version for tensor in tensors])",
         "        return (self.number, 0)",
         "a changed weight is thought to be unchanged",

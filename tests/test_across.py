@@ -19,10 +19,11 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_spot.capture.host_link import RingSettings
+from lightning_spot.capture.writer import Miss
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.exact.compare import differences
-from lightning_spot.fit.hosts import Hosts
 from lightning_spot.fit.together import ALONE, TOGETHER, Together
+from lightning_spot.fit.topology import Topology
 from lightning_spot.image.packing import Compression
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.memory.node import Node
@@ -273,15 +274,15 @@ class OnTwoRanks(SimpleNamespace):
 @pytest.mark.parametrize(
     ("hosts", "compression", "said"),
     [
-        (Hosts(count=2), "topk", r".*Leave lossy="),
-        (Hosts(count=MOST_HOSTS + 1), "auto", f"at most {MOST_HOSTS} hosts"),
-        (Hosts(count=2, why_not="rank 1: no room"), "auto", ".*one has none: rank 1: no room"),
+        (Topology(count=2), "topk", r".*Leave lossy="),
+        (Topology(count=MOST_HOSTS + 1), "auto", f"at most {MOST_HOSTS} hosts"),
+        (Topology(count=2, why_not="rank 1: no room"), "auto", ".*one has none: rank 1: no room"),
     ],
 )
 def test_where_the_first_host_sends_everything_by_itself_a_warning_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: Hosts, compression: Compression, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: Topology, compression: Compression, said: str
 ) -> None:
-    monkeypatch.setattr(Hosts, "meet", lambda *_: hosts)
+    monkeypatch.setattr(Topology, "meet", lambda *_: hosts)
     ring = RingSettings(
         slots=2, memory_bytes=2**20, server_idle_timeout_s=9.0, keep=1, strict=False, compression=compression
     )
@@ -296,11 +297,11 @@ def test_hosts_go_on_together_after_misses_that_are_noticed_late_and_ask_who_car
     ring = RingSettings(slots=2, memory_bytes=2**20, server_idle_timeout_s=9.0, keep=1, strict=False)
     trainer: Any = OnTwoRanks(strategy=SimpleNamespace(model=None), optimizers=[], world_size=2, global_rank=0)
     together = Together(trainer, ring)
-    together._hosts = Hosts(ranks=((0,), (1,)), can_bring=True)
+    together._hosts = Topology(ranks=((0,), (1,)), can_bring=True)
     together.rooms.put(1, b"own")
     carrier = "spot://a:1/run"
     state = SimpleNamespace(is_under_way=False, carrier=carrier, brought=0)
-    writer = SimpleNamespace(together=0, posted=0, missed=0, missed_because="a:1 does not answer", across=state)
+    writer = SimpleNamespace(together=0, posted=0, missed=0, last_miss=Miss("a:1 does not answer", None), across=state)
     attempt: Any = SimpleNamespace(writer=writer)
     assert together.how(attempt) == replace(TOGETHER, at=carrier)
     assert together.how(attempt) == replace(

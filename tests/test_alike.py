@@ -16,10 +16,10 @@ import torch
 from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.client import starting
 from lightning_spot.errors import ServerUnreachableError, SettingsError, SpotError, TierError
-from lightning_spot.fit import alike, in_shards, resume
-from lightning_spot.fit.agreement import Agreement
-from lightning_spot.fit.alike import check_alike, check_one_model, check_one_optimizer
+from lightning_spot.fit import in_shards, preflight, resume
+from lightning_spot.fit.collectives import Agreement
 from lightning_spot.fit.in_shards import check_read_everywhere
+from lightning_spot.fit.preflight import check_alike, check_one_model, check_one_optimizer
 from lightning_spot.fit.resume import bring_below
 from lightning_spot.interval.costs import Costs
 from lightning_spot.memory.health import TierHealth
@@ -90,15 +90,15 @@ def test_a_rank_that_waits_for_one_without_our_callback_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, late: bool
 ) -> None:
     """Nothing was said of it, on any rank, until the process group gave up after half an hour."""
-    monkeypatch.setattr(alike, "LATE_S", 0.01 if late else 60.0)
-    gather = alike.Agreement.gather
+    monkeypatch.setattr(preflight, "LATE_S", 0.01 if late else 60.0)
+    gather = preflight.Agreement.gather
 
-    def wait(agreement: alike.Agreement, mine: Any) -> list[Any]:
+    def wait(agreement: preflight.Agreement, mine: Any) -> list[Any]:
         if late:
             until(lambda: caplog.text.count("has waited") == 2, "both ranks to say it")
         return gather(agreement, mine)
 
-    monkeypatch.setattr(alike.Agreement, "gather", wait)
+    monkeypatch.setattr(preflight.Agreement, "gather", wait)
     assert checked(spot(), spot()) == [None, None]
     assert caplog.text.count("Each rank needs the same callbacks") == (2 if late else 0)
     assert not [
@@ -107,7 +107,7 @@ def test_a_rank_that_waits_for_one_without_our_callback_says_so(
 
 
 def test_ranks_with_other_versions_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alike, "versions", lambda: {"torch": f"2.{rank_of_this_thread()}"})
+    monkeypatch.setattr(preflight, "versions", lambda: {"torch": f"2.{rank_of_this_thread()}"})
     found = checked(spot(), spot())
     assert len(set(found)) == 1
     assert "the version of torch is 2.0 on rank 0 and 2.1 on rank 1" in found[0]

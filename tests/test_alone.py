@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_spot.capture.background import Background
-from lightning_spot.staging.alone import LoneThread
+from lightning_spot.staging.copier import LoneThread
 
 LARGE = 4_000_000  # elements; torch shares from 32,768 on
 

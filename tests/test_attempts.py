@@ -15,7 +15,7 @@ import pytest
 from lightning_spot.capture import background
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import HostLink, RingSettings
-from lightning_spot.capture.joining import Joining
+from lightning_spot.capture.sharded_writer import Joining
 from lightning_spot.capture.share import ShareWriter
 from lightning_spot.capture.split import Number, SharingRanks
 from lightning_spot.client.stores import open_store
@@ -24,7 +24,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
-from lightning_spot.staging.alone import LoneThread
+from lightning_spot.staging.copier import LoneThread
 from tests.support.server import named_run
 from tests.support.waiting import until
 

@@ -11,11 +11,10 @@ import torch
 
 from lightning_spot.errors import SpotError
 from lightning_spot.staging import batch as batch_module
-from lightning_spot.staging import copy_job as job_module
+from lightning_spot.staging import copier as copier_module
 from lightning_spot.staging import cuda
 from lightning_spot.staging.batch import Batch, SlotSpan, SlotView, address_in, cut_end
-from lightning_spot.staging.copier import Copier
-from lightning_spot.staging.copy_job import watch
+from lightning_spot.staging.copier import Copier, watch
 from lightning_spot.staging.cuda import CudaCopier
 from lightning_spot.staging.device import DeviceClock
 from lightning_spot.staging.partitions import Span
@@ -93,7 +92,7 @@ def test_a_held_tensor_that_changes_is_noticed(desk: Desk, copier: Copier) -> No
 def test_where_training_stands_still_all_processors_copy(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes the next piece by itself: in torch's team each waits for the slowest after every tensor."""
     monkeypatch.setattr(batch_module, "_LEAST_BATCH_BYTES", 64)
-    monkeypatch.setattr(job_module, "processors", lambda: 2)
+    monkeypatch.setattr(copier_module, "processors", lambda: 2)
     helping, at_it, both = Batch.helping, set(), threading.Event()
 
     def noted(batch: Batch) -> None:

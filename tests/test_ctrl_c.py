@@ -17,8 +17,7 @@ from lightning_spot.capture.copying import Copying
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.memory.host import InProcessHost, Lease
 from lightning_spot.staging import batch as batch_module
-from lightning_spot.staging.copier import Copier
-from lightning_spot.staging.copy_job import CopyJob
+from lightning_spot.staging.copier import Copier, CopyJob
 from lightning_spot.staging.partitions import Span
 from lightning_spot.staging.schedule import Schedule
 from tests.support.copies import Desk as Copies

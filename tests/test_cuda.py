@@ -15,10 +15,9 @@ from lightning_spot import EverySteps
 from lightning_spot.errors import SpotError
 from lightning_spot.exact.compare import differences
 from lightning_spot.image.layout import lay_out
-from lightning_spot.staging import page_lock, schedule
+from lightning_spot.staging import device, schedule
 from lightning_spot.staging.batch import SlotView
-from lightning_spot.staging.copier import Copier
-from lightning_spot.staging.copy_job import watch
+from lightning_spot.staging.copier import Copier, watch
 from lightning_spot.staging.device import Cuda
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.staging.slot import SlotMemory, slot_capacity
@@ -112,13 +111,13 @@ def test_what_can_not_be_page_locked_is_copied_and_training_sees_no_error(caplog
     copier, view = Copier(), SlotView(memory.map)
     locked = Cuda()
     assert locked.pin(view.tensor[4096:8192], 0) == 0
-    page_lock._locked.clear()  # nothing knows of it: the whole can't be
+    device._locked.clear()  # nothing knows of it: the whole can't be
     copier.start(layout.pieces, view, watch([tensor])).wait()
     assert "could not be page-locked" in caplog.text
     assert (tensor + 1).sum().item() == (1 << 20) * ((1 << 20) + 1) // 2  # torch would raise it here
     (piece,) = layout.pieces
     assert torch.equal(view.tensor[piece.offset : piece.offset + piece.nbytes].view(torch.int64), tensor.cpu())
-    page_lock._locked[view.address + 4096] = 4096, 0
+    device._locked[view.address + 4096] = 4096, 0
     locked.unpin(view.tensor[4096:8192])
     copier.unpin(view)
     copier.close()

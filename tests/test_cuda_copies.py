@@ -14,9 +14,9 @@ from torch import nn
 from lightning_spot.exact.rank_states import Packing, Rooms, unpacked
 from lightning_spot.image.layout import Layout, lay_out
 from lightning_spot.staging.batch import SlotView
-from lightning_spot.staging.copy_job import watch
+from lightning_spot.staging.copier import watch
 from lightning_spot.staging.device import DeviceClock
-from lightning_spot.staging.modes import BESIDE, Mode
+from lightning_spot.staging.partitions import BESIDE, Mode
 from lightning_spot.staging.schedule import GradientWatch, Schedule
 from tests.support import pinned
 from tests.support.gpus import NEEDS_GPU

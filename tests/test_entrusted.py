@@ -78,6 +78,6 @@ def test_other_hosts_hear_that_the_node_is_lost(at: str, monkeypatch: pytest.Mon
         ready.set()
         if at:
             until(lambda: nodes[1].declined, "it to be said")
-    why = "rank 3: the node of its host was lost"
+    why = "rank 3: the server of its host was lost"
     assert nodes[1].declined == ([("step-000000002-attempt-0001", why, at, 1, 1)] if at else [])
     assert not nodes[0].declined

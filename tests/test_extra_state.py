@@ -14,10 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from lightning_spot.errors import ModelChangedError, NotSerializableError
 from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.sharded import holder_of, split
-from lightning_spot.fit.chosen import load_shards
+from lightning_spot.fit.selection import load_shards
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.sharded.consolidate import consolidated
 from lightning_spot.sharded.file_plan import ShardedLayouter, state_archive
+from lightning_spot.sharded.reader import consolidated
 from tests.support.ranks import as_rank, fill
 from tests.test_sharded import same
 

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_spot import AutoResume, EverySeconds, EverySteps, SpotCheckpoint
 from lightning_spot.capture.copying import Pending
-from lightning_spot.capture.writer import Finishing, SnapshotWriter
+from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.cli import main
 from lightning_spot.client import starting
 from lightning_spot.client.stores import open_store
@@ -33,7 +33,7 @@ from lightning_spot.errors import (
     SettingsError,
     TierError,
 )
-from lightning_spot.fit.pacing import Pacing
+from lightning_spot.fit.snapshotter import Pacing
 from lightning_spot.goodput.records import read_records
 from lightning_spot.memory.host import Host
 from lightning_spot.run import patience
@@ -554,14 +554,14 @@ def test_who_is_overtaken_where_snapshots_are_committed_hears_of_it_at_the_end_t
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As several hosts are, by a snapshot server: the run ended without a word, and its node took it for complete."""
-    commit = Finishing._commit
+    commit = SnapshotWriter._commit
 
-    def refused(writer: Finishing, host: Host, pending: Pending) -> bool:
+    def refused(writer: SnapshotWriter, host: Host, pending: Pending) -> bool:
         if pending.manifest.step > 10:
             raise FencedError("attempt 2 has taken over", run="run-1", attempt=1, current=2)
         return commit(writer, host, pending)
 
-    monkeypatch.setattr(Finishing, "_commit", refused)
+    monkeypatch.setattr(SnapshotWriter, "_commit", refused)
     run = trainer(spot(tmp_path, upload_timeout_s=5.0))
     with caplog.at_level("INFO"), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

@@ -13,8 +13,7 @@ import pytest
 
 from lightning_spot import EverySeconds, EverySteps, RemoteSnapshot
 from lightning_spot.fit import snapshotter
-from lightning_spot.fit.pacing import Pacing
-from lightning_spot.fit.snapshotter import _SEAMS
+from lightning_spot.fit.snapshotter import _SEAMS, Pacing
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory import work
 from lightning_spot.memory.host import InProcessHost, Lease

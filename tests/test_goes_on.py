@@ -17,13 +17,13 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from lightning_spot.capture.across import Across
+from lightning_spot.capture.attempt import Ending
 from lightning_spot.capture.background import Background
-from lightning_spot.capture.ending import Ending
 from lightning_spot.capture.following import Follower, Task
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.slot_pool import SlotMaker, give_back
 from lightning_spot.capture.split import Number
+from lightning_spot.capture.writer import Across
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import PROTOCOL_VERSION
@@ -46,8 +46,7 @@ from lightning_spot.run import claims
 from lightning_spot.run.patience import Patience, patiently
 from lightning_spot.service import program
 from lightning_spot.service.files import Files
-from lightning_spot.staging.copier import Copier
-from lightning_spot.staging.copy_job import CopyJob
+from lightning_spot.staging.copier import Copier, CopyJob
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
 from tests.support.copies import Desk as Copies
@@ -136,7 +135,7 @@ def test_who_waits_for_a_snapshot_that_fails_is_told_by_one_warning(
     done = desk.begin(1, desk.checkpoint(), complete=True)
     threading.Timer(0.5, waits.set).start()
     desk.writer.settle(SOON_S)
-    assert FailureReason.UNFORESEEN.caused(done.exception())
+    assert FailureReason.UNEXPECTED.caused(done.exception())
     assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
         "snapshot step-000000001-attempt-0001-complete was not committed: MemoryError: none is left"
     ]

@@ -37,7 +37,7 @@ from lightning_spot import (
 from lightning_spot.cli import doctor, main
 from lightning_spot.config import read_environment
 from lightning_spot.errors import ServerUnreachableError, SettingsError
-from lightning_spot.fit.pacing import Pacing
+from lightning_spot.fit.snapshotter import Pacing
 from lightning_spot.goodput.journal import Journal
 from lightning_spot.goodput.ledger import (
     Account,
@@ -651,7 +651,7 @@ def test_that_a_monitor_is_not_logged_is_said_before_the_first_epoch_is_over(
     def note(text: str) -> None:
         found.append(f"step {net.global_step}: {text.partition('would.')[2].strip()}")
 
-    monkeypatch.setattr("lightning_spot.fit.pacing.rank_zero_warn", note)
+    monkeypatch.setattr("lightning_spot.fit.snapshotter.rank_zero_warn", note)
     spot = RemoteSnapshot(str(tmp_path / "run"), local_server=False, interval=ConvergenceAware(monitor=monitor))
     checks = {"val_check_interval": 5, "limit_val_batches": 1}
     settings = {"limit_train_batches": 15, **checks} if validates else {"limit_train_batches": 120}
@@ -748,11 +748,11 @@ def test_the_rate_of_two_machines_is_twice_as_high() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_losses_are_read_from_a_gpu_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_spot.fit import pacing
+    from lightning_spot.fit import snapshotter
 
-    monkeypatch.setattr(pacing, "READ_EVERY_S", 0.0)
+    monkeypatch.setattr(snapshotter, "READ_EVERY_S", 0.0)
     found = []
-    losses = pacing.Readings()
+    losses = snapshotter.Readings()
     for step in range(1, 50):
         reading = losses.add({"loss": torch.full((), float(step), device="cuda")}, step)
         time.sleep(0.01)

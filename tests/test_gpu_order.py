@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_spot.fit import pacing
+from lightning_spot.fit import snapshotter
 from lightning_spot.image.pieces import Piece
-from lightning_spot.staging import cuda, page_lock
+from lightning_spot.staging import cuda, device
 from lightning_spot.staging.batch import SlotView
-from lightning_spot.staging.copier import Copier
-from lightning_spot.staging.copy_job import watch
+from lightning_spot.staging.copier import Copier, watch
 from lightning_spot.staging.partitions import Partition, Span
 from lightning_spot.staging.schedule import Schedule, Timetable
 from tests.support.fake_device import FakeDevice, FakeEvent, FakeStream, StreamOfEachThread
@@ -193,16 +192,16 @@ class Driver:
 
 def test_cuda_is_told_that_a_recording_is_no_concern_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
-    monkeypatch.setattr(page_lock, "_driver", lambda: driver)
-    with page_lock.beside_recordings():
+    monkeypatch.setattr(device, "_driver", lambda: driver)
+    with device.beside_recordings():
         assert driver.mode == 2
     assert driver.mode == 0
     refuses = Driver(3)
-    monkeypatch.setattr(page_lock, "_driver", lambda: refuses)
-    with page_lock.beside_recordings():
+    monkeypatch.setattr(device, "_driver", lambda: refuses)
+    with device.beside_recordings():
         assert refuses.mode == 0
-    monkeypatch.setattr(page_lock, "_driver", lambda: None)
-    with page_lock.beside_recordings():
+    monkeypatch.setattr(device, "_driver", lambda: None)
+    with device.beside_recordings():
         pass  # there is no CUDA: nobody to tell
 
 
@@ -231,13 +230,13 @@ def test_what_a_thread_of_ours_reads_itself_comes_after_the_seam_and_not_after_w
 @pytest.mark.parametrize("inference", [True, False])
 def test_what_is_logged_is_read_from_a_gpu_without_waiting(monkeypatch: pytest.MonkeyPatch, inference: bool) -> None:
     """The metric that an interval follows: to ask for its number waited for all that training had ordered."""
-    monkeypatch.setattr(pacing, "READ_EVERY_S", 0.0)
-    monkeypatch.setattr(pacing, "_is_on_gpu", lambda _value: True)
+    monkeypatch.setattr(snapshotter, "READ_EVERY_S", 0.0)
+    monkeypatch.setattr(snapshotter, "_is_on_gpu", lambda _value: True)
     device = FakeDevice()
-    read = pacing.Readings(device)
+    read = snapshotter.Readings(device)
     with torch.inference_mode(inference):
         values = [torch.zeros(()) for _ in range(4)]
-    found: list[pacing.Reading | None] = []
+    found: list[snapshotter.Reading | None] = []
     for step, value in enumerate(values):
         device.do(lambda step=step, value=value: value.data.fill_(step + 1.0))  # type: ignore[misc]
         found.append(read.read_at_times(lambda value=value: value, step))  # type: ignore[misc]
@@ -252,14 +251,14 @@ def test_what_is_logged_is_read_from_a_gpu_without_waiting(monkeypatch: pytest.M
 
 def test_losses_arrive_however_far_the_host_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """What had not arrived at the next reading was given up: with a host that is always ahead, all of them."""
-    monkeypatch.setattr(pacing, "READ_EVERY_S", 0.0)
-    monkeypatch.setattr(pacing, "_is_on_gpu", lambda _value: True)
+    monkeypatch.setattr(snapshotter, "READ_EVERY_S", 0.0)
+    monkeypatch.setattr(snapshotter, "_is_on_gpu", lambda _value: True)
     device, ahead, found = FakeDevice(), 5, []
-    read = pacing.Readings(device)
+    read = snapshotter.Readings(device)
     for step in range(20):
         found.append(read.add({"loss": torch.full((), float(step))}, step))
         device.run(lambda step=step: device.training.done >= step - ahead)  # type: ignore[misc]
     assert [reading for reading in found if reading is not None] == [(step, step) for step in range(20 - ahead - 2)]
     for step in range(200):
         read.add({"loss": torch.ones(())}, step)
-    assert len(read._arriving) == pacing._MOST_ARRIVING
+    assert len(read._arriving) == snapshotter._MOST_ARRIVING

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.capture import unforeseen
-from lightning_spot.capture.unforeseen import UnforeseenFailures, failure_of, is_of_user
+from lightning_spot.capture import unexpected
+from lightning_spot.capture.unexpected import BestEffort, UnexpectedFailures, failure_of, is_of_user
 from lightning_spot.errors import FailureReason, SnapshotFailedError
-from lightning_spot.fit.harmless import Harmless
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.local import LocalStore
 from tests.support.strike import Strike
@@ -62,15 +61,15 @@ WHERE = [
     "exact/dump:Dump._with",
     "exact/fit_state:FitState.capture",
     "exact/module_state:ModuleState.capture",
-    "fit/writing:Iterations.ends",
-    "fit/pacing:Pacing._learn",
-    "fit/writing:Writing.warm",
+    "fit/rank_writer:Iterations.ends",
+    "fit/snapshotter:Pacing._learn",
+    "fit/rank_writer:RankWriter.warm",
     "image/layout:_Places._add",
     "image/pickling:TensorPickler.dump",
     "interval/policy:EverySteps.due",
     "staging/copier:Copier.start",
-    "staging/copy_job:CopyJob.settle",
-    "staging/copy_job:CopyJob.wait_cpu",
+    "staging/copier:CopyJob.settle",
+    "staging/copier:CopyJob.wait_cpu",
     "staging/schedule:Schedule._at",
     "goodput/journal:Journal.note",
 ]
@@ -133,8 +132,8 @@ def test_after_some_failures_in_a_row_there_is_a_pause_and_the_last_snapshot_is_
 
 def test_a_pause_grows_and_is_forgotten_when_one_was_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
-    monkeypatch.setattr(unforeseen.time, "monotonic", lambda: now_s)
-    failures, first, second = UnforeseenFailures(), object(), object()
+    monkeypatch.setattr(unexpected.time, "monotonic", lambda: now_s)
+    failures, first, second = UnexpectedFailures(), object(), object()
     assert [failures.add(first) for _ in range(3)] == [False, False, True]
     assert failures.are_too_many
     now_s = 60.0
@@ -167,7 +166,7 @@ def test_an_error_of_the_users_code_ends_the_training_as_it_does_in_lightning(tm
 
 
 def test_where_it_is_wished_so_an_error_of_ours_is_raised(tmp_path: Path) -> None:
-    with pytest.raises(SnapshotFailedError, match="none is left", check=FailureReason.UNFORESEEN.caused):
+    with pytest.raises(SnapshotFailedError, match="none is left", check=FailureReason.UNEXPECTED.caused):
         fit(
             tmp_path / "run",
             Strike("capture/writer:SnapshotWriter.begin", MemoryError("none is left")),
@@ -181,7 +180,7 @@ def test_what_is_no_error_passes(end: type[BaseException]) -> None:
         raise end
 
     with pytest.raises(end):
-        Harmless().run("it", ends, None)
+        BestEffort().run("it", ends, None)
 
 
 def test_whose_error_it_is() -> None:
@@ -199,8 +198,8 @@ def test_whose_error_it_is() -> None:
     ours = caught(lambda: None if torch.zeros(2).reshape(3) is None else 1)
     assert is_of_user(ours)  # the lambda is this file's
     assert failure_of(SnapshotFailedError("full", reason=FailureReason.RING_FULL)).args == ("full",)
-    left = unforeseen.as_failure(MemoryError())
-    assert FailureReason.UNFORESEEN.caused(left)
+    left = unexpected.as_failure(MemoryError())
+    assert FailureReason.UNEXPECTED.caused(left)
     assert str(left) == "MemoryError"
 
 
@@ -270,12 +269,12 @@ class AtException(Strike):
 
 
 AT_THE_END = [
-    "capture/ending:Ending.bring",
-    "capture/ending:Ending._flush",
-    "capture/ending:Ending._where_newest_is",
+    "capture/attempt:Ending.bring",
+    "capture/attempt:Ending._flush",
+    "capture/attempt:Ending._where_newest_is",
     "fit/snapshotter:Snapshotter.close",
     "fit/together:Together.close",
-    "fit/beginning:Beginning.let_go",
+    "fit/rank_writer:RankWriter.let_go",
 ]
 
 
@@ -309,7 +308,7 @@ class AtTheEnd(Strike):
 
 LAST = [
     "capture/writer:SnapshotWriter.check_all",
-    "fit/pacing:Pacing.taken",
+    "fit/snapshotter:Pacing.taken",
     "fit/snapshotter:Snapshotter.close",
     "capture/attempt:Attempt._manifest",
 ]
@@ -339,9 +338,9 @@ def threads() -> set[str]:
 
 
 URGENT = [
-    (0, "fit/exit:_has_taken"),
-    (1, "fit/writing:Iterations.end"),
-    (0, "capture/ending:Safety.plan"),
+    (0, "fit/session:_has_taken"),
+    (1, "fit/rank_writer:Iterations.end"),
+    (0, "capture/attempt:Safety.plan"),
     (1, "capture/following:Follower.check_all"),
 ]
 
@@ -349,7 +348,7 @@ URGENT = [
 @pytest.mark.parametrize(
     ("rank", "where"),
     [
-        (1, "fit/snapshotter:AtHand.newest"),
+        (1, "fit/snapshotter:CurrentState.newest"),
         *(pytest.param(*each, marks=pytest.mark.soak) for each in URGENT),
     ],
 )

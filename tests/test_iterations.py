@@ -20,12 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from lightning_spot import EverySteps, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import FailureReason, SnapshotFailedError
-from lightning_spot.fit import writing
+from lightning_spot.fit import rank_writer
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import InProcessHost, Lease
 from lightning_spot.staging import schedule
-from lightning_spot.staging.copier import Copier
-from lightning_spot.staging.copy_job import CopyJob
+from lightning_spot.staging.copier import Copier, CopyJob
 from lightning_spot.staging.schedule import PlaceKind, Profile, Schedule, Timetable
 from tests.support.trainer import Net, Probe, TwoOptimizers, data, equal, state_of, trainer
 
@@ -53,7 +52,7 @@ class Seen:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """Small states count as large ones, so that they are cut."""
     monkeypatch.setattr(schedule, "LEAST_BYTES", 64)
-    monkeypatch.setattr(writing, "BUCKET_BYTES", 300)
+    monkeypatch.setattr(rank_writer, "BUCKET_BYTES", 300)
     found = Seen()
     real_seal, real_timetable, real_release = InProcessHost.seal, Schedule.timetable, CopyJob.release
 
@@ -337,10 +336,10 @@ def test_a_budget_makes_the_interval_grow(
     tmp_path: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Training waits 2 s for each snapshot, on a clock that goes on by 1 s a step: every 20th step is taken then."""
-    from lightning_spot.fit import pacing
+    from lightning_spot.fit import snapshotter
 
     now_s = 0.0
-    monkeypatch.setattr(pacing.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(snapshotter.time, "monotonic", lambda: now_s)
 
     class Ticks(pl.Callback):
         def on_train_batch_start(self, *_: Any) -> None:

@@ -22,7 +22,7 @@ import pytest
 from lightning_spot.capture import mailbox
 from lightning_spot.capture.mailbox import Mailbox, Sender
 from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
-from lightning_spot.fit.agreement import Failed
+from lightning_spot.fit.collectives import Failed
 from lightning_spot.fit.ranks import Meeting, Ranks
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.notices import exchange

@@ -19,17 +19,16 @@ import pytest
 import torch
 
 from lightning_spot import SpotCheckpoint
-from lightning_spot.capture import ending as ending_module
-from lightning_spot.capture.ending import Ending, LastState, Safety
+from lightning_spot.capture import attempt as attempt_module
+from lightning_spot.capture.attempt import Ending, LastState, Safety
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.past_memory import PastMemory
 from lightning_spot.capture.slot_pool import Leases
-from lightning_spot.capture.streamed_file import stream_parts
-from lightning_spot.capture.writer import SnapshotWriter
+from lightning_spot.capture.writer import SnapshotWriter, stream_parts
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import FencedError, ServerUnreachableError, TierError
-from lightning_spot.fit.beginning import Beginning
+from lightning_spot.fit.rank_writer import RankWriter
 from lightning_spot.image.layout import lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.interval.deadline import Deadline
@@ -166,16 +165,16 @@ def test_of_a_node_that_is_lost_there_is_one_warning(
 def test_a_node_that_is_lost_before_the_attempt_begins_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    look, callback = Beginning.look, spot(tmp_path, notices=None)
+    look, callback = RankWriter.look, spot(tmp_path, notices=None)
 
-    def kill_behind(beginning: Beginning) -> Survey:
+    def kill_behind(beginning: RankWriter) -> Survey:
         found = look(beginning)
         node = find_record(callback.location.url).process()
         assert node is not None
         assert node.kill(30.0)
         return found
 
-    monkeypatch.setattr(Beginning, "look", kill_behind)
+    monkeypatch.setattr(RankWriter, "look", kill_behind)
     probe = Probe()
     trainer(callback, probe).fit(Net(), data())
     assert check_all(tmp_path, probe)[0].complete
@@ -536,7 +535,7 @@ def test_it_is_said_how_long_the_end_waits_for_what_is_not_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of a full disk one warning came, then nothing for minutes."""
-    monkeypatch.setattr(ending_module, "SAY_S", 0.2)
+    monkeypatch.setattr(attempt_module, "SAY_S", 0.2)
     run = Damaging(tmp_path, complete=False)
     run.store.fail(TierError("No space left on device"))
     run.take(3)

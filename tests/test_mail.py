@@ -20,7 +20,7 @@ from lightning_spot.capture.split import SharingRanks
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
+from lightning_spot.errors import FailureReason, ShareFault, ShareProblem, SnapshotFailedError, SpotError
 from lightning_spot.exact.rank_states import Rooms, packed, unpacked
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.host import InProcessHost
@@ -87,8 +87,9 @@ def test_what_is_not_wanted_any_more_is_not_kept(box: Mailbox, connect: Callable
 
 def test_a_state_that_outgrew_its_room_is_named(box: Mailbox, connect: Callable[..., Sender]) -> None:
     connect(1).send(NAME, b"12345")
-    with pytest.raises(SnapshotFailedError, match=r"5 bytes.* room for 4", check=FailureReason.SHARE_MISSING.caused):
+    with pytest.raises(SnapshotFailedError, check=FailureReason.SHARE_MISSING.caused) as failed:
         taken(box, 1, room=4)
+    assert failed.value.fault == ShareFault(ShareProblem.OUTGROWN, rank=1, nbytes=5)
 
 
 class Torn:

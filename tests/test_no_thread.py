@@ -17,8 +17,8 @@ import pytest
 from lightning_spot.client.embedded import Session
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, TierError
 from lightning_spot.fit import together
-from lightning_spot.fit.agreement import Agreement
-from lightning_spot.fit.restore import Hosts
+from lightning_spot.fit.collectives import Agreement
+from lightning_spot.fit.restore import SharedOpening
 from lightning_spot.memory import abroad
 from lightning_spot.memory.node import Node
 from lightning_spot.run import sharing
@@ -189,7 +189,7 @@ def test_without_a_thread_to_give_each_rank_reads_for_itself(tmp_path: Path, lac
     location = Location.of(tmp_path / "run", local_server=False)
 
     def begin(trainer: Any) -> int:
-        with contextlib.closing(Hosts(Agreement(trainer), location)) as hosts:
+        with contextlib.closing(SharedOpening(Agreement(trainer), location)) as hosts:
             return hosts.count
 
     assert on_two_ranks(begin) == [2, 2]

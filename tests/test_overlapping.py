@@ -44,7 +44,7 @@ class Pipeline:
         if gpu:
             device.own(self.weights)
         self.writer = SnapshotWriter(self.host, copier=Copier(buffer_bytes=2**16, device=device))
-        supply = self.writer._supply
+        supply = self.writer._slots
         self.skipped: list[int] = []
         self.waited: list[int] = []
         self._lag, self._now, self._changed = lag, 0, threading.Condition()

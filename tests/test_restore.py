@@ -21,10 +21,10 @@ from lightning_spot.client.filesystem import SpotFileSystem
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, SpotError, TierError
-from lightning_spot.fit import chosen, restore
-from lightning_spot.fit.agreement import Agreement
-from lightning_spot.fit.chosen import ResumedFrom, choose, own_small
-from lightning_spot.fit.restore import Hosts, fetched_once
+from lightning_spot.fit import restore, selection
+from lightning_spot.fit.collectives import Agreement
+from lightning_spot.fit.restore import SharedOpening, fetched_once
+from lightning_spot.fit.selection import ResumedFrom, choose, own_small
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.portion import Image
@@ -95,7 +95,7 @@ def restored(
         threading.current_thread().name = f"rank-{rank}"
         trainer = Rank(group, rank)
         ranks = Agreement(trainer)  # type: ignore[arg-type]
-        hosts = Hosts(ranks, location)
+        hosts = SharedOpening(ranks, location)
         try:
             return then(rank, choose(ranks, hosts, lambda: look(location), trusts=False, load_shards=load_shards))
         except (SpotError, NotImplementedError) as error:
@@ -302,14 +302,14 @@ def test_what_leaves_a_memory_node_before_it_is_read_is_read_where_it_is_durable
 
 @pytest.mark.parametrize("failing", [0, 2])
 def test_what_one_rank_cannot_use_none_uses(run: LocalStore, failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = chosen._load
+    original = selection._load
 
     def load(snapshot: OpenSnapshot, **options: Any) -> Any:
         if rank_of_this_thread() == failing and snapshot.manifest.step == 6:
             raise CorruptSnapshotError("it went bad")
         return original(snapshot, **options)
 
-    monkeypatch.setattr(chosen, "_load", load)
+    monkeypatch.setattr(selection, "_load", load)
     assert [(found[0].step, found[1]["step"]) for found in restored(run)] == [(3, 3)] * 3
 
 
@@ -322,7 +322,7 @@ def test_an_unexpected_error_on_one_rank_is_raised_on_all(
             raise NotImplementedError("not on this machine")
         return {}
 
-    monkeypatch.setattr(chosen, "_load", load)
+    monkeypatch.setattr(selection, "_load", load)
     errors = restored(run, 2)
     assert ["not on this machine" in str(error) for error in errors] == [True] * 2
     assert any(f"rank {failing}" in str(error) for error in errors)

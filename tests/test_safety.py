@@ -16,18 +16,16 @@ import pytest
 import torch
 
 from lightning_spot import AutoResume, EverySteps, RemoteSnapshot
-from lightning_spot.capture.across import Across
-from lightning_spot.capture.ending import Safety
+from lightning_spot.capture.attempt import Safety
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
 from lightning_spot.capture.slot_pool import SlotMaker
-from lightning_spot.capture.writer import SnapshotWriter
+from lightning_spot.capture.writer import Across, SnapshotWriter
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SpotError
 from lightning_spot.exact.seams import Seam
-from lightning_spot.fit.exit import secure
-from lightning_spot.fit.fit import Fit
+from lightning_spot.fit.session import FitSession, secure
 from lightning_spot.interval.deadline import Deadline, DeadlinePlan
 from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.host import Host, InProcessHost
@@ -179,7 +177,7 @@ class InValidation(pl.Callback):
         return {"seen": self.seen}
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        Fit.of(trainer).exit.expect_stop()
+        FitSession.of(trainer).expect_stop()
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.seen.append(trainer.global_step)

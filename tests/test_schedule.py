@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from lightning_spot.errors import SettingsError
-from lightning_spot.staging.modes import Drift, Mode, ModeTrial, check_copy_mode
-from lightning_spot.staging.partitions import LEAST_BYTES
+from lightning_spot.staging.partitions import LEAST_BYTES, Drift, Mode, ModeTrial, check_copy_mode
 from lightning_spot.staging.schedule import START, HostClock, PlaceKind, Point, Profiler, Schedule, Timetable
 
 MIB = LEAST_BYTES

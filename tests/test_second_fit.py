@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_spot import AutoResume, EverySteps, GoodputMonitor, RemoteSnapshot, SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.errors import ModelChangedError
-from lightning_spot.fit import earlier
+from lightning_spot.fit import run_lookup
 from lightning_spot.fit.resume import other_hyperparameters
 from lightning_spot.goodput.records import read_records
 from lightning_spot.protocol.record import find_record
@@ -225,10 +225,10 @@ def test_nodes_go_at_the_end_of_a_program_unless_an_exception_ends_it(
         trainer(spot(tmp_path, local_server=True), EndAt(5)).fit(Net(), data(6))
     record = find_record(str(tmp_path / "run"))
     monkeypatch.setattr("sys.last_value", Stop(), raising=False)
-    earlier._at_exit(os.getpid())
-    assert earlier._nodes
+    run_lookup._at_exit(os.getpid())
+    assert run_lookup._nodes
     monkeypatch.delattr("sys.last_value")
-    earlier._at_exit(os.getpid())
+    run_lookup._at_exit(os.getpid())
     until(lambda: not record.running(), "the node to end")
 
 

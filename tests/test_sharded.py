@@ -34,11 +34,10 @@ from lightning_spot.image.portion import Image
 from lightning_spot.image.shards import SHARDS_FILE, Shards, archived
 from lightning_spot.run.reading import ReadImage, SnapshotReader
 from lightning_spot.sharded import file_plan
-from lightning_spot.sharded.consolidate import write_plain
 from lightning_spot.sharded.file_plan import ShardedLayouter, load_state, state_archive
 from lightning_spot.sharded.metadata import metadata_of
 from lightning_spot.sharded.plan import Planner
-from lightning_spot.sharded.reader import ImageReader, load, load_all
+from lightning_spot.sharded.reader import ImageReader, load, load_all, write_plain
 from tests.support.filled import check_archive
 from tests.support.ranks import Shape, Sharded, as_rank, at_rest, fill, on_rank, snapshot, whole, write
 

@@ -20,16 +20,22 @@ import torch
 
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import RingSettings
-from lightning_spot.capture.joining import Joining
-from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
+from lightning_spot.capture.sharded_writer import Joining, ShardedCheckpoint, ShardedWriter
 from lightning_spot.capture.split import SharingRanks
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import FailureReason, ServerUnreachableError, SettingsError, SnapshotFailedError, TierError
-from lightning_spot.fit.hosts import Hosts
+from lightning_spot.errors import (
+    FailureReason,
+    ServerUnreachableError,
+    SettingsError,
+    ShareProblem,
+    SnapshotFailedError,
+    TierError,
+)
 from lightning_spot.fit.in_shards import InShards, WhereTo, check_place
+from lightning_spot.fit.topology import Topology
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import joint
 from lightning_spot.memory.host import InProcessHost, Lease
@@ -300,8 +306,11 @@ def test_a_rank_of_another_host_whose_own_state_has_no_room_drops_that_snapshot_
 ) -> None:
     desk.check(desk.take(1))
     long = "x" * 400_000
-    with pytest.raises(SnapshotFailedError, match="rank 3: its own state", check=FailureReason.SHARE_MISSING.caused):
+    with pytest.raises(SnapshotFailedError, match="did not come together at spot://") as failed:
         desk.take(2, long)
+    fault = failed.value.fault
+    assert fault is not None
+    assert (fault.problem, fault.rank, fault.nbytes > len(long)) == (ShareProblem.OUTGROWN, 3, True)
     desk.check(desk.take(3, long))
 
 
@@ -396,6 +405,6 @@ def test_a_run_that_ends_with_no_snapshot_of_its_end_does_not_end_quietly(
     attempt.writer.across.hosts = HOSTS
     trainer = cast(Any, OnTwoHosts(global_rank=0, strategy=SimpleNamespace(broadcast=lambda said, src=0: said)))
     in_shards = InShards(trainer, location, ring)
-    in_shards._hosts = Hosts(HOSTS, can_bring=True)
+    in_shards._hosts = Topology(HOSTS, can_bring=True)
     in_shards.write(attempt, cast(Any, None), {}, complete=True, how=None, wait_s=0.0, commit_s=0.0)
     assert attempt.finish(5.0, complete=True) is False

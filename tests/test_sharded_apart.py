@@ -91,7 +91,9 @@ def test_a_host_that_cannot_bring_its_files_drops_the_snapshot_and_the_next_one_
     desk.most_own_bytes = 70_000  # and all have the same room again, also rank 0, which has not begun
     desk.check(desk.take(3))
     long = "x" * 400_000
-    with pytest.raises(SnapshotFailedError, match="rank 3: its own state", check=FailureReason.SHARE_MISSING.caused):
+    with pytest.raises(
+        SnapshotFailedError, match=r"what only rank 3 knows has \d+ bytes", check=FailureReason.SHARE_MISSING.caused
+    ):
         desk.take(4, long)
     until(lambda: is_free(desk.hosts[1]), "the other rank's part to keep no slot", LAST_S)
     desk.most_own_bytes = 401_000  # all ranks are asked after a snapshot was missed
@@ -184,7 +186,11 @@ def test_a_host_whose_node_is_lost_has_nobody_wait_for_its_files(
         late.result(LAST_S)  # so the next node answers where the lost one did
         monkeypatch.setattr(following, "_AGAIN_S", 0.05)
         early._tasks.put(lambda: None)
-    with pytest.raises(SnapshotFailedError, match=f"rank {written}: ", check=FailureReason.SHARE_MISSING.caused):
+    with pytest.raises(
+        SnapshotFailedError,
+        match=f"rank {written}: the server of its host was lost",
+        check=FailureReason.SHARE_MISSING.caused,
+    ):
         leading[0].result(LAST_S)
     futures.wait([late], LAST_S)
 

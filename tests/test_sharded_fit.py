@@ -20,12 +20,11 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from lightning_spot.errors import SettingsError
 from lightning_spot.exact.compare import differences
 from lightning_spot.exact.compare import main as compare_files
-from lightning_spot.fit.chosen import load_shards
-from lightning_spot.fit.taking_part import takes_part
+from lightning_spot.fit.preflight import takes_part
+from lightning_spot.fit.selection import load_shards
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.sharded.consolidate import consolidated, read_folder, write_plain
 from lightning_spot.sharded.file_plan import load_state
-from lightning_spot.sharded.reader import ImageReader, load_all
+from lightning_spot.sharded.reader import ImageReader, consolidated, load_all, read_folder, write_plain
 from lightning_spot.tiers.local import LocalStore
 from tests.support.exact_cases import loader
 from tests.support.exact_sharded import Sharded, train, train_with, undisturbed_and_stopped

@@ -18,23 +18,21 @@ import pytest
 import torch
 
 from lightning_spot.capture import contents
-from lightning_spot.capture.attempt import Attempt
-from lightning_spot.capture.ending import LastState
+from lightning_spot.capture.attempt import Attempt, LastState
 from lightning_spot.capture.host_link import RingSettings, open_host
-from lightning_spot.capture.joining import Joining
+from lightning_spot.capture.sharded_writer import Joining
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.starting import attach
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, TierError
 from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.sharded import Dtensors
-from lightning_spot.fit.hosts import Hosts, _open
 from lightning_spot.fit.in_shards import InShards
 from lightning_spot.fit.together import How
+from lightning_spot.fit.topology import Topology, _open
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
-from lightning_spot.sharded.consolidate import read_folder
-from lightning_spot.sharded.reader import ImageReader, load_all
+from lightning_spot.sharded.reader import ImageReader, load_all, read_folder
 from lightning_spot.tiers.local import LocalStore
 from tests.support.ranks import rows
 from tests.support.server import snapshot_server
@@ -102,7 +100,7 @@ class Ranks:
             trainer.strategy = SimpleNamespace(model=trainer.lightning_module, broadcast=talk.of(rank))
             self.trainers.append(trainer)
             in_shards = InShards(trainer, location, SETTINGS)
-            in_shards._hosts = Hosts(HOSTS, can_bring=True, is_guest=rank in HOSTS[1])
+            in_shards._hosts = Topology(HOSTS, can_bring=True, is_guest=rank in HOSTS[1])
             if rank:
                 host = guests.get(rank) or self.attached()
                 token = self.attempt.info.token
@@ -284,7 +282,7 @@ def test_the_others_hear_of_what_fails_before_rank_0_asks_its_writer(
     ranks, of, failures = (
         make(memory),
         LastState.of,
-        [SnapshotFailedError("none is left", reason=FailureReason.UNFORESEEN)],
+        [SnapshotFailedError("none is left", reason=FailureReason.UNEXPECTED)],
     )
     ranks.write(1)
 

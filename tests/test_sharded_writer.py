@@ -16,8 +16,7 @@ import torch
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.contents import SlotViews
 from lightning_spot.capture.host_link import RingSettings
-from lightning_spot.capture.joining import Joining
-from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
+from lightning_spot.capture.sharded_writer import Joining, ShardedCheckpoint, ShardedWriter
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import starting
@@ -36,11 +35,9 @@ from lightning_spot.fit.together import TOGETHER
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.host import Lease
 from lightning_spot.run.location import Location
-from lightning_spot.sharded.consolidate import read_folder
-from lightning_spot.sharded.reader import ImageReader, load_all
+from lightning_spot.sharded.reader import ImageReader, load_all, read_folder
 from lightning_spot.staging.batch import NEVER
-from lightning_spot.staging.copier import Copier
-from lightning_spot.staging.copy_job import CopyJob
+from lightning_spot.staging.copier import Copier, CopyJob
 from tests.support.fake_device import StreamOfEachThread
 from tests.support.ranks import rows
 from tests.support.small_trainer import RUN_ID, info_of

@@ -18,8 +18,8 @@ from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError
-from lightning_spot.fit import pacing as pacing_module
-from lightning_spot.fit.pacing import Pacing
+from lightning_spot.fit import snapshotter as snapshotter_module
+from lightning_spot.fit.snapshotter import Pacing
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.interval.policy import EverySeconds, EverySteps
 from lightning_spot.memory.host import InProcessHost
@@ -345,7 +345,7 @@ def at_seams(pacing: Pacing, steps: range, can_begin: Callable[[], str]) -> None
 
 def test_snapshots_that_no_slot_was_there_for_are_counted_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(pacing_module, "rank_zero_info", said.append)
+    monkeypatch.setattr(snapshotter_module, "rank_zero_info", said.append)
     pacing = Pacing(EverySteps(1))
     at_seams(pacing, range(1, 4), lambda: "")
     at_seams(pacing, range(4, 9), lambda: "alone")
@@ -359,7 +359,7 @@ def test_snapshots_that_no_slot_was_there_for_are_counted_and_said_once(monkeypa
 @pytest.mark.parametrize("policy", [EverySteps(4), EverySeconds(1e-9)])
 def test_one_that_comes_late_is_not_skipped(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(pacing_module, "rank_zero_info", said.append)
+    monkeypatch.setattr(snapshotter_module, "rank_zero_info", said.append)
     pacing = Pacing(policy)
     at_seams(pacing, range(1, 7), lambda: "")
     at_seams(pacing, range(7, 30), lambda: "alone")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import random
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,25 +19,26 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 from lightning_spot.capture import following
-from lightning_spot.capture.saying import outgrown
 from lightning_spot.capture.share import ShareWriter
-from lightning_spot.capture.split import ALIKE, BY_ONE_RANK, Divider, Number, SharingRanks, Split
+from lightning_spot.capture.split import Divider, Number, SharingRanks, Split
 from lightning_spot.capture.tensors import by_storage
-from lightning_spot.capture.writer import SnapshotWriter
+from lightning_spot.capture.writer import Miss, SnapshotWriter
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.errors import (
     FailureReason,
     ServerRefusedError,
     ServerUnreachableError,
+    ShareFault,
+    ShareProblem,
     SnapshotFailedError,
     SpotError,
     TierReason,
 )
 from lightning_spot.exact import rank_states
 from lightning_spot.exact.rank_states import Packing, Rooms, packed, unpacked
-from lightning_spot.fit.hosts import Hosts
 from lightning_spot.fit.together import ALONE, ALONE_SENT, GATHERED, TOGETHER, TOGETHER_SENT, How, Together
+from lightning_spot.fit.topology import Topology
 from lightning_spot.image.layout import Layout, filled, lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.portion import Portion, Portions
@@ -335,8 +335,9 @@ def test_ranks_that_do_not_train_the_same_are_named_and_the_former_snapshot_stan
 
 def test_a_state_that_outgrew_its_room_drops_the_snapshot(desk: Desk) -> None:
     desk.ranks[1].state = {"rank": torch.zeros(100_000)}
-    with pytest.raises(SnapshotFailedError, match="rank 1: its own state", check=FailureReason.SHARE_MISSING.caused):
+    with pytest.raises(SnapshotFailedError, check=FailureReason.SHARE_MISSING.caused) as failed:
         desk.begin(1).result(LAST_S)
+    assert failed.value.fault == ShareFault(ShareProblem.OUTGROWN, 1, len(packed(desk.ranks[1].state)))
     desk.rooms.put(1, packed(desk.ranks[1].state))
     assert torch.equal(desk.saved(desk.begin(2).result(LAST_S))["ranks"][1]["rank"], torch.zeros(100_000))
 
@@ -356,11 +357,11 @@ def test_word_that_a_share_is_in_place_is_said_again_or_the_node_is_left(
     host, words = desk.shares[0]._host, list[str]()
     placed = host.placed
 
-    def place(lease: Lease, torn: str = "") -> None:
+    def place(lease: Lease, torn: str = "", fault: ShareFault | None = None) -> None:
         words.append(torn)
         if len(words) <= lost:
             raise ServerUnreachableError("timed out")
-        placed(lease, torn)
+        placed(lease, torn, fault)
 
     monkeypatch.setattr(host, "placed", place)
     done = desk.begin(1)
@@ -445,6 +446,9 @@ def test_who_waits_for_a_clean_slot_waits_on_every_rank(desk: Desk) -> None:
 # -- whether ranks write the next snapshot together --------------------------------------------------------------------
 
 
+DIFFERS, ONE_WRITER = ShareFault(ShareProblem.DIFFERS, 1), ShareFault(ShareProblem.ONE_WRITER, 0)
+
+
 class Fit:
     """As much of a trainer, its strategy, its attempt and the writer of that as the decision needs."""
 
@@ -452,16 +456,18 @@ class Fit:
         self.strategy = self.model = self.writer = self.settings = self
         self.optimizers: list[Any] = [torch.optim.SGD(tensors(1))]
         self.world_size, self.strict = 2, strict
-        self.together, self.posted, self.missed, self.missed_because = 0, 0, 0, ""
+        self.together, self.posted, self.missed, self.last_miss = 0, 0, 0, Miss("", None)
         self.carrier = ""
         self.across = SimpleNamespace(carrier="", is_under_way=False, brought=0)
         self.deciding = Together(self, self)  # type: ignore[arg-type]
         self.deciding._members = [0, 1]
         self.deciding.rooms.put(1, b"x")
 
-    def how(self, missed: str = "", taken: int = 0) -> How | None:
+    def how(self, missed: str | ShareFault = "", taken: int = 0) -> How | None:
         """How the next one is written, after one that was missed, or some that were taken."""
-        self.missed, self.missed_because = self.missed + bool(missed), missed or self.missed_because
+        if missed:
+            miss = Miss(missed, None) if isinstance(missed, str) else Miss(missed.problem.value, missed)
+            self.missed, self.last_miss = self.missed + 1, miss
         self.together += taken
         self.across.carrier = self.carrier  # as the snapshot before, when it was committed, was told
         return self.deciding.how(self)  # type: ignore[arg-type]
@@ -478,7 +484,7 @@ class Fit:
 @pytest.mark.parametrize("strict", [False, True])
 def test_ranks_go_on_together_after_what_passes(strict: bool) -> None:
     fit = Fit(strict=strict)
-    for reason in (outgrown(9, 8), "1 tensors changed", "rank 1 was late"):
+    for reason in (ShareFault(ShareProblem.OUTGROWN, 1, 9), "1 tensors changed", "rank 1 was late"):
         assert fit.how() == TOGETHER
         assert fit.how(missed=reason) == ALONE
         assert fit.how() == TOGETHER
@@ -500,14 +506,14 @@ def test_ranks_whose_own_states_grow_go_on_together_and_drop_few_snapshots() -> 
         if how != ALONE and len(state) <= fit.deciding.rooms.known[1].numel():
             came = {"taken": 1}
         elif how != ALONE:
-            came, missed = {"missed": f"rank 1: {outgrown(len(state), 0)}"}, missed + 1
+            came, missed = {"missed": ShareFault(ShareProblem.OUTGROWN, 1, len(state))}, missed + 1
     assert fit.how(**came) == TOGETHER
     assert missed <= 7
 
 
 def test_hosts_bring_snapshots_together_while_a_memory_node_carries_the_run_on() -> None:
     at, fit = replace(TOGETHER, at="spot://a:7070/run"), Fit()
-    fit.deciding._members, fit.deciding._hosts = [], Hosts(((0,), (1,)), can_bring=True)
+    fit.deciding._members, fit.deciding._hosts = [], Topology(((0,), (1,)), can_bring=True)
     assert fit.how() == ALONE
     fit.carrier = "spot://a:7070/run"
     assert fit.how() == How.heard(at.word()) == at
@@ -530,7 +536,7 @@ def test_hosts_bring_snapshots_together_while_a_memory_node_carries_the_run_on()
     fit.deciding._pause._until_s = 0.0
     assert fit.how() == at
     with pytest.warns(UserWarning, match="From now on rank 0 writes them alone"):
-        assert fit.how(missed=f"rank 1: it has another model. {ALIKE}") == ALONE
+        assert fit.how(missed=DIFFERS) == ALONE
     assert fit.how() == ALONE
 
 
@@ -542,7 +548,7 @@ def test_what_rank_0_writes_alone_in_between_does_not_hide_that_ranks_fail_toget
     fit.deciding.rooms._rooms.clear()
     if hosts == 2:
         fit.carrier, how = "spot://a:7070/run", at
-        fit.deciding._members, fit.deciding._hosts = [], Hosts(((0,), (1,)), can_bring=True)
+        fit.deciding._members, fit.deciding._hosts = [], Topology(((0,), (1,)), can_bring=True)
     assert fit.how() == ALONE_SENT
     fit.deciding.rooms.put(1, b"x")
     fit.posted += 1
@@ -561,11 +567,11 @@ def test_what_one_rank_alone_can_write_costs_no_more_than_two_snapshots() -> Non
     fit.deciding._mail = SimpleNamespace(works=True)  # type: ignore[assignment]
     fit.deciding.rooms._rooms.clear()
     assert fit.how() == ALONE_SENT
-    assert fit.how(missed=BY_ONE_RANK) == ALONE
+    assert fit.how(missed=ONE_WRITER) == ALONE
     fit.deciding.rooms.put(1, b"x")
     assert fit.how() == TOGETHER
     with pytest.warns(UserWarning, match="From now on rank 0 writes them alone"):
-        assert fit.how(missed=BY_ONE_RANK) == ALONE
+        assert fit.how(missed=ONE_WRITER) == ALONE
     assert [fit.how() for _ in range(4)] == [ALONE] * 4
 
 
@@ -598,9 +604,9 @@ def test_what_ranks_on_other_hosts_know_is_sent_and_gathered_only_after_misses(m
     assert fit.how() == sent
     assert fit.sent() == sent
     assert fit.deciding._pause_of_mail._next_s == 60.0
-    assert [fit.how(missed=BY_ONE_RANK), fit.how()] == [ALONE, sent]
-    with pytest.warns(UserWarning, match="plain torch.save"):
-        assert fit.how(missed=BY_ONE_RANK) == ALONE
+    assert [fit.how(missed=ONE_WRITER), fit.how()] == [ALONE, sent]
+    with pytest.warns(UserWarning, match="one-writer"):
+        assert fit.how(missed=ONE_WRITER) == ALONE
     fit.deciding._pause_of_mail._until_s = 0.0
     assert fit.how() == gathered  # for good: nothing can be put into such a file
 
@@ -643,14 +649,13 @@ def hosts_of(counts: tuple[int, ...]) -> list[list[int]]:
 
 
 def test_ranks_that_differ_never_write_together_again() -> None:
-    difference = f"rank 1: its parameters are not those of rank 0. {ALIKE}"
     fit = Fit()
-    with pytest.warns(UserWarning, match="rank 1: its parameters"):
-        assert fit.how(missed=difference) == ALONE
+    with pytest.warns(UserWarning, match="differs"):
+        assert fit.how(missed=DIFFERS) == ALONE
     assert fit.how(taken=1) == ALONE
-    ends = Fit(strict=True).how(missed=difference)
+    ends = Fit(strict=True).how(missed=DIFFERS)
     assert ends is not None
-    with pytest.raises(SnapshotFailedError, match=re.escape(difference)):
+    with pytest.raises(SnapshotFailedError, match="differs"):
         How.heard(ends.word())
 
 

@@ -12,7 +12,7 @@ import torch
 
 from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError
 from lightning_spot.exact.dump import read_checkpoint
-from lightning_spot.fit.chosen import _load
+from lightning_spot.fit.selection import _load
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.run import sources
 from lightning_spot.run.sources import Streamed, StreamReader

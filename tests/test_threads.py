@@ -27,7 +27,7 @@ from lightning_spot.memory.host import Host
 from lightning_spot.memory.node import Node
 from lightning_spot.service.channel import DescriptorChannel
 from lightning_spot.staging import batch as batch_module
-from lightning_spot.staging import copy_job as job_module
+from lightning_spot.staging import copier as copier_module
 from lightning_spot.staging import slot as slot_module
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.slot import SlotMemory
@@ -54,7 +54,7 @@ def only_one(monkeypatch: pytest.MonkeyPatch) -> None:
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", limited)
-    for module in (job_module, slot_module):
+    for module in (copier_module, slot_module):
         monkeypatch.setattr(module, "processors", lambda: 4)
 
 

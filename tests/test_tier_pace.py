@@ -17,7 +17,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from lightning_spot import COCI, ConvergenceAware, EverySeconds, OverheadBudget, RemoteSnapshot, YoungDaly
-from lightning_spot.capture.ending import paces_of
+from lightning_spot.capture.attempt import paces_of
 from lightning_spot.cli import main
 from lightning_spot.errors import SettingsError
 from lightning_spot.interval.adaptive import Adaptive

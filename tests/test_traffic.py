@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from lightning_spot import EverySteps
 from lightning_spot.config import MOST_NODES
-from lightning_spot.fit.pacing import Pacing
-from lightning_spot.fit.word import Shown, Word
+from lightning_spot.fit.collectives import AsyncBroadcast, AsyncGather
+from lightning_spot.fit.snapshotter import Pacing
 from lightning_spot.memory.joint import SpreadPlace
 from tests.support.gpus import NEEDS_GPU
 
@@ -119,7 +119,7 @@ def place_of(count: int, seed: int = 0) -> str:
     "said", ["", "alone", ["together, at spot://host:7070/run", 40], "é" * 100, ["at " + place_of(MOST_NODES), 40]]
 )
 def test_a_word_comes_as_it_was_said(group: Any, said: Any) -> None:
-    word = Word(group)
+    word = AsyncBroadcast(group)
     word.say(said)
     assert word.is_under_way
     assert word.hear() == said
@@ -129,7 +129,7 @@ def test_a_word_comes_as_it_was_said(group: Any, said: Any) -> None:
 
 def test_what_is_shown_is_seen_once_unless_it_is_too_long_or_forgotten(group: Any) -> None:
     group.global_rank = 0
-    shown = Shown(group, most_bytes=4)
+    shown = AsyncGather(group, most_bytes=4)
     assert shown.seen() is None
     for mine, seen in ((b"", b""), (b"four", b"four"), (b"\0\1", b"\0\1"), (b"hello", None)):
         shown.show(mine)
@@ -145,7 +145,7 @@ def test_what_is_shown_is_seen_once_unless_it_is_too_long_or_forgotten(group: An
 
 
 def test_for_a_word_that_is_too_long_all_ranks_wait(group: Any) -> None:
-    word = Word(group)
+    word = AsyncBroadcast(group)
     said = place_of(40 * MOST_NODES)
     word.say(said)
     assert word.hear() == said

@@ -26,8 +26,7 @@ from lightning_spot.capture.contents import CHECK_EVERY, ShareTurns, Unchecked, 
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.image.manifest import snapshot_name
-from lightning_spot.sharded.consolidate import read_folder
-from lightning_spot.sharded.reader import ImageReader, load_all
+from lightning_spot.sharded.reader import ImageReader, load_all, read_folder
 from lightning_spot.staging.partitions import Partition, Span
 from lightning_spot.staging.schedule import Schedule, Timetable
 from lightning_spot.tiers.local import LocalStore

@@ -22,7 +22,7 @@ import torch
 from benchmarks.baselines.baseline import DURABLE, HOST, Baseline, Copies
 from benchmarks.baselines.files import keep_two, newest
 from benchmarks.baselines.flat import Flat, Place, copied_now, rebuilt
-from lightning_spot.staging.alone import compute_alone
+from lightning_spot.staging.copier import compute_alone
 
 
 class CheckFreq(Baseline):

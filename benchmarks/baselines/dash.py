@@ -24,7 +24,7 @@ import torch
 from benchmarks.baselines.baseline import DURABLE, HOST, PEER, Baseline
 from benchmarks.baselines.files import newest
 from benchmarks.baselines.peer_memory import PeerMemory
-from lightning_spot.staging.alone import compute_alone
+from lightning_spot.staging.copier import compute_alone
 
 
 class Dash(Baseline):

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_spot.callbacks.part import Part
+from lightning_spot.callbacks.fit_callback import FitCallback
 from lightning_spot.config import check_flag
 from lightning_spot.errors import SettingsError
 from lightning_spot.exact.epochs import DATA_RESUMES, DataResume
 from lightning_spot.exact.fit_state import FitState
-from lightning_spot.fit.chosen import ResumedFrom
-from lightning_spot.fit.failed_resumes import OnResumeFailure, check_on_resume_failure
-from lightning_spot.fit.fit import Fit
+from lightning_spot.fit.preflight import takes_part
 from lightning_spot.fit.resume import Resume
-from lightning_spot.fit.taking_part import takes_part
+from lightning_spot.fit.selection import OnResumeFailure, ResumedFrom, check_on_resume_failure
+from lightning_spot.fit.session import FitSession
 from lightning_spot.renamed import refuse_old, refusing_old
 from lightning_spot.run.location import Location
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class AutoResume(Part):
+class AutoResume(FitCallback):
     """Restores the newest snapshot whose checksums hold, from whichever tier has it.
 
     Nothing is restored when the user passes ``ckpt_path`` to ``fit``: that always wins. When every tier has answered
@@ -92,7 +91,7 @@ class AutoResume(Part):
             self._resume = None
         if not takes_part(trainer, stage):
             return
-        fit = Fit.of(trainer)
+        fit = FitSession.of(trainer)
         fit.begin()  # first: what one rank refuses, all do
         places = list(dict.fromkeys(part._named.url for part in fit.callbacks(AutoResume)))
         if len(places) > 1:
@@ -107,10 +106,10 @@ class AutoResume(Part):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say where the run goes on; there is something to train."""
-        Fit.of(trainer).resume.say_where()
+        FitSession.of(trainer).resume.say_where()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say so when the run had ended already: Lightning trains nothing then, without a word."""
         super().on_fit_end(trainer, pl_module)
         FitState.of(trainer).end_untrained()
-        Fit.of(trainer).resume.say_if_complete()
+        FitSession.of(trainer).resume.say_if_complete()

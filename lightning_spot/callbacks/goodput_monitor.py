@@ -5,21 +5,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
-from lightning_spot.capture.unforeseen import failure_of
+from lightning_spot.capture.unexpected import failure_of
 from lightning_spot.config import check_number, format_seconds
 from lightning_spot.errors import PreemptedError, SettingsError
 from lightning_spot.exact.loggers import logged_step
 from lightning_spot.exact.namespaces import SpotCallback
-from lightning_spot.fit.fit import Fit
-from lightning_spot.fit.taking_part import takes_part
+from lightning_spot.fit.preflight import takes_part
+from lightning_spot.fit.session import FitSession
 from lightning_spot.goodput.journal import Journal
 from lightning_spot.goodput.ledger import Spent
 from lightning_spot.goodput.metric import Goodput
+from lightning_spot.patches import Patches
 from lightning_spot.run.location import Location
 
 if TYPE_CHECKING:
@@ -68,11 +70,11 @@ class GoodputMonitor(SpotCallback):
         self._snapshots: RemoteSnapshot | None = None
         self._is_on = False
         self._begun_unix_s = self._logged_s = 0.0
-        self._undo: Callable[[], None] = _nothing
+        self._patches = Patches()
 
     def of_a_fit(self) -> dict[str, Any]:
         """See :class:`~lightning_spot.exact.namespaces.Copied`."""
-        return {"_journal": None, "_snapshots": None, "_undo": _nothing}
+        return {"_journal": None, "_snapshots": None, "_patches": Patches()}
 
     # -- Lightning's hooks ----------------------------------------------------------------------------------------
 
@@ -81,7 +83,7 @@ class GoodputMonitor(SpotCallback):
         self._is_on = takes_part(trainer, stage) and trainer.is_global_zero
         if not self._is_on:
             return
-        fit = Fit.of(trainer)
+        fit = FitSession.of(trainer)
         snapshots = self._snapshots = next(iter(fit.callbacks(RemoteSnapshot)), None)
         if snapshots is None and self._dirpath is None:
             raise SettingsError("GoodputMonitor needs a dirpath where the trainer has no SpotCheckpoint")
@@ -98,7 +100,7 @@ class GoodputMonitor(SpotCallback):
         if self._journal is None:
             self._begin(trainer)
         assert self._journal is not None
-        self._journal.train(trainer.global_step, Fit.of(trainer).resume.took_s)
+        self._journal.train(trainer.global_step, FitSession.of(trainer).resume.took_s)
         self._logged_s = time.monotonic()
         self._log(trainer)  # from the first row on: no logger gets a new column in the middle of a run
         self._show(trainer)
@@ -128,7 +130,7 @@ class GoodputMonitor(SpotCallback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Note how it ended."""
-        if Fit.of(trainer).is_forked:
+        if FitSession.of(trainer).is_forked:
             return
         if (journal := self._journal) is not None:
             self._try(lambda: self._note(trainer, journal))
@@ -136,7 +138,7 @@ class GoodputMonitor(SpotCallback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Let go, if nothing did before: the run had ended before, and nothing was left to train."""
-        if Fit.of(trainer).is_forked:
+        if FitSession.of(trainer).is_forked:
             return
         self._try(lambda: self._close("complete"))
 
@@ -165,7 +167,7 @@ class GoodputMonitor(SpotCallback):
         self._journal = Journal(
             url,
             snapshots.attempt if snapshots is not None else None,
-            snapshots=Fit.of(trainer).resume.snapshots,
+            snapshots=FitSession.of(trainer).resume.snapshots,
             heartbeat_s=self._heartbeat_s,
             begun_unix_s=self._begun_unix_s,
             replicas=snapshots.replicas if snapshots is not None else 0,
@@ -197,17 +199,14 @@ class GoodputMonitor(SpotCallback):
         bar = trainer.progress_bar_callback
         if bar is None or self._log_every_s is None:
             return
-        original = bar.get_metrics
 
-        def get_metrics(*arguments: Any) -> dict[str, Any]:
+        def get_metrics(original: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
             return {**original(*arguments), "goodput": f"{self.spent().goodput:.3f}"}
 
-        bar.get_metrics = get_metrics  # type: ignore[method-assign,assignment] # taken back in _close
-        self._undo = lambda: bar.__dict__.pop("get_metrics", None)
+        self._patches.wrap(bar, "get_metrics", partial(partial, get_metrics))
 
     def _close(self, end: str) -> None:
-        self._undo()
-        self._undo = _nothing
+        self._patches.close()
         self._is_on = False
         journal, self._journal = self._journal, None
         if journal is not None:
@@ -219,7 +218,3 @@ def summary(whole: Spent) -> str:
     parts = {name.removesuffix("_s"): getattr(whole, name) for name in Spent.__slots__ if name != "productive_s"}
     shares = ", ".join(f"{name} {100 * seconds / max(whole.total_s, 1e-9):.1f} %" for name, seconds in parts.items())
     return f"goodput {100 * whole.goodput:.1f} % of {format_seconds(whole.total_s)} ({shares})"
-
-
-def _nothing() -> None:
-    pass

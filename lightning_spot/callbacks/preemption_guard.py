@@ -7,21 +7,22 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_spot.callbacks.part import Part
+from lightning_spot.callbacks.fit_callback import FitCallback
+from lightning_spot.capture.unexpected import BestEffort
 from lightning_spot.config import check_number
 from lightning_spot.errors import PreemptedError
 from lightning_spot.exact import private
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.seams import Seam, Seams
-from lightning_spot.fit.fit import Fit
-from lightning_spot.fit.harmless import Harmless
+from lightning_spot.fit.preflight import takes_part
 from lightning_spot.fit.ranks import Ranks, end_restarts_here
-from lightning_spot.fit.taking_part import takes_part
+from lightning_spot.fit.session import FitSession
 from lightning_spot.notices.ballot import Ballot, Place
 from lightning_spot.notices.choose import Notices, open_sources
 from lightning_spot.notices.notice import Notice
 from lightning_spot.notices.signals import SignalSource
 from lightning_spot.notices.watcher import Watcher
+from lightning_spot.patches import Patches
 from lightning_spot.renamed import refusing_old
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _CHECK_GRACE_EVERY = 100
 _FIRST_RANK_S = 3600.0  # for the first rank to bring the last snapshot to safety, before a signal ends another one
 
 
-class PreemptionGuard(Part):
+class PreemptionGuard(FitCallback):
     """Stops training in time when its machine, or its process, is about to be taken away.
 
     On a notice to any rank, all ranks go on to one agreed place (the end of a batch, or of a validation batch), take an
@@ -75,13 +76,13 @@ class PreemptionGuard(Part):
         self._stop: Ballot | None = None
         self._is_advised = False
         self._place = Place(0)
-        self._undo: list[Callable[[], None]] = []
+        self._patches = Patches()
         self._grace_checked = False
-        self._harmless = Harmless()
+        self._best_effort = BestEffort()
 
     def of_a_fit(self) -> dict[str, Any]:
         """See :class:`~lightning_spot.exact.namespaces.Copied`."""
-        return {"_watcher": None, "_ranks": None, "_stop": None, "_place": Place(0), "_undo": []}
+        return {"_watcher": None, "_ranks": None, "_stop": None, "_place": Place(0), "_patches": Patches()}
 
     # -- Lightning's hooks ----------------------------------------------------------------------------------------
 
@@ -89,10 +90,10 @@ class PreemptionGuard(Part):
         """Begin to watch, long before training begins."""
         if not takes_part(trainer, stage):
             return
-        fit = Fit.of(trainer)
+        fit = FitSession.of(trainer)
         fit.begin()
-        if not any(part.writes for part in fit.callbacks(Part)):
-            fit.exit.warn_of_passing_folder()
+        if not any(part.writes for part in fit.callbacks(FitCallback)):
+            fit.warn_of_passing_folder()
         self.notice, self._place, self._is_advised = None, Place(0), False
         self._watcher = watcher = Watcher(open_sources(self.notices))
         if trainer.world_size > 1 and not FitState.of(trainer).can(private.ENVIRONMENT):
@@ -113,7 +114,7 @@ class PreemptionGuard(Part):
         if self._stop is None:
             return
         Seams.of(trainer).add(self)
-        Fit.of(trainer).exit.expect_stop()
+        FitSession.of(trainer).expect_stop()
 
     def before_validation(self, trainer: pl.Trainer) -> None:
         """The end of a batch; the validation that follows can be interrupted, too."""
@@ -128,7 +129,7 @@ class PreemptionGuard(Part):
         """The end of a batch."""
         self._pass(trainer, Place(self._place.batch + 1), Seam.AFTER_BATCH)
         if not self._grace_checked and self._place.batch % _CHECK_GRACE_EVERY == 0:
-            self._harmless.run("checking the grace of a notice", lambda: self._check_grace(trainer), None)
+            self._best_effort.run("checking the grace of a notice", lambda: self._check_grace(trainer), None)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """The end of a validation batch, also of the sanity check."""
@@ -150,7 +151,7 @@ class PreemptionGuard(Part):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Stop watching, once what is committed is in safety: until then a signal does not end the process."""
-        if Fit.of(trainer).is_forked:
+        if FitSession.of(trainer).is_forked:
             return
         try:
             super().on_exception(trainer, pl_module, exception)
@@ -159,7 +160,7 @@ class PreemptionGuard(Part):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Stop watching."""
-        if Fit.of(trainer).is_forked:
+        if FitSession.of(trainer).is_forked:
             return
         try:
             super().teardown(trainer, pl_module, stage)
@@ -173,14 +174,14 @@ class PreemptionGuard(Part):
         self._place = place
         if self._stop is not None and self._stop.passed(place):
             self._leave(trainer, seam)
-        self._harmless.run("looking for workers of loaders, and for advice", lambda: self._look(trainer), None)
+        self._best_effort.run("looking for workers of loaders, and for advice", lambda: self._look(trainer), None)
 
     def _look(self, trainer: pl.Trainer) -> None:
         if self._watcher is not None:
             self._watcher.expect_workers()
         if not self._is_advised and self._watcher is not None and self._watcher.advice is not None:
             self._is_advised = True
-            for snapshotter in Fit.of(trainer).snapshotters:
+            for snapshotter in FitSession.of(trainer).snapshotters:
                 snapshotter.pacing.expect_failure()
 
     def _leave(self, trainer: pl.Trainer, seam: Seam) -> None:
@@ -194,14 +195,13 @@ class PreemptionGuard(Part):
         self.notice = Notice(**facts, seen_s=self._stop.called_s, grace_period_s=grace_period_s)
         if watcher.notice is not None and watcher.notice.source != SignalSource.name:
             end_restarts_here()
-        exit_ = Fit.of(trainer).exit
-        exit_.stop(self.notice, seam, cut_short=lambda: watcher.repeated > 0, part=self._ranks.part)
+        FitSession.of(trainer).stop(self.notice, seam, cut_short=lambda: watcher.repeated > 0, part=self._ranks.part)
 
     def _check_grace(self, trainer: pl.Trainer) -> None:
         """Say early, once something was measured, that a notice would come too late for an urgent snapshot."""
         grace_period_s = self.grace_period_s or (self._watcher.usual_grace_s if self._watcher is not None else None)
         if grace_period_s is not None:
-            self._grace_checked = Fit.of(trainer).exit.warn_of_short_grace(grace_period_s)
+            self._grace_checked = FitSession.of(trainer).warn_of_short_grace(grace_period_s)
 
     def _keep_signals(self, trainer: pl.Trainer, watcher: Watcher) -> None:
         """Have our handlers stand where Lightning would put its own, which hang or crash with several ranks."""
@@ -209,27 +209,21 @@ class PreemptionGuard(Part):
         if not FitState.of(trainer).can(private.SIGNALS):
             return
         connector = private.SIGNAL_CONNECTOR.of(trainer)
-        original, teardown = private.REGISTER_HANDLERS.of(connector), private.RESTORE_HANDLERS.of(connector)
 
-        def register_signal_handlers() -> None:
+        def register_signal_handlers(original: Callable[[], None]) -> None:
             watcher.restore_signals()  # so that Lightning remembers the user's handlers, not ours
             original()
             watcher.install_signals()
 
-        def restore_signal_handlers() -> None:
-            teardown()
-            watcher.hold_signals()  # what is committed is on its way to safety yet
+        def restore_signal_handlers(original: Callable[[], None]) -> None:
+            original()
+            watcher.hold_signals()  # what is committed is still being uploaded
 
-        for name, handlers in (
-            (private.REGISTER_HANDLERS, register_signal_handlers),
-            (private.RESTORE_HANDLERS, restore_signal_handlers),
-        ):
-            name.set(connector, handlers)
-            self._undo.append(partial(vars(connector).pop, name.name, None))
+        private.REGISTER_HANDLERS.wrap(self._patches, connector, partial(partial, register_signal_handlers))
+        private.RESTORE_HANDLERS.wrap(self._patches, connector, partial(partial, restore_signal_handlers))
 
     def _close(self, trainer: pl.Trainer, *, leaving: bool = False, over: bool = True) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._patches.close()
         Seams.of(trainer).remove(self)
         watcher, self._watcher = self._watcher, None
         if watcher is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_spot.callbacks.part import Part, move_to_the_end
+from lightning_spot.callbacks.fit_callback import FitCallback, move_to_the_end
 from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.config import (
     DEVICE_BUFFER,
@@ -20,23 +20,23 @@ from lightning_spot.config import (
 )
 from lightning_spot.errors import SettingsError
 from lightning_spot.exact.seams import Seams
-from lightning_spot.fit.fit import Fit
+from lightning_spot.fit.preflight import takes_part
+from lightning_spot.fit.rank_writer import Iterations, OnError, SnapshotSettings
+from lightning_spot.fit.session import FitSession
 from lightning_spot.fit.snapshotter import Snapshotter
-from lightning_spot.fit.taking_part import takes_part
-from lightning_spot.fit.writing import Iterations, OnError, SnapshotSettings
 from lightning_spot.image.packing import chosen_compression
 from lightning_spot.interval.convergence import ConvergenceAware
 from lightning_spot.interval.policy import EverySeconds, IntervalPolicy
 from lightning_spot.renamed import refusing_old
 from lightning_spot.run.location import Location, check_replicas, memory_limit_bytes
-from lightning_spot.staging.modes import CopyMode, check_copy_mode
+from lightning_spot.staging.partitions import CopyMode, check_copy_mode
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     import torch
 
 
-class RemoteSnapshot(Part):
+class RemoteSnapshot(FitCallback):
     """Takes snapshots beside training: into a ring in memory, from there to snapshot servers and storage.
 
     What the next forward pass may change is copied before the hook returns; parameters and optimizer state are copied
@@ -179,7 +179,7 @@ class RemoteSnapshot(Part):
         return {"snapshotter": None}
 
     def in_common(self) -> dict[str, Any]:
-        """See :class:`~lightning_spot.callbacks.part.Part`. How much memory there is, and the paths, are a host's.
+        """See :class:`FitCallback`. How much memory there is, and the paths, are a host's.
 
         The servers that rank 0 names are those that all use, in whatever order. So is its name of the run, but that is
         for people: where it is drawn at each start, such as from the time, ranks may differ in it.
@@ -261,7 +261,7 @@ class RemoteSnapshot(Part):
         if not takes_part(trainer, stage):
             return
         move_to_the_end(trainer, self)
-        fit = Fit.of(trainer)
+        fit = FitSession.of(trainer)
         fit.begin()  # first: what one rank refuses, all do
         if any(other is not self and other._named.url == self._named.url for other in fit.callbacks(RemoteSnapshot)):
             raise SettingsError(
@@ -320,7 +320,7 @@ class RemoteSnapshot(Part):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the state go that was kept for the time of the validation."""
         if self.snapshotter is not None:
-            self.snapshotter.at_hand.after_validation()
+            self.snapshotter.current_state.after_validation()
             if not trainer.sanity_checking:
                 self.snapshotter.pacing.validated()
 

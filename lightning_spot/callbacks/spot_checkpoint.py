@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_spot.callbacks.auto_resume import AutoResume
+from lightning_spot.callbacks.fit_callback import move_to_the_end
 from lightning_spot.callbacks.goodput_monitor import GoodputMonitor
-from lightning_spot.callbacks.part import move_to_the_end
 from lightning_spot.callbacks.preemption_guard import PreemptionGuard
 from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
 from lightning_spot.config import (
@@ -21,17 +21,16 @@ from lightning_spot.config import (
 )
 from lightning_spot.exact.epochs import DataResume
 from lightning_spot.exact.namespaces import SpotCallback
-from lightning_spot.fit.chosen import ResumedFrom
-from lightning_spot.fit.failed_resumes import OnResumeFailure
-from lightning_spot.fit.taking_part import takes_part
-from lightning_spot.fit.writing import OnError
+from lightning_spot.fit.preflight import takes_part
+from lightning_spot.fit.rank_writer import OnError
+from lightning_spot.fit.selection import OnResumeFailure, ResumedFrom
 from lightning_spot.goodput.metric import Goodput
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.notices.choose import Notices
 from lightning_spot.notices.notice import Notice
 from lightning_spot.renamed import refusing_old
 from lightning_spot.run.location import Location
-from lightning_spot.staging.modes import CopyMode
+from lightning_spot.staging.partitions import CopyMode
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -6,9 +6,12 @@ import logging
 import queue
 from collections.abc import Callable
 
-from lightning_spot.staging.alone import LoneThread
+from lightning_spot.staging.copier import LoneThread
 
 logger = logging.getLogger(__name__)
+
+CLOSE_S = 10.0
+"""At the end, threads beside training are waited for so long, twice: then what they wait for is broken off."""
 
 _AGAIN_S = 1.0
 _Failed = Callable[[BaseException], None]

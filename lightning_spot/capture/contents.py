@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lightning_spot.capture.owners import Mark, Owners, StorageOwner
+from lightning_spot.capture.tensors import Mark, Owners, StorageOwner
 from lightning_spot.image.layout import Entry, Layout
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece
@@ -117,26 +117,6 @@ class SealedContent:
     upload: str
     frame: tuple[Entry, ...]
     marks: dict[Named, Mark]
-
-
-class Content:
-    """What one slot holds, as far as the writer put it there; unknown from when it is leased until it is sealed."""
-
-    def __init__(self) -> None:
-        self._known: SealedContent | None = None
-
-    def take(self, held: str) -> SealedContent | None:
-        """What it holds, if nobody else has filled it since; from now on that is unknown.
-
-        Args:
-            held: the upload as which the slot was filled last, as the ring says.
-        """
-        known, self._known = self._known, None
-        return known if known is not None and known.upload == held else None
-
-    def sealed(self, known: SealedContent) -> None:
-        """Note what it holds now."""
-        self._known = known
 
 
 @dataclass(slots=True)
@@ -308,7 +288,9 @@ def _same(piece: Piece, view: SlotView, start: int, nbytes: int) -> bool:
 
 
 class SlotViews:
-    """Views of slots, by ring and place in it. One slot is used by one thread at a time, which leased it.
+    """Views of slots, by ring and place in it, and what each holds, as far as the writer put it there.
+
+    One slot is used by one thread at a time, which leased it.
 
     Args:
         copier: pins slots, and unpins them before they are unmapped.
@@ -317,7 +299,7 @@ class SlotViews:
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
         self._views: dict[Host, dict[int, SlotView]] = {}
-        self._contents: WeakKeyDictionary[SlotView, Content] = WeakKeyDictionary()
+        self._sealed: WeakKeyDictionary[SlotView, SealedContent] = WeakKeyDictionary()
 
     def of(self, host: Host, lease: Lease) -> SlotView:
         """The view of a leased slot; made anew if the slot has other memory than last time."""
@@ -332,9 +314,19 @@ class SlotViews:
             view = views[lease.slot] = SlotView(lease.map)
         return view
 
-    def content(self, view: SlotView) -> Content:
-        """What a slot holds, as far as it is known."""
-        return self._contents.setdefault(view, Content())
+    def take(self, view: SlotView, held: str) -> SealedContent | None:
+        """What a slot holds, if nobody else has filled it since; from now on that is unknown, until it is sealed.
+
+        Args:
+            view: of the slot.
+            held: the upload as which the slot was filled last, as the ring says.
+        """
+        known = self._sealed.pop(view, None)
+        return known if known is not None and known.upload == held else None
+
+    def sealed(self, view: SlotView, known: SealedContent) -> None:
+        """Note what a slot holds now."""
+        self._sealed[view] = known
 
     def others(self, host: Host | None) -> list[Host]:
         """Rings beside ``host`` of which there are views: they were lost."""

@@ -14,16 +14,15 @@ from itertools import chain
 from typing import NamedTuple
 
 from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, CopyPlan, SealedContent, SlotViews, Unchanged
-from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.saying import SayOnce
+from lightning_spot.capture.tensors import Owners
 from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Lease
 from lightning_spot.staging.batch import SlotView
-from lightning_spot.staging.copier import Copier
-from lightning_spot.staging.copy_job import CopyJob, watch
+from lightning_spot.staging.copier import Copier, CopyJob, watch
 from lightning_spot.staging.schedule import Schedule
 
 
@@ -151,7 +150,7 @@ class Copying:
             owners: tensors whose counts of writes tell whether they have changed.
             trusts: whether they are trusted. Those of the last snapshot are not: no later one checks them.
         """
-        known = self.views.content(view).take(lease.held)
+        known = self.views.take(view, lease.held)
         plan = self.unchanged.plan(layout, owners, known if trusts else None, view)
         if plan.past_counts:
             self._say_past_counts(plan.past_counts)
@@ -212,7 +211,7 @@ class Copying:
     def sealed(self, pending: Pending) -> None:
         """A slot holds a snapshot now: note what."""
         known = SealedContent(pending.lease.id, pending.outline.frame, pending.plan.marks)
-        self.views.content(pending.view).sealed(known)
+        self.views.sealed(pending.view, known)
 
     def _say_past_counts(self, count: int) -> None:
         self._say_once("past-counts", PAST_COUNTS, count, CHECK_EVERY)

@@ -17,26 +17,28 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from lightning_spot.capture.background import Background
+from lightning_spot.capture.background import CLOSE_S, Background
 from lightning_spot.capture.contents import CopyPlan, SlotViews, Unchanged
 from lightning_spot.capture.host_link import leave, within
 from lightning_spot.capture.saying import SAY_S, SayOnce
 from lightning_spot.capture.slot_pool import give_back, have_made
 from lightning_spot.capture.split import Number
-from lightning_spot.capture.unforeseen import as_failure
+from lightning_spot.capture.unexpected import as_failure
 from lightning_spot.errors import (
     FailureReason,
     FencedError,
     ServerUnreachableError,
+    ShareFault,
     SnapshotFailedError,
     SpotError,
     TierReason,
+    fault_of,
 )
 from lightning_spot.image.pieces import Piece
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.staging.batch import SlotView
-from lightning_spot.staging.copier import Copier, Marks
-from lightning_spot.staging.copy_job import CopyJob, Watches
+from lightning_spot.staging.copier import Copier, CopyJob, Watches
+from lightning_spot.staging.cuda import Marks
 from lightning_spot.staging.schedule import Schedule
 
 logger = logging.getLogger(__name__)
@@ -44,13 +46,12 @@ logger = logging.getLogger(__name__)
 _MOST = 8  # newer ones count: what came before is over by then
 
 What = TypeVar("What")
-_JOIN_S = 600.0  # as long as rank 0 may wait for a slot; a node says at once if there will be none
-_CLOSE_S = 10.0
-_AGAIN_S = 5.0  # until a node is told once more what it has not heard
+_JOIN_S = 600.0  # as long as rank 0 may wait for a slot; a server says at once if there will be none
+_AGAIN_S = 5.0  # until a server is told once more what it has not heard
 
 
 class Declined:
-    """Snapshots of which the node of this host has not heard that a rank writes nothing. Not thread-safe."""
+    """Snapshots of which the local server has not heard that a rank writes nothing. Not thread-safe."""
 
     def __init__(self) -> None:
         self._untold: dict[str, Callable[[Host], None]] = {}  # by the name of the snapshot, the oldest first
@@ -69,7 +70,7 @@ class Declined:
         self._untold.clear()
 
     def say(self, host: Callable[[], Host]) -> bool:
-        """Tell the node; what it does not hear now is told again.
+        """Tell the server; what it does not hear now is told again.
 
         Args:
             host: its connection, made if need be.
@@ -84,7 +85,7 @@ class Declined:
                 if isinstance(error, OSError) or TierReason.SERVER_FAILED.caused(error):
                     logger.debug("it is told again that a rank writes nothing: %s", error)
                     return not isinstance(error, ServerUnreachableError)
-                # It is another node, or another attempt's: nobody waits there.
+                # It is another server, or another attempt's: nobody waits there.
                 logger.debug("nobody waits for what a rank does not write: %s", error)
             self._untold.pop(name, None)
         return True
@@ -98,12 +99,12 @@ class Task(Generic[What]):
         name: of the snapshot.
         who: writes it, for messages.
         number: which share of it is this rank's.
-        at: URL of the run at the snapshot server, or durable tier, to which this host brings it; ``""`` on that of rank
+        at: URL of the run at the snapshot server, or storage, to which this host brings it; ``""`` on that of rank
             0.
         what: is written, as at the seam; ``None`` once it is, so that nothing is kept alive.
         wait_s: how long rank 0 may wait for a clean slot.
         still: whether no tensor changes until it is there. Then nothing is left for training to copy, or to order.
-        told: at a durable tier: what the node of this host has to know of the snapshot, and a checksum of all of it.
+        told: in storage: what the local server has to know of the snapshot, and a checksum of all of it.
         after: what that had ordered on GPUs at the seam.
         job: the copies, once the slot is there.
         look: compares what the slot had already with the tensors, which must not change before; how many differ.
@@ -148,7 +149,7 @@ class Entrusted:
         self._task: Task[Any] | None = None
 
     def __bool__(self) -> bool:
-        """Whether the node may have something to bring."""
+        """Whether the server may have something to bring."""
         return self._task is not None
 
     def note(self, task: Task[Any]) -> None:
@@ -160,11 +161,11 @@ class Entrusted:
         self._task = None
 
     def lost(self, host: Host) -> None:
-        """Another node is there now: let the other hosts know that nothing will come."""
+        """Another server is there now: let the other hosts know that nothing will come."""
         task, self._task = self._task, None
         if task is None:
             return
-        why, number = f"{task.who}: the node of its host was lost", task.number
+        why, number = f"{task.who}: the server of its host was lost", task.number
         try:
             host.decline(task.name, why, task.at, number.host, number.here)
         except SpotError as error:
@@ -175,7 +176,7 @@ class Follower(ABC, Generic[What]):
     """Writes a rank's parts.
 
     Args:
-        host: connection to the node of this host, with run and attempt; closed with the writer.
+        host: connection to the local server, with run and attempt; closed with the writer.
         connect: makes another one when it was lost.
         copier: that copies; closed with the writer.
         schedule: when each part is copied; ``None`` for at once.
@@ -245,7 +246,7 @@ class Follower(ABC, Generic[What]):
         return False
 
     def warm(self, nbytes: int) -> None:
-        """Have a slot made at the node of this host, in the background, for what its ranks write; others follow.
+        """Have a slot made at the local server, in the background, for what its ranks write; others follow.
 
         Args:
             nbytes: of all that, about.
@@ -263,19 +264,19 @@ class Follower(ABC, Generic[What]):
                 logger.debug("%s's part of %s: %s", task.who, task.name, error)
 
     def close(self, *, complete: bool = False) -> None:
-        """Stop the threads, and leave the node.
+        """Stop the threads, and leave the server.
 
         Args:
-            complete: whether nobody needs the node of this host any more.
+            complete: whether nobody needs the local server any more.
         """
         self._entrusted.forget()
         self.copied()
         self._tasks.put(self._say_last)
-        if not self._tasks.close(_CLOSE_S):
+        if not self._tasks.close(CLOSE_S):
             self._is_closed = True
             if (host := self._host) is not None:
                 host.disconnect()  # what it waits for breaks off
-            self._tasks.close(_CLOSE_S)
+            self._tasks.close(CLOSE_S)
         host, self._host = self._host, None
         with contextlib.ExitStack() as ends:  # from the last one on, whatever fails in one
             if host is not None:
@@ -323,7 +324,7 @@ class Follower(ABC, Generic[What]):
                 self._leave()
 
     def _owe(self, name: str, why: str, at: str, host: int = 0, share: int = 1) -> None:
-        """Have the node hear that this rank writes nothing of a snapshot, see :meth:`Host.decline`: others wait for it.
+        """Tell the server that this rank writes nothing of a snapshot, see :meth:`Host.decline`: others wait for it.
 
         It is told behind the task that is under way, for whose end training may wait.
         """
@@ -331,12 +332,12 @@ class Follower(ABC, Generic[What]):
         self._tasks.put(self._say_owed)
 
     def _say_owed(self) -> None:
-        """Tell the node what it may not have heard."""
+        """Tell the server what it may not have heard."""
         if not self._declined.say(lambda: self._host or self._reconnect()):
             self._leave()
 
     def _say_last(self) -> None:
-        """The same for the last time: no other node is looked for, or even started, to be told of it."""
+        """The same for the last time: no other server is looked for, or even started, to be told of it."""
         self._entrusted.forget()  # also what was noted since the end began
         if self._host is not None:
             self._say_owed()
@@ -421,7 +422,9 @@ class Follower(ABC, Generic[What]):
                 if problem is not None and task.job is not None:
                     self._end(task.job)
                 if lease is not None and self._host is not None:
-                    self._say(self._host, lease, "" if problem is None else f"{task.who}: {_text(problem)}")
+                    self._say(
+                        self._host, lease, "" if problem is None else f"{task.who}: {_text(problem)}", fault_of(problem)
+                    )
             finally:  # whatever fails, nobody waits for it after
                 if problem is None:
                     self._entrusted.note(task)
@@ -484,20 +487,20 @@ class Follower(ABC, Generic[What]):
                 self._leave()
             raise
 
-    def _say(self, host: Host, lease: Lease, torn: str) -> None:
-        """Tell the node that a share is over, which it waits for as long as it sees this rank."""
+    def _say(self, host: Host, lease: Lease, torn: str, fault: ShareFault | None) -> None:
+        """Tell the server that a share is over, which it waits for as long as it sees this rank."""
         try:
             try:
-                host.placed(lease, torn)
+                host.placed(lease, torn, fault)
             except ServerUnreachableError as error:  # this process stood still, perhaps before that was sent
                 logger.debug("it is said once more that a share is over: %s", error)
-                host.placed(lease, torn)
+                host.placed(lease, torn, fault)
         except ServerUnreachableError as error:
-            logger.debug("a share is over, and the node is left: %s", error)
+            logger.debug("a share is over, and the server is left: %s", error)
             self._leave()
         except SpotError as error:  # it was given up meanwhile: rank 0 knows
             logger.debug("a share is over: %s", error)
-        except Exception:  # the node, which waits for it, sees that this rank has gone
+        except Exception:  # the server, which waits for it, sees that this rank has gone
             self._leave()
             raise
 
@@ -520,5 +523,5 @@ def _text(error: BaseException) -> str:
 
 
 def is_said_by_node(error: BaseException) -> bool:
-    """Whether a node has said that there is nothing for a rank to write: it does not wait for that."""
+    """Whether a server has said that there is nothing for a rank to write: it does not wait for that."""
     return isinstance(error, FencedError) or FailureReason.SHARE_MISSING.caused(error)

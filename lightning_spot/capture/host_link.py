@@ -15,6 +15,7 @@ from lightning_spot.config import SERVER_CALL_TIMEOUT_S
 from lightning_spot.errors import FencedError, ServerUnreachableError, SpotError
 from lightning_spot.image.packing import Compression
 from lightning_spot.memory.host import Host
+from lightning_spot.retry import growing
 from lightning_spot.run.location import Location
 
 logger = logging.getLogger(__name__)
@@ -33,10 +34,10 @@ class RingSettings:
         slots: of the ring.
         beyond: whether it may have more of them for a GPU whose snapshots overlap.
         memory_bytes: limit of their memory.
-        server_idle_timeout_s: its node ends when no trainer came for so long.
+        server_idle_timeout_s: its server ends when no trainer came for so long.
         keep: snapshots that each tier keeps.
         strict: whether to raise where a warning would do.
-        min_upload_interval_s: least seconds between two snapshots brought to the durable tier, see :class:`RunInfo`.
+        min_upload_interval_s: least seconds between two snapshots brought to storage, see :class:`RunInfo`.
         compression: how what changed goes to snapshot servers behind, see :class:`RunInfo`.
         replicas: how many of them each snapshot is kept at.
         server_call_timeout_s: how long a call to the ring may keep the training thread.
@@ -57,7 +58,7 @@ class RingSettings:
 
 
 def open_host(location: Location, settings: RingSettings) -> Host:
-    """The ring on this host; one that an earlier node left in memory is taken over."""
+    """The ring on this host; one that an earlier server left in memory is taken over."""
     return location.open_host(
         slots=settings.slots,
         memory_bytes=settings.memory_bytes,
@@ -180,7 +181,7 @@ class HostLink:
 
     def _find(self) -> None:
         reconnect, prepare = self._reconnect, self._prepare
-        pause_s = _FIRST_RETRY_S
+        pauses_s = growing(_FIRST_RETRY_S, _LAST_RETRY_S)
         found: Host | None = None
         while found is None and reconnect is not None and not self._closed:
             try:
@@ -192,8 +193,7 @@ class HostLink:
             except Exception as error:  # whatever it is, training goes on and it is tried again
                 logger.warning("lightning_spot: no new snapshot server yet (%s)", error)
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closed, pause_s)
-                pause_s = min(2 * pause_s, _LAST_RETRY_S)
+                    self._changed.wait_for(lambda: self._closed, next(pauses_s))
         with self._changed:
             self._thread = None
             unwanted = self._closed

@@ -18,10 +18,10 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from lightning_spot.capture.background import Background
-from lightning_spot.capture.saying import outgrown
+from lightning_spot.capture.background import CLOSE_S, Background
 from lightning_spot.capture.share import SizedBytes
-from lightning_spot.capture.unforeseen import as_failure
+from lightning_spot.capture.split import outgrown
+from lightning_spot.capture.unexpected import as_failure
 from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
 from lightning_spot.memory.shares import HOST_SILENT_S, RECONNECT_S
 from lightning_spot.protocol.listening import LOOPBACK, Listening, greeted, keep_alive, most_connections, tcp_listener
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("!?HQ")  # whether it is torn, length of the name, length of what follows
 _THERE = b"\1"
-_CONNECT_S, _ANSWER_S, _CLOSE_S = 5.0, 10.0, 10.0
+_CONNECT_S, _ANSWER_S = 5.0, 10.0
 _SILENT_S = 20.0  # then a connection is lost: who waits for that rank need not wait longer, and the rank connects anew
 _PAUSES_S = (0.0, 0.5, 2.0)  # before each try
 _OVER = 64  # so many snapshots are remembered of which nothing is kept any more
@@ -91,9 +91,7 @@ class Mailbox:
             for rank, nbytes in sizes.items():
                 state = self._take(name, rank, began_s)
                 if len(state) > nbytes:
-                    raise SnapshotFailedError(
-                        f"rank {rank}: {outgrown(len(state), nbytes)}", reason=FailureReason.SHARE_MISSING
-                    )
+                    raise outgrown(rank, len(state), nbytes)
                 yield rank, state
         finally:
             self.over(name)
@@ -207,10 +205,10 @@ class Sender:
 
     def close(self) -> None:
         """Send what is left, for a while, and hang up."""
-        if not self._tasks.close(_CLOSE_S):
+        if not self._tasks.close(CLOSE_S):
             self._closed.set()
             self._hang_up()  # what it waits for breaks off
-            self._tasks.close(_CLOSE_S)
+            self._tasks.close(CLOSE_S)
         self._hang_up()
         self._copier.close()
 

@@ -1,4 +1,4 @@
-"""Where snapshots go that fit no memory here: to a snapshot server that brings them on, else to the durable tier."""
+"""Where snapshots go that fit no memory here: to a snapshot server that brings them on, else to storage."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from lightning_spot.tiers.store import on_behalf
 
 logger = logging.getLogger(__name__)
 
-_AWAY_S = 30.0  # a node that failed is not tried before; training waits for each try
-_CARRIED_S = 15.0  # for a node that alone has the newest one to be asked to carry the run on
+_AWAY_S = 30.0  # a server that failed is not tried before; training waits for each try
+_CARRIED_S = 15.0  # for a server that alone has the newest one to be asked to carry the run on
 _LOOK_S = 0.1
-_SPREAD_S = 2.0  # one of several nodes that have some of a snapshot is waited for, before it is seen what is durable
+_SPREAD_S = 2.0  # one of several servers that have some of a snapshot is waited for, before it is seen what is durable
 
 
 class PastMemory:
@@ -34,7 +34,7 @@ class PastMemory:
     Args:
         writer: makes their parts.
         url: durable directory of the run.
-        info: of the attempt; its nodes are asked in order.
+        info: of the attempt; its servers are asked in order.
     """
 
     def __init__(self, writer: SnapshotWriter, url: str, info: RunInfo) -> None:
@@ -44,7 +44,7 @@ class PastMemory:
         self._away_until_s: dict[str, float] = {}
 
     def write(self, checkpoint: Any, manifest: Manifest) -> None:
-        """Bring a snapshot to the first snapshot server that has room and carries the run on, else to the durable tier.
+        """Bring a snapshot to the first snapshot server that has room and carries the run on, else to storage.
 
         Raises:
             FencedError: if a later attempt has taken the run over.
@@ -56,7 +56,7 @@ class PastMemory:
         self.write_durably(checkpoint, manifest)
 
     def write_durably(self, checkpoint: Any, manifest: Manifest) -> None:
-        """Bring a snapshot to the durable tier.
+        """Bring a snapshot to storage.
 
         Raises:
             SpotError: if it is not there in the end.
@@ -78,7 +78,7 @@ class PastMemory:
         return bool(self._writer.across.at)
 
     def flush(self, wait_s: float) -> list[str]:
-        """Wait until a node that has the newest such snapshot has made it durable.
+        """Wait until a server that has the newest such snapshot has made it durable.
 
         Returns:
             what was not reached in time, one line each.
@@ -114,7 +114,7 @@ class PastMemory:
         while True:
             with ThreadPoolExecutor(len(place.urls)) as pool:
                 late = [line for lines in pool.map(flush, place.urls) for line in lines]
-            if not late or self._is_durable(name):  # of what two nodes have, one brings all that is needed
+            if not late or self._is_durable(name):  # of what two servers have, one brings all that is needed
                 return []
             if time.monotonic() >= deadline_s:
                 return late
@@ -127,7 +127,7 @@ class PastMemory:
             return False
 
     def _owed_at(self, url: str, name: str, deadline_s: float) -> list[str] | None:
-        """What a node owes of a snapshot in the end, one line each; ``None`` if it does not have it (any more)."""
+        """What a server owes of a snapshot in the end, one line each; ``None`` if it does not have it (any more)."""
         store = NodeStore(url)
         if not any(manifest.name == name for manifest, _dirty, _safe in store.listing()):
             return None

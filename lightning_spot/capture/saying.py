@@ -1,10 +1,9 @@
-"""Warnings that are said once; and what is said where a rank's own state has no room in a snapshot."""
+"""Warnings that are said once, and what is said where snapshots are missed or waited for."""
 
 from __future__ import annotations
 
 import logging
-import re
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.errors import SnapshotFailedError
@@ -14,8 +13,6 @@ logger = logging.getLogger(__name__)
 
 SAY_S = 10.0
 """Who waits longer is told what for."""
-
-_SAID = re.compile(r"(?:rank (\d+): )?its own state has (\d+) bytes, there is room for")
 
 
 class SayOnce:
@@ -62,7 +59,7 @@ def say_waiting(say_once: SayOnce, link: HostLink, full: SnapshotFailedError, le
 
 
 def say_failing(say_once: SayOnce, link: HostLink) -> None:
-    """Say what a node says in its own log only: a tier fails, refuses this attempt, or was not brought a snapshot."""
+    """Say what a server says in its own log only: a tier fails, refuses this attempt, or was not brought a snapshot."""
     nothing: dict[str, TierHealth] = {}
     for url, tier in link.ask(lambda host: host.tiers(), nothing).items():
         if tier.error:
@@ -74,27 +71,3 @@ def say_failing(say_once: SayOnce, link: HostLink) -> None:
             say_once(f"{url} is silent", why, tier.silent)
         if tier.dropped:
             say_once(tier.dropped, "a snapshot was damaged in memory and dropped: %s", tier.dropped)
-
-
-class Outgrown(NamedTuple):
-    """A state that has no room.
-
-    Attributes:
-        rank: whose it is; ``None`` if nobody says so.
-        nbytes: of it.
-    """
-
-    rank: int | None
-    nbytes: int
-
-
-def outgrown(nbytes: int, room: int) -> str:
-    """Why a rank writes nothing whose state has more bytes than there is room for; who passes it on names the rank."""
-    return f"its own state has {nbytes} bytes, there is room for {room}"
-
-
-def read_outgrown(because: str) -> Outgrown | None:
-    """The first state that has no room, if that is why a snapshot was missed; else ``None``."""
-    if (said := _SAID.search(because)) is None:
-        return None
-    return Outgrown(int(said[1]) if said[1] is not None else None, int(said[2]))

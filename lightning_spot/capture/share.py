@@ -10,19 +10,16 @@ import torch
 
 from lightning_spot.capture.contents import SealedContent
 from lightning_spot.capture.following import Follower, Task
-from lightning_spot.capture.owners import Owners, owners_of
-from lightning_spot.capture.saying import outgrown
-from lightning_spot.capture.split import ALIKE, HeldTensor, Number, Split, held_by, sample
-from lightning_spot.capture.tensors import copies_of
-from lightning_spot.capture.unforeseen import failure_of
-from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
+from lightning_spot.capture.split import HeldTensor, Number, Split, differs, held_by, outgrown, sample
+from lightning_spot.capture.tensors import Owners, copies_of, owners_of
+from lightning_spot.capture.unexpected import failure_of
+from lightning_spot.errors import SpotError
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece
 from lightning_spot.image.portion import Portion
 from lightning_spot.memory.host import Host, Lease
-from lightning_spot.staging.copier import Copier
-from lightning_spot.staging.copy_job import Watches
+from lightning_spot.staging.copier import Copier, Watches
 from lightning_spot.staging.schedule import Schedule
 
 
@@ -59,7 +56,7 @@ class ShareWriter(Follower[_Share | SpotError]):
     """Writes a rank's shares; see :class:`~lightning_spot.capture.following.Follower`.
 
     Args:
-        host: connection to the node of this host, with run and attempt; closed with the writer.
+        host: connection to the local server, with run and attempt; closed with the writer.
         connect: makes another one when it was lost.
         number: which share is this rank's where the ranks of rank 0's host write; ``None`` if it is on another one.
         copier: that copies; closed with the writer.
@@ -134,10 +131,10 @@ class ShareWriter(Follower[_Share | SpotError]):
         split, portion = self._check(lease, task.number, what)
         room = split.states.get(task.number.share)
         if room is not None and len(what.state) > room[1]:
-            raise SnapshotFailedError(outgrown(len(what.state), room[1]), reason=FailureReason.SHARE_MISSING)
+            raise outgrown(task.number.rank, len(what.state), room[1])
         view = self._views.of(host, lease)
         pieces, watches = self._pieces(split, portion, task.number, what)
-        known = self._views.content(view).take(lease.held)
+        known = self._views.take(view, lease.held)
         layout = Layout(lease.nbytes, (), tuple(pieces))
         plan = self._unchanged.plan(layout, owners_of(what.owned, {}), known, view)
         kept = [
@@ -152,7 +149,7 @@ class ShareWriter(Follower[_Share | SpotError]):
         self.copied_bytes += sum(piece.nbytes for piece in kept) + len(what.state)
         kept.clear()
         self._check_steady(task, job)
-        self._views.content(view).sealed(SealedContent(lease.id, (), plan.marks))
+        self._views.sealed(view, SealedContent(lease.id, (), plan.marks))
 
     def _check(self, lease: Lease, number: Number, what: _Share) -> tuple[Split, Portion | None]:
         """What rank 0 said of the file, if its tensors are those of this rank; what the slot has of it, if not all."""
@@ -163,13 +160,10 @@ class ShareWriter(Follower[_Share | SpotError]):
             self._split = (shared.layout, split, Portion(split.portion(host)) if host else None)
         _, split, portion = self._split
         if difference := split.difference(what.held, number.rank):
-            raise SnapshotFailedError(f"{difference}. {ALIKE}", reason=FailureReason.SHARE_MISSING)
+            raise differs(number.rank, difference)
         if shared.digest != what.sample:
-            raise SnapshotFailedError(
-                "its parameters, or the states of its optimizers, are not those of rank 0; a snapshot of both would be"
-                f" of neither. {ALIKE}",
-                reason=FailureReason.SHARE_MISSING,
-            )
+            how = "its parameters, or the states of its optimizers, are not those of rank 0"
+            raise differs(number.rank, f"{how}; a snapshot of both would be of neither")
         return split, portion
 
     def _pieces(

@@ -246,7 +246,7 @@ def give_back(host: Host, lease: Lease, *, untouched: bool = False) -> None:
             host.abort(lease, untouched=untouched)
         except SpotError as error:
             logger.debug("a slot could not be given back: %s", error)
-        except Exception:  # such as want of memory: the node would keep it for as long as this process lives
+        except Exception:  # such as want of memory: the server would keep it for as long as this process lives
             if is_last:
                 raise
             continue
@@ -258,8 +258,8 @@ def say_backing(say_once: Callable[..., None], lease: Lease) -> None:
     if lease.backing == "memfd" and (shm_dir := read_environment().shm_dir) is not None:
         say_once(
             "memfd",
-            "%s is too small for the slots; they are memory files held by the node instead. Same speed; a new"
-            " node cannot take them over if the node itself is killed (docker: give it --shm-size)",
+            "%s is too small for the slots; they are memory files held by the server instead. Same speed; a new"
+            " server cannot take them over if the server itself is killed (docker: give it --shm-size)",
             shm_dir,
         )
 
@@ -356,7 +356,7 @@ class SlotMaker:
     def making(self, nbytes: int) -> Making:
         """Whether who takes a slot may have its memory made: not if that takes long, and is done here.
 
-        For a large one it takes longer than a node has to answer, which would count as lost, and nobody would have
+        For a large one it takes longer than a server has to answer, which would count as lost, and nobody would have
         pinned it.
         """
         is_done_here = self._has_made and self._asked < _MOST_ASKED
@@ -461,7 +461,7 @@ def _with_room(nbytes: int, memory_bytes: int) -> int:
     return min(grown, most) if most >= nbytes else grown
 
 
-class Supply:
+class SlotPool:
     """The slots of a ring for one snapshot after the other.
 
     Args:

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_spot.errors import FailureReason, SnapshotFailedError
+from lightning_spot.capture.tensors import Owners
+from lightning_spot.errors import FailureReason, ShareFault, ShareProblem, SnapshotFailedError
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.pieces import Piece
 from lightning_spot.image.portion import Portions, joined
@@ -29,12 +30,28 @@ _GRAIN = 64
 _EXTRA_BYTES = 64 * 1024  # what rank 0 writes besides is rounded up to so much: shares stay as they are
 _SAMPLES, _SAMPLE_BYTES = 32, 64
 
-ALIKE = "All ranks must train one model with one optimizer"
-"""Said where two ranks do not hold the same: then they never write a snapshot together."""
-BY_ONE_RANK = "the state is serialised with plain torch.save, so that one rank alone can write it"
-"""Said where no other rank can write, or send, what goes into the file."""
 
-Owners = Mapping[int, Sequence[torch.Tensor]]
+def outgrown(rank: int, nbytes: int, room: int) -> SnapshotFailedError:
+    """The error of a rank whose own state has more bytes than there is room for."""
+    return SnapshotFailedError(
+        f"what only rank {rank} knows has {nbytes} bytes, there is room for {room}",
+        reason=FailureReason.SHARE_MISSING,
+        fault=ShareFault(ShareProblem.OUTGROWN, rank, nbytes),
+    )
+
+
+def differs(rank: int, how: str) -> SnapshotFailedError:
+    """The error of a rank that does not hold what rank 0 does: they never write a snapshot together.
+
+    Args:
+        rank: that differs.
+        how: for people.
+    """
+    return SnapshotFailedError(
+        f"{how}. All ranks must train one model with one optimizer",
+        reason=FailureReason.SHARE_MISSING,
+        fault=ShareFault(ShareProblem.DIFFERS, rank),
+    )
 
 
 class HeldTensor(NamedTuple):
@@ -76,7 +93,7 @@ class Number:
     Attributes:
         share: of the whole.
         host: number of its host, 0 for that of rank 0.
-        here: the share's number at the node of its host.
+        here: the share's number at the server of its host.
         rank: whose it is.
     """
 
@@ -139,7 +156,7 @@ class Split:
         return cls(held_by(owned), places, ends, states, ranks.hosts)
 
     def to_json(self) -> str:
-        """As text, for the other ranks, and for the nodes of their hosts."""
+        """As text, for the other ranks, and for the servers of their hosts."""
         states = {str(rank): room for rank, room in self.states.items()}
         fields: dict[str, object] = {"held": self.held, "places": self.places, "ends": self.ends}
         fields |= {"states": states, "hosts": self.hosts}
@@ -263,7 +280,11 @@ def _rooms_in(layout: Layout, rooms: Mapping[int, torch.Tensor]) -> dict[int, Pi
     wanted = {room.untyped_storage().data_ptr(): rank for rank, room in rooms.items()}
     found = {wanted[address]: piece for piece in layout.pieces if (address := piece.storage.data_ptr()) in wanted}
     if len(found) < len(rooms):
-        raise SnapshotFailedError(BY_ONE_RANK, reason=FailureReason.SHARE_MISSING)
+        raise SnapshotFailedError(
+            "the state is serialised with plain torch.save, so that one rank alone can write it",
+            reason=FailureReason.SHARE_MISSING,
+            fault=ShareFault(ShareProblem.ONE_WRITER, 0),
+        )
     return found
 
 

@@ -169,7 +169,7 @@ def _consolidate(snapshot: OpenSnapshot, target: Path) -> None:
     folder = target.parent / f".{target.name}.{uuid.uuid4().hex}.shards"
     try:
         _copy(snapshot, folder)
-        command = [sys.executable, "-m", "lightning_spot.sharded.consolidate", str(folder), str(target)]
+        command = [sys.executable, "-m", "lightning_spot.sharded.reader", str(folder), str(target)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             reason = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"

@@ -28,6 +28,7 @@ from lightning_spot.errors import (
     FailureReason,
     ServerRefusedError,
     ServerUnreachableError,
+    ShareFault,
     SnapshotFailedError,
     SnapshotNotFoundError,
     SpotError,
@@ -45,7 +46,7 @@ from lightning_spot.memory.slots import Making
 from lightning_spot.memory.tier import Listed
 from lightning_spot.protocol.process import wait_readable
 from lightning_spot.protocol.record import NodeRecord
-from lightning_spot.protocol.wire import Address
+from lightning_spot.protocol.wire import Address, fault_body
 from lightning_spot.staging.slot import map_shared
 from lightning_spot.tiers.store import newest_first
 from lightning_spot.untrusted import read_object
@@ -317,12 +318,12 @@ class EmbeddedHost:
                 logger.debug("the node could not be told that a share is torn: %s", problem)
             raise
 
-    def placed(self, lease: Lease, torn: str = "") -> None:
+    def placed(self, lease: Lease, torn: str = "", fault: ShareFault | None = None) -> None:
         """See :meth:`Host.placed`."""
-        self._place(lease.id, lease.share, torn)
+        self._place(lease.id, lease.share, torn, fault)
 
-    def _place(self, upload: str, share: int, torn: str) -> None:
-        body = {"share": share, "torn": torn[:_LONGEST_REASON]}
+    def _place(self, upload: str, share: int, torn: str, fault: ShareFault | None = None) -> None:
+        body = {"share": share, "torn": torn[:_LONGEST_REASON], "fault": fault_body(fault)}
         self._call("POST", f"/v1/uploads/{upload}/placed", body, again=True)
 
     def decline(self, name: str, why: str, at: str = "", host: int = 0, share: int = 1) -> None:

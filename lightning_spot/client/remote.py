@@ -29,6 +29,7 @@ from lightning_spot.errors import (
     ServerRefusedError,
     ServerUnreachableError,
     SettingsError,
+    ShareFault,
     SnapshotNotFoundError,
     SpotError,
 )
@@ -45,7 +46,7 @@ from lightning_spot.memory.joint import KnownLayout, Shared
 from lightning_spot.memory.runs import Opened, RunInfo, key_of, parse_run
 from lightning_spot.memory.spread import Told
 from lightning_spot.memory.tier import Gathering, Listed, Sent
-from lightning_spot.protocol.wire import Address, BaseInfo, answered, parse_spot_url
+from lightning_spot.protocol.wire import Address, BaseInfo, answered, fault_body, parse_spot_url
 from lightning_spot.retry import retried
 from lightning_spot.tiers.claims import Claim, Owner
 from lightning_spot.tiers.store import Holdings, Progress, highest_attempt, newest_first
@@ -188,9 +189,10 @@ class JointUploads:
         logger.debug("%s: %d of %d bytes went to %s", gathering.shared.name, sent.bytes, len(image), self._url)
         return replace(self.sent)
 
-    def placed(self, gathering: Gathering, host: int, torn: str = "") -> None:
+    def placed(self, gathering: Gathering, host: int, torn: str = "", fault: ShareFault | None = None) -> None:
         """See :meth:`JointTier.placed`. Said again and again: if it were lost, all hosts would have sent in vain."""
-        path, body = f"/v1/uploads/{gathering.upload}/joint/placed", {"host": host, "torn": torn[:2000]}
+        path = f"/v1/uploads/{gathering.upload}/joint/placed"
+        body = {"host": host, "torn": torn[:2000], "fault": fault_body(fault)}
         lost: list[Exception] = []
 
         def note(error: Exception, _pause_s: float) -> None:

@@ -26,6 +26,7 @@ from lightning_spot.errors import (
     FencedError,
     ServerUnreachableError,
     SettingsError,
+    ShareFault,
     SnapshotFailedError,
     SnapshotNotFoundError,
     SpotError,
@@ -348,7 +349,7 @@ class JointPortions(ByItself):
             self.sent.add(node.sent)
         return self.sent
 
-    def placed(self, gathering: Gathering, host: int, torn: str = "") -> None:
+    def placed(self, gathering: Gathering, host: int, torn: str = "", fault: ShareFault | None = None) -> None:
         """See :meth:`JointTier.placed`. What was brought shows by itself."""
         if torn:
             attempt, _, _ = order_of(gathering.shared.name)

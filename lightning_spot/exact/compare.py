@@ -23,10 +23,9 @@ from lightning_spot.capture.tensors import shape_of
 from lightning_spot.exact.dump import read_checkpoint, with_ranks
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.safe_load import SHORT, Placeholder, kind_of, parts_of
-from lightning_spot.sharded.consolidate import read_folder
 from lightning_spot.sharded.file_plan import state_file
 from lightning_spot.sharded.metadata import REST_FILE
-from lightning_spot.sharded.reader import ImageReader, load_all
+from lightning_spot.sharded.reader import ImageReader, load_all, read_folder
 
 IGNORED = (
     "GoodputMonitor",

@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lightning_spot.capture.tensors import Glances, tensors_in
-from lightning_spot.capture.unforeseen import as_failure
+from lightning_spot.capture.unexpected import as_failure
 from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
 from lightning_spot.exact.private import writes_of
 from lightning_spot.exact.rank_states import Rooms, State, packed, share_of, unpacked
@@ -169,7 +169,7 @@ def gather(trainer: pl.Trainer, state: State | SpotError) -> list[bytes]:
         raise mine
     for rank, told in enumerate(states or ()):
         if isinstance(told, str):
-            raise SnapshotFailedError(f"rank {rank}: {told}", reason=FailureReason.UNFORESEEN)
+            raise SnapshotFailedError(f"rank {rank}: {told}", reason=FailureReason.UNEXPECTED)
     return states if states is not None else []
 
 

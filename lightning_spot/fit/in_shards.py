@@ -2,7 +2,7 @@
 
 With several hosts, no host ever has a whole snapshot: all of them, the first, urgent ones and that of the end too, are
 put together at a snapshot server that carries the run on. While there is none, there are no snapshots. Where none is
-named, each host brings its ranks' files to the durable tier by itself.
+named, each host brings its ranks' files to storage by itself.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import RingSettings, within
-from lightning_spot.capture.joining import Joining
-from lightning_spot.capture.owners import Owners
-from lightning_spot.capture.saying import read_outgrown, say_failing
-from lightning_spot.capture.sharded_writer import ShardedCheckpoint
+from lightning_spot.capture.saying import say_failing
+from lightning_spot.capture.sharded_writer import Joining, ShardedCheckpoint
 from lightning_spot.capture.split import SharingRanks
-from lightning_spot.capture.tensors import by_storage, expected_nbytes, optimizer_owned
-from lightning_spot.capture.unforeseen import failure_of
+from lightning_spot.capture.tensors import Owners, by_storage, expected_nbytes, optimizer_owned
+from lightning_spot.capture.unexpected import failure_of
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
     CorruptSnapshotError,
@@ -34,10 +32,9 @@ from lightning_spot.errors import (
 from lightning_spot.exact.dump import KEY, Dump
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.sharded import holder_of, split
-from lightning_spot.fit.agreement import Agreement
-from lightning_spot.fit.hosts import Hosts, place_of
-from lightning_spot.fit.own_states import OwnFiles
-from lightning_spot.fit.together import GATHERED, TOGETHER, How, States
+from lightning_spot.fit.collectives import Agreement
+from lightning_spot.fit.together import GATHERED, TOGETHER, How, OwnFiles, States
+from lightning_spot.fit.topology import Topology, place_of
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.memory.runs import parse_run
 from lightning_spot.run.location import Location
@@ -55,7 +52,7 @@ _HELP_S = 2.0
 _LOOK_S = 0.05
 _CARRIER_S = 60.0
 _HEALTH_S = 5.0
-_ASKED_S = 10.0  # so long may it take at a start until nodes were asked and carry the run on
+_ASKED_S = 10.0  # so long may it take at a start until servers were asked and carry the run on
 _NO_CARRIER = (
     "no snapshot now, training goes on: each host has a part of the model, and no server that carries the run on"
     " is there to put them together (%s); it may be starting, or lack --allow-storage for the storage of the run"
@@ -78,7 +75,7 @@ class InShards(OfTrainer):
         self._location, self._ring = location, ring
         self._where_to = WhereTo(location, ring)
         self._joining: Joining | None = None
-        self._hosts = Hosts()
+        self._hosts = Topology()
         self._files = OwnFiles(trainer)
         self._has_shown = False
 
@@ -108,7 +105,7 @@ class InShards(OfTrainer):
         trainer, agreement = self._trainer, Agreement(self._trainer)
         if trainer.world_size == 1:
             return
-        self._hosts = hosts = Hosts.meet(agreement, self._location, self._ring, attempt, run, number, in_shards=True)
+        self._hosts = hosts = Topology.meet(agreement, self._location, self._ring, attempt, run, number, in_shards=True)
         try:
             agreement.together(self._check_all)
             if hosts.can_bring and not self._location.servers:
@@ -298,9 +295,9 @@ class InShards(OfTrainer):
     def _show(self, attempt: Attempt | None) -> None:
         """Show it for the next snapshot, where nobody leads who would tell; every rank calls it."""
         if self._hosts.can_bring and (not self._location.servers or self._hosts.spread > 0):
+            fault = attempt.writer.last_miss.fault if attempt is not None else None
             needs = self._joining.needs if self._joining is not None else 0
-            said = read_outgrown(attempt.writer.missed_because) if attempt is not None else None
-            self._files.show(said.nbytes if said is not None else needs)
+            self._files.show(fault.nbytes if fault is not None else needs)
 
     def newest_differs(self, attempt: Attempt | None) -> bool:
         """Whether what this rank has left out of the newest snapshot is not as it is now. An urgent one replaces it.
@@ -317,14 +314,14 @@ class InShards(OfTrainer):
             self._joining.copied()
 
     def finish(self, wait_s: float) -> None:
-        """Wait until what was begun is in place, and let the node go. A second call does nothing."""
+        """Wait until what was begun is in place, and let the server go. A second call does nothing."""
         joining, self._joining = self._joining, None
         if joining is not None:
             deadline_s = time.monotonic() + wait_s
             joining.settle(wait_s)
             if self._hosts.is_guest:
                 joining.flush(within(deadline_s))
-            joining.close(complete=self._hosts.is_guest)  # its node ends when all that it still sends is there
+            joining.close(complete=self._hosts.is_guest)  # its server ends when all that it still sends is there
 
 
 # -- where hosts bring it ---------------------------------------------------------------------------------------------
@@ -414,7 +411,7 @@ class WhereTo:
     def _carrier(self, attempt: Attempt, *, anew: bool) -> str:
         """URL of the run at the snapshot server that carries it on; ``""`` if none does.
 
-        Where no snapshot server is named, that of its durable tier.
+        Where no snapshot server is named, that of its storage.
         """
         across = attempt.writer.across
         if not self._location.servers:
@@ -435,7 +432,7 @@ class WhereTo:
 
 
 def check_read_everywhere(ranks: Agreement, location: Location, run: str, number: int, token: str) -> None:
-    """Refuse a durable tier that some host does not see: nothing could be resumed there. Every rank calls it.
+    """Refuse storage that some host does not see: nothing could be resumed there. Every rank calls it.
 
     Args:
         ranks: all of them.
@@ -453,10 +450,10 @@ def check_read_everywhere(ranks: Agreement, location: Location, run: str, number
 
 
 def check_place(url: str, run: str, number: int, token: str, *, writes: bool = True) -> None:
-    """Refuse a durable tier that is not the same place for all hosts.
+    """Refuse storage that is not the same place for all hosts.
 
     Args:
-        url: of the durable tier.
+        url: of storage.
         run: as ``NAME@ID``.
         number: of the attempt.
         token: of its claim, which rank 0 has written.

@@ -17,7 +17,7 @@ from lightning_spot.config import read_environment
 from lightning_spot.errors import SpotError
 from lightning_spot.exact import namespaces, private
 from lightning_spot.exact.fit_state import FitState
-from lightning_spot.fit.agreement import Agreement
+from lightning_spot.fit.collectives import Agreement
 from lightning_spot.notices.ballot import Ballot
 from lightning_spot.notices.exchange import Exchange, ExchangeServer
 from lightning_spot.protocol.listening import LOOPBACK, allow_descriptors, facing, resolved

@@ -11,14 +11,16 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from lightning_spot.client.filesystem import SpotFileSystem
 from lightning_spot.client.part_lanes import CONNECTIONS
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import SpotError, TierError
-from lightning_spot.fit.agreement import Agreement
+from lightning_spot.fit.collectives import Agreement
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.patches import Patches
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.receiving import receive
@@ -50,7 +52,7 @@ class Try:
     stores: tuple[tuple[str, str], ...]
 
 
-class Hosts:
+class SharedOpening:
     """The hosts of the ranks: on each of them its first rank opens a snapshot for all.
 
     Args:
@@ -152,7 +154,7 @@ class Restore(Generic[T]):
         load: makes of an open snapshot what is wanted; on each rank.
     """
 
-    def __init__(self, ranks: Agreement, hosts: Hosts, load: Callable[[OpenSnapshot], T]) -> None:
+    def __init__(self, ranks: Agreement, hosts: SharedOpening, load: Callable[[OpenSnapshot], T]) -> None:
         self._ranks = ranks
         self._hosts = hosts
         self._load = load
@@ -222,7 +224,7 @@ def _stores(found: Survey, manifest: Manifest, source: Source) -> Iterator[tuple
 
 @contextlib.contextmanager
 def fetched_once(trainer: pl.Trainer, location: Location, path: Any) -> Iterator[None]:
-    """Have all ranks load a named checkpoint from memory of their host, where it is at a node. Every rank calls it.
+    """Have all ranks load a named checkpoint from memory of their host, where it is at a server. Every rank calls it.
 
     Args:
         trainer: that loads it, by its strategy, while the context lasts.
@@ -240,23 +242,17 @@ def fetched_once(trainer: pl.Trainer, location: Location, path: Any) -> Iterator
     if info["type"] != "file":
         yield
         return
-    hosts = Hosts(ranks, location)
+    hosts = SharedOpening(ranks, location)
     try:
         with contextlib.closing(_open(ranks, hosts, url, info)) as snapshot:
-            strategy = trainer.strategy
-            original, was = strategy.load_checkpoint, vars(strategy).get("load_checkpoint")
 
-            def load_checkpoint(asked: Any, *arguments: Any, **named: Any) -> Any:
+            def load_checkpoint(original: Callable[..., Any], asked: Any, *arguments: Any, **named: Any) -> Any:
                 here = f"/proc/self/fd/{snapshot.fd}" if str(asked) == url else asked
                 return original(here, *arguments, **named)
 
-            strategy.load_checkpoint = load_checkpoint  # type: ignore[assignment,method-assign] # taken back
-            try:
+            with Patches() as patches:
+                patches.wrap(trainer.strategy, "load_checkpoint", partial(partial, load_checkpoint))
                 yield
-            finally:
-                vars(strategy).pop("load_checkpoint")
-                if was is not None:
-                    strategy.load_checkpoint = was  # type: ignore[method-assign]
     finally:
         hosts.close()
 
@@ -266,7 +262,7 @@ def _found(url: str) -> dict[str, Any]:
     return dict(files.info(url))
 
 
-def _open(ranks: Agreement, hosts: Hosts, url: str, info: dict[str, Any]) -> OpenSnapshot:
+def _open(ranks: Agreement, hosts: SharedOpening, url: str, info: dict[str, Any]) -> OpenSnapshot:
     size = int(info["size"])
     manifest = Manifest(run="-", name="-", file="", step=0, attempt=0, nbytes=size)  # as far as sharing needs one
     tried = Try(1, manifest.to_json(), ())
@@ -274,7 +270,7 @@ def _open(ranks: Agreement, hosts: Hosts, url: str, info: dict[str, Any]) -> Ope
 
 
 class _Named:
-    """A file at a node, as a :class:`~lightning_spot.run.sources.Source`.
+    """A file at a server, as a :class:`~lightning_spot.run.sources.Source`.
 
     Args:
         url: of the file.
@@ -295,7 +291,7 @@ class _Named:
         return receive(self, manifest, self.tier, self.url, progress)
 
     def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
-        """See :meth:`Fetches.fetch`; the node sends a checksum with each range."""
+        """See :meth:`Fetches.fetch`; the server sends a checksum with each range."""
 
         def read(bounds: tuple[int, int]) -> None:
             start, stop = bounds

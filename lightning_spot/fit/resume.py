@@ -13,6 +13,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,16 +33,15 @@ from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.loadability import Trial, check_resumable, put_in_own_objects
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.sharded import is_sharded
-from lightning_spot.fit import earlier
-from lightning_spot.fit.agreement import Agreement
-from lightning_spot.fit.alike import check_one_model
-from lightning_spot.fit.chosen import ResumedFrom, choose, load_shards
-from lightning_spot.fit.failed_resumes import OnResumeFailure, without_failed
-from lightning_spot.fit.hosts import place_of
-from lightning_spot.fit.restore import Hosts, fetched_once
-from lightning_spot.fit.taking_part import parts_of
+from lightning_spot.fit import run_lookup
+from lightning_spot.fit.collectives import Agreement
+from lightning_spot.fit.preflight import check_one_model, parts_of
+from lightning_spot.fit.restore import SharedOpening, fetched_once
+from lightning_spot.fit.selection import OnResumeFailure, ResumedFrom, choose, load_shards, without_failed
+from lightning_spot.fit.topology import place_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.runs import RunInfo
+from lightning_spot.patches import Patches
 from lightning_spot.run import patience
 from lightning_spot.run.choice import doubt
 from lightning_spot.run.location import Location
@@ -97,6 +97,7 @@ class Resume(OfTrainer):
         self._is_loaded = False
         self._has_trained = False
         self._then: list[Callable[[], None]] = []
+        self._patches = Patches()
 
     # -- before the choice ----------------------------------------------------------------------------------------
 
@@ -114,7 +115,7 @@ class Resume(OfTrainer):
         """Where the run of this ``fit`` is: ``dirpath`` may have several. Every rank calls it."""
         if named not in self._locations:
             ranks = Agreement(self._trainer)
-            self._locations[named] = location = ranks.tell(earlier.next_at(named))
+            self._locations[named] = location = ranks.tell(run_lookup.next_at(named))
             if location != named:
                 rank_zero_info(
                     f"lightning_spot: this program has finished a fit at {named.url}: this fit is a run of its own, in"
@@ -133,7 +134,8 @@ class Resume(OfTrainer):
         self._found = survey(location)
 
     def let_go(self) -> None:
-        """Let go of what the tiers have, and with it of connections to nodes."""
+        """Let go of what the tiers have, and with it of connections to servers."""
+        self._patches.close()
         self._found = None
 
     def look(self, location: Location) -> Survey:
@@ -181,11 +183,9 @@ class Resume(OfTrainer):
         let_config_be_saved_again(trainer, was_started=was_started)
         # All strategies pass through resume_start, on every rank, with the process group up.
         connector = private.RESUMING_CONNECTOR.of(trainer)
-        vars(connector).pop(private.RESUME_START.name, None)  # of a fit that ended before it came to that
-        original = private.RESUME_START.of(connector)
 
-        def resume_start(checkpoint_path: Any = None, **options: Any) -> None:
-            vars(connector).pop(private.RESUME_START.name, None)  # once
+        def resume_start(original: Callable[..., None], checkpoint_path: Any = None, **options: Any) -> None:
+            self._patches.close()  # once
             self._trusts = options.get("weights_only") is False
             check_one_model(trainer)
             begun_s = time.monotonic()
@@ -207,7 +207,8 @@ class Resume(OfTrainer):
             while self._then:
                 self._then.pop(0)()
 
-        private.RESUME_START.set(connector, resume_start)
+        self._patches.close()  # two callbacks may resume the same run
+        private.RESUME_START.wrap(self._patches, connector, partial(partial, resume_start))
         return location
 
     def _instead_of(self, path: Any, who: str) -> str:
@@ -244,7 +245,7 @@ class Resume(OfTrainer):
             )
 
     def _newest_survey(self, location: Location) -> Survey:
-        """What the tiers hold now; what was found at nodes at this start is kept."""
+        """What the tiers hold now; what was found at servers at this start is kept."""
         if self._found is None or self._found.location != location:
             return survey(location)
         return look_again(self._found) if self._found.durable is not None else self._found
@@ -253,7 +254,7 @@ class Resume(OfTrainer):
         """Read the newest good snapshot on all ranks, and hand it to Lightning."""
         trainer = self._trainer
         ranks = Agreement(trainer)
-        hosts = Hosts(ranks, location)
+        hosts = SharedOpening(ranks, location)
         try:
             found = choose(
                 ranks,
@@ -277,7 +278,7 @@ class Resume(OfTrainer):
         if not chosen.exact:
             rank_zero_warn(f"lightning_spot: {self._inexact(chosen)}")
         ranks.together(lambda: self._hand_over(checkpoint, chosen))
-        if self.named is not None and (error := earlier.what_interrupted(self.named)) is not None:
+        if self.named is not None and (error := run_lookup.what_interrupted(self.named)) is not None:
             rank_zero_warn(
                 f"lightning_spot: a fit of this process in {self.named.url} was ended by {error}, and this one goes on"
                 " from its last snapshot. If it is another training, give it a dirpath of its own"
@@ -378,7 +379,7 @@ def bring_below(trainer: pl.Trainer, location: Location) -> None:
     for rank, late in enumerate(everyones if ranks.rank == 0 else ()):
         for line in late:
             logger.warning(
-                "lightning_spot: the node on the host of rank %d has not brought below all that an earlier attempt may"
+                "lightning_spot: the server on the host of rank %d has not uploaded all that an earlier attempt may"
                 " have left there: %s. This attempt goes on from what every host can read. To go on from that host's"
                 " snapshot, mend that and start again",
                 rank,
@@ -387,13 +388,13 @@ def bring_below(trainer: pl.Trainer, location: Location) -> None:
 
 
 def _late(location: Location) -> list[str]:
-    """What the node of this host has not brought below in time, one line each."""
+    """What the local server has not brought below in time, one line each."""
     try:
         host = attach(location.url, location.name)
     except ServerUnreachableError as error:  # there is one, or slots of one
         return [str(error)]
     except (SpotError, OSError) as error:
-        logger.debug("no node can be had here: %s", error)
+        logger.debug("no server can be had here: %s", error)
         return []
     if host is None:
         return []
@@ -615,7 +616,7 @@ def _unsaved_configs(trainer: pl.Trainer) -> Iterator[Any]:
 
 
 def _flushed(host: EmbeddedHost) -> list[str]:
-    """Have a node bring what it owes; what is late is waited for as long as nothing fails."""
+    """Have a server bring what it owes; what is late is waited for as long as nothing fails."""
     deadline_s, late = time.monotonic() + _LONGEST_S, list[str]()
     while host.owes():  # what hosts bring together is not: no host has all of it
         late = host.flush(patience.PATIENCE.answer_s)

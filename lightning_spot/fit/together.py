@@ -1,12 +1,12 @@
 """The ranks of one ``fit`` that write its snapshots together: who takes part, and whether the next one is written so.
 
-Where all ranks hold the same parameters (DDP), those on the host of rank 0 write a share each, through the node there,
-and each writes what only it knows. With other hosts, and a snapshot server that carries the run on, the ranks of all
-hosts do, and each host's node sends what its ranks have written. Rank 0 decides for each snapshot, and its word comes
-with the agreement that one is due. It writes the first snapshot alone, the one after a share was missing, and all where
-that cannot be. What ranks know that do not write it by themselves, they send to rank 0, beside training. Urgent ones
-and that of the end are rank 0's host's alone, and what only one rank knows is gathered: should a share of these be
-missing, rank 0 has all that it needs to write them alone.
+Where all ranks hold the same parameters (DDP), those on the host of rank 0 write a share each, through its local
+server, and each writes what only it knows. With other hosts, and a snapshot server that carries the run on, the ranks
+of all hosts do, and each host's server sends what its ranks have written. Rank 0 decides for each snapshot, and its
+word comes with the agreement that one is due. It writes the first snapshot alone, the one after a share was missing,
+and all where that cannot be. What ranks know that do not write it by themselves, they send to rank 0, beside
+training. Urgent ones and that of the end are rank 0's host's alone, and what only one rank knows is gathered: should
+a share of these be missing, rank 0 has all that it needs to write them alone.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import enum
 import json
 import logging
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,23 +24,25 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.capture.mailbox import Mailbox, Sender
+from lightning_spot.capture.sharded_writer import ShardedCheckpoint
 from lightning_spot.capture.share import ShareWriter
-from lightning_spot.capture.split import ALIKE, BY_ONE_RANK, Number, Owners, SharingRanks
-from lightning_spot.capture.tensors import expected_nbytes, optimizer_owned
-from lightning_spot.capture.unforeseen import Pause, failure_of
-from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
+from lightning_spot.capture.split import Number, SharingRanks
+from lightning_spot.capture.tensors import Owners, expected_nbytes, optimizer_owned
+from lightning_spot.capture.unexpected import Pause, failure_of
+from lightning_spot.errors import FailureReason, ShareFault, ShareProblem, SnapshotFailedError, SpotError
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import Dump, gather
+from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.own_parameters import average_now_and_then
 from lightning_spot.exact.per_trainer import OfTrainer
-from lightning_spot.exact.rank_states import Packing, Rooms
+from lightning_spot.exact.rank_states import Packing, Rooms, State
 from lightning_spot.exact.sharded import is_sharded
-from lightning_spot.fit.agreement import Agreement
-from lightning_spot.fit.hosts import Hosts
-from lightning_spot.fit.own_states import OwnStates
+from lightning_spot.fit.collectives import Agreement, AsyncGather
 from lightning_spot.fit.ranks import Meeting, allow_ranks
+from lightning_spot.fit.topology import Topology
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.run.location import Location
+from lightning_spot.sharded.file_plan import state_archive
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.untrusted import LARGE_BYTES, read_json
@@ -48,6 +51,127 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 logger = logging.getLogger(__name__)
+
+_NUMBER_BYTES = 20
+
+
+_BY_ITSELF = "the host of rank 0 sends every snapshot by itself, since "
+_NOT_APPROXIMATED = "what several hosts bring is not approximated. Leave lossy= out to have each host send its share"
+_MOST_FAILURES = 2
+
+
+class OwnStates(OfTrainer):
+    """The states of all ranks but the first, where rank 0 keeps room for them in one file.
+
+    Args:
+        trainer: that fits.
+        rooms: that are kept, on rank 0.
+    """
+
+    def __init__(self, trainer: pl.Trainer, rooms: Rooms) -> None:
+        super().__init__(trainer)
+        self._rooms = rooms
+        self._mine, self._has_outgrown = 0, False
+        self._shown = AsyncGather(trainer, _NUMBER_BYTES)
+
+    def show(self) -> None:
+        """Show rank 0 how long the state of this rank is. Every rank calls it, after the first step."""
+        trainer = self._trainer
+        self._mine = _length(lambda: len(Packing(FitState.of(trainer).capture())))
+        self._shown.show(str(self._mine).encode())
+
+    def make_rooms(self, mine: State) -> None:
+        """On rank 0: have room for the states that were shown, if they have grown since as much as its own has.
+
+        Where one has outgrown its room, others have too: all grow as that of rank 0 does, but one only was named.
+
+        Args:
+            mine: state of rank 0 now.
+        """
+        size = self._trainer.world_size
+        if len(self._rooms.known) < size - 1:
+            shown = self._shown.seen() or [b"0"] * size
+            grown = max(0, _length(lambda: len(Packing(mine))) - self._mine)
+            needs = [int(each or 0) + grown for each in shown]
+        elif self._has_outgrown:
+            nbytes = _length(lambda: len(Packing(mine)))
+            needs = [nbytes + nbytes // 4] * size
+        else:
+            return
+        self._has_outgrown = False
+        for rank in range(1, size):
+            self._rooms.make(rank, needs[rank])
+
+    def learn(self, fault: ShareFault | None) -> None:
+        """On rank 0: have room for a state that had none, if that is why a snapshot was missed."""
+        if fault is not None and fault.problem is ShareProblem.OUTGROWN:
+            self._rooms.make(fault.rank, 2 * fault.nbytes)  # it is one that grows
+            self._has_outgrown = True
+
+
+class OwnFiles(OfTrainer):
+    """The states of all ranks, where each has a file of its own, and the files of all are as long.
+
+    Args:
+        trainer: that fits.
+
+    Attributes:
+        most_bytes: that one of them was seen to need; all ranks have seen the same.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        super().__init__(trainer)
+        self.most_bytes = 0
+        self._shown = AsyncGather(trainer, _NUMBER_BYTES)
+
+    def show_first(self) -> None:
+        """Show what this rank needs. Every rank calls it, after the first step."""
+        self.show(_length(lambda: len(state_archive(FitState.of(self._trainer).capture()))))
+
+    def show(self, nbytes: int) -> None:
+        """Show it with a snapshot that was begun, for the next one. Every rank calls it.
+
+        Args:
+            nbytes: that the state of this rank needs; 0 where it has the room.
+        """
+        self._shown.show(str(nbytes).encode())
+
+    def see(self) -> bool:
+        """Look at what was shown last. Every rank calls it, at the same place; whether ranks have to ask each other.
+
+        So it is where none knew what to show: all of them see that.
+        """
+        self.most_bytes = max(self.most_bytes, *(int(shown or 0) for shown in self._shown.seen() or [b"0"]))
+        return not self.most_bytes
+
+    def ask(self, mine: ShardedCheckpoint | SpotError) -> None:
+        """Have all ranks tell each other, and wait for it. Every rank calls it.
+
+        Args:
+            mine: what this rank saves, or why it cannot.
+
+        Raises:
+            SpotError: on all ranks, if one of them cannot.
+        """
+        self._shown.forget()
+        self.most_bytes = max(self.most_bytes, *Agreement(self._trainer).everyones(lambda: _needed(mine)))
+
+
+def _needed(mine: ShardedCheckpoint | SpotError) -> int:
+    if isinstance(mine, SpotError):
+        raise mine
+    try:
+        return len(state_archive(mine.own))
+    except Exception as error:
+        raise failure_of(error) from error
+
+
+def _length(measure: Callable[[], int]) -> int:
+    try:
+        return measure()
+    except Exception as error:  # the first snapshot meets it too, and says so
+        logger.debug("how long the state of this rank is, is not known: %s", error)
+        return 0
 
 
 class States(enum.Enum):
@@ -101,10 +225,6 @@ class How:
 ALONE, ALONE_SENT = How(False, States.GATHERED), How(False, States.SENT)
 TOGETHER, TOGETHER_SENT, GATHERED = (How(True, states) for states in (States.WRITTEN, States.SENT, States.GATHERED))
 
-_BY_ITSELF = "the host of rank 0 sends every snapshot by itself, since "
-_NOT_APPROXIMATED = "what several hosts bring is not approximated. Leave lossy= out to have each host send its share"
-_MOST_FAILURES = 2
-
 
 class Together(OfTrainer):
     """Writing snapshots together, on every rank.
@@ -124,7 +244,7 @@ class Together(OfTrainer):
         self._own = OwnStates(trainer, self.rooms)
         self.writer: ShareWriter | None = None
         self._settings = settings
-        self._hosts = Hosts()
+        self._hosts = Topology()
         self._members: list[int] = []
         self._failures, self._missed, self._taken, self._brought, self._posted = 0, 0, 0, 0, 0
         self._was_tried, self._tried = False, ALONE  # since the last failure was counted; what was tried last
@@ -151,7 +271,7 @@ class Together(OfTrainer):
         is_ddp = isinstance(trainer.strategy, namespaces.classes("strategies", "DDPStrategy"))
         if trainer.world_size == 1 or not location.has_local_server or not is_ddp:
             return False
-        self._hosts = hosts = Hosts.meet(Agreement(trainer), location, self._settings, attempt, run, number)
+        self._hosts = hosts = Topology.meet(Agreement(trainer), location, self._settings, attempt, run, number)
         self._members = list(hosts.ranks[0]) if len(hosts.ranks[0]) > 1 else []
         if attempt is not None:
             attempt.writer.across.wanted = hosts.can_bring
@@ -162,13 +282,13 @@ class Together(OfTrainer):
         hosts.leave()
         return False
 
-    def _why_by_itself(self, hosts: Hosts) -> str:
+    def _why_by_itself(self, hosts: Topology) -> str:
         """Why no other host than that of rank 0 sends anything to snapshot servers; ``""`` if all do."""
         if self._settings.compression == "topk":
             return _NOT_APPROXIMATED
         if hosts.count > MOST_HOSTS:
             return f"at most {MOST_HOSTS} hosts bring one together, and these are {hosts.count}"
-        return f"every rank needs the node of its host, and one has none: {hosts.why_not}" if hosts.why_not else ""
+        return f"every rank needs the server of its host, and one has none: {hosts.why_not}" if hosts.why_not else ""
 
     def begin_training(self, attempt: Attempt | None) -> None:
         """Have ranks send what only they know where they do not write it. Every rank calls it, with the optimizers.
@@ -235,7 +355,7 @@ class Together(OfTrainer):
         if writer.missed > self._missed:
             self._missed = writer.missed
             writer.across.carrier = ""  # until it is known who carries the run on now
-            return self._after_miss(writer.missed_because)
+            return self._after_miss(*writer.last_miss)
         how = self._usual(attempt, waits=waits, across=across)
         if how not in (None, ALONE) and (how.is_together or not self._writes_own_states):
             self._was_tried, self._tried = True, how
@@ -270,9 +390,10 @@ class Together(OfTrainer):
         self._unsent = 0
         return ALONE
 
-    def _after_miss(self, because: str) -> How:
-        self._own.learn(because)
-        differ, is_by_one = ALIKE in because, BY_ONE_RANK in because
+    def _after_miss(self, because: str, fault: ShareFault | None) -> How:
+        self._own.learn(fault)
+        problem = fault.problem if fault is not None else None
+        differ, is_by_one = problem is ShareProblem.DIFFERS, problem is ShareProblem.ONE_WRITER
         # One that was begun before the one before it was known to be missed says no more than that.
         self._failures, self._was_tried = self._failures + (self._was_tried or is_by_one), False
         if self._failures < _MOST_FAILURES and not differ:
@@ -300,14 +421,14 @@ class Together(OfTrainer):
         self._failures = 0
         if self._mail is not None and is_by_one:
             self._mail.works = False
-        problem = f"ranks cannot write snapshots together: {because}"
+        why = f"ranks cannot write snapshots together: {because}"
         if self._settings.strict and differ:
-            return replace(ALONE, problem=problem)
-        rank_zero_warn(f"lightning_spot: {problem}. From now on rank 0 writes them alone")
+            return replace(ALONE, problem=why)
+        rank_zero_warn(f"lightning_spot: {why}. From now on rank 0 writes them alone")
         return self._alone()
 
     def _end(self) -> None:
-        self._members, self._hosts = [], Hosts(mine=self._hosts.mine, is_guest=self._hosts.is_guest)
+        self._members, self._hosts = [], Topology(mine=self._hosts.mine, is_guest=self._hosts.is_guest)
 
     def how_last(self, attempt: Attempt | None) -> How:
         """How an urgent snapshot is written, or that of the end; every rank calls this at the same place.

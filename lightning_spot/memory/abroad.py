@@ -30,6 +30,7 @@ from lightning_spot.errors import (
     SnapshotFailedError,
     SnapshotNotFoundError,
     SpotError,
+    fault_of,
 )
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest
@@ -171,7 +172,9 @@ class Abroad:
             if isinstance(error, SpotError | TimeoutError):
                 why = str(error) or "it did not begin there in time"
                 raise SnapshotFailedError(
-                    f"{manifest.name} did not come together at {url}: {why}", reason=FailureReason.SHARE_MISSING
+                    f"{manifest.name} did not come together at {url}: {why}",
+                    reason=FailureReason.SHARE_MISSING,
+                    fault=fault_of(error),
                 ) from error
             each.result()
         raise SnapshotFailedError(
@@ -283,7 +286,7 @@ def _background(work: Callable[[], T], failed: Callable[[SpotError], object] | N
     try:
         return in_background(work, "spot-joint")
     except RuntimeError as error:
-        problem = SnapshotFailedError(f"it needs a thread of its own: {error}", reason=FailureReason.UNFORESEEN)
+        problem = SnapshotFailedError(f"it needs a thread of its own: {error}", reason=FailureReason.UNEXPECTED)
         logger.info("what belongs to a snapshot of several hosts is not done: %s", problem)
         if failed is not None:
             failed(problem)

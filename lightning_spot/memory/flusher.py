@@ -119,11 +119,11 @@ class Putting:
         ring: where snapshots come from.
         work: of all tiers.
         run: what is known of a run, by its key; ``None`` if nothing is.
-        dropped: called with the URL of a tier, and why what it was to take was dropped.
+        dropped: called with the URL of a tier, the name of a snapshot that it was to take, and why that was dropped.
     """
 
     def __init__(
-        self, ring: Ring, work: Work, run: Callable[[str], RunInfo | None], dropped: Callable[[str, str], None]
+        self, ring: Ring, work: Work, run: Callable[[str], RunInfo | None], dropped: Callable[[str, str, str], None]
     ) -> None:
         self._ring = ring
         self._work = work
@@ -271,7 +271,7 @@ class Putting:
             job.manifest.verify(image, "memory")
         except CorruptSnapshotError as error:
             logger.error("%s. It is dropped; the one before it stands", error)
-            self._dropped(url, str(error))
+            self._dropped(url, job.manifest.name, str(error))
             slot.held = ""  # nothing that is in it counts as known
             try:
                 self._ring.drop(job.run, job.manifest.name)
@@ -576,8 +576,8 @@ class Flusher:
                 said.add(unseen)
                 logger.warning("%s (%s)", unseen, job.manifest.name)
 
-    def _dropped(self, url: str, why: str) -> None:
-        self.health[url].dropped = why
+    def _dropped(self, url: str, name: str, why: str) -> None:
+        self.health[url].dropped, self.health[url].dropped_name = why, name
 
     def _succeeded(self, url: str, job: Job) -> None:
         health = self.health[url]

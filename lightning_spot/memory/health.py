@@ -25,7 +25,8 @@ class TierHealth:
         refused: why the tier refused something for good (a later attempt has taken over), ``""`` if it never did.
         refused_run, refused_attempt: whose that was: a run's key, and the attempt that was taken over.
         silent: that no byte has moved on a connection to the store, see :mod:`~lightning_spot.tiers.connections`.
-        dropped: which snapshot was dropped last instead of being brought there, since it was damaged in memory.
+        dropped, dropped_name: why a snapshot was dropped last instead of being brought there, since it was damaged in
+            memory, and its name.
         failures: failures in a row.
         failures_total: failures so far, of every kind.
         flushed: snapshots and files brought there so far.
@@ -44,6 +45,7 @@ class TierHealth:
     refused_attempt: int = 0
     silent: str = ""
     dropped: str = ""
+    dropped_name: str = ""
     failures: int = 0
     failures_total: int = 0
     flushed: int = 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from lightning_spot.config import SERVER_CALL_TIMEOUT_S
-from lightning_spot.errors import FailureReason, SettingsError, SnapshotFailedError
+from lightning_spot.errors import FailureReason, SettingsError, ShareFault, SnapshotFailedError
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.written import Ranges
@@ -125,11 +125,16 @@ class Host(Protocol):
                 with another digest, or not in time.
         """
 
-    def placed(self, lease: Lease, torn: str = "") -> None:
+    def placed(self, lease: Lease, torn: str = "", fault: ShareFault | None = None) -> None:
         """Say that the bytes of a share are in place, or, with ``torn``, why they never will be.
 
         It must be said of every lease that :meth:`join` gave: until then the slot is not used for anything else.
         Nothing may be written into it any more.
+
+        Args:
+            lease: of the share.
+            torn: why, for people.
+            fault: what rank 0 has to know of that.
         """
 
     def decline(self, name: str, why: str, at: str = "", host: int = 0, share: int = 1) -> None:
@@ -287,7 +292,7 @@ class InProcessHost:
             reason=FailureReason.SHARE_MISSING,
         )
 
-    def placed(self, lease: Lease, torn: str = "") -> None:
+    def placed(self, lease: Lease, torn: str = "", fault: ShareFault | None = None) -> None:
         """See :meth:`Host.placed`."""
         raise SnapshotFailedError(
             "a ring inside the trainer (local_server=False) has no shares", reason=FailureReason.SHARE_MISSING

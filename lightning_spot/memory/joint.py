@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from lightning_spot.errors import SettingsError
+from lightning_spot.errors import SettingsError, ShareFault
 from lightning_spot.image.manifest import snapshot_order
 from lightning_spot.image.parts import checksum
 
@@ -181,6 +181,7 @@ class Joint:
         writing: those of them whose bytes are not in place yet.
         placed: shares whose bytes are in place.
         failed: why it cannot become a snapshot any more.
+        fault: what rank 0 has to know of that.
     """
 
     shared: Shared
@@ -189,6 +190,7 @@ class Joint:
     writing: set[int] = field(default_factory=set)
     placed: set[int] = field(default_factory=set)
     failed: str = ""
+    fault: ShareFault | None = None
 
     @property
     def missing(self) -> list[int]:

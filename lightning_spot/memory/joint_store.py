@@ -25,6 +25,7 @@ from lightning_spot.errors import (
     FailureReason,
     MalformedError,
     SettingsError,
+    ShareFault,
     SnapshotFailedError,
     SnapshotNotFoundError,
     TierError,
@@ -369,7 +370,7 @@ class JointStore(ByItself):
         self._brought[name] = _Brought(found, time.monotonic() - began_s, names, goes_on)
         return self.sent
 
-    def placed(self, gathering: Gathering, host: int, torn: str = "") -> None:
+    def placed(self, gathering: Gathering, host: int, torn: str = "", fault: ShareFault | None = None) -> None:
         """See :meth:`JointTier.placed`."""
         if torn:
             self._tear(gathering.upload, torn)

@@ -24,6 +24,7 @@ from lightning_spot.errors import (
     SnapshotFailedError,
     SpotError,
     TierError,
+    fault_of,
 )
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Portion, PortionImage, Portions
@@ -708,7 +709,7 @@ class Visits:
             try:
                 tier = self._bringing.tier(url, visit.key)
                 if gathering is not None:
-                    tier.placed(gathering, visit.host, why)
+                    tier.placed(gathering, visit.host, why, fault_of(error))
                 elif not (
                     isinstance(error, FencedError) or FailureReason.SHARE_MISSING.caused(error)
                 ):  # which that place has said itself

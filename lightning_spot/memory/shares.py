@@ -14,6 +14,7 @@ from lightning_spot.errors import (
     FailureReason,
     ServerUnreachableError,
     SettingsError,
+    ShareFault,
     SnapshotFailedError,
     SnapshotNotFoundError,
 )
@@ -177,7 +178,7 @@ class Shares:
                 if not joint.failed and left_s <= 0:
                     joint.failed = f"the bytes of rank {late} did not come within {self.wait_s:.0f} s"
                 if joint.failed:
-                    raise SnapshotFailedError(joint.failed, reason=FailureReason.SHARE_MISSING)
+                    raise SnapshotFailedError(joint.failed, reason=FailureReason.SHARE_MISSING, fault=joint.fault)
                 self._changed.wait(min(left_s, _LOOK_S))
 
     def fail_if_silent(self, upload: Upload) -> None:
@@ -264,10 +265,16 @@ class Shares:
             reason=FailureReason.SHARE_MISSING,
         )
 
-    def placed(self, upload_id: str, share: int, torn: str = "") -> None:
+    def placed(self, upload_id: str, share: int, torn: str = "", fault: ShareFault | None = None) -> None:
         """A rank writes no more: its bytes are in place, or, if ``torn`` says why, never will be.
 
         To say again that they are in place does nothing: an answer may have been lost.
+
+        Args:
+            upload_id: of the upload.
+            share: of the rank, or number of the host.
+            torn: why, for people.
+            fault: what rank 0 has to know of that.
 
         Raises:
             SnapshotNotFoundError: if that share is not being written.
@@ -281,7 +288,8 @@ class Shares:
                 raise SnapshotNotFoundError(f"share {share} of upload {upload_id!r} is not being written (any more)")
             joint.writing.discard(share)
             if torn:
-                joint.failed = joint.failed or torn
+                if not joint.failed:
+                    joint.failed, joint.fault = torn, fault
             else:
                 joint.placed.add(share)
             self._let_go(upload, joint)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from lightning_spot.errors import ShareFault
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.floats import Floats
@@ -182,8 +183,8 @@ class JointTier(Protocol):
             compression: how what changed is sent, see :class:`RunInfo`.
         """
 
-    def placed(self, gathering: Gathering, host: int, torn: str = "") -> None:
-        """Say that all a host brings is there, or, with ``torn``, why it never will be."""
+    def placed(self, gathering: Gathering, host: int, torn: str = "", fault: ShareFault | None = None) -> None:
+        """Say that all a host brings is there, or, with ``torn`` and what rank 0 has to know, why it never will be."""
 
     def seal(self, gathering: Gathering, manifest: Manifest, goes_on: Callable[[], None]) -> Manifest:
         """Commit it there once all hosts have said so; called by the first host. The sealed manifest.

@@ -39,6 +39,7 @@ from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.spread import Told
 from lightning_spot.memory.upload import Upload
+from lightning_spot.protocol.wire import read_fault
 from lightning_spot.service.fields import (
     LAYOUT_BODY_BYTES,
     LONGEST_WAIT_S,
@@ -122,6 +123,7 @@ class Seals:
             raise SnapshotFailedError(
                 f"{upload.name} was given up: {upload.joint.failed or 'nobody says why'}",
                 reason=FailureReason.SHARE_MISSING,
+                fault=upload.joint.fault,
             )
         return (await asyncio.to_thread(self._node.seal, upload.id, manifest)).checksums
 
@@ -273,7 +275,8 @@ class HostRequests:
         body = await json_body(request)
         host = integer(body, "host", None, 1, MOST_HOSTS)
         upload = self._gathered(request)
-        await asyncio.to_thread(self._shares.placed, upload.id, host, text(body, "torn"))
+        torn, fault = text(body, "torn"), read_fault(body.get("fault"))
+        await asyncio.to_thread(self._shares.placed, upload.id, host, torn, fault)
         return web.json_response({})
 
     async def seal(self, request: web.Request) -> web.Response:

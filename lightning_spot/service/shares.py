@@ -15,7 +15,7 @@ from lightning_spot.image.packing import can_pack
 from lightning_spot.memory.joint import MOST_SHARES, Shared, is_by_itself
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.upload import Upload
-from lightning_spot.protocol.wire import BaseInfo
+from lightning_spot.protocol.wire import BaseInfo, read_fault
 from lightning_spot.service.fields import (
     LAYOUT_BODY_BYTES,
     LONGEST_WAIT_S,
@@ -86,7 +86,8 @@ class ShareRequests:
         only_same_host(request)
         body = await json_body(request)
         share = integer(body, "share", None, 1, MOST_SHARES)
-        await asyncio.to_thread(self._shares.placed, request.match_info["upload"], share, text(body, "torn"))
+        torn, fault = text(body, "torn"), read_fault(body.get("fault"))
+        await asyncio.to_thread(self._shares.placed, request.match_info["upload"], share, torn, fault)
         return web.json_response({})
 
     async def decline(self, request: web.Request) -> web.Response:

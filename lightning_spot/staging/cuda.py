@@ -17,8 +17,7 @@ import torch
 
 from lightning_spot.errors import SpotError
 from lightning_spot.staging.batch import SlotSpan, cut_at, cut_end
-from lightning_spot.staging.device import Cuda, Device
-from lightning_spot.staging.page_lock import PAGE_LOCKED_BYTES
+from lightning_spot.staging.device import PAGE_LOCKED_BYTES, Cuda
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ class Lane:
         done: an event after which all that was ordered so far is in the slots.
     """
 
-    def __init__(self, index: int, device: Device, buffer_bytes: int, say: Any) -> None:
+    def __init__(self, index: int, device: Cuda, buffer_bytes: int, say: Any) -> None:
         self.index = index
         self.read: Any = None
         self.done: Any = None
@@ -201,8 +200,8 @@ class CudaCopier:
         device: the layer below.
     """
 
-    def __init__(self, buffer_bytes: int = 0, device: Device | None = None) -> None:
-        self.device: Device = device if device is not None else Cuda()
+    def __init__(self, buffer_bytes: int = 0, device: Cuda | None = None) -> None:
+        self.device: Cuda = device if device is not None else Cuda()
         self._buffer_bytes = buffer_bytes
         self._lanes: dict[int, Lane] = {}
         self._pinned: dict[int, bool] = {}

@@ -1,84 +1,175 @@
-"""What the copier asks of a GPU: streams, events, copies, pinned memory. All calls of CUDA are here, no decision is."""
+"""What the copier asks of a GPU: streams, events, copies, page-locked memory. All calls of CUDA are here.
+
+No decision is made here. Only a copy into page-locked memory runs beside kernels.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
-from lightning_spot.staging import page_lock
+logger = logging.getLogger(__name__)
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device's context
+PAGE_LOCKED_BYTES = 64 * 1024 * 1024
+"""What is page-locked at once, from the beginning of a slot. No copy may go from one such piece into the next.
+
+While CUDA page-locks memory, nothing is launched: 0.76 s for 12 GB at once (H100), 3 ms at most for so much.
+"""
+_UNKNOWN = 999  # cudaErrorUnknown
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_locked: dict[int, tuple[int, int]] = {}
+"""What this process has page-locked, as CUDA knows it: address, bytes, and the device it was asked of."""
+_locking = threading.Lock()
+_seen: dict[int, torch.Tensor] = {}
+"""Slots as tensors of the device by which they were page-locked, if its kernels see them where they are here."""
 
 
-class Device(Protocol):
-    """GPUs as copies need them. Streams and events are whatever it makes of them."""
+def page_lock(address: int, nbytes: int, index: int) -> int:
+    """Page-lock memory of the host, from which a device is copied to; 0, or CUDA's error.
 
-    def kinds(self, storages: Sequence[torch.UntypedStorage]) -> list[str]:
-        """What each storage lies on: ``"cuda"`` for one of them, else what torch calls it. There may be thousands."""
+    It goes piece by piece: training goes on between them. What was page-locked where this memory lies now was unmapped
+    without being let go: CUDA would go on copying to the pages that were there before.
+    """
+    end = address + nbytes
+    pieces = [(at, min(PAGE_LOCKED_BYTES, end - at)) for at in range(address, end, PAGE_LOCKED_BYTES)]
+    with _locking:
+        _let_go(address, end)
+        calls = [functools.partial(_lock, *piece, index) for piece in pieces]
+        code = _apart(index, [*calls, functools.partial(_see, pieces)])
+        if code != 0:
+            _let_go(address, end)
+    return code
 
-    def index(self, storage: torch.UntypedStorage) -> int:
-        """On which."""
 
-    def in_use(self) -> Sequence[int]:
-        """Numbers of those that the calling thread's work goes to, as far as that is known."""
+def page_unlock(address: int, nbytes: int) -> int:
+    """Undo :func:`page_lock`; 0, or CUDA's error."""
+    with _locking:
+        return _let_go(address, address + nbytes)
 
-    def current(self, index: int) -> Any:
-        """The stream that the calling thread's work goes to."""
 
-    def stream(self, index: int) -> Any:
-        """A new stream."""
+def seen_by_gpu(address: int, index: int) -> torch.Tensor | None:
+    """Page-locked memory as a tensor of a device: what is written there is here. ``None`` if it doesn't see it."""
+    found = _seen.get(address)
+    return found if found is not None and found.device.index == index else None
 
-    def warm(self, stream: Any) -> None:
-        """Have all ready that work on a stream will need. Waits for whatever that takes."""
 
-    def record(self, stream: Any, *, timed: bool = False) -> Any:
-        """An event that is over when all that was ordered on ``stream`` so far is done."""
+def _lock(address: int, nbytes: int, index: int) -> int:
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's
+    if (code := int(cudart.cudaHostRegister(address, nbytes, _PORTABLE))) == 0:
+        _locked[address] = nbytes, index
+    return code
 
-    def wait(self, stream: Any, event: Any) -> None:
-        """What is ordered on ``stream`` from now on begins when ``event`` is over. The host does not wait."""
 
-    def copy(self, stream: Any, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Order copies ``(target, source)`` on ``stream``. The host does not wait."""
+class _Bytes:
+    """Memory that a device sees, as torch and others ask for it."""
 
-    def write(self, stream: Any, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Order copies within a device on ``stream``, or into what of a slot it sees. The host does not wait."""
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
-    def seen(self, slot: torch.Tensor, index: int) -> torch.Tensor | None:
-        """A page-locked slot as a device sees it: what is written there is in the slot. ``None`` if it doesn't."""
 
-    def to_host(self, number: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Order a copy of one number by the calling thread's stream: it, and an event after which it is there."""
+def _see(pieces: Sequence[tuple[int, int]]) -> int:
+    """Note a slot of these page-locked pieces, if the device sees each of them where it is for the host."""
+    driver, address = _driver(), pieces[0][0]
+    if driver is None:
+        return 0
+    for at, _ in pieces:
+        there = ctypes.c_void_p()
+        code = driver.cuMemHostGetDevicePointer_v2(ctypes.byref(there), ctypes.c_void_p(at), 0)
+        if code != 0 or there.value != at:
+            logger.debug("the GPU does not see a slot where it is: %s, CUDA error %d", there.value, code)
+            return 0
+    try:
+        found = torch.as_tensor(_Bytes(address, sum(nbytes for _, nbytes in pieces)))
+    except (RuntimeError, TypeError) as error:
+        logger.debug("a slot is no tensor of the GPU: %s", error)
+        return 0
+    if found.data_ptr() == address and found.is_cuda:
+        _seen[address] = found
+    return 0
 
-    def is_over(self, event: Any) -> bool:
-        """Whether it is."""
 
-    def seconds(self, first: Any, last: Any) -> float:
-        """Time between two events that were recorded as ``timed`` and are over."""
+def _let_go(first: int, end: int) -> int:
+    """Undo :func:`_lock` for all that lies there in part; 0, or CUDA's error."""
+    gone = [at for at, (nbytes, _) in _locked.items() if at < end and first < at + nbytes]
+    if not gone:
+        return 0
+    index = _locked[gone[0]][1]
+    return _apart(index, [functools.partial(_unlock, address) for address in gone])
 
-    def synchronize(self, event: Any) -> None:
-        """Have the calling thread wait until ``event`` is over."""
 
-    def beside(self, index: int, stream: Any = None) -> contextlib.AbstractContextManager[None]:
-        """Have the calling thread, not that which trains, use a device itself, for as long as this lasts.
+def _unlock(address: int) -> int:
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's
+    del _locked[address]
+    _seen.pop(address, None)
+    return int(cudart.cudaHostUnregister(address))
 
-        Args:
-            index: number of the device.
-            stream: what its own work goes to; ``None`` if it orders none.
-        """
 
-    def allocate(self, index: int, nbytes: int) -> torch.Tensor | None:
-        """Bytes on a device; ``None`` if it has no room."""
+@functools.cache
+def _driver() -> Any:
+    """CUDA's driver; ``None`` if there is none of that name."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        logger.debug("a CUDA graph may be recorded in the default mode only while no slot is made: %s", error)
+        return None
 
-    def is_capturing(self) -> bool:
-        """Whether a CUDA graph is being recorded from the calling thread's stream."""
 
-    def pin(self, slot: torch.Tensor, index: int) -> int:
-        """Page-lock memory of the host, from which a device is copied to; 0, or CUDA's error."""
+@contextlib.contextmanager
+def beside_recordings() -> Iterator[None]:
+    """Call CUDA on this thread, whatever others do.
 
-    def unpin(self, slot: torch.Tensor) -> int:
-        """Undo :meth:`pin`; 0, or CUDA's error."""
+    While one records a graph in the mode that is torch's default, CUDA refuses most calls on all threads, and the graph
+    is lost by them. It does neither to a thread that has said that it knows.
+    """
+    mode = ctypes.c_int(_RELAXED)
+    driver = _driver()
+    if driver is None or driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)) != 0:
+        yield
+        return
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+def _apart(index: int, calls: Sequence[Callable[[], int]]) -> int:
+    """Call CUDA's runtime on a thread of its own, whose device is ``index``, until a call fails; 0, or its error.
+
+    CUDA keeps an error for the thread that made it, and torch raises it at whatever that thread launches next. After
+    each call training has as much time as it took.
+    """
+    codes = [0]
+
+    def work() -> None:
+        try:
+            with torch.cuda.device(index), beside_recordings():
+                for call in calls:
+                    began_s = time.perf_counter()
+                    codes.append(call())
+                    if codes[-1] != 0:
+                        return
+                    time.sleep(time.perf_counter() - began_s)
+        except RuntimeError as error:  # the device is lost
+            logger.debug("GPU %d has failed: %s", index, error)
+            codes.append(_UNKNOWN)
+
+    thread = threading.Thread(target=work, name="spot-page-lock", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter ends, and nothing is launched any more
+        work()
+    else:
+        thread.join()
+    return codes[-1]
 
 
 @functools.cache
@@ -88,10 +179,10 @@ def _kind(device: torch.device) -> str:
 
 
 class Cuda:
-    """The GPUs of this process."""
+    """The GPUs of this process, as copies need them. Streams and events are torch's; a test has others."""
 
     def kinds(self, storages: Sequence[torch.UntypedStorage]) -> list[str]:
-        """What each storage lies on."""
+        """What each storage lies on: ``"cuda"`` for one of them, else what torch calls it. There may be thousands."""
         return list(map(_kind, [storage.device for storage in storages]))
 
     def index(self, storage: torch.UntypedStorage) -> int:
@@ -99,7 +190,7 @@ class Cuda:
         return storage.device.index or 0
 
     def in_use(self) -> Sequence[int]:
-        """The calling thread's device, if CUDA was used at all."""
+        """Numbers of those that the calling thread's work goes to, as far as that is known."""
         return [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call] # torch's
 
     def current(self, index: int) -> torch.cuda.Stream:
@@ -112,8 +203,8 @@ class Cuda:
             return torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch's
 
     def warm(self, stream: torch.cuda.Stream) -> None:
-        """Use kernels and copies once: CUDA loads each at its first use, which can take until the device is idle."""
-        with page_lock.beside_recordings(), self._on(stream):
+        """Have all ready that work on a stream will need. Waits for whatever that takes."""
+        with beside_recordings(), self._on(stream):
             there = torch.zeros(2, 64, dtype=torch.uint8, device=stream.device)
             here = torch.empty(64, dtype=torch.uint8, pin_memory=True)
             self.write(stream, [there[0]], [there[1]])
@@ -134,11 +225,11 @@ class Cuda:
         return event
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        """What is ordered on ``stream`` from now on begins when ``event`` is over."""
+        """What is ordered on ``stream`` from now on begins when ``event`` is over. The host does not wait."""
         stream.wait_event(event)
 
     def copy(self, stream: torch.cuda.Stream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Order copies ``(target, source)`` on ``stream``."""
+        """Order copies ``(target, source)`` on ``stream``. The host does not wait."""
         with self._on(stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
@@ -146,7 +237,7 @@ class Cuda:
     def write(
         self, stream: torch.cuda.Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
     ) -> None:
-        """Order copies on ``stream``, many in each launch of a kernel."""
+        """Order copies within a device on ``stream``, or into what of a slot it sees. The host does not wait."""
         if not hasattr(torch, "_foreach_copy_"):  # a private name; only the time of the training thread depends on it
             self.copy(stream, zip(targets, sources, strict=True))
             return
@@ -154,11 +245,11 @@ class Cuda:
             torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
     def seen(self, slot: torch.Tensor, index: int) -> torch.Tensor | None:
-        """A page-locked slot as a tensor of a device."""
-        return page_lock.seen(slot.data_ptr(), index)
+        """A page-locked slot as a device sees it: what is written there is in the slot. ``None`` if it doesn't."""
+        return seen_by_gpu(slot.data_ptr(), index)
 
     def to_host(self, number: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Order a copy of one number, into page-locked memory."""
+        """Order a copy of one number by the calling thread's stream: it, and an event after which it is there."""
         here = torch.empty((), dtype=number.dtype, pin_memory=True)
         here.copy_(number.reshape(()), non_blocking=True)
         return here, self.record(self.current(number.device.index))
@@ -168,7 +259,7 @@ class Cuda:
         return bool(event.query())  # type: ignore[no-untyped-call] # torch's
 
     def seconds(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
-        """Time between two events."""
+        """Time between two events that were recorded as ``timed`` and are over."""
         return float(first.elapsed_time(last)) / 1000
 
     def synchronize(self, event: torch.cuda.Event) -> None:
@@ -178,9 +269,14 @@ class Cuda:
 
     @contextlib.contextmanager
     def beside(self, index: int, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-        """Have the calling thread, not that which trains, use a device itself, for as long as this lasts."""
+        """Have the calling thread, not that which trains, use a device itself, for as long as this lasts.
+
+        Args:
+            index: number of the device.
+            stream: what its own work goes to; ``None`` if it orders none.
+        """
         # Without a device of its own, a thread takes memory for a context on the first.
-        with torch.cuda.device(index), torch.cuda.stream(stream), page_lock.beside_recordings():
+        with torch.cuda.device(index), torch.cuda.stream(stream), beside_recordings():
             yield
 
     def allocate(self, index: int, nbytes: int) -> torch.Tensor | None:
@@ -196,12 +292,12 @@ class Cuda:
         return torch.cuda.is_current_stream_capturing()
 
     def pin(self, slot: torch.Tensor, index: int) -> int:
-        """Page-lock memory of the host."""
-        return page_lock.lock(slot.data_ptr(), slot.numel(), index)
+        """Page-lock memory of the host, from which a device is copied to; 0, or CUDA's error."""
+        return page_lock(slot.data_ptr(), slot.numel(), index)
 
     def unpin(self, slot: torch.Tensor) -> int:
-        """Undo :meth:`pin`."""
-        return page_lock.let_go(slot.data_ptr(), slot.numel())
+        """Undo :meth:`pin`; 0, or CUDA's error."""
+        return page_unlock(slot.data_ptr(), slot.numel())
 
 
 class DeviceClock:
@@ -212,9 +308,9 @@ class DeviceClock:
         device: the layer below.
     """
 
-    def __init__(self, index: int, device: Device | None = None) -> None:
+    def __init__(self, index: int, device: Cuda | None = None) -> None:
         self._index = index
-        self._device: Device = device if device is not None else Cuda()
+        self._device = device if device is not None else Cuda()
 
     def mark(self) -> Any:
         """Now, in the order of the current stream; ``None`` where a graph is recorded, which has no time."""

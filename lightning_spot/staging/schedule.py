@@ -18,8 +18,20 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from lightning_spot import threads
-from lightning_spot.staging.modes import BESIDE, MODES, CopyMode, Drift, Mode, ModeTrial
-from lightning_spot.staging.partitions import LEAST_BYTES, Partition, Window, bucket_ends, by_bucket, by_idle_time
+from lightning_spot.staging.partitions import (
+    BESIDE,
+    LEAST_BYTES,
+    MODES,
+    CopyMode,
+    Drift,
+    Mode,
+    ModeTrial,
+    Partition,
+    Window,
+    bucket_ends,
+    by_bucket,
+    by_idle_time,
+)
 
 logger = logging.getLogger(__name__)
 

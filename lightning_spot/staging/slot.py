@@ -1,4 +1,4 @@
-"""Slot memory: preallocated, warm, shared between the trainer and the node on its host. Torch-free."""
+"""Slot memory: preallocated, warm, shared between the trainer and the server on its host. Torch-free."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def map_shared(fd: int, nbytes: int) -> mmap.mmap:
     """Map ``nbytes`` of an open file for reading and writing, shared, with its page tables filled at once.
 
     Other threads go on meanwhile: ``mmap`` with ``MAP_POPULATE`` would hold Python's lock for the second or two that
-    gigabytes take, and with it the event loop of a node and the training thread of a trainer. All processors do it:
+    gigabytes take, and with it the event loop of a server and the training thread of a trainer. All processors do it:
     a training that computes on all of them waits for the one that is busy with something else, so that it loses less
     where all are, for a shorter time.
     """
@@ -194,8 +194,8 @@ class SlotMemory:
                     raise
                 logger.warning(
                     "%s has no room for a slot of %s (some of it is left to others, such as a DataLoader's workers);"
-                    " using a memory file instead (same speed, but it ends with the node). Give the container a larger"
-                    " /dev/shm (docker: --shm-size) to change that.",
+                    " using a memory file instead (same speed, but it ends with the server). Give the container a"
+                    " larger /dev/shm (docker: --shm-size) to change that.",
                     os.path.realpath(path.parent),
                     format_bytes(capacity),
                 )
@@ -215,8 +215,8 @@ class SlotMemory:
 
     @classmethod
     def reopen(cls, path: Path) -> SlotMemory:
-        """Open a slot that an earlier node left in tmpfs."""
-        fd = open_file(path, os.O_RDWR, linked=True)  # that node may have been killed while it took it over, too
+        """Open a slot that an earlier server left in tmpfs."""
+        fd = open_file(path, os.O_RDWR, linked=True)  # that server may have been killed while it took it over, too
         try:
             return cls(fd, map_shared(fd, os.fstat(fd).st_size), "tmpfs", path)
         except BaseException:

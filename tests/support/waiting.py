@@ -17,8 +17,8 @@ DEADLINE_S = 30.0
 
 def new_process() -> None:
     """Have what follows be as in a process that has trained nothing yet."""
-    if (earlier := sys.modules.get("lightning_spot.fit.earlier")) is not None:
-        earlier.forget()
+    if (run_lookup := sys.modules.get("lightning_spot.fit.run_lookup")) is not None:
+        run_lookup.forget()
 
 
 def until(holds: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:

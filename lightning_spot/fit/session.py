@@ -1,28 +1,31 @@
-"""An exit: how a ``fit`` ends. What is brought to safety, in which order, what is said, how the process leaves.
+"""What our callbacks share in one trainer: its resume, the snapshotters, and how the ``fit`` ends.
 
-A notice stops it at a seam, an exception breaks it off, or it comes to its end. In each case snapshots are brought to
-safety first, then exact state, watchers and records let go. How long that may take is one :class:`Deadline`.
+A notice stops a ``fit`` at a step boundary, an exception breaks it off, or it comes to its end. In each case snapshots
+are uploaded first; then exact state, watchers and leases are released. One :class:`Deadline` bounds it.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_spot.capture.unexpected import STILL_ENDS, THE_END
 from lightning_spot.errors import PreemptedError, SpotError, TierError
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.fit_state import FitState
-from lightning_spot.exact.per_trainer import OfTrainer
+from lightning_spot.exact.per_trainer import PerTrainer
 from lightning_spot.exact.rank_states import Rooms
 from lightning_spot.exact.seams import Seam
-from lightning_spot.fit import earlier
-from lightning_spot.fit.agreement import Agreement
-from lightning_spot.fit.harmless import STILL_ENDS, THE_END, do_all
+from lightning_spot.fit import run_lookup
+from lightning_spot.fit.collectives import Agreement
+from lightning_spot.fit.preflight import check_alike, parts_of
 from lightning_spot.fit.ranks import is_requeued_by_slurm, requeue_slurm_job
 from lightning_spot.fit.resume import Resume
 from lightning_spot.fit.snapshotter import Snapshotter
@@ -35,8 +38,8 @@ from lightning_spot.tiers.filesystem import forget_listings
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from lightning_spot.fit.rank_writer import RankWriter
     from lightning_spot.fit.snapshotter import Snapshotter
-    from lightning_spot.fit.writing import Writing
 
 logger = logging.getLogger(__name__)
 
@@ -49,29 +52,63 @@ RANKS_WAIT_S = 300.0
 """How long ranks wait at least for the first one to secure the snapshot, where the notice names no end."""
 
 
-class Exit(OfTrainer):
-    """How one ``fit`` ends.
+C = TypeVar("C")
 
-    Args:
-        trainer: that fits.
-        resume: what it went on from.
-        snapshotters: those who take its snapshots; looked at when it ends.
+
+class FitSession(PerTrainer):
+    """One ``fit``, whether :class:`SpotCheckpoint` holds our callbacks or the user lists them.
+
+    Every rank has one. It begins with the first of our callbacks' ``setup``, and ends with :meth:`end`.
 
     Attributes:
+        resume: what it goes on from.
+        snapshotters: those who take its snapshots, one for each :class:`RemoteSnapshot`.
         deadline: by when all has to be safe; ``None`` while no notice stops the run.
     """
 
-    def __init__(self, trainer: pl.Trainer, resume: Resume, snapshotters: list[Snapshotter]) -> None:
+    resume: Resume
+    snapshotters: list[Snapshotter]
+    deadline: Deadline | None
+    _has_begun: bool
+    _is_complete: bool
+    _pid: int
+
+    def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
-        self.deadline: Deadline | None = None
-        self._resume = resume
-        self._snapshotters = snapshotters
-        self._is_complete = False
+        self._renew()
+
+    def _renew(self) -> None:
+        self._has_begun, self._is_complete, self._pid = False, False, os.getpid()
+        self.snapshotters = []
+        self.resume = Resume(self._trainer)
+        self.deadline = None
+
+    def begin(self) -> None:
+        """Follow the training, from ``setup`` on. A second call does nothing. Every rank calls it.
+
+        Raises:
+            SettingsError: if ranks differ.
+        """
+        if not self._has_begun:
+            check_alike(self._trainer)
+            self._has_begun = True
+        FitState.of(self._trainer).attach()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a forked child, whose end is not that of the ``fit``."""
+        return os.getpid() != self._pid
+
+    def callbacks(self, kind: type[C]) -> list[C]:
+        """Our callbacks of one kind, also those that another one is composed of."""
+        return [part for part in parts_of(self._trainer) if isinstance(part, kind)]
+
+    # -- notices --------------------------------------------------------------------------------------------------
 
     def expect_stop(self) -> None:
         """Somebody watches for notices: the state in front of a validation is kept at hand from now on."""
-        for snapshotter in self._snapshotters:
-            snapshotter.at_hand.keeps = True
+        for snapshotter in self.snapshotters:
+            snapshotter.current_state.keeps = True
 
     def warn_of_passing_folder(self) -> None:
         """Say early, before ``ModelCheckpoint`` has chosen one, that what is saved at a notice will not be found again.
@@ -106,7 +143,7 @@ class Exit(OfTrainer):
         Returns:
             whether enough was measured to tell.
         """
-        measured = [safe_s for item in self._snapshotters if (safe_s := item.writing.safe_after_s()) is not None]
+        measured = [safe_s for item in self.snapshotters if (safe_s := item.writing.safe_after_s()) is not None]
         for safe_s in measured:
             if safe_s > grace_period_s:
                 rank_zero_warn(
@@ -116,7 +153,7 @@ class Exit(OfTrainer):
                 )
         return bool(measured)
 
-    # -- the three ways -------------------------------------------------------------------------------------------
+    # -- the end --------------------------------------------------------------------------------------------------
 
     def stop(
         self, notice: Notice, seam: Seam, *, cut_short: Callable[[], bool], part: Callable[[float], None]
@@ -134,44 +171,18 @@ class Exit(OfTrainer):
         """
         trainer = self._trainer
         rank_zero_info(f"lightning_spot: {notice.text}; all ranks stop after step {trainer.global_step}")
-        longest_s = max((item.settings.upload_timeout_s for item in self._snapshotters), default=0.0)
+        longest_s = max((item.settings.upload_timeout_s for item in self.snapshotters), default=0.0)
         self.deadline = deadline = Deadline.of(notice.deadline_s, longest_s)
-        for snapshotter in self._snapshotters:
+        for snapshotter in self.snapshotters:
             bring = partial(secure, trainer, snapshotter, seam, deadline, cut_short)
-            if safe := snapshotter.harmless.run("the urgent snapshot", bring, "", still=_LEAVE):
+            if safe := snapshotter.best_effort.run("the urgent snapshot", bring, "", still=_LEAVE):
                 rank_zero_info(f"lightning_spot: {safe}")
-        if not self._snapshotters:
+        if not self.snapshotters:
             _save_beside_model_checkpoint(trainer, seam)
         part(deadline.left_s if deadline.is_named else max(RANKS_WAIT_S, deadline.left_s))
         if trainer.is_global_zero and is_requeued_by_slurm(trainer):
             requeue_slurm_job()
         raise PreemptedError(notice.text, EXIT_CODE)
-
-    def fail(self, error: BaseException) -> None:
-        """Bring what is committed to safety. The state at hand may be in mid-step: it is no snapshot."""
-        begun = [snapshotter for snapshotter in self._snapshotters if snapshotter.writing.attempt is not None]
-        parts: list[Callable[[], object]] = [
-            partial(snapshotter.harmless.run, THE_END, snapshotter.close, None, still=STILL_ENDS)
-            for snapshotter in self._snapshotters
-        ]
-        parts += [
-            partial(earlier.node_was_left, snapshotter.location, snapshotter.writing.number, error)
-            for snapshotter in begun
-        ]
-        do_all(parts, self.let_go)
-        if not isinstance(error, PreemptedError):  # of that, more was said
-            for snapshotter in begun:
-                is_none = snapshotter.writing.committed is None and not self._resume.snapshots
-                can_go_on = not (is_none or _would_come_again(error))
-                way_on = ". The same command goes on from the newest one" if can_go_on else ""
-                if can_go_on and snapshotter.writing.committed is None and (chosen := self._resume.chosen) is not None:
-                    way_on = f". The same command goes on from {chosen.name} again, as this start did"
-                rank_zero_info(
-                    f"lightning_spot: {type(error).__name__} has ended run {snapshotter.location.name!r} at step"
-                    f" {self._trainer.global_step}; {snapshotter.writing.what_is_safe()}{way_on}"
-                )
-        for named in self._resume.all_named:
-            earlier.interrupted(named, error)
 
     def complete(self) -> None:
         """Return when everything committed is durable, within the time allowed. A second call does nothing."""
@@ -179,24 +190,68 @@ class Exit(OfTrainer):
             return
         self._is_complete = True
         self._finish(complete=True)
-        for named in self._resume.all_named:
-            earlier.finished(named)
+        for named in self.resume.all_named:
+            run_lookup.finished(named)
 
-    def let_go(self) -> None:
-        """Let go of the rings, if nothing did before."""
-        self._finish(complete=False)
+    def end(self, error: BaseException | None = None) -> None:
+        """Upload what is committed, and let the trainer go; the one way out. A second call does nothing.
+
+        The state of a ``fit`` that an exception ends may be in mid-step: no snapshot is taken of it.
+
+        Args:
+            error: that ends the ``fit``.
+        """
+        if self.is_forked:
+            return
+        try:
+            with ExitStack() as ends:  # from the last one on, whatever fails in one
+                ends.callback(self._renew)
+                ends.callback(self.resume.let_go)
+                ends.callback(FitState.of(self._trainer).detach)
+                if error is not None:
+                    self._interrupt(error, ends)
+                ends.callback(self._finish, complete=False)
+        except BaseException as raised:
+            raised.__context__ = raised.__context__ or error  # a stack drops what is being handled around it
+            raise
+
+    def _interrupt(self, error: BaseException, ends: ExitStack) -> None:
+        """Say what an exception has ended, once snapshots are uploaded, and note it for the next ``fit``."""
+        begun = [snapshotter for snapshotter in self.snapshotters if snapshotter.writing.attempt is not None]
+        for named in self.resume.all_named:
+            ends.callback(run_lookup.interrupted, named, error)
+        if not isinstance(error, PreemptedError):  # of that, more was said
+            ends.callback(self._say_interrupted, error, begun)
+        for snapshotter in begun:
+            run_lookup.node_was_left(snapshotter.location, snapshotter.writing.number, error)
+
+    def _say_interrupted(self, error: BaseException, begun: list[Snapshotter]) -> None:
+        for snapshotter in begun:
+            is_none = snapshotter.writing.committed is None and not self.resume.snapshots
+            can_go_on = not (is_none or _would_come_again(error))
+            way_on = ". The same command goes on from the newest one" if can_go_on else ""
+            if can_go_on and snapshotter.writing.committed is None and (chosen := self.resume.chosen) is not None:
+                way_on = f". The same command goes on from {chosen.name} again, as this start did"
+            rank_zero_info(
+                f"lightning_spot: {type(error).__name__} has ended run {snapshotter.location.name!r} at step"
+                f" {self._trainer.global_step}; {snapshotter.writing.what_is_safe()}{way_on}"
+            )
 
     def _finish(self, *, complete: bool) -> None:
-        for snapshotter in self._snapshotters:
-            wait_s = snapshotter.settings.upload_timeout_s
-            if self.deadline is not None:
-                wait_s = min(wait_s, self.deadline.left_s)
-            finish = partial(snapshotter.finish, wait_s, complete=complete)
-            otherwise = False if complete else None
-            durable = snapshotter.harmless.run(THE_END, finish, otherwise, still=STILL_ENDS)
-            forget_listings(snapshotter.location.url)  # of what is read next in this program
-            if durable is not None:
-                self._say_end(snapshotter, durable=durable)
+        with ExitStack() as ends:
+            for snapshotter in reversed(self.snapshotters):
+                ends.callback(self._finish_one, snapshotter, complete=complete)
+
+    def _finish_one(self, snapshotter: Snapshotter, *, complete: bool) -> None:
+        wait_s = snapshotter.settings.upload_timeout_s
+        if self.deadline is not None:
+            wait_s = min(wait_s, self.deadline.left_s)
+        finish = partial(snapshotter.finish, wait_s, complete=complete)
+        otherwise = False if complete else None
+        durable = snapshotter.best_effort.run(THE_END, finish, otherwise, still=STILL_ENDS)
+        forget_listings(snapshotter.location.url)  # of what is read next in this program
+        if durable is not None:
+            self._say_end(snapshotter, durable=durable)
 
     def _say_end(self, snapshotter: Snapshotter, *, durable: bool) -> None:
         """Say that the run has ended, and where its last snapshot is: of what was seen there only.
@@ -277,7 +332,7 @@ def secure(
     ranks.together(partial(_stand_still, snapshotter))
     taken = ranks.everyones(lambda: _has_taken(writing, step, deadline.left_s / 2))[0]
     differs = taken and any(ranks.everyones(lambda: _differs(writing)))
-    # Of a model in shards there is one of a step: what nodes and tiers have of it would get into a second one.
+    # Of a model in shards there is one of a step: what servers and tiers have of it would get into a second one.
     is_one = writing.in_shards is not None and writing.begun_step == step
     dump = _newest(snapshotter, ranks, seam) if (differs or not taken) and not is_one else None
     if not all(ranks.gather(dump is not None)):
@@ -294,7 +349,7 @@ def secure(
         writing.together.copied()
         if writing.in_shards is None and attempt is not None:
             again = partial(writing.store, dump.checkpoint, wait_s=deadline.wait_s, ranks=None)
-            # A share was missing, the node was lost, or more was found that differs.
+            # A share was missing, the server was lost, or more was found that differs.
             if not _has_taken(writing, step, deadline.left_s, former):
                 attempt.writer.link.wait(deadline.left_s)
                 again()
@@ -310,13 +365,13 @@ def _stand_still(snapshotter: Snapshotter) -> None:
 
 
 def _newest(snapshotter: Snapshotter, ranks: Agreement, seam: Seam) -> Dump | None:
-    """The newest state of this rank, see :meth:`AtHand.newest`; an error of one rank is an error of all."""
-    take = partial(snapshotter.at_hand.newest, seam)
+    """The newest state of this rank, see :meth:`CurrentState.newest`; an error of one rank is an error of all."""
+    take = partial(snapshotter.current_state.newest, seam)
     # Where ranks wait for each other within their optimizers' states, the others do not come to what would follow.
     return take() if snapshotter.writing.together.hold_their_own else ranks.together(take)
 
 
-def _has_taken(writing: Writing, step: int, wait_s: float, former: Manifest | None = None) -> bool:
+def _has_taken(writing: RankWriter, step: int, wait_s: float, former: Manifest | None = None) -> bool:
     """Whether a snapshot of a step is committed. One that was begun may have been skipped, or be dropped yet.
 
     Args:
@@ -335,7 +390,7 @@ def _has_taken(writing: Writing, step: int, wait_s: float, former: Manifest | No
     return committed is not None and committed.step == step and committed is not former
 
 
-def _differs(writing: Writing) -> bool:
+def _differs(writing: RankWriter) -> bool:
     """Whether the snapshot that was just taken is not as this rank's state is. It was not meant to be the last."""
     attempt = writing.attempt
     if writing.in_shards is not None:

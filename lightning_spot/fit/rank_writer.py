@@ -1,48 +1,54 @@
-"""Has the states of one ``fit`` written: by rank 0's attempt, by all ranks together, or by each where it is sharded."""
+"""What one rank writes of the snapshots of a ``fit``: rank 0's attempt, its part of a shared file, or its own shard."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_spot.capture.attempt import Attempt
-from lightning_spot.capture.host_link import RingSettings
-from lightning_spot.capture.owners import Owners
+from lightning_spot.capture.host_link import RingSettings, leave, open_host
 from lightning_spot.capture.split import SharingRanks
-from lightning_spot.capture.tensors import by_storage, optimizer_owned, overwritten
-from lightning_spot.capture.unforeseen import failure_of
-from lightning_spot.errors import SpotError
+from lightning_spot.capture.tensors import Owners, by_storage, optimizer_owned, overwritten
+from lightning_spot.capture.unexpected import failure_of
+from lightning_spot.config import read_environment, why_weak
+from lightning_spot.errors import ServerUnreachableError, SpotError
 from lightning_spot.exact.dump import KEY, Dump
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.sharded import is_sharded
-from lightning_spot.fit.agreement import Agreement
-from lightning_spot.fit.beginning import Beginning
+from lightning_spot.fit.collectives import Agreement
 from lightning_spot.fit.in_shards import InShards, check_read_everywhere
 from lightning_spot.fit.resume import Resume
 from lightning_spot.fit.together import ALONE, How, Together
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.interval.policy import IntervalPolicy
+from lightning_spot.memory.host import Host
 from lightning_spot.run.location import Location
+from lightning_spot.run.survey import Survey
 from lightning_spot.staging.device import DeviceClock
-from lightning_spot.staging.modes import CopyMode
+from lightning_spot.staging.partitions import CopyMode
 from lightning_spot.staging.schedule import BUCKET_BYTES, GradientWatch, Schedule
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+logger = logging.getLogger(__name__)
 
-class Writing(OfTrainer):
+
+class RankWriter(OfTrainer):
     """What this rank writes of the snapshots of one ``fit``. Every rank has one.
 
     Args:
         trainer: that fits.
         location: where the run is.
         settings: how snapshots are taken.
+        resume: what the ``fit`` goes on from.
         interval: what the interval has measured, for a later attempt.
 
     Attributes:
+        found: what the tiers hold, on rank 0; ``None`` before they were asked.
         attempt: that writes, on rank 0; ``None`` before it has begun and when it is finished.
         number: of the attempt, from 1, on every rank; 0 before it has begun.
         begun_step: ``global_step`` of the newest snapshot that was begun, -1 before the first.
@@ -57,9 +63,11 @@ class Writing(OfTrainer):
         trainer: pl.Trainer,
         location: Location,
         settings: SnapshotSettings,
+        resume: Resume,
         interval: Callable[[], dict[str, Any]],
     ) -> None:
         super().__init__(trainer)
+        self.found: Survey | None = None
         self.attempt: Attempt | None = None
         self.number = 0
         self.begun_step = -1
@@ -67,7 +75,8 @@ class Writing(OfTrainer):
         self.in_shards = InShards(trainer, location, settings.ring) if is_sharded(trainer) else None
         self.iterations: Iterations | None = None
         self.is_warm = False
-        self._location, self._settings, self._interval = location, settings, interval
+        self._location, self._settings, self._resume, self._interval = location, settings, resume, interval
+        self._host: Host | None = None
         self._committed: Manifest | None = None
         self._where = ""
         self._skipped, self._torn = 0, 0
@@ -101,13 +110,25 @@ class Writing(OfTrainer):
 
     # -- begin and end --------------------------------------------------------------------------------------------
 
-    def begin(self, beginning: Beginning, resume: Resume) -> None:
+    def look(self) -> Survey:
+        """On rank 0: open the ring, and ask all tiers what they hold."""
+        self._location.check()
+        if why := why_weak(read_environment().token):
+            logger.warning("lightning_spot: %s", why)
+        if self.in_shards is not None:
+            self.in_shards.check()
+        # First: it takes over what a killed server left in memory.
+        self._host = open_host(self._location, self._settings.ring)
+        self.found = self._resume.look(self._location)
+        return self.found
+
+    def begin(self) -> None:
         """Begin the next attempt of the run, once it is decided what it goes on from. Every rank calls it."""
-        trainer = self._trainer
+        trainer, resume = self._trainer, self._resume
         if self.in_shards is not None or trainer.is_global_zero:
             self.iterations = Iterations(trainer, self._settings.copy_mode)
         schedule = self.iterations.schedule if self.iterations is not None else None
-        self.attempt = attempt = Agreement(trainer).on_rank_zero(partial(beginning.attempt, schedule))
+        self.attempt = attempt = Agreement(trainer).on_rank_zero(partial(self._begin_attempt, schedule))
         named = (attempt.number, attempt.info.text, attempt.info.id) if attempt is not None else (0, "", "")
         self.number, run, resume.run_id = trainer.strategy.broadcast(named)
         resume.attempt, resume.info = self.number, attempt.info if attempt is not None else None
@@ -119,8 +140,38 @@ class Writing(OfTrainer):
         if self.in_shards is not None and self.iterations is not None:
             self.in_shards.begin(attempt, run, self.number, self.iterations.schedule)
 
+    def _begin_attempt(self, schedule: Schedule | None) -> Attempt:
+        """On rank 0: begin the attempt; ``schedule`` says when what only the optimizer changes is copied."""
+        host, self._host = self._host, None
+        assert host is not None
+        try:
+            return self._attempt_at(host, schedule)
+        except ServerUnreachableError as error:  # the tiers were asked since it was opened
+            if not self._location.has_local_server:
+                raise
+            logger.warning("lightning_spot: the snapshot server on this host is lost (%s); starting a new one", error)
+            return self._attempt_at(open_host(self._location, self._settings.ring), schedule)
+
+    def _attempt_at(self, host: Host, schedule: Schedule | None) -> Attempt:
+        assert self.found is not None
+        return Attempt(
+            self.found,
+            host,
+            self._settings.ring,
+            self._resume.trial(),
+            schedule=schedule,
+            sharded_over=self._trainer.world_size if self.in_shards is not None else 0,
+        )
+
+    def let_go(self) -> None:
+        """Let go of what was found, whose connections stay open else, and of the ring if no attempt has begun."""
+        self.found = None
+        host, self._host = self._host, None
+        if host is not None:
+            leave(host)
+
     def _check_place(self, attempt: Attempt | None, run: str) -> None:
-        """Refuse a durable tier that some host could not resume from, if it can be told by now. Every rank calls it."""
+        """Refuse storage that some host could not resume from, if it can be told by now. Every rank calls it."""
         ranks = Agreement(self._trainer)
         token = ranks.tell(attempt.info.token if attempt is not None and attempt.is_claimed else "")
         if token:

@@ -1,7 +1,7 @@
-"""What all ranks must have in common: versions, what our callbacks and the trainer were told, model and optimizers.
+"""What is checked before training: which trainings our callbacks take part in, and that all ranks are alike.
 
-Ranks talk to each other at steps that each of them finds by itself. Where two find others, both would wait for ever.
-Where they have built different models, no snapshot can be put together, and torch ends one of them without a word.
+Ranks exchange facts at steps that each of them finds by itself. Ranks that find different steps would wait for ever.
+Ranks that have built different models cannot write one snapshot, and torch ends one of them without an error.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import contextlib
 import hashlib
 import logging
 import threading
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
@@ -20,9 +20,9 @@ from lightning_spot.capture.attempt import versions
 from lightning_spot.capture.tensors import shape_of
 from lightning_spot.errors import SettingsError
 from lightning_spot.exact import private
+from lightning_spot.exact.builtin_callbacks import is_tuned
 from lightning_spot.exact.optimizers import names_of
-from lightning_spot.fit.agreement import Agreement
-from lightning_spot.fit.taking_part import parts_in, parts_of
+from lightning_spot.fit.collectives import Agreement
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -34,6 +34,13 @@ LATE_S = 60.0
 
 _OF_TRAINER = ("max_epochs", "max_steps", "accumulate_grad_batches", "val_check_interval", "check_val_every_n_epoch")
 _START = "start all ranks with the same program and settings"
+
+
+_INSTEAD = {
+    "DeepSpeedStrategy": "its engine keeps weights and optimizers to itself. Use ModelParallelStrategy (FSDP2), or DDP",
+    "FSDPStrategy": "torch has deprecated FSDP1. Use ModelParallelStrategy with fully_shard (FSDP2)",
+}
+"""Strategies that are not supported: why, and what to use."""
 
 
 def check_alike(trainer: pl.Trainer) -> None:
@@ -57,12 +64,7 @@ def check_one_model(trainer: pl.Trainer) -> None:
     Raises:
         SettingsError: naming the first difference, on all ranks.
     """
-    ranks = Agreement(trainer)
-    if ranks.size == 1:
-        return
-    tensors = _tensors(trainer.lightning_module)
-    if found := _first_difference(ranks, tensors, "its tensors come in another order on one of them"):
-        raise SettingsError(f"all ranks must build the same model, and {found}: {_START}")
+    _check_same(trainer, "build the same model", lambda: _tensors(trainer.lightning_module))
 
 
 def check_one_optimizer(trainer: pl.Trainer) -> None:
@@ -73,24 +75,25 @@ def check_one_optimizer(trainer: pl.Trainer) -> None:
     Raises:
         SettingsError: naming the first difference, on all ranks.
     """
+    _check_same(trainer, "train with the same optimizers", lambda: _optimizers(trainer))
+
+
+def _check_same(trainer: pl.Trainer, do: str, facts: Callable[[], dict[str, str]]) -> None:
+    """Refuse ranks with other facts; they are exchanged only where one has others.
+
+    Args:
+        trainer: whose ranks they are.
+        do: what all must do, for people.
+        facts: of this rank, in their order.
+    """
     ranks = Agreement(trainer)
     if ranks.size == 1:
         return
-    if found := _first_difference(ranks, _optimizers(trainer), "they come in another order on one of them"):
-        raise SettingsError(f"all ranks must train with the same optimizers, and {found}: {_START}")
-
-
-def _first_difference(ranks: Agreement, facts: dict[str, str], in_order: str) -> str:
-    """What :func:`_difference` says of all ranks' facts; they are shown only where one has others.
-
-    Args:
-        ranks: all of them.
-        facts: of this one.
-        in_order: what is said if nothing but their order differs.
-    """
-    if len(set(ranks.gather(hashlib.sha256(repr(facts).encode()).hexdigest()))) == 1:
-        return ""
-    return _difference(ranks.gather(facts)) or in_order
+    mine = facts()
+    if len(set(ranks.gather(hashlib.sha256(repr(mine).encode()).hexdigest()))) == 1:
+        return
+    found = _difference(ranks.gather(mine)) or "one of them has them in another order"
+    raise SettingsError(f"all ranks must {do}, and {found}: {_START}")
 
 
 @contextlib.contextmanager
@@ -176,3 +179,31 @@ def _optimizers(trainer: pl.Trainer) -> dict[str, str]:
 def _own_of(module: Module) -> set[str]:
     """Names of the tensors that DDP was told to leave to each rank."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def takes_part(trainer: pl.Trainer, stage: str) -> bool:
+    """Whether a ``setup`` is that of a training whose state is to be kept.
+
+    Raises:
+        SettingsError: if it is, and its strategy is not supported.
+    """
+    if stage != "fit" or getattr(trainer, "fast_dev_run", False) or is_tuned(trainer):
+        return False
+    for kind in type(trainer.strategy).__mro__:
+        if instead := _INSTEAD.get(kind.__name__):
+            raise SettingsError(
+                f"{kind.__name__} is not supported: {instead}; or Lightning's ModelCheckpoint with this one"
+            )
+    return True
+
+
+def parts_of(trainer: pl.Trainer) -> Iterator[Any]:
+    """The callbacks of a trainer, each also by the parts that it is composed of."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined] # Lightning's Trainer has it
+        yield from parts_in(callback)
+
+
+def parts_in(callback: Any) -> tuple[Any, ...]:
+    """The parts that a callback is composed of; itself, if it is not."""
+    parts: tuple[Any, ...] = getattr(callback, "parts", (callback,))
+    return parts

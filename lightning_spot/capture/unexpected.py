@@ -1,6 +1,6 @@
-"""Errors that nobody has foreseen, on the thread that trains: they cost a snapshot and not the training.
+"""Errors that nobody expected, and what is done as far as possible: they cost a snapshot and not the training.
 
-What the user's own code raises is none of these. Lightning raises it when it saves a checkpoint, and so do we.
+Errors of the user's own code are raised: Lightning raises them when it saves a checkpoint, too.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
 
@@ -26,6 +27,10 @@ _OURS = frozenset(
     )
 )
 """Packages that work for us. With Python's own modules, whatever else is on the way to an error is the user's."""
+
+
+THE_END, STILL_ENDS = "the end of snapshots", "the run ends all the same"
+"""What each part of the end of a ``fit`` is for people, and what happens where one fails."""
 
 
 class Pause:
@@ -49,7 +54,7 @@ class Pause:
         self._next_s = _FIRST_PAUSE_S
 
 
-class UnforeseenFailures:
+class UnexpectedFailures:
     """Snapshots that failed in a way that nobody has foreseen. After some in a row there is a pause."""
 
     def __init__(self) -> None:
@@ -105,7 +110,7 @@ def as_failure(error: Exception) -> SpotError:
     logger.debug("a snapshot could not be taken", exc_info=error)
     text = str(error)
     failure = SnapshotFailedError(
-        f"{type(error).__name__}: {text}" if text else type(error).__name__, reason=FailureReason.UNFORESEEN
+        f"{type(error).__name__}: {text}" if text else type(error).__name__, reason=FailureReason.UNEXPECTED
     )
     failure.__cause__ = error.with_traceback(None)  # its frames would keep tensors alive
     return failure
@@ -120,3 +125,41 @@ def is_of_user(error: BaseException) -> bool:
             return True
         trace = trace.tb_next
     return False
+
+
+T = TypeVar("T")
+
+
+class BestEffort:
+    """Tries what training does not need. Each thing that fails is said once.
+
+    Args:
+        strict: whether an error is raised all the same.
+    """
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+        self._said: set[str] = set()
+
+    def run(self, what: str, do: Callable[[], T], otherwise: T, *, still: str = "training goes on") -> T:
+        """Do something; ``otherwise`` if it fails.
+
+        Args:
+            what: it is, for people.
+            do: it.
+            otherwise: what it gives then.
+            still: what happens all the same, for people.
+
+        Raises:
+            Exception: of the user's code; any with ``strict``.
+        """
+        try:
+            return do()
+        except Exception as error:
+            if self._strict:
+                raise
+            failure = failure_of(error)
+            if what not in self._said:
+                self._said.add(what)
+                logger.warning("lightning_spot: %s failed, %s: %s", what, still, failure)
+            return otherwise

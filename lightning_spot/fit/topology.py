@@ -1,4 +1,4 @@
-"""Which ranks share a host, and how each reaches the node of its own: of rank 0's host, or one that it starts there."""
+"""Which ranks share a host, and how each reaches the server of its host, or starts one there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_spot.capture.host_link import RingSettings, leave
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.starting import attach, start
 from lightning_spot.errors import ServerUnreachableError, SpotError
-from lightning_spot.fit.agreement import Agreement
+from lightning_spot.fit.collectives import Agreement
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.record import find_record
@@ -23,19 +23,19 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Hosts:
+class Topology:
     """The ranks of a ``fit`` by their hosts.
 
     Attributes:
-        ranks: that reach the node of their host, by host, that of rank 0 first.
+        ranks: that reach the server of their host, by host, that of rank 0 first.
         can_bring: whether all do, on several hosts, and may bring snapshots together to a snapshot server or, of a
-            model in shards, to the durable tier.
-        mine: connection of this rank, from 1 on, to the node of its host; ``None`` if it has none.
+            model in shards, to storage.
+        mine: connection of this rank, from 1 on, to the server of its host; ``None`` if it has none.
         is_guest: whether this rank is on another host than rank 0.
         connect: makes the connection once more.
         count: how many hosts there are.
         token: of the attempt.
-        why_not: of the first rank that reaches no node, why; ``""`` if all do.
+        why_not: of the first rank that reaches no server, why; ``""`` if all do.
         spread: where the snapshots of a model in shards are spread over snapshot servers: at how many each host's
             portion is to be kept; else 0.
     """
@@ -61,7 +61,7 @@ class Hosts:
         number: int,
         *,
         in_shards: bool = False,
-    ) -> Hosts:
+    ) -> Topology:
         """Find out who is where. Every rank calls it, when the attempt has begun.
 
         Args:
@@ -88,7 +88,7 @@ class Hosts:
             return host
 
         mine: EmbeddedHost | None = None
-        problem = "it is on another host than rank 0" if attempt is None else "its node is not reached by other ranks"
+        problem = "it is on another host than rank 0" if attempt is None else "its server is not reached by other ranks"
         if attempt is None and (may_bring or not is_guest):
             try:
                 mine = connect()
@@ -114,7 +114,7 @@ class Hosts:
         return len(ranks) / sum(map(len, self.ranks)) if ranks else 0.0
 
     def leave(self) -> None:
-        """On a rank that writes no share: let the node of its host go."""
+        """On a rank that writes no share: let the server of its host go."""
         if self.mine is not None:
             if self.is_guest:
                 leave(self.mine, complete=True)
@@ -123,7 +123,7 @@ class Hosts:
 
 
 def _open(location: Location, settings: RingSettings, info: RunInfo) -> EmbeddedHost:
-    """The node of a host that rank 0 is not on; it brings nothing anywhere but what the ranks here write."""
+    """The server of a host that rank 0 is not on; it brings nothing anywhere but what the ranks here write."""
     host = start(
         location.url,
         location.name,
@@ -144,8 +144,8 @@ def place_of(location: Location) -> str:
     """The same for ranks that would reach one local server: one kernel, and one runtime directory on it."""
     try:
         folder = find_record(location.url).folder.stat()
-    except (SpotError, OSError) as error:  # then it has no node, and no other rank has the same place
-        logger.debug("no node can be had here: %s", error)
+    except (SpotError, OSError) as error:  # then it has no server, and no other rank has the same place
+        logger.debug("no server can be had here: %s", error)
         return secrets.token_hex(16)
     return f"{this_host().partition(' ')[0]} {folder.st_dev} {folder.st_ino}"
 

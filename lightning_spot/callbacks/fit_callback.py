@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.namespaces import SpotCallback
-from lightning_spot.fit.fit import Fit
+from lightning_spot.fit.session import FitSession
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class Part(SpotCallback):
+class FitCallback(SpotCallback):
     """A callback that keeps the exact state; :class:`SpotCheckpoint` is made of several, and each works alone.
 
     Attributes:
@@ -32,7 +32,7 @@ class Part(SpotCallback):
     ) -> None:
         """Go on exactly where the checkpoint was taken, also if the user named it in ``fit(ckpt_path=)``."""
         if trainer.state.fn == "fit":
-            Fit.of(trainer).resume.load(checkpoint)
+            FitSession.of(trainer).resume.load(checkpoint)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The module may make the data of the next epoch in its own hook, which follows."""
@@ -40,7 +40,7 @@ class Part(SpotCallback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Return when everything committed is durable, within the time allowed."""
-        Fit.of(trainer).exit.complete()
+        FitSession.of(trainer).complete()
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A resumed run makes no sanity check: what it changes is to be kept."""
@@ -52,23 +52,11 @@ class Part(SpotCallback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Bring what is committed to safety, and let the trainer go."""
-        fit = Fit.of(trainer)
-        if fit.is_forked:
-            return
-        try:
-            fit.exit.fail(exception)
-        finally:
-            fit.end()
+        FitSession.of(trainer).end(exception)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Let the trainer go, if nothing did before."""
-        fit = Fit.of(trainer)
-        if fit.is_forked:
-            return
-        try:
-            fit.exit.let_go()
-        finally:
-            fit.end()
+        FitSession.of(trainer).end()
 
 
 def move_to_the_end(trainer: pl.Trainer, callback: pl.Callback) -> None:

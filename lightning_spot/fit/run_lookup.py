@@ -65,7 +65,7 @@ def what_interrupted(named: Location) -> str | None:
 
 
 def node_was_left(location: Location, attempt: int, error: BaseException) -> None:
-    """A node stays for a trainer that is started again. Where the program goes on instead, it is let go soon."""
+    """A server stays for a trainer that is started again. Where the program goes on instead, it is let go soon."""
     if location.has_local_server and not isinstance(error, (PreemptedError, KeyboardInterrupt)):
         if not _nodes:
             atexit.register(_at_exit, os.getpid())
@@ -73,7 +73,7 @@ def node_was_left(location: Location, attempt: int, error: BaseException) -> Non
 
 
 def goes_on_at(location: Location) -> None:
-    """A ``fit`` begins there: let the nodes go that earlier ones have left elsewhere."""
+    """A ``fit`` begins there: let the servers go that earlier ones have left elsewhere."""
     _nodes.pop(location.url, None)
     while _nodes:
         _let_go(*_nodes.popitem()[1])
@@ -126,7 +126,7 @@ def _note(record: NodeRecord) -> Path:
 
 
 def _at_exit(pid: int) -> None:
-    """Where an exception ends the program, it will be started again, and goes on from the memory of its node.
+    """Where an exception ends the program, it will be started again, and goes on from the memory of its server.
 
     Args:
         pid: of the program: the end of a forked child is not its own.
@@ -137,7 +137,7 @@ def _at_exit(pid: int) -> None:
 
 
 def _let_go(location: Location, attempt: int) -> None:
-    """Have a node end when all it holds is durable, unless another attempt is at work there."""
+    """Have a server end when all it holds is durable, unless another attempt is at work there."""
     try:
         host = attach(location.url, location.name, revive=False)
         if host is None:
@@ -148,4 +148,4 @@ def _let_go(location: Location, attempt: int) -> None:
         else:
             host.disconnect()
     except (SpotError, OSError) as error:
-        logger.debug("the node of %s was not told that it is not needed: %s", location.url, error)
+        logger.debug("the server of %s was not told that it is not needed: %s", location.url, error)
