@@ -33,11 +33,10 @@ from lightning_spot.memory.runs import RunInfo
 from lightning_spot.renamed import refusing_old
 from lightning_spot.run.files import folder_info
 from lightning_spot.run.location import memory_limit_bytes
+from lightning_spot.say import say
 from lightning_spot.tiers.files import why_not_writable
 from lightning_spot.tiers.filesystem import forget_listings
 from lightning_spot.untrusted import is_line, plain
-
-logger = logging.getLogger(__name__)
 
 _NEW_NODE_S = 30.0
 
@@ -130,7 +129,8 @@ class SpotCheckpointIO(SpotIO):
         except (ServerUnreachableError, SnapshotFailedError) as error:
             if error.reason not in (TierReason.UNREACHABLE, FailureReason.TOO_LARGE):
                 raise
-            logger.warning("lightning_spot: %s; saving %s past the memory of this host", error, path)
+            text = "{error}; saving {path} past the memory of this host"
+            say(logging.WARNING, "saved-past-memory", text, about=parent, error=error, path=path)
             writer.write_past_memory(checkpoint, manifest, open_store(parent))
         if not trains:
             self._flush(parent)
@@ -172,7 +172,8 @@ class SpotCheckpointIO(SpotIO):
             if self._remove(writer, name):
                 return
             if problems := self._try_flush(parent, writer):
-                logger.warning("lightning_spot: %s is not removed: %s", path, "; ".join(problems))
+                text = "{about} is not removed: {problems}"
+                say(logging.WARNING, "not-removed", text, about=path, problems="; ".join(problems))
                 return
         if scheme_of(parent) != "spot":
             forget_listings(parent)
@@ -190,7 +191,8 @@ class SpotCheckpointIO(SpotIO):
             except ServerUnreachableError as error:
                 writer.link.lose(host, error)
             except SpotError as error:
-                logger.warning("lightning_spot: %s is removed without the server (%s)", name, error)
+                text = "{about} is removed without the server ({error})"
+                say(logging.WARNING, "removed-alone", text, about=name, error=error)
                 return False
         return False
 
@@ -240,9 +242,8 @@ class SpotCheckpointIO(SpotIO):
                 host.open_run(info)
                 return host
             except (ServerUnreachableError, OSError) as error:
-                logger.warning(
-                    "lightning_spot: no snapshot server on this host (%s); saving through this process", error
-                )
+                text = "no snapshot server could be started on this host ({error}); saving through this process"
+                say(logging.WARNING, "no-local-server", text, about=info.durable_url, error=error)
         host = InProcessHost(slots=self.slots, memory_bytes=self.memory_bytes, open_store=open_store)
         host.open_run(info)
         return host

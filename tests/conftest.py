@@ -28,6 +28,7 @@ import hypothesis
 import psutil
 import pytest
 
+from lightning_spot import say
 from lightning_spot.client import starting
 from lightning_spot.memory.runs import RunInfo
 from tests import folders, warm
@@ -148,7 +149,8 @@ def warnings_of_this_test(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def new_process() -> None:
-    """Have what follows be as in a process that has trained nothing yet."""
+    """Have what follows be as in a process that has trained nothing yet, and has logged nothing."""
+    say.forget()
     if (earlier := sys.modules.get("lightning_spot.fit.earlier")) is not None:
         earlier.forget()
 

@@ -333,5 +333,5 @@ def test_goodput_is_noted_at_the_next_beat(
     kept.close("complete")
     assert read_records(str(tmp_path))[0].end == "complete"
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
-        "lightning_spot: goodput is not noted now: MemoryError: none is left"
+        "[spot] goodput is not noted now: MemoryError: none is left"
     ]

@@ -40,6 +40,8 @@ SHARED_BY_CLASSES = {
     "Upload",
 }  # fmt: skip
 
+LOGS_WITHOUT_KEYS = {"callbacks", "capture", "exact", "fit", "image", "memory", "protocol", "service", "staging"}
+
 
 def test_public_names_are_there_and_listed() -> None:
     assert sorted(lightning_spot.__all__) == dir(lightning_spot)
@@ -204,6 +206,31 @@ def test_no_two_modules_and_no_two_classes_have_one_name() -> None:
     )
     assert {name for name, count in modules.items() if count > 1} <= SHARED_BY_MODULES
     assert {name for name, count in classes.items() if count > 1} <= SHARED_BY_CLASSES
+
+
+def test_messages_have_keys_and_the_docs_list_them() -> None:
+    """What a file logs for people goes through :mod:`lightning_spot.say`. The files that do not do so get fewer."""
+    logged = {path: _logged(path) for path in SOURCES if path.name != "say.py"}
+    documented = re.findall(
+        r"^\| <a id=\"([\w-]+)\"></a>`\1` \| (\w+)", (REPOSITORY / "docs/messages.md").read_text(), re.M
+    )
+    assert sorted(documented) == sorted({found for each in logged.values() for found in each if found[0]})
+    unlike = {path.parent.name for path, each in logged.items() if any(not key for key, _ in each)}
+    assert unlike <= LOGS_WITHOUT_KEYS
+
+
+def _logged(path: Path) -> set[tuple[str, str]]:
+    """Key and level of each message in a file; without a key, one that is logged in some other way."""
+    found = set()
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name == "say" and "lightning_spot.say" in _modules_imported(path):
+                assert isinstance(node.args[1], ast.Constant)
+                found.add((str(node.args[1].value), ast.unparse(node.args[0]).removeprefix("logging.")))
+            elif re.fullmatch(r"logger\.(info|warning|error|exception|log)|warnings\.warn|rank_zero_(info|warn)", name):
+                found.add(("", name))
+    return found
 
 
 def test_the_changelog_names_the_formats_and_they_change_together() -> None:

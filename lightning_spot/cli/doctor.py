@@ -117,7 +117,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         raise SettingsError(f"--sample {arguments.sample}: at most half of this host's memory, {format_bytes(most)}")
     location = location_of(arguments.url, arguments.server, "doctor")
     check_replicas_given(arguments.replicas, arguments.server)
-    say = error_console().print
+    report = error_console().print
     made = _not_there(location.url)
     problems: list[str] = []
     found: Holdings | None = None
@@ -133,7 +133,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     if found is not None:
         stores[location.url] = scratch
     for url, where in stores.items():
-        say(f"writing {format_bytes(sample)} to {url} …")
+        report(f"writing {format_bytes(sample)} to {url} …")
         try:
             tiers[url] = store_speed(open_store(where), sample)
         except SpotError as error:
@@ -146,10 +146,10 @@ def doctor(arguments: argparse.Namespace) -> int:
     facts["not_carried"], wrong = _not_carried(nodes, location.url)
     problems += wrong
     if len(nodes) > 1:
-        say(f"writing {format_bytes(sample)} to each snapshot server at the same time …")
+        report(f"writing {format_bytes(sample)} to each snapshot server at the same time …")
         each = functools.partial(_node_store_speed, nbytes=sample)
         facts["nodes_together_bytes_per_s"] = together(nodes, each)
-    say("starting a snapshot server on this host …")
+    report("starting a snapshot server on this host …")
     try:
         facts["node_bytes_per_s"] = node_speed(scratch, sample)
     except (SpotError, OSError) as error:

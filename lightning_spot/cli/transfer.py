@@ -13,9 +13,9 @@ from pathlib import Path
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from lightning_spot.cli.output import error_console, say
+from lightning_spot.cli.output import error_console, print_line
 from lightning_spot.cli.tiers import Entry, Found, ask, look_again, pick
-from lightning_spot.config import PART_BYTES, format_bytes
+from lightning_spot.config import PART_BYTES, format_bytes, format_count
 from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.image.files import cut
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
@@ -36,9 +36,9 @@ def copy(arguments: argparse.Namespace) -> int:
     _target(arguments, wanted)  # an error in it is said before anything is read
     if found.selected is None:
         for what, why in found.unreadable.items():
-            say(f"passed over: {what}: {why}")
+            print_line(f"passed over: {what}: {why}")
         for problem in found.problems:
-            say(f"not asked: {problem}")
+            print_line(f"not asked: {problem}")
     snapshot = _open_newest(found) if found.selected is None else _open_somewhere(found, wanted.name)
     try:
         wanted = snapshot.manifest
@@ -50,9 +50,9 @@ def copy(arguments: argparse.Namespace) -> int:
     finally:
         snapshot.close()
     nbytes = target.stat().st_size if one_file else wanted.stored_bytes
-    say(f"{target}: {format_bytes(nbytes)}, step {wanted.step}, from {snapshot.tier}, every checksum holds")
+    print_line(f"{target}: {format_bytes(nbytes)}, step {wanted.step}, from {snapshot.tier}, every checksum holds")
     if not one_file:
-        say("That is a directory, of a sharded model. --consolidate makes one plain file of it")
+        print_line("That is a directory, of a sharded model. --consolidate makes one plain file of it")
     return 0
 
 
@@ -70,22 +70,22 @@ def verify(arguments: argparse.Namespace) -> int:
         raise SnapshotNotFoundError("; ".join([f"no snapshot of {found.url} to verify", *found.problems]))
     bad = len(found.unreadable)
     for what, why in found.unreadable.items():
-        say(f"BAD  {what}: {why}")
+        print_line(f"BAD  {what}: {why}")
     for entry in found.entries:
         label = f"{entry.manifest.name} at {entry.source.tier}"
         try:
             _open(entry).close()
         except SpotError as error:
             if _has_left(entry):
-                say(f"gone {label}: it has left this tier since it was listed, as older ones do")
+                print_line(f"gone {label}: it has left this tier since it was listed, as older ones do")
                 continue
             bad += 1
-            say(f"BAD  {label}: {error}")
+            print_line(f"BAD  {label}: {error}")
         else:
-            parts = len(entry.manifest.checksums)
-            say(f"good {label}: {format_bytes(entry.manifest.stored_bytes)}, {parts} part{'s' if parts > 1 else ''}")
+            parts = format_count(len(entry.manifest.checksums), "part")
+            print_line(f"good {label}: {format_bytes(entry.manifest.stored_bytes)}, {parts}")
     for problem in found.problems:
-        say(f"not asked: {problem}")
+        print_line(f"not asked: {problem}")
     return 1 if bad else 0
 
 
@@ -127,7 +127,7 @@ def _open_somewhere(found: Found, name: str) -> OpenSnapshot:
         if entry.manifest.name != name:
             continue
         if problem is not None:  # that of the last tier is the error
-            say(f"{tier} is passed over: {problem}")
+            print_line(f"{tier} is passed over: {problem}")
         try:
             return _open(entry)
         except SpotError as error:

@@ -35,6 +35,7 @@ from lightning_spot.image.portion import Image
 from lightning_spot.image.sealing import Sealing, sealing_threads
 from lightning_spot.memory.bases import Glance
 from lightning_spot.protocol.wire import BaseInfo, PartKind
+from lightning_spot.say import say
 from lightning_spot.staging.slot import available_bytes, slot_capacity
 
 logger = logging.getLogger(__name__)
@@ -305,7 +306,6 @@ class Approximation:
         self._since_exact = 0
         self._skipped = 0
         self._took_s: dict[bool, float] = {}
-        self._has_said = False
 
     def took(self, manifest: Manifest, seconds: float) -> None:
         """Note how long it took until a snapshot, or its approximation, was there."""
@@ -416,13 +416,8 @@ class Approximation:
                 return True
             except (OSError, OverflowError) as error:
                 logger.debug("no memory for an approximation: %s", error)
-        if not self._has_said:
-            self._has_said = True
-            logger.warning(
-                "lossy='topk' needs %s more memory on this host, which has not as much left: snapshots are sent"
-                " exactly",
-                format_bytes(capacity),
-            )
+        text = "lossy='topk' needs {size} more memory on this host than is left: snapshots are sent exactly"
+        say(logging.WARNING, "lossy-no-memory", text, size=format_bytes(capacity))
         return False
 
 

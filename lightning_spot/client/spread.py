@@ -47,6 +47,7 @@ from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.memory.spread import Told
 from lightning_spot.memory.tier import Gathering, JointTier, Sent
 from lightning_spot.retry import growing
+from lightning_spot.say import say
 from lightning_spot.tiers.claims import Claim, Owner
 from lightning_spot.tiers.store import Holdings, Progress, newest_first
 
@@ -408,10 +409,9 @@ class JointPortions(ByItself):
             node.whole(Told(name), attempt=info.attempt)
 
         for problem in self._say("whole", tell):
-            level = (
-                logging.DEBUG if isinstance(problem, SnapshotNotFoundError) else logging.WARNING
-            )  # it has nothing of it
-            logger.log(level, "a snapshot server was not told that %s is gone on from: %s", name, problem)
+            if not isinstance(problem, SnapshotNotFoundError):  # it has nothing of it
+                text = "a snapshot server does not know that the run resumed from {about}: {problem}"
+                say(logging.WARNING, "resume-unknown", text, about=name, problem=problem)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -456,7 +456,8 @@ class JointPortions(ByItself):
                 return error
             except SpotError as error:
                 if not coming.given_up:
-                    logger.info("%s does not take %s, another node is tried: %s", url, coming.manifest.name, error)
+                    text = "{about} does not take {name}, another server is tried: {error}"
+                    say(logging.INFO, "server-refused", text, about=url, name=coming.manifest.name, error=error)
                 problem = error
         return problem
 
@@ -579,12 +580,13 @@ class SpreadStore:
             by_host = [hosts[host] for host in sorted(hosts)]
             portions = [held[0][1] for held in by_host]
             if late := missing(portions):
-                logger.info("%s is not whole at snapshot servers: what host %s has brought is at none", name, late)
+                text = "{about} is not complete at snapshot servers: none has the part of host {host}"
+                say(logging.INFO, "snapshot-incomplete", text, about=name, host=late)
                 continue
             try:
                 manifests.append(whole_of(portions))
             except CorruptSnapshotError as error:
-                logger.warning("lightning_spot: %s", error)
+                say(logging.WARNING, "snapshot-skipped", "{error}", about=name, error=error)
                 continue
             # Of two replicas only those that are the same count.
             holders = [

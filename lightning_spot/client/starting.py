@@ -21,6 +21,7 @@ from lightning_spot.config import SERVER_CALL_TIMEOUT_S
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, TierReason
 from lightning_spot.protocol.ownership import open_file, remove_file, tail_of
 from lightning_spot.protocol.record import NodeRecord, find_record
+from lightning_spot.say import say
 
 logger = logging.getLogger(__name__)
 
@@ -134,10 +135,12 @@ def _wait_or_end(record: NodeRecord, error: ServerUnreachableError, deadline: fl
     if process is None or not process.alive or not (silent or process.stopped):
         time.sleep(0.05)
         return
-    logger.warning(
-        "lightning_spot: the server on this host (pid %d) lives but does not answer; it is ended, and a new one"
-        " takes its snapshots over",
-        process.pid,
+    say(
+        logging.WARNING,
+        "local-server-hung",
+        "the server on this host (pid {about}) lives but does not answer; it is ended, and a new one takes its"
+        " snapshots over",
+        about=process.pid,
     )
     if not process.kill(_KILL_TIMEOUT_S):
         raise ServerUnreachableError(

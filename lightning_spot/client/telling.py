@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import FencedError, SettingsError, SnapshotNotFoundError, SpotError
 from lightning_spot.retry import growing
+from lightning_spot.say import say
 from lightning_spot.threads import all_at_once
 
 logger = logging.getLogger(__name__)
@@ -129,7 +130,8 @@ class Telling:
             try:
                 at_all(nodes, self._tell_all_again)
             except Exception:  # whatever fails, such as want of memory, nobody else tells them again
-                logger.exception("lightning_spot: snapshot servers were not told again; they are later")
+                text = "snapshot servers were not told again; they are later"
+                say(logging.ERROR, "servers-not-told", text, exc_info=True)
 
     def _tell_all_again(self, node: NodeStore) -> None:
         with self._lock:

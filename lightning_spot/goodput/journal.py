@@ -12,6 +12,7 @@ from lightning_spot.goodput.ledger import Account, AttemptRecord, Spent, account
 from lightning_spot.goodput.reached import completed, forget_reached, keep_reached
 from lightning_spot.goodput.records import newest_record, write_record
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.say import recovered, say
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,8 @@ class Journal:
         try:
             written = newest_record(self._url, before=attempt)
         except TierError as error:
-            logger.warning("lightning_spot: goodput begins anew: %s", error)
+            text = "goodput counts from this attempt on: {error}"
+            say(logging.WARNING, "goodput-restarted", text, about=self._url, error=error)
             return None
         if written is None:
             return None
@@ -140,14 +142,17 @@ class Journal:
             keep_reached(self._url, self.record)
         except (SettingsError, OSError) as error:
             self._is_kept = False
-            logger.warning(
-                "lightning_spot: if this trainer is killed, up to %.0f s of its work count as down (%s)",
-                self._heartbeat_s,
-                error,
+            say(
+                logging.WARNING,
+                "goodput-coarse",
+                "if this trainer is killed, up to {seconds:.0f} s of its work count as down ({error})",
+                about=self._url,
+                seconds=self._heartbeat_s,
+                error=error,
             )
 
     def _beat(self) -> None:
-        stopping = is_said = False
+        stopping = False
         while not stopping:
             self._wake.wait(self._heartbeat_s)
             self._wake.clear()
@@ -158,10 +163,10 @@ class Journal:
             except TierError as error:
                 logger.debug("lightning_spot: %s", error)  # the flusher tells of a tier that fails
             except Exception as error:  # such as want of memory: there may be some again at the next beat
-                if not is_said:
-                    logger.warning("lightning_spot: goodput is not noted now: %s: %s", type(error).__name__, error)
-                is_said = True
+                why = f"{type(error).__name__}: {error}"
+                say(logging.WARNING, "goodput-failing", "goodput is not noted now: {why}", about=self._url, why=why)
             else:
+                recovered("goodput-failing", "goodput is noted again", about=self._url)
                 if stopping:
                     forget_reached(self._url, self.record.attempt)
 

@@ -9,13 +9,12 @@ from typing import Any
 
 from lightning_spot.errors import MalformedError
 from lightning_spot.goodput.ledger import AttemptRecord
+from lightning_spot.say import say
 from lightning_spot.tiers.claims import ATTEMPTS_DIR
 from lightning_spot.tiers.filesystem import make_parent, open_filesystem, tier_errors
 from lightning_spot.tiers.temporaries import temporary_name
 from lightning_spot.tiers.writing import write_small
 from lightning_spot.untrusted import plain, read_sealed, sealed_json
-
-logger = logging.getLogger(__name__)
 
 _RECORD = re.compile(r"attempt-(\d{1,9})\.progress\.json")
 _READERS = 16
@@ -94,10 +93,12 @@ def _read(files: Any, path: str, attempt: int) -> AttemptRecord | None:
     except FileNotFoundError:
         return None  # removed meanwhile
     except MalformedError as error:
-        logger.warning(
-            "lightning_spot: the record of attempt %d, %s, is damaged: %s. The time of that attempt is not counted.",
-            attempt,
-            plain(path),
-            error,
+        say(
+            logging.WARNING,
+            "goodput-damaged",
+            "the record of attempt {attempt}, {about}, is damaged: {error}. The time of that attempt is not counted.",
+            about=plain(path),
+            attempt=attempt,
+            error=error,
         )
         return None

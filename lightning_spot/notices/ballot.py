@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from lightning_spot.notices.exchange import Over
+from lightning_spot.say import say
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,8 @@ class Ballot:
         if not self._posted:
             return False
         if not self._decided.wait(DECIDE_S):
-            logger.warning("lightning_spot: ranks did not agree within %.0f s; this one goes ahead", DECIDE_S)
+            text = "ranks did not agree within {limit_s:.0f} s; this one goes ahead"
+            say(logging.WARNING, "stop-not-agreed", text, limit_s=DECIDE_S)
             return True
         return self._stop is not None and (place.batch, place.evaluated) >= (self._stop.batch, self._stop.evaluated)
 
@@ -129,7 +131,8 @@ class Ballot:
             logger.debug("lightning_spot: %s", end)
         except OSError as error:  # rank 0 has gone, and with it the run
             if not self._closed:
-                logger.warning("lightning_spot: the other ranks cannot be asked any more (%s)", error)
+                text = "the other ranks cannot be asked any more ({error})"
+                say(logging.WARNING, "ranks-unreachable", text, error=error)
         finally:
             exchange.close()
 

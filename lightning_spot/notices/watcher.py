@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from lightning_spot.errors import NoticeUnavailableError
 from lightning_spot.notices.notice import Notice, NoticeSource
 from lightning_spot.notices.signals import SignalSource
-
-logger = logging.getLogger(__name__)
+from lightning_spot.say import recovered, say
 
 LONGEST_PAUSE_S = 60.0
 _LAST_ANSWER_S = 1.0
@@ -112,17 +111,18 @@ class Watcher:
             source.pass_on()
 
     def _ask(self, source: NoticeSource, key: str) -> None:
-        pause_s, is_warned = source.every_s, False
+        pause_s = source.every_s
         while not self._stopped.is_set():
             try:
                 self._heard(key, source.poll())
                 pause_s = source.every_s
+                recovered("notices-unavailable", "notice source {about} answers again", about=source.name)
             except NoticeUnavailableError as error:
-                if not is_warned:
-                    logger.warning("lightning_spot: %s; it is asked again", error)
-                is_warned, pause_s = True, min(2 * pause_s + 0.1, LONGEST_PAUSE_S)
+                text = "{error}; it is asked again"
+                say(logging.WARNING, "notices-unavailable", text, about=source.name, error=error)
+                pause_s = min(2 * pause_s + 0.1, LONGEST_PAUSE_S)
             except Exception:  # a bug in a source must not end the watch
-                logger.exception("lightning_spot: notice source %s failed", source.name)
+                say(logging.ERROR, "notices-failing", "notice source {about} failed", about=source.name, exc_info=True)
                 pause_s = LONGEST_PAUSE_S
             self._stopped.wait(pause_s)
         source.close()

@@ -19,8 +19,7 @@ from lightning_spot.run.patience import Patience, of_tier
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.sources import Source
 from lightning_spot.run.survey import Survey
-
-logger = logging.getLogger(__name__)
+from lightning_spot.say import say
 
 WAY_ON = "pass resume=False to start afresh all the same (nothing that is there is deleted), or another dirpath"
 
@@ -85,7 +84,7 @@ def open_newest(
     goes_on = ". The newest snapshot of those that answer is taken; what only that one has is not"
     so = goes_on if error is None else ""
     for tier, reason in found.problems.items():
-        logger.warning("lightning_spot: %s%s", patience.unread(tier, reason), so)
+        say(logging.WARNING, "not-read", "{why}{so}", about=tier, why=patience.unread(tier, reason), so=so)
     if error is not None:
         raise error
     reasons: list[str] = []
@@ -95,7 +94,9 @@ def open_newest(
         """Name those that would come before a snapshot: older ones are not asked for."""
         for what in [what for what in unreadable if until is None or _order(what) > until.order]:
             reasons.append(f"{what}: {unreadable[what]}")
-            logger.warning("lightning_spot: snapshot %s is passed over: %s", what, unreadable.pop(what))
+            reason = unreadable.pop(what)
+            text = "snapshot {about} is passed over: {reason}"
+            say(logging.WARNING, "snapshot-skipped", text, about=what, reason=reason)
 
     bounds = bounds or patience.PATIENCE
     pauses = itertools.islice(growing(bounds.first_pause_s), bounds.tries - 1)  # for all of them together
@@ -107,10 +108,13 @@ def open_newest(
             if isinstance(error, SnapshotNotFoundError) and not stays:
                 raise
             reasons.append(f"{manifest.name} at {source.tier}: {error}")
-            logger.warning("lightning_spot: snapshot %s at %s is passed over: %s", manifest.name, source.tier, error)
+            where = f"{manifest.name} at {source.tier}"
+            text = "snapshot {about} is passed over: {reason}"
+            say(logging.WARNING, "snapshot-skipped", text, about=where, reason=error)
             continue
         if reasons:
-            logger.warning("lightning_spot: falling back to %s from %s", manifest.name, source.tier)
+            where = f"{manifest.name} from {source.tier}"
+            say(logging.WARNING, "resume-fell-back", "falling back to {about}", about=where)
         return opened
     pass_over_unreadable(None)
     if reasons:
@@ -139,7 +143,8 @@ def _try(
             snapshot.close()
 
     def note(error: Exception, pause_s: float) -> None:
-        logger.warning("lightning_spot: %s; trying again in %.1f s", error, pause_s)
+        text = "{error}; trying again in {pause_s:.1f} s"
+        say(logging.WARNING, "read-retried", text, about=source.tier, error=error, pause_s=pause_s)
 
     return retried(once, pauses, lambda error: isinstance(error, TierError), note)
 
@@ -149,11 +154,13 @@ def say_what_is_left(found: Survey) -> None:
     names = {manifest.name for manifest, _ in found.candidates}
     if names:
         newest = found.candidates[0][0]
-        logger.warning(
-            "lightning_spot: run %r starts afresh. %d snapshots of it, the newest of step %d, stay where they are; they"
-            " are never deleted by the new start. Remove %s yourself if you do not want them",
-            found.location.name,
-            len(names),
-            newest.step,
-            found.location.url,
+        say(
+            logging.WARNING,
+            "snapshots-left",
+            "run {name!r} starts afresh. {count} snapshots of it, the newest of step {step}, stay where they are; they"
+            " are never deleted by the new start. Remove {about} yourself if you do not want them",
+            about=found.location.url,
+            name=found.location.name,
+            count=len(names),
+            step=newest.step,
         )

@@ -25,6 +25,7 @@ from lightning_spot.retry import growing
 from lightning_spot.run import patience
 from lightning_spot.run.identity import next_attempt
 from lightning_spot.run.survey import Survey
+from lightning_spot.say import recovered, say
 from lightning_spot.tiers.claims import Claim, Owner
 from lightning_spot.tiers.store import Store
 
@@ -89,14 +90,11 @@ def begin_attempt(
         except FencedError as error:
             if last:
                 raise
-            logger.info("lightning_spot: %s; taking a later number", error)
+            say(logging.INFO, "attempt-taken", "{error}; taking a later number", about=location.url, error=error)
             info = replace(_of_the_run_there(found, info), attempt=max(info.attempt, error.current) + 1)
     if found.identity.copied_from:
-        logger.warning(
-            "lightning_spot: %s was copied from %s: from here on it is a run of its own",
-            location.url,
-            found.identity.copied_from,
-        )
+        text = "{about} was copied from {source}: from here on it is a run of its own"
+        say(logging.WARNING, "run-copied", text, about=location.url, source=found.identity.copied_from)
     return info, claimed
 
 
@@ -127,12 +125,8 @@ def _claim(store: Store, claim: Claim) -> bool:
     try:
         patience.patiently(once, bounds, store.url)
     except TierError as error:
-        logger.warning(
-            "lightning_spot: attempt %d could not be claimed at %s (%s); it is tried again",
-            claim.attempt,
-            store.url,
-            error,
-        )
+        text = "attempt {attempt} could not be claimed at {about} ({error}); it is tried again"
+        say(logging.WARNING, "claim-failing", text, about=store.url, attempt=claim.attempt, error=error)
         return False
     return True
 
@@ -169,7 +163,7 @@ class ClaimWatch:
                 self._look()
                 pause_s, pauses = _AGAIN_S, growing(_FIRST_RETRY_S, _LAST_RETRY_S)
             except FencedError as error:
-                logger.warning("lightning_spot: %s", error)
+                say(logging.WARNING, "fenced", "{error}", about=self._url, error=error)
                 self._fenced(error)
                 return
             except Exception as error:  # whatever it is: without a claim, no earlier attempt would be kept out
@@ -189,6 +183,8 @@ class ClaimWatch:
         if not self._is_made:
             store.claim(self._claim)
             self._is_made = True
+            text = "attempt {attempt} is claimed at {about}"
+            recovered("claim-failing", text, about=self._url, attempt=self._claim.attempt)
 
 
 def elsewhere(nodes: Sequence[str], replicas: int) -> tuple[str, ...]:
@@ -200,12 +196,14 @@ def elsewhere(nodes: Sequence[str], replicas: int) -> tuple[str, ...]:
     """
     found = tuple(node for node in nodes if not is_here(parse_spot_url(node)[0].host))
     if len(found) < min(replicas, len(nodes)):
-        logger.warning(
-            "lightning_spot: replicas=%d, and %d of the servers are on other machines (%s): one here goes with"
-            " this machine",
-            replicas,
-            len(found),
-            ", ".join(found) or "none",
+        say(
+            logging.WARNING,
+            "replicas-here",
+            "replicas={replicas}, and {count} of the servers are on other machines ({about}): one here goes with this"
+            " machine",
+            about=", ".join(found) or "none",
+            replicas=replicas,
+            count=len(found),
         )
     return found or tuple(nodes)
 

@@ -14,9 +14,8 @@ from typing import Any
 from lightning_spot.errors import CorruptSnapshotError, TierError
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest
 from lightning_spot.memory.runs import EPOCH_UNIX_S, RunInfo, files_name
+from lightning_spot.say import say
 from lightning_spot.tiers.filesystem import open_filesystem, tier_errors, time_of
-
-logger = logging.getLogger(__name__)
 
 _MOST_READ = 2000
 _READERS = 32
@@ -67,7 +66,8 @@ def _highest_attempt(folder: str) -> int:
             with ThreadPoolExecutor(_READERS) as pool:
                 return max(pool.map(lambda fact: _attempt_in(files, fact["name"]), newest[:_MOST_READ]), default=0)
     except TierError as error:
-        logger.warning("lightning_spot: %s; the clock alone orders what is saved there", error)
+        text = "{error}; the clock alone orders what is saved there"
+        say(logging.WARNING, "manifests-not-read", text, about=folder, error=error)
         return 0
 
 
@@ -84,5 +84,5 @@ def _attempt_in(files: Any, path: str) -> int:
     except (FileNotFoundError, CorruptSnapshotError):
         return 0
     except Exception as error:  # every file system has errors of its own: one manifest hides no other
-        logger.warning("lightning_spot: %s cannot be read (%s)", path, error)
+        say(logging.WARNING, "manifest-not-read", "{about} cannot be read ({error})", about=path, error=error)
         return 0

@@ -24,10 +24,9 @@ from lightning_spot.errors import ServerUnreachableError, SettingsError, TierErr
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.memory.runs import check_name
 from lightning_spot.protocol.wire import parse_spot_url
+from lightning_spot.say import say
 from lightning_spot.staging.slot import host_memory_bytes
 from lightning_spot.tiers.files import why_not_writable
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,10 +139,13 @@ class Location:
             except (ServerUnreachableError, TierError, OSError) as error:
                 if strict:
                     raise
-                logger.warning(
-                    "lightning_spot: no snapshot server could be started on this host (%s); snapshots go through this"
-                    " process instead, and what is only in memory is lost if it is killed",
-                    error,
+                say(
+                    logging.WARNING,
+                    "no-local-server",
+                    "no snapshot server could be started on this host ({error}); snapshots go through this process"
+                    " instead, and what is only in memory is lost if it is killed",
+                    about=self.url,
+                    error=error,
                 )
         return InProcessHost(slots=slots, memory_bytes=memory_bytes, open_store=open_store)
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from lightning_spot.errors import ServerRefusedError, SpotError, TierError, TierReason
 from lightning_spot.retry import growing, retried
+from lightning_spot.say import recovered, say
 from lightning_spot.threads import in_background
 
 logger = logging.getLogger(__name__)
@@ -90,9 +91,12 @@ def patiently(action: Callable[[], T], bounds: Patience, where: str) -> T:
 
     def note(error: Exception, pause_s: float) -> None:
         why = str(error) if isinstance(error, SpotError) else f"{type(error).__name__}: {error}"
-        logger.warning("lightning_spot: %s; asking again in %.1f s", unread(where, why), pause_s)
+        text = "{why}; asking again in {pause_s:.1f} s"
+        say(logging.WARNING, "read-retried", text, about=where, why=unread(where, why), pause_s=pause_s)
 
-    return retried(action, bounds.pauses(), lambda error: not _has_answered(error), note)
+    answer = retried(action, bounds.pauses(), lambda error: not _has_answered(error), note)
+    recovered("read-retried", "{about} answers again", about=where)
+    return answer
 
 
 def _has_answered(error: Exception) -> bool:

@@ -26,6 +26,7 @@ from lightning_spot.protocol.listening import Listening, greeted, most_connectio
 from lightning_spot.protocol.ownership import connect, is_own_user
 from lightning_spot.protocol.wire import error_body, error_from_body
 from lightning_spot.run.reading import OpenSnapshot
+from lightning_spot.say import say
 from lightning_spot.untrusted import read_object
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ class Giver:
             try:
                 self._fd = os.dup(what.fd) if isinstance(what, OpenSnapshot) else None
             except OSError as error:  # who asks hears that there is nothing to be had, and reads for itself
-                logger.warning("a snapshot cannot be given to other ranks: %s", error)
+                say(logging.WARNING, "not-shared", "a snapshot cannot be given to other ranks: {error}", error=error)
         if self._listening is not None:
             self._listening.call(self._tell)
 

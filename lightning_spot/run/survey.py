@@ -40,6 +40,7 @@ from lightning_spot.run.identity import Identity, NodeRun, identify, runs_of
 from lightning_spot.run.location import Location
 from lightning_spot.run.patience import Patience
 from lightning_spot.run.sources import HOST, STORAGE, MemorySource, Source, StoreSource
+from lightning_spot.say import recovered, say
 from lightning_spot.threads import both
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
@@ -198,11 +199,13 @@ class _Durable:
             return answers[-1]
 
         def note(error: Exception, pause_s: float) -> None:
-            said = "lightning_spot: %s could not be read (%s); asking again in %.1f s"
-            logger.warning(said, store.url, error, pause_s)
+            text = "{about} could not be read ({error}); asking again in {pause_s:.1f} s"
+            say(logging.WARNING, "read-retried", text, about=store.url, error=error, pause_s=pause_s)
 
         try:
-            return retried(ask, bounds.pauses(), lambda error: isinstance(error, TierError), note)
+            answer = retried(ask, bounds.pauses(), lambda error: isinstance(error, TierError), note)
+            recovered("read-retried", "{about} answers again", about=store.url)
+            return answer
         except _MissesTheNewest:
             return answers[0]
         except TierError as error:
@@ -216,7 +219,8 @@ class _Durable:
             try:
                 return store.newest_claim()  # type: ignore[no-any-return] # any store
             except CorruptSnapshotError as error:
-                logger.warning("lightning_spot: %s; the run is known by its place only", error)
+                text = "{error}; the run is known by its place only"
+                say(logging.WARNING, "claims-damaged", text, about=store.url, error=error)
                 return None
             finally:
                 heard.set()  # to list snapshots, and to read all manifests, may take longer
@@ -233,10 +237,12 @@ def _committed(store: Any, left: str) -> Manifest | None:
     try:
         found = commit_left(store, left)
     except (CorruptSnapshotError, SnapshotNotFoundError) as error:  # it stays so, and the one before is there
-        logger.warning("lightning_spot: %s at %s is passed over: %s", left, store.url, error)
+        where = f"{left} at {store.url}"
+        say(logging.WARNING, "snapshot-skipped", "{about} is passed over: {error}", about=where, error=error)
         return None
     if found is not None:
-        logger.info("lightning_spot: all hosts had brought %s, and none was left to commit it", left)
+        text = "all hosts had uploaded {about}, and none was left to commit it: it is committed now"
+        say(logging.INFO, "late-commit", text, about=left)
     return found
 
 
@@ -352,7 +358,8 @@ def ask_all(asked: Mapping[str, Callable[[], Any]], wait_s: float) -> tuple[dict
         except SpotError as error:
             problems[tier] = str(error)
         except Exception as error:  # whatever a library raises: that tier could not be read
-            logger.exception("lightning_spot: asking %s failed unexpectedly", tier)
+            text = "asking {about} failed unexpectedly"
+            say(logging.ERROR, "survey-failed", text, about=tier, exc_info=True)
             problems[tier] = f"{type(error).__name__}: {error}"
 
     threads: dict[str, threading.Thread] = {}
