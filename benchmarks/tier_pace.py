@@ -14,12 +14,18 @@ from lightning_spot.config import format_seconds
 from lightning_spot.interval.convergence import ConvergenceAware
 from lightning_spot.interval.costs import Failure
 from lightning_spot.interval.policy import EverySeconds
-from lightning_spot.simulation import losses
-from lightning_spot.simulation.closed_form import FailureClass, expected_total_s
-from lightning_spot.simulation.engine import simulate
 from lightning_spot.simulation.failures import Exponential, Fleet, Mixed, Weibull
-from lightning_spot.simulation.job import SimulatedJob, Tier, chain, durable_tier, memory_node
-from lightning_spot.simulation.policies import PolicyRow, row_of
+from lightning_spot.simulation.job import (
+    FailureClass,
+    SimulatedJob,
+    Tier,
+    chain,
+    durable_tier,
+    expected_total_s,
+    exponential_loss,
+    memory_node,
+)
+from lightning_spot.simulation.simulator import PolicyRow, row_of, simulate
 
 HOUR_S = 3600.0
 NODE_BYTES_PER_S = 600e6
@@ -41,7 +47,7 @@ def job_of(snapshot_bytes: float, bucket_bytes_per_s: float, *, with_node: bool)
         tiers=chain(node, durable) if with_node else chain(durable),
         restart_s=RESTART_S,
         restore_s=RESTORE_S,
-        loss=losses.exponential(5),
+        loss=exponential_loss(5),
     )
 
 

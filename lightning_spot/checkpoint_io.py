@@ -31,7 +31,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.renamed import refusing_old
-from lightning_spot.run.files import folder_info
+from lightning_spot.run.attempts import folder_info
 from lightning_spot.run.location import memory_limit_bytes
 from lightning_spot.say import say
 from lightning_spot.tiers.files import why_not_writable

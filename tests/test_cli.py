@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
-from lightning_spot.cli import listing, main, transfer
-from lightning_spot.cli.tiers import Entry, Found, ask
+from lightning_spot.cli import main, snapshots
+from lightning_spot.cli.snapshots import Entry, Found, ask
 from lightning_spot.config import format_bytes
 from lightning_spot.image.manifest import PortionOf, portion_name
 from lightning_spot.tiers.claims import Claim
@@ -78,9 +78,9 @@ def test_ls_of_portions(run_dir: Path, capsys: pytest.CaptureFixture[str], monke
     of = PortionOf(1, 2, "0" * 32)
     portion = replace(entry.manifest, name=name, portion=of, epoch=0, created_unix_s=0.0)
     source = SimpleNamespace(tier="spot://memory-node-1.example.com:7070")
-    monkeypatch.setattr(listing, "ask", lambda _: Found([Entry(portion, cast(Any, source), "portion 2 of 2")]))
+    monkeypatch.setattr(snapshots, "ask", lambda _: Found([Entry(portion, cast(Any, source), "portion 2 of 2")]))
     capsys.readouterr()
-    assert listing.ls(named) == 0
+    assert snapshots.ls(named) == 0
     row = capsys.readouterr().out.splitlines()[1].split()
     size = format_bytes(portion.nbytes).split()
     assert row == [name, str(portion.step), "-", "1", *size, "-", source.tier, "portion", "2", "of", "2"]
@@ -422,7 +422,7 @@ class Superseded(pl.Callback):
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *command: str) -> None:
         self.code, self.asked, self.trained = -1, threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self.call, args=(list(command),))
-        monkeypatch.setattr(transfer, "ask", self.ask)
+        monkeypatch.setattr(snapshots, "ask", self.ask)
 
     def call(self, command: list[str]) -> None:
         self.code = main(command)

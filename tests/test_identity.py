@@ -23,7 +23,7 @@ from lightning_spot.memory.joint import SpreadPlace
 from lightning_spot.memory.prefixes import refusal
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.tier import NodeTier
-from lightning_spot.run.claims import ClaimWatch, begin_attempt
+from lightning_spot.run.attempts import ClaimWatch, begin_attempt
 from lightning_spot.run.identity import JUMP, Identity, NodeRun, identify, new_id, next_attempt
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey

@@ -22,7 +22,7 @@ from lightning_spot.memory.node import Node
 from lightning_spot.memory.placement import placed
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.slots import Slot, SlotState, bases_of, reusable
-from lightning_spot.run import claims
+from lightning_spot.run import attempts
 from lightning_spot.run.choice import open_newest
 from lightning_spot.run.location import Location
 from lightning_spot.run.patience import Patience
@@ -95,21 +95,21 @@ def test_the_node_of_this_machine_is_no_replica(
 ) -> None:
     """All hosts of a job are nodes for each other, and all have the same list."""
     for other in ("192.0.2.1", "[2001:db8::1]", "127.0.0.1", "localhost", "no-such-host.invalid"):
-        assert not claims.is_here(other)
+        assert not attempts.is_here(other)
     own = socket.getaddrinfo("127.0.0.1", None, type=socket.SOCK_DGRAM)
-    monkeypatch.setattr(claims.socket, "getaddrinfo", lambda host, *_, **__: own if host == "10.0.0.0" else [])
-    monkeypatch.setattr(claims, "_is_own", lambda _family, address: address[0] == "127.0.0.1")
-    assert claims.elsewhere(NODES[:3], 2) == tuple(NODES[1:3])
+    monkeypatch.setattr(attempts.socket, "getaddrinfo", lambda host, *_, **__: own if host == "10.0.0.0" else [])
+    monkeypatch.setattr(attempts, "_is_own", lambda _family, address: address[0] == "127.0.0.1")
+    assert attempts.elsewhere(NODES[:3], 2) == tuple(NODES[1:3])
     assert not warnings(caplog, "replicas")
-    assert claims.elsewhere(NODES[:2], 2) == (NODES[1],)
+    assert attempts.elsewhere(NODES[:2], 2) == (NODES[1],)
     assert len(warnings(caplog, "replicas=2")) == 1
-    assert claims.elsewhere(NODES[:1], 1) == (NODES[0],)  # better than none
+    assert attempts.elsewhere(NODES[:1], 1) == (NODES[0],)  # better than none
 
 
 def test_an_address_that_is_bound_here_is_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims.ipaddress.IPv4Address, "is_loopback", False)
-    assert claims.is_here("127.0.0.1")  # as if it were an address of a network card
-    assert not claims.is_here("192.0.2.1")
+    monkeypatch.setattr(attempts.ipaddress.IPv4Address, "is_loopback", False)
+    assert attempts.is_here("127.0.0.1")  # as if it were an address of a network card
+    assert not attempts.is_here("192.0.2.1")
 
 
 def test_lightning_cli_takes_several_nodes_and_replicas(tmp_path: Path) -> None:

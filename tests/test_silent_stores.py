@@ -16,7 +16,7 @@ import pytest
 import s3fs
 
 from lightning_spot.capture.saying import SayOnce, say_failing
-from lightning_spot.cli import doctor, main, tiers
+from lightning_spot.cli import doctor, main, snapshots
 from lightning_spot.client.stores import open_store
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.health import TierHealth
@@ -92,7 +92,7 @@ def test_commands_do_not_wait_for_a_store_that_says_nothing(
     """``doctor`` took four minutes, and asked again to delete what it had not written."""
     monkeypatch.setattr(connections, "SILENT_S", 60.0)
     monkeypatch.setattr(doctor, "PATIENCE", Patience(silent_s=0.5))
-    monkeypatch.setattr(tiers, "_ONCE", Patience(tries=1, silent_s=0.5))
+    monkeypatch.setattr(snapshots, "_ONCE", Patience(tries=1, silent_s=0.5))
     monkeypatch.setattr(doctor, "node_speed", lambda _url, _nbytes: 1e9)
     proxy.fall_silent()
     begun_s = time.monotonic()

@@ -17,12 +17,22 @@ from lightning_spot.cli.simulate import seconds
 from lightning_spot.config import parse_flag_bytes
 from lightning_spot.errors import SettingsError
 from lightning_spot.interval.policy import IntervalPolicy
-from lightning_spot.simulation import engine, losses
-from lightning_spot.simulation.closed_form import FailureClass, expected_total_s
-from lightning_spot.simulation.engine import places, simulate
+from lightning_spot.simulation import simulator
 from lightning_spot.simulation.failures import Bathtub, Exponential, Fleet, Lifetimes, Mixed, Trace, Weibull
-from lightning_spot.simulation.job import SimulatedJob, Tier, chain, durable_tier, memory_node
-from lightning_spot.simulation.policies import POLICIES, compare
+from lightning_spot.simulation.job import (
+    FailureClass,
+    Loss,
+    SimulatedJob,
+    Tier,
+    chain,
+    durable_tier,
+    expected_total_s,
+    exponential_loss,
+    floor_loss,
+    memory_node,
+    power_loss,
+)
+from lightning_spot.simulation.simulator import POLICIES, compare, places, simulate
 
 DAY_S = 86400.0
 TIERS = (Tier(name="durable", drain_s=3.0),)
@@ -78,7 +88,7 @@ def test_by_hand() -> None:
 
 
 def test_a_job_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "MOST_FAILURES", 500)
+    monkeypatch.setattr(simulator, "MOST_FAILURES", 500)
     outcome = simulate(SimulatedJob(work_s=DAY_S), np.array([]), Fleet(Exponential(600.0)), runs=3)
     assert np.isinf(outcome.total_s).all()
 
@@ -114,7 +124,7 @@ def test_policies_run_in_a_job() -> None:
     evenly = places(YoungDaly(), job, 7200.0)
     assert np.diff(evenly) == pytest.approx(np.diff(evenly)[0], abs=2 * DAY_S / job.steps)
     rows = compare(
-        SimulatedJob(work_s=DAY_S, steps=500, stall_s=2.0, loss=losses.power()), Fleet(Exponential(7200.0)), runs=5
+        SimulatedJob(work_s=DAY_S, steps=500, stall_s=2.0, loss=power_loss()), Fleet(Exponential(7200.0)), runs=5
     )
     assert [row.name for row in rows] == list(POLICIES)
     assert all(row.snapshots and 0 < row.goodput < 1 for row in rows)
@@ -125,7 +135,7 @@ def test_a_policy_that_hears_no_loss_is_asked_only_where_a_snapshot_may_be_due(
     make: Callable[[], IntervalPolicy],
 ) -> None:
     """It was asked at all 20,000 steps, for each row of a table. The places are the same."""
-    job = SimulatedJob(work_s=DAY_S, stall_s=2.0, loss=losses.power())
+    job = SimulatedJob(work_s=DAY_S, stall_s=2.0, loss=power_loss())
     lazy, eager = make(), make()
     eager.monitor = None  # as if it heard of the loss
     real, asked = lazy.due, []
@@ -141,10 +151,10 @@ def test_a_policy_that_hears_no_loss_is_asked_only_where_a_snapshot_may_be_due(
 
 
 LOSSES = {
-    "exponential-5": (losses.exponential(5), 0.8),
-    "exponential-12": (losses.exponential(12), 0.7),
-    "power": (losses.power(), 0.9),
-    "floor": (losses.floor(), 0.9),
+    "exponential-5": (exponential_loss(5), 0.8),
+    "exponential-12": (exponential_loss(12), 0.7),
+    "power": (power_loss(), 0.9),
+    "floor": (floor_loss(), 0.9),
 }
 LIVES = {"exponential": Exponential(7200.0), "weibull": Weibull(7200.0), "bathtub": Bathtub(7200.0)}
 EVERYDAY = {("exponential-5", "bathtub"), ("exponential-12", "weibull"), ("power", "exponential"), ("floor", "weibull")}
@@ -163,7 +173,7 @@ EVERYDAY = {("exponential-5", "bathtub"), ("exponential-12", "weibull"), ("power
         for lives in LIVES
     ],
 )
-def test_convergence_aware_keeps_what_it_promises(loss: losses.Loss, most: float, lifetimes: Lifetimes) -> None:
+def test_convergence_aware_keeps_what_it_promises(loss: Loss, most: float, lifetimes: Lifetimes) -> None:
     job = SimulatedJob(work_s=DAY_S, steps=8000, stall_s=2.0, tiers=TIERS, restart_s=600.0, restore_s=60.0, loss=loss)
     names = ("ConvergenceAware", "YoungDaly")
     ours, evenly = compare(job, Fleet(lifetimes), {name: POLICIES[name] for name in names}, runs=500, noise=0.02)

@@ -23,10 +23,9 @@ from lightning_spot.errors import SettingsError
 from lightning_spot.interval.adaptive import Adaptive, young_daly_s
 from lightning_spot.interval.costs import Costs, Failure, TierPace
 from lightning_spot.memory.health import TierHealth
-from lightning_spot.simulation.closed_form import FailureClass, expected_total_s, lost_s, overhead
-from lightning_spot.simulation.engine import Outcome, simulate
 from lightning_spot.simulation.failures import Event, Exponential, Failures, Fleet, Mixed, Weibull
-from lightning_spot.simulation.job import SimulatedJob, Tier, chain
+from lightning_spot.simulation.job import FailureClass, SimulatedJob, Tier, chain, expected_total_s, lost_s, overhead
+from lightning_spot.simulation.simulator import Outcome, simulate
 from tests.conftest import RunningNode
 from tests.models import Net, data, trainer
 

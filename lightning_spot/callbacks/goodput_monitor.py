@@ -17,9 +17,9 @@ from lightning_spot.exact.loggers import logged_step
 from lightning_spot.exact.namespaces import SpotCallback
 from lightning_spot.fit.fit import Fit
 from lightning_spot.fit.taking_part import takes_part
-from lightning_spot.goodput.journal import Journal
 from lightning_spot.goodput.ledger import Spent
 from lightning_spot.goodput.metric import Goodput
+from lightning_spot.goodput.records import Journal
 from lightning_spot.run.location import Location
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from lightning_spot.errors import (
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.host import Host
-from lightning_spot.run.claims import ClaimWatch, begin_attempt
+from lightning_spot.run.attempts import ClaimWatch, begin_attempt
 from lightning_spot.run.identity import new_id
 from lightning_spot.run.survey import Survey
 from lightning_spot.staging.copier import Copier

@@ -12,7 +12,7 @@ import logging
 import sys
 
 from lightning_spot._version import __version__
-from lightning_spot.cli import doctor, drill, listing, report, simulate, transfer
+from lightning_spot.cli import doctor, drill, report, simulate, snapshots
 from lightning_spot.cli.output import error_console
 from lightning_spot.errors import CorruptSnapshotError, SpotError
 from lightning_spot.renamed import refuse_old_words
@@ -69,10 +69,10 @@ def command_parser() -> argparse.ArgumentParser:
         command.set_defaults(call=call)
 
     for name, call, text in (
-        ("ls", listing.ls, "list the snapshots of a run at every tier"),
-        ("show", listing.show, "show one snapshot: sizes, checksums, versions, what is in it"),
-        ("verify", transfer.verify, "read every byte of the snapshots and check it"),
-        ("cp", transfer.copy, "copy a snapshot's checkpoint into a file, or a sharded one into a directory"),
+        ("ls", snapshots.ls, "list the snapshots of a run at every tier"),
+        ("show", snapshots.show, "show one snapshot: sizes, checksums, versions, what is in it"),
+        ("verify", snapshots.verify, "read every byte of the snapshots and check it"),
+        ("cp", snapshots.copy, "copy a snapshot's checkpoint into a file, or a sharded one into a directory"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         one = {"ls": "", "verify": "; RUN@STEP for one snapshot, RUN@latest for the newest (default: all)"}

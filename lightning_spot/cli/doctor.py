@@ -26,7 +26,7 @@ from lightning_spot.config import check_number, format_bytes, format_seconds, pa
 from lightning_spot.errors import ServerUnreachableError, SettingsError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.runs import RunInfo, run_text
-from lightning_spot.notices.detect import CLOUDS, detect_cloud
+from lightning_spot.preemption.detect import CLOUDS, detect_cloud
 from lightning_spot.run.location import memory_limit_bytes
 from lightning_spot.run.patience import PATIENCE, unless_silent
 from lightning_spot.service.settings import seconds
@@ -35,7 +35,7 @@ from lightning_spot.tiers.s3 import S3, aborts_unfinished
 from lightning_spot.tiers.store import Holdings, Store
 
 if TYPE_CHECKING:
-    from lightning_spot.simulation.closed_form import Outlook
+    from lightning_spot.simulation.job import Outlook
 
 ALONE, WITH_NODE = "storage only", "with the snapshot server"
 _WORTH_A_NODE = 0.01
@@ -281,8 +281,7 @@ def _outlooks(
     snapshot_bytes: int, copy_bytes_per_s: float, tiers: dict[str, float], durable_url: str, lifetime_s: float
 ) -> dict[str, Outlook]:
     """What to expect without a snapshot server, and with the first one that works."""
-    from lightning_spot.simulation.closed_form import outlook
-    from lightning_spot.simulation.job import SimulatedJob, chain, durable_tier, memory_node
+    from lightning_spot.simulation.job import SimulatedJob, chain, durable_tier, memory_node, outlook
 
     if durable_url not in tiers:
         return {}

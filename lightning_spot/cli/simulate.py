@@ -19,7 +19,7 @@ from lightning_spot.service.settings import seconds
 if TYPE_CHECKING:
     from lightning_spot.simulation.failures import Failures
     from lightning_spot.simulation.job import SimulatedJob
-    from lightning_spot.simulation.policies import PolicyRow
+    from lightning_spot.simulation.simulator import PolicyRow
 
 _SMALL = 0.01
 _MOST_RUNS = 10**6
@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def simulate(arguments: argparse.Namespace) -> int:
     """Simulate, and print a table for each choice of tiers."""
-    from lightning_spot.simulation.policies import POLICIES, compare
+    from lightning_spot.simulation.simulator import POLICIES, compare
 
     for flag in ("--price", "--server-price", "--loss-rate", "--seed"):
         check_number(flag, _given(arguments, flag), 0)
@@ -164,14 +164,22 @@ def _failures(arguments: argparse.Namespace) -> Failures:
 
 
 def _jobs(arguments: argparse.Namespace) -> dict[str, SimulatedJob]:
-    from lightning_spot.simulation import losses
-    from lightning_spot.simulation.job import SimulatedJob, chain, durable_tier, memory_node
+    from lightning_spot.simulation.job import (
+        SimulatedJob,
+        chain,
+        durable_tier,
+        exponential_loss,
+        floor_loss,
+        memory_node,
+        power_loss,
+        stepwise_loss,
+    )
 
     loss = {
-        "exponential": lambda: losses.exponential(arguments.loss_rate),
-        "power": losses.power,
-        "floor": losses.floor,
-        "steps": losses.step_schedule,
+        "exponential": lambda: exponential_loss(arguments.loss_rate),
+        "power": power_loss,
+        "floor": floor_loss,
+        "steps": stepwise_loss,
     }[arguments.loss]()
     job = SimulatedJob(
         work_s=arguments.work,

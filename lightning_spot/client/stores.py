@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.client.spread import SpreadStore
+from lightning_spot.client.spread_store import SpreadStore
 from lightning_spot.config import directory_of, scheme_of
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.objects import ObjectStore

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.client.spread import SpreadStore
+from lightning_spot.client.spread_store import SpreadStore
 from lightning_spot.client.starting import attach
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import SnapshotNotFoundError, TierError

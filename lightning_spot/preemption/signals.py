@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_spot.config import read_environment
 from lightning_spot.errors import SettingsError
-from lightning_spot.notices.notice import Notice
+from lightning_spot.preemption.notice import Notice
 from lightning_spot.say import say
 
 DEFAULT_SIGNALS = ("SIGTERM", "SIGUSR1")

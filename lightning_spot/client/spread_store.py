@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from lightning_spot.client.part_lanes import CONNECTIONS
-from lightning_spot.client.remote import NodeStore
-from lightning_spot.client.telling import Telling, Word, at_all
+from lightning_spot.client.remote import NodeStore, Telling, Word, at_all
 from lightning_spot.errors import (
     CorruptSnapshotError,
     FailureReason,
