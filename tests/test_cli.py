@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.cli import main, snapshots
+from lightning_spot.cli.command import command_parser
 from lightning_spot.cli.snapshots import Entry, Found, ask
 from lightning_spot.config import format_bytes
 from lightning_spot.image.manifest import PortionOf, portion_name
@@ -283,7 +285,7 @@ WRONG = [
     (["10.0.0.5:7070/run"], "'10.0.0.5:7070/run': for a snapshot server write spot://10.0.0.5:7070/run"),
     (["x", "--server", "10.0.0.5:1"], "--server '10.0.0.5:1' is no node URL"),
     (["x", "--server", "spot://h:99999"], "--server 'spot://h:99999' is no node URL"),
-    (["x", "--server", "spot://h:9/run"], "--server 'spot://h:9/run' names more than a node: give spot://h:9 only"),
+    (["x", "--server", "spot://h:9/run"], "--server 'spot://h:9/run' names more than a server: give spot://h:9 only"),
     (["x", "--server", "auto"], "--server 'auto' is no node URL"),
     (["x", "--server", ""], "--server '' is no node URL"),
     (["spot://h:9/run", "--server", "x"], "--server 'x' is no node URL"),
@@ -458,6 +460,29 @@ def test_snapshots_that_are_superseded_while_a_command_looks_are_not_bad(
     else:
         assert re.search(r"^gone step-0+\d+-attempt-0001 at host: ", said.out, re.MULTILINE)
         assert "BAD" not in said.out
+
+
+COMMANDS = ("serve", "drill", "simulate", "report", "doctor", "ls", "show", "verify", "cp")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_exit_codes_and_examples_that_parse(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, check=lambda end: end.code == 0):
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    _, examples, codes = re.split("^examples:|^exit codes:", text, flags=re.MULTILINE)
+    assert re.findall(r"^  (\d+) ", codes, re.MULTILINE) == ["0", "1", "2", "130"]
+    lines = [shlex.split(line) for line in examples.strip().splitlines()]
+    assert lines
+    for program, *arguments in lines:
+        assert (program, arguments[0]) == ("lightning-spot", command)
+        assert command_parser().parse_args(arguments).command == command
+
+
+def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert tuple(re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)) == COMMANDS
 
 
 @pytest.mark.parametrize("command", [["simulate", "--work", "2h", "--snapshot-size", "1GB"], ["--help"]])

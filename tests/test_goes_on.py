@@ -42,8 +42,8 @@ from lightning_spot.memory import uploads
 from lightning_spot.memory.host import Host, InProcessHost, Lease
 from lightning_spot.memory.node import Node
 from lightning_spot.protocol.wire import PROTOCOL_HEADER, Address
+from lightning_spot.retry import RetryPolicy, with_retries
 from lightning_spot.run import attempts
-from lightning_spot.run.patience import Patience, patiently
 from lightning_spot.service import program
 from lightning_spot.service.files import Files
 from lightning_spot.staging.copier import Copier
@@ -191,12 +191,12 @@ def test_a_node_that_could_not_be_asked_for_a_share_sees_that_the_rank_has_gone(
 
 
 def test_a_tier_is_asked_again_whatever_fails_in_that() -> None:
-    failed, bounds = threading.Event(), Patience(first_pause_s=0.01)
-    assert patiently(once(lambda: 7, failed), bounds, "a tier") == 7
+    failed, bounds = threading.Event(), RetryPolicy(first_pause_s=0.01)
+    assert with_retries(once(lambda: 7, failed), bounds, "a tier") == 7
     with pytest.raises(SnapshotNotFoundError):  # it has answered
-        patiently(Mock(side_effect=[SnapshotNotFoundError("none"), 7]), bounds, "a tier")
+        with_retries(Mock(side_effect=[SnapshotNotFoundError("none"), 7]), bounds, "a tier")
     with pytest.raises(MemoryError):
-        patiently(Mock(side_effect=MemoryError), bounds, "a tier")
+        with_retries(Mock(side_effect=MemoryError), bounds, "a tier")
 
 
 def test_a_slot_is_given_back_whatever_fails_in_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

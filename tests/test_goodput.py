@@ -841,7 +841,7 @@ def test_doctor_with_replicas(tmp_path: Path, capsys: Said, monkeypatch: pytest.
         return 1e9 if store.url.startswith("spot://") else 1e6
 
     monkeypatch.setattr(doctor, "store_speed", speed)
-    monkeypatch.setattr(doctor, "node_speed", lambda _url, _nbytes: 1e9)
+    monkeypatch.setattr(doctor, "local_server_speed", lambda _url, _nbytes: 1e9)
     monkeypatch.setattr(doctor, "why_not_carried", lambda _node, _url: "")
     monkeypatch.setattr(doctor, "memory_limit_bytes", lambda _limit: 2 * 10**9)
     command = ["doctor", str(tmp_path / "run"), "--sample", "1MB", "--snapshot-size", "500MB", "--server", nodes[0]]
@@ -870,7 +870,7 @@ def test_doctor_says_which_nodes_carry_runs_on(
     told = json.loads(capsys.readouterr().out)
     assert set(told["not_carried"]) == {does_not.url}
     assert "--allow-storage" in told["not_carried"][does_not.url]
-    assert told["nodes_together_bytes_per_s"] > 0
+    assert told["servers_together_bytes_per_s"] > 0
     assert main(command) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"{does_not.url} brings no run to its durable directory" in said
@@ -920,7 +920,7 @@ def test_doctor_looks_for_the_rule_that_ends_unfinished_uploads(
         found: list[str] = json.loads(capsys.readouterr().out)["advice"]
         return [line for line in found if "AbortIncompleteMultipartUpload" in line]
 
-    monkeypatch.setattr(doctor, "node_speed", lambda _url, _nbytes: 1e9)
+    monkeypatch.setattr(doctor, "local_server_speed", lambda _url, _nbytes: 1e9)
     (line,) = advice()
     rules = json.loads(line[line.index("{") : line.rindex("}") + 1])
     files = s3fs.S3FileSystem()
@@ -942,7 +942,7 @@ def test_doctor_looks_for_the_rule_that_ends_unfinished_uploads(
 def test_doctor_says_what_to_do_about_the_memory_for_slots(
     tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "node_speed", lambda _url, _nbytes: 1e9)
+    monkeypatch.setattr(doctor, "local_server_speed", lambda _url, _nbytes: 1e9)
     command = ["doctor", str(tmp_path / "run"), "--sample", "1MB", "--snapshot-size", "1MB"]
     monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=1))
     assert main(command) == 0

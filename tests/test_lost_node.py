@@ -18,7 +18,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_spot import SpotCheckpoint
+from lightning_spot import SpotCheckpoint, retry
 from lightning_spot.capture import ending as ending_module
 from lightning_spot.capture.ending import Ending, LastState, Safety
 from lightning_spot.capture.host_link import HostLink
@@ -37,8 +37,8 @@ from lightning_spot.memory.host import Host, InProcessHost, Lease
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.record import find_record
-from lightning_spot.run import patience, survey
-from lightning_spot.run.patience import Patience
+from lightning_spot.retry import RetryPolicy
+from lightning_spot.run import survey
 from lightning_spot.run.survey import Survey
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings, Store
@@ -675,7 +675,7 @@ def test_a_node_that_is_lost_while_a_resume_asks_it_is_asked_again(
         monkeypatch.setattr(survey, "_listed", is_lost(survey._listed))
     else:
         monkeypatch.setattr(EmbeddedHost, "listing", is_lost(EmbeddedHost.listing))
-    monkeypatch.setattr(patience, "PATIENCE", Patience(tries=3, first_pause_s=0.05))
+    monkeypatch.setattr(retry, "DEFAULT_POLICY", RetryPolicy(tries=3, first_pause_s=0.05))
     probe = Probe()
     with pytest.raises(Stop):
         trainer(spot(tmp_path), probe, StopAt(11)).fit(Net(), data())

@@ -22,10 +22,10 @@ from lightning_spot.memory.node import Node
 from lightning_spot.memory.placement import placed
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.slots import Slot, SlotState, bases_of, reusable
+from lightning_spot.retry import RetryPolicy
 from lightning_spot.run import attempts
 from lightning_spot.run.choice import open_newest
 from lightning_spot.run.location import Location
-from lightning_spot.run.patience import Patience
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import survey
 from tests.chained import FIRST, RUN, SECOND, THIRD, Chained, chained
@@ -357,13 +357,13 @@ def pair(tmp_path: Path) -> Iterator[list[tuple[Node, str]]]:
 
 
 def _recovered(tmp_path: Path, urls: list[str]) -> tuple[int, bytes, str]:
-    found = survey(Location.of(str(tmp_path / "run"), servers=urls), Patience(tries=1))
+    found = survey(Location.of(str(tmp_path / "run"), servers=urls), RetryPolicy(tries=1))
     assert found.identity.run_id == RUN_ID
 
     def use(snapshot: OpenSnapshot) -> bytes:
         return os.pread(snapshot.fd, snapshot.manifest.nbytes, 0)
 
-    recovered = open_newest(found, use, Patience(tries=1))
+    recovered = open_newest(found, use, RetryPolicy(tries=1))
     assert recovered is not None
     return recovered[0].manifest.step, recovered[1], recovered[0].tier
 

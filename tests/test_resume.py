@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot import EverySteps, SpotCheckpoint, retry
 from lightning_spot.callbacks.auto_resume import AutoResume
 from lightning_spot.client.connection import BoundedSocket
 from lightning_spot.client.node_client import NodeClient
@@ -33,10 +33,9 @@ from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum
-from lightning_spot.run import patience
+from lightning_spot.retry import RetryPolicy
 from lightning_spot.run.choice import open_newest
 from lightning_spot.run.location import Location
-from lightning_spot.run.patience import Patience
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import ask_all, survey
 from lightning_spot.tiers.local import LocalStore
@@ -65,7 +64,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A copy of it; tiers are asked again at once."""
-    monkeypatch.setattr(patience, "PATIENCE", Patience(tries=3, first_pause_s=0.05))
+    monkeypatch.setattr(retry, "DEFAULT_POLICY", RetryPolicy(tries=3, first_pause_s=0.05))
     shutil.copytree(trained, tmp_path / "run-1", symlinks=True)
     yield tmp_path / "run-1"
     faulty.use(Plan())
@@ -254,7 +253,7 @@ def test_a_tier_that_falls_silent_is_not_waited_for_as_long_as_its_library_would
             return ask(store, *about)
 
         monkeypatch.setattr(LocalStore, name, asked)
-    monkeypatch.setattr(patience, "PATIENCE", Patience(tries=2, first_pause_s=0.05, silent_s=0.5))
+    monkeypatch.setattr(retry, "DEFAULT_POLICY", RetryPolicy(tries=2, first_pause_s=0.05, silent_s=0.5))
     if since == "the start":
         silent.set()
     try:
@@ -402,7 +401,7 @@ def test_a_memory_node_is_asked_as_patiently_as_the_durable_tier(
 
         thread = threading.Thread(target=answer)
         thread.start()
-        found = survey(place, Patience(tries=3, first_pause_s=0.05))
+        found = survey(place, RetryPolicy(tries=3, first_pause_s=0.05))
         thread.join()
     assert found.problems == {}
     assert "asking again" in caplog.text
@@ -416,7 +415,7 @@ def test_a_memory_node_that_stands_still_is_not_waited_for(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         place = Location.of(tmp_path / "run-1", servers=f"spot://127.0.0.1:{silent.getsockname()[1]}")
         began_s = time.monotonic()
-        found = survey(place, Patience(tries=2, first_pause_s=0.05))
+        found = survey(place, RetryPolicy(tries=2, first_pause_s=0.05))
         assert time.monotonic() - began_s < 45.0
     assert "no snapshot server answers" in found.problems[place.servers[0]]
     assert "asking again" in caplog.text

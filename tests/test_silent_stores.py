@@ -20,7 +20,7 @@ from lightning_spot.cli import doctor, main, snapshots
 from lightning_spot.client.stores import open_store
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.health import TierHealth
-from lightning_spot.run.patience import Patience
+from lightning_spot.retry import RetryPolicy
 from lightning_spot.threads import in_background
 from lightning_spot.tiers import connections
 from tests.proxy import Proxy
@@ -91,9 +91,9 @@ def test_commands_do_not_wait_for_a_store_that_says_nothing(
 ) -> None:
     """``doctor`` took four minutes, and asked again to delete what it had not written."""
     monkeypatch.setattr(connections, "SILENT_S", 60.0)
-    monkeypatch.setattr(doctor, "PATIENCE", Patience(silent_s=0.5))
-    monkeypatch.setattr(snapshots, "_ONCE", Patience(tries=1, silent_s=0.5))
-    monkeypatch.setattr(doctor, "node_speed", lambda _url, _nbytes: 1e9)
+    monkeypatch.setattr(doctor, "DEFAULT_POLICY", RetryPolicy(silent_s=0.5))
+    monkeypatch.setattr(snapshots, "_ONCE", RetryPolicy(tries=1, silent_s=0.5))
+    monkeypatch.setattr(doctor, "local_server_speed", lambda _url, _nbytes: 1e9)
     proxy.fall_silent()
     begun_s = time.monotonic()
     more = ["--sample", "1MB"] if command == "doctor" else []

@@ -25,12 +25,12 @@ from lightning_spot.simulation.job import (
     SimulatedJob,
     Tier,
     chain,
-    durable_tier,
     expected_total_s,
     exponential_loss,
     floor_loss,
-    memory_node,
     power_loss,
+    server_tier,
+    storage_tier,
 )
 from lightning_spot.simulation.simulator import POLICIES, compare, places, simulate
 
@@ -59,7 +59,7 @@ def test_closed_form(stall_s: float, mtbf_s: float, interval_s: float, restore_s
 
 
 def test_times_add_up() -> None:
-    tiers = chain(memory_node(1e9, 60e6), durable_tier(1e9, 3e6))
+    tiers = chain(server_tier(1e9, 60e6), storage_tier(1e9, 3e6))
     job = SimulatedJob(work_s=DAY_S, stall_s=3.0, tiers=tiers, restore_s=60.0, restart_s=300.0)
     failures = Mixed(Fleet(Weibull(3600.0), 4, 2), 3600.0, 3600.0, 600.0)
     outcome = simulate(job, np.arange(200.0, DAY_S, 200.0), failures, runs=50)
@@ -98,9 +98,9 @@ def test_lifetimes_have_their_mean(lifetimes: Lifetimes) -> None:
     assert lifetimes.draw(np.random.default_rng(1), (200_000,)).mean() == pytest.approx(5000.0, rel=0.03)
 
 
-@pytest.mark.parametrize(("nodes", "correlated"), [(1, 1), (8, 1), (16, 4)])
-def test_a_fleet_fails_as_often_as_it_says(nodes: int, correlated: int) -> None:
-    fleet = Fleet(Exponential(36_000.0), nodes, correlated)
+@pytest.mark.parametrize(("machines", "correlated"), [(1, 1), (8, 1), (16, 4)])
+def test_a_fleet_fails_as_often_as_it_says(machines: int, correlated: int) -> None:
+    fleet = Fleet(Exponential(36_000.0), machines, correlated)
     drawn = [up.mean() for _, (up, _) in zip(range(50), fleet.events(np.random.default_rng(2), 500), strict=False)]
     assert np.mean(drawn) == pytest.approx(fleet.mtbf_s, rel=0.03)
 

@@ -201,11 +201,11 @@ def paces_of(tiers: Mapping[str, TierHealth], min_upload_interval_s: float = 0.0
     paces = [
         TierPace(drain_s=tier.drain_s, survives=Failure.MACHINE)
         if tier.kind == "node"
-        else TierPace(drain_s=max(tier.drain_s, min_upload_interval_s), survives=Failure.NODE)
+        else TierPace(drain_s=max(tier.drain_s, min_upload_interval_s), survives=Failure.SERVER)
         for tier in working
         if tier.flushed
     ]
-    if any(tier.kind == "node" for tier in working) and all(pace.survives == Failure.NODE for pace in paces):
+    if any(tier.kind == "node" for tier in working) and all(pace.survives == Failure.SERVER for pace in paces):
         paces.append(TierPace(drain_s=0.0, survives=Failure.MACHINE))
     return tuple(paces)
 

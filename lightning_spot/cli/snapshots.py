@@ -27,17 +27,60 @@ from lightning_spot.image.files import cut
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.memory.tier import Listed
 from lightning_spot.protocol.wire import parse_spot_url
-from lightning_spot.run.patience import Patience, of_tier
+from lightning_spot.retry import RetryPolicy
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.sources import MemorySource, Source, StoreSource
-from lightning_spot.run.survey import spread_over, survey
+from lightning_spot.run.survey import of_tier, spread_over, survey
 from lightning_spot.tiers.store import Holdings
 from lightning_spot.untrusted import plain
 
-_NODE_LIKE = re.compile(r"[^/:]+:\d+(/|$)")
+_LIKE_AN_ADDRESS = re.compile(r"[^/:]+:\d+(/|$)")
 """What a snapshot server's address looks like without its scheme: taken for a directory."""
 
-_ONCE = Patience(tries=1, silent_s=6.0)
+_ONCE = RetryPolicy(tries=1, silent_s=6.0)
+
+
+def add_ls_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``ls``."""
+    _add_run(parser, "RUN")
+    _add_json(parser)
+
+
+def add_show_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``show``."""
+    _add_run(parser, "RUN[@STEP]", "; RUN@STEP for one snapshot (default: the newest, RUN@latest)")
+    _add_json(parser)
+
+
+def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``verify``."""
+    _add_run(parser, "RUN[@STEP]", "; RUN@STEP for one snapshot, RUN@latest for the newest (default: all)")
+
+
+def add_copy_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``cp``."""
+    _add_run(parser, "RUN[@STEP]", "; RUN@STEP for one snapshot (default: the newest, RUN@latest)")
+    parser.add_argument("dest", metavar="DEST", help="file, or directory to copy it into")
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
+    parser.add_argument(
+        "--consolidate", action="store_true", help="make one plain file of a sharded snapshot (needs torch)"
+    )
+
+
+def _add_run(parser: argparse.ArgumentParser, metavar: str, which: str = "") -> None:
+    parser.add_argument("run", metavar=metavar, help=f"directory, fsspec URL, or spot://host:port/NAME{which}")
+    parser.add_argument(
+        "--server",
+        action="append",
+        default=[],
+        metavar="spot://HOST:PORT",
+        help="also ask this snapshot server; may be given several times",
+    )
+    parser.add_argument("--run-name", metavar="NAME", help="name of the run (default: last component of RUN)")
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 @dataclass(slots=True)
@@ -90,10 +133,10 @@ def ask(arguments: argparse.Namespace) -> Found:
     """
     url, selected = split_run(arguments.run)
     _check_names_a_run(url)
-    found = _ask_nodes(url, arguments) if url.startswith("spot:") else _ask_run(url, arguments)
+    found = _ask_servers(url, arguments) if url.startswith("spot:") else _ask_run(url, arguments)
     found.url, found.selected = url, selected
     if not (found.is_known or found.entries or found.unreadable):
-        hint = f"for a snapshot server write spot://{found.url}" if _NODE_LIKE.match(found.url) else found.hint
+        hint = f"for a snapshot server write spot://{found.url}" if _LIKE_AN_ADDRESS.match(found.url) else found.hint
         if found.problems:  # one that did not answer may know of it
             silent = "; ".join(found.problems)
             raise SnapshotNotFoundError(
@@ -145,7 +188,7 @@ def _check_names_a_run(url: str) -> None:
             raise SettingsError(f"{url!r} is one snapshot: write {run}@{part} (for ls, its run {run})")
 
 
-def _ask_nodes(url: str, arguments: argparse.Namespace) -> Found:
+def _ask_servers(url: str, arguments: argparse.Namespace) -> Found:
     """Ask servers for a run by its name (``RUN``, or ``RUN@ID`` where several have it)."""
     check_given("/", arguments.server, arguments.run_name)
     address, path = parse_spot_url(url)
@@ -156,10 +199,10 @@ def _ask_nodes(url: str, arguments: argparse.Namespace) -> Found:
         is_known=False,
         hint="a server that was restarted knows only what it had in memory; ask by the run's URL",
     )
-    nodes = [str(address), *(str(parse_spot_url(item)[0]) for item in arguments.server)]
+    servers = [str(address), *(str(parse_spot_url(item)[0]) for item in arguments.server)]
     answers: list[tuple[Source, Holdings]] = []
-    for node in nodes:
-        source = StoreSource(NodeStore(f"{node}/{run}"), node)
+    for server in servers:
+        source = StoreSource(NodeStore(f"{server}/{run}"), server)
         try:
             holdings = source.survey()
             answers.append((source, holdings))
@@ -168,10 +211,10 @@ def _ask_nodes(url: str, arguments: argparse.Namespace) -> Found:
         except SettingsError:
             raise
         except SpotError as error:
-            found.problems.append(of_tier(node, str(error)))
+            found.problems.append(of_tier(server, str(error)))
     for spread, holdings in spread_over(answers):
         found.entries[:0] = _entries(spread, holdings)
-    if len(found.problems) == len(nodes):
+    if len(found.problems) == len(servers):
         raise SnapshotNotFoundError("; ".join(found.problems))
     return found
 
@@ -196,9 +239,9 @@ def _ask_run(url: str, arguments: argparse.Namespace) -> Found:
 
 def _entries(source: Source, holdings: Holdings) -> list[Entry]:
     """The snapshots a tier holds, with their state; a server says of each where it is safe."""
-    node = source if isinstance(source, MemorySource) else getattr(source, "store", None)
-    if isinstance(node, (MemorySource, NodeStore)):
-        listed = [item for item in node.listing() if not item.manifest.is_file]
+    server = source if isinstance(source, MemorySource) else getattr(source, "store", None)
+    if isinstance(server, (MemorySource, NodeStore)):
+        listed = [item for item in server.listing() if not item.manifest.is_file]
         return [Entry(item.manifest, source, _state(item)) for item in listed]
     state = "replicated" if isinstance(source, StoreSource) and isinstance(source.store, SpreadStore) else "persisted"
     return [Entry(manifest, source, state) for manifest in holdings.manifests]

@@ -30,7 +30,6 @@ from lightning_spot.config import LARGEST, PART_BYTES
 from lightning_spot.errors import (
     CorruptSnapshotError,
     FencedError,
-    ServerRefusedError,
     ServerUnreachableError,
     SettingsError,
     SnapshotNotFoundError,
@@ -61,10 +60,10 @@ logger = logging.getLogger(__name__)
 
 _ASK_S = 5.0
 _TRY_S = 5.0  # so long is a request for an upload that has not begun yet on its way, before it is sent again
-_PAUSES_S = (0.2, 0.5, 1.0)  # between tries of a node that does not answer
+_PAUSES_S = (0.2, 0.5, 1.0)  # between tries of a server that does not answer
 _WAIT_FOR_SLOT_S = 10.0
 _LOST_PINGS = 1  # in a row, while a snapshot is put together
-_SEAL_S = 3600.0  # as long as the node answers meanwhile
+_SEAL_S = 3600.0  # as long as the server answers meanwhile
 
 _TOLD = (
     "location",
@@ -83,10 +82,10 @@ _TOLD = (
 
 
 class JointUploads:
-    """Implements :class:`~lightning_spot.memory.tier.JointTier` for one run at a node.
+    """Implements :class:`~lightning_spot.memory.tier.JointTier` for one run at a server.
 
     Args:
-        client: of the node.
+        client: of the server.
         url: of the run there, for messages.
         run: as in URLs.
 
@@ -123,7 +122,7 @@ class JointUploads:
                     raise
                 begun = ask({"layout": shared.layout})  # it has forgotten it
         except BaseException:
-            # It may have begun, and only its answer be lost. Another node may have the snapshot, if this one is gone.
+            # It may have begun, and only its answer be lost. Another server may have the snapshot, if this one is gone.
             threading.Thread(target=self._give_up, args=(upload,), name="spot-joint", daemon=True).start()
             raise
         self._layout = KnownLayout.of(shared.layout)
@@ -143,23 +142,24 @@ class JointUploads:
     def _joined(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
         """Ask again and again: if a request or its answer were lost, all hosts would wait for this one.
 
-        A node that is silent, and stays so, is not asked again: ranks wait for the slot of what would begin there.
+        A server that is silent, and stays so, is not asked again: ranks wait for the slot of what would begin there.
         """
-        pauses = list(_PAUSES_S)
-        while True:
+        path, pauses = f"/v1/runs/{quoted(self._run)}/joint/join", iter(_PAUSES_S)  # for all requests together
+        left_s = 0.0
+
+        def ask() -> dict[str, Any]:
+            nonlocal left_s
             left_s = max(0.0, deadline_s - time.monotonic())
             wait_s = min(left_s, _TRY_S)
-            try:
-                path, tried = f"/v1/runs/{quoted(self._run)}/joint/join", {"wait_s": wait_s, "again": wait_s < left_s}
-                joined = self._ask(path, {**request, **tried}, wait_s + _ASK_S)
-            except ServerUnreachableError as error:
-                if not pauses or not left_s:
-                    raise
-                if isinstance(error.__cause__, TimeoutError):
-                    self._client.ping()
-                logger.debug("%s is asked again for %s: %s", self._url, request["name"], error)
-                time.sleep(pauses.pop(0))
-                continue
+            return self._ask(path, {**request, "wait_s": wait_s, "again": wait_s < left_s}, wait_s + _ASK_S)
+
+        def note(error: Exception, _pause_s: float) -> None:
+            if isinstance(error.__cause__, TimeoutError):
+                self._client.ping()
+            logger.debug("%s is asked again for %s: %s", self._url, request["name"], error)
+
+        while True:
+            joined = retried(ask, pauses, lambda error: isinstance(error, ServerUnreachableError) and left_s > 0, note)
             if joined.get("upload"):
                 return joined
 
@@ -216,9 +216,9 @@ class JointUploads:
                 raise
 
     def _asked_again(self, ask: Callable[[], dict[str, Any]], name: str) -> dict[str, Any]:
-        """Ask, and again where a connection broke: the node does once what it is asked for more than once.
+        """Ask, and again where a connection broke: the server does once what it is asked for more than once.
 
-        One that is silent is not asked again, since other hosts, and another node, would wait for that.
+        One that is silent is not asked again, since other hosts, and another server, would wait for that.
         """
 
         def has_broken(error: Exception) -> bool:
@@ -230,7 +230,7 @@ class JointUploads:
         return retried(ask, _PAUSES_S, has_broken, note)
 
     def _is_committed(self, name: str) -> bool:
-        """Whether the node has a snapshot of the run, as it lists them."""
+        """Whether the server has a snapshot of the run, as it lists them."""
         listed = self._client.call("GET", f"/v1/runs/{quoted(self._run)}/snapshots", timeout_s=_ASK_S)
         return any(Manifest.from_dict(item["manifest"]).name == name for item in listed["snapshots"])
 
@@ -270,27 +270,17 @@ class JointUploads:
     def _ask(
         self, path: str, body: dict[str, Any], timeout_s: float, pulse: Callable[[], None] | None = None
     ) -> dict[str, Any]:
-        try:
-            return self._client.call("POST", path, body, timeout_s=timeout_s, pulse=pulse)
-        except ServerRefusedError as error:
-            if error.status in (404, 405):
-                raise ServerRefusedError(
-                    f"{self._url} runs an earlier version of lightning_spot, at which hosts cannot put a snapshot"
-                    " together: install the same version there",
-                    tier=self._url,
-                    status=error.status,
-                ) from error
-            raise
+        return self._client.call("POST", path, body, timeout_s=timeout_s, pulse=pulse)
 
     def _give_up(self, upload: str) -> None:
         try:
             self._client.call("DELETE", f"/v1/uploads/{upload}", timeout_s=_ASK_S)
         except SpotError as error:
-            logger.debug("an upload could not be taken back (%s); the node frees its slot by itself", error)
+            logger.debug("an upload could not be taken back (%s); the server frees its slot by itself", error)
 
 
 class NodeStore:
-    """Snapshots of one run at a node; implements :class:`~lightning_spot.tiers.store.Store`.
+    """Snapshots of one run at a server; implements :class:`~lightning_spot.tiers.store.Store`.
 
     Args:
         url: ``spot://host:port/NAME@ID``, or ``…/NAME`` where only one run has that name.
@@ -316,7 +306,7 @@ class NodeStore:
     # -- as a store -----------------------------------------------------------------------------------------------
 
     def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
-        """See :meth:`Store.put`; the node must have a slot within 30 s."""
+        """See :meth:`Store.put`; the server must have a slot within 30 s."""
         self.send(Coming(manifest, image), attempt=attempt)
 
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
@@ -389,7 +379,7 @@ class NodeStore:
             return
 
     def sweep(self, current: Manifest, seen: Holdings | None = None) -> None:
-        """Nothing to do: a node frees unfinished uploads by itself."""
+        """Nothing to do: a server frees unfinished uploads by itself."""
 
     def sweep_files(self) -> None:
         """See :meth:`sweep`."""
@@ -399,12 +389,12 @@ class NodeStore:
         return self._asked(_ASK_S)[0]
 
     def newest_claim(self) -> Claim | None:
-        """A node keeps the number of the attempt that holds a run, and no claim."""
+        """A server keeps the number of the attempt that holds a run, and no claim."""
         attempt = self.claimed()
         return Claim(attempt=attempt, run_id="", digest="", location="", started_unix_s=0.0) if attempt else None
 
     def check_owner(self) -> None:
-        """Nothing to do: a node knows who has opened a run."""
+        """Nothing to do: a server knows who has opened a run."""
 
     def claim(self, claim: Claim) -> None:
         """See :meth:`Store.claim`."""
@@ -427,7 +417,7 @@ class NodeStore:
         """See :class:`~lightning_spot.memory.tier.HasJoint`."""
         return JointUploads(self.client, self.url, self.run)
 
-    # -- portions of snapshots that are spread over several nodes -------------------------------------------------
+    # -- portions of snapshots that are spread over several servers -------------------------------------------------
 
     def look(self, name: str = "", wait_s: float = _ASK_S) -> dict[str, Any]:
         """What is there of the run's snapshots, see :meth:`~lightning_spot.memory.spread.Spread.look`."""
@@ -435,7 +425,7 @@ class NodeStore:
         return self.client.call("GET", path, {"name": name}, timeout_s=wait_s)
 
     def whole(self, told: Told, *, attempt: int) -> None:
-        """Say that all portions of a snapshot are at nodes, see :meth:`~lightning_spot.memory.spread.Spread.whole`."""
+        """Say that all portions of a snapshot are there, see :meth:`~lightning_spot.memory.spread.Spread.whole`."""
         body = {"attempt": attempt, **asdict(told)}
         path = f"/v1/runs/{quoted(self.run)}/portions/whole"
         self.client.call("POST", path, body, timeout_s=_ASK_S, again=True)
@@ -446,7 +436,7 @@ class NodeStore:
         path = f"/v1/runs/{quoted(self.run)}/portions/torn"
         self.client.call("POST", path, body, timeout_s=_ASK_S, again=True)
 
-    # -- as a node that carries snapshots on -----------------------------------------------------------------------
+    # -- as a server that carries snapshots on -----------------------------------------------------------------------
 
     def open_run(self, info: RunInfo) -> Opened:
         """See :meth:`NodeTier.open_run`."""
@@ -467,7 +457,7 @@ class NodeStore:
         return self._asked(_ASK_S)[1]
 
     def holds(self, name: str, wait_s: float) -> bool:
-        """Whether a snapshot is in the node's memory, asked for ``wait_s`` seconds at most."""
+        """Whether a snapshot is in the server's memory, asked for ``wait_s`` seconds at most."""
         return any(item.manifest.name == name for item in self._asked(wait_s)[1])
 
     def settle(self, manifest: Manifest, attempt: int) -> None:
@@ -535,18 +525,18 @@ class NodeStore:
         return coming, ApproximateEncoder(coming, changes, base, threads)
 
     def _asked(self, wait_s: float) -> tuple[int, list[Listed]]:
-        """The attempt that holds the run at the node, and what is there."""
+        """The attempt that holds the run at the server, and what is there."""
         answer = self.client.call("GET", f"/v1/runs/{quoted(self.run)}/snapshots", timeout_s=wait_s)
         with answered(self.url):
             return integer(answer, "attempt", None, 0, LARGEST), Listed.all_of(answer)
 
     def _named(self, manifest: Manifest) -> Manifest:
-        """The manifest as the node knows its run."""
+        """The manifest as the server knows its run."""
         name, identity = parse_run(self.run)
         return replace(manifest, run=name, run_id=identity or manifest.run_id)
 
     def _lease(self, manifest: Manifest, attempt: int) -> tuple[str, BaseInfo | None]:
-        """Begin an upload, and learn the base; a node that was restarted and forgot the run is told of it again."""
+        """Begin an upload, and learn the base; a server that was restarted and forgot the run is told of it again."""
         path = f"/v1/runs/{quoted(self.run)}"
         upload = uuid.uuid4().hex
         request: dict[str, Any] = {
@@ -598,19 +588,19 @@ class NodeStore:
         try:
             self.client.call("DELETE", f"/v1/uploads/{upload}", timeout_s=_ASK_S)
         except SpotError as error:
-            logger.debug("an upload could not be taken back (%s); the node frees its slot by itself", error)
+            logger.debug("an upload could not be taken back (%s); the server frees its slot by itself", error)
 
 
 Word = Callable[[NodeStore], None]
-"""Tells one node something."""
+"""Tells one server something."""
 
 _AGAIN_S = (1.0, 10.0, 1.5)  # the first pause, the longest, and by what they grow
-_MOST_UNHEARD = 64  # words at one node
+_MOST_UNHEARD = 64  # words at one server
 
 
 @dataclass(slots=True)
 class _OnItsWay:
-    """What nodes are being told, of one thing.
+    """What servers are being told, of one thing.
 
     Attributes:
         word: the newest.
@@ -622,11 +612,11 @@ class _OnItsWay:
 
 
 class Telling:
-    """Words to the nodes of one run. Methods may be called from any thread.
+    """Words to the servers of one run. Methods may be called from any thread.
 
     Attributes:
         stops: whether nothing is told again any more; so it is until somebody says how long it is to be.
-        unheard: what each node has not heard: by its URL and by what it is about.
+        unheard: what each server has not heard: by its URL and by what it is about.
     """
 
     def __init__(self) -> None:
@@ -637,11 +627,11 @@ class Telling:
         self._thread: threading.Thread | None = None
 
     def tell(self, nodes: Iterable[NodeStore], about: str, word: Word) -> list[SpotError]:
-        """Tell all nodes something at the same time; what went wrong. Who does not hear it is told again.
+        """Tell all servers something at the same time; what went wrong. Who does not hear it is told again.
 
         Args:
             nodes: to tell.
-            about: what it is about: of two such words, only the newer one is told again, also at other nodes.
+            about: what it is about: of two such words, only the newer one is told again, also at other servers.
             word: tells one.
         """
         nodes = list(nodes)
@@ -669,8 +659,8 @@ class Telling:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _note(self, node: NodeStore, about: str, word: Word, problem: SpotError | None) -> None:
-        """Note whether a node has heard a word, or never will; under the lock."""
-        if isinstance(problem, FencedError):  # a later attempt speaks for the run: all nodes would refuse it
+        """Note whether a server has heard a word, or never will; under the lock."""
+        if isinstance(problem, FencedError):  # a later attempt speaks for the run: all servers would refuse it
             for url, words in list(self.unheard.items()):
                 if about in words and words[about][1] is word:
                     self._forget(url, about)
@@ -683,7 +673,7 @@ class Telling:
                 del words[next(iter(words))]
 
     def _forget(self, url: str, about: str) -> None:
-        """Tell a node nothing of that any more; under the lock."""
+        """Tell a server nothing of that any more; under the lock."""
         words = self.unheard.get(url, {})
         words.pop(about, None)
         if not words:
@@ -731,12 +721,12 @@ class Telling:
 
 
 def _is_heard(problem: SpotError | None) -> bool:
-    """Whether a node need not be told again: it has heard, or has nothing of that run."""
+    """Whether a server need not be told again: it has heard, or has nothing of that run."""
     return problem is None or isinstance(problem, FencedError | SnapshotNotFoundError | SettingsError)
 
 
 def at_all(nodes: Iterable[NodeStore], ask: Word) -> dict[str, SpotError]:
-    """Ask all nodes at the same time; what went wrong, by the URL."""
+    """Ask all servers at the same time; what went wrong, by the URL."""
 
     def one(node: NodeStore) -> SpotError | None:
         try:

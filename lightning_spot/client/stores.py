@@ -17,7 +17,7 @@ def open_store(url: str, beneath: Sequence[str] | None = None) -> Store:
 
     Args:
         url: of the run.
-        beneath: of a node that acts for others, below which prefixes a directory must be, see :class:`LocalStore`.
+        beneath: of a server that acts for others, below which prefixes a directory must be, see :class:`LocalStore`.
 
     Raises:
         SettingsError: if the URL is malformed or its file system is not installed.

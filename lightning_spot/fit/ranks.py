@@ -22,7 +22,7 @@ from lightning_spot.preemption.key_value import KeyValueClient, KeyValueServer
 from lightning_spot.preemption.stop_agreement import StopAgreement
 from lightning_spot.protocol.listening import LOOPBACK, allow_descriptors, facing, resolved
 from lightning_spot.protocol.process import descendants
-from lightning_spot.run.sharing import this_host
+from lightning_spot.run.export import this_host
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

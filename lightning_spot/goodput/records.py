@@ -132,7 +132,7 @@ def keep_reached(run_url: str, record: AttemptRecord) -> None:
 
     Args:
         run_url: durable directory or URL of the run.
-        record: of the attempt. The account of those before it is not kept: the durable tier has it.
+        record: of the attempt. The account of those before it is not kept: storage has it.
 
     Raises:
         SettingsError: if this host has no place for it.
@@ -165,14 +165,14 @@ def read_reached(run_url: str, attempt: int) -> AttemptRecord | None:
 
 
 def forget_reached(run_url: str, attempt: int) -> None:
-    """Remove what is left of an attempt on this host: the durable tier has it."""
+    """Remove what is left of an attempt on this host: storage has it."""
     with contextlib.suppress(SettingsError):
         with find_record(run_url).opened() as opened:
             _path(opened, attempt).unlink(missing_ok=True)
 
 
 def completed(run_url: str, record: AttemptRecord, snapshots: Iterable[tuple[int, float]]) -> AttemptRecord:
-    """A record from the durable tier, with all that is known beyond it of an attempt that was killed.
+    """A record from storage, with all that is known beyond it of an attempt that was killed.
 
     Args:
         run_url: durable directory or URL of the run.
@@ -239,7 +239,7 @@ class Journal:
         run_url: durable directory or URL of the run.
         attempt: its number; ``None`` for one more than the newest record's.
         snapshots: of earlier attempts, at whatever tier: they tell how far one got whose machine is gone.
-        heartbeat_s: seconds between two writes to the durable tier.
+        heartbeat_s: seconds between two writes to storage.
         begun_unix_s: when ``fit`` began.
 
     Attributes:

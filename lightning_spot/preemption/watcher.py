@@ -10,7 +10,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from lightning_spot.errors import NoticeUnavailableError, SettingsError
 from lightning_spot.preemption.detect import CLOUDS, AutoSource
 from lightning_spot.preemption.notice import Notice, NoticeSource
 from lightning_spot.preemption.signals import DEFAULT_SIGNALS, SignalSource
+from lightning_spot.retry import growing
 from lightning_spot.say import recovered, say
 
 Answer = Notice | bool | float | None
@@ -241,16 +242,16 @@ class Watcher:
             source.pass_on()
 
     def _ask(self, source: NoticeSource, key: str) -> None:
-        pause_s = source.every_s
+        pauses = _pauses_after_failures(source)
         while not self._stopped.is_set():
             try:
                 self._heard(key, source.poll())
-                pause_s = source.every_s
+                pause_s, pauses = source.every_s, _pauses_after_failures(source)
                 recovered("notices-unavailable", "notice source {about} answers again", about=source.name)
             except NoticeUnavailableError as error:
                 text = "{error}; it is asked again"
                 say(logging.WARNING, "notices-unavailable", text, about=source.name, error=error)
-                pause_s = min(2 * pause_s + 0.1, LONGEST_PAUSE_S)
+                pause_s = next(pauses)
             except Exception:  # a bug in a source must not end the watch
                 say(logging.ERROR, "notices-failing", "notice source {about} failed", about=source.name, exc_info=True)
                 pause_s = LONGEST_PAUSE_S
@@ -268,3 +269,7 @@ class Watcher:
                 self._notices.setdefault(key, notice)
             if not self._accepted:  # a notice that was withdrawn before anything was done about it never was
                 self._latched = min(self._notices.values(), key=lambda item: item.seen_s, default=None)
+
+
+def _pauses_after_failures(source: NoticeSource) -> Iterator[float]:
+    return growing(max(0.1, 2 * source.every_s), LONGEST_PAUSE_S)

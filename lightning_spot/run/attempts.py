@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from lightning_spot import retry
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshotError, FencedError, TierError, TierReason
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest
@@ -28,7 +29,6 @@ from lightning_spot.memory.placement import placed
 from lightning_spot.memory.runs import EPOCH_UNIX_S, RunInfo, files_name
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.retry import growing
-from lightning_spot.run import patience
 from lightning_spot.run.identity import next_attempt
 from lightning_spot.run.survey import Survey
 from lightning_spot.say import recovered, say
@@ -52,20 +52,20 @@ def begin_attempt(
     compression: Compression,
     replicas: int,
 ) -> tuple[RunInfo, bool]:
-    """Take the next attempt of the run at this host's ring and at the durable tier.
+    """Take the next attempt of the run at this host's ring and in storage.
 
     The ring comes first: it refuses a second trainer of this host before that one fences the first.
 
     Args:
-        found: what the tiers hold; its durable tier may be unreadable, then the number leaves room for it.
+        found: what the tiers hold; its storage may be unreadable, then the number leaves room for it.
         host: ring on this host.
         keep: snapshots each tier keeps.
-        min_upload_interval_s: least seconds between two snapshots brought to the durable tier, see :class:`RunInfo`.
+        min_upload_interval_s: least seconds between two snapshots brought to storage, see :class:`RunInfo`.
         compression: how what changed goes to snapshot servers behind, see :class:`RunInfo`.
         replicas: how many of them each snapshot is kept at.
 
     Returns:
-        the attempt as the tiers know it, and whether the durable tier is claimed; see :class:`ClaimWatch`.
+        the attempt as the tiers know it, and whether storage is claimed; see :class:`ClaimWatch`.
 
     Raises:
         RunBusyError: if a live trainer on this host writes the run.
@@ -123,14 +123,14 @@ def _of_the_run_there(found: Survey, info: RunInfo) -> RunInfo:
 
 
 def _claim(store: Store, claim: Claim) -> bool:
-    """Claim the durable tier; whether that came to be, after a few tries."""
-    bounds = patience.PATIENCE
+    """Claim storage; whether that came to be, after a few tries."""
+    policy = retry.DEFAULT_POLICY
 
     def once() -> None:
-        patience.unless_silent(lambda: store.claim(claim), threading.Event(), bounds.silent_s, store.url)
+        retry.unless_silent(lambda: store.claim(claim), threading.Event(), policy.silent_s, store.url)
 
     try:
-        patience.patiently(once, bounds, store.url)
+        retry.with_retries(once, policy, store.url)
     except TierError as error:
         text = "attempt {attempt} could not be claimed at {about} ({error}); it is tried again"
         say(logging.WARNING, "claim-failing", text, about=store.url, attempt=claim.attempt, error=error)
@@ -145,7 +145,7 @@ class ClaimWatch:
     The last one stays; the other finds out here, or with the next thing that it has written.
 
     Args:
-        url: of the durable tier.
+        url: of storage.
         claim: to hold.
         is_made: whether it was made.
         fenced: told if another trainer has taken the number, or a later one the run. Called on the thread.
@@ -195,7 +195,7 @@ class ClaimWatch:
 
 
 def elsewhere(nodes: Sequence[str], replicas: int) -> tuple[str, ...]:
-    """The nodes that outlive this machine; all of them if none does. A node at a loopback address counts as one.
+    """The servers that outlive this machine; all of them if none does. A server at a loopback address counts as one.
 
     Args:
         nodes: ``spot://host:port`` of each.
@@ -244,10 +244,10 @@ _attempts_lock = threading.Lock()
 
 
 def folder_info(folder: str, now_unix_s: float | None = None) -> RunInfo:
-    """A user's folder as a node knows it: the folder is a run, and whoever begins to save there is an attempt.
+    """A user's folder as a server knows it: the folder is a run, and whoever begins to save there is an attempt.
 
     The attempt is the time in seconds, or one more than that of any file that is there, or that was given here before.
-    So what is left with the node of somebody before never replaces what is saved from now on.
+    So what is left with the server of somebody before never replaces what is saved from now on.
 
     Args:
         folder: absolute path or URL.

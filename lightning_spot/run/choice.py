@@ -11,14 +11,13 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from lightning_spot import retry
 from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest, Order, snapshot_order
-from lightning_spot.retry import growing, retried
-from lightning_spot.run import patience
-from lightning_spot.run.patience import Patience, of_tier
+from lightning_spot.retry import RetryPolicy, growing, retried
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.sources import Source
-from lightning_spot.run.survey import Survey
+from lightning_spot.run.survey import Survey, of_tier
 from lightning_spot.say import say
 
 WAY_ON = "pass resume=False to start afresh all the same (nothing that is there is deleted), or another dirpath"
@@ -30,7 +29,7 @@ def doubt(found: Survey) -> SpotError | None:
     """Why it cannot be decided between a resume and a fresh start, an error to raise; ``None`` if it can.
 
     Returns:
-        a ``TierError`` if the durable tier could not be read, or if no tier has a snapshot and one could not be asked;
+        a ``TierError`` if storage could not be read, or if no tier has a snapshot and one could not be asked;
         a ``SettingsError`` if a snapshot server holds a run of this path, but of another machine.
     """
     reason = "; ".join(of_tier(tier, why) for tier, why in found.problems.items())
@@ -59,7 +58,7 @@ def doubt(found: Survey) -> SpotError | None:
 
 
 def open_newest(
-    found: Survey, use: Callable[[OpenSnapshot], T], bounds: Patience | None = None, *, stays: bool = True
+    found: Survey, use: Callable[[OpenSnapshot], T], policy: RetryPolicy | None = None, *, stays: bool = True
 ) -> tuple[OpenSnapshot, T] | None:
     """Use the newest snapshot whose checksums hold; ``None`` when the tiers were read and there is none.
 
@@ -68,7 +67,7 @@ def open_newest(
     Args:
         found: what the tiers hold.
         use: reads the snapshot; where it raises ``CorruptSnapshotError`` or ``TierError``, the next one is tried.
-        bounds: how often a tier that fails is tried again.
+        policy: how often a tier that fails is tried again.
         stays: whether a snapshot that has left its tier since it was listed is passed over: where the tiers are asked
             once more, it may be at another one by now.
 
@@ -84,7 +83,7 @@ def open_newest(
     goes_on = ". The newest snapshot of those that answer is taken; what only that one has is not"
     so = goes_on if error is None else ""
     for tier, reason in found.problems.items():
-        say(logging.WARNING, "not-read", "{why}{so}", about=tier, why=patience.unread(tier, reason), so=so)
+        say(logging.WARNING, "not-read", "{why}{so}", about=tier, why=retry.unread(tier, reason), so=so)
     if error is not None:
         raise error
     reasons: list[str] = []
@@ -98,8 +97,8 @@ def open_newest(
             text = "snapshot {about} is passed over: {reason}"
             say(logging.WARNING, "snapshot-skipped", text, about=what, reason=reason)
 
-    bounds = bounds or patience.PATIENCE
-    pauses = itertools.islice(growing(bounds.first_pause_s), bounds.tries - 1)  # for all of them together
+    policy = policy or retry.DEFAULT_POLICY
+    pauses = itertools.islice(growing(policy.first_pause_s), policy.tries - 1)  # for all of them together
     for manifest, source in found.candidates:
         pass_over_unreadable(manifest)
         try:

@@ -94,11 +94,11 @@ class Location:
 
     @property
     def canonical(self) -> str:
-        """What claims and nodes call this location: ``file:///abs/path`` with links resolved, else the URL."""
+        """What claims and servers call this location: ``file:///abs/path`` with links resolved, else the URL."""
         return self.url if "://" in self.url else f"file://{os.path.realpath(self.url)}"
 
     def check(self) -> None:
-        """Make sure the durable tier can be written to, if it is a directory.
+        """Make sure storage can be written to, if it is a directory.
 
         Raises:
             SettingsError: if it cannot.
@@ -171,18 +171,6 @@ def memory_limit_bytes(limit: str | float | None) -> int:
     if limit is not None:
         return parse_bytes(limit, "memory_limit", none="half of this host's memory")
     return host_memory_bytes() // 2
-
-
-def node_url(url: str) -> str:
-    """URL of a snapshot server alone.
-
-    Raises:
-        SettingsError: if it is none, or names more.
-    """
-    address, path = parse_spot_url(url)
-    if path:
-        raise SettingsError(f"{url!r} names more than a node: give {address} only")
-    return str(address)
 
 
 def _server_urls(servers: str | Sequence[str] | None) -> tuple[str, ...]:

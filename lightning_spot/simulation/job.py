@@ -64,7 +64,7 @@ class Tier:
     name: str
     drain_s: float = 0.0
     lag_s: float = 0.0
-    survives: Failure = Failure.NODE
+    survives: Failure = Failure.SERVER
     price_per_hour: float = 0.0
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class SimulatedJob:
         wrong += [name for name in ("stall_s", "restart_s", "restore_s") if getattr(self, name) < 0]
         if wrong:
             raise SettingsError(f"a job with {wrong[0]}={getattr(self, wrong[0])} cannot be simulated")
-        if all(tier.survives < Failure.NODE for tier in self.tiers):
+        if all(tier.survives < Failure.SERVER for tier in self.tiers):
             raise SettingsError("a job without storage cannot be simulated: nothing would outlive every failure")
 
     @property
@@ -129,13 +129,13 @@ def chain(*tiers: Tier) -> tuple[Tier, ...]:
     return tuple(linked)
 
 
-def memory_node(snapshot_bytes: float, bytes_per_s: float, price_per_hour: float = 0.0) -> Tier:
+def server_tier(snapshot_bytes: float, bytes_per_s: float, price_per_hour: float = 0.0) -> Tier:
     """A snapshot server on a machine of its own, ``bytes_per_s`` away."""
     drain_s = snapshot_bytes / bytes_per_s
     return Tier(name="snapshot server", drain_s=drain_s, survives=Failure.MACHINE, price_per_hour=price_per_hour)
 
 
-def durable_tier(snapshot_bytes: float, bytes_per_s: float) -> Tier:
+def storage_tier(snapshot_bytes: float, bytes_per_s: float) -> Tier:
     """A bucket or file system that stores ``bytes_per_s``."""
     return Tier(name="storage", drain_s=snapshot_bytes / bytes_per_s)
 
