@@ -20,16 +20,15 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import tier_pace
+from benchmarks.closed_form import FailureClass, expected_total_s
 from benchmarks.measure import scratch
 from lightning_spot.goodput.ledger import AttemptRecord
 from lightning_spot.goodput.records import read_records
 from lightning_spot.simulation.failures import Bathtub, Exponential, Failures, Fleet, Trace, Weibull
 from lightning_spot.simulation.job import (
-    FailureClass,
     Loss,
     SimulatedJob,
     Tier,
-    expected_total_s,
     exponential_loss,
     floor_loss,
     power_loss,

@@ -10,21 +10,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.closed_form import FailureClass, expected_total_s
 from lightning_spot.config import format_seconds
 from lightning_spot.interval.convergence import ConvergenceAware
 from lightning_spot.interval.costs import Failure
 from lightning_spot.interval.policy import EverySeconds
 from lightning_spot.simulation.failures import Exponential, Fleet, Mixed, Weibull
-from lightning_spot.simulation.job import (
-    FailureClass,
-    SimulatedJob,
-    Tier,
-    chain,
-    expected_total_s,
-    exponential_loss,
-    server_tier,
-    storage_tier,
-)
+from lightning_spot.simulation.job import SimulatedJob, Tier, chain, exponential_loss, server_tier, storage_tier
 from lightning_spot.simulation.simulator import PolicyRow, row_of, simulate
 
 HOUR_S = 3600.0

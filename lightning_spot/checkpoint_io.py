@@ -129,7 +129,7 @@ class SpotCheckpointIO(SpotIO):
         except (ServerUnreachableError, SnapshotFailedError) as error:
             if error.reason not in (TierReason.UNREACHABLE, FailureReason.TOO_LARGE):
                 raise
-            text = "{error}; saving {path} past the memory of this host"
+            text = "{error}. {path} is written directly to storage; training waits"
             say(logging.WARNING, "saved-past-memory", text, about=parent, error=error, path=path)
             writer.write_past_memory(checkpoint, manifest, open_store(parent))
         if not trains:
@@ -172,7 +172,7 @@ class SpotCheckpointIO(SpotIO):
             if self._remove(writer, name):
                 return
             if problems := self._try_flush(parent, writer):
-                text = "{about} is not removed: {problems}"
+                text = "{about} could not be removed: {problems}"
                 say(logging.WARNING, "not-removed", text, about=path, problems="; ".join(problems))
                 return
         if scheme_of(parent) != "spot":
@@ -191,7 +191,7 @@ class SpotCheckpointIO(SpotIO):
             except ServerUnreachableError as error:
                 writer.link.lose(host, error)
             except SpotError as error:
-                text = "{about} is removed without the server ({error})"
+                text = "{about} is removed without the local server ({error})"
                 say(logging.WARNING, "removed-alone", text, about=name, error=error)
                 return False
         return False
@@ -242,7 +242,7 @@ class SpotCheckpointIO(SpotIO):
                 host.open_run(info)
                 return host
             except (ServerUnreachableError, OSError) as error:
-                text = "no snapshot server could be started on this host ({error}); saving through this process"
+                text = "no snapshot server could be started on this host ({error}). Checkpoints go through this process"
                 say(logging.WARNING, "no-local-server", text, about=info.durable_url, error=error)
         host = InProcessHost(slots=self.slots, memory_bytes=self.memory_bytes, open_store=open_store)
         host.open_run(info)

@@ -132,7 +132,7 @@ def with_retries(action: Callable[[], T], policy: RetryPolicy, where: str) -> T:
 
     def note(error: Exception, pause_s: float) -> None:
         why = str(error) if isinstance(error, SpotError) else f"{type(error).__name__}: {error}"
-        text = "{why}; asking again in {pause_s:.1f} s"
+        text = "{why}. Retrying in {pause_s:.1f} s"
         say(logging.WARNING, "read-retried", text, about=where, why=unread(where, why), pause_s=pause_s)
 
     answer = retried(action, policy.pauses(), lambda error: not _has_answered(error), note)

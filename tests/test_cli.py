@@ -141,7 +141,7 @@ def test_what_is_good_nowhere_is_said_once_and_leaves_nothing(
     capsys.readouterr()
     assert main(["cp", f"{copied}@25", str(target)]) != 0
     said = capsys.readouterr()
-    assert "is passed over" not in said.out
+    assert "skipped" not in said.out
     assert said.err.count("is cut short") == 1
     assert not list(target.iterdir())
 
@@ -162,7 +162,7 @@ def test_pull_names_the_snapshot_before_a_damaged_one_and_says_what_it_could_not
     (copied / newest.name / "manifest.json").write_text("garbage")
     assert main(["cp", str(copied), str(target)]) == 0
     said = capsys.readouterr().out
-    assert f"passed over: {newest.name} at storage" in said
+    assert f"skipped: {newest.name} at storage" in said
     assert f"step {older.step}" in said
 
 

@@ -47,6 +47,7 @@ from tests.conftest import RunningNode, new_process, until
 from tests.filled import check_archive
 from tests.models import Clipped, EachDurable, Net, Probe, TwoOptimizers, Unsteady, equal, state_of, trainer
 from tests.oracle import claim_of
+from tests.said import said_about
 
 StartNode = Callable[..., RunningNode]
 
@@ -281,8 +282,8 @@ def test_a_bad_snapshot_falls_back_to_the_one_before(
     assert callback.resumed_from is not None
     assert callback.resumed_from.name == before.name
     if damage != "manifest":
-        assert f"snapshot {newest.name} at storage is passed over" in caplog.text
-        assert f"falling back to {before.name}" in caplog.text
+        assert said_about(caplog, "snapshot-skipped") == [f"{newest.name} at storage"]
+        assert said_about(caplog, "resume-fell-back") == [f"{before.name} from storage"]
 
 
 def test_nothing_good_left_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ SHARED_BY_MODULES = {
     "uploads", "writing",
 }  # fmt: skip
 SHARED_BY_CLASSES = {"Hosts", "Part", "Source", "Upload"}
-LOGS_WITHOUT_KEYS = {"callbacks", "capture", "exact", "fit", "image", "memory", "protocol", "service", "staging"}
+LOGS_WITHOUT_KEYS = {"callbacks", "capture", "exact", "fit", "memory", "service", "staging"}
 IMPORTED_ONCE = {
     "capture.across", "capture.ending", "capture.file_writer", "capture.joining",
     "exact.change_detector", "exact.data_changes", "exact.other_ranks", "exact.restoring",

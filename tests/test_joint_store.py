@@ -45,6 +45,7 @@ from lightning_spot.tiers.store import Folder, Store
 from tests import faulty
 from tests.conftest import until
 from tests.faulty import Plan
+from tests.said import said
 from tests.small_trainer import RUN_ID
 
 PART = 64 * 1024
@@ -380,7 +381,8 @@ def test_notes_that_do_not_fit_each_other_keep_no_attempt_from_resuming(
     found = survey(Location.of(str(tmp_path / "run"), local_server=False))
     assert steps(found) == [1]
     assert not found.problems
-    assert "is passed over: host 1 has another layout" in caplog.text
+    (skipped,) = said(caplog, "snapshot-skipped")
+    assert "host 1 has another layout" in str(skipped["reason"])
 
 
 def steps(found: Survey) -> list[int]:

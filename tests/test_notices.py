@@ -29,6 +29,7 @@ from lightning_spot.preemption.stop_agreement import Place, StopAgreement
 from lightning_spot.preemption.watcher import CallSource, FileSource, Watcher, open_sources
 from tests.conftest import until
 from tests.metadata_server import MetadataServer
+from tests.said import said, said_about
 
 
 @pytest.fixture
@@ -199,7 +200,7 @@ def test_a_broken_source_is_asked_again(caplog: pytest.LogCaptureFixture) -> Non
     watcher = Watcher([source])
     watcher.start()
     until(lambda: watcher.notice, "the notice after two failures")
-    assert caplog.text.count("raised OSError: not yet") == 1
+    assert said_about(caplog, "notices-unavailable") == ["call"]
     watcher.stop()
 
 
@@ -467,7 +468,7 @@ def test_a_lost_channel_is_said(caplog: pytest.LogCaptureFixture) -> None:
     )
     time.sleep(0.1)
     server.close()
-    until(lambda: "cannot be asked any more" in caplog.text, "the warning")
+    until(lambda: said(caplog, "ranks-unreachable"), "the warning")
 
 
 def test_ranks_that_end_one_after_the_other_warn_of_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -31,6 +31,7 @@ from lightning_spot.run.survey import survey
 from tests.chained import FIRST, RUN, SECOND, THIRD, Chained, chained
 from tests.conftest import until
 from tests.gated import MIB, RUN_ID, image_of, manifest_of
+from tests.said import said_about
 from tests.served import served
 
 NODES = [f"spot://10.0.0.{number}:7070" for number in range(8)]
@@ -100,9 +101,9 @@ def test_the_node_of_this_machine_is_no_replica(
     monkeypatch.setattr(attempts.socket, "getaddrinfo", lambda host, *_, **__: own if host == "10.0.0.0" else [])
     monkeypatch.setattr(attempts, "_is_own", lambda _family, address: address[0] == "127.0.0.1")
     assert attempts.elsewhere(NODES[:3], 2) == tuple(NODES[1:3])
-    assert not warnings(caplog, "replicas")
+    assert not said_about(caplog, "replicas-here")
     assert attempts.elsewhere(NODES[:2], 2) == (NODES[1],)
-    assert len(warnings(caplog, "replicas=2")) == 1
+    assert said_about(caplog, "replicas-here") == [NODES[1]]
     assert attempts.elsewhere(NODES[:1], 1) == (NODES[0],)  # better than none
 
 
@@ -375,7 +376,7 @@ def test_with_one_of_two_replicas_gone_the_newest_snapshot_is_found(
         gone.bind(("127.0.0.1", 0))  # and listens to nobody
         urls = [f"spot://127.0.0.1:{gone.getsockname()[1]}", pair[1][1]]
         assert _recovered(tmp_path, urls) == (2, image_of(2, MIB), pair[1][1])
-    assert len(warnings(caplog, urls[0])) == 1
+    assert said_about(caplog, "not-read") == [urls[0]]
 
 
 def test_a_replica_that_returns_damaged_parts_is_passed_over_for_the_other(
@@ -385,4 +386,4 @@ def test_a_replica_that_returns_damaged_parts_is_passed_over_for_the_other(
     with damaged.view() as image:
         image[MIB // 2] ^= 1
     assert _recovered(tmp_path, [url for _, url in pair]) == (2, image_of(2, MIB), pair[1][1])
-    assert len(warnings(caplog, "passed over")) == 1
+    assert len(said_about(caplog, "snapshot-skipped")) == 1

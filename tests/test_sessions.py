@@ -39,6 +39,7 @@ from lightning_spot.service import program
 from lightning_spot.service.program import main
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode, lives, named_run, until
+from tests.said import said_about
 from tests.small_trainer import PHASES, image_of, info_of, manifest_of, reach, take
 
 NBYTES = 3 * 2**20
@@ -253,7 +254,7 @@ def test_a_stopped_node_is_replaced_and_its_snapshots_are_taken_over(
     assert time.monotonic() - began_s < LATEST_S
     assert node_pid(again) != pid
     assert not lives(pid)
-    assert "does not answer; it is ended" in caplog.text
+    assert said_about(caplog, "local-server-hung") == [str(pid)]
     again.open_run(info_of(str(tmp_path), 1))
     take(again, 1, NBYTES)
     os.kill(node_pid(again), STOP)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.closed_form import FailureClass, expected_total_s
 from lightning_spot import EverySeconds, YoungDaly
 from lightning_spot.cli import main
 from lightning_spot.cli.simulate import seconds
@@ -20,12 +21,10 @@ from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.simulation import simulator
 from lightning_spot.simulation.failures import Bathtub, Exponential, Fleet, Lifetimes, Mixed, Trace, Weibull
 from lightning_spot.simulation.job import (
-    FailureClass,
     Loss,
     SimulatedJob,
     Tier,
     chain,
-    expected_total_s,
     exponential_loss,
     floor_loss,
     power_loss,

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from benchmarks.closed_form import FailureClass, expected_total_s
 from lightning_spot import COCI, ConvergenceAware, EverySeconds, OverheadBudget, RemoteSnapshot, YoungDaly
 from lightning_spot.capture.ending import paces_of
 from lightning_spot.cli import main
@@ -24,7 +25,7 @@ from lightning_spot.interval.adaptive import Adaptive, young_daly_s
 from lightning_spot.interval.costs import Costs, Failure, TierPace
 from lightning_spot.memory.health import TierHealth
 from lightning_spot.simulation.failures import Event, Exponential, Failures, Fleet, Mixed, Weibull
-from lightning_spot.simulation.job import FailureClass, SimulatedJob, Tier, chain, expected_total_s, lost_s, overhead
+from lightning_spot.simulation.job import SimulatedJob, Tier, chain, lost_s, overhead
 from lightning_spot.simulation.simulator import Outcome, simulate
 from tests.conftest import RunningNode
 from tests.models import Net, data, trainer
@@ -32,9 +33,9 @@ from tests.models import Net, data, trainer
 DAY_S = 86400.0
 
 
-def tiers(node_s: float | None, durable_s: float) -> tuple[Tier, ...]:
+def tiers(server_s: float | None, durable_s: float) -> tuple[Tier, ...]:
     """The host's memory, a snapshot server if one is wanted, and a durable tier."""
-    node = [] if node_s is None else [Tier(name="node", drain_s=node_s, survives=Failure.MACHINE)]
+    node = [] if server_s is None else [Tier(name="node", drain_s=server_s, survives=Failure.MACHINE)]
     return chain(*node, Tier(name="durable", drain_s=durable_s))
 
 
@@ -73,10 +74,9 @@ def test_no_other_interval_is_much_better(stall_s: float, mtbf_s: float, near_s:
     assume(stall_s + near_s < mtbf_s / 20)  # the closed form is of first order
     policy = YoungDaly(max_overhead=0.9)
     policy.learn(Costs(stall_s=stall_s, mtbf_s=mtbf_s, tiers=(TierPace(drain_s=near_s),)))
-    one = [FailureClass(drain_s=near_s)]
     periods = np.geomspace(stall_s, 10 * mtbf_s, 2000)
-    best = min(overhead(float(period_s), stall_s, mtbf_s, one) for period_s in periods)
-    assert overhead(policy.interval_s(0), stall_s, mtbf_s, one) <= 1.02 * best
+    best = min(overhead(float(period_s), stall_s, mtbf_s, near_s) for period_s in periods)
+    assert overhead(policy.interval_s(0), stall_s, mtbf_s, near_s) <= 1.02 * best
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_one_tier(interval_s: float, stall_s: float, drain_s: float, mtbf_s: flo
 
 
 @pytest.mark.parametrize(
-    ("node_s", "durable_s", "process_mtbf_s", "server_mtbf_s"),
+    ("server_s", "durable_s", "process_mtbf_s", "server_mtbf_s"),
     [
         (16.7, 125.0, 7 * DAY_S, 30 * DAY_S),
         (16.7, 125.0, 4 * 3600.0, 30 * DAY_S),
@@ -181,12 +181,12 @@ def test_one_tier(interval_s: float, stall_s: float, drain_s: float, mtbf_s: flo
     ],
 )
 def test_several_classes_of_failures(
-    node_s: float | None, durable_s: float, process_mtbf_s: float, server_mtbf_s: float
+    server_s: float | None, durable_s: float, process_mtbf_s: float, server_mtbf_s: float
 ) -> None:
     interval_s, stall_s = 82.0, 1.0
     count = int(5 * DAY_S / interval_s)
     job = SimulatedJob(
-        work_s=count * interval_s, stall_s=stall_s, tiers=tiers(node_s, durable_s), restore_s=60.0, restart_s=600.0
+        work_s=count * interval_s, stall_s=stall_s, tiers=tiers(server_s, durable_s), restore_s=60.0, restart_s=600.0
     )
     failures = Mixed(Fleet(Exponential(3600.0)), process_mtbf_s, server_mtbf_s, 620.0)
     outcome = simulate(job, evenly(job.work_s, count), failures, runs=1000)

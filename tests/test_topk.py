@@ -30,6 +30,7 @@ from tests.chained import FIRST, chained
 from tests.conftest import until
 from tests.filled import check_archive
 from tests.gated import MIB, RUN_ID, image_of, manifest_of
+from tests.said import said
 from tests.wire_pair import RUN, Pair, Sender, floats, pair
 
 __all__ = ["pair"]
@@ -283,7 +284,7 @@ def test_a_host_without_memory_for_it_sends_exactly(
 ) -> None:
     monkeypatch.setattr(encoding, "available_bytes", lambda: 1000)
     assert sends(Approximation(), 5, exact_s=2.0, inexact_s=1.0) == []
-    assert caplog.text.count("lossy='topk' needs 2.10 MB more memory on this host") == 1
+    assert [facts["size"] for facts in said(caplog, "lossy-no-memory")] == ["2.10 MB"]
 
 
 def test_an_exact_one_is_never_deleted_for_one_that_is_not(tmp_path: Path) -> None:

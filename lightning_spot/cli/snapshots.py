@@ -343,7 +343,7 @@ def copy(arguments: argparse.Namespace) -> int:
     _target(arguments, wanted)  # an error in it is said before anything is read
     if found.selected is None:
         for what, why in found.unreadable.items():
-            print_line(f"passed over: {what}: {why}")
+            print_line(f"skipped: {what}: {why}")
         for problem in found.problems:
             print_line(f"not asked: {problem}")
     snapshot = _open_newest(found) if found.selected is None else _open_somewhere(found, wanted.name)
@@ -434,7 +434,7 @@ def _open_somewhere(found: Found, name: str) -> OpenSnapshot:
         if entry.manifest.name != name:
             continue
         if problem is not None:  # that of the last tier is the error
-            print_line(f"{tier} is passed over: {problem}")
+            print_line(f"skipped: {tier}: {problem}")
         try:
             return _open(entry)
         except SpotError as error:

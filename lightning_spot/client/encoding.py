@@ -416,7 +416,7 @@ class Approximation:
                 return True
             except (OSError, OverflowError) as error:
                 logger.debug("no memory for an approximation: %s", error)
-        text = "lossy='topk' needs {size} more memory on this host than is left: snapshots are sent exactly"
+        text = "lossy='topk' needs {size} more memory than this host has left. Snapshots are sent exactly"
         say(logging.WARNING, "lossy-no-memory", text, size=format_bytes(capacity))
         return False
 

@@ -48,7 +48,7 @@ from lightning_spot.memory.joint import KnownLayout, Shared
 from lightning_spot.memory.runs import Opened, RunInfo, key_of, parse_run
 from lightning_spot.memory.spread import Told
 from lightning_spot.memory.tier import Gathering, Listed, Sent
-from lightning_spot.protocol.wire import Address, BaseInfo, answered, parse_spot_url
+from lightning_spot.protocol.wire import BaseInfo, answered, parse_spot_url
 from lightning_spot.retry import growing, retried
 from lightning_spot.say import say
 from lightning_spot.threads import all_at_once
@@ -123,7 +123,7 @@ class JointUploads:
                 begun = ask({"layout": shared.layout})  # it has forgotten it
         except BaseException:
             # It may have begun, and only its answer be lost. Another server may have the snapshot, if this one is gone.
-            threading.Thread(target=self._give_up, args=(upload,), name="spot-joint", daemon=True).start()
+            threading.Thread(target=_abort, args=(self._client, upload), name="spot-joint", daemon=True).start()
             raise
         self._layout = KnownLayout.of(shared.layout)
         return Gathering(upload, nbytes, BaseInfo.read(begun.get("base")), shared)
@@ -260,7 +260,7 @@ class JointUploads:
 
     def give_up(self, gathering: Gathering) -> None:
         """See :meth:`JointTier.give_up`."""
-        self._give_up(gathering.upload)
+        _abort(self._client, gathering.upload)
 
     def decline(self, name: str, *, attempt: int, why: str, host: int = 0) -> None:
         """See :meth:`JointTier.decline`."""
@@ -272,19 +272,12 @@ class JointUploads:
     ) -> dict[str, Any]:
         return self._client.call("POST", path, body, timeout_s=timeout_s, pulse=pulse)
 
-    def _give_up(self, upload: str) -> None:
-        try:
-            self._client.call("DELETE", f"/v1/uploads/{upload}", timeout_s=_ASK_S)
-        except SpotError as error:
-            logger.debug("an upload could not be taken back (%s); the server frees its slot by itself", error)
-
 
 class NodeStore:
     """Snapshots of one run at a server; implements :class:`~lightning_spot.tiers.store.Store`.
 
     Args:
         url: ``spot://host:port/NAME@ID``, or ``…/NAME`` where only one run has that name.
-        address: overrides the URL's address (for a Unix socket).
 
     Attributes:
         sent: how the parts of snapshots went which were committed there.
@@ -292,11 +285,11 @@ class NodeStore:
 
     owner: Owner | None = None
 
-    def __init__(self, url: str, address: Address | None = None) -> None:
+    def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        parsed, path = parse_spot_url(url)
+        address, path = parse_spot_url(url)
         self.run = path.rpartition("/")[2]
-        self.client = NodeClient(address or parsed)
+        self.client = NodeClient(address)
         self.sent = Sent()
         self._rule = CompressionRule()
         self._approximation = Approximation()
@@ -332,7 +325,7 @@ class NodeStore:
             sealed = seal_parts(manifest, checksums, sizes)
             self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": sealed.to_dict()})
         except BaseException:
-            self._give_up(upload)
+            _abort(self.client, upload)
             raise
         return sealed
 
@@ -351,15 +344,7 @@ class NodeStore:
 
     def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
         """See :meth:`Store.fetch`."""
-
-        def read(bounds: tuple[int, int]) -> None:
-            start, stop = bounds
-            self.read(manifest, start, into[start:stop])
-            if progress is not None:
-                progress(stop - start)
-
-        with ThreadPoolExecutor(CONNECTIONS) as pool:
-            list(pool.map(read, manifest.ranges()))
+        fetch_ranges(self.read, manifest, manifest.ranges(), into, progress, CONNECTIONS)
 
     def read(self, manifest: Manifest, start: int, into: memoryview) -> None:
         """Read one of ``manifest.ranges()``, and check it; from any thread. Errors are those of :meth:`fetch`."""
@@ -489,7 +474,7 @@ class NodeStore:
                 manifest = self._send(upload, functools.partial(self._approximate, exact, coming.image, base))
                 self._approximation.took(manifest, time.perf_counter() - began_s)
                 return manifest
-            self._give_up(upload)
+            _abort(self.client, upload)
         upload, base = self._lease(self._named(coming.manifest), attempt)
         manifest = self._send(upload, lambda threads: (coming, self._encoder(coming, base, earlier, threads)))
         if floats:
@@ -511,7 +496,7 @@ class NodeStore:
             self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": self._named(manifest).to_dict()})
         except BaseException:
             threads.shutdown()
-            self._give_up(upload)
+            _abort(self.client, upload)
             raise
         threads.shutdown(wait=False, cancel_futures=True)  # what is packed still is thrown away
         self.sent.add(sent)
@@ -564,7 +549,7 @@ class NodeStore:
                 self.open_run(info)
                 leased = ask(request)
         except BaseException:
-            self._give_up(upload)  # it may have begun, and only its answer be lost
+            _abort(self.client, upload)  # it may have begun, and only its answer be lost
             raise
         with answered(self.url):
             return upload, BaseInfo.read(leased.get("base"))
@@ -584,11 +569,42 @@ class NodeStore:
             always=compression == "always",
         )
 
-    def _give_up(self, upload: str) -> None:
-        try:
-            self.client.call("DELETE", f"/v1/uploads/{upload}", timeout_s=_ASK_S)
-        except SpotError as error:
-            logger.debug("an upload could not be taken back (%s); the server frees its slot by itself", error)
+
+def _abort(client: NodeClient, upload: str) -> None:
+    """Take an upload back, if the server can be reached."""
+    try:
+        client.call("DELETE", f"/v1/uploads/{upload}", timeout_s=_ASK_S)
+    except SpotError as error:
+        logger.debug("an upload could not be taken back (%s); the server frees its slot by itself", error)
+
+
+def fetch_ranges(
+    read: Callable[[Manifest, int, memoryview], None],
+    manifest: Manifest,
+    ranges: Iterable[tuple[int, int]],
+    into: memoryview,
+    progress: Progress | None,
+    connections: int,
+) -> None:
+    """Read ranges of a snapshot side by side.
+
+    Args:
+        read: see :meth:`~lightning_spot.tiers.store.ReadsRanges.read`.
+        manifest: of the snapshot.
+        ranges: first byte, and the one behind the last.
+        into: memory of the whole snapshot.
+        progress: called with the number of bytes that have just come.
+        connections: how many are read at a time.
+    """
+
+    def fetch(bounds: tuple[int, int]) -> None:
+        start, stop = bounds
+        read(manifest, start, into[start:stop])
+        if progress is not None:
+            progress(stop - start)
+
+    with ThreadPoolExecutor(connections) as pool:
+        list(pool.map(fetch, ranges))
 
 
 Word = Callable[[NodeStore], None]
@@ -701,7 +717,7 @@ class Telling:
             try:
                 at_all(nodes, self._tell_all_again)
             except Exception:  # whatever fails, such as want of memory, nobody else tells them again
-                text = "snapshot servers were not told again; they are later"
+                text = "snapshot servers could not be updated. Retrying"
                 say(logging.ERROR, "servers-not-told", text, exc_info=True)
 
     def _tell_all_again(self, node: NodeStore) -> None:

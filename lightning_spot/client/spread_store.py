@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from lightning_spot.client.part_lanes import CONNECTIONS
-from lightning_spot.client.remote import NodeStore, Telling, Word, at_all
+from lightning_spot.client.remote import NodeStore, Telling, Word, at_all, fetch_ranges
 from lightning_spot.errors import (
     CorruptSnapshotError,
     FailureReason,
@@ -456,7 +456,7 @@ class JointPortions(ByItself):
                 return error
             except SpotError as error:
                 if not coming.given_up:
-                    text = "{about} does not take {name}, another server is tried: {error}"
+                    text = "{about} does not take {name} ({error}). The next server is tried"
                     say(logging.INFO, "server-refused", text, about=url, name=coming.manifest.name, error=error)
                 problem = error
         return problem
@@ -580,7 +580,7 @@ class SpreadStore:
             by_host = [hosts[host] for host in sorted(hosts)]
             portions = [held[0][1] for held in by_host]
             if late := missing(portions):
-                text = "{about} is not complete at snapshot servers: none has the part of host {host}"
+                text = "{about} is incomplete at the snapshot servers: none has the part of host {host}"
                 say(logging.INFO, "snapshot-incomplete", text, about=name, host=late)
                 continue
             try:
@@ -608,15 +608,7 @@ class SpreadStore:
     def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
         """See :meth:`Store.fetch`."""
         self._check_known(manifest)
-
-        def read(bounds: tuple[int, int]) -> None:
-            start, stop = bounds
-            self.read(manifest, start, into[start:stop])
-            if progress is not None:
-                progress(stop - start)
-
-        with ThreadPoolExecutor(CONNECTIONS * len(self.nodes)) as pool:
-            list(pool.map(read, self._in_turn(manifest)))
+        fetch_ranges(self.read, manifest, self._in_turn(manifest), into, progress, CONNECTIONS * len(self.nodes))
 
     def read(self, manifest: Manifest, start: int, into: memoryview) -> None:
         """Read one of ``manifest.ranges()``, and check it; from any thread. Errors are those of :meth:`fetch`."""

@@ -138,8 +138,7 @@ def _wait_or_end(record: NodeRecord, error: ServerUnreachableError, deadline: fl
     say(
         logging.WARNING,
         "local-server-hung",
-        "the server on this host (pid {about}) lives but does not answer; it is ended, and a new one takes its"
-        " snapshots over",
+        "the server on this host (pid {about}) does not answer. It is ended, and a new one takes over its snapshots",
         about=process.pid,
     )
     if not process.kill(_KILL_TIMEOUT_S):

@@ -332,7 +332,7 @@ class Journal:
         try:
             written = newest_record(self._url, before=attempt)
         except TierError as error:
-            text = "goodput counts from this attempt on: {error}"
+            text = "{error}. Goodput counts from this attempt on"
             say(logging.WARNING, "goodput-restarted", text, about=self._url, error=error)
             return None
         if written is None:
@@ -355,7 +355,7 @@ class Journal:
             say(
                 logging.WARNING,
                 "goodput-coarse",
-                "if this trainer is killed, up to {seconds:.0f} s of its work count as down ({error})",
+                "{error}. If this trainer is killed, up to {seconds:.0f} s of its work count as down",
                 about=self._url,
                 seconds=self._heartbeat_s,
                 error=error,
@@ -374,9 +374,10 @@ class Journal:
                 logger.debug("lightning_spot: %s", error)  # the flusher tells of a tier that fails
             except Exception as error:  # such as want of memory: there may be some again at the next beat
                 why = f"{type(error).__name__}: {error}"
-                say(logging.WARNING, "goodput-failing", "goodput is not noted now: {why}", about=self._url, why=why)
+                text = "goodput cannot be recorded now: {why}"
+                say(logging.WARNING, "goodput-failing", text, about=self._url, why=why)
             else:
-                recovered("goodput-failing", "goodput is noted again", about=self._url)
+                recovered("goodput-failing", "goodput is recorded again", about=self._url)
                 if stopping:
                     forget_reached(self._url, self.record.attempt)
 

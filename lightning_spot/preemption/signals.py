@@ -62,7 +62,7 @@ class SignalSource:
         if self._previous:
             return
         if threading.current_thread() is not threading.main_thread():
-            text = "signals are not watched: training does not run in the main thread"
+            text = "training does not run in the main thread. Signals are not noticed"
             say(logging.WARNING, "signals-unwatched", text)
             return
         for number in self._signals:

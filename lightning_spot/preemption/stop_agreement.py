@@ -108,7 +108,7 @@ class StopAgreement:
         if not self._posted:
             return False
         if not self._decided.wait(DECIDE_S):
-            text = "ranks did not agree within {limit_s:.0f} s; this one goes ahead"
+            text = "ranks did not agree where to stop within {limit_s:.0f} s. This rank stops now"
             say(logging.WARNING, "stop-not-agreed", text, limit_s=DECIDE_S)
             return True
         return self._stop is not None and (place.batch, place.evaluated) >= (self._stop.batch, self._stop.evaluated)
@@ -131,7 +131,7 @@ class StopAgreement:
             logger.debug("lightning_spot: %s", end)
         except OSError as error:  # rank 0 has gone, and with it the run
             if not self._closed:
-                text = "the other ranks cannot be asked any more ({error})"
+                text = "the connection to the other ranks is lost ({error}). They may stop at another step"
                 say(logging.WARNING, "ranks-unreachable", text, error=error)
         finally:
             channel.close()

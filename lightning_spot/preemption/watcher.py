@@ -249,11 +249,12 @@ class Watcher:
                 pause_s, pauses = source.every_s, _pauses_after_failures(source)
                 recovered("notices-unavailable", "notice source {about} answers again", about=source.name)
             except NoticeUnavailableError as error:
-                text = "{error}; it is asked again"
+                text = "{error}. A preemption may go unnoticed. Retrying"
                 say(logging.WARNING, "notices-unavailable", text, about=source.name, error=error)
                 pause_s = next(pauses)
             except Exception:  # a bug in a source must not end the watch
-                say(logging.ERROR, "notices-failing", "notice source {about} failed", about=source.name, exc_info=True)
+                text = "notice source {about} failed unexpectedly. A preemption may go unnoticed"
+                say(logging.ERROR, "notices-failing", text, about=source.name, exc_info=True)
                 pause_s = LONGEST_PAUSE_S
             self._stopped.wait(pause_s)
         source.close()

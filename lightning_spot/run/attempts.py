@@ -97,10 +97,11 @@ def begin_attempt(
         except FencedError as error:
             if last:
                 raise
-            say(logging.INFO, "attempt-taken", "{error}; taking a later number", about=location.url, error=error)
+            text = "{error}. This attempt takes a later number"
+            say(logging.INFO, "attempt-taken", text, about=location.url, error=error)
             info = replace(_of_the_run_there(found, info), attempt=max(info.attempt, error.current) + 1)
     if found.identity.copied_from:
-        text = "{about} was copied from {source}: from here on it is a run of its own"
+        text = "{about} is a copy of {source}. From here on it is a run of its own"
         say(logging.WARNING, "run-copied", text, about=location.url, source=found.identity.copied_from)
     return info, claimed
 
@@ -132,7 +133,7 @@ def _claim(store: Store, claim: Claim) -> bool:
     try:
         retry.with_retries(once, policy, store.url)
     except TierError as error:
-        text = "attempt {attempt} could not be claimed at {about} ({error}); it is tried again"
+        text = "attempt {attempt} could not be claimed at {about} ({error}). An earlier one may write there. Retrying"
         say(logging.WARNING, "claim-failing", text, about=store.url, attempt=claim.attempt, error=error)
         return False
     return True
@@ -206,8 +207,8 @@ def elsewhere(nodes: Sequence[str], replicas: int) -> tuple[str, ...]:
         say(
             logging.WARNING,
             "replicas-here",
-            "replicas={replicas}, and {count} of the servers are on other machines ({about}): one here goes with this"
-            " machine",
+            "replicas={replicas}, but only {count} servers are on other machines ({about}). What is on this machine is"
+            " lost with it. Name more servers",
             about=", ".join(found) or "none",
             replicas=replicas,
             count=len(found),
@@ -285,7 +286,7 @@ def _highest_attempt(folder: str) -> int:
             with ThreadPoolExecutor(_READERS) as pool:
                 return max(pool.map(lambda fact: _attempt_in(files, fact["name"]), newest[:_MOST_READ]), default=0)
     except TierError as error:
-        text = "{error}; the clock alone orders what is saved there"
+        text = "{error}. Only the clock orders what is saved there"
         say(logging.WARNING, "manifests-not-read", text, about=folder, error=error)
         return 0
 

@@ -80,7 +80,7 @@ def open_newest(
         CorruptSnapshotError: if there are snapshots but none can be used: going on would silently start afresh.
     """
     error = doubt(found)
-    goes_on = ". The newest snapshot of those that answer is taken; what only that one has is not"
+    goes_on = ". The run resumes from the newest snapshot of those that answer"
     so = goes_on if error is None else ""
     for tier, reason in found.problems.items():
         say(logging.WARNING, "not-read", "{why}{so}", about=tier, why=retry.unread(tier, reason), so=so)
@@ -94,7 +94,7 @@ def open_newest(
         for what in [what for what in unreadable if until is None or _order(what) > until.order]:
             reasons.append(f"{what}: {unreadable[what]}")
             reason = unreadable.pop(what)
-            text = "snapshot {about} is passed over: {reason}"
+            text = "snapshot {about} skipped: {reason}"
             say(logging.WARNING, "snapshot-skipped", text, about=what, reason=reason)
 
     policy = policy or retry.DEFAULT_POLICY
@@ -108,12 +108,12 @@ def open_newest(
                 raise
             reasons.append(f"{manifest.name} at {source.tier}: {error}")
             where = f"{manifest.name} at {source.tier}"
-            text = "snapshot {about} is passed over: {reason}"
+            text = "snapshot {about} skipped: {reason}"
             say(logging.WARNING, "snapshot-skipped", text, about=where, reason=error)
             continue
         if reasons:
             where = f"{manifest.name} from {source.tier}"
-            say(logging.WARNING, "resume-fell-back", "falling back to {about}", about=where)
+            say(logging.WARNING, "resume-fell-back", "the run resumes from {about} instead", about=where)
         return opened
     pass_over_unreadable(None)
     if reasons:
@@ -142,7 +142,7 @@ def _try(
             snapshot.close()
 
     def note(error: Exception, pause_s: float) -> None:
-        text = "{error}; trying again in {pause_s:.1f} s"
+        text = "{error}. Retrying in {pause_s:.1f} s"
         say(logging.WARNING, "read-retried", text, about=source.tier, error=error, pause_s=pause_s)
 
     return retried(once, pauses, lambda error: isinstance(error, TierError), note)
@@ -156,8 +156,8 @@ def say_what_is_left(found: Survey) -> None:
         say(
             logging.WARNING,
             "snapshots-left",
-            "run {name!r} starts afresh. {count} snapshots of it, the newest of step {step}, stay where they are; they"
-            " are never deleted by the new start. Remove {about} yourself if you do not want them",
+            "run {name!r} starts afresh. Its {count} snapshots, the newest of step {step}, stay. Delete {about} if you"
+            " do not want them",
             about=found.location.url,
             name=found.location.name,
             count=len(names),

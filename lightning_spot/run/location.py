@@ -142,8 +142,8 @@ class Location:
                 say(
                     logging.WARNING,
                     "no-local-server",
-                    "no snapshot server could be started on this host ({error}); snapshots go through this process"
-                    " instead, and what is only in memory is lost if it is killed",
+                    "no snapshot server could be started on this host ({error}). Snapshots go through this process:"
+                    " what is only in memory is lost if it is killed",
                     about=self.url,
                     error=error,
                 )

@@ -120,6 +120,6 @@ def _disk_file(nbytes: int) -> int:
     """A file without a name, its room reserved: a disk that is full shows here, and not as a ``SIGBUS`` later."""
     with tempfile.TemporaryFile(prefix="lightning-spot-restore-") as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
-        text = "this host has not {size} of memory to receive a snapshot into; it goes to {about} first"
+        text = "this host has less than {size} of free memory. The snapshot is received in {about}, which is slower"
         say(logging.WARNING, "received-on-disk", text, about=tempfile.gettempdir(), size=format_bytes(nbytes))
         return os.dup(file.fileno())

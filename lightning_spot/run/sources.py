@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import NodeStore, fetch_ranges
 from lightning_spot.client.spread_store import SpreadStore
 from lightning_spot.client.starting import attach
 from lightning_spot.config import PART_BYTES
@@ -143,18 +143,13 @@ class _Pinned:
 
     def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
         """See :meth:`Fetches.fetch`."""
+        fetch_ranges(self._read, manifest, manifest.ranges(), into, progress, _READERS)
 
-        def read(bounds: tuple[int, int]) -> None:
-            start, stop = bounds
-            with SnapshotReader(self._fd, manifest, self.url, check=False) as reader:
-                reader.seek(start)
-                reader.readinto(into[start:stop])
-            manifest.verify_range(start, into[start:stop], self.url)
-            if progress is not None:
-                progress(stop - start)
-
-        with ThreadPoolExecutor(_READERS) as pool:
-            list(pool.map(read, manifest.ranges()))
+    def _read(self, manifest: Manifest, start: int, into: memoryview) -> None:
+        with SnapshotReader(self._fd, manifest, self.url, check=False) as reader:
+            reader.seek(start)
+            reader.readinto(into)
+        manifest.verify_range(start, into, self.url)
 
 
 class StoreSource:

@@ -39,7 +39,7 @@ from lightning_spot.retry import RetryPolicy, retried
 from lightning_spot.run.identity import Identity, NodeRun, identify, runs_of
 from lightning_spot.run.location import Location
 from lightning_spot.run.sources import HOST, STORAGE, MemorySource, Source, StoreSource
-from lightning_spot.say import recovered, say
+from lightning_spot.say import forget, recovered, say
 from lightning_spot.threads import both
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
@@ -115,6 +115,7 @@ def survey(location: Location, policy: RetryPolicy | None = None, *, commits: bo
         policy: of reading them.
         commits: whether a snapshot that all hosts had brought is committed, if none was left to do so.
     """
+    forget()  # each start names again what it could not read
     policy = policy or retry.DEFAULT_POLICY
     store = open_store(location.url)
     asked: dict[str, Callable[[], Any]] = {
@@ -198,7 +199,7 @@ class _Durable:
             return answers[-1]
 
         def note(error: Exception, pause_s: float) -> None:
-            text = "{about} could not be read ({error}); asking again in {pause_s:.1f} s"
+            text = "{about} could not be read ({error}). Retrying in {pause_s:.1f} s"
             say(logging.WARNING, "read-retried", text, about=store.url, error=error, pause_s=pause_s)
 
         try:
@@ -218,7 +219,7 @@ class _Durable:
             try:
                 return store.newest_claim()  # type: ignore[no-any-return] # any store
             except CorruptSnapshotError as error:
-                text = "{error}; the run is known by its place only"
+                text = "{error}. The run is known by its directory only"
                 say(logging.WARNING, "claims-damaged", text, about=store.url, error=error)
                 return None
             finally:
@@ -237,10 +238,10 @@ def _committed(store: Any, left: str) -> Manifest | None:
         found = commit_left(store, left)
     except (CorruptSnapshotError, SnapshotNotFoundError) as error:  # it stays so, and the one before is there
         where = f"{left} at {store.url}"
-        say(logging.WARNING, "snapshot-skipped", "{about} is passed over: {error}", about=where, error=error)
+        say(logging.WARNING, "snapshot-skipped", "snapshot {about} skipped: {reason}", about=where, reason=error)
         return None
     if found is not None:
-        text = "all hosts had uploaded {about}, and none was left to commit it: it is committed now"
+        text = "all hosts had uploaded {about}, and none was left to commit it. It is committed now"
         say(logging.INFO, "late-commit", text, about=left)
     return found
 
@@ -362,7 +363,7 @@ def ask_all(asked: Mapping[str, Callable[[], Any]], wait_s: float) -> tuple[dict
         except SpotError as error:
             problems[tier] = str(error)
         except Exception as error:  # whatever a library raises: that tier could not be read
-            text = "asking {about} failed unexpectedly"
+            text = "reading {about} failed unexpectedly"
             say(logging.ERROR, "survey-failed", text, about=tier, exc_info=True)
             problems[tier] = f"{type(error).__name__}: {error}"
 

@@ -1,14 +1,12 @@
-"""A job to simulate: its work, its tiers, its loss curve; and what is known of it exactly, without a simulation.
+"""A job to simulate: its work, its tiers, its loss curve; and what to expect of it, without a simulation.
 
-:func:`outlook` gives a quick answer, and the simulator is checked against :func:`expected_total_s`; docs/intervals.md
-derives both. ``period_s`` is the time from the begin of one snapshot to that of the next: the work between them, and
-the time that training waits for one.
+docs/intervals.md derives the expectations. ``period_s`` is the time from the begin of one snapshot to that of the next:
+the work between them, and the time that training waits for one.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -140,25 +138,6 @@ def storage_tier(snapshot_bytes: float, bytes_per_s: float) -> Tier:
     return Tier(name="storage", drain_s=snapshot_bytes / bytes_per_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailureClass:
-    """One kind of failure.
-
-    Attributes:
-        share: of all failures.
-        drain_s: seconds that the nearest tier which outlives it takes for a snapshot.
-        lag_s: from a snapshot's commit until that tier can begin with it.
-        restore_s: from a restart until training goes on.
-        restart_s: from the failure until machines run again.
-    """
-
-    share: float = 1.0
-    drain_s: float = 0.0
-    lag_s: float = 0.0
-    restore_s: float = 0.0
-    restart_s: float = 0.0
-
-
 def lost_s(period_s: float, drain_s: float, lag_s: float = 0.0) -> float:
     """Mean running time that a failure takes away, to first order.
 
@@ -169,48 +148,9 @@ def lost_s(period_s: float, drain_s: float, lag_s: float = 0.0) -> float:
     return period_s / 2 + lag_s + drain_s + waits_s
 
 
-def overhead(period_s: float, stall_s: float, mtbf_s: float, classes: Sequence[FailureClass]) -> float:
+def overhead(period_s: float, stall_s: float, mtbf_s: float, drain_s: float) -> float:
     """Share of the time that snapshots and failures take, to first order."""
-    return stall_s / period_s + sum(one.share * lost_s(period_s, one.drain_s, one.lag_s) for one in classes) / mtbf_s
-
-
-def safe_snapshots(period_s: float, drain_s: float, mtbf_s: float) -> float:
-    """Expected number of snapshots of an attempt that a failure finds safe at a tier, with a constant hazard.
-
-    Those of an idle tier are safe ``k * period_s + drain_s`` after training began, ``k = 1, 2, …``, which makes a
-    geometric series. A busy tier is done ``period_s + j * drain_s`` after it, with the newest that there was
-    ``drain_s`` before.
-    """
-    if drain_s <= period_s:
-        return math.exp(-drain_s / mtbf_s) / math.expm1(period_s / mtbf_s)
-    turns = np.arange(1, 2 + math.ceil(40 * mtbf_s / drain_s))
-    newest = 1 + np.floor((turns - 1) * drain_s / period_s)
-    gained = np.diff(newest, prepend=0.0)
-    return float((gained * np.exp(-(period_s + turns * drain_s) / mtbf_s)).sum())
-
-
-def expected_total_s(
-    work_s: float, interval_s: float, stall_s: float, mtbf_s: float, classes: Sequence[FailureClass] = (FailureClass(),)
-) -> float:
-    """Expected time to finish with evenly spaced snapshots and a constant hazard.
-
-    For one class of failures and a tier that takes no time it is Daly's (2006, eq. 20). With several classes it leaves
-    out failures that come before a farther tier has caught up with what was resumed from.
-
-    Args:
-        work_s: of the job; a whole number of intervals.
-        interval_s: work between two snapshots.
-        stall_s: of one snapshot.
-        mtbf_s: mean time between failures, which may come at any time but while no machine is there.
-        classes: of failures; their shares sum to 1.
-    """
-    restored = sum(one.share * math.exp(-one.restore_s / mtbf_s) for one in classes)
-    period_s = interval_s + stall_s
-    safe = sum(
-        one.share * math.exp(-one.lag_s / mtbf_s) * safe_snapshots(period_s, one.drain_s, mtbf_s) for one in classes
-    )
-    attempts = work_s / interval_s / (restored * safe)
-    return attempts * (mtbf_s + sum(one.share * one.restart_s for one in classes))
+    return stall_s / period_s + lost_s(period_s, drain_s) / mtbf_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,6 +188,6 @@ def outlook(job: SimulatedJob, mtbf_s: float) -> Outlook:
         interval_s=interval_s,
         overhead=job.stall_s / interval_s,
         loss_s=lost_s(interval_s, near_s),
-        total=overhead(interval_s, job.stall_s, mtbf_s, [FailureClass(drain_s=near_s)]),
+        total=overhead(interval_s, job.stall_s, mtbf_s, near_s),
         behind_s={tier.name: lost_s(interval_s, tier.drain_s, tier.lag_s) for tier in job.tiers},
     )
