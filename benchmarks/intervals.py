@@ -20,26 +20,32 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import tier_pace
+from benchmarks.closed_form import FailureClass, expected_total_s
 from benchmarks.measure import scratch
 from lightning_spot.goodput.ledger import AttemptRecord
 from lightning_spot.goodput.records import read_records
-from lightning_spot.simulation import losses
-from lightning_spot.simulation.closed_form import FailureClass, expected_total_s
-from lightning_spot.simulation.engine import simulate
 from lightning_spot.simulation.failures import Bathtub, Exponential, Failures, Fleet, Trace, Weibull
-from lightning_spot.simulation.job import Loss, SimulatedJob, Tier
-from lightning_spot.simulation.policies import PolicyRow, compare
+from lightning_spot.simulation.job import (
+    Loss,
+    SimulatedJob,
+    Tier,
+    exponential_loss,
+    floor_loss,
+    power_loss,
+    stepwise_loss,
+)
+from lightning_spot.simulation.simulator import PolicyRow, compare, simulate
 
 ROOT = Path(__file__).parent.parent
 HOUR_S = 3600.0
 CURVES: dict[str, Loss] = {
-    "exponential, a·T = 3": losses.exponential(3),
-    "exponential, a·T = 5": losses.exponential(5),
-    "exponential, a·T = 8": losses.exponential(8),
-    "exponential, a·T = 12": losses.exponential(12),
-    "power law": losses.power(),
-    "floor reached early": losses.floor(),
-    "step learning rate": losses.step_schedule(),
+    "exponential, a·T = 3": exponential_loss(3),
+    "exponential, a·T = 5": exponential_loss(5),
+    "exponential, a·T = 8": exponential_loss(8),
+    "exponential, a·T = 12": exponential_loss(12),
+    "power law": power_loss(),
+    "floor reached early": floor_loss(),
+    "step learning rate": stepwise_loss(),
 }
 HAZARDS: dict[str, Failures] = {
     "exponential": Fleet(Exponential(2 * HOUR_S)),

@@ -10,16 +10,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.closed_form import FailureClass, expected_total_s
 from lightning_spot.config import format_seconds
 from lightning_spot.interval.convergence import ConvergenceAware
 from lightning_spot.interval.costs import Failure
 from lightning_spot.interval.policy import EverySeconds
-from lightning_spot.simulation import losses
-from lightning_spot.simulation.closed_form import FailureClass, expected_total_s
-from lightning_spot.simulation.engine import simulate
 from lightning_spot.simulation.failures import Exponential, Fleet, Mixed, Weibull
-from lightning_spot.simulation.job import SimulatedJob, Tier, chain, durable_tier, memory_node
-from lightning_spot.simulation.policies import PolicyRow, row_of
+from lightning_spot.simulation.job import SimulatedJob, Tier, chain, exponential_loss, server_tier, storage_tier
+from lightning_spot.simulation.simulator import PolicyRow, row_of, simulate
 
 HOUR_S = 3600.0
 NODE_BYTES_PER_S = 600e6
@@ -33,21 +31,21 @@ MIXES = ((168.0, 720.0, 16.7, 125.0), (4.0, 720.0, 16.7, 125.0), (4.0, 2.0, 1.7,
 
 def job_of(snapshot_bytes: float, bucket_bytes_per_s: float, *, with_node: bool) -> SimulatedJob:
     """24 hours of work."""
-    durable = durable_tier(snapshot_bytes, bucket_bytes_per_s)
-    node = memory_node(snapshot_bytes, NODE_BYTES_PER_S)
+    durable = storage_tier(snapshot_bytes, bucket_bytes_per_s)
+    node = server_tier(snapshot_bytes, NODE_BYTES_PER_S)
     return SimulatedJob(
         work_s=24 * HOUR_S,
         stall_s=STALL_S_PER_GB * snapshot_bytes / 1e9,
         tiers=chain(node, durable) if with_node else chain(durable),
         restart_s=RESTART_S,
         restore_s=RESTORE_S,
-        loss=losses.exponential(5),
+        loss=exponential_loss(5),
     )
 
 
 def mix_of(snapshot_bytes: float, machines: int, lifetime_s: float = 2 * HOUR_S) -> Mixed:
     """Spot machines that live for ``lifetime_s``, and what else fails, as ``lightning-spot simulate`` assumes it."""
-    return Mixed(Fleet(Weibull(lifetime_s), machines), node_back_s=RESTART_S + snapshot_bytes / NODE_BYTES_PER_S)
+    return Mixed(Fleet(Weibull(lifetime_s), machines), server_back_s=RESTART_S + snapshot_bytes / NODE_BYTES_PER_S)
 
 
 def gains(runs: int) -> str:
@@ -83,7 +81,7 @@ def _lost_s(row: PolicyRow) -> float:
 def node_gone() -> float:
     """Share of the lost machines that are lost while the snapshot server is gone, for 10 GB."""
     shares = mix_of(10e9, 1).shares
-    return shares[Failure.NODE] / (shares[Failure.NODE] + shares[Failure.MACHINE])
+    return shares[Failure.SERVER] / (shares[Failure.SERVER] + shares[Failure.MACHINE])
 
 
 def mixed_closed_form(runs: int) -> list[float]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_spot.interval.convergence import ConvergenceAware
     from lightning_spot.interval.costs import Costs
     from lightning_spot.interval.policy import EverySeconds, EverySteps, IntervalPolicy
-    from lightning_spot.notices.notice import Notice, NoticeSource
+    from lightning_spot.preemption.notice import Notice, NoticeSource
 
 __all__ = [
     "AutoResume",
@@ -62,8 +62,8 @@ _HOMES = {
     "Goodput": "lightning_spot.goodput.metric",
     "GoodputMonitor": "lightning_spot.callbacks.goodput_monitor",
     "IntervalPolicy": "lightning_spot.interval.policy",
-    "Notice": "lightning_spot.notices.notice",
-    "NoticeSource": "lightning_spot.notices.notice",
+    "Notice": "lightning_spot.preemption.notice",
+    "NoticeSource": "lightning_spot.preemption.notice",
     "NoticeUnavailableError": "lightning_spot.errors",
     "OverheadBudget": "lightning_spot.interval.adaptive",
     "PreemptedError": "lightning_spot.errors",

@@ -33,14 +33,13 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.renamed import refusing_old
-from lightning_spot.run.folders import folder_info
+from lightning_spot.run.attempts import folder_info
 from lightning_spot.run.location import memory_limit_bytes
+from lightning_spot.say import say
 from lightning_spot.tiers.files import why_not_writable
 from lightning_spot.tiers.filesystem import forget_listings
 from lightning_spot.tiers.store import Store
 from lightning_spot.untrusted import is_line, plain
-
-logger = logging.getLogger(__name__)
 
 _NEW_NODE_S = 30.0
 
@@ -133,7 +132,8 @@ class SpotCheckpointIO(SpotIO):
         except (ServerUnreachableError, SnapshotFailedError) as error:
             if error.reason not in (TierReason.UNREACHABLE, FailureReason.TOO_LARGE):
                 raise
-            logger.warning("lightning_spot: %s; saving %s past the memory of this host", error, path)
+            text = "{error}. {path} is written directly to storage; training waits"
+            say(logging.WARNING, "saved-past-memory", text, about=parent, error=error, path=path)
             writer.write_past_memory(checkpoint, manifest, open_store(parent))
         if not trains:
             self._flush(parent)
@@ -175,7 +175,8 @@ class SpotCheckpointIO(SpotIO):
             if self._remove(writer, name):
                 return
             if problems := self._try_flush(parent, writer):
-                logger.warning("lightning_spot: %s is not removed: %s", path, "; ".join(problems))
+                text = "{about} could not be removed: {problems}"
+                say(logging.WARNING, "not-removed", text, about=path, problems="; ".join(problems))
                 return
         if scheme_of(parent) != "spot":
             forget_listings(parent)
@@ -193,7 +194,8 @@ class SpotCheckpointIO(SpotIO):
             except ServerUnreachableError as error:
                 writer.link.lose(host, error)
             except SpotError as error:
-                logger.warning("lightning_spot: %s is removed without the server (%s)", name, error)
+                text = "{about} is removed without the local server ({error})"
+                say(logging.WARNING, "removed-alone", text, about=name, error=error)
                 return False
         return False
 
@@ -243,9 +245,8 @@ class SpotCheckpointIO(SpotIO):
                 host.open_run(info)
                 return host
             except (ServerUnreachableError, OSError) as error:
-                logger.warning(
-                    "lightning_spot: no snapshot server on this host (%s); saving through this process", error
-                )
+                text = "no snapshot server could be started on this host ({error}). Checkpoints go through this process"
+                say(logging.WARNING, "no-local-server", text, about=info.durable_url, error=error)
         host = InProcessHost(slots=self.slots, memory_bytes=self.memory_bytes, open_store=open_store)
         host.open_run(info)
         return host
@@ -432,7 +433,11 @@ def write_now(checkpoint: dict[str, Any], manifest: Manifest, store: Store) -> N
     Raises:
         SpotError: if it is not; what was there before is there still.
     """
-    outliner = Outliner(lambda _key, message, *facts: logger.warning(message, *facts))
+    outliner = Outliner(
+        lambda _key, message, *facts: say(
+            logging.WARNING, "saved-slowly", "{text}", about=store.url, text=message % facts
+        )
+    )
     store_streamed(outliner.lay_out(checkpoint), manifest, store)
     _sweep(store)
 
@@ -441,4 +446,5 @@ def _sweep(store: Store) -> None:
     try:
         store.sweep_files()
     except SpotError as error:
-        logger.warning("lightning_spot: what killed writers left at %s stays for now: %s", store.url, error)
+        text = "files that killed writers left at {about} stay until the next save: {error}"
+        say(logging.WARNING, "leftovers-stay", text, about=store.url, error=error)

@@ -19,7 +19,7 @@ from lightning_spot.errors import SettingsError
 from lightning_spot.renamed import refuse_old
 
 PROTOCOL_VERSION = 9
-"""Version of the HTTP protocol between trainers and nodes; both ends must agree."""
+"""Version of the HTTP protocol between trainers and servers; both ends must agree."""
 
 MANIFEST_VERSION = 4
 """Version of ``manifest.json`` that is written, and the newest that is understood."""
@@ -28,7 +28,7 @@ PART_BYTES = 8 * 1024 * 1024
 """Bytes of one part: the unit that is checksummed and transferred."""
 
 MOST_PART_BYTES = 64 * 1024 * 1024
-"""Of another size, parts that go to a node have no more bytes: some of them are made up in its memory."""
+"""Of another size, parts that go to a server have no more bytes: some of them are made up in its memory."""
 
 SEND_BYTES = 1024 * 1024
 """Most bytes handed to one socket send; larger ones were measured a third slower on loopback."""
@@ -37,13 +37,13 @@ KEEP = 2
 """Snapshots that a tier keeps, unless the user says otherwise."""
 
 SERVER_IDLE_TIMEOUT_S = 900.0
-"""The node on a trainer's host ends when no trainer came for so long."""
+"""The server on a trainer's host ends when no trainer came for so long."""
 
 UPLOAD_TIMEOUT_S = 300.0
-"""How long the end of a training, or of a node, waits until what is owed is durable."""
+"""How long the end of a training, or of a server, waits until what is owed is durable."""
 
 SERVER_CALL_TIMEOUT_S = 5.0
-"""How long a call to the node on the trainer's host may keep the training thread."""
+"""How long a call to the server on the trainer's host may keep the training thread."""
 
 DEVICE_BUFFER = "64MiB"
 """Memory on each GPU through which the last bytes of a snapshot leave while the optimizer steps."""
@@ -64,7 +64,7 @@ LARGEST = 10**9
 """Most that a user may set as a number, such as seconds (30 years): Python waits for no longer than ten times that."""
 
 LONGEST_TOKEN = 512
-"""Characters of a token: a node bounds the headers of those who may not have it."""
+"""Characters of a token: a server bounds the headers of those who may not have it."""
 
 SHORTEST_TOKEN = 16
 """One with fewer characters works, with a warning."""
@@ -115,9 +115,9 @@ _NO_STORES = {
 }
 """File systems of fsspec that cannot keep snapshots, and why. The others pass the tests of a tier."""
 _PASSWORD = re.compile(r"(?<=://)(?<!spot://)[^/@]*:.*(?=@)|(?<=spot://)(?![^/@]*:\d+/)[^/@]*:.*(?=@)")
-"""Up to the last @: who writes no %40 for one in a password has it as it is. A run of a node has an @ of its own."""
+"""Up to the last @: who writes no %40 for one in a password has it as it is. A run of a server has an @ of its own."""
 _BARE_PASSWORD = re.compile(r"^[^/@]*:.*(?=@)")
-"""Of what lacks its scheme, as somebody may write the address of a node."""
+"""Of what lacks its scheme, as somebody may write the address of a server."""
 _USER = re.compile(r"(?<=://)[^/@]*(?=@)")
 _SECRET = re.compile(r"(?<=\?)(?=.*(?:credential|key|passw|secret|sig|token)[\w.-]*=).*", re.IGNORECASE)
 """Of a URL that somebody has signed."""
@@ -276,7 +276,7 @@ def _restarter_pid() -> int | None:
 def check_number(name: str, value: object, least: float, *, above: bool = False, whole: bool = False) -> None:
     """Check a number that the user gave. None is infinite, nor so large that no clock could wait for as many seconds.
 
-    Numpy's numbers pass, too: who keeps one makes it a plain one, which nodes and snapshots can be told.
+    Numpy's numbers pass, too: who keeps one makes it a plain one, which servers and snapshots can be told.
 
     Args:
         name: what it is called.

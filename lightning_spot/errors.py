@@ -50,7 +50,7 @@ class FailureReason(Reason):
     """Every slot of the ring is dirty or in use: back-pressure. Try again once the flusher has caught up."""
 
     TOO_LARGE = "too-large"
-    """It cannot fit the node's memory, however long one waits."""
+    """It cannot fit the server's memory, however long one waits."""
 
     UNEXPECTED = "unexpected"
     """Something that nobody expected (memory ran out, say)."""
@@ -106,13 +106,13 @@ class TierReason(Reason):
     """A snapshot server refuses the request: its token, what it asks for, or how it was made."""
 
     PROTOCOL = "protocol"
-    """The two ends speak different versions of the node protocol; upgrade the older one."""
+    """The two ends speak different versions of the server protocol; upgrade the older one."""
 
     TOO_MANY_STREAMS = "too-many-streams"
-    """An upload has its part of the connections that a node receives over at once; those it has go on."""
+    """An upload has its part of the connections that a server receives over at once; those it has go on."""
 
     SERVER_FAILED = "server-failed"
-    """A node failed at a request in a way that nobody foresaw (memory ran out, say); it goes on with others."""
+    """A server failed at a request in a way that nobody foresaw (memory ran out, say); it goes on with others."""
 
 
 class SpotError(Exception):
@@ -160,7 +160,7 @@ class SnapshotFailedError(SpotError):
     Attributes:
         reason: why.
         nbytes: size of the snapshot in bytes, where it is too large.
-        memory_bytes: the node's limit in bytes, where it is too large.
+        memory_bytes: the server's limit in bytes, where it is too large.
         fault: what is known of a share that is missing; ``None`` if rank 0 need not know more.
     """
 

@@ -1,4 +1,4 @@
-"""What files, nodes, buckets and other processes say: read within bounds, checked for damage, made safe to show.
+"""What files, servers, buckets and other processes say: read within bounds, checked for damage, made safe to show.
 
 All JSON that this process did not write itself for itself comes in by :func:`read_json`; all text of such origin goes
 to terminals, logs and errors by :func:`plain`.

@@ -507,7 +507,7 @@ DISK = [
     ),
     Mutation(
         "fsync of what cp writes",
-        "cli.transfer",
+        "cli.snapshots",
         "        os.fsync(file.fileno())",
         "        pass",
         "what cp wrote is lost with the page cache",

@@ -30,7 +30,7 @@ from lightning_spot.exact.checkpoint import checkpoint_of
 from lightning_spot.image.manifest import OWN_DIR, Manifest
 from lightning_spot.protocol.record import find_record
 from lightning_spot.protocol.wire import Address
-from lightning_spot.run.folders import folder_info
+from lightning_spot.run.attempts import folder_info
 from lightning_spot.tiers import files as tier_files
 from lightning_spot.tiers.local import LocalStore
 from tests.support.filled import check_archive

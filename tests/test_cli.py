@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,8 +22,9 @@ import pytest
 import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
-from lightning_spot.cli import listing, main, transfer
-from lightning_spot.cli.tiers import Entry, Found, ask
+from lightning_spot.cli import main, snapshots
+from lightning_spot.cli.command import command_parser
+from lightning_spot.cli.snapshots import Entry, Found, ask
 from lightning_spot.config import format_bytes
 from lightning_spot.image.manifest import PortionOf, portion_name
 from lightning_spot.tiers.claims import Claim
@@ -74,9 +76,9 @@ def test_ls_of_portions(run_dir: Path, capsys: pytest.CaptureFixture[str], monke
     of = PortionOf(1, 2, "0" * 32)
     portion = replace(entry.manifest, name=name, portion=of, epoch=0, created_unix_s=0.0)
     source = SimpleNamespace(tier="spot://memory-node-1.example.com:7070")
-    monkeypatch.setattr(listing, "ask", lambda _: Found([Entry(portion, cast(Any, source), "portion 2 of 2")]))
+    monkeypatch.setattr(snapshots, "ask", lambda _: Found([Entry(portion, cast(Any, source), "portion 2 of 2")]))
     capsys.readouterr()
-    assert listing.ls(named) == 0
+    assert snapshots.ls(named) == 0
     row = capsys.readouterr().out.splitlines()[1].split()
     size = format_bytes(portion.nbytes).split()
     assert row == [name, str(portion.step), "-", "1", *size, "-", source.tier, "portion", "2", "of", "2"]
@@ -126,7 +128,7 @@ def test_what_is_good_nowhere_is_said_once_and_leaves_nothing(
     capsys.readouterr()
     assert main(["cp", f"{copied}@25", str(target)]) != 0
     said = capsys.readouterr()
-    assert "is passed over" not in said.out
+    assert "skipped" not in said.out
     assert said.err.count("is cut short") == 1
     assert not list(target.iterdir())
 
@@ -144,7 +146,7 @@ def test_pull_names_the_snapshot_before_a_damaged_one_and_says_what_it_could_not
     assert not target.exists()
     (copied / newest.name / "manifest.json").write_text("garbage")
     said = cli("cp", copied, target)
-    assert f"passed over: {newest.name} at storage" in said
+    assert f"skipped: {newest.name} at storage" in said
     assert f"step {older.step}" in said
 
 
@@ -250,7 +252,7 @@ WRONG = [
     (["10.0.0.5:7070/run"], "'10.0.0.5:7070/run': for a snapshot server write spot://10.0.0.5:7070/run"),
     (["x", "--server", "10.0.0.5:1"], "--server '10.0.0.5:1' is no node URL"),
     (["x", "--server", "spot://h:99999"], "--server 'spot://h:99999' is no node URL"),
-    (["x", "--server", "spot://h:9/run"], "--server 'spot://h:9/run' names more than a node: give spot://h:9 only"),
+    (["x", "--server", "spot://h:9/run"], "--server 'spot://h:9/run' names more than a server: give spot://h:9 only"),
     (["x", "--server", "auto"], "--server 'auto' is no node URL"),
     (["x", "--server", ""], "--server '' is no node URL"),
     (["spot://h:9/run", "--server", "x"], "--server 'x' is no node URL"),
@@ -384,7 +386,7 @@ class Superseded(pl.Callback):
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *command: str) -> None:
         self.code, self.asked, self.trained = -1, threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self.call, args=(list(command),))
-        monkeypatch.setattr(transfer, "ask", self.ask)
+        monkeypatch.setattr(snapshots, "ask", self.ask)
 
     def call(self, command: list[str]) -> None:
         self.code = main(command)
@@ -420,6 +422,29 @@ def test_snapshots_that_are_superseded_while_a_command_looks_are_not_bad(
     else:
         assert re.search(r"^gone step-0+\d+-attempt-0001 at host: ", said.out, re.MULTILINE)
         assert "BAD" not in said.out
+
+
+COMMANDS = ("serve", "drill", "simulate", "report", "doctor", "ls", "show", "verify", "cp")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_exit_codes_and_examples_that_parse(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, check=lambda end: end.code == 0):
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    _, examples, codes = re.split("^examples:|^exit codes:", text, flags=re.MULTILINE)
+    assert re.findall(r"^  (\d+) ", codes, re.MULTILINE) == ["0", "1", "2", "130"]
+    lines = [shlex.split(line) for line in examples.strip().splitlines()]
+    assert lines
+    for program, *arguments in lines:
+        assert (program, arguments[0]) == ("lightning-spot", command)
+        assert command_parser().parse_args(arguments).command == command
+
+
+def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert tuple(re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)) == COMMANDS
 
 
 @pytest.mark.parametrize("command", [["simulate", "--work", "2h", "--snapshot-size", "1GB"], ["--help"]])

@@ -43,9 +43,8 @@ from lightning_spot.errors import (
     TierError,
     TierReason,
 )
-from lightning_spot.goodput.journal import Journal
 from lightning_spot.goodput.ledger import AttemptRecord, account_after
-from lightning_spot.goodput.records import write_record
+from lightning_spot.goodput.records import Journal, write_record
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, PortionOf, portion_name, snapshot_name
 from lightning_spot.image.notes import Note

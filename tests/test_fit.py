@@ -19,7 +19,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_spot import AutoResume, EverySeconds, EverySteps, SpotCheckpoint
+from lightning_spot import AutoResume, EverySeconds, EverySteps, SpotCheckpoint, retry
 from lightning_spot.capture.copying import Pending
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.cli import main
@@ -36,8 +36,7 @@ from lightning_spot.errors import (
 from lightning_spot.fit.snapshotter import Pacing
 from lightning_spot.goodput.records import read_records
 from lightning_spot.memory.host import Host
-from lightning_spot.run import patience
-from lightning_spot.run.patience import Patience
+from lightning_spot.retry import RetryPolicy
 from lightning_spot.staging.copier import Copier
 from lightning_spot.tiers.local import LocalStore
 from tests.support.filled import check_archive
@@ -502,7 +501,7 @@ def test_state_that_cannot_be_pickled_does_not_stop_training(tmp_path: Path, cap
 
 
 def test_unreachable_node(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "PATIENCE", Patience(first_pause_s=0.05))
+    monkeypatch.setattr(retry, "DEFAULT_POLICY", RetryPolicy(first_pause_s=0.05))
     settings = {"servers": "spot://127.0.0.1:9", "upload_timeout_s": 3.0}
     with pytest.raises(TierError, match=r"holds no snapshot.*127\.0\.0\.1:9.*resume=False"):
         trainer(spot(tmp_path, **settings)).fit(Net(), data())  # that node may hold what there is to resume from

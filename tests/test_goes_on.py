@@ -35,20 +35,21 @@ from lightning_spot.errors import (
     SpotError,
     TierReason,
 )
-from lightning_spot.goodput import journal
+from lightning_spot.goodput import records
 from lightning_spot.goodput.records import read_records
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import uploads
 from lightning_spot.memory.host import Host, InProcessHost, Lease
 from lightning_spot.memory.node import Node
 from lightning_spot.protocol.wire import PROTOCOL_HEADER, Address
-from lightning_spot.run import claims
-from lightning_spot.run.patience import Patience, patiently
+from lightning_spot.retry import RetryPolicy, with_retries
+from lightning_spot.run import attempts
 from lightning_spot.service import program
 from lightning_spot.service.files import Files
 from lightning_spot.staging.copier import Copier, CopyJob
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
+from tests.support.said import said
 from tests.support.copies import Desk as Copies
 from tests.support.ranks import Desk
 from tests.support.server import named_run, served
@@ -183,12 +184,12 @@ def test_a_node_that_could_not_be_asked_for_a_share_sees_that_the_rank_has_gone(
 
 
 def test_a_tier_is_asked_again_whatever_fails_in_that() -> None:
-    failed, bounds = threading.Event(), Patience(first_pause_s=0.01)
-    assert patiently(once(lambda: 7, failed), bounds, "a tier") == 7
+    failed, bounds = threading.Event(), RetryPolicy(first_pause_s=0.01)
+    assert with_retries(once(lambda: 7, failed), bounds, "a tier") == 7
     with pytest.raises(SnapshotNotFoundError):  # it has answered
-        patiently(Mock(side_effect=[SnapshotNotFoundError("none"), 7]), bounds, "a tier")
+        with_retries(Mock(side_effect=[SnapshotNotFoundError("none"), 7]), bounds, "a tier")
     with pytest.raises(MemoryError):
-        patiently(Mock(side_effect=MemoryError), bounds, "a tier")
+        with_retries(Mock(side_effect=MemoryError), bounds, "a tier")
 
 
 def test_a_slot_is_given_back_whatever_fails_in_that(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,11 +303,11 @@ def test_the_ring_is_left_whatever_fails_at_the_end(tmp_path: Path, monkeypatch:
 def test_an_attempt_is_claimed_whatever_fails_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else no tier would refuse what earlier attempts write."""
     failed = threading.Event()
-    monkeypatch.setattr(claims, "_FIRST_RETRY_S", 0.01)
-    monkeypatch.setattr(claims, "open_store", once(claims.open_store, failed))
+    monkeypatch.setattr(attempts, "_FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(attempts, "open_store", once(attempts.open_store, failed))
     url = str(tmp_path / "run")
     claim = Claim(attempt=3, run_id="1" * 32, digest="t", location=url, started_unix_s=0.0)
-    watch = claims.ClaimWatch(url, claim, is_made=False, fenced=lambda error: pytest.fail(str(error)))
+    watch = attempts.ClaimWatch(url, claim, is_made=False, fenced=lambda error: pytest.fail(str(error)))
     until(lambda: LocalStore(url).claimed() == 3, "the claim")
     assert failed.is_set()
     watch.close()
@@ -316,11 +317,10 @@ def test_goodput_is_noted_at_the_next_beat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     failed = threading.Event()
-    monkeypatch.setattr(journal, "write_record", once(journal.write_record, failed))
-    kept = journal.Journal(str(tmp_path), 1, heartbeat_s=0.05, begun_unix_s=time.time())
+    monkeypatch.setattr(records, "write_record", once(records.write_record, failed))
+    kept = records.Journal(str(tmp_path), 1, heartbeat_s=0.05, begun_unix_s=time.time())
     assert until(lambda: read_records(str(tmp_path)), "a record")[0].end == "running"
     kept.close("complete")
     assert read_records(str(tmp_path))[0].end == "complete"
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
-        "lightning_spot: goodput is not noted now: MemoryError: none is left"
-    ]
+    assert [facts["why"] for facts in said(caplog, "goodput-failing")] == ["MemoryError: none is left"]
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1

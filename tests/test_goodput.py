@@ -38,7 +38,6 @@ from lightning_spot.cli import doctor, main
 from lightning_spot.config import read_environment
 from lightning_spot.errors import ServerUnreachableError, SettingsError
 from lightning_spot.fit.snapshotter import Pacing
-from lightning_spot.goodput.journal import Journal
 from lightning_spot.goodput.ledger import (
     Account,
     AttemptRecord,
@@ -48,8 +47,15 @@ from lightning_spot.goodput.ledger import (
     spent,
     total,
 )
-from lightning_spot.goodput.reached import completed, forget_reached, keep_reached, read_reached
-from lightning_spot.goodput.records import read_records, write_record
+from lightning_spot.goodput.records import (
+    Journal,
+    completed,
+    forget_reached,
+    keep_reached,
+    read_reached,
+    read_records,
+    write_record,
+)
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.memory.runs import RunInfo
@@ -333,7 +339,7 @@ def test_a_trainer_that_is_gone_was_killed(tmp_path: Path, monkeypatch: pytest.M
     process = ProcessId.of(gone.pid)
     assert process is not None
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_spot.goodput.reached.ProcessId.of", lambda _pid: process)
+        patch.setattr("lightning_spot.goodput.records.ProcessId.of", lambda _pid: process)
         keep_reached(url, attempt(1, 100.0, 110.0, (0, 9), 120.0))
     alive = read_reached(url, 1)
     info = RunInfo(name="run", id="0123456789ab", location=url, attempt=1, token="t", durable_url=url)
@@ -390,7 +396,7 @@ def test_a_trainer_whose_connection_closes_first_is_waited_for(tmp_path: Path, m
     child.stdout.readline()
     process = ProcessId.of(child.pid)
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_spot.goodput.reached.ProcessId.of", lambda _pid: process)
+        patch.setattr("lightning_spot.goodput.records.ProcessId.of", lambda _pid: process)
         keep_reached(url, attempt(1, 100.0, 110.0, (0, 9), 120.0))
     write_record(url, 1, attempt(1, 100.0, 110.0, (0, 2), 113.0).as_dict())
     child.stdin.write("\n")
@@ -408,7 +414,7 @@ def test_a_trainer_whose_connection_closes_first_is_waited_for(tmp_path: Path, m
 def test_the_next_attempt_completes_the_record_of_one_that_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_spot.goodput.journal.KEEP_S", 0.0)
+    monkeypatch.setattr("lightning_spot.goodput.records.KEEP_S", 0.0)
     url = str(tmp_path / "run")
     killed = journal(url, 1)
     killed.train(0, 0.0)
@@ -495,8 +501,10 @@ import lightning.pytorch as pl
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.goodput import journal
 from tests.support.trainer import Net, data, trainer
+from lightning_spot.goodput import records
+from tests.models import Net, data, trainer
 
-url, last, journal.KEEP_S = sys.argv[1], int(sys.argv[2]), 0.0
+url, last, records.KEEP_S = sys.argv[1], int(sys.argv[2]), 0.0
 spot = SpotCheckpoint(url, interval=EverySteps(5), on_full="wait", notices=None)
 
 class Kill(pl.Callback):
@@ -809,7 +817,7 @@ def test_doctor_with_replicas(tmp_path: Path, cli: Cli, monkeypatch: pytest.Monk
         return 1e9 if store.url.startswith("spot://") else 1e6
 
     monkeypatch.setattr(doctor, "store_speed", speed)
-    monkeypatch.setattr(doctor, "node_speed", lambda _url, _nbytes: 1e9)
+    monkeypatch.setattr(doctor, "local_server_speed", lambda _url, _nbytes: 1e9)
     monkeypatch.setattr(doctor, "why_not_carried", lambda _node, _url: "")
     monkeypatch.setattr(doctor, "memory_limit_bytes", lambda _limit: 2 * 10**9)
     command = ["doctor", str(tmp_path / "run"), "--sample", "1MB", "--snapshot-size", "500MB", "--server", nodes[0]]
@@ -836,7 +844,7 @@ def test_doctor_says_which_nodes_carry_runs_on(
     told = json.loads(cli(*command, "--json"))
     assert set(told["not_carried"]) == {does_not.url}
     assert "--allow-storage" in told["not_carried"][does_not.url]
-    assert told["nodes_together_bytes_per_s"] > 0
+    assert told["servers_together_bytes_per_s"] > 0
     assert main(command) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"{does_not.url} brings no run to its durable directory" in said
@@ -883,7 +891,7 @@ def test_doctor_looks_for_the_rule_that_ends_unfinished_uploads(
         found: list[str] = json.loads(capsys.readouterr().out)["advice"]
         return [line for line in found if "AbortIncompleteMultipartUpload" in line]
 
-    monkeypatch.setattr(doctor, "node_speed", lambda _url, _nbytes: 1e9)
+    monkeypatch.setattr(doctor, "local_server_speed", lambda _url, _nbytes: 1e9)
     (line,) = advice()
     rules = json.loads(line[line.index("{") : line.rindex("}") + 1])
     files = s3fs.S3FileSystem()
@@ -905,7 +913,7 @@ def test_doctor_looks_for_the_rule_that_ends_unfinished_uploads(
 def test_doctor_says_what_to_do_about_the_memory_for_slots(
     tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "node_speed", lambda _url, _nbytes: 1e9)
+    monkeypatch.setattr(doctor, "local_server_speed", lambda _url, _nbytes: 1e9)
     command = ["doctor", str(tmp_path / "run"), "--sample", "1MB", "--snapshot-size", "1MB"]
     monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=1))
     assert main(command) == 0

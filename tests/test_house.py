@@ -28,9 +28,22 @@ MODULES = {
 }
 NODES = [path for path in SOURCES if path.parent.name in ("memory", "protocol", "client", "service")]
 
-# Names that several rooms have. Both lists only ever get shorter.
-SHARED_BY_MODULES = {"claims", "connections", "files", "filesystem", "runs", "shares", "spread", "uploads"}
+# What is left of several rules. These lists only ever get shorter.
+SHARED_BY_MODULES = {"connections", "files", "filesystem", "runs", "shares", "spread", "uploads"}
 SHARED_BY_CLASSES = {"Upload"}  # fmt: skip
+LOGS_WITHOUT_KEYS = {"callbacks", "capture", "exact", "fit", "memory", "service", "staging"}
+IMPORTED_ONCE = {
+    "memory.abroad", "memory.commits", "memory.route",
+    "service.channel", "service.files", "service.handlers", "service.runs", "service.uploads",
+    "tiers.beneath",
+}  # fmt: skip
+# Each begins something that users name: the program, a command, a public class, a cloud, a file system or store by
+# the scheme of its URL.
+NAMED_BY_USERS = {
+    "__main__", "checkpoint_io", "cli.command", "service.program", "client.filesystem", "tiers.objects",
+    *(f"cli.{command}" for command in ("doctor", "drill", "report", "simulate", "snapshots")),
+    *(f"preemption.{cloud}" for cloud in ("alibaba", "aws", "azure", "gcp")),
+}  # fmt: skip
 
 
 def test_public_names_are_there_and_listed() -> None:
@@ -149,13 +162,13 @@ def test_circles_of_imports_are_found() -> None:
     ]
 
 
-def _modules_imported(path: Path) -> set[str]:
-    """Modules of ours that a file imports, anywhere in it but for type checkers."""
+def _modules_imported(path: Path, *, also_types: bool = False) -> set[str]:
+    """Modules of ours that a file imports, anywhere in it; those that only type checkers need, too, if asked for."""
     found: set[str] = set()
 
     def look(nodes: Iterable[ast.AST]) -> None:
         for node in nodes:
-            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not also_types:
                 look(node.orelse)
             elif isinstance(node, ast.Import):
                 found.update(alias.name for alias in node.names)
@@ -186,6 +199,19 @@ def _reached(imports: Mapping[str, set[str]], name: str) -> set[str]:
     return found
 
 
+def test_no_module_is_imported_by_one_other_only() -> None:
+    """Two such modules are one, or the first is a concept that others need, too."""
+    importers = Counter(
+        imported for name, path in MODULES.items() for imported in _modules_imported(path, also_types=True) - {name}
+    )
+    once = {
+        name.removeprefix("lightning_spot.")
+        for name, path in MODULES.items()
+        if path.name != "__init__.py" and importers[name] <= 1
+    }
+    assert once <= IMPORTED_ONCE | NAMED_BY_USERS
+
+
 def test_no_two_modules_and_no_two_classes_have_one_name() -> None:
     modules = Counter(name.rpartition(".")[2] for name, path in MODULES.items() if not path.stem.startswith("_"))
     classes = Counter(
@@ -196,6 +222,31 @@ def test_no_two_modules_and_no_two_classes_have_one_name() -> None:
     )
     assert {name for name, count in modules.items() if count > 1} <= SHARED_BY_MODULES
     assert {name for name, count in classes.items() if count > 1} <= SHARED_BY_CLASSES
+
+
+def test_messages_have_keys_and_the_docs_list_them() -> None:
+    """What a file logs for people goes through :mod:`lightning_spot.say`. The files that do not do so get fewer."""
+    logged = {path: _logged(path) for path in SOURCES if path.name != "say.py"}
+    documented = re.findall(
+        r"^\| <a id=\"([\w-]+)\"></a>`\1` \| (\w+)", (REPOSITORY / "docs/reference/messages.md").read_text(), re.M
+    )
+    assert sorted(documented) == sorted({found for each in logged.values() for found in each if found[0]})
+    unlike = {path.parent.name for path, each in logged.items() if any(not key for key, _ in each)}
+    assert unlike <= LOGS_WITHOUT_KEYS
+
+
+def _logged(path: Path) -> set[tuple[str, str]]:
+    """Key and level of each message in a file; without a key, one that is logged in some other way."""
+    found = set()
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name == "say" and "lightning_spot.say" in _modules_imported(path):
+                assert isinstance(node.args[1], ast.Constant)
+                found.add((str(node.args[1].value), ast.unparse(node.args[0]).removeprefix("logging.")))
+            elif re.fullmatch(r"logger\.(info|warning|error|exception|log)|warnings\.warn|rank_zero_(info|warn)", name):
+                found.add(("", name))
+    return found
 
 
 def test_the_changelog_names_the_formats_and_they_change_together() -> None:

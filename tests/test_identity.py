@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,13 +23,14 @@ from lightning_spot.memory.joint import SpreadPlace
 from lightning_spot.memory.prefixes import refusal
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.tier import NodeTier
-from lightning_spot.run.claims import ClaimWatch, begin_attempt
+from lightning_spot.run.attempts import ClaimWatch, begin_attempt
 from lightning_spot.run.identity import JUMP, Identity, NodeRun, identify, new_id, next_attempt
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.service.fields import place
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
+from tests.support.said import said
 from tests.support.server import RunningNode
 from tests.support.snapshots import serverless
 from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
@@ -179,13 +179,13 @@ def test_a_copied_directory_is_a_run_of_its_own(tmp_path: Path, caplog: pytest.L
     shutil.copytree(tmp_path / "run-1", tmp_path / "fork")
     fork, first = train(tmp_path / "fork", 20)
     assert (first, fork.attempt) == (9, 2)
-    assert f"was copied from file://{tmp_path / 'run-1'}" in caplog.text
+    assert [facts["source"] for facts in said(caplog, "run-copied")] == [f"file://{tmp_path / 'run-1'}"]
     assert len(run_ids(tmp_path / "fork")) == 1
     assert run_ids(tmp_path / "fork").isdisjoint(run_ids(tmp_path / "run-1"))
     caplog.clear()
     assert train(tmp_path / "fork", 30)[1] == 18
     assert train(tmp_path / "run-1", 20)[1] == 9  # the fork did not fence it
-    assert "was copied from" not in caplog.text
+    assert not said(caplog, "run-copied")
 
 
 def test_a_moved_directory_is_the_same_run(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_a_fresh_start_leaves_what_it_did_not_resume_from(tmp_path: Path, caplog
     before = snapshots(path)
     assert len(before) == 2
     train(path, 20, resume=False, keep=1)
-    assert re.search(r"starts afresh. 2 snapshots of it, the newest of step 9, stay", caplog.text)
+    assert [(left["count"], left["step"]) for left in said(caplog, "snapshots-left")] == [(2, 9)]
     train(path, 25, keep=1)
     kept = snapshots(path)
     assert [manifest.name for manifest in kept[1:]] == [manifest.name for manifest in before]

@@ -355,13 +355,13 @@ def test_the_robust_mean_forgets_outliers() -> None:
 
 
 def test_the_failure_rate_learns_from_events() -> None:
-    rate = FailureRate(nodes=2)
+    rate = FailureRate(machines=2)
     assert rate.mtbf_s == 3600.0
     rate.ran(3600.0)
     assert rate.mtbf_s == 7200.0
     rate.failed(3)
     assert rate.mtbf_s == 1800.0
-    again = FailureRate(nodes=2)
+    again = FailureRate(machines=2)
     again.load_state_dict(json.loads(json.dumps(rate.state_dict())))
     assert again.mtbf_s == rate.mtbf_s
     rate.advised()

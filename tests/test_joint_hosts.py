@@ -1247,10 +1247,6 @@ def test_requests_of_hosts_are_for_what_hosts_fill_only(team: Team) -> None:
         request = {"attempt": 1, "nbytes": 1000, "name": snapshot_name(1, 1), **bad}
         with pytest.raises(SettingsError):
             client.call("POST", f"/v1/runs/{RUN}/joint", request)
-    joint = team.remote().joint
-    joint._run = "elsewhere/joint"
-    with pytest.raises(SpotError, match="earlier version of lightning_spot"):
-        joint.decline("step", attempt=1, why="")
 
 
 def test_the_node_asks_for_the_layout_once_more_if_it_has_forgotten_it(team: Team) -> None:

@@ -35,13 +35,14 @@ from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.joint_store import JointStore
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.tier import Gathering
+from lightning_spot.retry import RetryPolicy
 from lightning_spot.run.location import Location
-from lightning_spot.run.patience import Patience
 from lightning_spot.run.survey import Survey, survey
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalFolder, LocalStore
 from lightning_spot.tiers.retention import retain
 from lightning_spot.tiers.store import Folder, Store
+from tests.support.said import said
 from tests.support import faulty
 from tests.support.faulty import Plan
 from tests.support.small_trainer import RUN_ID
@@ -302,7 +303,7 @@ def test_the_next_attempt_reads_again_where_that_fails_and_needs_not_write_to_re
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = LocalStore(tmp_path / "run")
-    location, bounds = Location.of(str(tmp_path / "run"), local_server=False), Patience(first_pause_s=0.0)
+    location, bounds = Location.of(str(tmp_path / "run"), local_server=False), RetryPolicy(first_pause_s=0.0)
     for host in pair(store):
         host.bring(2)
     bring_notes(store, (0, 1))
@@ -340,7 +341,8 @@ def test_notes_that_do_not_fit_each_other_keep_no_attempt_from_resuming(
     found = survey(Location.of(str(tmp_path / "run"), local_server=False))
     assert steps(found) == [1]
     assert not found.problems
-    assert "is passed over: host 1 has another layout" in caplog.text
+    (skipped,) = said(caplog, "snapshot-skipped")
+    assert "host 1 has another layout" in str(skipped["reason"])
 
 
 def steps(found: Survey) -> list[int]:

@@ -25,8 +25,8 @@ from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
 from lightning_spot.fit.collectives import Failed
 from lightning_spot.fit.ranks import Meeting, Ranks
 from lightning_spot.image.manifest import snapshot_name
-from lightning_spot.notices import exchange
-from lightning_spot.notices.exchange import Exchange, ExchangeServer
+from lightning_spot.preemption import key_value
+from lightning_spot.preemption.key_value import KeyValueClient, KeyValueServer
 from lightning_spot.protocol.listening import (
     LOOPBACK,
     Listening,
@@ -148,20 +148,20 @@ def kinds_of_server() -> dict[str, Callable[[], tuple[Any, int, Callable[[], Any
         box = Mailbox(SECRET)
         return box, box.port, lambda: Sender(LOOPBACK, box.port, SECRET, 1).close()
 
-    def exchange_() -> tuple[Any, int, Callable[[], Any]]:
-        server = ExchangeServer(SECRET)
+    def key_value_() -> tuple[Any, int, Callable[[], Any]]:
+        server = KeyValueServer(SECRET)
 
         def ask() -> None:
-            with contextlib.closing(Exchange(LOOPBACK, server.port, SECRET)) as rank:
+            with contextlib.closing(KeyValueClient(LOOPBACK, server.port, SECRET)) as rank:
                 rank.set("k", 1)
                 assert rank.get("k", LAST_S) == 1
 
         return server, server.port, ask
 
-    return {"mail": mail_, "exchange": exchange_}
+    return {"mail": mail_, "key-value": key_value_}
 
 
-@pytest.mark.parametrize("kind", ["mail", "exchange"])
+@pytest.mark.parametrize("kind", ["mail", "key-value"])
 @pytest.mark.parametrize("said", [b"", b'{"secret":'], ids=["silent", "half a greeting"])
 def test_strangers_leave_the_trainer_its_descriptors_threads_and_ranks(kind: str, said: bytes) -> None:
     """1,100 silent connections, and the trainer had no descriptor left."""
@@ -197,7 +197,7 @@ def test_strangers_never_displace_ranks(listening: Callable[..., tuple[str, int]
             each.close()
 
 
-@pytest.mark.parametrize("kind", ["mail", "exchange"])
+@pytest.mark.parametrize("kind", ["mail", "key-value"])
 def test_a_rank_that_says_nothing_is_kept_when_garbage_is_collected(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -324,14 +324,14 @@ def test_rank_0_has_the_connections_of_more_ranks_than_a_process_may_have_files(
 ) -> None:
     """With 1,500 ranks, and 1,024 files, rank 0 could open nothing any more, and printed thousands of errors."""
     on_one_host(monkeypatch)
-    before, connections = resource.getrlimit(resource.RLIMIT_NOFILE), list[Exchange]()
+    before, connections = resource.getrlimit(resource.RLIMIT_NOFILE), list[KeyValueClient]()
     first = rank(0)
     first.world_size = 300
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[0]), before[1]))
         ranks = Ranks(first)
         try:
-            connections += (Exchange(*ranks._address) for _ in range(299))
+            connections += (KeyValueClient(*ranks._address) for _ in range(299))
             connections[0].set("stop", 7)
             assert {each.get("stop", LAST_S) for each in connections} == {7}
         finally:
@@ -344,15 +344,15 @@ def test_rank_0_has_the_connections_of_more_ranks_than_a_process_may_have_files(
 
 def test_where_rank_0_cannot_listen_all_ranks_end_with_that_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
-        raise OSError("spot-exchange cannot listen: no thread can be had")
+        raise OSError("spot-key-value cannot listen: no thread can be had")
 
-    monkeypatch.setattr("lightning_spot.fit.ranks.ExchangeServer", fail)
+    monkeypatch.setattr("lightning_spot.fit.ranks.KeyValueServer", fail)
     on_one_host(monkeypatch)
     first = rank(0)
     with pytest.raises(OSError, match="no thread can be had"):
         Ranks(first)
     (told,) = first.strategy.said
-    with pytest.raises(SpotError, match="rank 0: OSError: spot-exchange cannot listen"):
+    with pytest.raises(SpotError, match="rank 0: OSError: spot-key-value cannot listen"):
         Ranks(rank(1, told))
 
 
@@ -360,14 +360,14 @@ def test_a_rank_that_does_not_reach_rank_0_is_an_error_of_all(monkeypatch: pytes
     on_one_host(monkeypatch)
     second = rank(1, None, (LOOPBACK, port, "secret"))
     with pytest.raises(SpotError, match=rf"rank 0 is not reached at 127.0.0.1:{port} .*do without notices") as raised:
-        Ranks(second).ballot(lambda: None)
+        Ranks(second).stop_agreement(lambda: None)
     assert second.strategy.said[-1] == Failed.of(raised.value, 1)
 
 
 def test_a_connection_that_is_reset_is_made_anew() -> None:
     """So it ends where rank 0 gave it up first, or where what lies between has forgotten it; rank 0 is there still."""
-    server = ExchangeServer("secret")
-    first, second = (Exchange("127.0.0.1", server.port, "secret") for _ in range(2))
+    server = KeyValueServer("secret")
+    first, second = (KeyValueClient("127.0.0.1", server.port, "secret") for _ in range(2))
     try:
         assert second.get("from the first", 0.1) is None
         until(lambda: len(server._writers) == 2, "rank 0 to know both", LAST_S)
@@ -386,15 +386,15 @@ def test_a_connection_that_is_reset_is_made_anew() -> None:
         server.close()
 
 
-def check_is_told_that_rank_0_goes(exchange: Exchange, server: ExchangeServer) -> None:
+def check_is_told_that_rank_0_goes(channel: KeyValueClient, server: KeyValueServer) -> None:
     server.close()
     with pytest.raises(ConnectionError):
-        exchange.get("anything", LAST_S)
+        channel.get("anything", LAST_S)
 
 
-def own_name(exchange: Exchange) -> Any:
-    assert exchange._socket is not None
-    return ("127.0.0.1", exchange._socket.getsockname()[1])
+def own_name(channel: KeyValueClient) -> Any:
+    assert channel._socket is not None
+    return ("127.0.0.1", channel._socket.getsockname()[1])
 
 
 # -- a link that fails without a word ----------------------------------------------------------------------------------
@@ -406,8 +406,8 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
     monkeypatch.setattr(mailbox, "RECONNECT_S", 2.0)
     monkeypatch.setattr(mailbox, "_ANSWER_S", 1.0)
     monkeypatch.setattr(mailbox, "_CONNECT_S", 1.0)
-    monkeypatch.setattr(exchange, "SILENT_S", SILENT_S)
-    monkeypatch.setattr(exchange, "_AGAIN_S", 1.0)
+    monkeypatch.setattr(key_value, "SILENT_S", SILENT_S)
+    monkeypatch.setattr(key_value, "_AGAIN_S", 1.0)
     with network_or_skip("listening", ("first", "second")) as made:
         yield made
 
@@ -432,9 +432,9 @@ def test_nobody_waits_for_a_rank_whose_link_has_failed_and_it_comes_back(network
 
 def test_ranks_hear_of_each_other_when_a_link_works_again(network: Network) -> None:
     """What was published meanwhile, on either side, too; a server that has gone by then is told from it."""
-    server = network.there("first", lambda: ExchangeServer("secret", network.address["first"]))
+    server = network.there("first", lambda: KeyValueServer("secret", network.address["first"]))
     address = (network.address["first"], server.port, "secret")
-    first, second = (network.there(host, lambda: Exchange(*address)) for host in ("first", "second"))
+    first, second = (network.there(host, lambda: KeyValueClient(*address)) for host in ("first", "second"))
     try:
         assert second.get("from the first", 0.1) is None
         network.cut("second")

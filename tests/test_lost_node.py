@@ -18,7 +18,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_spot import SpotCheckpoint
+from lightning_spot import SpotCheckpoint, retry
 from lightning_spot.capture import attempt as attempt_module
 from lightning_spot.capture.attempt import Ending, LastState, Safety
 from lightning_spot.capture.host_link import HostLink
@@ -36,11 +36,12 @@ from lightning_spot.memory.host import Host, InProcessHost, Lease
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.record import find_record
-from lightning_spot.run import patience, survey
-from lightning_spot.run.patience import Patience
+from lightning_spot.retry import RetryPolicy
+from lightning_spot.run import survey
 from lightning_spot.run.survey import Survey
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings, Store
+from tests.support.said import said
 from tests.support.filled import check_archive, fill
 from tests.support.oracle import claim_of
 from tests.support.server import RUN_ID, RunningNode, image_of, manifest_of
@@ -140,11 +141,11 @@ def test_of_a_node_that_another_version_has_left_on_this_host_it_is_said_what_to
     with monkeypatch.context() as upgraded:
         upgraded.setattr("lightning_spot.client.node_client.PROTOCOL_VERSION", 99)
         trainer(spot(tmp_path, notices=None)).fit(Net(), data())
-    said = [record.getMessage() for record in caplog.records if "another version of lightning_spot" in record.message]
-    assert any("no snapshot server could be started on this host" in line for line in said)
-    assert len(said) == 2, "where snapshots go, and what is passed over: to ask again helps nothing"
-    assert all(f"`kill {process.pid}`; what it has is brought to storage" in line for line in said)
-    assert not any("both hosts" in line for line in said), "it is of this host"
+    keys = [record.spot_key for record in caplog.records if "another version of lightning_spot" in record.message]
+    assert sorted(keys) == ["no-local-server", "not-read"], "to ask again helps nothing"
+    lines = [record.message for record in caplog.records if "another version of lightning_spot" in record.message]
+    assert all(f"`kill {process.pid}`; what it has is brought to storage" in line for line in lines)
+    assert not any("both hosts" in line for line in lines), "it is of this host"
     until(lambda: process.kill(10.0), "it to be gone")
 
 
@@ -210,7 +211,7 @@ def test_a_state_that_fits_no_memory_is_streamed(
         check_archive(path)
     assert caplog.text.count("cannot fit this node's memory") == 1
     assert caplog.text.count("part by part") == 1
-    assert "no snapshot server could be started" not in caplog.text  # it has as little memory as was said
+    assert not said(caplog, "no-local-server")  # it has as little memory as was said
     caplog.set_level("INFO")
     again = spot(tmp_path, local_server=local_server, memory_limit=1000, keep=2, notices=None)
     trainer(again).fit(Net(), data())
@@ -675,7 +676,7 @@ def test_a_node_that_is_lost_while_a_resume_asks_it_is_asked_again(
         monkeypatch.setattr(survey, "_listed", is_lost(survey._listed))
     else:
         monkeypatch.setattr(EmbeddedHost, "listing", is_lost(EmbeddedHost.listing))
-    monkeypatch.setattr(patience, "PATIENCE", Patience(tries=3, first_pause_s=0.05))
+    monkeypatch.setattr(retry, "DEFAULT_POLICY", RetryPolicy(tries=3, first_pause_s=0.05))
     probe = Probe()
     with pytest.raises(Stop):
         trainer(spot(tmp_path), probe, StopAt(11)).fit(Net(), data())

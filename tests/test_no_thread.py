@@ -21,10 +21,10 @@ from lightning_spot.fit.collectives import Agreement
 from lightning_spot.fit.restore import SharedOpening
 from lightning_spot.memory import abroad
 from lightning_spot.memory.node import Node
-from lightning_spot.run import sharing
+from lightning_spot.run import export
+from lightning_spot.run.export import Exporter, NotExportedError, import_snapshot
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
-from lightning_spot.run.sharing import Giver, NotShared, take
 from lightning_spot.service.channel import DescriptorChannel
 from lightning_spot.tiers.local import LocalStore
 from tests.support.chain import FIRST, SECOND, Chained
@@ -143,11 +143,11 @@ def test_who_gives_a_snapshot_to_ranks_gives_it_also_where_no_descriptor_could_b
 ) -> None:
     """The others waited for a minute, and read it themselves."""
     manifest = put(LocalStore(str(tmp_path / "run")), 3)
-    with contextlib.closing(Giver()) as giver:
-        giver.give(1, TierError("x"))
+    with contextlib.closing(Exporter()) as exporter:
+        exporter.export(1, TierError("x"))
         no_descriptor.set()
         with pytest.raises(TierError, match="x"):
-            take(giver.card, 1, manifest)
+            import_snapshot(exporter.address, 1, manifest)
 
 
 def test_without_a_descriptor_to_give_ranks_read_for_themselves(
@@ -158,12 +158,12 @@ def test_without_a_descriptor_to_give_ranks_read_for_themselves(
     def no_descriptor(_: int) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    with contextlib.closing(Giver()) as giver, open(Path(store.root) / manifest.data_path, "rb") as file:
+    with contextlib.closing(Exporter()) as exporter, open(Path(store.root) / manifest.data_path, "rb") as file:
         with monkeypatch.context() as patch:
-            patch.setattr(sharing.os, "dup", no_descriptor)
-            giver.give(1, OpenSnapshot(manifest, "durable", "x", file.fileno()))
-        with pytest.raises(NotShared, match="given it up"):
-            take(giver.card, 1, manifest)
+            patch.setattr(export.os, "dup", no_descriptor)
+            exporter.export(1, OpenSnapshot(manifest, "durable", "x", file.fileno()))
+        with pytest.raises(NotExportedError, match="given it up"):
+            import_snapshot(exporter.address, 1, manifest)
 
 
 # -- an error of one rank is one of all -------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def on_two_ranks(action: Callable[[Any], Any]) -> list[Any]:
 
 def test_without_a_thread_to_give_each_rank_reads_for_itself(tmp_path: Path, lacking: Lacking) -> None:
     """Rank 0 ended with an error, and the others waited for it."""
-    lacking("spot-giver", 1)
+    lacking("spot-exporter", 1)
     location = Location.of(tmp_path / "run", local_server=False)
 
     def begin(trainer: Any) -> int:

@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 
 from lightning_spot.errors import NoticeUnavailableError, SettingsError
-from lightning_spot.notices import detect, metadata_service, signals
-from lightning_spot.notices.alibaba import AlibabaSource
-from lightning_spot.notices.aws import AwsSource
-from lightning_spot.notices.azure import AzureSource
-from lightning_spot.notices.ballot import Ballot, Place
-from lightning_spot.notices.choose import CallSource, FileSource, open_sources
-from lightning_spot.notices.detect import AutoSource, detect_cloud
-from lightning_spot.notices.exchange import Exchange, ExchangeServer
-from lightning_spot.notices.gcp import GcpSource
-from lightning_spot.notices.notice import Notice, NoticeSource
-from lightning_spot.notices.signals import SignalSource
-from lightning_spot.notices.watcher import Watcher
+from lightning_spot.preemption import detect, metadata_service, signals
+from lightning_spot.preemption.alibaba import AlibabaSource
+from lightning_spot.preemption.aws import AwsSource
+from lightning_spot.preemption.azure import AzureSource
+from lightning_spot.preemption.detect import AutoSource, detect_cloud
+from lightning_spot.preemption.gcp import GcpSource
+from lightning_spot.preemption.key_value import KeyValueClient, KeyValueServer
+from lightning_spot.preemption.notice import Notice, NoticeSource
+from lightning_spot.preemption.signals import SignalSource
+from lightning_spot.preemption.stop_agreement import Place, StopAgreement
+from lightning_spot.preemption.watcher import CallSource, FileSource, Watcher, open_sources
+from tests.support.said import said_about
 from tests.support.metadata_server import MetadataServer
 from tests.support.waiting import until
 
@@ -199,7 +199,7 @@ def test_a_broken_source_is_asked_again(caplog: pytest.LogCaptureFixture) -> Non
     watcher = Watcher([source])
     watcher.start()
     until(lambda: watcher.notice, "the notice after two failures")
-    assert caplog.text.count("raised OSError: not yet") == 1
+    assert said_about(caplog, "notices-unavailable") == ["call"]
     watcher.stop()
 
 
@@ -394,10 +394,10 @@ def test_detection_goes_on_beside_training() -> None:
 # -- ranks agree ------------------------------------------------------------------------------------------------------
 
 
-def _train(ballot: Ballot, places: list[Place], pace_s: float) -> Place | None:
+def _train(agreement: StopAgreement, places: list[Place], pace_s: float) -> Place | None:
     for place in places:
         time.sleep(pace_s)
-        if ballot.passed(place):
+        if agreement.passed(place):
             return place
     return None
 
@@ -406,14 +406,14 @@ def _train(ballot: Ballot, places: list[Place], pace_s: float) -> Place | None:
 @pytest.mark.parametrize("who", [[0], [1], [2], [0, 1, 2]])
 def test_ranks_that_drift_agree_on_one_place(who: list[int], late_s: float) -> None:
     """Ranks at different speeds (nothing holds them together here) all stop at one place, past the farthest."""
-    server = ExchangeServer("secret")
+    server = KeyValueServer("secret")
     called = [threading.Event() for _ in range(3)]
-    ballots = [
-        Ballot(
+    agreements = [
+        StopAgreement(
             "stop",
             rank=rank,
             world_size=3,
-            exchange=Exchange("127.0.0.1", server.port, "secret"),
+            channel=KeyValueClient("127.0.0.1", server.port, "secret"),
             called=lambda rank=rank: {"by": rank} if called[rank].is_set() else None,  # type: ignore[misc]
         )
         for rank in range(3)
@@ -422,7 +422,7 @@ def test_ranks_that_drift_agree_on_one_place(who: list[int], late_s: float) -> N
     stopped: list[Place | None] = [None] * 3
 
     def run(rank: int) -> None:
-        stopped[rank] = _train(ballots[rank], places, 0.002 + 0.003 * rank)
+        stopped[rank] = _train(agreements[rank], places, 0.002 + 0.003 * rank)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
     for thread in threads:
@@ -434,7 +434,7 @@ def test_ranks_that_drift_agree_on_one_place(who: list[int], late_s: float) -> N
         thread.join(30)
     assert stopped[0] is not None
     assert stopped[0] == stopped[1] == stopped[2]
-    assert all(ballot.facts["by"] in who for ballot in ballots)
+    assert all(agreement.facts["by"] in who for agreement in agreements)
     server.close()
 
 
@@ -446,10 +446,10 @@ def test_places_are_ordered() -> None:
 
 
 def test_strangers_are_not_answered() -> None:
-    server = ExchangeServer("secret")
+    server = KeyValueServer("secret")
     with pytest.raises(ConnectionError):
-        Exchange("127.0.0.1", server.port, "guess")
-    friend = Exchange("127.0.0.1", server.port, "secret")
+        KeyValueClient("127.0.0.1", server.port, "guess")
+    friend = KeyValueClient("127.0.0.1", server.port, "secret")
     assert friend.get("a", 0.05) is None
     friend.set("a", {"n": 1})
     friend.set("a", {"n": 2})

@@ -22,8 +22,8 @@ from botocore.retries import standard
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshotError, FencedError, SettingsError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.retry import RetryPolicy
 from lightning_spot.run.location import Location
-from lightning_spot.run.patience import Patience
 from lightning_spot.run.survey import survey
 from lightning_spot.tiers import objects, transfers
 from lightning_spot.tiers import s3 as s3_requests
@@ -286,7 +286,7 @@ def test_missing_credentials_are_an_error_that_says_so(monkeypatch: pytest.Monke
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     s3fs.S3FileSystem.clear_instance_cache()
     with pytest.raises(SettingsError, match=r"s3://bucket/run .*AWS_ACCESS_KEY_ID") as caught:
-        survey(Location.of("s3://bucket/run", local_server=False), Patience(tries=1))
+        survey(Location.of("s3://bucket/run", local_server=False), RetryPolicy(tries=1))
     assert "resume=False" not in str(caught.value)
     s3fs.S3FileSystem.clear_instance_cache()
 
@@ -306,7 +306,7 @@ def test_a_name_server_that_does_not_answer_keeps_no_process_from_ending(monkeyp
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     s3fs.S3FileSystem.clear_instance_cache()
     asking = threading.Thread(
-        target=lambda: survey(Location.of("s3://bucket/run", local_server=False), Patience(tries=1))
+        target=lambda: survey(Location.of("s3://bucket/run", local_server=False), RetryPolicy(tries=1))
     )
     asking.start()
     try:

@@ -26,7 +26,7 @@ from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SettingsError
 from lightning_spot.goodput.ledger import AttemptRecord
-from lightning_spot.goodput.reached import keep_reached, read_reached
+from lightning_spot.goodput.records import keep_reached, read_reached
 from lightning_spot.memory.area import SlotArea
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.slots import Slot

@@ -29,8 +29,8 @@ from lightning_spot.memory.node import Node
 from lightning_spot.memory.prefixes import refusal
 from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.protocol.wire import ATTEMPT_HEADER, PROTOCOL_HEADER, attempt_text
-from lightning_spot.run import claims
-from lightning_spot.run.claims import ClaimWatch
+from lightning_spot.run import attempts
+from lightning_spot.run.attempts import ClaimWatch
 from lightning_spot.service.handlers import Service
 from lightning_spot.service.runs import OPEN_PATH
 from lightning_spot.tiers.beneath import Beneath
@@ -294,7 +294,7 @@ def test_of_trainers_that_start_at_once_one_writes_whatever_the_store_does(
 
 
 def test_a_trainer_is_told_that_its_number_is_anothers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(attempts, "_AGAIN_S", 0.01)
     url, told = str(tmp_path / "run"), list[FencedError]()
     mine = claim_of(1, token="mine")
     LocalStore(url).claim(mine)

@@ -28,8 +28,8 @@ from lightning_spot.errors import SettingsError, TierError
 from lightning_spot.exact.compare import differences
 from lightning_spot.fit.ranks import Meeting, Ranks
 from lightning_spot.interval.deadline import plan_urgent
-from lightning_spot.notices.exchange import ExchangeServer
-from lightning_spot.notices.notice import Notice
+from lightning_spot.preemption.key_value import KeyValueServer
+from lightning_spot.preemption.notice import Notice
 from lightning_spot.tiers.local import LocalStore
 from tests.support.exact_cases import CASES, Model, loader, train
 from tests.support.trainer import Net, data, trainer
@@ -279,7 +279,7 @@ class OneOfTwo(SimpleNamespace):
 def test_a_rank_that_comes_late_does_not_wait_for_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one has nothing to bring to safety, and its process has ended by then: nobody listens any more."""
     monkeypatch.setattr(Meeting, "of", lambda _: Meeting("127.0.0.1", "aa", ["", ""], 1))
-    server = ExchangeServer("secret")
+    server = KeyValueServer("secret")
     strategy = SimpleNamespace(
         broadcast=lambda _, src=None: ("127.0.0.1", server.port, "secret") if src is None else None
     )

@@ -39,7 +39,7 @@ from lightning_spot.memory.node import Node
 from lightning_spot.memory.registry import MOST_AHEAD
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, Address, Frame, PartKind
-from lightning_spot.run.folders import folder_info
+from lightning_spot.run.attempts import folder_info
 from lightning_spot.service import handlers, uploads, waiting
 from lightning_spot.service.handlers import not_ready
 from lightning_spot.service.quotas import Quota, client_at

@@ -22,12 +22,13 @@ from lightning_spot.memory.node import Node
 from lightning_spot.memory.placement import placed
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.slots import Slot, SlotState, bases_of, reusable
-from lightning_spot.run import claims
+from lightning_spot.retry import RetryPolicy
+from lightning_spot.run import attempts
 from lightning_spot.run.choice import open_newest
 from lightning_spot.run.location import Location
-from lightning_spot.run.patience import Patience
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import survey
+from tests.support.said import said_about
 from tests.support.chain import FIRST, RUN, SECOND, THIRD, Chained, chained
 from tests.support.server import MIB, RUN_ID, image_of, manifest_of, served
 from tests.support.waiting import until
@@ -94,21 +95,21 @@ def test_the_node_of_this_machine_is_no_replica(
 ) -> None:
     """All hosts of a job are nodes for each other, and all have the same list."""
     for other in ("192.0.2.1", "[2001:db8::1]", "127.0.0.1", "localhost", "no-such-host.invalid"):
-        assert not claims.is_here(other)
+        assert not attempts.is_here(other)
     own = socket.getaddrinfo("127.0.0.1", None, type=socket.SOCK_DGRAM)
-    monkeypatch.setattr(claims.socket, "getaddrinfo", lambda host, *_, **__: own if host == "10.0.0.0" else [])
-    monkeypatch.setattr(claims, "_is_own", lambda _family, address: address[0] == "127.0.0.1")
-    assert claims.elsewhere(NODES[:3], 2) == tuple(NODES[1:3])
-    assert not warnings(caplog, "replicas")
-    assert claims.elsewhere(NODES[:2], 2) == (NODES[1],)
-    assert len(warnings(caplog, "replicas=2")) == 1
-    assert claims.elsewhere(NODES[:1], 1) == (NODES[0],)  # better than none
+    monkeypatch.setattr(attempts.socket, "getaddrinfo", lambda host, *_, **__: own if host == "10.0.0.0" else [])
+    monkeypatch.setattr(attempts, "_is_own", lambda _family, address: address[0] == "127.0.0.1")
+    assert attempts.elsewhere(NODES[:3], 2) == tuple(NODES[1:3])
+    assert not said_about(caplog, "replicas-here")
+    assert attempts.elsewhere(NODES[:2], 2) == (NODES[1],)
+    assert said_about(caplog, "replicas-here") == [NODES[1]]
+    assert attempts.elsewhere(NODES[:1], 1) == (NODES[0],)  # better than none
 
 
 def test_an_address_that_is_bound_here_is_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims.ipaddress.IPv4Address, "is_loopback", False)
-    assert claims.is_here("127.0.0.1")  # as if it were an address of a network card
-    assert not claims.is_here("192.0.2.1")
+    monkeypatch.setattr(attempts.ipaddress.IPv4Address, "is_loopback", False)
+    assert attempts.is_here("127.0.0.1")  # as if it were an address of a network card
+    assert not attempts.is_here("192.0.2.1")
 
 
 def test_lightning_cli_takes_several_nodes_and_replicas(tmp_path: Path) -> None:
@@ -356,13 +357,13 @@ def pair(tmp_path: Path) -> Iterator[list[tuple[Node, str]]]:
 
 
 def _recovered(tmp_path: Path, urls: list[str]) -> tuple[int, bytes, str]:
-    found = survey(Location.of(str(tmp_path / "run"), servers=urls), Patience(tries=1))
+    found = survey(Location.of(str(tmp_path / "run"), servers=urls), RetryPolicy(tries=1))
     assert found.identity.run_id == RUN_ID
 
     def use(snapshot: OpenSnapshot) -> bytes:
         return os.pread(snapshot.fd, snapshot.manifest.nbytes, 0)
 
-    recovered = open_newest(found, use, Patience(tries=1))
+    recovered = open_newest(found, use, RetryPolicy(tries=1))
     return recovered[0].manifest.step, recovered[1], recovered[0].tier
 
 
@@ -373,7 +374,7 @@ def test_with_one_of_two_replicas_gone_the_newest_snapshot_is_found(
         gone.bind(("127.0.0.1", 0))  # and listens to nobody
         urls = [f"spot://127.0.0.1:{gone.getsockname()[1]}", pair[1][1]]
         assert _recovered(tmp_path, urls) == (2, image_of(2, MIB), pair[1][1])
-    assert len(warnings(caplog, urls[0])) == 1
+    assert said_about(caplog, "not-read") == [urls[0]]
 
 
 def test_a_replica_that_returns_damaged_parts_is_passed_over_for_the_other(
@@ -383,4 +384,4 @@ def test_a_replica_that_returns_damaged_parts_is_passed_over_for_the_other(
     with damaged.view() as image:
         image[MIB // 2] ^= 1
     assert _recovered(tmp_path, [url for _, url in pair]) == (2, image_of(2, MIB), pair[1][1])
-    assert len(warnings(caplog, "passed over")) == 1
+    assert len(said_about(caplog, "snapshot-skipped")) == 1

@@ -30,10 +30,10 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.portion import Image
 from lightning_spot.memory.node import Node
 from lightning_spot.protocol import ownership
-from lightning_spot.run import receiving, sharing
+from lightning_spot.run import export, receiving
+from lightning_spot.run.export import Exporter, ExporterAddress, NotExportedError, import_snapshot
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
-from lightning_spot.run.sharing import Card, Giver, NotShared, take
 from lightning_spot.run.sources import StoreSource, Use
 from lightning_spot.run.survey import Survey, survey
 from lightning_spot.tiers.local import LocalStore
@@ -220,7 +220,7 @@ def test_without_room_in_memory_each_rank_reads_what_it_needs_of_a_sharded_snaps
 @pytest.fixture
 def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 0 and 1 on one host, 2 and 3 on another, which does not see the first one's directories."""
-    monkeypatch.setattr(sharing, "this_host", lambda: f"host {rank_of_this_thread() // 2}")
+    monkeypatch.setattr(export, "this_host", lambda: f"host {rank_of_this_thread() // 2}")
 
     def open_store(url: str) -> LocalStore:
         assert rank_of_this_thread() == 2, "the first rank of the other host opens for it"
@@ -361,9 +361,9 @@ def test_a_rank_that_cannot_reach_the_first_of_its_host_reads_for_itself(
     run: LocalStore, fetched: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refused(*_: Any) -> OpenSnapshot:
-        raise NotShared("no way there")
+        raise NotExportedError("no way there")
 
-    monkeypatch.setattr(restore, "take", refused)
+    monkeypatch.setattr(restore, "import_snapshot", refused)
     assert [found[1]["step"] for found in restored(run)] == [6, 6, 6]
     assert fetched == [run.url]  # by the first; the others have nobody to share with, and read in place
     assert "no way there; rank 2 reads the snapshot itself" in caplog.text
@@ -425,10 +425,10 @@ def test_a_checkpoint_named_at_a_node_is_fetched_once_for_the_ranks_of_a_host(
 
 
 @pytest.fixture
-def giver() -> Iterator[Giver]:
-    giver = Giver()
-    yield giver
-    giver.close()
+def exporter() -> Iterator[Exporter]:
+    exporter = Exporter()
+    yield exporter
+    exporter.close()
 
 
 def manifest_of(run: LocalStore) -> Manifest:
@@ -436,51 +436,51 @@ def manifest_of(run: LocalStore) -> Manifest:
 
 
 def test_a_taker_waits_until_it_is_ready_and_hears_why_it_is_not(
-    run: LocalStore, giver: Giver, monkeypatch: pytest.MonkeyPatch
+    run: LocalStore, exporter: Exporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharing, "_PULSE_S", 0.01)  # the taker hears that the giver lives, many times
+    monkeypatch.setattr(export, "_PULSE_S", 0.01)  # the taker hears that the exporter lives, many times
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(take, giver.card, 1, manifest_of(run))
+        waiting = pool.submit(import_snapshot, exporter.address, 1, manifest_of(run))
         with pytest.raises(TimeoutError):
             waiting.result(0.1)
-        giver.give(1, CorruptSnapshotError("part 3 is bad", part=3))
+        exporter.export(1, CorruptSnapshotError("part 3 is bad", part=3))
         with pytest.raises(CorruptSnapshotError, match="part 3 is bad"):
             waiting.result(10)
-    giver.give(2, TierError("x"))
-    with pytest.raises(NotShared, match="given it up"):
-        take(giver.card, 1, manifest_of(run))
+    exporter.export(2, TierError("x"))
+    with pytest.raises(NotExportedError, match="given it up"):
+        import_snapshot(exporter.address, 1, manifest_of(run))
 
 
 def test_nobody_waits_for_a_giver_that_has_ended_or_hangs(
-    run: LocalStore, giver: Giver, monkeypatch: pytest.MonkeyPatch
+    run: LocalStore, exporter: Exporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(take, giver.card, 1, manifest_of(run))
+        waiting = pool.submit(import_snapshot, exporter.address, 1, manifest_of(run))
         with pytest.raises(TimeoutError):
             waiting.result(0.05)
-        giver.close()
-        with pytest.raises(NotShared):
+        exporter.close()
+        with pytest.raises(NotExportedError):
             waiting.result(10)
-    monkeypatch.setattr(sharing, "_CONNECT_S", 0.05)
-    card = replace(giver.card, name=secrets.token_hex(16))  # the other name is free when the giver's thread has ended
+    monkeypatch.setattr(export, "_CONNECT_S", 0.05)
+    address = replace(exporter.address, name=secrets.token_hex(16))  # the other name is free when its thread has ended
     with socket.socket(socket.AF_UNIX) as silent:
-        silent.bind(f"\0lightning-spot-{card.name}")
+        silent.bind(f"\0lightning-spot-{address.name}")
         silent.listen()
-        with pytest.raises(NotShared, match="cannot be reached"):
-            take(card, 1, manifest_of(run))
+        with pytest.raises(NotExportedError, match="cannot be reached"):
+            import_snapshot(address, 1, manifest_of(run))
 
 
-def test_strangers_get_nothing(run: LocalStore, giver: Giver, monkeypatch: pytest.MonkeyPatch) -> None:
-    giver.give(1, TierError("x"))
-    with pytest.raises(NotShared, match="hung up"):
-        take(Card(giver.card.host, giver.card.name, "guessed"), 1, manifest_of(run))
+def test_strangers_get_nothing(run: LocalStore, exporter: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter.export(1, TierError("x"))
+    with pytest.raises(NotExportedError, match="hung up"):
+        import_snapshot(ExporterAddress(exporter.address.host, exporter.address.name, "guessed"), 1, manifest_of(run))
     with monkeypatch.context() as patch:
         patch.setattr(ownership, "is_own_user", lambda _connection: False)
-        with pytest.raises(NotShared, match="another user"):
-            take(giver.card, 1, manifest_of(run))
-    monkeypatch.setattr(sharing, "is_own_user", lambda _connection: False)
-    with pytest.raises(NotShared):
-        take(giver.card, 1, manifest_of(run))
+        with pytest.raises(NotExportedError, match="another user"):
+            import_snapshot(exporter.address, 1, manifest_of(run))
+    monkeypatch.setattr(export, "is_own_user", lambda _connection: False)
+    with pytest.raises(NotExportedError):
+        import_snapshot(exporter.address, 1, manifest_of(run))
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.service import program
 from lightning_spot.service.program import main
 from lightning_spot.tiers.local import LocalStore
+from tests.support.said import said_about
 from tests.support.server import RunningNode, named_run
 from tests.support.small_trainer import PHASES, image_of, info_of, manifest_of, reach, take
 from tests.support.waiting import lives, until
@@ -251,7 +252,7 @@ def test_a_stopped_node_is_replaced_and_its_snapshots_are_taken_over(
     assert time.monotonic() - began_s < LATEST_S
     assert node_pid(again) != pid
     assert not lives(pid)
-    assert "does not answer; it is ended" in caplog.text
+    assert said_about(caplog, "local-server-hung") == [str(pid)]
     again.open_run(info_of(str(tmp_path), 1))
     take(again, 1, NBYTES)
     os.kill(node_pid(again), STOP)

@@ -14,12 +14,13 @@ import aiohttp
 import pytest
 import s3fs
 
-from lightning_spot.cli import doctor, main, tiers
+from lightning_spot.cli import doctor, main, snapshots
 from lightning_spot.client.stores import open_store
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.run.patience import Patience
+from lightning_spot.retry import RetryPolicy
 from lightning_spot.threads import in_background
 from lightning_spot.tiers import connections
+from tests.support.said import said_about
 from tests.support.proxy import Proxy
 
 MIB = 2**20
@@ -64,9 +65,9 @@ def test_a_put_is_durable_soon_after_the_store_is_back(
     proxy.speak()
     put.result(timeout=12)
     assert store.has(second)
-    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert [text for text in said if f"{s3}: no byte moved for" in text] == said
-    assert len(said) == 1
+    (silent,) = said_about(caplog, "storage-silent")
+    assert silent.startswith(s3)
+    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
 
 
 @pytest.mark.parametrize("command", ["doctor", "ls", "show"])
@@ -75,9 +76,9 @@ def test_commands_do_not_wait_for_a_store_that_says_nothing(
 ) -> None:
     """``doctor`` took four minutes, and asked again to delete what it had not written."""
     monkeypatch.setattr(connections, "SILENT_S", 60.0)
-    monkeypatch.setattr(doctor, "PATIENCE", Patience(silent_s=0.5))
-    monkeypatch.setattr(tiers, "_ONCE", Patience(tries=1, silent_s=0.5))
-    monkeypatch.setattr(doctor, "node_speed", lambda _url, _nbytes: 1e9)
+    monkeypatch.setattr(doctor, "DEFAULT_POLICY", RetryPolicy(silent_s=0.5))
+    monkeypatch.setattr(snapshots, "_ONCE", RetryPolicy(tries=1, silent_s=0.5))
+    monkeypatch.setattr(doctor, "local_server_speed", lambda _url, _nbytes: 1e9)
     proxy.fall_silent()
     begun_s = time.monotonic()
     more = ["--sample", "1MB"] if command == "doctor" else []

@@ -14,18 +14,27 @@ from lightning_spot.cli import main
 from lightning_spot.cli.simulate import seconds
 from lightning_spot.config import parse_flag_bytes
 from lightning_spot.errors import SettingsError
-from lightning_spot.simulation import engine, losses
-from lightning_spot.simulation.engine import places, simulate
+from lightning_spot.simulation import simulator
 from lightning_spot.simulation.failures import Bathtub, Exponential, Fleet, Lifetimes, Mixed, Trace, Weibull
-from lightning_spot.simulation.job import SimulatedJob, Tier, chain, durable_tier, memory_node
-from lightning_spot.simulation.policies import POLICIES, compare
+from lightning_spot.simulation.job import (
+    Loss,
+    SimulatedJob,
+    Tier,
+    chain,
+    exponential_loss,
+    floor_loss,
+    power_loss,
+    server_tier,
+    storage_tier,
+)
+from lightning_spot.simulation.simulator import POLICIES, compare, places, simulate
 
 DAY_S = 86400.0
 TIERS = (Tier(name="durable", drain_s=3.0),)
 
 
 def test_times_add_up() -> None:
-    tiers = chain(memory_node(1e9, 60e6), durable_tier(1e9, 3e6))
+    tiers = chain(server_tier(1e9, 60e6), storage_tier(1e9, 3e6))
     job = SimulatedJob(work_s=DAY_S, stall_s=3.0, tiers=tiers, restore_s=60.0, restart_s=300.0)
     failures = Mixed(Fleet(Weibull(3600.0), 4, 2), 3600.0, 3600.0, 600.0)
     outcome = simulate(job, np.arange(200.0, DAY_S, 200.0), failures, runs=50)
@@ -54,7 +63,7 @@ def test_by_hand() -> None:
 
 
 def test_a_job_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "MOST_FAILURES", 500)
+    monkeypatch.setattr(simulator, "MOST_FAILURES", 500)
     outcome = simulate(SimulatedJob(work_s=DAY_S), np.array([]), Fleet(Exponential(600.0)), runs=3)
     assert np.isinf(outcome.total_s).all()
 
@@ -64,9 +73,9 @@ def test_lifetimes_have_their_mean(lifetimes: Lifetimes) -> None:
     assert lifetimes.draw(np.random.default_rng(1), (200_000,)).mean() == pytest.approx(5000.0, rel=0.03)
 
 
-@pytest.mark.parametrize(("nodes", "correlated"), [(1, 1), (8, 1), (16, 4)])
-def test_a_fleet_fails_as_often_as_it_says(nodes: int, correlated: int) -> None:
-    fleet = Fleet(Exponential(36_000.0), nodes, correlated)
+@pytest.mark.parametrize(("machines", "correlated"), [(1, 1), (8, 1), (16, 4)])
+def test_a_fleet_fails_as_often_as_it_says(machines: int, correlated: int) -> None:
+    fleet = Fleet(Exponential(36_000.0), machines, correlated)
     drawn = [up.mean() for _, (up, _) in zip(range(50), fleet.events(np.random.default_rng(2), 500), strict=False)]
     assert np.mean(drawn) == pytest.approx(fleet.mtbf_s, rel=0.03)
 
@@ -90,17 +99,17 @@ def test_policies_run_in_a_job() -> None:
     evenly = places(YoungDaly(), job, 7200.0)
     assert np.diff(evenly) == pytest.approx(np.diff(evenly)[0], abs=2 * DAY_S / job.steps)
     rows = compare(
-        SimulatedJob(work_s=DAY_S, steps=500, stall_s=2.0, loss=losses.power()), Fleet(Exponential(7200.0)), runs=5
+        SimulatedJob(work_s=DAY_S, steps=500, stall_s=2.0, loss=power_loss()), Fleet(Exponential(7200.0)), runs=5
     )
     assert [row.name for row in rows] == list(POLICIES)
     assert all(row.snapshots and 0 < row.goodput < 1 for row in rows)
 
 
 LOSSES = {
-    "exponential-5": (losses.exponential(5), 0.8),
-    "exponential-12": (losses.exponential(12), 0.7),
-    "power": (losses.power(), 0.9),
-    "floor": (losses.floor(), 0.9),
+    "exponential-5": (exponential_loss(5), 0.8),
+    "exponential-12": (exponential_loss(12), 0.7),
+    "power": (power_loss(), 0.9),
+    "floor": (floor_loss(), 0.9),
 }
 LIVES = {"exponential": Exponential(7200.0), "weibull": Weibull(7200.0), "bathtub": Bathtub(7200.0)}
 EVERYDAY = {("exponential-5", "bathtub"), ("exponential-12", "weibull"), ("power", "exponential"), ("floor", "weibull")}
@@ -119,7 +128,7 @@ EVERYDAY = {("exponential-5", "bathtub"), ("exponential-12", "weibull"), ("power
         for lives in LIVES
     ],
 )
-def test_convergence_aware_keeps_what_it_promises(loss: losses.Loss, most: float, lifetimes: Lifetimes) -> None:
+def test_convergence_aware_keeps_what_it_promises(loss: Loss, most: float, lifetimes: Lifetimes) -> None:
     job = SimulatedJob(work_s=DAY_S, steps=8000, stall_s=2.0, tiers=TIERS, restart_s=600.0, restore_s=60.0, loss=loss)
     names = ("ConvergenceAware", "YoungDaly")
     ours, evenly = compare(job, Fleet(lifetimes), {name: POLICIES[name] for name in names}, runs=500, noise=0.02)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.client.spread import JointPortions
+from lightning_spot.client.spread_store import JointPortions
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name

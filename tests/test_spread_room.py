@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.client import spread
+from lightning_spot.client import spread_store
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.client.spread import JointPortions, Missing, Seen, SpreadStore
+from lightning_spot.client.spread_store import JointPortions, Missing, Seen, SpreadStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError
 from lightning_spot.image.files import FileSpan
@@ -146,9 +146,9 @@ def test_a_portion_that_was_lost_with_its_node_is_not_waited_for(
     for host in HOSTS:
         two.bring(2, host)
     with monkeypatch.context() as cut:
-        cut.setattr(spread, "GONE_S", 0.2)
-        cut.setattr(spread, "BROUGHT_S", 0.2)
-        cut.setattr(spread, "placed_portions", lambda urls, *_: [urls, urls[::-1]])
+        cut.setattr(spread_store, "GONE_S", 0.2)
+        cut.setattr(spread_store, "BROUGHT_S", 0.2)
+        cut.setattr(spread_store, "placed_portions", lambda urls, *_: [urls, urls[::-1]])
         for word in ("look", "torn"):
             cut.setattr(two.stores[lost], word, silent)
         with pytest.raises(

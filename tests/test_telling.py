@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.client import telling
-from lightning_spot.client.telling import Telling
+from lightning_spot.client import remote
+from lightning_spot.client.remote import Telling
 from lightning_spot.errors import FencedError, ServerUnreachableError
 from tests.support.waiting import until
 
@@ -35,7 +35,7 @@ def say(what: str, attempt: int = 1) -> Any:
 @pytest.fixture
 def words(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Tells; the nodes are its attributes here."""
-    monkeypatch.setattr(telling, "_AGAIN_S", (0.01, 0.01))
+    monkeypatch.setattr(remote, "_AGAIN_S", (0.01, 0.01))
     made: Any = Telling()
     made.one, made.other = Listener("spot://one/run"), Listener("spot://other/run")
     ended = threading.Event()

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from benchmarks.closed_form import FailureClass, expected_total_s
 from lightning_spot import COCI, ConvergenceAware, EverySeconds, OverheadBudget, RemoteSnapshot, YoungDaly
 from lightning_spot.capture.attempt import paces_of
 from lightning_spot.cli import main
@@ -23,19 +24,18 @@ from lightning_spot.errors import SettingsError
 from lightning_spot.interval.adaptive import Adaptive
 from lightning_spot.interval.costs import Costs, Failure, TierPace
 from lightning_spot.memory.health import TierHealth
-from lightning_spot.simulation.closed_form import FailureClass, expected_total_s, lost_s, overhead
-from lightning_spot.simulation.engine import simulate
 from lightning_spot.simulation.failures import Event, Exponential, Failures, Fleet, Mixed, Weibull
-from lightning_spot.simulation.job import SimulatedJob, Tier, chain
+from lightning_spot.simulation.job import SimulatedJob, Tier, chain, lost_s, overhead
+from lightning_spot.simulation.simulator import simulate
 from tests.support.server import RunningNode
 from tests.support.trainer import Net, data, trainer
 
 DAY_S = 86400.0
 
 
-def tiers(node_s: float | None, durable_s: float) -> tuple[Tier, ...]:
+def tiers(server_s: float | None, durable_s: float) -> tuple[Tier, ...]:
     """The host's memory, a snapshot server if one is wanted, and a durable tier."""
-    node = [] if node_s is None else [Tier(name="node", drain_s=node_s, survives=Failure.MACHINE)]
+    node = [] if server_s is None else [Tier(name="node", drain_s=server_s, survives=Failure.MACHINE)]
     return chain(*node, Tier(name="durable", drain_s=durable_s))
 
 
@@ -56,7 +56,7 @@ def test_the_pace_is_that_of_the_nearest_tier_outside_the_machine(
 ) -> None:
     near = TierPace(drain_s=near_s, survives=Failure.MACHINE)
     of_host = TierPace(drain_s=near_s / 2, survives=Failure.PROCESS)
-    far = TierPace(drain_s=near_s * slower, survives=Failure.NODE)
+    far = TierPace(drain_s=near_s * slower, survives=Failure.SERVER)
 
     def interval_s(*paces: TierPace) -> float:
         found = policy()
@@ -74,10 +74,9 @@ def test_no_other_interval_is_much_better(stall_s: float, mtbf_s: float, near_s:
     assume(stall_s + near_s < mtbf_s / 20)  # the closed form is of first order
     policy = YoungDaly(max_overhead=0.9)
     policy.learn(Costs(stall_s=stall_s, mtbf_s=mtbf_s, tiers=(TierPace(drain_s=near_s),)))
-    one = [FailureClass(drain_s=near_s)]
     periods = np.geomspace(stall_s, 10 * mtbf_s, 2000)
-    best = min(overhead(float(period_s), stall_s, mtbf_s, one) for period_s in periods)
-    assert overhead(policy.interval_s(0), stall_s, mtbf_s, one) <= 1.02 * best
+    best = min(overhead(float(period_s), stall_s, mtbf_s, near_s) for period_s in periods)
+    assert overhead(policy.interval_s(0), stall_s, mtbf_s, near_s) <= 1.02 * best
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------
@@ -172,7 +171,7 @@ def test_one_tier(interval_s: float, stall_s: float, drain_s: float, mtbf_s: flo
 
 
 @pytest.mark.parametrize(
-    ("node_s", "durable_s", "process_mtbf_s", "node_mtbf_s"),
+    ("server_s", "durable_s", "process_mtbf_s", "server_mtbf_s"),
     [
         (16.7, 125.0, 7 * DAY_S, 30 * DAY_S),
         (16.7, 125.0, 4 * 3600.0, 30 * DAY_S),
@@ -182,14 +181,14 @@ def test_one_tier(interval_s: float, stall_s: float, drain_s: float, mtbf_s: flo
     ],
 )
 def test_several_classes_of_failures(
-    node_s: float | None, durable_s: float, process_mtbf_s: float, node_mtbf_s: float
+    server_s: float | None, durable_s: float, process_mtbf_s: float, server_mtbf_s: float
 ) -> None:
     interval_s, stall_s = 82.0, 1.0
     count = int(5 * DAY_S / interval_s)
     job = SimulatedJob(
-        work_s=count * interval_s, stall_s=stall_s, tiers=tiers(node_s, durable_s), restore_s=60.0, restart_s=600.0
+        work_s=count * interval_s, stall_s=stall_s, tiers=tiers(server_s, durable_s), restore_s=60.0, restart_s=600.0
     )
-    failures = Mixed(Fleet(Exponential(3600.0)), process_mtbf_s, node_mtbf_s, 620.0)
+    failures = Mixed(Fleet(Exponential(3600.0)), process_mtbf_s, server_mtbf_s, 620.0)
     outcome = simulate(job, evenly(job.work_s, count), failures, runs=1000)
     classes = []
     for kind, share in failures.shares.items():
@@ -238,14 +237,14 @@ def test_a_failure_goes_back_to_the_nearest_tier_that_outlives_it() -> None:
     assert lost_by(without, taken, (99.0, Failure.MACHINE)) == 49  # begun at 10 and 50: that one is there since 90
     assert lost_by(without, taken, (89.0, Failure.MACHINE)) == 79
     assert lost_by(without, taken, (49.0, Failure.MACHINE)) == 49  # the first one is not there yet
-    assert lost_by(job, taken, (106.0, Failure.NODE)) == 56  # at the node first: begun at 25 and 65, there since 105
-    assert lost_by(job, taken, (104.0, Failure.NODE)) == 94
+    assert lost_by(job, taken, (106.0, Failure.SERVER)) == 56  # at the node first: begun at 25 and 65, there since 105
+    assert lost_by(job, taken, (104.0, Failure.SERVER)) == 94
 
 
 def test_tiers_catch_up_while_machines_come_back() -> None:
     """The second failure takes host and node, at once after the first one: what the bucket has got meanwhile counts."""
     taken = np.arange(10.0, 1000.0, 10.0)
-    twice = ((99.0, Failure.MACHINE), (1.0, Failure.NODE))
+    twice = ((99.0, Failure.MACHINE), (1.0, Failure.SERVER))
     job = SimulatedJob(work_s=1000.0, stall_s=0.0, tiers=tiers(15.0, 40.0), restart_s=60.0)
     assert lost_by(job, taken, *twice) == 29  # the node's snapshot at 70 became durable in those 60 s
     assert lost_by(replace(job, restart_s=30.0), taken, *twice) == 89  # and not in 30 s
@@ -266,7 +265,7 @@ def test_another_tier_never_makes_a_failure_take_more(
     def tier(drain_s: float, survives: Failure) -> Tier:
         return Tier(name=f"{survives.name} {drain_s}", drain_s=drain_s, survives=survives)
 
-    least = tier(700.0, Failure.NODE)
+    least = tier(700.0, Failure.SERVER)
     few = SimulatedJob(work_s=3000.0, tiers=(*(tier(*one) for one in drains), least))
     more = replace(few, tiers=(tier(*extra), *few.tiers))
     taken = np.arange(gap_s, 3000.0, gap_s)
@@ -291,7 +290,7 @@ def test_a_memory_node_never_makes_a_failure_take_more_at_the_pace_it_allows(
     share ``g`` by the busy durable tier's half more: less than before by at least ``durable_s * (1 - 3 * g) / 2``.
     """
     shares = {Failure.PROCESS: process, Failure.MACHINE: (1 - process) * (1 - node_gone)}
-    shares[Failure.NODE] = 1 - sum(shares.values())
+    shares[Failure.SERVER] = 1 - sum(shares.values())
 
     def lost(found: tuple[Tier, ...]) -> float:
         policy = YoungDaly()
@@ -362,7 +361,7 @@ def test_machines_are_lost_as_they_would_be_without_crashes() -> None:
         assert between[:60] == pytest.approx(alone[:, run])
 
 
-@pytest.mark.parametrize("wrong", [{"process_mtbf_s": 0.0}, {"node_mtbf_s": -1.0}, {"node_back_s": -1.0}])
+@pytest.mark.parametrize("wrong", [{"process_mtbf_s": 0.0}, {"server_mtbf_s": -1.0}, {"server_back_s": -1.0}])
 def test_bad_mixes(wrong: dict[str, float]) -> None:
     with pytest.raises(SettingsError, match="failures"):
         Mixed(Fleet(Exponential(3600.0)), **wrong)

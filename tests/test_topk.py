@@ -26,6 +26,7 @@ from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.slots import Slot, SlotState, newest_of_lineages, reusable
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.retention import retain
+from tests.support.said import said
 from tests.support.chain import FIRST, chained
 from tests.support.filled import check_archive
 from tests.support.server import MIB, RUN_ID, image_of, manifest_of
@@ -263,7 +264,7 @@ def test_a_host_without_memory_for_it_sends_exactly(
 ) -> None:
     monkeypatch.setattr(encoding, "available_bytes", lambda: 1000)
     assert sends(Approximation(), 5, exact_s=2.0, inexact_s=1.0) == []
-    assert caplog.text.count("lossy='topk' needs 2.10 MB more memory on this host") == 1
+    assert [facts["size"] for facts in said(caplog, "lossy-no-memory")] == ["2.10 MB"]
 
 
 def test_an_exact_one_is_never_deleted_for_one_that_is_not(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ from lightning_spot.exact.loggers import logged_step
 from lightning_spot.exact.namespaces import SpotCallback
 from lightning_spot.fit.preflight import takes_part
 from lightning_spot.fit.session import FitSession
-from lightning_spot.goodput.journal import Journal
 from lightning_spot.goodput.ledger import Spent
 from lightning_spot.goodput.metric import Goodput
+from lightning_spot.goodput.records import Journal
 from lightning_spot.patches import Patches
 from lightning_spot.run.location import Location
 

@@ -17,12 +17,11 @@ from lightning_spot.exact.seams import Seam, Seams
 from lightning_spot.fit.preflight import takes_part
 from lightning_spot.fit.ranks import Ranks, end_restarts_here
 from lightning_spot.fit.session import FitSession
-from lightning_spot.notices.ballot import Ballot, Place
-from lightning_spot.notices.choose import Notices, open_sources
-from lightning_spot.notices.notice import Notice
-from lightning_spot.notices.signals import SignalSource
-from lightning_spot.notices.watcher import Watcher
 from lightning_spot.patches import Patches
+from lightning_spot.preemption.notice import Notice
+from lightning_spot.preemption.signals import SignalSource
+from lightning_spot.preemption.stop_agreement import Place, StopAgreement
+from lightning_spot.preemption.watcher import Notices, Watcher, open_sources
 from lightning_spot.renamed import refusing_old
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ class PreemptionGuard(FitCallback):
         self.notice: Notice | None = None
         self._watcher: Watcher | None = None
         self._ranks: Ranks | None = None
-        self._stop: Ballot | None = None
+        self._stop: StopAgreement | None = None
         self._is_advised = False
         self._place = Place(0)
         self._patches = Patches()
@@ -101,7 +100,7 @@ class PreemptionGuard(FitCallback):
             return
         watcher.start()
         self._ranks = ranks = Ranks(trainer)
-        self._stop = ranks.ballot(lambda: _plain(watcher.notice, self.grace_period_s))
+        self._stop = ranks.stop_agreement(lambda: _plain(watcher.notice, self.grace_period_s))
         self._keep_signals(trainer, watcher)
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -26,8 +26,8 @@ from lightning_spot.fit.rank_writer import OnError
 from lightning_spot.fit.selection import OnResumeFailure, ResumedFrom
 from lightning_spot.goodput.metric import Goodput
 from lightning_spot.interval.policy import IntervalPolicy
-from lightning_spot.notices.choose import Notices
-from lightning_spot.notices.notice import Notice
+from lightning_spot.preemption.notice import Notice
+from lightning_spot.preemption.watcher import Notices
 from lightning_spot.renamed import refusing_old
 from lightning_spot.run.location import Location
 from lightning_spot.staging.partitions import CopyMode

@@ -48,7 +48,7 @@ from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.memory.joint import nodes_of
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.run.claims import ClaimWatch, begin_attempt
+from lightning_spot.run.attempts import ClaimWatch, begin_attempt
 from lightning_spot.run.identity import new_id
 from lightning_spot.run.survey import Survey, ask_all
 from lightning_spot.staging.copier import Copier, Watches, watch
@@ -223,11 +223,11 @@ def paces_of(tiers: Mapping[str, TierHealth], min_upload_interval_s: float = 0.0
     paces = [
         TierPace(drain_s=tier.drain_s, survives=Failure.MACHINE)
         if tier.kind == "node"
-        else TierPace(drain_s=max(tier.drain_s, min_upload_interval_s), survives=Failure.NODE)
+        else TierPace(drain_s=max(tier.drain_s, min_upload_interval_s), survives=Failure.SERVER)
         for tier in working
         if tier.flushed
     ]
-    if any(tier.kind == "node" for tier in working) and all(pace.survives == Failure.NODE for pace in paces):
+    if any(tier.kind == "node" for tier in working) and all(pace.survives == Failure.SERVER for pace in paces):
         paces.append(TierPace(drain_s=0.0, survives=Failure.MACHINE))
     return tuple(paces)
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from lightning_spot.config import check_number, check_run_name, why_no_place, without_password
 from lightning_spot.errors import SettingsError
 from lightning_spot.image.manifest import snapshot_order
-from lightning_spot.run.location import Location, node_url
+from lightning_spot.protocol.wire import parse_spot_url
+from lightning_spot.run.location import Location
 
 LATEST = "latest"
 """The newest snapshot of a run."""
@@ -27,7 +28,7 @@ def split_run(given: str) -> tuple[str, str | None]:
     return (run, selector) if is_step or selector == LATEST or snapshot_order(selector) is not None else (given, None)
 
 
-def check_given(url: str, nodes: Sequence[str], run: str | None) -> None:
+def check_given(url: str, servers: Sequence[str], run: str | None) -> None:
     """Refuse what names no place, no snapshot server or no run.
 
     Raises:
@@ -35,12 +36,14 @@ def check_given(url: str, nodes: Sequence[str], run: str | None) -> None:
     """
     if why := why_no_place(url):
         raise SettingsError(f"{without_password(url)!r}: {why}")
-    for node in nodes:
+    for server in servers:
         try:
-            node_url(node)
+            address, path = parse_spot_url(server)
         except SettingsError as error:
             raise SettingsError(f"--server {error}") from error
-    if twice := [node for node in nodes if nodes.count(node) > 1]:
+        if path:
+            raise SettingsError(f"--server {server!r} names more than a server: give {address} only")
+    if twice := [server for server in servers if servers.count(server) > 1]:
         raise SettingsError(f"--server names {twice[0]} twice")
     if run is not None:
         try:
@@ -49,12 +52,12 @@ def check_given(url: str, nodes: Sequence[str], run: str | None) -> None:
             raise SettingsError(f"--run-name: {error}") from error
 
 
-def location_of(url: str, nodes: Sequence[str], run: str | None) -> Location:
+def location_of(url: str, servers: Sequence[str], run: str | None) -> Location:
     """Where a run is.
 
     Args:
         url: its directory or URL.
-        nodes: snapshot servers that are asked, too.
+        servers: snapshot servers that are asked, too.
         run: its name, if that is not the last part of ``url``.
 
     Raises:
@@ -62,24 +65,24 @@ def location_of(url: str, nodes: Sequence[str], run: str | None) -> Location:
     """
     if url.startswith("spot:"):
         raise SettingsError(f"{url} is a snapshot server: give a directory or URL, and the server by --server")
-    check_given(url, nodes, run)
-    place = Location.of(url, servers=nodes or None, run_name=run or "run")
+    check_given(url, servers, run)
+    place = Location.of(url, servers=servers or None, run_name=run or "run")
     if run is not None:
         return place
     try:
-        return Location.of(url, servers=nodes or None)
+        return Location.of(url, servers=servers or None)
     except SettingsError:  # all else was good
         raise SettingsError(f"{url!r} does not end with a name of a run: give it by --run-name") from None
 
 
-def check_replicas_given(replicas: int, nodes: Sequence[str]) -> None:
+def check_replicas_given(replicas: int, servers: Sequence[str]) -> None:
     """Refuse a number of replicas for which too few servers are named.
 
     Raises:
         SettingsError: naming both flags.
     """
     check_number("--replicas", replicas, 1, whole=True)
-    if replicas > max(1, len(nodes)):
+    if replicas > max(1, len(servers)):
         raise SettingsError(
-            f"--replicas={replicas}: each replica is at a server of its own, and --server names {len(nodes)} of them"
+            f"--replicas={replicas}: each replica is at a server of its own, and --server names {len(servers)} of them"
         )

@@ -10,9 +10,11 @@ import argparse
 import io
 import logging
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from lightning_spot._version import __version__
-from lightning_spot.cli import doctor, drill, listing, report, simulate, transfer
+from lightning_spot.cli import doctor, drill, report, simulate, snapshots
 from lightning_spot.cli.output import error_console
 from lightning_spot.errors import CorruptSnapshotError, SpotError
 from lightning_spot.renamed import refuse_old_words
@@ -50,55 +52,24 @@ def main(argv: list[str] | None = None) -> int:
 
 def command_parser() -> argparse.ArgumentParser:
     """What the command understands."""
-    parser = argparse.ArgumentParser(prog="lightning-spot", description="Snapshots of Lightning runs, at every tier.")
+    parser = argparse.ArgumentParser(
+        prog="lightning-spot",
+        description="Snapshots of PyTorch Lightning runs: serve, look at, check and copy them.",
+        epilog=f"{_EXIT_CODES}\n\nlightning-spot COMMAND --help shows examples.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    serve = commands.add_parser("serve", help="run a snapshot server")
-    settings.add_arguments(serve)
-    serve.set_defaults(call=_serve)
-
-    for name, module, call, text in (
-        ("drill", drill, drill.drill, "train undisturbed and with kills, and compare the final states bit by bit"),
-        ("simulate", simulate, simulate.simulate, "simulate a job under preemptions: which policy, which tiers"),
-        ("report", report, report.report, "where the time of a run went, attempt by attempt"),
-        ("doctor", doctor, doctor.doctor, "measure this host and its tiers, and recommend settings"),
-    ):
-        command = commands.add_parser(name, help=text, description=text)
-        module.add_arguments(command)
-        command.set_defaults(call=call)
-
-    for name, call, text in (
-        ("ls", listing.ls, "list the snapshots of a run at every tier"),
-        ("show", listing.show, "show one snapshot: sizes, checksums, versions, what is in it"),
-        ("verify", transfer.verify, "read every byte of the snapshots and check it"),
-        ("cp", transfer.copy, "copy a snapshot's checkpoint into a file, or a sharded one into a directory"),
-    ):
-        command = commands.add_parser(name, help=text, description=text)
-        one = {"ls": "", "verify": "; RUN@STEP for one snapshot, RUN@latest for the newest (default: all)"}
-        command.add_argument(
-            "run",
-            metavar="RUN" if name == "ls" else "RUN[@STEP]",
-            help="directory, fsspec URL, or spot://host:port/NAME"
-            + one.get(name, "; RUN@STEP for one snapshot (default: the newest, RUN@latest)"),
+    for name, each in _COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=each.text,
+            description=f"{each.text[0].upper()}{each.text[1:]}.",
+            epilog="\n  ".join(["examples:", *each.examples]) + f"\n\n{_EXIT_CODES}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.add_argument(
-            "--server",
-            action="append",
-            default=[],
-            metavar="spot://HOST:PORT",
-            help="also ask this snapshot server; may be given several times",
-        )
-        command.add_argument("--run-name", metavar="NAME", help="name of the run (default: last component of RUN)")
-        if name == "cp":
-            command.add_argument("dest", metavar="DEST", help="file, or directory to copy it into")
-            command.add_argument("--force", action="store_true", help="replace an existing file")
-            command.add_argument(
-                "--consolidate", action="store_true", help="make one plain file of a sharded snapshot (needs torch)"
-            )
-        if name in ("ls", "show"):
-            command.add_argument("--json", action="store_true", help="print JSON, for programs")
-        command.set_defaults(call=call)
+        each.add_arguments(command)
+        command.set_defaults(call=each.call)
     return parser
 
 
@@ -113,3 +84,101 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _say(text: str) -> None:
     error_console().print(*text.split("\n"), sep="\n")
+
+
+_EXIT_CODES = """\
+exit codes:
+  0    done
+  1    the answer is bad news: a snapshot is corrupt, states differ, not everything is stored
+  2    wrong usage, or a server or the storage failed
+  130  interrupted"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """One command.
+
+    Attributes:
+        call: runs it.
+        add_arguments: adds its arguments to its parser.
+        text: what it does.
+        examples: command lines.
+    """
+
+    call: Callable[[argparse.Namespace], int]
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    text: str
+    examples: tuple[str, ...]
+
+
+_COMMANDS = {
+    "serve": _Command(
+        _serve,
+        settings.add_arguments,
+        "run a snapshot server",
+        (
+            "lightning-spot serve --listen 0.0.0.0:7070 --storage s3://bucket/runs",
+            "lightning-spot serve --listen 0.0.0.0:7070 --allow-storage /mnt/runs --memory-limit 64GiB",
+        ),
+    ),
+    "drill": _Command(
+        drill.drill,
+        drill.add_arguments,
+        "train undisturbed and with kills, and compare the final states bit by bit",
+        (
+            "lightning-spot drill -- python train.py",
+            "lightning-spot drill --kills 5 --limit 20min -- torchrun --nproc-per-node 2 train.py",
+        ),
+    ),
+    "simulate": _Command(
+        simulate.simulate,
+        simulate.add_arguments,
+        "simulate a job under preemptions, with each interval policy",
+        (
+            "lightning-spot simulate --work 3d --snapshot-size 15GB --lifetime 4h",
+            "lightning-spot simulate --hosts 8 --server-speed 1GB/s --server-price 0.4 --price 1.2",
+        ),
+    ),
+    "report": _Command(
+        report.report,
+        report.add_arguments,
+        "show where the time of a run went, attempt by attempt",
+        ("lightning-spot report s3://bucket/run-1 --plot run-1.svg",),
+    ),
+    "doctor": _Command(
+        doctor.doctor,
+        doctor.add_arguments,
+        "measure this host, its servers and the storage, and recommend settings",
+        (
+            "lightning-spot doctor s3://bucket/run-1",
+            "lightning-spot doctor s3://bucket/run-1 --server spot://10.0.0.5:7070 --snapshot-size 15GB",
+        ),
+    ),
+    "ls": _Command(
+        snapshots.ls,
+        snapshots.add_ls_arguments,
+        "list the snapshots of a run: on this host, at servers, in storage",
+        ("lightning-spot ls s3://bucket/run-1", "lightning-spot ls spot://10.0.0.5:7070/run-1 --json"),
+    ),
+    "show": _Command(
+        snapshots.show,
+        snapshots.add_show_arguments,
+        "show one snapshot: sizes, checksums, versions",
+        ("lightning-spot show s3://bucket/run-1", "lightning-spot show s3://bucket/run-1@2000"),
+    ),
+    "verify": _Command(
+        snapshots.verify,
+        snapshots.add_verify_arguments,
+        "read every byte of the snapshots and check it",
+        ("lightning-spot verify s3://bucket/run-1", "lightning-spot verify s3://bucket/run-1@latest"),
+    ),
+    "cp": _Command(
+        snapshots.copy,
+        snapshots.add_copy_arguments,
+        "copy a snapshot: a checkpoint file, or a directory for a sharded model",
+        (
+            "lightning-spot cp s3://bucket/run-1 last.ckpt",
+            "lightning-spot cp s3://bucket/run-1@2000 step-2000.ckpt --consolidate",
+        ),
+    ),
+}

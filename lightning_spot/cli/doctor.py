@@ -26,19 +26,19 @@ from lightning_spot.config import check_number, format_bytes, format_seconds, pa
 from lightning_spot.errors import ServerUnreachableError, SettingsError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.runs import RunInfo, run_text
-from lightning_spot.notices.detect import CLOUDS, detect_cloud
+from lightning_spot.preemption.detect import CLOUDS, detect_cloud
+from lightning_spot.retry import DEFAULT_POLICY, unless_silent
 from lightning_spot.run.location import memory_limit_bytes
-from lightning_spot.run.patience import PATIENCE, unless_silent
 from lightning_spot.service.settings import seconds
 from lightning_spot.tiers.filesystem import open_filesystem, speaks, tier_errors
 from lightning_spot.tiers.s3 import S3, aborts_unfinished
 from lightning_spot.tiers.store import Holdings, Store
 
 if TYPE_CHECKING:
-    from lightning_spot.simulation.closed_form import Outlook
+    from lightning_spot.simulation.job import Outlook
 
-ALONE, WITH_NODE = "storage only", "with the snapshot server"
-_WORTH_A_NODE = 0.01
+ALONE, WITH_SERVER = "storage only", "with the snapshot server"
+_WORTH_A_SERVER = 0.01
 _USUAL_BYTES = 10**9
 """Size of a snapshot of which nothing is known."""
 _MEMORY_FILES = "memory files are used, and end with the server that holds them"
@@ -58,11 +58,11 @@ _WAY_ON = (
 )
 
 
-def why_not_carried(node: str, durable_url: str) -> str:
+def why_not_carried(server: str, durable_url: str) -> str:
     """Why a server would not bring runs to a durable directory, ``""`` if it would.
 
     Args:
-        node: its URL.
+        server: its URL.
         durable_url: below which, or at which, runs are to be durable.
 
     Raises:
@@ -71,27 +71,27 @@ def why_not_carried(node: str, durable_url: str) -> str:
     run = RunInfo(
         name="doctor", id=secrets.token_hex(6), location="", attempt=1, token="", durable_url=durable_url, spread=True
     )
-    store = NodeStore(f"{node.rstrip('/')}/{run_text(run.name, run.id)}")
+    store = NodeStore(f"{server.rstrip('/')}/{run_text(run.name, run.id)}")
     try:
         return store.open_run(run).why_not
     finally:
         store.open_run(replace(run, durable_url=None, carry=False))  # nothing is brought there for it any more
 
 
-def together(nodes: Sequence[str], speed: Callable[[str], float]) -> float:
+def together(servers: Sequence[str], speed: Callable[[str], float]) -> float:
     """Bytes per second that several servers take at the same time.
 
     Args:
-        nodes: their URLs.
+        servers: their URLs.
         speed: bytes per second that one takes.
     """
-    with ThreadPoolExecutor(len(nodes)) as pool:
-        return sum(pool.map(speed, nodes))
+    with ThreadPoolExecutor(len(servers)) as pool:
+        return sum(pool.map(speed, servers))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``doctor``."""
-    parser.add_argument("url", metavar="RUN", help="durable directory or fsspec URL that snapshots are to go to")
+    parser.add_argument("url", metavar="RUN", help="directory or fsspec URL that snapshots are to go to")
     parser.add_argument(
         "--server",
         action="append",
@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--replicas", type=int, default=1, metavar="N", help="servers that keep each snapshot (1)")
     parser.add_argument(
-        "--snapshot-size", metavar="SIZE", help="size of a snapshot (that of the newest at DIRPATH, or 1GB)"
+        "--snapshot-size", metavar="SIZE", help="size of a snapshot (that of the newest in RUN, or 1GB)"
     )
     parser.add_argument("--lifetime", type=seconds, default=7200.0, metavar="TIME", help="of a machine, mean (2h)")
     parser.add_argument("--sample", default="64MB", metavar="SIZE", help="how much to write for a measurement (64MB)")
@@ -117,7 +117,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         raise SettingsError(f"--sample {arguments.sample}: at most half of this host's memory, {format_bytes(most)}")
     location = location_of(arguments.url, arguments.server, "doctor")
     check_replicas_given(arguments.replicas, arguments.server)
-    say = error_console().print
+    report = error_console().print
     made = _not_there(location.url)
     problems: list[str] = []
     found: Holdings | None = None
@@ -129,11 +129,11 @@ def doctor(arguments: argparse.Namespace) -> int:
     facts: dict[str, Any] = {"copy_bytes_per_s": copy_speed(sample)}
     tiers: dict[str, float] = {}
     scratch = f"{location.url}/.doctor-{secrets.token_hex(4)}"
-    stores = {node: f"{node}/doctor" for node in location.servers}
+    stores = {server: f"{server}/doctor" for server in location.servers}
     if found is not None:
         stores[location.url] = scratch
     for url, where in stores.items():
-        say(f"writing {format_bytes(sample)} to {url} …")
+        report(f"writing {format_bytes(sample)} to {url} …")
         try:
             tiers[url] = store_speed(open_store(where), sample)
         except SpotError as error:
@@ -142,24 +142,24 @@ def doctor(arguments: argparse.Namespace) -> int:
         problems += _remove(scratch, known=location.url not in tiers)
     _remove_empty(made)
     facts["tiers_bytes_per_s"] = tiers
-    nodes = [url for url in location.servers if url in tiers]
-    facts["not_carried"], wrong = _not_carried(nodes, location.url)
+    servers = [url for url in location.servers if url in tiers]
+    facts["not_carried"], wrong = _not_carried(servers, location.url)
     problems += wrong
-    if len(nodes) > 1:
-        say(f"writing {format_bytes(sample)} to each snapshot server at the same time …")
-        each = functools.partial(_node_store_speed, nbytes=sample)
-        facts["nodes_together_bytes_per_s"] = together(nodes, each)
-    say("starting a snapshot server on this host …")
+    if len(servers) > 1:
+        report(f"writing {format_bytes(sample)} to each snapshot server at the same time …")
+        each = functools.partial(_server_store_speed, nbytes=sample)
+        facts["servers_together_bytes_per_s"] = together(servers, each)
+    report("starting a snapshot server on this host …")
     try:
-        facts["node_bytes_per_s"] = node_speed(scratch, sample)
+        facts["local_server_bytes_per_s"] = local_server_speed(scratch, sample)
     except (SpotError, OSError) as error:
         problems.append(f"the snapshot server on this host: {error}")
     cloud = detect_cloud()
     facts["cloud"], facts["grace_period_s"] = cloud, CLOUDS[cloud]().grace_period_s if cloud is not None else None
     outlooks = _outlooks(snapshot_bytes, facts["copy_bytes_per_s"], tiers, location.url, arguments.lifetime)
     facts["outlook"] = {label: asdict(found) for label, found in outlooks.items()}
-    replicas = min(arguments.replicas, len(nodes))
-    facts["advice"] = _advice(outlooks, snapshot_bytes, location.url, nodes, replicas, facts["grace_period_s"])
+    replicas = min(arguments.replicas, len(servers))
+    facts["advice"] = _advice(outlooks, snapshot_bytes, location.url, servers, replicas, facts["grace_period_s"])
     if found is not None:
         facts["advice"][:0] = _of_unfinished_uploads(location.url)
     facts["problems"] = problems
@@ -177,21 +177,21 @@ def _remove_empty(made: Iterable[Path]) -> None:
             folder.rmdir()
 
 
-def _not_carried(nodes: list[str], durable_url: str) -> tuple[dict[str, str], list[str]]:
+def _not_carried(servers: list[str], durable_url: str) -> tuple[dict[str, str], list[str]]:
     """Which snapshot servers would not bring a run to its durable directory, and why; what is wrong with others."""
     found: dict[str, str] = {}
     problems: list[str] = []
-    for node in nodes:
+    for server in servers:
         try:
-            if why := why_not_carried(node, durable_url):
-                found[node] = why
+            if why := why_not_carried(server, durable_url):
+                found[server] = why
         except SpotError as error:
-            problems.append(_problem(node, node, error))
+            problems.append(_problem(server, server, error))
     return found, problems
 
 
-def _node_store_speed(node: str, nbytes: int) -> float:
-    return store_speed(open_store(f"{node}/doctor"), nbytes)
+def _server_store_speed(server: str, nbytes: int) -> float:
+    return store_speed(open_store(f"{server}/doctor"), nbytes)
 
 
 def _problem(url: str, where: str, error: SpotError) -> str:
@@ -218,7 +218,7 @@ def _ask(url: str) -> Holdings:
         heard.set()
         return store.survey()
 
-    return unless_silent(ask, heard, PATIENCE.silent_s, url)
+    return unless_silent(ask, heard, DEFAULT_POLICY.silent_s, url)
 
 
 def _newest_bytes(found: Holdings | None) -> int:
@@ -248,7 +248,7 @@ def store_speed(store: Store, nbytes: int) -> float:
     return len(image) / took_s
 
 
-def node_speed(run_url: str, nbytes: int) -> float:
+def local_server_speed(run_url: str, nbytes: int) -> float:
     """Bytes per second at which a snapshot server on this host commits a snapshot: copied into its slot and checked.
 
     Args:
@@ -281,16 +281,15 @@ def _outlooks(
     snapshot_bytes: int, copy_bytes_per_s: float, tiers: dict[str, float], durable_url: str, lifetime_s: float
 ) -> dict[str, Outlook]:
     """What to expect without a snapshot server, and with the first one that works."""
-    from lightning_spot.simulation.closed_form import outlook
-    from lightning_spot.simulation.job import SimulatedJob, chain, durable_tier, memory_node
+    from lightning_spot.simulation.job import SimulatedJob, chain, outlook, server_tier, storage_tier
 
     if durable_url not in tiers:
         return {}
-    durable = replace(durable_tier(snapshot_bytes, tiers[durable_url]), name=durable_url)
+    durable = replace(storage_tier(snapshot_bytes, tiers[durable_url]), name=durable_url)
     chains = {ALONE: chain(durable)}
     for url in tiers:
         if url != durable_url:
-            chains.setdefault(WITH_NODE, chain(replace(memory_node(snapshot_bytes, tiers[url]), name=url), durable))
+            chains.setdefault(WITH_SERVER, chain(replace(server_tier(snapshot_bytes, tiers[url]), name=url), durable))
     job = SimulatedJob(work_s=lifetime_s, stall_s=snapshot_bytes / copy_bytes_per_s)
     return {label: outlook(replace(job, tiers=links), lifetime_s) for label, links in chains.items()}
 
@@ -299,20 +298,20 @@ def _advice(
     outlooks: dict[str, Outlook],
     snapshot_bytes: int,
     url: str,
-    nodes: list[str],
+    servers: list[str],
     replicas: int,
     grace_period_s: float | None,
 ) -> list[str]:
-    memory = f", servers={nodes!r}" if nodes else ""
+    memory = f", servers={servers!r}" if servers else ""
     memory += f", replicas={replicas}" if replicas > 1 else ""
     advice = _of_memory(2 + 1 + replicas, snapshot_bytes)
-    alone, with_node = outlooks.get(ALONE), outlooks.get(WITH_NODE)
-    if alone is not None and with_node is not None:
-        gain = alone.total - with_node.total
-        verdict = "keep it" if gain > _WORTH_A_NODE else "you need no snapshot server"
+    alone, with_server = outlooks.get(ALONE), outlooks.get(WITH_SERVER)
+    if alone is not None and with_server is not None:
+        gain = alone.total - with_server.total
+        verdict = "keep it" if gain > _WORTH_A_SERVER else "you need no snapshot server"
         saves = f"{100 * gain:.1f} % of the time" if gain > 0 else "nothing"
         advice.append(f"the snapshot server saves {saves}: {verdict}")
-        memory = memory if gain > _WORTH_A_NODE else ""
+        memory = memory if gain > _WORTH_A_SERVER else ""
     elif alone is not None and alone.safe_s > alone.interval_s / 2:
         advice.append("most of what a preemption takes is on its way to storage: a snapshot server would help")
     best = min(outlooks.values(), key=lambda found: found.total, default=None)
@@ -377,15 +376,15 @@ def _print(facts: dict[str, Any], outlooks: dict[str, Outlook], snapshot_bytes: 
         f"cloud: {cloud}" + (f", a notice leaves {facts['grace_period_s']:.0f} s" if facts["grace_period_s"] else "")
     )
     console.print(f"copy within memory: {format_bytes(facts['copy_bytes_per_s'])}/s")
-    if "node_bytes_per_s" in facts:
-        console.print(f"committed by a local server: {format_bytes(facts['node_bytes_per_s'])}/s")
+    if "local_server_bytes_per_s" in facts:
+        console.print(f"committed by a local server: {format_bytes(facts['local_server_bytes_per_s'])}/s")
     for url, speed in facts["tiers_bytes_per_s"].items():
         console.print(f"stored at {url}: {format_bytes(speed)}/s")
-    if (speed := facts.get("nodes_together_bytes_per_s")) is not None:
+    if (speed := facts.get("servers_together_bytes_per_s")) is not None:
         console.print(f"stored at all snapshot servers at the same time: {format_bytes(speed)}/s")
-    for node, why in facts["not_carried"].items():
+    for server, why in facts["not_carried"].items():
         console.print(
-            f"{node} brings no run to its durable directory, and no sharded model on several hosts is spread over it:"
+            f"{server} brings no run to its durable directory, and no sharded model on several hosts is spread over it:"
             f" {why}",
             markup=False,
         )

@@ -40,7 +40,7 @@ def error_console() -> PlainConsole:
     return PlainConsole(stderr=True, soft_wrap=True)
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """One line of the answer, on standard output."""
     sys.stdout.write(f"{plain(text, LONGEST_TEXT)}\n")
 

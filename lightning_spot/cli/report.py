@@ -13,8 +13,7 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.config import format_count, format_seconds
 from lightning_spot.errors import SettingsError, SnapshotNotFoundError
 from lightning_spot.goodput.ledger import AttemptRecord, Spent, history, lost_steps, spent, total
-from lightning_spot.goodput.reached import completed
-from lightning_spot.goodput.records import read_records
+from lightning_spot.goodput.records import completed, read_records
 
 _WIDE = 60
 _PARTS = {"startup_s": "-", "restore_s": "r", "productive_s": "=", "blocked_s": "s", "lost_s": "x", "down_s": "."}

@@ -19,11 +19,11 @@ from lightning_spot.service.settings import seconds
 if TYPE_CHECKING:
     from lightning_spot.simulation.failures import Failures
     from lightning_spot.simulation.job import SimulatedJob
-    from lightning_spot.simulation.policies import PolicyRow
+    from lightning_spot.simulation.simulator import PolicyRow
 
 _SMALL = 0.01
 _MOST_RUNS = 10**6
-_OUTLIVES = {"process": "process", "machine": "machine", "node": "snapshot server"}
+_OUTLIVES = {"process": "process", "machine": "machine", "server": "snapshot server"}
 LOSSES = ("exponential", "power", "floor", "steps")
 
 
@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def simulate(arguments: argparse.Namespace) -> int:
     """Simulate, and print a table for each choice of tiers."""
-    from lightning_spot.simulation.policies import POLICIES, compare
+    from lightning_spot.simulation.simulator import POLICIES, compare
 
     for flag in ("--price", "--server-price", "--loss-rate", "--seed"):
         check_number(flag, _given(arguments, flag), 0)
@@ -156,22 +156,30 @@ def _failures(arguments: argparse.Namespace) -> Failures:
         shapes = {"exponential": failures.Exponential, "weibull": failures.Weibull, "bathtub": failures.Bathtub}
         machines = failures.Fleet(shapes[arguments.hazard](arguments.lifetime), arguments.hosts, arguments.correlated)
     process_s = failures.PROCESS_MTBF_S if arguments.crash_every is None else arguments.crash_every
-    node_s = failures.NODE_MTBF_S if arguments.server_lifetime is None else arguments.server_lifetime
+    server_s = failures.SERVER_MTBF_S if arguments.server_lifetime is None else arguments.server_lifetime
     back_s = 0.0
     if arguments.server_speed:  # another machine, and the first snapshot on its way there
         back_s = arguments.restart + arguments.snapshot_size / arguments.server_speed
-    return failures.Mixed(machines, process_s, node_s, back_s)
+    return failures.Mixed(machines, process_s, server_s, back_s)
 
 
 def _jobs(arguments: argparse.Namespace) -> dict[str, SimulatedJob]:
-    from lightning_spot.simulation import losses
-    from lightning_spot.simulation.job import SimulatedJob, chain, durable_tier, memory_node
+    from lightning_spot.simulation.job import (
+        SimulatedJob,
+        chain,
+        exponential_loss,
+        floor_loss,
+        power_loss,
+        server_tier,
+        stepwise_loss,
+        storage_tier,
+    )
 
     loss = {
-        "exponential": lambda: losses.exponential(arguments.loss_rate),
-        "power": losses.power,
-        "floor": losses.floor,
-        "steps": losses.step_schedule,
+        "exponential": lambda: exponential_loss(arguments.loss_rate),
+        "power": power_loss,
+        "floor": floor_loss,
+        "steps": stepwise_loss,
     }[arguments.loss]()
     job = SimulatedJob(
         work_s=arguments.work,
@@ -182,11 +190,11 @@ def _jobs(arguments: argparse.Namespace) -> dict[str, SimulatedJob]:
         loss=loss,
     )
     size, speed = arguments.snapshot_size, arguments.server_speed
-    durable = durable_tier(size, arguments.durable_speed)
+    durable = storage_tier(size, arguments.durable_speed)
     jobs = {"storage only": replace(job, tiers=chain(durable))}
     if speed:
-        node = memory_node(size, speed, arguments.server_price)
-        jobs["with a snapshot server"] = replace(job, tiers=chain(node, durable))
+        server = server_tier(size, speed, arguments.server_price)
+        jobs["with a snapshot server"] = replace(job, tiers=chain(server, durable))
     return jobs
 
 
@@ -194,15 +202,15 @@ def _verdict(groups: Mapping[str, Sequence[PolicyRow]]) -> str:
     """Whether the snapshot server is worth it, for the best policy of each."""
     if len(groups) < 2:
         return ""
-    without, with_node = (min(rows, key=lambda row: row.total_s) for rows in groups.values())
-    if not math.isfinite(with_node.total_s):
+    without, with_server = (min(rows, key=lambda row: row.total_s) for rows in groups.values())
+    if not math.isfinite(with_server.total_s):
         return "The run never ends, with a snapshot server or without."
     if not math.isfinite(without.total_s):
         return "The run ends with a snapshot server only: it is worth having."
-    saved = 1 - with_node.total_s / without.total_s
+    saved = 1 - with_server.total_s / without.total_s
     verdict = f"A snapshot server makes the run {100 * abs(saved):.1f} % {'shorter' if saved >= 0 else 'longer'}"
     if without.price:
-        dearer = with_node.price - without.price
+        dearer = with_server.price - without.price
         verdict += f" and {'costs' if dearer > 0 else 'saves'} {abs(dearer):.2f} of {without.price:.2f}"
         needed = dearer < 0
     else:

@@ -1,4 +1,4 @@
-"""Connections of a client to a node: each call ends in time, idle ones are kept for the next, none crosses a fork."""
+"""Connections of a client to a server: each call ends in time, idle ones are kept for the next, none crosses a fork."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lightning_spot.protocol.wire import Address
 
 CONNECT_TIMEOUT_S = 5.0
 _PULSE_S = 1.0
-_KEEP_S = 15.0  # less than a node keeps an idle connection
+_KEEP_S = 15.0  # less than a server keeps an idle connection
 _MOST_IDLE = 8
 
 
 def connect_to_own(path: str, timeout_s: float) -> socket.socket:
-    """Connect to the Unix socket of a node of this user's.
+    """Connect to the Unix socket of a server of this user's.
 
     Raises:
         ServerRefusedError: if another user's process is at it: waiting would not help.
@@ -102,7 +102,7 @@ class Connection(http.client.HTTPConnection):
 
     @property
     def stale(self) -> bool:
-        """Whether the node has closed it, or may have, while nobody used it."""
+        """Whether the server has closed it, or may have, while nobody used it."""
         if time.monotonic() - self.idle_since_s > _KEEP_S:
             return True
         poll = select.poll()
@@ -111,10 +111,10 @@ class Connection(http.client.HTTPConnection):
 
 
 class Pool:
-    """Open connections to one node that nobody uses at the moment. May be used from any thread.
+    """Open connections to one server that nobody uses at the moment. May be used from any thread.
 
     Args:
-        address: of the node.
+        address: of the server.
     """
 
     def __init__(self, address: Address) -> None:
@@ -122,7 +122,7 @@ class Pool:
         self._idle: list[Connection] = []
         self._taken: set[BoundedSocket] = set()
         self._lock = threading.Lock()
-        weakref.finalize(self, _close_all, self._idle).atexit = False  # whoever only asks a node something lets it go
+        weakref.finalize(self, _close_all, self._idle).atexit = False  # whoever only asks a server something lets it go
         _pools.add(self)
 
     def take(self, deadline_s: float) -> tuple[Connection, bool]:

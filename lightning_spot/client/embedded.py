@@ -1,6 +1,6 @@
 """The local server as its trainer sees it.
 
-No call lasts longer than ``server_call_timeout_s``, unless the node goes on answering meanwhile.
+No call lasts longer than ``server_call_timeout_s``, unless the server goes on answering meanwhile.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_LINE = 65536
 
-_OPEN_TIMEOUT_S = 15.0  # a node may have to ask the tiers below
-_SEAL_TIMEOUT_S = 3600.0  # as long as the node answers pings meanwhile
+_OPEN_TIMEOUT_S = 15.0  # a server may have to ask the tiers below
+_SEAL_TIMEOUT_S = 3600.0  # as long as the server answers pings meanwhile
 _LONGEST_REASON = 2000
 _MAY_HAVE_BEGUN = (TierReason.FAILED, TierReason.SERVER_FAILED)
 _PING_SHARE = 0.75  # of server_call_timeout_s: pings are a second apart
@@ -68,12 +68,12 @@ class Session:
     A forked child does not have it: its copy of the connection is closed at the fork.
 
     Args:
-        path: of the node's channel.
+        path: of the server's channel.
         token: secret to greet with, if any.
         server_call_timeout_s: bound on every call, seconds.
 
     Raises:
-        ServerUnreachableError: if the node does not answer in time (then its ``__cause__`` is a ``TimeoutError``), or
+        ServerUnreachableError: if the server does not answer in time (then its ``__cause__`` is a ``TimeoutError``), or
             at all.
         ServerRefusedError: if it has another secret, or is another user's: to wait for it would not help.
 
@@ -82,7 +82,7 @@ class Session:
     """
 
     def __init__(self, path: Path, token: str | None, server_call_timeout_s: float) -> None:
-        self._max_stall_s = server_call_timeout_s
+        self._call_timeout_s = server_call_timeout_s
         self._lock = threading.Lock()
         try:
             self._socket = connect_to_own(str(path), server_call_timeout_s)
@@ -131,7 +131,7 @@ class Session:
             name: of the snapshot.
 
         Raises:
-            SnapshotNotFoundError: if the node holds none of that name.
+            SnapshotNotFoundError: if the server holds none of that name.
         """
         _, fd = self._ask({"run": run, "name": name})
         if fd is None:
@@ -139,12 +139,12 @@ class Session:
         return fd
 
     def check(self) -> None:
-        """Raise if it is over: what was told in it is not known to a node that has come in the place of this one.
+        """Raise if it is over: what was told in it is not known to a server that has come in the place of this one.
 
         Raises:
-            ServerUnreachableError: if the node has gone, or has closed it.
+            ServerUnreachableError: if the server has gone, or has closed it.
         """
-        with self._lock:  # the node says nothing unasked: what can be read while nobody asks is the end
+        with self._lock:  # the server says nothing unasked: what can be read while nobody asks is the end
             fd = self._socket.fileno()
             if fd < 0 or wait_readable([fd], 0.0):
                 raise ServerUnreachableError("the local server has gone")
@@ -154,8 +154,8 @@ class Session:
         self._socket.close()
 
     def _ask(self, message: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
-        deadline = time.monotonic() + self._max_stall_s
-        if not self._lock.acquire(timeout=self._max_stall_s):
+        deadline = time.monotonic() + self._call_timeout_s
+        if not self._lock.acquire(timeout=self._call_timeout_s):
             raise ServerUnreachableError("the local server does not answer") from TimeoutError()
         fds: list[int] = []
         try:
@@ -241,7 +241,7 @@ class EmbeddedHost:
     def open_run(self, info: RunInfo) -> Opened:
         """See :meth:`Host.open_run`."""
         body = {**asdict(info), "session": self.session.id, "nodes": list(info.nodes)}
-        body["environment"] = environment_to_hand_over()  # a node that an earlier attempt began has that one's keys
+        body["environment"] = environment_to_hand_over()  # a server that an earlier attempt began has that one's keys
         opened = self._call("POST", f"/v1/runs/{quoted(info.text)}/open", body, limit_s=_OPEN_TIMEOUT_S, again=True)
         self.run, self.attempt = info.text, int(opened["attempt"])
         return Opened(self.attempt, bool(opened["carries"]), str(opened["why_not"]))
@@ -269,7 +269,7 @@ class EmbeddedHost:
             return self._mapped(leased, nbytes, 0, shared)
         except BaseException as error:
             if not isinstance(error, SpotError) or getattr(error, "reason", None) in _MAY_HAVE_BEGUN:
-                # It cannot be mapped, the node failed after that, or Ctrl-C came with its answer under way.
+                # It cannot be mapped, the server failed after that, or Ctrl-C came with its answer under way.
                 with contextlib.suppress(SpotError):
                     self._call("DELETE", f"/v1/uploads/{upload}")
             raise
@@ -280,7 +280,7 @@ class EmbeddedHost:
         except ServerUnreachableError as error:
             if limit_s <= self.server_call_timeout_s or not isinstance(error.__cause__, TimeoutError):
                 raise
-            self._ping()  # a node that is busy is not lost; it takes the slot back by itself, unless it is there by now
+            self._ping()  # a busy server is not lost; it takes the slot back by itself, unless it is there by now
             self._call("DELETE", f"/v1/uploads/{upload}")
             raise SnapshotFailedError(
                 f"the slot for it is still being made after {wait_s + limit_s:.0f} s", reason=FailureReason.RING_FULL
@@ -299,7 +299,7 @@ class EmbeddedHost:
         self, name: str, *, share: int, digest: str = "", wait_s: float, at: str = "", host: int = 0, told: str = ""
     ) -> Lease:
         """See :meth:`Host.join`."""
-        self.session.check()  # a node that has not seen yet that it is over would count on a share that cannot come
+        self.session.check()  # a server that has not seen yet that it is over would count on a share that cannot come
         body = {"attempt": self.attempt, "name": name, "share": share, "digest": digest, "wait_s": wait_s}
         body |= {"session": self.session.id, "at": at, "host": host}
         body |= self._layout.to_send(told) if told else {"layout_id": self._layout.id}
@@ -311,11 +311,11 @@ class EmbeddedHost:
         shared = Shared(name=name, shares=shares, digest=agreed, layout=self._layout.text)
         try:
             return self._mapped(joined, int(joined["nbytes"]), share, shared)
-        except BaseException as error:  # the node counts on this share from now on, and keeps the slot for it
+        except BaseException as error:  # the server counts on this share from now on, and keeps the slot for it
             try:
                 self._place(str(joined["upload"]), share, f"rank {share}: {error}")
             except SpotError as problem:
-                logger.debug("the node could not be told that a share is torn: %s", problem)
+                logger.debug("the server could not be told that a share is torn: %s", problem)
             raise
 
     def placed(self, lease: Lease, torn: str = "", fault: ShareFault | None = None) -> None:
@@ -372,7 +372,7 @@ class EmbeddedHost:
         return [str(line) for line in answer["unreached"]]
 
     def check(self) -> None:
-        """See :meth:`Host.check`. Requests do not tell: another node answers them at the same place."""
+        """See :meth:`Host.check`. Requests do not tell: another server answers them at the same place."""
         self.session.check()
         self._ping()
 
@@ -401,15 +401,15 @@ class EmbeddedHost:
         return newest_safe_step(((item.manifest, item.safe) for item in self.listing()), self.attempt)
 
     def listing(self) -> list[Listed]:
-        """Everything the node holds of the run."""
+        """Everything the server holds of the run."""
         return Listed.all_of(self._snapshots())
 
     def owes(self) -> bool:
-        """Whether the node has something, of any run, that is still to be brought to a tier below."""
+        """Whether the server has something, of any run, that is still to be brought to a tier below."""
         return any(slot["dirty"] for slot in self._call("GET", "/v1/status")["slots"])
 
     def manifests(self) -> list[Manifest]:
-        """Committed snapshots of the run in this node's memory, newest first."""
+        """Committed snapshots of the run in this server's memory, newest first."""
         return newest_first([item.manifest for item in self.listing() if not item.manifest.is_file])
 
     def open_snapshot(self, manifest: Manifest) -> int:
@@ -438,9 +438,9 @@ class EmbeddedHost:
     def _call(
         self, method: str, path: str, body: Any = None, *, limit_s: float = 0.0, again: bool | None = None
     ) -> dict[str, Any]:
-        """Ask the node.
+        """Ask the server.
 
-        Beyond ``server_call_timeout_s`` the answer is waited for as long as the node answers pings meanwhile.
+        Beyond ``server_call_timeout_s`` the answer is waited for as long as the server answers pings meanwhile.
         """
         longer = limit_s > self.server_call_timeout_s
         return self.client.call(
@@ -453,7 +453,7 @@ class EmbeddedHost:
         )
 
     def _note(self, shared: Shared) -> None:
-        """The node knows of a layout now."""
+        """The server knows of a layout now."""
         if shared.layout is not self._layout.text:  # it is long
             self._layout = KnownLayout.of(shared.layout)
 
@@ -461,7 +461,7 @@ class EmbeddedHost:
         self.client.ping(_PING_SHARE * self.server_call_timeout_s)
 
     def _let_go(self, generations: dict[int, int]) -> None:
-        """Unmap slots that the node has replaced or given up."""
+        """Unmap slots that the server has replaced or given up."""
         for key in [item for item in list(self._maps) if generations.get(item[0]) != item[1]]:  # other threads add some
             shared = self._maps.pop(key, None)  # a ring may be found lost and be left at the same time
             if shared is not None and self.released is not None:

@@ -1,14 +1,14 @@
-"""How each part of a snapshot goes to a node: not at all, as what changed of it, whole, or as an approximation.
+"""How each part of a snapshot goes to a server: not at all, as what changed of it, whole, or as an approximation.
 
 With ``compression="auto"`` it is decided for each snapshot whether what changed is compressed. Of the one before it is
 known how long a byte took on a connection; of one piece of it that was packed, how long packing takes and what is left.
 It pays where packing takes less time than what it saves on the way. What a snapshot that was packed took shows whether
 that is so: if not, what packing costs is taken for twice as much from then on.
 
-With ``lossy="topk"`` what a node has of a run is kept here, too. The next snapshot is approximated from that:
+With ``lossy="topk"`` what a server has of a run is kept here, too. The next snapshot is approximated from that:
 the numbers that it is most behind in are put there, and sent; everything that is no such number is put there, and sent,
-as it is. What comes out is a whole checkpoint file with checksums of its own, which the node makes in the same way, and
-checks. Now and then a snapshot is sent exactly, and all begins from it.
+as it is. What comes out is a whole checkpoint file with checksums of its own, which the server makes in the same way
+and checks. Now and then a snapshot is sent exactly, and all begins from it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from lightning_spot.image.portion import Image
 from lightning_spot.image.sealing import Sealing, sealing_threads
 from lightning_spot.memory.bases import Glance
 from lightning_spot.protocol.wire import BaseInfo, PartKind
+from lightning_spot.say import say
 from lightning_spot.staging.slot import available_bytes, slot_capacity
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class _Measured:
 
 
 class CompressionRule:
-    """Decides for the snapshots that go to one node. Methods may be called from any thread.
+    """Decides for the snapshots that go to one server. Methods may be called from any thread.
 
     Attributes:
         packs: whether the present one is packed.
@@ -296,7 +297,7 @@ class Change:
 
 
 class Approximation:
-    """The approximation that one node has of one run. Used by one thread at a time."""
+    """The approximation that one server has of one run. Used by one thread at a time."""
 
     def __init__(self) -> None:
         self._manifest: Manifest | None = None
@@ -305,7 +306,6 @@ class Approximation:
         self._since_exact = 0
         self._skipped = 0
         self._took_s: dict[bool, float] = {}
-        self._has_said = False
 
     def took(self, manifest: Manifest, seconds: float) -> None:
         """Note how long it took until a snapshot, or its approximation, was there."""
@@ -337,7 +337,7 @@ class Approximation:
         )
 
     def glance(self, base: BaseInfo | None) -> Glance | None:
-        """It, if a node says that this is what it has."""
+        """It, if a server says that this is what it has."""
         mine = self._manifest
         if mine is None or base is None:
             return None
@@ -416,13 +416,8 @@ class Approximation:
                 return True
             except (OSError, OverflowError) as error:
                 logger.debug("no memory for an approximation: %s", error)
-        if not self._has_said:
-            self._has_said = True
-            logger.warning(
-                "lossy='topk' needs %s more memory on this host, which has not as much left: snapshots are sent"
-                " exactly",
-                format_bytes(capacity),
-            )
+        text = "lossy='topk' needs {size} more memory than this host has left. Snapshots are sent exactly"
+        say(logging.WARNING, "lossy-no-memory", text, size=format_bytes(capacity))
         return False
 
 

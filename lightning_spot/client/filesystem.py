@@ -28,7 +28,7 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
     raises an ``OSError`` (``EROFS``).
 
     Args:
-        host: host name or address of the node.
+        host: host name or address of the server.
         port: its TCP port.
         **storage_options: passed to fsspec.
     """
@@ -40,7 +40,7 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
     def __init__(self, host: str = "", port: int = 0, **storage_options: Any) -> None:
         super().__init__(host=host, port=port, use_listings_cache=False, **storage_options)
         if not host:
-            raise SettingsError("a spot:// URL names its node: spot://host:port/run/last.ckpt")
+            raise SettingsError("a spot:// URL names its server: spot://host:port/run/last.ckpt")
         self.client = NodeClient(Address(host=host, port=port))
 
     @classmethod

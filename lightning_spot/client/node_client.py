@@ -1,4 +1,4 @@
-"""Speaks to a node: a small blocking HTTP client over TCP or a Unix socket, and its end of streams of parts.
+"""Speaks to a server: a small blocking HTTP client over TCP or a Unix socket, and its end of streams of parts.
 
 Every call ends in time. The other end of a stream is ``part_receiver``; the frames are described in ``wire``.
 """
@@ -41,13 +41,13 @@ from lightning_spot.protocol.wire import (
 from lightning_spot.untrusted import plain, read_object
 
 _CONNECT_TIMEOUT_S = 5.0
-_UPGRADE_TIMEOUT_S = 10.0  # a node answers before it does anything; meanwhile a slot is held, and nothing sent
+_UPGRADE_TIMEOUT_S = 10.0  # a server answers before it does anything; meanwhile a slot is held, and nothing sent
 _WINDOW = 2  # parts under way on one connection before an answer is waited for
 _LONGEST_HEAD = 65536
 
 REPLY_TIMEOUT_S = 60.0
 PING_S = 5.0
-"""A node that does not answer in that time is lost: its link may be cut, which closes no connection."""
+"""A server that does not answer in that time is lost: its link may be cut, which closes no connection."""
 
 _PATIENCE = 2  # in times of a ping's: the line may be full of what is read
 _LONGEST_ANSWER_BYTES = 64 * 1024 * 1024
@@ -58,14 +58,14 @@ class PartStream:
     """One upgraded connection for the parts of one upload. Use from one thread; close it.
 
     Args:
-        address: the node (TCP).
+        address: the server (TCP).
         token: secret to send, if any.
         upload: id of the upload.
         sender: of several hosts that send it: names this one, which has a stream in any case.
 
     Raises:
-        ServerUnreachableError: if no node answers.
-        SpotError: whatever the node answered with.
+        ServerUnreachableError: if no server answers.
+        SpotError: whatever the server answered with.
     """
 
     def __init__(self, address: Address, token: str | None, upload: str, sender: str = "") -> None:
@@ -200,7 +200,7 @@ _Read = Callable[[http.client.HTTPResponse, Callable[[], None]], Any]
 
 
 class NodeClient:
-    """Requests to one node. May be used from any thread.
+    """Requests to one server. May be used from any thread.
 
     Args:
         address: where it listens.
@@ -238,8 +238,8 @@ class NodeClient:
             pulse: called about every second while the answer is waited for; what it raises ends the call.
 
         Raises:
-            ServerUnreachableError: if no node answers in time.
-            SpotError: whatever the node answered with.
+            ServerUnreachableError: if no server answers in time.
+            SpotError: whatever the server answered with.
         """
         data = json.dumps(body).encode() if body is not None else b""
         request = _Request(
@@ -255,7 +255,7 @@ class NodeClient:
         return self._json(self._exchange(request, _read_all))
 
     def ping(self, timeout_s: float = PING_S) -> None:
-        """Ask whether the node is there: who waits for a long answer does it meanwhile.
+        """Ask whether the server is there: who waits for a long answer does it meanwhile.
 
         Raises:
             ServerUnreachableError: if it does not answer in time.
@@ -337,7 +337,7 @@ class NodeClient:
             ) from error
 
     def _exchange(self, request: _Request, read: _Read) -> Any:
-        """Send a request; once more if a kept connection broke, or the node failed, and that does no harm."""
+        """Send a request; once more if a kept connection broke, or the server failed, and that does no harm."""
         deadline_s = time.monotonic() + request.timeout_s
         has_failed = False
         while True:
@@ -359,7 +359,7 @@ class NodeClient:
                 ) from (error if isinstance(error, OSError) else None)
 
     def _ask(self, connection: Connection, request: _Request, deadline_s: float, read: _Read) -> Any:
-        socket, whole = connection.sock, False  # the connection forgets it when the node says that it will close it
+        socket, whole = connection.sock, False  # the connection forgets it when the server says that it will close it
         socket.deadline_s, socket.pulse = deadline_s, request.pulse
 
         def progress() -> None:

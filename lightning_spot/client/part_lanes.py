@@ -1,4 +1,4 @@
-"""Sends the parts of a snapshot to a node over several connections; what goes wrong is sent again, and whole."""
+"""Sends the parts of a snapshot to a server over several connections; what goes wrong is sent again, and whole."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ CONNECTIONS = 4
 
 _SENDS_OF_A_PART = 3
 _PAUSE_S = 1.0
-_SILENT_S = 5.0  # if nothing arrives for so long, the node is asked whether it is there
+_SILENT_S = 5.0  # if nothing arrives for so long, the server is asked whether it is there
 _PATIENCE = 2  # in times of a ping's: the line may be full of what is sent
 
 
 class PartLanes:
-    """The connections to a node.
+    """The connections to a server.
 
     Args:
-        client: of the node.
+        client: of the server.
         url: of the run there, for messages.
     """
 
@@ -49,7 +49,7 @@ class PartLanes:
             how the parts went; what had to be sent again is counted each time.
 
         Raises:
-            ServerUnreachableError: if the node does not answer any more.
+            ServerUnreachableError: if the server does not answer any more.
             CorruptSnapshotError: if a part arrives damaged again and again.
         """
         open_stream = functools.partial(self._client.stream, upload, self._sender)
@@ -70,7 +70,7 @@ class PartLanes:
                 raise
         if count and not shared.are_taken:
             raise ServerRefusedError(
-                "this node serves no connection for the parts", tier=self._url, reason=TierReason.TOO_MANY_STREAMS
+                "this server serves no connection for the parts", tier=self._url, reason=TierReason.TOO_MANY_STREAMS
             )
         return sent
 
@@ -101,7 +101,7 @@ class _Lane:
                 if error.reason is not TierReason.TOO_MANY_STREAMS:
                     raise
                 if not self._again:
-                    return self._sent  # the node has many others to serve: the lanes that it serves do the rest
+                    return self._sent  # the server has many others to serve: the lanes that it serves do the rest
                 if last_try:
                     raise
                 time.sleep(_PAUSE_S)  # it may not have noticed yet that the connection before this one broke

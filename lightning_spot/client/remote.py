@@ -1,4 +1,7 @@
-"""A node as a store: the tier that a local server sends to, and from which a trainer recovers."""
+"""A snapshot server as a store: the local server sends to it, and a trainer recovers from it.
+
+:class:`Telling` retries small requests that several servers have to get, such as that a snapshot is complete.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_spot.client.encoding import (
@@ -26,7 +29,7 @@ from lightning_spot.client.part_lanes import CONNECTIONS, PartLanes
 from lightning_spot.config import LARGEST, PART_BYTES
 from lightning_spot.errors import (
     CorruptSnapshotError,
-    ServerRefusedError,
+    FencedError,
     ServerUnreachableError,
     SettingsError,
     ShareFault,
@@ -46,8 +49,10 @@ from lightning_spot.memory.joint import KnownLayout, Shared
 from lightning_spot.memory.runs import Opened, RunInfo, key_of, parse_run
 from lightning_spot.memory.spread import Told
 from lightning_spot.memory.tier import Gathering, Listed, Sent
-from lightning_spot.protocol.wire import Address, BaseInfo, answered, fault_body, parse_spot_url
-from lightning_spot.retry import retried
+from lightning_spot.protocol.wire import BaseInfo, answered, fault_body, parse_spot_url
+from lightning_spot.retry import growing, retried
+from lightning_spot.say import say
+from lightning_spot.threads import all_at_once
 from lightning_spot.tiers.claims import Claim, Owner
 from lightning_spot.tiers.store import Holdings, Progress, highest_attempt, newest_first
 from lightning_spot.untrusted import LONGEST_TEXT, flag, integer, plain
@@ -56,10 +61,10 @@ logger = logging.getLogger(__name__)
 
 _ASK_S = 5.0
 _TRY_S = 5.0  # so long is a request for an upload that has not begun yet on its way, before it is sent again
-_PAUSES_S = (0.2, 0.5, 1.0)  # between tries of a node that does not answer
+_PAUSES_S = (0.2, 0.5, 1.0)  # between tries of a server that does not answer
 _WAIT_FOR_SLOT_S = 10.0
 _LOST_PINGS = 1  # in a row, while a snapshot is put together
-_SEAL_S = 3600.0  # as long as the node answers meanwhile
+_SEAL_S = 3600.0  # as long as the server answers meanwhile
 
 _TOLD = (
     "location",
@@ -78,10 +83,10 @@ _TOLD = (
 
 
 class JointUploads:
-    """Implements :class:`~lightning_spot.memory.tier.JointTier` for one run at a node.
+    """Implements :class:`~lightning_spot.memory.tier.JointTier` for one run at a server.
 
     Args:
-        client: of the node.
+        client: of the server.
         url: of the run there, for messages.
         run: as in URLs.
 
@@ -118,8 +123,8 @@ class JointUploads:
                     raise
                 begun = ask({"layout": shared.layout})  # it has forgotten it
         except BaseException:
-            # It may have begun, and only its answer be lost. Another node may have the snapshot, if this one is gone.
-            threading.Thread(target=self._give_up, args=(upload,), name="spot-joint", daemon=True).start()
+            # It may have begun, and only its answer be lost. Another server may have the snapshot, if this one is gone.
+            threading.Thread(target=_abort, args=(self._client, upload), name="spot-joint", daemon=True).start()
             raise
         self._layout = KnownLayout.of(shared.layout)
         return Gathering(upload, nbytes, BaseInfo.read(begun.get("base")), shared)
@@ -138,23 +143,24 @@ class JointUploads:
     def _joined(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
         """Ask again and again: if a request or its answer were lost, all hosts would wait for this one.
 
-        A node that is silent, and stays so, is not asked again: ranks wait for the slot of what would begin there.
+        A server that is silent, and stays so, is not asked again: ranks wait for the slot of what would begin there.
         """
-        pauses = list(_PAUSES_S)
-        while True:
+        path, pauses = f"/v1/runs/{quoted(self._run)}/joint/join", iter(_PAUSES_S)  # for all requests together
+        left_s = 0.0
+
+        def ask() -> dict[str, Any]:
+            nonlocal left_s
             left_s = max(0.0, deadline_s - time.monotonic())
             wait_s = min(left_s, _TRY_S)
-            try:
-                path, tried = f"/v1/runs/{quoted(self._run)}/joint/join", {"wait_s": wait_s, "again": wait_s < left_s}
-                joined = self._ask(path, {**request, **tried}, wait_s + _ASK_S)
-            except ServerUnreachableError as error:
-                if not pauses or not left_s:
-                    raise
-                if isinstance(error.__cause__, TimeoutError):
-                    self._client.ping()
-                logger.debug("%s is asked again for %s: %s", self._url, request["name"], error)
-                time.sleep(pauses.pop(0))
-                continue
+            return self._ask(path, {**request, "wait_s": wait_s, "again": wait_s < left_s}, wait_s + _ASK_S)
+
+        def note(error: Exception, _pause_s: float) -> None:
+            if isinstance(error.__cause__, TimeoutError):
+                self._client.ping()
+            logger.debug("%s is asked again for %s: %s", self._url, request["name"], error)
+
+        while True:
+            joined = retried(ask, pauses, lambda error: isinstance(error, ServerUnreachableError) and left_s > 0, note)
             if joined.get("upload"):
                 return joined
 
@@ -212,9 +218,9 @@ class JointUploads:
                 raise
 
     def _asked_again(self, ask: Callable[[], dict[str, Any]], name: str) -> dict[str, Any]:
-        """Ask, and again where a connection broke: the node does once what it is asked for more than once.
+        """Ask, and again where a connection broke: the server does once what it is asked for more than once.
 
-        One that is silent is not asked again, since other hosts, and another node, would wait for that.
+        One that is silent is not asked again, since other hosts, and another server, would wait for that.
         """
 
         def has_broken(error: Exception) -> bool:
@@ -226,7 +232,7 @@ class JointUploads:
         return retried(ask, _PAUSES_S, has_broken, note)
 
     def _is_committed(self, name: str) -> bool:
-        """Whether the node has a snapshot of the run, as it lists them."""
+        """Whether the server has a snapshot of the run, as it lists them."""
         listed = self._client.call("GET", f"/v1/runs/{quoted(self._run)}/snapshots", timeout_s=_ASK_S)
         return any(Manifest.from_dict(item["manifest"]).name == name for item in listed["snapshots"])
 
@@ -256,7 +262,7 @@ class JointUploads:
 
     def give_up(self, gathering: Gathering) -> None:
         """See :meth:`JointTier.give_up`."""
-        self._give_up(gathering.upload)
+        _abort(self._client, gathering.upload)
 
     def decline(self, name: str, *, attempt: int, why: str, host: int = 0) -> None:
         """See :meth:`JointTier.decline`."""
@@ -266,31 +272,14 @@ class JointUploads:
     def _ask(
         self, path: str, body: dict[str, Any], timeout_s: float, pulse: Callable[[], None] | None = None
     ) -> dict[str, Any]:
-        try:
-            return self._client.call("POST", path, body, timeout_s=timeout_s, pulse=pulse)
-        except ServerRefusedError as error:
-            if error.status in (404, 405):
-                raise ServerRefusedError(
-                    f"{self._url} runs an earlier version of lightning_spot, at which hosts cannot put a snapshot"
-                    " together: install the same version there",
-                    tier=self._url,
-                    status=error.status,
-                ) from error
-            raise
-
-    def _give_up(self, upload: str) -> None:
-        try:
-            self._client.call("DELETE", f"/v1/uploads/{upload}", timeout_s=_ASK_S)
-        except SpotError as error:
-            logger.debug("an upload could not be taken back (%s); the node frees its slot by itself", error)
+        return self._client.call("POST", path, body, timeout_s=timeout_s, pulse=pulse)
 
 
 class NodeStore:
-    """Snapshots of one run at a node; implements :class:`~lightning_spot.tiers.store.Store`.
+    """Snapshots of one run at a server; implements :class:`~lightning_spot.tiers.store.Store`.
 
     Args:
         url: ``spot://host:port/NAME@ID``, or ``…/NAME`` where only one run has that name.
-        address: overrides the URL's address (for a Unix socket).
 
     Attributes:
         sent: how the parts of snapshots went which were committed there.
@@ -298,11 +287,11 @@ class NodeStore:
 
     owner: Owner | None = None
 
-    def __init__(self, url: str, address: Address | None = None) -> None:
+    def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        parsed, path = parse_spot_url(url)
+        address, path = parse_spot_url(url)
         self.run = path.rpartition("/")[2]
-        self.client = NodeClient(address or parsed)
+        self.client = NodeClient(address)
         self.sent = Sent()
         self._rule = CompressionRule()
         self._approximation = Approximation()
@@ -312,7 +301,7 @@ class NodeStore:
     # -- as a store -----------------------------------------------------------------------------------------------
 
     def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
-        """See :meth:`Store.put`; the node must have a slot within 30 s."""
+        """See :meth:`Store.put`; the server must have a slot within 30 s."""
         self.send(Coming(manifest, image), attempt=attempt)
 
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
@@ -338,7 +327,7 @@ class NodeStore:
             sealed = seal_parts(manifest, checksums, sizes)
             self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": sealed.to_dict()})
         except BaseException:
-            self._give_up(upload)
+            _abort(self.client, upload)
             raise
         return sealed
 
@@ -357,15 +346,7 @@ class NodeStore:
 
     def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
         """See :meth:`Store.fetch`."""
-
-        def read(bounds: tuple[int, int]) -> None:
-            start, stop = bounds
-            self.read(manifest, start, into[start:stop])
-            if progress is not None:
-                progress(stop - start)
-
-        with ThreadPoolExecutor(CONNECTIONS) as pool:
-            list(pool.map(read, manifest.ranges()))
+        fetch_ranges(self.read, manifest, manifest.ranges(), into, progress, CONNECTIONS)
 
     def read(self, manifest: Manifest, start: int, into: memoryview) -> None:
         """Read one of ``manifest.ranges()``, and check it; from any thread. Errors are those of :meth:`fetch`."""
@@ -385,7 +366,7 @@ class NodeStore:
             return
 
     def sweep(self, current: Manifest, seen: Holdings | None = None) -> None:
-        """Nothing to do: a node frees unfinished uploads by itself."""
+        """Nothing to do: a server frees unfinished uploads by itself."""
 
     def sweep_files(self) -> None:
         """See :meth:`sweep`."""
@@ -395,12 +376,12 @@ class NodeStore:
         return self._asked(_ASK_S)[0]
 
     def newest_claim(self) -> Claim | None:
-        """A node keeps the number of the attempt that holds a run, and no claim."""
+        """A server keeps the number of the attempt that holds a run, and no claim."""
         attempt = self.claimed()
         return Claim(attempt=attempt, run_id="", digest="", location="", started_unix_s=0.0) if attempt else None
 
     def check_owner(self) -> None:
-        """Nothing to do: a node knows who has opened a run."""
+        """Nothing to do: a server knows who has opened a run."""
 
     def claim(self, claim: Claim) -> None:
         """See :meth:`Store.claim`."""
@@ -423,7 +404,7 @@ class NodeStore:
         """See :class:`~lightning_spot.memory.tier.HasJoint`."""
         return JointUploads(self.client, self.url, self.run)
 
-    # -- portions of snapshots that are spread over several nodes -------------------------------------------------
+    # -- portions of snapshots that are spread over several servers -------------------------------------------------
 
     def look(self, name: str = "", wait_s: float = _ASK_S) -> dict[str, Any]:
         """What is there of the run's snapshots, see :meth:`~lightning_spot.memory.spread.Spread.look`."""
@@ -431,7 +412,7 @@ class NodeStore:
         return self.client.call("GET", path, {"name": name}, timeout_s=wait_s)
 
     def whole(self, told: Told, *, attempt: int) -> None:
-        """Say that all portions of a snapshot are at nodes, see :meth:`~lightning_spot.memory.spread.Spread.whole`."""
+        """Say that all portions of a snapshot are there, see :meth:`~lightning_spot.memory.spread.Spread.whole`."""
         body = {"attempt": attempt, **asdict(told)}
         path = f"/v1/runs/{quoted(self.run)}/portions/whole"
         self.client.call("POST", path, body, timeout_s=_ASK_S, again=True)
@@ -442,7 +423,7 @@ class NodeStore:
         path = f"/v1/runs/{quoted(self.run)}/portions/torn"
         self.client.call("POST", path, body, timeout_s=_ASK_S, again=True)
 
-    # -- as a node that carries snapshots on -----------------------------------------------------------------------
+    # -- as a server that carries snapshots on -----------------------------------------------------------------------
 
     def open_run(self, info: RunInfo) -> Opened:
         """See :meth:`NodeTier.open_run`."""
@@ -463,7 +444,7 @@ class NodeStore:
         return self._asked(_ASK_S)[1]
 
     def holds(self, name: str, wait_s: float) -> bool:
-        """Whether a snapshot is in the node's memory, asked for ``wait_s`` seconds at most."""
+        """Whether a snapshot is in the server's memory, asked for ``wait_s`` seconds at most."""
         return any(item.manifest.name == name for item in self._asked(wait_s)[1])
 
     def settle(self, manifest: Manifest, attempt: int) -> None:
@@ -495,7 +476,7 @@ class NodeStore:
                 manifest = self._send(upload, functools.partial(self._approximate, exact, coming.image, base))
                 self._approximation.took(manifest, time.perf_counter() - began_s)
                 return manifest
-            self._give_up(upload)
+            _abort(self.client, upload)
         upload, base = self._lease(self._named(coming.manifest), attempt)
         manifest = self._send(upload, lambda threads: (coming, self._encoder(coming, base, earlier, threads)))
         if floats:
@@ -517,7 +498,7 @@ class NodeStore:
             self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": self._named(manifest).to_dict()})
         except BaseException:
             threads.shutdown()
-            self._give_up(upload)
+            _abort(self.client, upload)
             raise
         threads.shutdown(wait=False, cancel_futures=True)  # what is packed still is thrown away
         self.sent.add(sent)
@@ -531,18 +512,18 @@ class NodeStore:
         return coming, ApproximateEncoder(coming, changes, base, threads)
 
     def _asked(self, wait_s: float) -> tuple[int, list[Listed]]:
-        """The attempt that holds the run at the node, and what is there."""
+        """The attempt that holds the run at the server, and what is there."""
         answer = self.client.call("GET", f"/v1/runs/{quoted(self.run)}/snapshots", timeout_s=wait_s)
         with answered(self.url):
             return integer(answer, "attempt", None, 0, LARGEST), Listed.all_of(answer)
 
     def _named(self, manifest: Manifest) -> Manifest:
-        """The manifest as the node knows its run."""
+        """The manifest as the server knows its run."""
         name, identity = parse_run(self.run)
         return replace(manifest, run=name, run_id=identity or manifest.run_id)
 
     def _lease(self, manifest: Manifest, attempt: int) -> tuple[str, BaseInfo | None]:
-        """Begin an upload, and learn the base; a node that was restarted and forgot the run is told of it again."""
+        """Begin an upload, and learn the base; a server that was restarted and forgot the run is told of it again."""
         path = f"/v1/runs/{quoted(self.run)}"
         upload = uuid.uuid4().hex
         request: dict[str, Any] = {
@@ -570,7 +551,7 @@ class NodeStore:
                 self.open_run(info)
                 leased = ask(request)
         except BaseException:
-            self._give_up(upload)  # it may have begun, and only its answer be lost
+            _abort(self.client, upload)  # it may have begun, and only its answer be lost
             raise
         with answered(self.url):
             return upload, BaseInfo.read(leased.get("base"))
@@ -590,8 +571,190 @@ class NodeStore:
             always=compression == "always",
         )
 
-    def _give_up(self, upload: str) -> None:
+
+def _abort(client: NodeClient, upload: str) -> None:
+    """Take an upload back, if the server can be reached."""
+    try:
+        client.call("DELETE", f"/v1/uploads/{upload}", timeout_s=_ASK_S)
+    except SpotError as error:
+        logger.debug("an upload could not be taken back (%s); the server frees its slot by itself", error)
+
+
+def fetch_ranges(
+    read: Callable[[Manifest, int, memoryview], None],
+    manifest: Manifest,
+    ranges: Iterable[tuple[int, int]],
+    into: memoryview,
+    progress: Progress | None,
+    connections: int,
+) -> None:
+    """Read ranges of a snapshot side by side.
+
+    Args:
+        read: see :meth:`~lightning_spot.tiers.store.ReadsRanges.read`.
+        manifest: of the snapshot.
+        ranges: first byte, and the one behind the last.
+        into: memory of the whole snapshot.
+        progress: called with the number of bytes that have just come.
+        connections: how many are read at a time.
+    """
+
+    def fetch(bounds: tuple[int, int]) -> None:
+        start, stop = bounds
+        read(manifest, start, into[start:stop])
+        if progress is not None:
+            progress(stop - start)
+
+    with ThreadPoolExecutor(connections) as pool:
+        list(pool.map(fetch, ranges))
+
+
+Word = Callable[[NodeStore], None]
+"""Tells one server something."""
+
+_AGAIN_S = (1.0, 10.0, 1.5)  # the first pause, the longest, and by what they grow
+_MOST_UNHEARD = 64  # words at one server
+
+
+@dataclass(slots=True)
+class _OnItsWay:
+    """What servers are being told, of one thing.
+
+    Attributes:
+        word: the newest.
+        tellers: threads that tell it, or an older one.
+    """
+
+    word: Word
+    tellers: int = 0
+
+
+class Telling:
+    """Words to the servers of one run. Methods may be called from any thread.
+
+    Attributes:
+        stops: whether nothing is told again any more; so it is until somebody says how long it is to be.
+        unheard: what each server has not heard: by its URL and by what it is about.
+    """
+
+    def __init__(self) -> None:
+        self.stops: Callable[[], bool] = lambda: True
+        self.unheard: dict[str, dict[str, tuple[NodeStore, Word]]] = {}
+        self._on_its_way: dict[str, _OnItsWay] = {}
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def tell(self, nodes: Iterable[NodeStore], about: str, word: Word) -> list[SpotError]:
+        """Tell all servers something at the same time; what went wrong. Who does not hear it is told again.
+
+        Args:
+            nodes: to tell.
+            about: what it is about: of two such words, only the newer one is told again, also at other servers.
+            word: tells one.
+        """
+        nodes = list(nodes)
+        with self._lock:
+            told = self._on_its_way.setdefault(about, _OnItsWay(word))
+            told.word, told.tellers = word, told.tellers + 1
         try:
-            self.client.call("DELETE", f"/v1/uploads/{upload}", timeout_s=_ASK_S)
+            problems = at_all(nodes, word)
+        finally:
+            with self._lock:
+                told.tellers -= 1
+                if not told.tellers:
+                    del self._on_its_way[about]
+        with self._lock:
+            for words in self.unheard.values():
+                if about in words:
+                    words[about] = (words[about][0], told.word)
+            for node in nodes:
+                problem = problems.get(node.url)
+                if told.word is word or not _is_heard(problem):  # else a newer one may be on its way there
+                    self._note(node, about, told.word, problem)
+            self._begin()
+        return list(problems.values())
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _note(self, node: NodeStore, about: str, word: Word, problem: SpotError | None) -> None:
+        """Note whether a server has heard a word, or never will; under the lock."""
+        if isinstance(problem, FencedError):  # a later attempt speaks for the run: all servers would refuse it
+            for url, words in list(self.unheard.items()):
+                if about in words and words[about][1] is word:
+                    self._forget(url, about)
+        elif _is_heard(problem):
+            self._forget(node.url, about)
+        else:
+            words = self.unheard.setdefault(node.url, {})
+            words[about] = (node, word)
+            while len(words) > _MOST_UNHEARD:
+                del words[next(iter(words))]
+
+    def _forget(self, url: str, about: str) -> None:
+        """Tell a server nothing of that any more; under the lock."""
+        words = self.unheard.get(url, {})
+        words.pop(about, None)
+        if not words:
+            self.unheard.pop(url, None)
+
+    def _begin(self) -> None:
+        """Have a thread tell again what was not heard; under the lock."""
+        if self._thread is not None or not self.unheard or self.stops():
+            return
+        self._thread = threading.Thread(target=self._again, name="spot-telling", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads can be had now: with the next word
+            logger.debug("nothing is told again now: %s", error)
+            self._thread = None
+
+    def _again(self) -> None:
+        for pause_s in growing(*_AGAIN_S):
+            time.sleep(pause_s)
+            with self._lock:
+                if not self.unheard or self.stops():
+                    self._thread = None
+                    return
+                nodes = [next(iter(words.values()))[0] for words in self.unheard.values()]
+            try:
+                at_all(nodes, self._tell_all_again)
+            except Exception:  # whatever fails, such as want of memory, nobody else tells them again
+                text = "snapshot servers could not be updated. Retrying"
+                say(logging.ERROR, "servers-not-told", text, exc_info=True)
+
+    def _tell_all_again(self, node: NodeStore) -> None:
+        with self._lock:
+            words = dict(self.unheard.get(node.url, {}))
+        for about, (_, word) in words.items():
+            self._tell_again(node, about, word)
+
+    def _tell_again(self, node: NodeStore, about: str, word: Word) -> None:
+        problem = at_all([node], word).get(node.url)
+        with self._lock:
+            known = self.unheard.get(node.url, {}).get(about)
+            if known is not None and known[1] is word:  # else there is a newer one, or it has heard that
+                self._note(node, about, word, problem)
+        if problem is not None:
+            raise problem  # it does not hear the others either
+
+
+def _is_heard(problem: SpotError | None) -> bool:
+    """Whether a server need not be told again: it has heard, or has nothing of that run."""
+    return problem is None or isinstance(problem, FencedError | SnapshotNotFoundError | SettingsError)
+
+
+def at_all(nodes: Iterable[NodeStore], ask: Word) -> dict[str, SpotError]:
+    """Ask all servers at the same time; what went wrong, by the URL."""
+
+    def one(node: NodeStore) -> SpotError | None:
+        try:
+            ask(node)
         except SpotError as error:
-            logger.debug("an upload could not be taken back (%s); the node frees its slot by itself", error)
+            return error
+        return None
+
+    nodes = list(nodes)
+    found = zip(
+        nodes, all_at_once([functools.partial(one, node) for node in nodes], "spot-ask", len(nodes)), strict=True
+    )
+    return {node.url: error for node, error in found if error is not None}

@@ -1,6 +1,6 @@
 """Starts the local server: one per run and host, by the first trainer that needs it, detached, so it outlives it.
 
-A node that holds its lock but does not answer (stopped, or blocked) is ended, and a new one takes its place and its
+A server that holds its lock but does not answer (stopped, or blocked) is ended, and a new one takes its place and its
 slots.
 """
 
@@ -21,6 +21,7 @@ from lightning_spot.config import SERVER_CALL_TIMEOUT_S
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, TierReason
 from lightning_spot.protocol.ownership import open_file, remove_file, tail_of
 from lightning_spot.protocol.record import NodeRecord, find_record
+from lightning_spot.say import say
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +40,11 @@ def attach(
         dirpath: durable URL of the run.
         run: its name.
         server_call_timeout_s: see :func:`start`.
-        revive: whether to start a node, run as the last one was, for the slots that a killed one left, and to replace
+        revive: whether to start a server, run as the last one was, for the slots that a killed one left, and to replace
             one that does not answer. Otherwise those count as none.
 
     Raises:
-        ServerUnreachableError: if there is something in memory, but no node gives it out.
+        ServerUnreachableError: if there is something in memory, but no server gives it out.
     """
     record = find_record(dirpath)
     if revive:
@@ -73,7 +74,7 @@ def start(
     server_idle_timeout_s: float,
     server_call_timeout_s: float = SERVER_CALL_TIMEOUT_S,
 ) -> EmbeddedHost:
-    """Connect to the local server of a run; start it first if need be. Trainers that start at once get one node.
+    """Connect to the local server of a run; start it first if need be. Trainers that start at once get one server.
 
     Args:
         dirpath: durable URL of the run.
@@ -81,8 +82,8 @@ def start(
         slots: slots of the ring, if it is started now.
         memory_bytes: limit of their memory, likewise.
         server_idle_timeout_s: it ends when no trainer has been connected for so long, likewise.
-        server_call_timeout_s: a node that does not answer for so long is ended and replaced; bound on later calls, see
-            :class:`~lightning_spot.memory.host.Host`.
+        server_call_timeout_s: a server that does not answer for so long is ended and replaced; bound on later calls,
+            see :class:`~lightning_spot.memory.host.Host`.
 
     Raises:
         ServerUnreachableError: if it does not come up; the message holds the end of its log.
@@ -96,7 +97,7 @@ def start(
 def _connect(
     record: NodeRecord, run: str, server_call_timeout_s: float, settings: Callable[[], dict[str, Any]]
 ) -> EmbeddedHost | None:
-    """Connect to a node; where none lives, start one with ``settings()``, or return ``None`` if that is empty."""
+    """Connect to a server; where none lives, start one with ``settings()``, or return ``None`` if that is empty."""
     if not record.running() and not settings():
         return None
     limit_s = START_TIMEOUT_S + record.left_bytes() / _CHECKED_BYTES_PER_S
@@ -126,7 +127,7 @@ def _connect(
 
 
 def _wait_or_end(record: NodeRecord, error: ServerUnreachableError, deadline: float) -> None:
-    """Give a node that is coming up or leaving a little time; end one that has stopped answering."""
+    """Give a server that is coming up or leaving a little time; end one that has stopped answering."""
     if time.monotonic() > deadline:
         raise ServerUnreachableError(f"the local server does not answer at {record.http}; see {record.log}") from error
     process = record.process()
@@ -134,10 +135,11 @@ def _wait_or_end(record: NodeRecord, error: ServerUnreachableError, deadline: fl
     if process is None or not process.alive or not (silent or process.stopped):
         time.sleep(0.05)
         return
-    logger.warning(
-        "lightning_spot: the server on this host (pid %d) lives but does not answer; it is ended, and a new one"
-        " takes its snapshots over",
-        process.pid,
+    say(
+        logging.WARNING,
+        "local-server-hung",
+        "the server on this host (pid {about}) does not answer. It is ended, and a new one takes over its snapshots",
+        about=process.pid,
     )
     if not process.kill(_KILL_TIMEOUT_S):
         raise ServerUnreachableError(
@@ -166,7 +168,7 @@ def _spawn(
     package_home = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package_home, *_python_path()])}
     for leftover in (opened.http, opened.fds):
-        remove_file(leftover)  # a killed node's: nothing may be taken for the new one's sockets
+        remove_file(leftover)  # a killed server's: nothing may be taken for the new one's sockets
     with open(open_file(opened.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as log:
         process = subprocess.Popen(
             command,
@@ -180,9 +182,7 @@ def _spawn(
     while not opened.fds.exists() or not opened.running():
         if process.poll() is not None or time.monotonic() > deadline:
             tail = tail_of(opened.log, _SHOWN_BYTES)
-            raise ServerUnreachableError(
-                f"the embedded snapshot server did not start (exit {process.poll()}). Its log:\n{tail}"
-            )
+            raise ServerUnreachableError(f"the local server did not start (exit {process.poll()}). Its log:\n{tail}")
         time.sleep(0.02)
     with warnings.catch_warnings():  # it outlives whoever has started it: that is no leak
         warnings.simplefilter("ignore", ResourceWarning)
@@ -190,5 +190,5 @@ def _spawn(
 
 
 def _python_path() -> list[str]:
-    """``PYTHONPATH`` with absolute entries: the node does not run in the trainer's working directory."""
+    """``PYTHONPATH`` with absolute entries: the server does not run in the trainer's working directory."""
     return [os.path.abspath(item) for item in os.environ.get("PYTHONPATH", "").split(os.pathsep) if item]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.client.spread import SpreadStore
+from lightning_spot.client.spread_store import SpreadStore
 from lightning_spot.config import directory_of, scheme_of
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.objects import ObjectStore
@@ -17,7 +17,7 @@ def open_store(url: str, beneath: Sequence[str] | None = None) -> Store:
 
     Args:
         url: of the run.
-        beneath: of a node that acts for others, below which prefixes a directory must be, see :class:`LocalStore`.
+        beneath: of a server that acts for others, below which prefixes a directory must be, see :class:`LocalStore`.
 
     Raises:
         SettingsError: if the URL is malformed or its file system is not installed.

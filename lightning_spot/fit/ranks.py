@@ -18,11 +18,11 @@ from lightning_spot.errors import SpotError
 from lightning_spot.exact import namespaces, private
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.fit.collectives import Agreement
-from lightning_spot.notices.ballot import Ballot
-from lightning_spot.notices.exchange import Exchange, ExchangeServer
+from lightning_spot.preemption.key_value import KeyValueClient, KeyValueServer
+from lightning_spot.preemption.stop_agreement import StopAgreement
 from lightning_spot.protocol.listening import LOOPBACK, allow_descriptors, facing, resolved
 from lightning_spot.protocol.process import descendants
-from lightning_spot.run.sharing import this_host
+from lightning_spot.run.export import this_host
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -83,7 +83,7 @@ class Meeting:
 
 
 def allow_ranks(agreement: Agreement) -> None:
-    """Let rank 0 have the connections of all ranks, of each one to the exchange and one for mail, beside its own files.
+    """Let rank 0 have two connections of each rank, to the key-value channel and for mail, besides its own files.
 
     What most systems allow a process at first, 1,024, does for 256 ranks.
     """
@@ -92,7 +92,7 @@ def allow_ranks(agreement: Agreement) -> None:
 
 
 class Ranks:
-    """An exchange of the run's own, beside the process group; nothing at all for a single rank.
+    """A key-value channel of the run's own, beside the process group; nothing at all for a single rank.
 
     Args:
         trainer: whose ranks they are; the process group exists.
@@ -100,32 +100,32 @@ class Ranks:
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._agreement = agreement = Agreement(trainer)
-        self._ballots: list[Ballot] = []
-        self._server: ExchangeServer | None = None
+        self._stops: list[StopAgreement] = []
+        self._server: KeyValueServer | None = None
         if agreement.size > 1:
             allow_ranks(agreement)
             secret, meeting = secrets.token_hex(16), Meeting.of(trainer)
-            self._server = agreement.on_rank_zero(lambda: ExchangeServer(secret, meeting.listen(), agreement.size))
+            self._server = agreement.on_rank_zero(lambda: KeyValueServer(secret, meeting.listen(), agreement.size))
             mine = (meeting.listen(), self._server.port, secret) if self._server is not None else None
             listen, port, secret = agreement.tell(mine)
             self._address = (meeting.connect(listen), port, secret)
 
-    def ballot(self, called: Callable[[], dict[str, Any] | None]) -> Ballot:
-        """A ballot on where to stop; see :class:`~lightning_spot.notices.ballot.Ballot`. Every rank makes it.
+    def stop_agreement(self, called: Callable[[], dict[str, Any] | None]) -> StopAgreement:
+        """An agreement on where to stop. Every rank makes it.
 
         Raises:
             SpotError: on all ranks, if one of them does not reach rank 0.
         """
         rank, size = self._agreement.rank, self._agreement.size
-        exchange = self._agreement.together(self._exchange) if size > 1 else None
-        ballot = Ballot("stop", rank=rank, world_size=size, exchange=exchange, called=called)
-        self._ballots.append(ballot)
-        return ballot
+        channel = self._agreement.together(self._channel) if size > 1 else None
+        agreement = StopAgreement("stop", rank=rank, world_size=size, channel=channel, called=called)
+        self._stops.append(agreement)
+        return agreement
 
-    def _exchange(self) -> Exchange:
+    def _channel(self) -> KeyValueClient:
         host, port, _ = self._address
         try:
-            return Exchange(*self._address)
+            return KeyValueClient(*self._address)
         except OSError as error:
             raise SpotError(
                 f"rank 0 is not reached at {host}:{port} ({error}), where ranks agree after which step to stop at a"
@@ -141,19 +141,19 @@ class Ranks:
         if self._agreement.size == 1 or self._agreement.rank == 0:
             return
         try:
-            with contextlib.closing(Exchange(*self._address)) as exchange:
-                exchange.get("never published", wait_s)
+            with contextlib.closing(KeyValueClient(*self._address)) as channel:
+                channel.get("never published", wait_s)
         except OSError as error:  # which is what was waited for; it may have gone before this rank came to wait
             logger.debug("rank 0 has left: %s", error)
 
     def close(self) -> None:
-        """Let the exchange go. The first rank's stays until its process ends: see :meth:`part`."""
-        for ballot in self._ballots:
-            ballot.close()
-        self._ballots.clear()
+        """Let the channel go. The first rank's stays until its process ends: see :meth:`part`."""
+        for agreement in self._stops:
+            agreement.close()
+        self._stops.clear()
 
     def end(self, *, over: bool) -> None:
-        """Close the exchange for all ranks.
+        """Close the channel for all ranks.
 
         Args:
             over: training has come to its end, or to another ``fit``; else an exception has ended it.

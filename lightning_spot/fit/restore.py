@@ -21,10 +21,10 @@ from lightning_spot.errors import SpotError, TierError
 from lightning_spot.fit.collectives import Agreement
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.patches import Patches
+from lightning_spot.run.export import Exporter, ExporterAddress, NotExportedError, import_snapshot
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.receiving import receive
-from lightning_spot.run.sharing import Card, Giver, NotShared, take
 from lightning_spot.run.sources import MemorySource, Source, StoreSource, Use
 from lightning_spot.run.survey import Survey
 from lightning_spot.tiers.store import Holdings, Progress
@@ -66,21 +66,23 @@ class SharedOpening:
     def __init__(self, ranks: Agreement, location: Location) -> None:
         self._ranks = ranks
         self._location = location
-        self._giver: Giver | None = Giver(ranks.size) if ranks.size > 1 else None
-        cards: list[Card | None] = ranks.gather(self._giver.card if self._giver is not None else None)
-        hosts = [card.host if card is not None else "" for card in cards]
+        self._exporter: Exporter | None = Exporter(ranks.size) if ranks.size > 1 else None
+        addresses: list[ExporterAddress | None] = ranks.gather(
+            self._exporter.address if self._exporter is not None else None
+        )
+        hosts = [address.host if address is not None else "" for address in addresses]
         self.count = len(set(hosts))
         leader = hosts.index(hosts[ranks.rank])
-        self._leader = cards[leader]
+        self._leader = addresses[leader]
         self._leads = leader == ranks.rank
         if not self._leads:
             self.close()
 
     def close(self) -> None:
         """Give nothing to others any more."""
-        if self._giver is not None:
-            self._giver.close()
-            self._giver = None
+        if self._exporter is not None:
+            self._exporter.close()
+            self._exporter = None
 
     def open(self, tried: Try, source: Source | None = None, progress: Progress | None = None) -> OpenSnapshot:
         """Open the snapshot on this rank.
@@ -93,18 +95,18 @@ class SharedOpening:
         manifest = Manifest.from_json(tried.manifest)
         if not self._leads and self._leader is not None:
             try:
-                return take(self._leader, tried.turn, manifest)
-            except NotShared as error:
+                return import_snapshot(self._leader, tried.turn, manifest)
+            except NotExportedError as error:
                 logger.warning("lightning_spot: %s; rank %d reads the snapshot itself", error, self._ranks.rank)
-        if self._giver is None:
+        if self._exporter is None:
             return self._open(tried, manifest, source, progress, use=Use.LOAD)
         try:
             snapshot = self._open(tried, manifest, source, progress, use=Use.SHARE)
         except Exception as error:
             problem = error if isinstance(error, SpotError) else SpotError(f"{type(error).__name__}: {error}")
-            self._giver.give(tried.turn, problem)
+            self._exporter.export(tried.turn, problem)
             raise
-        self._giver.give(tried.turn, snapshot)
+        self._exporter.export(tried.turn, snapshot)
         return snapshot
 
     def _open(
@@ -264,7 +266,7 @@ def _found(url: str) -> dict[str, Any]:
 
 def _open(ranks: Agreement, hosts: SharedOpening, url: str, info: dict[str, Any]) -> OpenSnapshot:
     size = int(info["size"])
-    manifest = Manifest(run="-", name="-", file="", step=0, attempt=0, nbytes=size)  # as far as sharing needs one
+    manifest = Manifest(run="-", name="-", file="", step=0, attempt=0, nbytes=size)  # as far as an exporter needs one
     tried = Try(1, manifest.to_json(), ())
     return ranks.together(lambda: hosts.open(tried, _Named(url, info)))
 

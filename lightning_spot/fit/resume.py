@@ -20,6 +20,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn.parameter import is_lazy
 
+from lightning_spot import retry
 from lightning_spot.capture.tensors import shape_of
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.starting import attach
@@ -42,7 +43,6 @@ from lightning_spot.fit.topology import place_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.patches import Patches
-from lightning_spot.run import patience
 from lightning_spot.run.choice import doubt
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import Survey, hold, look_again, survey
@@ -619,7 +619,7 @@ def _flushed(host: EmbeddedHost) -> list[str]:
     """Have a server bring what it owes; what is late is waited for as long as nothing fails."""
     deadline_s, late = time.monotonic() + _LONGEST_S, list[str]()
     while host.owes():  # what hosts bring together is not: no host has all of it
-        late = host.flush(patience.PATIENCE.answer_s)
+        late = host.flush(retry.DEFAULT_POLICY.answer_s)
         if not late or time.monotonic() > deadline_s or any(tier.error for tier in host.tiers().values()):
             return late
     return []

@@ -32,7 +32,7 @@ from lightning_spot.fit.snapshotter import Snapshotter
 from lightning_spot.fit.together import ALONE
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.deadline import Deadline
-from lightning_spot.notices.notice import Notice
+from lightning_spot.preemption.notice import Notice
 from lightning_spot.tiers.filesystem import forget_listings
 
 if TYPE_CHECKING:

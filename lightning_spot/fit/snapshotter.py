@@ -119,7 +119,7 @@ class Pacing:
         """
         now_s = time.monotonic()
         self._attempt = attempt
-        self._rate = FailureRate(nodes=trainer.num_nodes)
+        self._rate = FailureRate(machines=trainer.num_nodes)
         total = float(trainer.estimated_stepping_batches)
         self._total_steps = total if 0 < total < float("inf") else None
         if saved is not None:

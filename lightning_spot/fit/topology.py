@@ -16,8 +16,8 @@ from lightning_spot.fit.collectives import Agreement
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.record import find_record
+from lightning_spot.run.export import this_host
 from lightning_spot.run.location import Location
-from lightning_spot.run.sharing import this_host
 
 logger = logging.getLogger(__name__)
 

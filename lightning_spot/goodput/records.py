@@ -1,19 +1,37 @@
-"""Small JSON records beside the snapshots of a run: how each attempt went."""
+"""Records of attempts: where the time of each went.
+
+The trainer writes its record to a file of this host once a second, and to storage every few seconds. The file outlives
+a killed trainer: the local server reads it when its trainer is gone, the next attempt when it begins, ``report`` at any
+time.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
+import os
 import re
+import threading
+import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from lightning_spot.errors import MalformedError
-from lightning_spot.goodput.ledger import AttemptRecord
+from lightning_spot.errors import MalformedError, SettingsError, TierError
+from lightning_spot.goodput.ledger import Account, AttemptRecord, Spent, account_after
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.protocol.ownership import read_file, replace_file
+from lightning_spot.protocol.process import ProcessId
+from lightning_spot.protocol.record import NodeRecord, find_record
+from lightning_spot.say import recovered, say
 from lightning_spot.tiers.claims import ATTEMPTS_DIR
 from lightning_spot.tiers.filesystem import make_parent, open_filesystem, tier_errors
 from lightning_spot.tiers.temporaries import temporary_name
 from lightning_spot.tiers.writing import write_small
-from lightning_spot.untrusted import plain, read_sealed, sealed_json
+from lightning_spot.untrusted import LARGE_BYTES, as_object, plain, read_object, read_sealed, sealed_json
 
 logger = logging.getLogger(__name__)
 
@@ -94,10 +112,278 @@ def _read(files: Any, path: str, attempt: int) -> AttemptRecord | None:
     except FileNotFoundError:
         return None  # removed meanwhile
     except MalformedError as error:
-        logger.warning(
-            "lightning_spot: the record of attempt %d, %s, is damaged: %s. The time of that attempt is not counted.",
-            attempt,
-            plain(path),
-            error,
+        say(
+            logging.WARNING,
+            "goodput-damaged",
+            "the record of attempt {attempt}, {about}, is damaged: {error}. The time of that attempt is not counted.",
+            about=plain(path),
+            attempt=attempt,
+            error=error,
         )
         return None
+
+
+_MOST_S, _MOST_TIMES = 60.0, 3.0  # steps take longer than before by so much; a record is written every ten seconds
+_DAMAGE = (OSError, SettingsError, ValueError, KeyError, TypeError, AttributeError)
+
+
+def keep_reached(run_url: str, record: AttemptRecord) -> None:
+    """Keep how far the attempt of this process got, in place of what was kept before. A reader never sees half of it.
+
+    Args:
+        run_url: durable directory or URL of the run.
+        record: of the attempt. The account of those before it is not kept: storage has it.
+
+    Raises:
+        SettingsError: if this host has no place for it.
+        OSError: likewise.
+    """
+    process = ProcessId.of(os.getpid())
+    kept = {
+        "record": replace(record, earlier=None).as_dict(),
+        "process": process.to_json() if process is not None else None,
+    }
+    with find_record(run_url).opened() as opened:
+        replace_file(_path(opened, record.attempt), json.dumps(kept).encode())
+
+
+def read_reached(run_url: str, attempt: int) -> AttemptRecord | None:
+    """How far an attempt on this host got, but for those before it; ``None`` if nothing is left of it here.
+
+    Its ``end`` is ``"killed"`` where it runs no more and did not say how it ended.
+    """
+    try:
+        kept = read_object(read_file(_path(find_record(run_url), attempt), LARGE_BYTES), LARGE_BYTES)
+        record = AttemptRecord.from_dict(as_object(kept["record"]))
+        process = ProcessId.from_json(kept["process"] or "")
+    except _DAMAGE as error:  # a machine that crashed may leave anything, and no start depends on it
+        logger.debug("nothing is left of attempt %d on this host: %s", attempt, error)
+        return None
+    if record.end == "running" and (process is None or not process.alive):
+        record.end = "killed"
+    return record
+
+
+def forget_reached(run_url: str, attempt: int) -> None:
+    """Remove what is left of an attempt on this host: storage has it."""
+    with contextlib.suppress(SettingsError):
+        with find_record(run_url).opened() as opened:
+            _path(opened, attempt).unlink(missing_ok=True)
+
+
+def completed(run_url: str, record: AttemptRecord, snapshots: Iterable[tuple[int, float]]) -> AttemptRecord:
+    """A record from storage, with all that is known beyond it of an attempt that was killed.
+
+    Args:
+        run_url: durable directory or URL of the run.
+        record: of an attempt; unchanged if it said itself how it ended.
+        snapshots: step and time of those of the attempt that are left, at whatever tier.
+    """
+    if record.end not in ("running", "killed"):
+        return record
+    here = read_reached(run_url, record.attempt) if record.end == "running" else None
+    if here is not None and here.begun_unix_s == record.begun_unix_s:
+        record = replace(here, earlier=record.earlier)
+    snapshots = _by_its_clock(record, snapshots)
+    newest_step, newest_s = max(snapshots, default=(-1, 0.0))
+    if record.end in ("running", "killed") and newest_step > record.step:
+        record = replace(record, step=newest_step, unix_s=max(record.unix_s, newest_s))
+        if record.trained_unix_s is None:
+            record = replace(record, trained_unix_s=record.begun_unix_s)
+    known = {step for step, _ in record.snapshots}
+    more = [item for item in snapshots if item[0] not in known]
+    return replace(record, snapshots=sorted([*record.snapshots, *more])) if more else record
+
+
+def _by_its_clock(record: AttemptRecord, snapshots: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Snapshots by the clock of the record, which nobody sets.
+
+    They have the time of the machine. Where that was set ahead in mid-training, by days maybe, those that the record
+    has, too, tell by how much; else these days would count as training. Where there is none of these, the pace of the
+    steps that it has tells whether so much time can have passed; if not, as much counts as that takes.
+    """
+    noted, ahead_s = dict(record.snapshots), 0.0
+    found: list[tuple[int, float]] = []
+    listed = sorted(snapshots)
+    if listed and not any(step in noted for step, _ in listed):
+        expected_s = record.unix_s + _step_s(record) * max(0, listed[-1][0] - record.step)
+        if listed[-1][1] - record.unix_s > _MOST_S + _MOST_TIMES * (expected_s - record.unix_s):
+            ahead_s = listed[-1][1] - expected_s
+    for step, at_s in listed:
+        if step in noted:
+            ahead_s = max(0.0, at_s - noted[step])
+        found.append((step, at_s - ahead_s))
+    return found
+
+
+def _step_s(record: AttemptRecord) -> float:
+    """Seconds that a step took, as far as is noted; 0 where none is."""
+    steps = record.step - record.from_step
+    return (record.unix_s - record.trained_unix_s) / steps if record.trained_unix_s is not None and steps > 0 else 0.0
+
+
+def _path(record: NodeRecord, attempt: int) -> Path:
+    return record.folder / f"{record.key}.attempt-{attempt:04d}.reached"
+
+
+CLOSE_S = 5.0
+"""How long the end of ``fit`` waits for a record to be written, where the tier is slow."""
+KEEP_S = 1.0
+"""So much of a killed attempt may be missing, and the step that it was in."""
+
+
+class Journal:
+    """The record of one attempt, and the account of those before it. Of the training thread, on rank 0.
+
+    Args:
+        run_url: durable directory or URL of the run.
+        attempt: its number; ``None`` for one more than the newest record's.
+        snapshots: of earlier attempts, at whatever tier: they tell how far one got whose machine is gone.
+        heartbeat_s: seconds between two writes to storage.
+        begun_unix_s: when ``fit`` began.
+
+    Attributes:
+        record: of this attempt.
+        earlier: account of those before it.
+    """
+
+    def __init__(
+        self,
+        run_url: str,
+        attempt: int | None,
+        *,
+        snapshots: Iterable[Manifest] = (),
+        heartbeat_s: float,
+        begun_unix_s: float,
+        replicas: int = 0,
+    ) -> None:
+        self._url = run_url
+        self._heartbeat_s = heartbeat_s
+        self._ahead_s = time.time() - time.monotonic()  # days by which a clock is set meanwhile are no training
+        self._mended: AttemptRecord | None = None
+        previous = self._previous(attempt, list(snapshots))
+        self._before = previous
+        self.earlier: Account = account_after(previous)
+        number = attempt if attempt is not None else previous.attempt + 1 if previous is not None else 1
+        self.record = AttemptRecord(
+            attempt=number, begun_unix_s=begun_unix_s, unix_s=self._now(), replicas=replicas, earlier=self.earlier
+        )
+        self._is_kept, self._kept_s = True, 0.0  # on this host
+        self._keep()
+        self._wake, self._stopping = threading.Event(), False
+        self._wake.set()
+        self._thread = threading.Thread(target=self._beat, name="spot-goodput", daemon=True)
+        self._thread.start()
+
+    @property
+    def spent(self) -> Spent:
+        """Where the time of the run went so far."""
+        return self.earlier.spent(self.record)
+
+    def train(self, step: int, restore_s: float) -> None:
+        """Training begins.
+
+        Args:
+            step: where it begins.
+            restore_s: seconds that the resume took.
+        """
+        record = self.record
+        record.trained_unix_s = record.unix_s = self._now()
+        record.from_step = record.step = step
+        record.restore_s = restore_s
+        if self._before is not None:  # it is known now what of it is done again, and since when that was trained
+            self.earlier.carry_snapshot(self._before, step)
+        self._keep()
+        self._wake.set()
+
+    def note(self, step: int, blocked_s: float, begun_step: int) -> None:
+        """Note where training is; costs microseconds, and once a second some more.
+
+        Args:
+            step: of the optimizer.
+            blocked_s: seconds that training has waited for snapshots.
+            begun_step: of the newest snapshot that was begun, -1 for none.
+        """
+        record = self.record
+        record.step, record.unix_s, record.blocked_s = step, self._now(), blocked_s
+        if begun_step >= 0 and (not record.snapshots or record.snapshots[-1][0] != begun_step):
+            record.begin_snapshot(begun_step, record.unix_s)
+        if time.monotonic() - self._kept_s >= KEEP_S:
+            self._keep()
+
+    def close(self, end: str) -> None:
+        """Note how the attempt ended, and wait for that to be written."""
+        self.record.end = end
+        self._keep()
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(CLOSE_S)
+
+    def leave(self) -> None:
+        """Keep the record no longer, and wait for nothing: what was noted last stands."""
+        self._stopping = True
+        self._wake.set()
+
+    def _now(self) -> float:
+        return self._ahead_s + time.monotonic()
+
+    def _previous(self, attempt: int | None, snapshots: list[Manifest]) -> AttemptRecord | None:
+        """The record of the attempt before, which carries the account of all before it."""
+        try:
+            written = newest_record(self._url, before=attempt)
+        except TierError as error:
+            text = "{error}. Goodput counts from this attempt on"
+            say(logging.WARNING, "goodput-restarted", text, about=self._url, error=error)
+            return None
+        if written is None:
+            return None
+        seen = [(item.step, item.created_unix_s) for item in snapshots if item.attempt == written.attempt]
+        previous = completed(self._url, written, seen)
+        if previous.end == "running":
+            previous.end = "killed"  # there is one trainer of a run at a time
+        self._mended = previous if previous != written else None
+        return previous
+
+    def _keep(self) -> None:
+        if not self._is_kept:
+            return
+        self._kept_s = time.monotonic()
+        try:
+            keep_reached(self._url, self.record)
+        except (SettingsError, OSError) as error:
+            self._is_kept = False
+            say(
+                logging.WARNING,
+                "goodput-coarse",
+                "{error}. If this trainer is killed, up to {seconds:.0f} s of its work count as down",
+                about=self._url,
+                seconds=self._heartbeat_s,
+                error=error,
+            )
+
+    def _beat(self) -> None:
+        stopping = False
+        while not stopping:
+            self._wake.wait(self._heartbeat_s)
+            self._wake.clear()
+            stopping = self._stopping
+            try:
+                write_record(self._url, self.record.attempt, self.record.as_dict())
+                self._mend()
+            except TierError as error:
+                logger.debug("lightning_spot: %s", error)  # the flusher tells of a tier that fails
+            except Exception as error:  # such as want of memory: there may be some again at the next beat
+                why = f"{type(error).__name__}: {error}"
+                text = "goodput cannot be recorded now: {why}"
+                say(logging.WARNING, "goodput-failing", text, about=self._url, why=why)
+            else:
+                recovered("goodput-failing", "goodput is recorded again", about=self._url)
+                if stopping:
+                    forget_reached(self._url, self.record.attempt)
+
+    def _mend(self) -> None:
+        """Write what was found out of the attempt before in place of what it could write itself."""
+        mended, self._mended = self._mended, None
+        if mended is not None:
+            write_record(self._url, mended.attempt, mended.as_dict())
+            forget_reached(self._url, mended.attempt)

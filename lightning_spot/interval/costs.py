@@ -13,10 +13,10 @@ class Failure(IntEnum):
     """What a failure takes away; each takes what those before it take, too."""
 
     PROCESS = 0
-    """The trainer's process. The node on its host stays, with all that is committed there."""
+    """The trainer's process. The server on its host stays, with all that is committed there."""
     MACHINE = 1
     """The trainer's machine, as a preemption does."""
-    NODE = 2
+    SERVER = 2
     """The machine at a time when the snapshot server is gone as well."""
 
 
@@ -31,7 +31,7 @@ class TierPace:
     """
 
     drain_s: float
-    survives: Failure = Failure.NODE
+    survives: Failure = Failure.SERVER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +104,11 @@ class FailureRate:
     ``(1 + events) / (prior + exposure_s)``.
 
     Args:
-        nodes: machines of the job; each has the prior's lifetime.
+        machines: of the job; each has the prior's lifetime.
     """
 
-    def __init__(self, nodes: int = 1) -> None:
-        self._prior_s = PRIOR_MTBF_S / max(1, nodes)
+    def __init__(self, machines: int = 1) -> None:
+        self._prior_s = PRIOR_MTBF_S / max(1, machines)
         self._advised = False
         self.events = 0
         self.exposure_s = 0.0

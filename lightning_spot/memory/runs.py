@@ -48,7 +48,7 @@ def parse_run(text: str) -> tuple[str, str]:
 
 
 def files_name(identity: str) -> str:
-    """Name of the run that a folder of users' files is, see :mod:`lightning_spot.run.folders`."""
+    """Name of the run that a folder of users' files is, see :mod:`lightning_spot.run.attempts`."""
     return f"files-{identity}"
 
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from lightning_spot.protocol.counted_log import CountedLog
+from lightning_spot.say import recovered, say
 from lightning_spot.untrusted import read_object
 
 Talk = Callable[[socket.socket, dict[str, Any]], Coroutine[Any, Any, None]]
@@ -38,7 +39,6 @@ GREETING_S = 10.0
 _PROBES = 3
 _UNLIMITED = 2**30
 _AGAIN_S = 0.1
-_SAID_AGAIN_S = 60.0
 _STRANGERS = 16  # that may be there besides two connections of each rank
 _BACKLOG = 256
 _LONGEST_GREETING = 1024
@@ -145,18 +145,16 @@ def accepted(listener: socket.socket, is_closed: Callable[[], bool]) -> Iterator
         listener: that listens.
         is_closed: whether it was closed, or is just being.
     """
-    said_s = -_SAID_AGAIN_S
     while True:
         try:
             connection, _ = listener.accept()
         except OSError as error:
             if is_closed():
                 return
-            if time.monotonic() - said_s >= _SAID_AGAIN_S:
-                logger.warning("no connection can be accepted now: %s", error)
-                said_s = time.monotonic()
+            say(logging.WARNING, "no-connections", "no connection can be accepted now: {error}", error=error)
             time.sleep(_AGAIN_S)
         else:
+            recovered("no-connections", "connections are accepted again")
             yield connection
 
 

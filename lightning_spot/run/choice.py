@@ -11,16 +11,14 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from lightning_spot import retry
 from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest, Order, snapshot_order
-from lightning_spot.retry import growing, retried
-from lightning_spot.run import patience
-from lightning_spot.run.patience import Patience, of_tier
+from lightning_spot.retry import RetryPolicy, growing, retried
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.sources import Source
-from lightning_spot.run.survey import Survey
-
-logger = logging.getLogger(__name__)
+from lightning_spot.run.survey import Survey, of_tier
+from lightning_spot.say import say
 
 WAY_ON = "pass resume=False to start afresh all the same (nothing that is there is deleted), or another dirpath"
 
@@ -31,7 +29,7 @@ def doubt(found: Survey) -> SpotError | None:
     """Why it cannot be decided between a resume and a fresh start, an error to raise; ``None`` if it can.
 
     Returns:
-        a ``TierError`` if the durable tier could not be read, or if no tier has a snapshot and one could not be asked;
+        a ``TierError`` if storage could not be read, or if no tier has a snapshot and one could not be asked;
         a ``SettingsError`` if a snapshot server holds a run of this path, but of another machine.
     """
     reason = "; ".join(of_tier(tier, why) for tier, why in found.problems.items())
@@ -60,7 +58,7 @@ def doubt(found: Survey) -> SpotError | None:
 
 
 def open_newest(
-    found: Survey, use: Callable[[OpenSnapshot], T], bounds: Patience | None = None, *, stays: bool = True
+    found: Survey, use: Callable[[OpenSnapshot], T], policy: RetryPolicy | None = None, *, stays: bool = True
 ) -> tuple[OpenSnapshot, T] | None:
     """Use the newest snapshot whose checksums hold; ``None`` when the tiers were read and there is none.
 
@@ -69,7 +67,7 @@ def open_newest(
     Args:
         found: what the tiers hold.
         use: reads the snapshot; where it raises ``CorruptSnapshotError`` or ``TierError``, the next one is tried.
-        bounds: how often a tier that fails is tried again.
+        policy: how often a tier that fails is tried again.
         stays: whether a snapshot that has left its tier since it was listed is passed over: where the tiers are asked
             once more, it may be at another one by now.
 
@@ -82,10 +80,10 @@ def open_newest(
         CorruptSnapshotError: if there are snapshots but none can be used: going on would silently start afresh.
     """
     error = doubt(found)
-    goes_on = ". The newest snapshot of those that answer is taken; what only that one has is not"
+    goes_on = ". The run resumes from the newest snapshot of those that answer"
     so = goes_on if error is None else ""
     for tier, reason in found.problems.items():
-        logger.warning("lightning_spot: %s%s", patience.unread(tier, reason), so)
+        say(logging.WARNING, "not-read", "{why}{so}", about=tier, why=retry.unread(tier, reason), so=so)
     if error is not None:
         raise error
     reasons: list[str] = []
@@ -95,10 +93,12 @@ def open_newest(
         """Name those that would come before a snapshot: older ones are not asked for."""
         for what in [what for what in unreadable if until is None or _order(what) > until.order]:
             reasons.append(f"{what}: {unreadable[what]}")
-            logger.warning("lightning_spot: snapshot %s is passed over: %s", what, unreadable.pop(what))
+            reason = unreadable.pop(what)
+            text = "snapshot {about} skipped: {reason}"
+            say(logging.WARNING, "snapshot-skipped", text, about=what, reason=reason)
 
-    bounds = bounds or patience.PATIENCE
-    pauses = itertools.islice(growing(bounds.first_pause_s), bounds.tries - 1)  # for all of them together
+    policy = policy or retry.DEFAULT_POLICY
+    pauses = itertools.islice(growing(policy.first_pause_s), policy.tries - 1)  # for all of them together
     for manifest, source in found.candidates:
         pass_over_unreadable(manifest)
         try:
@@ -107,10 +107,13 @@ def open_newest(
             if isinstance(error, SnapshotNotFoundError) and not stays:
                 raise
             reasons.append(f"{manifest.name} at {source.tier}: {error}")
-            logger.warning("lightning_spot: snapshot %s at %s is passed over: %s", manifest.name, source.tier, error)
+            where = f"{manifest.name} at {source.tier}"
+            text = "snapshot {about} skipped: {reason}"
+            say(logging.WARNING, "snapshot-skipped", text, about=where, reason=error)
             continue
         if reasons:
-            logger.warning("lightning_spot: falling back to %s from %s", manifest.name, source.tier)
+            where = f"{manifest.name} from {source.tier}"
+            say(logging.WARNING, "resume-fell-back", "the run resumes from {about} instead", about=where)
         return opened
     pass_over_unreadable(None)
     if reasons:
@@ -139,7 +142,8 @@ def _try(
             snapshot.close()
 
     def note(error: Exception, pause_s: float) -> None:
-        logger.warning("lightning_spot: %s; trying again in %.1f s", error, pause_s)
+        text = "{error}. Retrying in {pause_s:.1f} s"
+        say(logging.WARNING, "read-retried", text, about=source.tier, error=error, pause_s=pause_s)
 
     return retried(once, pauses, lambda error: isinstance(error, TierError), note)
 
@@ -149,11 +153,13 @@ def say_what_is_left(found: Survey) -> None:
     names = {manifest.name for manifest, _ in found.candidates}
     if names:
         newest = found.candidates[0][0]
-        logger.warning(
-            "lightning_spot: run %r starts afresh. %d snapshots of it, the newest of step %d, stay where they are; they"
-            " are never deleted by the new start. Remove %s yourself if you do not want them",
-            found.location.name,
-            len(names),
-            newest.step,
-            found.location.url,
+        say(
+            logging.WARNING,
+            "snapshots-left",
+            "run {name!r} starts afresh. Its {count} snapshots, the newest of step {step}, stay. Delete {about} if you"
+            " do not want them",
+            about=found.location.url,
+            name=found.location.name,
+            count=len(names),
+            step=newest.step,
         )

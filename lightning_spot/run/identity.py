@@ -1,7 +1,7 @@
 """Decides which run a trainer goes on with and which attempt it is, from what tiers answered. Pure: no tier is asked.
 
-A run has a random id, made by its first attempt. It is kept in the claims of the durable tier, in manifests and at
-nodes, so that two runs whose paths end alike are never taken for one, and a copied directory is a run of its own.
+A run has a random id, made by its first attempt. It is kept in the claims of storage, in manifests and at
+servers, so that two runs whose paths end alike are never taken for one, and a copied directory is a run of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightning_spot.errors import SettingsError
 from lightning_spot.tiers.claims import Claim
 
 JUMP = 1000
-"""Attempts left free above everything seen when the durable tier could not be read: what it holds lies below."""
+"""Attempts left free above everything seen when storage could not be read: what it holds lies below."""
 
 
 def new_id() -> str:
@@ -25,14 +25,14 @@ def new_id() -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeRun:
-    """A run as a node lists it.
+    """A run as a server lists it.
 
     Attributes:
         name: for people.
         id: its identity.
         location: its durable directory, see :attr:`~lightning_spot.run.location.Location.canonical`.
-        attempt: highest attempt the node knows of.
-        host: name of the machine that trained it; ``""`` if the node does not know, or is on this machine.
+        attempt: highest attempt the server knows of.
+        host: name of the machine that trained it; ``""`` if the server does not know, or is on this machine.
     """
 
     name: str
@@ -74,7 +74,7 @@ def identify(
         location: of the directory, in its canonical form.
         inode: of its attempts directory, 0 where there is none.
         claim: newest claim in it, if there is one.
-        runs: what nodes hold.
+        runs: what servers hold.
         host: name of this machine.
         named: whether the user named the run, who then answers for it.
         make_id: makes the identity of a new run.
@@ -84,7 +84,7 @@ def identify(
         if claim.location == location or moved:
             return Identity(run_id=claim.run_id)
         return Identity(run_id=make_id(), copied_from=claim.location)
-    # No claims: never there, or expired by a lifecycle rule. A node that holds a run of this very place knows.
+    # No claims: never there, or expired by a lifecycle rule. A server that holds a run of this very place knows.
     here = sorted((run for run in runs if run.id and run.location == location), key=lambda run: run.attempt)
     # But a directory of this path on another machine is another place, unless its disk was lost with that machine.
     sure = [run for run in here if named or not location.startswith("file://") or run.host in ("", host)]
@@ -102,8 +102,8 @@ def next_attempt(seen: Iterable[int], *, durable_was_read: bool) -> int:
     """Number of the next attempt.
 
     Args:
-        seen: attempts seen at the tiers that answered: of claims, names of snapshots, manifests and runs at nodes.
-        durable_was_read: whether the durable tier was among them; otherwise the number lies above what it may hold.
+        seen: attempts seen at the tiers that answered: of claims, names of snapshots, manifests and runs at servers.
+        durable_was_read: whether storage was among them; otherwise the number lies above what it may hold.
 
     Raises:
         SettingsError: if there is no such number: a snapshot of it would have a name that nobody finds again.
@@ -121,7 +121,7 @@ def next_attempt(seen: Iterable[int], *, durable_was_read: bool) -> int:
 def starts_between(earlier: int, attempt: int) -> int:
     """How often a run was started after attempt ``earlier``, ``attempt`` included.
 
-    Each start takes the next number, or one far above what was seen where the durable tier could not be read.
+    Each start takes the next number, or one far above what was seen where storage could not be read.
     """
     jumps, steps = divmod(max(0, attempt - earlier), JUMP)
     return jumps + steps

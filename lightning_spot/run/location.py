@@ -24,10 +24,9 @@ from lightning_spot.errors import ServerUnreachableError, SettingsError, TierErr
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.memory.runs import check_name
 from lightning_spot.protocol.wire import parse_spot_url
+from lightning_spot.say import say
 from lightning_spot.staging.slot import host_memory_bytes
 from lightning_spot.tiers.files import why_not_writable
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,11 +94,11 @@ class Location:
 
     @property
     def canonical(self) -> str:
-        """What claims and nodes call this location: ``file:///abs/path`` with links resolved, else the URL."""
+        """What claims and servers call this location: ``file:///abs/path`` with links resolved, else the URL."""
         return self.url if "://" in self.url else f"file://{os.path.realpath(self.url)}"
 
     def check(self) -> None:
-        """Make sure the durable tier can be written to, if it is a directory.
+        """Make sure storage can be written to, if it is a directory.
 
         Raises:
             SettingsError: if it cannot.
@@ -140,10 +139,13 @@ class Location:
             except (ServerUnreachableError, TierError, OSError) as error:
                 if strict:
                     raise
-                logger.warning(
-                    "lightning_spot: no snapshot server could be started on this host (%s); snapshots go through this"
-                    " process instead, and what is only in memory is lost if it is killed",
-                    error,
+                say(
+                    logging.WARNING,
+                    "no-local-server",
+                    "no snapshot server could be started on this host ({error}). Snapshots go through this process:"
+                    " what is only in memory is lost if it is killed",
+                    about=self.url,
+                    error=error,
                 )
         return InProcessHost(slots=slots, memory_bytes=memory_bytes, open_store=open_store)
 
@@ -169,18 +171,6 @@ def memory_limit_bytes(limit: str | float | None) -> int:
     if limit is not None:
         return parse_bytes(limit, "memory_limit", none="half of this host's memory")
     return host_memory_bytes() // 2
-
-
-def node_url(url: str) -> str:
-    """URL of a snapshot server alone.
-
-    Raises:
-        SettingsError: if it is none, or names more.
-    """
-    address, path = parse_spot_url(url)
-    if path:
-        raise SettingsError(f"{url!r} names more than a node: give {address} only")
-    return str(address)
 
 
 def _server_urls(servers: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -15,10 +15,9 @@ from lightning_spot.config import format_bytes
 from lightning_spot.errors import SpotError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.run.reading import OpenSnapshot
+from lightning_spot.say import say
 from lightning_spot.staging.slot import available_bytes, memory_file, populate, seal_memory
 from lightning_spot.tiers.store import Progress
-
-logger = logging.getLogger(__name__)
 
 _AHEAD_BYTES = 32 * 1024 * 1024
 
@@ -121,9 +120,6 @@ def _disk_file(nbytes: int) -> int:
     """A file without a name, its room reserved: a disk that is full shows here, and not as a ``SIGBUS`` later."""
     with tempfile.TemporaryFile(prefix="lightning-spot-restore-") as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
-        logger.warning(
-            "lightning_spot: this host has not %s of memory to receive a snapshot into; it goes to %s first",
-            format_bytes(nbytes),
-            tempfile.gettempdir(),
-        )
+        text = "this host has less than {size} of free memory. The snapshot is received in {about}, which is slower"
+        say(logging.WARNING, "received-on-disk", text, about=tempfile.gettempdir(), size=format_bytes(nbytes))
         return os.dup(file.fileno())

@@ -15,8 +15,8 @@ from collections import OrderedDict, deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
-from lightning_spot.client.remote import NodeStore
-from lightning_spot.client.spread import SpreadStore
+from lightning_spot.client.remote import NodeStore, fetch_ranges
+from lightning_spot.client.spread_store import SpreadStore
 from lightning_spot.client.starting import attach
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import SnapshotNotFoundError, TierError
@@ -90,7 +90,7 @@ class MemorySource:
     """The local server.
 
     Args:
-        url: durable URL of the run, which names the node.
+        url: durable URL of the run, which names the server.
         run: the run, as ``NAME@ID``.
     """
 
@@ -101,18 +101,18 @@ class MemorySource:
         self._run = run
 
     def survey(self) -> Holdings:
-        """See :meth:`Source.survey`; empty if no node lives."""
+        """See :meth:`Source.survey`; empty if no server lives."""
         manifests = newest_first([item.manifest for item in self.listing() if not item.manifest.is_file])
         return Holdings(manifests, {}, max((manifest.attempt for manifest in manifests), default=0))
 
     def listing(self) -> list[Listed]:
-        """Everything the node holds of the run."""
+        """Everything the server holds of the run."""
         host = attach(self._url, self._run)
         if host is None:
             return []
         try:
             return host.listing()
-        except SnapshotNotFoundError:  # the node does not know the run
+        except SnapshotNotFoundError:  # the server does not know the run
             return []
         finally:
             host.disconnect()
@@ -143,18 +143,13 @@ class _Pinned:
 
     def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
         """See :meth:`Fetches.fetch`."""
+        fetch_ranges(self._read, manifest, manifest.ranges(), into, progress, _READERS)
 
-        def read(bounds: tuple[int, int]) -> None:
-            start, stop = bounds
-            with SnapshotReader(self._fd, manifest, self.url, check=False) as reader:
-                reader.seek(start)
-                reader.readinto(into[start:stop])
-            manifest.verify_range(start, into[start:stop], self.url)
-            if progress is not None:
-                progress(stop - start)
-
-        with ThreadPoolExecutor(_READERS) as pool:
-            list(pool.map(read, manifest.ranges()))
+    def _read(self, manifest: Manifest, start: int, into: memoryview) -> None:
+        with SnapshotReader(self._fd, manifest, self.url, check=False) as reader:
+            reader.seek(start)
+            reader.readinto(into)
+        manifest.verify_range(start, into, self.url)
 
 
 class StoreSource:
@@ -176,11 +171,11 @@ class StoreSource:
     def open(self, manifest: Manifest, progress: Progress | None = None, *, use: Use = Use.CHECK) -> OpenSnapshot:
         """See :meth:`Source.open`.
 
-        One process reads one local file in place, and what a node has while it arrives; all else goes into memory.
+        One process reads one local file in place, and what a server has while it arrives; all else goes into memory.
         """
         url = f"{self.store.url}/{manifest.data_path}"
         if isinstance(self.store, SpreadStore):
-            url = f"{manifest.name}, spread over {len(self.store.nodes)} nodes"
+            url = f"{manifest.name}, spread over {len(self.store.nodes)} servers"
         in_place = not manifest.files and not (use is Use.SHARE and has_room(manifest.nbytes))
         if isinstance(self.store, LocalStore) and in_place:
             try:

@@ -1,6 +1,6 @@
 """Asks every tier what it holds of a run: once at each start, all at the same time, within bounds.
 
-What could not be read is one thing, what is not there another: the durable tier is asked a few times before it counts
+What could not be read is one thing, what is not there another: storage is asked a few times before it counts
 as unreadable, and what follows from that is decided in ``choice`` and ``claims``, not here.
 """
 
@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightning_spot import retry
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.client.spread import SpreadStore
+from lightning_spot.client.spread_store import SpreadStore
 from lightning_spot.client.starting import attach
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import LARGEST
@@ -34,12 +35,11 @@ from lightning_spot.memory.joint import SpreadPlace
 from lightning_spot.memory.joint_store import commit_left
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.wire import answered, parse_spot_url
-from lightning_spot.retry import retried
-from lightning_spot.run import patience
+from lightning_spot.retry import RetryPolicy, retried
 from lightning_spot.run.identity import Identity, NodeRun, identify, runs_of
 from lightning_spot.run.location import Location
-from lightning_spot.run.patience import Patience
 from lightning_spot.run.sources import HOST, STORAGE, MemorySource, Source, StoreSource
+from lightning_spot.say import forget, recovered, say
 from lightning_spot.threads import both
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
@@ -58,9 +58,9 @@ class Survey:
     Attributes:
         location: that was asked about.
         identity: which run it is.
-        durable: what the durable tier holds; ``None`` if it could not be read.
+        durable: what storage holds; ``None`` if it could not be read.
         claim: newest claim there.
-        runs: what nodes hold of this very run, by tier.
+        runs: what servers hold of this very run, by tier.
         answers: the tiers that answered, nearest first, with what they hold.
         problems: the tiers that could not be read, with the reason.
     """
@@ -107,22 +107,23 @@ def _misses_the_newest(holdings: Holdings) -> bool:
     return any((snapshot_order(name) or nothing) > best for name in holdings.unreadable)
 
 
-def survey(location: Location, bounds: Patience | None = None, *, commits: bool = True) -> Survey:
+def survey(location: Location, policy: RetryPolicy | None = None, *, commits: bool = True) -> Survey:
     """Ask every tier of a location what it holds. Takes no longer than the slowest of them, within bounds.
 
     Args:
         location: of the run.
-        bounds: how patiently.
+        policy: of reading them.
         commits: whether a snapshot that all hosts had brought is committed, if none was left to do so.
     """
-    bounds = bounds or patience.PATIENCE
+    forget()  # each start names again what it could not read
+    policy = policy or retry.DEFAULT_POLICY
     store = open_store(location.url)
     asked: dict[str, Callable[[], Any]] = {
-        node: functools.partial(_node_runs, node, bounds) for node in location.servers
+        node: functools.partial(_node_runs, node, policy) for node in location.servers
     }
-    asked[HOST] = lambda: patience.patiently(lambda: _embedded_runs(location), bounds, HOST)
-    asked[STORAGE] = lambda: _Durable.ask(store, bounds, commits=commits)
-    answers, problems = ask_all(asked, bounds.answer_s)
+    asked[HOST] = lambda: retry.with_retries(lambda: _local_runs(location), policy, HOST)
+    asked[STORAGE] = lambda: _Durable.ask(store, policy, commits=commits)
+    answers, problems = ask_all(asked, policy.answer_s)
     durable: _Durable | None = answers.pop(STORAGE, None)
     listed = {tier: answers[tier] for tier in (HOST, *location.servers) if tier in answers}
     identity = identify(
@@ -136,9 +137,9 @@ def survey(location: Location, bounds: Patience | None = None, *, commits: bool 
     runs = {tier: found[0] for tier, all_runs in listed.items() if (found := runs_of(identity.run_id, all_runs))}
     sources = {tier: _node_source(location, tier, run) for tier, run in runs.items()}
     listings = {
-        tier: functools.partial(patience.patiently, source.survey, bounds, tier) for tier, source in sources.items()
+        tier: functools.partial(retry.with_retries, source.survey, policy, tier) for tier, source in sources.items()
     }
-    holdings, more_problems = ask_all(listings, bounds.answer_s)
+    holdings, more_problems = ask_all(listings, policy.answer_s)
     found_at: list[tuple[Source, Holdings]] = [(sources[tier], holdings[tier]) for tier in sources if tier in holdings]
     found_at += spread_over(found_at)
     if durable is not None:
@@ -155,13 +156,13 @@ def survey(location: Location, bounds: Patience | None = None, *, commits: bool 
 
 
 def look_again(found: Survey) -> Survey:
-    """The same with what the durable tier holds by now.
+    """The same with what storage holds by now.
 
-    An earlier attempt, whose node lives on elsewhere, writes there until this one has claimed it: what became durable
+    An earlier attempt, whose server lives on elsewhere, writes there until this one has claimed it: what became durable
     between the first look and the claim is seen only after it.
     """
-    store, bounds = open_store(found.location.url), patience.PATIENCE
-    answers, problems = ask_all({STORAGE: lambda: _Durable.ask(store, bounds, commits=True)}, bounds.answer_s)
+    store, policy = open_store(found.location.url), retry.DEFAULT_POLICY
+    answers, problems = ask_all({STORAGE: lambda: _Durable.ask(store, policy, commits=True)}, policy.answer_s)
     answer: _Durable | None = answers.get(STORAGE)
     nodes = [(source, holdings) for source, holdings in found.answers if source.tier != STORAGE]
     if answer is None:
@@ -176,21 +177,21 @@ class _MissesTheNewest(TierError):
 
 @dataclass(frozen=True, slots=True)
 class _Durable:
-    """What the durable tier answered."""
+    """What storage answered."""
 
     holdings: Holdings
     claim: Claim | None
     inode: int
 
     @classmethod
-    def ask(cls, store: Any, bounds: Patience, *, commits: bool) -> _Durable:
-        """Ask, again and again within the bounds, until all of it could be read."""
+    def ask(cls, store: Any, policy: RetryPolicy, *, commits: bool) -> _Durable:
+        """Ask, again as the policy says, until all of it could be read."""
         answers: list[_Durable] = []
 
         def ask() -> _Durable:
             heard = threading.Event()
             once = functools.partial(cls._once, store, heard, commits=commits)
-            answers.append(patience.unless_silent(once, heard, bounds.silent_s, store.url))
+            answers.append(retry.unless_silent(once, heard, policy.silent_s, store.url))
             # A manifest that is damaged stays so: one more look tells it from a read that failed for a moment.
             if len(answers) == 1 and _misses_the_newest(answers[0].holdings):
                 unreadable = answers[0].holdings.unreadable
@@ -198,11 +199,13 @@ class _Durable:
             return answers[-1]
 
         def note(error: Exception, pause_s: float) -> None:
-            said = "lightning_spot: %s could not be read (%s); asking again in %.1f s"
-            logger.warning(said, store.url, error, pause_s)
+            text = "{about} could not be read ({error}). Retrying in {pause_s:.1f} s"
+            say(logging.WARNING, "read-retried", text, about=store.url, error=error, pause_s=pause_s)
 
         try:
-            return retried(ask, bounds.pauses(), lambda error: isinstance(error, TierError), note)
+            answer = retried(ask, policy.pauses(), lambda error: isinstance(error, TierError), note)
+            recovered("read-retried", "{about} answers again", about=store.url)
+            return answer
         except _MissesTheNewest:
             return answers[0]
         except TierError as error:
@@ -216,7 +219,8 @@ class _Durable:
             try:
                 return store.newest_claim()  # type: ignore[no-any-return] # any store
             except CorruptSnapshotError as error:
-                logger.warning("lightning_spot: %s; the run is known by its place only", error)
+                text = "{error}. The run is known by its directory only"
+                say(logging.WARNING, "claims-damaged", text, about=store.url, error=error)
                 return None
             finally:
                 heard.set()  # to list snapshots, and to read all manifests, may take longer
@@ -233,10 +237,12 @@ def _committed(store: Any, left: str) -> Manifest | None:
     try:
         found = commit_left(store, left)
     except (CorruptSnapshotError, SnapshotNotFoundError) as error:  # it stays so, and the one before is there
-        logger.warning("lightning_spot: %s at %s is passed over: %s", left, store.url, error)
+        where = f"{left} at {store.url}"
+        say(logging.WARNING, "snapshot-skipped", "snapshot {about} skipped: {reason}", about=where, reason=error)
         return None
     if found is not None:
-        logger.info("lightning_spot: all hosts had brought %s, and none was left to commit it", left)
+        text = "all hosts had uploaded {about}, and none was left to commit it. It is committed now"
+        say(logging.INFO, "late-commit", text, about=left)
     return found
 
 
@@ -248,14 +254,14 @@ def _left_of(holdings: Holdings) -> list[str]:
     return sorted(left, key=lambda name: left[name], reverse=True)[:_MOST_LEFT]
 
 
-def _embedded_runs(location: Location) -> list[NodeRun]:
+def _local_runs(location: Location) -> list[NodeRun]:
     """What the local server holds, also that of an earlier attempt where this one uses none."""
     try:
         host = attach(location.url, location.name)
     except SettingsError as error:
         if location.has_local_server:
             raise
-        logger.debug("no node can ever have been on this host: %s", error)
+        logger.debug("no server can ever have been on this host: %s", error)
         return []
     if host is None:
         return []
@@ -265,11 +271,11 @@ def _embedded_runs(location: Location) -> list[NodeRun]:
         host.disconnect()
 
 
-def _node_runs(node: str, bounds: patience.Patience) -> list[NodeRun]:
-    """Ask a snapshot server as patiently as the durable tier: it may be minutes ahead of that."""
+def _node_runs(node: str, policy: retry.RetryPolicy) -> list[NodeRun]:
+    """Ask a snapshot server as patiently as storage: it may be minutes ahead of that."""
     client = NodeClient(parse_spot_url(node)[0])
     try:
-        return patience.patiently(lambda: _listed(client), bounds, node)
+        return retry.with_retries(lambda: _listed(client), policy, node)
     finally:
         client.close()
 
@@ -312,6 +318,11 @@ def spread_over(found_at: list[tuple[Source, Holdings]]) -> list[tuple[Source, H
     return [(StoreSource(store, tier), Holdings(manifests))] if manifests else []
 
 
+def of_tier(tier: str, reason: str) -> str:
+    """Why a tier could not be read, with its name; the reasons of servers have it in them."""
+    return reason if "://" in tier and tier in reason else f"{tier}: {reason}"
+
+
 def hold(found: Survey, name: str, info: RunInfo) -> None:
     """Have snapshot servers over which a snapshot is spread keep it, since an attempt goes on from it.
 
@@ -352,7 +363,8 @@ def ask_all(asked: Mapping[str, Callable[[], Any]], wait_s: float) -> tuple[dict
         except SpotError as error:
             problems[tier] = str(error)
         except Exception as error:  # whatever a library raises: that tier could not be read
-            logger.exception("lightning_spot: asking %s failed unexpectedly", tier)
+            text = "reading {about} failed unexpectedly"
+            say(logging.ERROR, "survey-failed", text, about=tier, exc_info=True)
             problems[tier] = f"{type(error).__name__}: {error}"
 
     threads: dict[str, threading.Thread] = {}

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spot.errors import SnapshotNotFoundError, TierError
-from lightning_spot.goodput.reached import forget_reached, read_reached
-from lightning_spot.goodput.records import newest_record, write_record
+from lightning_spot.goodput.records import forget_reached, newest_record, read_reached, write_record
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.slots import Slot

@@ -92,28 +92,30 @@ class Fleet:
 
     Attributes:
         lifetimes: of each machine.
-        nodes: machines of the job.
+        machines: machines of the job.
         correlated: how many go at a time.
     """
 
     lifetimes: Lifetimes
-    nodes: int = 1
+    machines: int = 1
     correlated: int = 1
 
     def __post_init__(self) -> None:
-        if self.nodes < 1:
-            raise SettingsError(f"nodes={self.nodes}: a job has at least 1 machine")
-        if not 1 <= self.correlated <= self.nodes:
-            raise SettingsError(f"correlated={self.correlated}: of {self.nodes} nodes, between 1 and all go at a time")
+        if self.machines < 1:
+            raise SettingsError(f"machines={self.machines}: a job has at least 1 machine")
+        if not 1 <= self.correlated <= self.machines:
+            raise SettingsError(
+                f"correlated={self.correlated}: of {self.machines} machines, between 1 and all go at a time"
+            )
 
     @property
     def mtbf_s(self) -> float:
-        """Each event takes ``correlated`` of ``nodes`` machines, and each machine lives for the mean lifetime."""
-        return self.lifetimes.mean_s * self.correlated / self.nodes
+        """Each event takes ``correlated`` of ``machines`` machines, and each machine lives for the mean lifetime."""
+        return self.lifetimes.mean_s * self.correlated / self.machines
 
     def events(self, random: np.random.Generator, runs: int) -> Iterator[Event]:
         """See :class:`Failures`. One machine's end takes others along, chosen at random."""
-        left = self.lifetimes.draw(random, (runs, self.nodes)) * self.correlated
+        left = self.lifetimes.draw(random, (runs, self.machines)) * self.correlated
         while True:
             up = left.min(axis=1)
             yield up, np.full(runs, Failure.MACHINE)
@@ -176,7 +178,7 @@ PROCESS_MTBF_S = 7 * 86400.0
 """Assumed, where nothing else is known: a crash that leaves the machine alone (an exception, memory that ran out, a
 collective that timed out) comes once a week."""
 
-NODE_MTBF_S = 30 * 86400.0
+SERVER_MTBF_S = 30 * 86400.0
 """Assumed likewise: a snapshot server on a machine that is not preemptible is lost once in thirty days."""
 
 
@@ -186,22 +188,22 @@ class Mixed:
 
     The loss of a snapshot server alone takes nothing away: training goes on and the next snapshot goes to the durable
         tier.
-    It matters where a machine is lost before the node is back and has a snapshot again.
+    It matters where a machine is lost before the server is back and has a snapshot again.
 
     Attributes:
         machines: when machines are lost.
         process_mtbf_s: mean seconds between crashes of the process, at any time; infinite for never.
-        node_mtbf_s: likewise of the snapshot server.
-        node_back_s: from the loss of the snapshot server until another one has a snapshot.
+        server_mtbf_s: likewise of the snapshot server.
+        server_back_s: from the loss of the snapshot server until another one has a snapshot.
     """
 
     machines: Failures
     process_mtbf_s: float = PROCESS_MTBF_S
-    node_mtbf_s: float = NODE_MTBF_S
-    node_back_s: float = 0.0
+    server_mtbf_s: float = SERVER_MTBF_S
+    server_back_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.process_mtbf_s > 0 and self.node_mtbf_s > 0 and self.node_back_s >= 0):
+        if not (self.process_mtbf_s > 0 and self.server_mtbf_s > 0 and self.server_back_s >= 0):
             raise SettingsError(
                 "failures: mean times between them are more than 0, and a snapshot server comes back later"
             )
@@ -217,14 +219,14 @@ class Mixed:
         process = self.mtbf_s / self.process_mtbf_s
         return {
             Failure.PROCESS: process,
-            Failure.MACHINE: (1 - process) * (1 - self._node_gone),
-            Failure.NODE: (1 - process) * self._node_gone,
+            Failure.MACHINE: (1 - process) * (1 - self._server_gone),
+            Failure.SERVER: (1 - process) * self._server_gone,
         }
 
     @property
-    def _node_gone(self) -> float:
+    def _server_gone(self) -> float:
         """Probability that there is no snapshot server with a snapshot when a machine is lost."""
-        return 1 - exp(-self.node_back_s / self.node_mtbf_s)
+        return 1 - exp(-self.server_back_s / self.server_mtbf_s)
 
     def events(self, random: np.random.Generator, runs: int) -> Iterator[Event]:
         """See :class:`Failures`. Machines get older while a crashed process starts again."""
@@ -234,7 +236,7 @@ class Mixed:
         never = np.full(runs, inf)
         while True:
             crash = own.exponential(self.process_mtbf_s, runs) if self.process_mtbf_s < inf else never
-            alone = np.where(own.random(runs) < self._node_gone, Failure.NODE, Failure.MACHINE)
+            alone = np.where(own.random(runs) < self._server_gone, Failure.SERVER, Failure.MACHINE)
             lost = left <= crash
             up = np.where(lost, left, crash)
             yield up, np.where(lost, alone, Failure.PROCESS)

@@ -1,4 +1,8 @@
-"""A job, the tiers of its snapshots, and what it costs to interrupt it."""
+"""A job to simulate: its work, its tiers, its loss curve; and what to expect of it, without a simulation.
+
+docs/intervals.md derives the expectations. ``period_s`` is the time from the begin of one snapshot to that of the next:
+the work between them, and the time that training waits for one.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_spot.errors import SettingsError
+from lightning_spot.interval.adaptive import YoungDaly
 from lightning_spot.interval.costs import Costs, Failure, TierPace
 
 Array = NDArray[np.float64]
 Loss = Callable[[Array], Array]
+
+
+def exponential_loss(rate: float) -> Loss:
+    """``exp(-rate * x)``: ``rate`` is COCI's a times the run's length."""
+    return lambda x: np.exp(-rate * x)
+
+
+def power_loss(exponent: float = 0.5, offset: float = 0.01) -> Loss:
+    """``(1 + x / offset) ** -exponent``: heavy-tailed, as scaling laws are."""
+    return lambda x: (1 + x / offset) ** -exponent
+
+
+def floor_loss(rate: float = 30.0) -> Loss:
+    """A fall that is over early: the rest of the run is a plateau."""
+    return lambda x: 0.5 + 0.5 * np.exp(-rate * x)
+
+
+def stepwise_loss(drops: tuple[float, ...] = (0.3, 0.6, 0.8)) -> Loss:
+    """A learning rate that is cut now and then: the loss falls anew after each cut."""
+    begins = np.array([0.0, *drops])
+    sizes = 0.5 ** np.arange(len(begins))
+
+    def loss(x: Array) -> Array:
+        since = np.maximum(np.asarray(x)[..., None] - begins, 0.0)
+        return (sizes * np.exp(-12 * since)).sum(axis=-1)  # type: ignore[no-any-return]
+
+    return loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +62,7 @@ class Tier:
     name: str
     drain_s: float = 0.0
     lag_s: float = 0.0
-    survives: Failure = Failure.NODE
+    survives: Failure = Failure.SERVER
     price_per_hour: float = 0.0
 
     def __post_init__(self) -> None:
@@ -67,7 +99,7 @@ class SimulatedJob:
         wrong += [name for name in ("stall_s", "restart_s", "restore_s") if getattr(self, name) < 0]
         if wrong:
             raise SettingsError(f"a job with {wrong[0]}={getattr(self, wrong[0])} cannot be simulated")
-        if all(tier.survives < Failure.NODE for tier in self.tiers):
+        if all(tier.survives < Failure.SERVER for tier in self.tiers):
             raise SettingsError("a job without storage cannot be simulated: nothing would outlive every failure")
 
     @property
@@ -95,12 +127,67 @@ def chain(*tiers: Tier) -> tuple[Tier, ...]:
     return tuple(linked)
 
 
-def memory_node(snapshot_bytes: float, bytes_per_s: float, price_per_hour: float = 0.0) -> Tier:
+def server_tier(snapshot_bytes: float, bytes_per_s: float, price_per_hour: float = 0.0) -> Tier:
     """A snapshot server on a machine of its own, ``bytes_per_s`` away."""
     drain_s = snapshot_bytes / bytes_per_s
     return Tier(name="snapshot server", drain_s=drain_s, survives=Failure.MACHINE, price_per_hour=price_per_hour)
 
 
-def durable_tier(snapshot_bytes: float, bytes_per_s: float) -> Tier:
+def storage_tier(snapshot_bytes: float, bytes_per_s: float) -> Tier:
     """A bucket or file system that stores ``bytes_per_s``."""
     return Tier(name="storage", drain_s=snapshot_bytes / bytes_per_s)
+
+
+def lost_s(period_s: float, drain_s: float, lag_s: float = 0.0) -> float:
+    """Mean running time that a failure takes away, to first order.
+
+    Half a period, and the time until a snapshot is safe; where the tier is always busy, half of that time again, since
+    the newest one waits for the one under way.
+    """
+    waits_s = drain_s / 2 if drain_s > period_s else 0.0
+    return period_s / 2 + lag_s + drain_s + waits_s
+
+
+def overhead(period_s: float, stall_s: float, mtbf_s: float, drain_s: float) -> float:
+    """Share of the time that snapshots and failures take, to first order."""
+    return stall_s / period_s + lost_s(period_s, drain_s) / mtbf_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What to expect of a run whose machines are lost now and then.
+
+    Attributes:
+        stall_s: training waits for one snapshot at most (if nothing overlaps).
+        safe_s: from a snapshot's begin until it is safe outside this machine.
+        interval_s: from one snapshot to the next, as Young and Daly's rule chooses it.
+        overhead: share of the time spent waiting for snapshots.
+        loss_s: work that a preemption without notice takes away, on average.
+        total: share of the time that both cost.
+        behind_s: how much training the newest snapshot at each tier is behind, on average, by the tier's name.
+    """
+
+    stall_s: float
+    safe_s: float
+    interval_s: float
+    overhead: float
+    loss_s: float
+    total: float
+    behind_s: dict[str, float]
+
+
+def outlook(job: SimulatedJob, mtbf_s: float) -> Outlook:
+    """Say what to expect of a job that loses a machine every ``mtbf_s`` seconds."""
+    costs = job.costs(mtbf_s)
+    policy = YoungDaly()
+    policy.learn(costs)
+    interval_s, near_s = policy.interval_s(0), costs.drain_s
+    return Outlook(
+        stall_s=job.stall_s,
+        safe_s=job.stall_s + near_s,
+        interval_s=interval_s,
+        overhead=job.stall_s / interval_s,
+        loss_s=lost_s(interval_s, near_s),
+        total=overhead(interval_s, job.stall_s, mtbf_s, near_s),
+        behind_s={tier.name: lost_s(interval_s, tier.drain_s, tier.lag_s) for tier in job.tiers},
+    )

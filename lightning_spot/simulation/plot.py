@@ -9,7 +9,7 @@ from typing import Any
 from lightning_spot.config import format_count, format_seconds
 from lightning_spot.errors import SettingsError
 from lightning_spot.goodput.ledger import AttemptRecord, spent, total
-from lightning_spot.simulation.policies import PolicyRow
+from lightning_spot.simulation.simulator import PolicyRow
 
 _UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 _MOST_NUMBERED, _MOST_LARGE = 20, 100  # more numbers, or large dots, would cover one another

@@ -11,9 +11,8 @@ from typing import TypeVar
 
 from lightning_spot.config import HIGHEST_ATTEMPT, KEEP, LARGEST
 from lightning_spot.errors import CorruptSnapshotError, FencedError, MalformedError, TierError, TierReason
+from lightning_spot.say import say
 from lightning_spot.untrusted import MOST_UNIX_S, file_name, integer, line, number, read_sealed, sealed_json
-
-logger = logging.getLogger(__name__)
 
 Read = TypeVar("Read")
 
@@ -206,7 +205,8 @@ def first_readable(names: Sequence[str], read: Callable[[str], bytes], url: str)
             continue  # removed meanwhile
         except CorruptSnapshotError as error:
             damage = damage or error
-            logger.warning("lightning_spot: %s/%s/%s cannot be used: %s", url, ATTEMPTS_DIR, name, error)
+            where = f"{url}/{ATTEMPTS_DIR}/{name}"
+            say(logging.WARNING, "claim-damaged", "{about} cannot be used: {error}", about=where, error=error)
             continue
         if claim.attempt == attempt:
             return claim

@@ -13,12 +13,12 @@ import os
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from lightning_spot.config import without_password
+from lightning_spot.say import say
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,6 @@ SILENT_S = 20.0
 
 CONNECT_S = 10.0
 _LOOKS = 8  # at each connection in SILENT_S; counted, so that a process that was stopped gives nothing up
-_WARN_AGAIN_S = 600.0
 _TCP_INFO = getattr(socket, "TCP_INFO", None)  # Linux only
 _SENT_AND_RECEIVED_AGO = struct.Struct("=44xI4xI")
 _ACKNOWLEDGED_AND_RECEIVED = struct.Struct("=120xQQ")  # since Linux 4.1
@@ -49,7 +48,7 @@ class StoreLoop(asyncio.SelectorEventLoop):
         super().__init__()
         self._store = store
         self.silent = ""
-        self._count, self._warned_s = 0, -_WARN_AGAIN_S
+        self._count = 0
         # Asyncio resolves names in a pool whose threads Python waits for: minutes where no name server answers.
         self.set_default_executor(_Daemons())
 
@@ -90,14 +89,14 @@ class StoreLoop(asyncio.SelectorEventLoop):
     def _warn(self) -> None:
         self.silent = f"{self._store}: no byte moved for {SILENT_S:.0f} s"
         self._count += 1
-        if time.monotonic() - self._warned_s >= _WARN_AGAIN_S:
-            logger.warning(
-                "lightning_spot: %s (%d so far). The request is sent again on a new connection."
-                " If this repeats, check the store and the network to it.",
-                self.silent,
-                self._count,
-            )
-            self._warned_s = time.monotonic()
+        say(
+            logging.WARNING,
+            "storage-silent",
+            "{about} ({count} so far). The request is sent again on a new connection. If this repeats, check the store"
+            " and the network to it.",
+            about=self.silent,
+            count=self._count,
+        )
 
 
 def loop_of(url: str) -> StoreLoop:

@@ -18,6 +18,7 @@ from lightning_spot.image.files import FileSpan, cut, is_own_file, pieces
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, Order, snapshot_order
 from lightning_spot.image.parts import part_ranges
 from lightning_spot.image.sealing import NotedParts
+from lightning_spot.say import say
 from lightning_spot.threads import in_turn
 from lightning_spot.tiers import claims, files, store
 from lightning_spot.tiers.beneath import Beneath, opened
@@ -25,8 +26,6 @@ from lightning_spot.tiers.claims import ATTEMPTS_DIR, Claim, Owner
 from lightning_spot.tiers.files import open_regular, tier_errors
 from lightning_spot.tiers.store import Holdings, Progress
 from lightning_spot.tiers.temporaries import temporary_name, temporary_owner, writer_has_ended
-
-logger = logging.getLogger(__name__)
 
 _WRITE_BYTES = 128 * 1024 * 1024  # at a time: 0.06 s of the kernel's CPU time a GiB; 0.10 s with 8 MiB, or all at once
 
@@ -178,7 +177,8 @@ class LocalStore:
             if not files.is_own_directory(folder):
                 return  # not there, or a link to somebody's place
             if store.is_another(self._noted(manifest), manifest):
-                logger.info("%s stays at %s: it is another one of that name", manifest.name, self.url)
+                why = "it is another one of that name"
+                say(logging.INFO, "not-deleted", "{about} stays: {why}", about=f"{self.url}/{manifest.name}", why=why)
                 return
             try:
                 with self.inside(folder) as folder:
@@ -359,7 +359,7 @@ class LocalStore:
         noted = self._noted(manifest)
         if store.is_newer(noted, manifest) or (noted is None and self._beneath is not None):
             why = "a later attempt has written it anew" if noted is not None else "lightning_spot has not saved it"
-            logger.info("%s stays at %s: %s", manifest.name, self.url, why)
+            say(logging.INFO, "not-deleted", "{about} stays: {why}", about=f"{self.url}/{manifest.name}", why=why)
             return
         if files.is_own_directory(self.root / OWN_DIR):
             with self.inside(self.root / OWN_DIR) as folder:

@@ -17,6 +17,7 @@ from lightning_spot.image.files import FileSpan, is_own_file, pieces
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.image.sealing import NotedParts
 from lightning_spot.retry import retried
+from lightning_spot.say import say
 from lightning_spot.threads import all_at_once, both
 from lightning_spot.tiers import claims, s3, store
 from lightning_spot.tiers.claims import ATTEMPTS_DIR, Claim, Owner
@@ -318,7 +319,8 @@ class ObjectStore:
         _, noted = both(lambda: self._check_owner(manifest.run), lambda: self._seen(manifest), "spot-ask")
         is_foreign = self._is_lent and manifest.is_file and noted.manifest is None
         if is_foreign or store.is_newer(noted.manifest, manifest) or store.is_another(noted.manifest, manifest):
-            logger.info("%s stays at %s: it is another one, or not ours", manifest.name, self.url)
+            why = "it is another one, or not ours"
+            say(logging.INFO, "not-deleted", "{about} stays: {why}", about=f"{self.url}/{manifest.name}", why=why)
             return
         with tier_errors(self.url):
             self._files.remove(manifest.manifest_path)  # and never at once with the others: not without its bytes
@@ -574,7 +576,7 @@ class Fetching:
         try:
             data = self._read(*piece)
         except CorruptSnapshotError as error:  # there, or only on its way: what comes now tells
-            logger.info("read once more: %s", error)
+            say(logging.INFO, "read-again", "read once more: {error}", error=error)
             data = self._read(*piece)
         self._into[first:last] = data
 
@@ -583,7 +585,7 @@ class Fetching:
         try:
             self._manifest.verify_range(part.start, view, self._url)
         except CorruptSnapshotError as error:
-            logger.info("read once more: %s", error)
+            say(logging.INFO, "read-again", "read once more: {error}", error=error)
             for piece in part.pieces:
                 self._fill(piece)
             self._manifest.verify_range(part.start, view, self._url)

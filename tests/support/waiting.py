@@ -12,11 +12,14 @@ from typing import Any
 
 import psutil
 
+from lightning_spot import say
+
 DEADLINE_S = 30.0
 
 
 def new_process() -> None:
-    """Have what follows be as in a process that has trained nothing yet."""
+    """Have what follows be as in a process that has trained nothing yet, and has logged nothing."""
+    say.forget()
     if (run_lookup := sys.modules.get("lightning_spot.fit.run_lookup")) is not None:
         run_lookup.forget()
 

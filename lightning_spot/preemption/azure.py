@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 from lightning_spot.errors import NoticeUnavailableError
-from lightning_spot.notices.metadata_service import Answer, ask, seconds_until
-from lightning_spot.notices.notice import Notice
+from lightning_spot.preemption.metadata_service import Answer, ask, seconds_until
+from lightning_spot.preemption.notice import Notice
 
 _HEADERS = {"Metadata": "true"}
 _EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"

@@ -10,8 +10,8 @@ import time
 
 from lightning_spot.config import read_environment
 from lightning_spot.errors import NoticeUnavailableError
-from lightning_spot.notices.metadata_service import ASK_S, Answer, ask
-from lightning_spot.notices.notice import Notice
+from lightning_spot.preemption.metadata_service import ASK_S, Answer, ask
+from lightning_spot.preemption.notice import Notice
 
 _FLAVOR = "metadata-flavor"
 

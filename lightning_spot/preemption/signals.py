@@ -13,9 +13,8 @@ from typing import Any
 
 from lightning_spot.config import read_environment
 from lightning_spot.errors import SettingsError
-from lightning_spot.notices.notice import Notice
-
-logger = logging.getLogger(__name__)
+from lightning_spot.preemption.notice import Notice
+from lightning_spot.say import say
 
 DEFAULT_SIGNALS = ("SIGTERM", "SIGUSR1")
 
@@ -63,7 +62,8 @@ class SignalSource:
         if self._previous:
             return
         if threading.current_thread() is not threading.main_thread():
-            logger.warning("lightning_spot: signals are not watched: training does not run in the main thread")
+            text = "training does not run in the main thread. Signals are not noticed"
+            say(logging.WARNING, "signals-unwatched", text)
             return
         for number in self._signals:
             self._previous[number] = former = signal.signal(number, self._handle)

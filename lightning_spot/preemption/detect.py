@@ -9,12 +9,12 @@ from pathlib import Path
 
 from lightning_spot.config import read_environment
 from lightning_spot.errors import NoticeUnavailableError, SettingsError
-from lightning_spot.notices.alibaba import AlibabaSource
-from lightning_spot.notices.aws import AwsSource
-from lightning_spot.notices.azure import AzureSource
-from lightning_spot.notices.gcp import GcpSource
-from lightning_spot.notices.metadata_service import ask
-from lightning_spot.notices.notice import Notice, NoticeSource
+from lightning_spot.preemption.alibaba import AlibabaSource
+from lightning_spot.preemption.aws import AwsSource
+from lightning_spot.preemption.azure import AzureSource
+from lightning_spot.preemption.gcp import GcpSource
+from lightning_spot.preemption.metadata_service import ask
+from lightning_spot.preemption.notice import Notice, NoticeSource
 
 ASK_ALL_S = 1.0
 CLOUDS: dict[str, Callable[[], NoticeSource]] = {

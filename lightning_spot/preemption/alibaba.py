@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 
 from lightning_spot.errors import NoticeUnavailableError
-from lightning_spot.notices.metadata_service import ask, seconds_until
-from lightning_spot.notices.notice import Notice
+from lightning_spot.preemption.metadata_service import ask, seconds_until
+from lightning_spot.preemption.notice import Notice
 
 _PATH = "/latest/meta-data/instance/spot/termination-time"
 

@@ -1,7 +1,8 @@
 """Snapshots whose portions lie at several snapshot servers: brought there by each host, and read as one store.
 
-No host asks another. Each knows which nodes its portion goes to, and sends it there as any snapshot is sent. The first
-host looks at all nodes until all portions are there; then, and only then, the snapshot counts, and it says so to all.
+No host asks another. Each knows which servers its portion goes to, and sends it there as any snapshot is sent. The
+first host looks at all servers until all portions are there; then, and only then, the snapshot counts, and it says so
+to all.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from lightning_spot.client.part_lanes import CONNECTIONS
-from lightning_spot.client.remote import NodeStore
-from lightning_spot.client.telling import Telling, Word, at_all
+from lightning_spot.client.remote import NodeStore, Telling, Word, at_all, fetch_ranges
 from lightning_spot.errors import (
     CorruptSnapshotError,
     FailureReason,
@@ -47,6 +47,7 @@ from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.memory.spread import Told
 from lightning_spot.memory.tier import Gathering, JointTier, Sent
 from lightning_spot.retry import growing
+from lightning_spot.say import say
 from lightning_spot.tiers.claims import Claim, Owner
 from lightning_spot.tiers.store import Holdings, Progress, newest_first
 
@@ -67,20 +68,20 @@ _LOOK_S = (0.05, 0.5, 1.5)  # the first pause, the longest, and by what they gro
 _OTHERS_S = 10.0  # at least: where that makes its first slot, it may take long
 
 Held = tuple[NodeStore, Manifest]
-"""A portion, and the node that has it."""
+"""A portion, and the server that has it."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is at the nodes.
+    """What is at the servers.
 
     Attributes:
         held: portions, as :meth:`~lightning_spot.memory.spread.Spread.look` tells them.
         torn: why the snapshot that was asked for will never be whole; ``""`` if nobody says so.
-        rests_s: how long the durable tier is still to be left alone.
-        problems: of the nodes that do not answer, by their URLs.
+        rests_s: how long storage is still to be left alone.
+        problems: of the servers that do not answer, by their URLs.
     """
 
     held: list[dict[str, Any]]
@@ -90,16 +91,16 @@ class Seen:
 
 
 class Missing:
-    """The portions of one snapshot that are at no node that answers: which of them nobody will bring any more.
+    """The portions of one snapshot that are at no server that answers: which of them nobody will bring any more.
 
-    A node whose host is gone says nothing, and what it had is not brought again by whoever has brought it.
+    A server whose host is gone says nothing, and what it had is not brought again by whoever has brought it.
 
     Args:
-        order: for each host, by its number, the URLs of the nodes to which its portion is brought: first those at which
-            it is to be kept, then those that take the place of one that does not work.
+        order: for each host, by its number, the URLs of the servers to which its portion is brought: first those at
+            which it is to be kept, then those that take the place of one that does not work.
         replicas: at how many it is kept.
-        gone_s: a portion that was at a node is lost, if it is at none for so long.
-        brought_s: so long may it take to bring one past nodes that do not answer.
+        gone_s: a portion that was at a server is lost, if it is at none for so long.
+        brought_s: so long may it take to bring one past servers that do not answer.
     """
 
     def __init__(self, order: Sequence[Sequence[str]], replicas: int, *, gone_s: float, brought_s: float) -> None:
@@ -112,7 +113,7 @@ class Missing:
         """Hosts whose portions will not come.
 
         Args:
-            seen: at nodes now.
+            seen: at servers now.
             missing: hosts whose portions are at none of them.
             asked_s: when that was asked, seconds.
             now_s: when all have answered, or were waited for.
@@ -136,8 +137,8 @@ def whole_names(held: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def never_whole(held: Sequence[Mapping[str, Any]], begun: str, over: set[str]) -> list[str]:
     """Names of snapshots of the attempt that begins another one, of which nobody will ever say that they are whole.
 
-    One may be declined before it begins, or given up (``over``) while a node does not hear it; and who leads may have
-    lost its node, and begin the next one from another.
+    One may be declined before it begins, or given up (``over``) while a server does not hear it; and who leads may have
+    lost its server, and begin the next one from another.
     """
     whole = {*(set(whole_names(held)) - over), *(item["name"] for item in held if item["whole"])}
     earlier = {item["name"] for item in held if order_of(begun)[0] == order_of(item["name"])[0]}
@@ -147,8 +148,8 @@ def never_whole(held: Sequence[Mapping[str, Any]], begun: str, over: set[str]) -
 def left_torn(held: Sequence[Mapping[str, Any]], attempt: int) -> list[str]:
     """Names of snapshots of which an earlier attempt, that was killed, has left some portions only.
 
-    Nobody else says so of them, and their memory is needed. What was told to be whole is not among them: a node that is
-    lost now may come back with the rest.
+    Nobody else says so of them, and their memory is needed. What was told to be whole is not among them: a server that
+    is lost now may come back with the rest.
     """
     whole = {*whole_names(held), *(item["name"] for item in held if item["whole"])}
     earlier = {item["name"] for item in held if order_of(item["name"])[0] < attempt}
@@ -159,10 +160,10 @@ def told_of(seen: Seen, name: str, lineage: str = "", *, brings: bool) -> Told:
     """What is to be said of a snapshot that is whole, and of those before it.
 
     Args:
-        seen: what is at the nodes.
+        seen: what is at the servers.
         name: of the snapshot.
         lineage: its own; by default, as the portion of the first host says.
-        brings: whether it is to be brought to the durable tier.
+        brings: whether it is to be brought to storage.
     """
     lineages = {item["name"]: item["lineage"] for item in seen.held if item["lineage"]}
     lineage = lineage or lineages.get(name, "")
@@ -172,9 +173,9 @@ def told_of(seen: Seen, name: str, lineage: str = "", *, brings: bool) -> Told:
 
 
 def is_to_be_brought(seen: Seen, manifest: Manifest) -> bool:
-    """Whether nodes are to bring a snapshot to the durable tier: if none that they were to bring is on its way.
+    """Whether servers are to bring a snapshot to storage: if none that they were to bring is on its way.
 
-    One that is not whole any more, since a node was lost, is waited for no longer.
+    One that is not whole any more, since a server was lost, is waited for no longer.
     """
     whole = set(whole_names(seen.held))
     on_its_way = any(item["brings"] and item["name"] in whole for item in seen.held)
@@ -194,14 +195,14 @@ def order_of(name: str) -> Order:
 
 
 class Known:
-    """What a host knows of the snapshots of a run, over whichever nodes these are spread. From any thread.
+    """What a host knows of the snapshots of a run, over whichever servers these are spread. From any thread.
 
     Args:
         nodes: by their URLs.
 
     Attributes:
-        told: name of the newest that nodes were told to be whole, and whether it is to be brought to the durable tier.
-        telling: tells nodes what was decided.
+        told: name of the newest that servers were told to be whole, and whether it is to be brought to storage.
+        telling: tells servers what was decided.
     """
 
     def __init__(self, nodes: dict[str, NodeStore]) -> None:
@@ -213,12 +214,12 @@ class Known:
         self._lock = threading.Lock()
 
     def share(self, nodes: Mapping[str, NodeStore]) -> dict[str, NodeStore]:
-        """The same nodes, as far as they are known: it was learned how fast they are."""
+        """The same servers, as far as they are known: it was learned how fast they are."""
         with self._lock:
             return {url: self._nodes.setdefault(url, node) for url, node in nodes.items()}
 
     def sent(self, portion: Manifest) -> None:
-        """A portion of this host is at nodes."""
+        """A portion of this host is at servers."""
         with self._lock:
             self._portions = [*self._portions[-_MOST_SENT + 1 :], portion]
 
@@ -228,7 +229,7 @@ class Known:
             return next((portion for portion in self._portions if portion.name == name), None)
 
     def decide(self, name: str, *, whole: bool) -> bool:
-        """Whether a snapshot is whole, or over, as is wanted now. What was decided first stands: nodes act upon it.
+        """Whether a snapshot is whole, or over, as is wanted now. What was decided first stands: servers act upon it.
 
         Told that it is whole, some let go what is older; told that it is over, they drop what they have of it.
         """
@@ -244,7 +245,7 @@ class Known:
 
 
 class _Sending(Coming):
-    """A portion that is whole here, and on its way to a node as long as that is not given up."""
+    """A portion that is whole here, and on its way to a server as long as that is not given up."""
 
     def stop(self) -> None:
         """Send no further part of it."""
@@ -291,15 +292,15 @@ class JointPortions(ByItself):
         begun = super().begin(shared, nbytes, attempt=attempt, hosts=hosts)
         seen, over = self._look(shared.name), self._known.given_up()
         if whole := max(set(whole_names(seen.held)) - over, key=order_of, default=""):
-            # The node of this host may have said so, before it was lost, and not all have heard it.
+            # The server of this host may have said so, before it was lost, and not all have heard it.
             is_said = any(item["brings"] for item in seen.held if item["name"] == whole)
             brings = is_said or self._known.told == (whole, True)
             self._tell(told_of(seen, whole, brings=brings), attempt)
-        left = [] if seen.problems else left_torn(seen.held, attempt)  # a silent node may have the rest
+        left = [] if seen.problems else left_torn(seen.held, attempt)  # a silent server may have the rest
         for name in left:
             self._tear(name, f"attempt {attempt} has the run since", attempt, over=True)
         for name in never_whole(seen.held, shared.name, over):
-            # Of what this node has not given up itself, a silent one may have the rest, and know that it is whole.
+            # Of what this server has not given up itself, a silent one may have the rest, and know that it is whole.
             if (name in over or not seen.problems) and self._known.decide(name, whole=False):
                 self._tear(name, f"{shared.name} has begun since", attempt, over=True)
         return begun
@@ -313,7 +314,7 @@ class JointPortions(ByItself):
         goes_on: Callable[[], None],
         compression: Compression = "auto",
     ) -> Sent:
-        """See :meth:`JointTier.bring`: send this host's portion to as many nodes as it is to be kept at."""
+        """See :meth:`JointTier.bring`: send this host's portion to as many servers as it is to be kept at."""
         began_s = time.monotonic()
         portion, memory = self._sealed(gathering, image, ranges)
         goes_on()
@@ -397,10 +398,10 @@ class JointPortions(ByItself):
         self._say_torn(name, attempt, why, over=False)
 
     def hold(self, name: str, info: RunInfo) -> None:
-        """Have nodes keep a snapshot from which an attempt goes on until a newer one is whole.
+        """Have servers keep a snapshot from which an attempt goes on until a newer one is whole.
 
-        Who led it may have been lost before it could say that it is whole. Then what one node has of it would count as
-        left by that attempt, wherever another one is not asked. This one may have just begun: not all nodes know it.
+        Who led it may have been lost before it could say that it is whole. Then what one server has of it would count
+        as left by that attempt, wherever another one is not asked. This one may have just begun: not all know it.
         """
 
         def tell(node: NodeStore) -> None:
@@ -408,10 +409,9 @@ class JointPortions(ByItself):
             node.whole(Told(name), attempt=info.attempt)
 
         for problem in self._say("whole", tell):
-            level = (
-                logging.DEBUG if isinstance(problem, SnapshotNotFoundError) else logging.WARNING
-            )  # it has nothing of it
-            logger.log(level, "a snapshot server was not told that %s is gone on from: %s", name, problem)
+            if not isinstance(problem, SnapshotNotFoundError):  # it has nothing of it
+                text = "a snapshot server does not know that the run resumed from {about}: {problem}"
+                say(logging.WARNING, "resume-unknown", text, about=name, problem=problem)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -419,7 +419,7 @@ class JointPortions(ByItself):
         """The manifest of this host's portion, and its bytes."""
         name, layout, own = gathering.shared.name, gathering.shared.layout, notes.read_own(gathering.shared.layout)
         if not isinstance(image, PortionImage):
-            raise SettingsError(f"{name} lies in memory as a whole, and is not spread over nodes")
+            raise SettingsError(f"{name} lies in memory as a whole, and is not spread over servers")
         files, portions = gathering.files or own.files, Portions.read(layout, gathering.nbytes)
         host = 1 + portions.ranges.index(ranges) if ranges in portions.ranges else 0
         check_gaps(image, ranges, files)
@@ -438,7 +438,7 @@ class JointPortions(ByItself):
         return Manifest(run=run, run_id=run_id, name=name, step=step, attempt=attempt, nbytes=0, complete=complete)
 
     def _send(self, targets: Iterator[str], coming: _Sending, gathering: Gathering) -> SpotError | None:
-        """Send a portion to the next node that takes it; why none did."""
+        """Send a portion to the next server that takes it; why none did."""
         problem: SpotError | None = None
         while not coming.given_up:
             with self._lock:
@@ -456,7 +456,8 @@ class JointPortions(ByItself):
                 return error
             except SpotError as error:
                 if not coming.given_up:
-                    logger.info("%s does not take %s, another node is tried: %s", url, coming.manifest.name, error)
+                    text = "{about} does not take {name} ({error}). The next server is tried"
+                    say(logging.INFO, "server-refused", text, about=url, name=coming.manifest.name, error=error)
                 problem = error
         return problem
 
@@ -475,7 +476,7 @@ class JointPortions(ByItself):
             raise problems[0]
 
     def _look(self, name: str) -> Seen:
-        """What is at the nodes that answer."""
+        """What is at the servers that answer."""
         answers: list[dict[str, Any]] = []
         problems = at_all(self._nodes.values(), lambda node: answers.append(node.look(name)))
         held = [item for answer in answers for item in answer["portions"]]
@@ -490,11 +491,11 @@ class JointPortions(ByItself):
             logger.debug("a snapshot server was not told that %s is whole: %s", told.name, problem)
 
     def _tear(self, name: str, why: str, attempt: int, *, over: bool) -> list[SpotError]:
-        """Tell all nodes that a snapshot will never be whole, and, from who leads it, that it is ``over``."""
+        """Tell all servers that a snapshot will never be whole, and, from who leads it, that it is ``over``."""
         return self._say(f"{name} {over}", lambda node: node.torn(name, why, attempt=attempt, over=over))
 
     def _say(self, about: str, word: Word) -> list[SpotError]:
-        """Tell all nodes something, also who hears it later; see :meth:`Telling.tell`."""
+        """Tell all servers something, also who hears it later; see :meth:`Telling.tell`."""
         return self._known.telling.tell(self._nodes.values(), about, word)
 
 
@@ -508,14 +509,14 @@ def _why_missing(name: str, missing: Sequence[int], lost: Sequence[int], seen: S
 
 
 def _results(sending: Sequence[Future[SpotError | None]], began_s: float) -> list[SpotError | None]:
-    """What became of a portion at each node, none of which delays the others: who is far behind gets the next one."""
+    """What became of a portion at each server, none of which delays the others: who is far behind gets the next one."""
     waiting = set(sending)
     while waiting:
         done, waiting = futures.wait(waiting, return_when=futures.FIRST_COMPLETED)
         if waiting and any(each.result() is None for each in done):
             futures.wait(waiting, max(_OTHERS_S, time.monotonic() - began_s))
             break
-    late = ServerUnreachableError("it takes much longer there than at another node")
+    late = ServerUnreachableError("it takes much longer there than at another server")
     return [each.result() if each.done() else late for each in sending]
 
 
@@ -533,7 +534,7 @@ class _Whole:
 
 
 class SpreadStore:
-    """A run's snapshots that are spread over nodes; implements :class:`~lightning_spot.tiers.store.Store`.
+    """A run's snapshots that are spread over servers; implements :class:`~lightning_spot.tiers.store.Store`.
 
     They come there portion by portion only, see :attr:`joint`.
 
@@ -550,7 +551,7 @@ class SpreadStore:
         self.url, self.place = url, place
         self.nodes = [NodeStore(each) for each in place.urls]
         self._held: dict[str, _Whole] = {}  # by its name
-        self._silent: set[str] = set()  # URLs of nodes that did not answer when something was read from them last
+        self._silent: set[str] = set()  # URLs of servers that did not answer when something was read from them last
 
     @functools.cached_property
     def joint(self) -> JointPortions:
@@ -558,7 +559,7 @@ class SpreadStore:
         return JointPortions([*self.nodes, *map(NodeStore, self.place.besides)], self.place)
 
     def survey(self) -> Holdings:
-        """See :meth:`Store.survey`: what is whole at the nodes that answer."""
+        """See :meth:`Store.survey`: what is whole at the servers that answer."""
         asked = self._ask_all(lambda node: [(node, portion) for portion in node.survey().portions])
         found = [held for answer in asked if not isinstance(answer, SpotError) for held in answer]
         problems = [answer for answer in asked if isinstance(answer, SpotError)]
@@ -579,12 +580,13 @@ class SpreadStore:
             by_host = [hosts[host] for host in sorted(hosts)]
             portions = [held[0][1] for held in by_host]
             if late := missing(portions):
-                logger.info("%s is not whole at snapshot servers: what host %s has brought is at none", name, late)
+                text = "{about} is incomplete at the snapshot servers: none has the part of host {host}"
+                say(logging.INFO, "snapshot-incomplete", text, about=name, host=late)
                 continue
             try:
                 manifests.append(whole_of(portions))
             except CorruptSnapshotError as error:
-                logger.warning("lightning_spot: %s", error)
+                say(logging.WARNING, "snapshot-skipped", "{error}", about=name, error=error)
                 continue
             # Of two replicas only those that are the same count.
             holders = [
@@ -606,15 +608,7 @@ class SpreadStore:
     def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
         """See :meth:`Store.fetch`."""
         self._check_known(manifest)
-
-        def read(bounds: tuple[int, int]) -> None:
-            start, stop = bounds
-            self.read(manifest, start, into[start:stop])
-            if progress is not None:
-                progress(stop - start)
-
-        with ThreadPoolExecutor(CONNECTIONS * len(self.nodes)) as pool:
-            list(pool.map(read, self._in_turn(manifest)))
+        fetch_ranges(self.read, manifest, self._in_turn(manifest), into, progress, CONNECTIONS * len(self.nodes))
 
     def read(self, manifest: Manifest, start: int, into: memoryview) -> None:
         """Read one of ``manifest.ranges()``, and check it; from any thread. Errors are those of :meth:`fetch`."""
@@ -638,7 +632,7 @@ class SpreadStore:
         return max((node.newest_claim() for node in self.nodes), key=lambda claim: claim.attempt if claim else 0)
 
     def check_owner(self) -> None:
-        """Nothing to do: nodes know who has opened a run."""
+        """Nothing to do: servers know who has opened a run."""
 
     def claim(self, claim: Claim) -> None:
         """See :meth:`Store.claim`."""
@@ -654,7 +648,7 @@ class SpreadStore:
         raise TierError(f"{manifest.name} comes to {self.url} portion by portion only", tier=self.url)
 
     def sweep(self, current: Manifest, seen: Holdings | None = None) -> None:
-        """Nothing to do: a node frees unfinished uploads by itself."""
+        """Nothing to do: a server frees unfinished uploads by itself."""
 
     def sweep_files(self) -> None:
         """See :meth:`sweep`."""
@@ -672,7 +666,7 @@ class SpreadStore:
             raise SnapshotNotFoundError(f"{manifest.name} is not whole at {self.url} (any more)")
 
     def _in_turn(self, manifest: Manifest) -> list[tuple[int, int]]:
-        """The ranges of a snapshot, in an order in which all nodes are asked at the same time."""
+        """The ranges of a snapshot, in an order in which all servers are asked at the same time."""
         begins = self._held[manifest.name].begins
         by_place = {bounds: place_of(bounds[0], begins) for bounds in manifest.ranges()}
         return sorted(by_place, key=lambda bounds: (by_place[bounds][1], by_place[bounds][0]))
@@ -683,7 +677,7 @@ class SpreadStore:
         problem: SpotError | None = None
         holders = whole.holders[host]
         first = within // manifest.part_bytes % len(holders)  # each replica is read as much as the others
-        # Each part would else wait again for a node whose link is cut.
+        # Each part would else wait again for a server whose link is cut.
         in_turn = sorted((*holders[first:], *holders[:first]), key=lambda held: held[0].url in self._silent)
         for node, portion in in_turn:
             nbytes = min(len(into), portion.nbytes - within)

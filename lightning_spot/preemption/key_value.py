@@ -1,8 +1,8 @@
-"""The exchange: a few named values that all ranks of a run can publish and wait for, beside their collectives.
+"""The key-value channel: all ranks of a run publish a few named values and wait for them, besides their collectives.
 
 Rank 0 serves it. JSON lines over TCP: ``{"set": key, "value": …}`` publishes and is not answered; ``{"get": key}`` is
-answered with ``{"key": key, "value": …}`` as soon as somebody has published it. Where training has come to its end,
-rank 0 says ``{"over": true}`` before it hangs up. Connections begin as :mod:`~lightning_spot.protocol.listening` says.
+answered with ``{"key": key, "value": …}`` as soon as a rank has published it. When training has come to its end, rank 0
+sends ``{"over": true}`` before it hangs up. Connections begin as :mod:`~lightning_spot.protocol.listening` says.
 (torch's ``TCPStore`` would do, but aborts the process when its server goes first.)
 """
 
@@ -29,12 +29,12 @@ _LINE_BYTES = 64 * 1024
 _NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
-class Over(ConnectionResetError):
-    """Rank 0 has closed the exchange, since its training has come to its end."""
+class RankZeroEnded(ConnectionResetError):
+    """Rank 0 has closed the channel, since its training has come to its end."""
 
 
-class ExchangeServer:
-    """Serves an exchange on a thread of its own.
+class KeyValueServer:
+    """Serves the values on a thread of its own.
 
     Args:
         secret: that every connection must begin with.
@@ -54,7 +54,7 @@ class ExchangeServer:
         self._changed = asyncio.Condition()
         listener = tcp_listener(host, SILENT_S)
         self.port: int = listener.getsockname()[1]
-        self._listening = Listening(listener, self._talk, "spot-exchange", secret, most_connections(world_size))
+        self._listening = Listening(listener, self._talk, "spot-key-value", secret, most_connections(world_size))
 
     def close(self, *, over: bool = False) -> None:
         """Stop serving; connections are closed.
@@ -97,8 +97,8 @@ class ExchangeServer:
         await writer.drain()
 
 
-class Exchange:
-    """A connection to the exchange, for one thread. One that is lost is made anew.
+class KeyValueClient:
+    """A connection to the server, for one thread. One that is lost is made anew.
 
     Args:
         host: of rank 0.
@@ -107,7 +107,7 @@ class Exchange:
 
     Raises:
         OSError: if rank 0 cannot be reached; so do the methods when it has gone.
-        Over: by the methods, if it has gone because its training has come to its end.
+        RankZeroEnded: by the methods, if it has gone because its training has come to its end.
     """
 
     def __init__(self, host: str, port: int, secret: str) -> None:
@@ -194,7 +194,7 @@ class Exchange:
         for line in lines:
             answer = read_object(line)
             if "over" in answer:
-                raise Over("the training of rank 0 has come to its end")
+                raise RankZeroEnded("the training of rank 0 has come to its end")
             self._values[answer["key"]] = answer["value"]
 
     def _lost(self, error: OSError) -> None:

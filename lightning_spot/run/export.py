@@ -1,8 +1,8 @@
 """A snapshot that one process has opened is shared with others of its host, which map the same memory.
 
-The first rank of each host opens the snapshot, once, and gives its descriptor to the others. Sockets of the host have
+The first rank of each host opens the snapshot, once, and exports its descriptor to the others. Sockets of the host have
 no path (Linux' abstract names), so nothing is left behind, whoever dies. Messages are lines of JSON; an empty line says
-that the giver lives and is not ready yet.
+that the exporter lives and is not ready yet.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from lightning_spot.protocol.listening import Listening, greeted, most_connectio
 from lightning_spot.protocol.ownership import connect, is_own_user
 from lightning_spot.protocol.wire import error_body, error_from_body
 from lightning_spot.run.reading import OpenSnapshot
+from lightning_spot.say import say
 from lightning_spot.untrusted import read_object
 
 logger = logging.getLogger(__name__)
 
 _CONNECT_S = 10.0
 _PULSE_S = 1.0
-_SILENCE_S = 60.0  # a giver that lives says so every second
+_SILENCE_S = 60.0  # an exporter that lives says so every second
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
 _LONGEST_LINE = 65536
 
 
-class NotShared(TierError):
+class NotExportedError(TierError):
     """What another process has opened cannot be had from it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
-    """How a giver is reached.
+class ExporterAddress:
+    """How an exporter is reached.
 
     Attributes:
         host: the same for processes that can share memory.
@@ -57,8 +58,8 @@ class Card:
     secret: str = field(repr=False)
 
     @property
-    def address(self) -> str:
-        """Of that socket: one without a path."""
+    def socket_name(self) -> str:
+        """Of that socket, which has no path."""
         return f"\0lightning-spot-{self.name}"
 
 
@@ -74,34 +75,34 @@ def this_host() -> str:
         return secrets.token_hex(16)
 
 
-class Giver:
+class Exporter:
     """Hands out what a process has opened, to whoever of its host knows its secret. One thread serves all who ask.
 
     Args:
         world_size: how many ranks there are.
 
     Attributes:
-        card: how it is reached.
+        address: how it is reached.
     """
 
     def __init__(self, world_size: int = 2) -> None:
         self._lock = threading.Lock()
         self._turn = 0
-        self._given: OpenSnapshot | SpotError | None = None
+        self._exported: OpenSnapshot | SpotError | None = None
         self._fd: int | None = None
         self._closed = False
         self._listening: Listening | None = None
         self._news = asyncio.Event()
         secret, name = secrets.token_hex(16), secrets.token_hex(16)
-        self.card = Card(this_host(), name, secret)
+        self.address = ExporterAddress(this_host(), name, secret)
         try:
-            listener = _bound(self.card.address)
-            self._listening = Listening(listener, self._talk, "spot-giver", secret, most_connections(world_size))
+            listener = _bound(self.address.socket_name)
+            self._listening = Listening(listener, self._talk, "spot-exporter", secret, most_connections(world_size))
         except OSError as error:
             logger.debug("no memory can be shared on this host: %s", error)
-            self.card = Card(secrets.token_hex(16), "", secret)
+            self.address = ExporterAddress(secrets.token_hex(16), "", secret)
 
-    def give(self, turn: int, what: OpenSnapshot | SpotError) -> None:
+    def export(self, turn: int, what: OpenSnapshot | SpotError) -> None:
         """Hand out a snapshot, or why there is none, to those who ask for that turn; the one before is gone then.
 
         Args:
@@ -110,11 +111,16 @@ class Giver:
         """
         with self._lock:
             self._drop()
-            self._turn, self._given = turn, what
+            self._turn, self._exported = turn, what
             try:
                 self._fd = os.dup(what.fd) if isinstance(what, OpenSnapshot) else None
             except OSError as error:  # who asks hears that there is nothing to be had, and reads for itself
-                logger.warning("a snapshot cannot be given to other ranks: %s", error)
+                say(
+                    logging.WARNING,
+                    "not-exported",
+                    "a snapshot cannot go to other ranks: {error}",
+                    error=error,
+                )
         if self._listening is not None:
             self._listening.call(self._tell)
 
@@ -129,7 +135,7 @@ class Giver:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _drop(self) -> None:
-        self._given = None
+        self._exported = None
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -155,14 +161,14 @@ class Giver:
                 os.close(fd)
 
     async def _await(self, connection: socket.socket, turn: int) -> tuple[OpenSnapshot | SpotError | None, int | None]:
-        """What is given in a turn, with a descriptor of the caller's own; while it is not ready, say that we live."""
+        """What is exported in a turn, with a descriptor of the caller's own; until then, a sign of life each second."""
         while True:
             news = self._news
             with self._lock:
                 if self._closed or self._turn > turn:
                     return None, None
                 if self._turn == turn:
-                    return self._given, os.dup(self._fd) if self._fd is not None else None
+                    return self._exported, os.dup(self._fd) if self._fd is not None else None
             try:
                 await asyncio.wait_for(news.wait(), _PULSE_S)
             except TimeoutError:
@@ -185,23 +191,23 @@ def _bound(address: str) -> socket.socket:
     return listener
 
 
-def take(card: Card, turn: int, manifest: Manifest) -> OpenSnapshot:
-    """Take over what a giver of this host has opened. It was checked there; the memory is the same.
+def import_snapshot(address: ExporterAddress, turn: int, manifest: Manifest) -> OpenSnapshot:
+    """Take over what an exporter of this host has opened. It was checked there; the memory is the same.
 
     Args:
-        card: of the giver.
-        turn: see :meth:`Giver.give`.
+        address: of the exporter.
+        turn: see :meth:`Exporter.export`.
         manifest: of the snapshot.
 
     Raises:
-        NotShared: if there is no way to that process, or it has ended.
+        NotExportedError: if there is no way to that process, or it has ended.
         SpotError: why it could not open the snapshot.
     """
-    with _greeted(card, turn) as connection:
+    with _greeted(address, turn) as connection:
         lines = _Lines(connection)
         facts = _first_answer(lines)
     if len(lines.fds) != 1:
-        raise NotShared("the rank that opened the snapshot sent no descriptor of it")
+        raise NotExportedError("the rank that opened the snapshot sent no descriptor of it")
     return OpenSnapshot(manifest, facts["tier"], facts["url"], lines.fds[0], facts["in_memory"], facts["sealed"])
 
 
@@ -228,28 +234,28 @@ class _Lines:
 
 
 def _first_answer(lines: _Lines) -> dict[str, Any]:
-    """What a giver says once it is ready."""
+    """What an exporter says once it is ready."""
     try:
         while not (line := lines.next()):
             pass  # it lives
         facts = read_object(line)
     except (OSError, ValueError) as error:
-        raise NotShared(f"the rank that opens the snapshot does not answer ({error})") from error
+        raise NotExportedError(f"the rank that opens the snapshot does not answer ({error})") from error
     if (failed := facts.get("failed")) is not None:
         if not failed:
-            raise NotShared("the rank that opened the snapshot has given it up")
+            raise NotExportedError("the rank that opened the snapshot has given it up")
         raise error_from_body(500, json.dumps(failed).encode(), "")
     return facts
 
 
 @contextlib.contextmanager
-def _greeted(card: Card, turn: int) -> Iterator[socket.socket]:
+def _greeted(address: ExporterAddress, turn: int) -> Iterator[socket.socket]:
     with contextlib.ExitStack() as opened:
         try:
             connection = opened.enter_context(
-                greeted(lambda: connect(card.address, _CONNECT_S), card.secret, turn=turn)
+                greeted(lambda: connect(address.socket_name, _CONNECT_S), address.secret, turn=turn)
             )
             connection.settimeout(_SILENCE_S)
         except OSError as error:
-            raise NotShared(f"the rank that opens the snapshot cannot be reached ({error})") from error
+            raise NotExportedError(f"the rank that opens the snapshot cannot be reached ({error})") from error
         yield connection

@@ -1,9 +1,9 @@
-"""A ballot: ranks that are told of an event at different times agree on one place after which all of them act on it.
+"""Ranks that are told of an event at different times agree on one place after which all of them act on it.
 
-Nothing is sent while nothing happens: a thread of each rank waits at the exchange, and the
-training thread looks at one flag at each place it passes. Once a rank calls, every rank's thread posts where its
-training is; from then on training holds at the next place until the first rank has published the stop, one place past
-the farthest. So no rank can have gone past it, however late the news reached it.
+Nothing is sent while nothing happens: a thread of each rank waits at the key-value channel, and the training thread
+looks at one flag at each place it passes. Once a rank calls, the thread of every rank posts where its training is; from
+then on training holds at the next place until the first rank has published the stop, one place past the farthest. So no
+rank can have gone past it, however late the news reached it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from lightning_spot.notices.exchange import Over
+from lightning_spot.preemption.key_value import RankZeroEnded
+from lightning_spot.say import say
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ DECIDE_S = 30.0
 
 
 class Values(Protocol):
-    """What is used of an :class:`~lightning_spot.notices.exchange.Exchange`; a ballot has one to itself."""
+    """A :class:`~lightning_spot.preemption.key_value.KeyValueClient`; each agreement has one to itself."""
 
     def set(self, key: str, value: Any) -> None:
         """Publish a plain value."""
@@ -55,14 +56,14 @@ class Place:
         return Place(self.batch, self.evaluated + 1) if self.evaluating else Place(self.batch + 1)
 
 
-class Ballot:
+class StopAgreement:
     """One event that all ranks act on after the same place.
 
     Args:
         name: of the event; its keys in the store begin with it.
         rank: of this process.
         world_size: number of ranks.
-        exchange: reached by all ranks; ``None`` for a single one.
+        channel: reached by all ranks; ``None`` for a single one.
         called: what this rank knows of the event, as plain values, or ``None``; must be cheap.
 
     Attributes:
@@ -76,7 +77,7 @@ class Ballot:
         *,
         rank: int,
         world_size: int,
-        exchange: Values | None,
+        channel: Values | None,
         called: Callable[[], dict[str, Any] | None],
     ) -> None:
         self.facts: dict[str, Any] | None = None
@@ -84,15 +85,15 @@ class Ballot:
         self._name = name
         self._rank = rank
         self._world_size = world_size
-        self._exchange = exchange
+        self._channel = channel
         self._called = called
         self._place = Place(0)
         self._posted = False
         self._stop: Place | None = None
         self._decided = threading.Event()
         self._closed = False
-        if exchange is not None:
-            threading.Thread(target=self._watch, name=f"spot-ballot-{name}", daemon=True).start()
+        if channel is not None:
+            threading.Thread(target=self._watch, name=f"spot-stop-{name}", daemon=True).start()
 
     def passed(self, place: Place) -> bool:
         """Tell that training is at ``place``; whether it is to act on the event here. Called by the training thread.
@@ -100,14 +101,15 @@ class Ballot:
         Holds, for at most ``DECIDE_S``, while the ranks agree.
         """
         self._place = place  # before the next line: see _decide
-        if self._exchange is None:
+        if self._channel is None:
             if (facts := self._called()) is not None:
                 self.facts, self.called_s = facts, time.monotonic()
             return facts is not None
         if not self._posted:
             return False
         if not self._decided.wait(DECIDE_S):
-            logger.warning("lightning_spot: ranks did not agree within %.0f s; this one goes ahead", DECIDE_S)
+            text = "ranks did not agree where to stop within {limit_s:.0f} s. This rank stops now"
+            say(logging.WARNING, "stop-not-agreed", text, limit_s=DECIDE_S)
             return True
         return self._stop is not None and (place.batch, place.evaluated) >= (self._stop.batch, self._stop.evaluated)
 
@@ -116,22 +118,23 @@ class Ballot:
         self._closed = True
 
     def _watch(self) -> None:
-        exchange = self._exchange
-        assert exchange is not None
+        channel = self._channel
+        assert channel is not None
         try:
             while not self._closed:
                 if (facts := self._called()) is not None:
                     self._set("called", facts)
-                if (facts := exchange.get(f"{self._name}/called", POLL_S)) is not None:
+                if (facts := channel.get(f"{self._name}/called", POLL_S)) is not None:
                     self._decide(facts)
                     return
-        except Over as end:  # this rank is about to come to its end, too
+        except RankZeroEnded as end:  # this rank is about to come to its end, too
             logger.debug("lightning_spot: %s", end)
         except OSError as error:  # rank 0 has gone, and with it the run
             if not self._closed:
-                logger.warning("lightning_spot: the other ranks cannot be asked any more (%s)", error)
+                text = "the connection to the other ranks is lost ({error}). They may stop at another step"
+                say(logging.WARNING, "ranks-unreachable", text, error=error)
         finally:
-            exchange.close()
+            channel.close()
 
     def _decide(self, facts: dict[str, Any]) -> None:
         self.facts, self.called_s = facts, time.monotonic()
@@ -144,12 +147,12 @@ class Ballot:
         self._decided.set()
 
     def _set(self, key: str, value: dict[str, Any]) -> None:
-        assert self._exchange is not None
-        self._exchange.set(f"{self._name}/{key}", value)
+        assert self._channel is not None
+        self._channel.set(f"{self._name}/{key}", value)
 
     def _get(self, key: str) -> dict[str, Any]:
-        assert self._exchange is not None
-        value: dict[str, Any] | None = self._exchange.get(f"{self._name}/{key}", DECIDE_S)
+        assert self._channel is not None
+        value: dict[str, Any] | None = self._channel.get(f"{self._name}/{key}", DECIDE_S)
         if value is None:
             raise TimeoutError(f"a rank did not answer within {DECIDE_S:.0f} s ({key})")
         return value

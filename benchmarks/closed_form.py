@@ -1,7 +1,4 @@
-"""What is known exactly, to check the simulator against, and for a quick answer; benchmarks/intervals.md derives it.
-
-``period_s`` is the time from one snapshot's begin to the next's: the work between them and what training waits for one.
-"""
+"""The time to finish that is known exactly: the simulator is checked against it; benchmarks/intervals.md derives it."""
 
 from __future__ import annotations
 
@@ -10,9 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-from lightning_spot.interval.adaptive import YoungDaly
-from lightning_spot.simulation.job import SimulatedJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,21 +26,6 @@ class FailureClass:
     lag_s: float = 0.0
     restore_s: float = 0.0
     restart_s: float = 0.0
-
-
-def lost_s(period_s: float, drain_s: float, lag_s: float = 0.0) -> float:
-    """Mean running time that a failure takes away, to first order.
-
-    Half a period, and the time until a snapshot is safe; where the tier is always busy, half of that time again, since
-    the newest one waits for the one under way.
-    """
-    waits_s = drain_s / 2 if drain_s > period_s else 0.0
-    return period_s / 2 + lag_s + drain_s + waits_s
-
-
-def overhead(period_s: float, stall_s: float, mtbf_s: float, classes: Sequence[FailureClass]) -> float:
-    """Share of the time that snapshots and failures take, to first order."""
-    return stall_s / period_s + sum(one.share * lost_s(period_s, one.drain_s, one.lag_s) for one in classes) / mtbf_s
 
 
 def safe_snapshots(period_s: float, drain_s: float, mtbf_s: float) -> float:
@@ -86,43 +65,3 @@ def expected_total_s(
     )
     attempts = work_s / interval_s / (restored * safe)
     return attempts * (mtbf_s + sum(one.share * one.restart_s for one in classes))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
-    """What to expect of a run whose machines are lost now and then.
-
-    Attributes:
-        stall_s: training waits for one snapshot at most (if nothing overlaps).
-        safe_s: from a snapshot's begin until it is safe outside this machine.
-        interval_s: from one snapshot to the next, as Young and Daly's rule chooses it.
-        overhead: share of the time spent waiting for snapshots.
-        loss_s: work that a preemption without notice takes away, on average.
-        total: share of the time that both cost.
-        behind_s: how much training the newest snapshot at each tier is behind, on average, by the tier's name.
-    """
-
-    stall_s: float
-    safe_s: float
-    interval_s: float
-    overhead: float
-    loss_s: float
-    total: float
-    behind_s: dict[str, float]
-
-
-def outlook(job: SimulatedJob, mtbf_s: float) -> Outlook:
-    """Say what to expect of a job that loses a machine every ``mtbf_s`` seconds."""
-    costs = job.costs(mtbf_s)
-    policy = YoungDaly()
-    policy.learn(costs)
-    interval_s, near_s = policy.interval_s(0), costs.drain_s
-    return Outlook(
-        stall_s=job.stall_s,
-        safe_s=job.stall_s + near_s,
-        interval_s=interval_s,
-        overhead=job.stall_s / interval_s,
-        loss_s=lost_s(interval_s, near_s),
-        total=overhead(interval_s, job.stall_s, mtbf_s, [FailureClass(drain_s=near_s)]),
-        behind_s={tier.name: lost_s(interval_s, tier.drain_s, tier.lag_s) for tier in job.tiers},
-    )

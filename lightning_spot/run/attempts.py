@@ -1,31 +1,39 @@
 """Begins an attempt: its number lies above all that any tier has seen, and is claimed before training begins.
 
-Where the durable tier cannot be claimed at that time, a thread goes on trying; then it looks whether the claim stays.
+If the storage cannot be claimed at that time, a thread retries; then it checks that the claim stays. The attempt of a
+folder of plain checkpoint files has no claim: its number orders what is saved there.
 """
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import logging
 import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
+from lightning_spot import retry
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshotError, FencedError, TierError, TierReason
+from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest
 from lightning_spot.image.packing import Compression
 from lightning_spot.memory.host import Host
 from lightning_spot.memory.placement import placed
-from lightning_spot.memory.runs import RunInfo
+from lightning_spot.memory.runs import EPOCH_UNIX_S, RunInfo, files_name
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.retry import growing
-from lightning_spot.run import patience
 from lightning_spot.run.identity import next_attempt
 from lightning_spot.run.survey import Survey
+from lightning_spot.say import recovered, say
 from lightning_spot.tiers.claims import Claim, Owner
+from lightning_spot.tiers.filesystem import open_filesystem, tier_errors, time_of
 from lightning_spot.tiers.store import Store
 
 logger = logging.getLogger(__name__)
@@ -44,20 +52,20 @@ def begin_attempt(
     compression: Compression,
     replicas: int,
 ) -> tuple[RunInfo, bool]:
-    """Take the next attempt of the run at this host's ring and at the durable tier.
+    """Take the next attempt of the run at this host's ring and in storage.
 
     The ring comes first: it refuses a second trainer of this host before that one fences the first.
 
     Args:
-        found: what the tiers hold; its durable tier may be unreadable, then the number leaves room for it.
+        found: what the tiers hold; its storage may be unreadable, then the number leaves room for it.
         host: ring on this host.
         keep: snapshots each tier keeps.
-        min_upload_interval_s: least seconds between two snapshots brought to the durable tier, see :class:`RunInfo`.
+        min_upload_interval_s: least seconds between two snapshots brought to storage, see :class:`RunInfo`.
         compression: how what changed goes to snapshot servers behind, see :class:`RunInfo`.
         replicas: how many of them each snapshot is kept at.
 
     Returns:
-        the attempt as the tiers know it, and whether the durable tier is claimed; see :class:`ClaimWatch`.
+        the attempt as the tiers know it, and whether storage is claimed; see :class:`ClaimWatch`.
 
     Raises:
         RunBusyError: if a live trainer on this host writes the run.
@@ -89,14 +97,12 @@ def begin_attempt(
         except FencedError as error:
             if last:
                 raise
-            logger.info("lightning_spot: %s; taking a later number", error)
+            text = "{error}. This attempt takes a later number"
+            say(logging.INFO, "attempt-taken", text, about=location.url, error=error)
             info = replace(_of_the_run_there(found, info), attempt=max(info.attempt, error.current) + 1)
     if found.identity.copied_from:
-        logger.warning(
-            "lightning_spot: %s was copied from %s: from here on it is a run of its own",
-            location.url,
-            found.identity.copied_from,
-        )
+        text = "{about} is a copy of {source}. From here on it is a run of its own"
+        say(logging.WARNING, "run-copied", text, about=location.url, source=found.identity.copied_from)
     return info, claimed
 
 
@@ -118,21 +124,17 @@ def _of_the_run_there(found: Survey, info: RunInfo) -> RunInfo:
 
 
 def _claim(store: Store, claim: Claim) -> bool:
-    """Claim the durable tier; whether that came to be, after a few tries."""
-    bounds = patience.PATIENCE
+    """Claim storage; whether that came to be, after a few tries."""
+    policy = retry.DEFAULT_POLICY
 
     def once() -> None:
-        patience.unless_silent(lambda: store.claim(claim), threading.Event(), bounds.silent_s, store.url)
+        retry.unless_silent(lambda: store.claim(claim), threading.Event(), policy.silent_s, store.url)
 
     try:
-        patience.patiently(once, bounds, store.url)
+        retry.with_retries(once, policy, store.url)
     except TierError as error:
-        logger.warning(
-            "lightning_spot: attempt %d could not be claimed at %s (%s); it is tried again",
-            claim.attempt,
-            store.url,
-            error,
-        )
+        text = "attempt {attempt} could not be claimed at {about} ({error}). An earlier one may write there. Retrying"
+        say(logging.WARNING, "claim-failing", text, about=store.url, attempt=claim.attempt, error=error)
         return False
     return True
 
@@ -144,7 +146,7 @@ class ClaimWatch:
     The last one stays; the other finds out here, or with the next thing that it has written.
 
     Args:
-        url: of the durable tier.
+        url: of storage.
         claim: to hold.
         is_made: whether it was made.
         fenced: told if another trainer has taken the number, or a later one the run. Called on the thread.
@@ -169,7 +171,7 @@ class ClaimWatch:
                 self._look()
                 pause_s, pauses = _AGAIN_S, growing(_FIRST_RETRY_S, _LAST_RETRY_S)
             except FencedError as error:
-                logger.warning("lightning_spot: %s", error)
+                say(logging.WARNING, "fenced", "{error}", about=self._url, error=error)
                 self._fenced(error)
                 return
             except Exception as error:  # whatever it is: without a claim, no earlier attempt would be kept out
@@ -189,10 +191,12 @@ class ClaimWatch:
         if not self._is_made:
             store.claim(self._claim)
             self._is_made = True
+            text = "attempt {attempt} is claimed at {about}"
+            recovered("claim-failing", text, about=self._url, attempt=self._claim.attempt)
 
 
 def elsewhere(nodes: Sequence[str], replicas: int) -> tuple[str, ...]:
-    """The nodes that outlive this machine; all of them if none does. A node at a loopback address counts as one.
+    """The servers that outlive this machine; all of them if none does. A server at a loopback address counts as one.
 
     Args:
         nodes: ``spot://host:port`` of each.
@@ -200,12 +204,14 @@ def elsewhere(nodes: Sequence[str], replicas: int) -> tuple[str, ...]:
     """
     found = tuple(node for node in nodes if not is_here(parse_spot_url(node)[0].host))
     if len(found) < min(replicas, len(nodes)):
-        logger.warning(
-            "lightning_spot: replicas=%d, and %d of the servers are on other machines (%s): one here goes with"
-            " this machine",
-            replicas,
-            len(found),
-            ", ".join(found) or "none",
+        say(
+            logging.WARNING,
+            "replicas-here",
+            "replicas={replicas}, but only {count} servers are on other machines ({about}). What is on this machine is"
+            " lost with it. Name more servers",
+            about=", ".join(found) or "none",
+            replicas=replicas,
+            count=len(found),
         )
     return found or tuple(nodes)
 
@@ -229,3 +235,74 @@ def _is_own(family: int, address: tuple[str, int] | tuple[str, int, int, int] | 
     except OSError:
         return False
     return True
+
+
+_MOST_READ = 2000
+_READERS = 32
+
+_attempts: dict[str, int] = {}  # attempts of this process, by folder
+_attempts_lock = threading.Lock()
+
+
+def folder_info(folder: str, now_unix_s: float | None = None) -> RunInfo:
+    """A user's folder as a server knows it: the folder is a run, and whoever begins to save there is an attempt.
+
+    The attempt is the time in seconds, or one more than that of any file that is there, or that was given here before.
+    So what is left with the server of somebody before never replaces what is saved from now on.
+
+    Args:
+        folder: absolute path or URL.
+        now_unix_s: the time; default now.
+    """
+    key = hashlib.sha256(folder.encode()).hexdigest()[:12]
+    now = int(time.time() if now_unix_s is None else now_unix_s)
+    highest = _highest_attempt(folder)
+    with _attempts_lock:
+        _attempts[key] = attempt = 1 + max(now - EPOCH_UNIX_S - 1, highest, _attempts.get(key, 0))
+    return RunInfo(
+        name=files_name(key),
+        id=key,
+        location=folder if "://" in folder else f"file://{folder}",
+        attempt=attempt,
+        token=secrets.token_hex(8),
+        keep=1,
+        durable_url=folder,
+        is_claimed=False,
+        pid=os.getpid(),
+        host=os.uname().nodename,
+    )
+
+
+def _highest_attempt(folder: str) -> int:
+    """Highest attempt of the files that have manifests in a folder; 0 if none, or if it cannot be read.
+
+    Of very many the newest are read: a later attempt than theirs would have written something newer.
+    """
+    try:
+        with tier_errors(folder):
+            files, root = open_filesystem(folder)
+            facts = (fact for fact in _listed(files, f"{root}/{OWN_DIR}") if fact["name"].endswith(f".{MANIFEST_FILE}"))
+            newest = sorted(facts, key=time_of, reverse=True)
+            with ThreadPoolExecutor(_READERS) as pool:
+                return max(pool.map(lambda fact: _attempt_in(files, fact["name"]), newest[:_MOST_READ]), default=0)
+    except TierError as error:
+        text = "{error}. Only the clock orders what is saved there"
+        say(logging.WARNING, "manifests-not-read", text, about=folder, error=error)
+        return 0
+
+
+def _listed(files: Any, folder: str) -> list[dict[str, Any]]:
+    try:
+        return list(files.ls(folder, detail=True))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _attempt_in(files: Any, path: str) -> int:
+    try:
+        return Manifest.from_json(files.cat_file(path)).attempt
+    except (FileNotFoundError, CorruptSnapshotError):
+        return 0
+    except Exception as error:  # every file system has errors of its own: one manifest hides no other
+        say(logging.WARNING, "manifest-not-read", "{about} cannot be read ({error})", about=path, error=error)
+        return 0

@@ -9,8 +9,8 @@ import time
 
 from lightning_spot.config import read_environment
 from lightning_spot.errors import NoticeUnavailableError
-from lightning_spot.notices.metadata_service import Answer, ask, seconds_until
-from lightning_spot.notices.notice import Notice
+from lightning_spot.preemption.metadata_service import Answer, ask, seconds_until
+from lightning_spot.preemption.notice import Notice
 
 _TOKEN_S = 21600
 _HEADER = "X-aws-ec2-metadata-token"

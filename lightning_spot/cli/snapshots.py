@@ -1,0 +1,530 @@
+"""``lightning-spot ls``, ``show``, ``verify`` and ``cp``: what there is at which tier, how safe, and copies of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from lightning_spot.cli.arguments import LATEST, check_given, location_of, split_run
+from lightning_spot.cli.output import error_console, plain_table, print_line, wide_console
+from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.spread_store import SpreadStore
+from lightning_spot.config import PART_BYTES, format_bytes, format_count
+from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError, SpotError, TierError
+from lightning_spot.image.files import cut
+from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
+from lightning_spot.memory.tier import Listed
+from lightning_spot.protocol.wire import parse_spot_url
+from lightning_spot.retry import RetryPolicy
+from lightning_spot.run.reading import OpenSnapshot
+from lightning_spot.run.sources import MemorySource, Source, StoreSource
+from lightning_spot.run.survey import of_tier, spread_over, survey
+from lightning_spot.tiers.store import Holdings
+from lightning_spot.untrusted import plain
+
+_LIKE_AN_ADDRESS = re.compile(r"[^/:]+:\d+(/|$)")
+"""What a snapshot server's address looks like without its scheme: taken for a directory."""
+
+_ONCE = RetryPolicy(tries=1, silent_s=6.0)
+
+
+def add_ls_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``ls``."""
+    _add_run(parser, "RUN")
+    _add_json(parser)
+
+
+def add_show_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``show``."""
+    _add_run(parser, "RUN[@STEP]", "; RUN@STEP for one snapshot (default: the newest, RUN@latest)")
+    _add_json(parser)
+
+
+def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``verify``."""
+    _add_run(parser, "RUN[@STEP]", "; RUN@STEP for one snapshot, RUN@latest for the newest (default: all)")
+
+
+def add_copy_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``cp``."""
+    _add_run(parser, "RUN[@STEP]", "; RUN@STEP for one snapshot (default: the newest, RUN@latest)")
+    parser.add_argument("dest", metavar="DEST", help="file, or directory to copy it into")
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
+    parser.add_argument(
+        "--consolidate", action="store_true", help="make one plain file of a sharded snapshot (needs torch)"
+    )
+
+
+def _add_run(parser: argparse.ArgumentParser, metavar: str, which: str = "") -> None:
+    parser.add_argument("run", metavar=metavar, help=f"directory, fsspec URL, or spot://host:port/NAME{which}")
+    parser.add_argument(
+        "--server",
+        action="append",
+        default=[],
+        metavar="spot://HOST:PORT",
+        help="also ask this snapshot server; may be given several times",
+    )
+    parser.add_argument("--run-name", metavar="NAME", help="name of the run (default: last component of RUN)")
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+
+
+@dataclass(slots=True)
+class Entry:
+    """A snapshot at a tier.
+
+    Attributes:
+        manifest: what it is.
+        source: where it is.
+        state: ``"persisted"`` in storage; of one in memory ``"replicated"`` (at another tier, too), ``"uploading"`` (on
+            its way to one) or ``"local"`` (neither). Of one host's portion of a snapshot which of them it is; of one
+            whose portions are all at the servers that were asked ``"replicated"``: it outlives the machines that train.
+    """
+
+    manifest: Manifest
+    source: Source
+    state: str
+
+
+@dataclass(slots=True)
+class Found:
+    """What the tiers answered.
+
+    Attributes:
+        entries: snapshots, newest first.
+        unreadable: snapshots that are there but cannot be used, with tier and reason.
+        problems: one line for each tier that did not answer.
+        url: the run that was asked for.
+        selected: step or name of the snapshot of it that was, if one was.
+        is_known: whether a tier knows of a run there, or could not say.
+        hint: what to do where none does, for people.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    unreadable: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    url: str = ""
+    selected: str | None = None
+    is_known: bool = True
+    hint: str = "give the directory or URL of one"
+
+
+def ask(arguments: argparse.Namespace) -> Found:
+    """Ask every tier the command line names.
+
+    Raises:
+        SettingsError: if a URL is malformed, names one of several runs of that name, or one snapshot and no run.
+        SnapshotNotFoundError: if no tier that was asked answers, or no run was ever there: a wrong path is no run
+            without snapshots.
+    """
+    url, selected = split_run(arguments.run)
+    _check_names_a_run(url)
+    found = _ask_servers(url, arguments) if url.startswith("spot:") else _ask_run(url, arguments)
+    found.url, found.selected = url, selected
+    if not (found.is_known or found.entries or found.unreadable):
+        hint = f"for a snapshot server write spot://{found.url}" if _LIKE_AN_ADDRESS.match(found.url) else found.hint
+        if found.problems:  # one that did not answer may know of it
+            silent = "; ".join(found.problems)
+            raise SnapshotNotFoundError(
+                f"no tier that answers knows of a run at {found.url!r}, and not all do: {silent}; {hint}"
+            )
+        raise SnapshotNotFoundError(f"no run is, or ever was, at {found.url!r}: {hint}")
+    found.entries.sort(key=lambda entry: entry.manifest.order, reverse=True)
+    return found
+
+
+def look_again(found: Found, source: Source, *, forget: bool) -> None:
+    """What a tier holds by now, in the place of what it was seen to hold before; nothing of it if that is forgotten."""
+    entries = [entry for entry in found.entries if entry.source is not source]
+    if not forget:
+        try:
+            entries.extend(_entries(source, source.survey()))
+        except SpotError as error:
+            found.problems.append(of_tier(source.tier, str(error)))
+    found.entries = sorted(entries, key=lambda entry: entry.manifest.order, reverse=True)
+
+
+def pick(found: Found, wanted: str | None) -> Entry:
+    """The newest snapshot, or the newest of that name or step.
+
+    Raises:
+        SnapshotNotFoundError: if there is none; names what there is.
+    """
+    whole = [entry for entry in found.entries if entry.manifest.portion is None]
+    for entry in whole:
+        if wanted in (None, LATEST, entry.manifest.name, str(entry.manifest.step)):
+            return entry
+    names = ", ".join(sorted({entry.manifest.name for entry in whole})) or "nothing"
+    if len(whole) < len(found.entries):
+        names += " that is whole; portions of hosts, which lie at several snapshot servers, are one if all are given"
+        names += " (--server)"
+    what = f"no snapshot {wanted!r}" if wanted is not None else "no snapshot"
+    bad = [f"{item} cannot be used ({why})" for item, why in found.unreadable.items()]
+    raise SnapshotNotFoundError(
+        "; ".join([f"{what} of {found.url} at any tier; there is {names}", *bad, *found.problems])
+    )
+
+
+def _check_names_a_run(url: str) -> None:
+    """A directory of a run is easily given for it: nothing would be found below, or another one shown."""
+    parts = url.split("/")
+    for place, part in enumerate(parts):
+        if place and snapshot_order(part) is not None:
+            run = "/".join(parts[:place])
+            raise SettingsError(f"{url!r} is one snapshot: write {run}@{part} (for ls, its run {run})")
+
+
+def _ask_servers(url: str, arguments: argparse.Namespace) -> Found:
+    """Ask servers for a run by its name (``RUN``, or ``RUN@ID`` where several have it)."""
+    check_given("/", arguments.server, arguments.run_name)
+    address, path = parse_spot_url(url)
+    run = arguments.run_name or path.split("/")[0]
+    if not run:
+        raise SettingsError(f"{url!r} names no run; write {address}/RUN")
+    found = Found(
+        is_known=False,
+        hint="a server that was restarted knows only what it had in memory; ask by the run's URL",
+    )
+    servers = [str(address), *(str(parse_spot_url(item)[0]) for item in arguments.server)]
+    answers: list[tuple[Source, Holdings]] = []
+    for server in servers:
+        source = StoreSource(NodeStore(f"{server}/{run}"), server)
+        try:
+            holdings = source.survey()
+            answers.append((source, holdings))
+            found.is_known = found.is_known or holdings.highest_attempt > 0
+            found.entries.extend(_entries(source, holdings))
+        except SettingsError:
+            raise
+        except SpotError as error:
+            found.problems.append(of_tier(server, str(error)))
+    for spread, holdings in spread_over(answers):
+        found.entries[:0] = _entries(spread, holdings)
+    if len(found.problems) == len(servers):
+        raise SnapshotNotFoundError("; ".join(found.problems))
+    return found
+
+
+def _ask_run(url: str, arguments: argparse.Namespace) -> Found:
+    """Ask the tiers of a run by its durable directory, as a trainer does."""
+    location = location_of(url, arguments.server, arguments.run_name)
+    seen = survey(location, _ONCE, commits=False)
+    found = Found(unreadable=seen.unreadable, problems=[of_tier(tier, why) for tier, why in seen.problems.items()])
+    for source, holdings in seen.answers:
+        try:
+            found.entries.extend(_entries(source, holdings))
+        except SpotError as error:
+            found.problems.append(of_tier(source.tier, str(error)))
+    if (Path(location.url) / OWN_DIR).is_dir():
+        found.hint = "SpotCheckpointIO has saved plain checkpoint files there, which ls and load_from_checkpoint read"
+    found.is_known = bool(seen.claim is not None or seen.runs or seen.durable is None)
+    if not seen.answers and found.problems:
+        raise SnapshotNotFoundError("; ".join(found.problems))
+    return found
+
+
+def _entries(source: Source, holdings: Holdings) -> list[Entry]:
+    """The snapshots a tier holds, with their state; a server says of each where it is safe."""
+    server = source if isinstance(source, MemorySource) else getattr(source, "store", None)
+    if isinstance(server, (MemorySource, NodeStore)):
+        listed = [item for item in server.listing() if not item.manifest.is_file]
+        return [Entry(item.manifest, source, _state(item)) for item in listed]
+    state = "replicated" if isinstance(source, StoreSource) and isinstance(source.store, SpreadStore) else "persisted"
+    return [Entry(manifest, source, state) for manifest in holdings.manifests]
+
+
+def _state(item: Listed) -> str:
+    if (portion := item.manifest.portion) is not None:
+        return f"portion {portion.host + 1} of {portion.hosts}"
+    return "uploading" if item.dirty else "replicated" if item.safe else "local"
+
+
+def ls(arguments: argparse.Namespace) -> int:
+    """List the snapshots of a run at every tier, newest first."""
+    found = ask(arguments)
+    if found.selected is not None:
+        raise SettingsError(f"ls lists all snapshots of a run: give {found.url}, or show {arguments.run}")
+    if arguments.json:
+        unreadable = [{"name": name, "state": "unreadable", "reason": why} for name, why in found.unreadable.items()]
+        print(json.dumps([*(_facts(entry) for entry in found.entries), *unreadable], indent=1))
+        return 0
+    console = wide_console()
+    headings = ("SNAPSHOT", "STEP", "EPOCH", "ATTEMPT", "SIZE", "AGE", "TIER", "STATE")
+    table = plain_table(headings, left=("SNAPSHOT", "TIER", "STATE"))
+    for entry in found.entries:
+        manifest = entry.manifest
+        epoch, age = str(manifest.epoch), _age(manifest.created_unix_s)
+        if manifest.portion is not None:  # only the first host's knows when, and in which epoch
+            epoch, age = "-", age if manifest.created_unix_s else "-"
+        numbers = (str(manifest.step), epoch, str(manifest.attempt), format_bytes(manifest.stored_bytes))
+        table.add_row(manifest.name, *numbers, age, entry.source.tier, entry.state)
+    if found.entries:
+        console.print(table)
+    else:
+        console.print(f"no snapshots of {found.url}")
+    for name, why in found.unreadable.items():
+        console.print(f"unreadable: {name}: {why}", style="yellow")
+    for problem in found.problems:
+        console.print(problem, style="yellow")
+    return 0
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Show everything known of one snapshot."""
+    found = ask(arguments)
+    entry = pick(found, found.selected)
+    if arguments.json:
+        print(json.dumps(_facts(entry), indent=1))
+        return 0
+    manifest = entry.manifest
+    part_bytes = min(manifest.part_bytes, manifest.nbytes)
+    most = "at most " if len(manifest.checksums) > 1 else ""
+    console, what = wide_console(), "directory" if manifest.files else "file"
+    lines = {
+        "snapshot": manifest.name,
+        "run": f"{manifest.run}@{manifest.run_id}" if manifest.run_id else manifest.run,
+        "lineage": manifest.lineage or "unknown",
+        "tier": f"{entry.source.tier} ({entry.state})",
+        "step": manifest.step,
+        "epoch": manifest.epoch,
+        "attempt": manifest.attempt,
+        "exact": "yes" if manifest.exact else "no, an approximation (lossy='topk')",
+        "complete": "yes, the run had ended" if manifest.complete else "no",
+        "taken": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created_unix_s))
+        + f" ({_age(manifest.created_unix_s)} ago)",
+        what: f"{manifest.data_path}, {manifest.stored_bytes} bytes ({format_bytes(manifest.stored_bytes)})",
+        **({"files": f"{len(manifest.files)}, {manifest.files[0].name} first"} if manifest.files else {}),
+        "parts": f"{len(manifest.checksums)} of {most}{format_bytes(part_bytes)}, xxh3-128 each",
+        "world size": manifest.world_size,
+        "written by": ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items())),
+    }
+    for name, value in lines.items():
+        console.print(f"{name:<11} {value}")
+    return 0
+
+
+def _facts(entry: Entry) -> dict[str, object]:
+    return {**entry.manifest.to_dict(), "tier": entry.source.tier, "state": entry.state}
+
+
+def _age(created_unix_s: float) -> str:
+    seconds = max(0.0, time.time() - created_unix_s)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+_LOOKS = 10
+"""How often the newest snapshot is looked for where training supersedes each one before it can be opened."""
+
+
+def copy(arguments: argparse.Namespace) -> int:
+    """Copy the newest snapshot (or the one named) into a file, or a directory, that torch and Lightning read.
+
+    Where what could not be read may be newer, that is said. Where the newest is damaged, an error names the one before.
+    """
+    found = ask(arguments)
+    wanted = pick(found, found.selected).manifest
+    _target(arguments, wanted)  # an error in it is said before anything is read
+    if found.selected is None:
+        for what, why in found.unreadable.items():
+            print_line(f"skipped: {what}: {why}")
+        for problem in found.problems:
+            print_line(f"not asked: {problem}")
+    snapshot = _open_newest(found) if found.selected is None else _open_somewhere(found, wanted.name)
+    try:
+        wanted = snapshot.manifest
+        target, one_file = _target(arguments, wanted), arguments.consolidate or not wanted.files
+        if wanted.files and one_file:
+            _consolidate(snapshot, target)
+        else:
+            _copy(snapshot, target)
+    finally:
+        snapshot.close()
+    nbytes = target.stat().st_size if one_file else wanted.stored_bytes
+    print_line(f"{target}: {format_bytes(nbytes)}, step {wanted.step}, from {snapshot.tier}, every checksum holds")
+    if not one_file:
+        print_line("That is a directory, of a sharded model. --consolidate makes one plain file of it")
+    return 0
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    """Read and check every snapshot at every tier (or those of one name); exit code 1 if one is bad.
+
+    One that left its tier meanwhile, as all do while training goes on, is not bad.
+    """
+    found = ask(arguments)
+    if found.selected is not None:
+        name = pick(found, found.selected).manifest.name
+        found.entries = [entry for entry in found.entries if entry.manifest.name == name]
+        found.unreadable = {what: why for what, why in found.unreadable.items() if what.startswith(f"{name} at ")}
+    if not found.entries and not found.unreadable:
+        raise SnapshotNotFoundError("; ".join([f"no snapshot of {found.url} to verify", *found.problems]))
+    bad = len(found.unreadable)
+    for what, why in found.unreadable.items():
+        print_line(f"BAD  {what}: {why}")
+    for entry in found.entries:
+        label = f"{entry.manifest.name} at {entry.source.tier}"
+        try:
+            _open(entry).close()
+        except SpotError as error:
+            if _has_left(entry):
+                print_line(f"gone {label}: it has left this tier since it was listed, as older ones do")
+                continue
+            bad += 1
+            print_line(f"BAD  {label}: {error}")
+        else:
+            parts = format_count(len(entry.manifest.checksums), "part")
+            print_line(f"good {label}: {format_bytes(entry.manifest.stored_bytes)}, {parts}")
+    for problem in found.problems:
+        print_line(f"not asked: {problem}")
+    return 1 if bad else 0
+
+
+def _open_newest(found: Found) -> OpenSnapshot:
+    """Open the newest snapshot. With one at every step it may have left memory since it was listed.
+
+    Its tier is asked again then, and what it has now is opened at once. Where training supersedes that, too, each time,
+    the older one of another tier is taken.
+    """
+    looks = 0
+    while True:
+        newest = pick(found, None)  # of portions alone there is nothing to open
+        try:
+            return _open_somewhere(found, newest.manifest.name)
+        except SnapshotNotFoundError:
+            looks += 1
+            look_again(found, newest.source, forget=looks >= _LOOKS)
+            if not found.entries:
+                raise
+        except (
+            CorruptSnapshotError
+        ) as error:  # older weights than those asked for are no answer; how to have them is said
+            names = (entry.manifest.name for entry in found.entries if entry.manifest.portion is None)
+            older = next((name for name in names if name != newest.manifest.name), None)
+            if older is None:
+                raise
+            raise CorruptSnapshotError(
+                f"{error}. To have the snapshot before it: lightning-spot cp {found.url}@{older} DEST",
+                where=error.where,
+                part=error.part,
+            ) from error
+
+
+def _open_somewhere(found: Found, name: str) -> OpenSnapshot:
+    """Open a snapshot at the first tier whose copy is good."""
+    problem: SpotError | None = None
+    tier = ""
+    for entry in found.entries:
+        if entry.manifest.name != name:
+            continue
+        if problem is not None:  # that of the last tier is the error
+            print_line(f"skipped: {tier}: {problem}")
+        try:
+            return _open(entry)
+        except SpotError as error:
+            problem, tier = error, entry.source.tier
+    raise problem or CorruptSnapshotError(f"{name} is at no tier any more")
+
+
+def _open(entry: Entry) -> OpenSnapshot:
+    with _progress() as progress:
+        task = progress.add_task(plain(f"{entry.manifest.name} from {entry.source.tier}"), total=entry.manifest.nbytes)
+        return entry.source.open(entry.manifest, lambda nbytes: progress.update(task, advance=nbytes))
+
+
+def _has_left(entry: Entry) -> bool:
+    """Whether the tier has it no more: as a whole, and not only a part of it."""
+    try:
+        holdings = entry.source.survey()
+    except SpotError:  # not known: what was wrong with the snapshot stands
+        return False
+    name = entry.manifest.name
+    return name not in holdings.unreadable and all(manifest.name != name for manifest in holdings.manifests)
+
+
+def _target(arguments: argparse.Namespace, wanted: Manifest) -> Path:
+    target, name, one_file = Path(arguments.dest), wanted.name, arguments.consolidate or not wanted.files
+    if target.is_dir():
+        target = target / (name if not one_file or name.endswith(".ckpt") else f"{name}.ckpt")
+    if target.exists() and not one_file:
+        raise SettingsError(f"{target} exists, and a directory is never replaced; name another path")
+    if target.exists() and not arguments.force:
+        raise SettingsError(f"{target} exists; pass --force to replace it, or name another path")
+    if not target.parent.is_dir():
+        raise SettingsError(f"{target.parent} is no directory; make it first, or name another path")
+    return target
+
+
+def _consolidate(snapshot: OpenSnapshot, target: Path) -> None:
+    """Make one plain file of a sharded snapshot, in a process of its own: commands know no torch."""
+    folder = target.parent / f".{target.name}.{uuid.uuid4().hex}.shards"
+    try:
+        _copy(snapshot, folder)
+        command = [sys.executable, "-m", "lightning_spot.sharded.reader", str(folder), str(target)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            reason = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+            raise SpotError(f"no plain file could be made of {snapshot.manifest.name}: {reason}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _copy(snapshot: OpenSnapshot, target: Path) -> None:
+    """Write beside the target, then rename: a broken copy never stands under the final name."""
+    temporary, manifest = target.parent / f".{target.name}.{uuid.uuid4().hex}", snapshot.manifest
+    try:
+        with _progress() as progress:
+            task = progress.add_task(f"writing {target}", total=manifest.nbytes)
+            if manifest.files:
+                temporary.mkdir()
+            for span, data in cut(
+                manifest.spans, _parts(snapshot, lambda nbytes: progress.update(task, advance=nbytes))
+            ):
+                _write(temporary / span.name if manifest.files else temporary, data)
+            if manifest.files:
+                _write(temporary / MANIFEST_FILE, [memoryview(manifest.to_json().encode())])
+        os.replace(temporary, target)
+    except OSError as error:
+        raise TierError(f"{target} cannot be written: {error.strerror}", tier=str(target)) from error
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
+        temporary.unlink(missing_ok=True)
+
+
+def _parts(snapshot: OpenSnapshot, advance: Callable[[int], None]) -> Iterator[memoryview]:
+    reader = snapshot.reader()  # which checks again what it reads
+    while part := reader.read(PART_BYTES):
+        yield memoryview(part)
+        advance(len(part))
+
+
+def _write(path: Path, data: Iterable[memoryview]) -> None:
+    with open(path, "wb") as file:
+        for piece in data:
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    # To the error stream, and only for people: pipes get the result alone.
+    console = error_console()
+    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)

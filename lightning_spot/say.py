@@ -1,0 +1,93 @@
+"""Messages to the person who runs a training or a server: each has a level, a key and facts.
+
+A warning or an error is logged once for each cause. While the cause lasts, it is logged again every ten minutes, with a
+count; :func:`recovered` logs its end. The key is ``spot_key`` of the log record, and the facts are ``spot_facts``:
+
+    logging.getLogger("lightning_spot").addFilter(lambda record: getattr(record, "spot_key", "") != "storage-slow")
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+
+logger = logging.getLogger("lightning_spot")
+
+AGAIN_S = 600.0
+"""Seconds between two messages of one cause."""
+
+_MOST_CAUSES = 1024
+
+
+class Messages:
+    """Logs messages and counts those that it leaves out. Methods may be called from any thread.
+
+    Args:
+        clock: gives seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        # By cause: when it was logged last, and how often it came up since. No lock: a forked child would inherit it.
+        self._said: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def say(
+        self, level: int, key: str, text: str, /, *, about: object = "", exc_info: bool = False, **facts: object
+    ) -> None:
+        """Log a message.
+
+        Args:
+            level: ``logging.ERROR`` if the run cannot be resumed, or a guarantee is broken; ``WARNING`` if the reader
+                should act; ``INFO`` for a change of state, which is logged each time.
+            key: names the event, such as ``"storage-slow"``; documented in ``docs/reference/messages.md``.
+            text: event, consequence, action; :meth:`str.format` fills in ``about`` and the facts.
+            about: which run, server or file; with the key, it is the cause.
+            exc_info: whether the traceback of the current exception follows.
+            facts: values in the text.
+        """
+        count = 0
+        if level >= logging.WARNING:
+            cause, now_s = (key, str(about)), self._clock()
+            said_s, count = self._said.get(cause, (-AGAIN_S, 0))
+            if now_s - said_s < AGAIN_S:
+                self._said[cause] = (said_s, count + 1)
+                return
+            self._said[cause] = (now_s, 0)
+            while len(self._said) > _MOST_CAUSES:
+                self._said.pop(next(iter(self._said)), None)
+        often = f" ({count + 1} times since this was last logged)" if count else ""
+        self._log(level, key, text.format(about=about, **facts) + often, {"about": about, **facts}, exc_info=exc_info)
+
+    def recovered(self, key: str, text: str, /, *, about: object = "", **facts: object) -> None:
+        """Log that a cause is over, if it was logged before.
+
+        Args:
+            key: of the message that was logged.
+            text: see :meth:`say`.
+            about: see :meth:`say`.
+            facts: see :meth:`say`.
+        """
+        if self._said.pop((key, str(about)), None) is not None:
+            self._log(logging.INFO, key, text.format(about=about, **facts), {"about": about, **facts})
+
+    def forget(self) -> None:
+        """Log each cause once more."""
+        self._said.clear()
+
+    def _log(self, level: int, key: str, line: str, facts: dict[str, object], *, exc_info: bool = False) -> None:
+        rank = _rank()
+        prefix = f"[spot r{rank}]" if rank else "[spot]"
+        extra = {"spot_key": key, "spot_facts": facts}
+        logger.log(level, "%s %s", prefix, line, exc_info=exc_info, extra=extra, stacklevel=3)
+
+
+def _rank() -> int:
+    """This process's rank. Lightning keeps it there for its own messages; a server does not import Lightning."""
+    known = sys.modules.get("lightning_utilities.core.rank_zero")
+    return int(getattr(getattr(known, "rank_zero_only", None), "rank", None) or 0)
+
+
+_messages = Messages()
+say, recovered, forget = _messages.say, _messages.recovered, _messages.forget

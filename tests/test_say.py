@@ -1,0 +1,89 @@
+"""Messages: a key and facts on each record, once for each cause, again after a while, and when it is over."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from lightning_spot.say import AGAIN_S, Messages
+
+KEY, TEXT = "storage-slow", "{about} is slow ({took_s:.1f} s)"
+
+
+@pytest.fixture
+def clock() -> SimpleNamespace:
+    return SimpleNamespace(now_s=0.0)
+
+
+@pytest.fixture
+def messages(clock: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> Messages:
+    caplog.set_level(logging.INFO)
+    return Messages(lambda: clock.now_s)
+
+
+def test_a_message_has_its_key_its_facts_and_the_place_it_comes_from(
+    messages: Messages, caplog: pytest.LogCaptureFixture
+) -> None:
+    messages.say(logging.WARNING, KEY, TEXT, about="s3://{b}", took_s=2)
+    (record,) = caplog.records
+    assert (record.levelno, record.getMessage()) == (logging.WARNING, "[spot] s3://{b} is slow (2.0 s)")
+    assert (record.spot_key, record.spot_facts) == (KEY, {"about": "s3://{b}", "took_s": 2})  # type: ignore[attr-defined]
+    assert record.filename == "test_say.py"
+
+
+def test_a_cause_is_logged_once_and_again_after_ten_minutes_with_a_count(
+    messages: Messages, clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    for clock.now_s in range(int(AGAIN_S) + 1):
+        messages.say(logging.WARNING, KEY, TEXT, about="s3://b", took_s=clock.now_s)
+    first, again = caplog.messages
+    assert "times" not in first
+    assert f"({int(AGAIN_S)} times" in again
+
+
+def test_causes_are_told_apart_by_key_and_by_what_they_are_about(
+    messages: Messages, caplog: pytest.LogCaptureFixture
+) -> None:
+    for key in ("one", "two"):
+        for about in ("a", "b", "a"):
+            messages.say(logging.ERROR, key, "{about}", about=about)
+    assert len(caplog.records) == 4
+    messages.forget()
+    messages.say(logging.ERROR, "one", "{about}", about="a")
+    assert len(caplog.records) == 5
+
+
+def test_changes_of_state_are_logged_each_time(messages: Messages, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        messages.say(logging.INFO, "resumed", "resumed")
+    assert len(caplog.records) == 3
+
+
+def test_an_end_is_logged_only_of_what_was_logged(messages: Messages, caplog: pytest.LogCaptureFixture) -> None:
+    messages.recovered(KEY, "{about} works again", about="s3://b")
+    assert not caplog.records
+    for _ in range(2):
+        messages.say(logging.WARNING, KEY, "{about} fails", about="s3://b")
+        messages.recovered(KEY, "{about} works again", about="s3://b")
+    assert [record.levelno for record in caplog.records] == 2 * [logging.WARNING, logging.INFO]
+    assert {record.spot_key for record in caplog.records} == {KEY}  # type: ignore[attr-defined]
+
+
+def test_other_ranks_name_themselves(
+    messages: Messages, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 3, raising=False)
+    messages.say(logging.INFO, "resumed", "resumed")
+    assert caplog.messages == ["[spot r3] resumed"]
+
+
+def test_causes_do_not_fill_the_memory(messages: Messages, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(2000):
+        messages.say(logging.WARNING, KEY, "{about}", about=number)
+    caplog.clear()
+    messages.say(logging.WARNING, KEY, "{about}", about=1999)
+    messages.say(logging.WARNING, KEY, "{about}", about=0)  # forgotten since
+    assert len(caplog.records) == 1
