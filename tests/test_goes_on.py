@@ -49,9 +49,9 @@ from lightning_spot.service.files import Files
 from lightning_spot.staging.copier import Copier, CopyJob
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
-from tests.support.said import said
 from tests.support.copies import Desk as Copies
 from tests.support.ranks import Desk
+from tests.support.said import said
 from tests.support.server import named_run, served
 from tests.support.waiting import until
 from tests.test_harmless import fit

@@ -42,9 +42,9 @@ from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalFolder, LocalStore
 from lightning_spot.tiers.retention import retain
 from lightning_spot.tiers.store import Folder, Store
-from tests.support.said import said
 from tests.support import faulty
 from tests.support.faulty import Plan
+from tests.support.said import said
 from tests.support.small_trainer import RUN_ID
 from tests.support.waiting import until
 

@@ -41,9 +41,9 @@ from lightning_spot.run import survey
 from lightning_spot.run.survey import Survey
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings, Store
-from tests.support.said import said
 from tests.support.filled import check_archive, fill
 from tests.support.oracle import claim_of
+from tests.support.said import said
 from tests.support.server import RUN_ID, RunningNode, image_of, manifest_of
 from tests.support.snapshots import check_all, spot
 from tests.support.store import GatedStore

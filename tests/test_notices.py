@@ -26,8 +26,8 @@ from lightning_spot.preemption.notice import Notice, NoticeSource
 from lightning_spot.preemption.signals import SignalSource
 from lightning_spot.preemption.stop_agreement import Place, StopAgreement
 from lightning_spot.preemption.watcher import CallSource, FileSource, Watcher, open_sources
-from tests.support.said import said_about
 from tests.support.metadata_server import MetadataServer
+from tests.support.said import said_about
 from tests.support.waiting import until
 
 

@@ -12,8 +12,8 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.run import receiving
 from lightning_spot.run.sources import StoreSource
 from lightning_spot.tiers.objects import ObjectStore
-from tests.support.said import said
 from tests.support.oracle import claim_of
+from tests.support.said import said
 
 NBYTES = 5_000_000
 

@@ -28,8 +28,8 @@ from lightning_spot.run.choice import open_newest
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import survey
-from tests.support.said import said_about
 from tests.support.chain import FIRST, RUN, SECOND, THIRD, Chained, chained
+from tests.support.said import said_about
 from tests.support.server import MIB, RUN_ID, image_of, manifest_of, served
 from tests.support.waiting import until
 

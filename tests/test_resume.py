@@ -40,9 +40,9 @@ from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import ask_all, survey
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings
-from tests.support.said import said_about
 from tests.support import faulty
 from tests.support.faulty import Plan
+from tests.support.said import said_about
 from tests.support.server import RunningNode
 from tests.support.snapshots import EachDurable
 from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer

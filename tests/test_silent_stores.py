@@ -20,8 +20,8 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.threads import in_background
 from lightning_spot.tiers import connections
-from tests.support.said import said_about
 from tests.support.proxy import Proxy
+from tests.support.said import said_about
 
 MIB = 2**20
 SILENT_S = 1.5

@@ -26,9 +26,9 @@ from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.slots import Slot, SlotState, newest_of_lineages, reusable
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.retention import retain
-from tests.support.said import said
 from tests.support.chain import FIRST, chained
 from tests.support.filled import check_archive
+from tests.support.said import said
 from tests.support.server import MIB, RUN_ID, image_of, manifest_of
 from tests.support.waiting import until
 from tests.support.wire_pair import RUN, Pair, Sender, floats, pair
