@@ -25,15 +25,17 @@ from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.cli import main, snapshots
 from lightning_spot.cli.command import command_parser
 from lightning_spot.cli.snapshots import Entry, Found, ask
+from lightning_spot.client.stores import open_store
 from lightning_spot.config import format_bytes
 from lightning_spot.image.manifest import PortionOf, portion_name
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import Cli
+from tests.support.oracle import claim_of
 from tests.support.server import RunningNode
 from tests.support.snapshots import EachDurable
 from tests.support.trainer import Net, Stop, StopAt, data, trainer
-from tests.test_stores import sharded
+from tests.test_stores import put, sharded
 
 
 @pytest.fixture
@@ -115,6 +117,22 @@ def test_cp(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], c
     assert "no directory" in cli("cp", run_dir, tmp_path / "none" / "x.ckpt", code=2)
     assert main(["cp", f"{run_dir}@latest", str(tmp_path / "latest.ckpt")]) == 0
     assert main(["ls", f"{run_dir}@25"]) == 2
+
+
+def test_a_run_in_a_bucket_whose_name_ends_like_a_step(
+    s3: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, target = f"{s3}/run", tmp_path / "mine.ckpt"
+    for place, step in ((url, 5), (f"{url}@5", 9)):
+        store = open_store(place)
+        store.claim(claim_of(1))
+        put(store, step)
+    assert main(["cp", f"{url}@5", str(target), "--run-name", "run"]) == 0
+    assert "step 9" in capsys.readouterr().out
+    assert main(["cp", f"{url}@5", str(target), "--force"]) == 2  # by its URL alone it cannot be read, and nor is run's
+    assert "--run-name" in capsys.readouterr().err
+    assert main(["cp", f"{url}@step-000000005-attempt-0001", str(target), "--force"]) == 0
+    assert "step 5" in capsys.readouterr().out
 
 
 def test_what_is_good_nowhere_is_said_once_and_leaves_nothing(

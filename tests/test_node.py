@@ -39,6 +39,7 @@ from lightning_spot.image.parts import checksum
 from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.protocol.wire import DIGEST_HEADER, NO_DIGEST, PROTOCOL_HEADER, Frame, PartKind, parse_spot_url
 from lightning_spot.service.program import main
+from lightning_spot.tiers.filesystem import open_filesystem
 from tests.support.server import RunningNode, named_run
 from tests.support.waiting import until
 
@@ -319,6 +320,24 @@ def test_a_directory_that_cannot_be_written_to_is_an_error_at_the_start(
     (tmp_path / "file").write_text("a file in the way")
     assert main(["--listen", "127.0.0.1:0", "--memory-limit", "64MiB", "--storage", str(tmp_path / "file")]) == 2
     assert "cannot be made" in capsys.readouterr().err
+
+
+def test_a_bucket_that_is_not_there_is_an_error_at_the_start(s3: str, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"{s3}-not-there/runs"
+    assert main(["--listen", "127.0.0.1:0", "--memory-limit", "64MiB", "--storage", url]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert url in line
+
+
+def test_places_that_trainers_may_name_are_tried_at_the_start(start_node: StartNode, s3: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a file in the way")
+    wrong = [f"{s3}-not-there/runs", str(tmp_path / "file")]
+    right = [f"{s3}/runs", str(tmp_path / "runs")]
+    node = start_node(*[word for place in [*right, *wrong] for word in ("--allow-storage", place)])
+    warned = [f"--allow-storage {place} cannot be" for place in wrong]
+    until(lambda: all(text in node.log.read_text() for text in warned), "warnings of both")
+    assert not any(f"--allow-storage {place} cannot be" in node.log.read_text() for place in right)
+    assert open_filesystem(s3)[0].find(s3) == []  # nothing is left there
 
 
 def test_a_node_flushes_to_s3(start_node: StartNode, s3: str) -> None:

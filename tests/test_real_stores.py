@@ -262,4 +262,4 @@ def test_a_server_that_is_gone_for_a_while(
     finally:
         kill_all(process)
         proxy.close()
-    assert took_s < (50 if server.scheme == "az" else 30)  # Azure's library waits for up to 21 s between two tries
+    assert took_s < 60  # 20 s until no byte has moved, and Azure's library waits for up to 21 s between two tries

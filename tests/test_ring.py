@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -248,6 +249,32 @@ def test_what_a_tier_refused_of_one_attempt_is_not_said_of_the_next(bench: Bench
     assert [tier.refused for tier in bench.node.tiers().values()] == [""]
     assert bench.flush() == []
     assert [manifest.step for manifest in bench.tier().survey().manifests] == [1]  # which that one may go on from
+
+
+@pytest.mark.parametrize("session", ["", "trainer"])
+def test_an_overtaken_attempt_is_logged_once_and_then_counted(
+    bench: Bench, session: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a trainer of this host, whose snapshots are let go, and one of another, which may be gone."""
+    if session:
+        bench.node.begin_session(session)
+    bench.open(session=session)
+    bench.tier().fail(FencedError("attempt 2 has taken over", run="run", attempt=1, current=2))
+
+    def logged() -> list[str]:
+        return [item.getMessage() for item in caplog.records if "attempt 2 has taken over" in item.getMessage()]
+
+    def refused(step: int) -> None:
+        name = bench.save(step, wait_s=30).name
+        until(lambda: f"put {name}" in bench.tier().tries, f"step {step} to be refused")
+
+    for step in range(1, 6):
+        refused(step)
+    assert len(logged()) == 1
+    monkeypatch.setattr(flusher, "OVERTAKEN_AGAIN_S", 0.0)
+    refused(6)
+    until(lambda: len(logged()) > 1, "it to be logged again")
+    assert re.search(r" [1-9]\d* times ", logged()[1])
 
 
 def test_two_attempts_of_one_number_are_told_apart(bench: Bench) -> None:

@@ -4,28 +4,51 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Sequence
 
-from lightning_spot.config import check_number, check_run_name, why_no_place, without_password
-from lightning_spot.errors import SettingsError
+from lightning_spot.client.stores import open_store
+from lightning_spot.config import (
+    check_number,
+    check_run_name,
+    directory_of,
+    scheme_of,
+    why_no_place,
+    without_password,
+)
+from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.image.manifest import snapshot_order
 from lightning_spot.protocol.wire import parse_spot_url
+from lightning_spot.retry import unless_silent
 from lightning_spot.run.location import Location
 
 LATEST = "latest"
 """The newest snapshot of a run."""
 
+_SILENT_S = 6.0
+
 
 def split_run(given: str) -> tuple[str, str | None]:
     """A run, and which of its snapshots is meant: ``RUN@STEP``, ``RUN@NAME`` or ``RUN@latest``; ``None`` if none is.
 
-    ``spot://host:port/NAME@ID`` is a run, and so is a directory that is there.
+    ``spot://host:port/NAME@ID`` is a run, and so is a directory or URL of that name where one is, or was.
     """
     run, separator, selector = given.rpartition("@")
     is_step = re.fullmatch(r"\d{1,11}", selector) is not None  # an ID has twelve hexadecimal digits
-    if not separator or "/" in selector or os.path.exists(given):
-        return given, None
-    return (run, selector) if is_step or selector == LATEST or snapshot_order(selector) is not None else (given, None)
+    selects = is_step or selector == LATEST or snapshot_order(selector) is not None
+    return (run, selector) if separator and selects and not _is_there(given) else (given, None)
+
+
+def _is_there(given: str) -> bool:
+    """Whether there is a directory of that name, or a run at that URL."""
+    if not (scheme := scheme_of(given)):
+        return os.path.exists(directory_of(given))
+    try:
+        return scheme != "spot" and unless_silent(
+            lambda: open_store(given).claimed() > 0, threading.Event(), _SILENT_S, given
+        )
+    except SpotError:  # reading the run says better what is wrong
+        return False
 
 
 def check_given(url: str, servers: Sequence[str], run: str | None) -> None:

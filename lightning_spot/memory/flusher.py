@@ -108,6 +108,33 @@ def _may_be_whole(there: Iterable[str], note: Note) -> bool:
     return sum(map(is_note, there)) >= note.hosts
 
 
+OVERTAKEN_AGAIN_S = 600.0
+"""Seconds between two log lines on an attempt that is overtaken."""
+
+
+class OvertakenLog:
+    """Logs that later attempts have overtaken earlier ones: once, and then how often these were refused since."""
+
+    def __init__(self) -> None:
+        self._logged: dict[tuple[str, int], tuple[float, int]] = {}
+
+    def refused(self, run: str, attempt: int, text: str) -> None:
+        """A tier takes something of an attempt of a run no more."""
+        now_s = time.monotonic()
+        logged_s, count = self._logged.get((run, attempt), (None, 0))
+        if logged_s is not None and now_s - logged_s < OVERTAKEN_AGAIN_S:
+            self._logged[run, attempt] = logged_s, count + 1
+            return
+        logger.warning("%s%s", text, f" (refused {count} times since the last such line)" if count else "")
+        self._logged[run, attempt] = now_s, 0
+
+    def forget(self, run: str) -> None:
+        """Forget a run."""
+        for key in list(self._logged):
+            if key[0] == run:
+                self._logged.pop(key, None)
+
+
 CHECKED_S = 5.0
 """A snapshot that a tier takes later than this after it was sealed is read again before that, and checked."""
 
@@ -120,10 +147,16 @@ class Putting:
         work: of all tiers.
         run: what is known of a run, by its key; ``None`` if nothing is.
         dropped: called with the URL of a tier, the name of a snapshot that it was to take, and why that was dropped.
+        overtaken: gets what is fenced off.
     """
 
     def __init__(
-        self, ring: Ring, work: Work, run: Callable[[str], RunInfo | None], dropped: Callable[[str, str, str], None]
+        self,
+        ring: Ring,
+        work: Work,
+        run: Callable[[str], RunInfo | None],
+        dropped: Callable[[str, str, str], None],
+        overtaken: OvertakenLog,
     ) -> None:
         self._ring = ring
         self._work = work
@@ -131,7 +164,7 @@ class Putting:
         self._dropped = dropped
         self._earlier = functools.partial(glance, ring)
         self._swept_s: dict[tuple[str, str], float] = {}
-        self._put_off: dict[tuple[str, str, int], str] = {}  # by tier, run and host: of which snapshot it was said last
+        self._overtaken = overtaken
 
     def put(self, store: Store, url: str, job: Job, attempt: int) -> Manifest | None:
         """Put a snapshot; what is at the tier now, ``None`` if there was nothing to put.
@@ -166,11 +199,8 @@ class Putting:
         with self._ring.changed:
             is_left = self._work.is_left(job.run, time.monotonic())
         if not is_left:
-            portion = job.manifest.portion
-            of_what = (store.url, job.run, portion.host if portion is not None else 0)
-            if self._put_off.get(of_what) != job.manifest.name:
-                self._put_off[of_what] = job.manifest.name
-                logger.warning("%s. What is here of it is tried again when that trainer is gone", fence)
+            text = f"{fence}. What is here of it is tried again when that trainer is gone"
+            self._overtaken.refused(job.run, job.manifest.attempt, text)
             raise PutOff(f"{fence}, and its trainer may live")
         return not self._has_newer(store, job.manifest)
 
@@ -322,7 +352,8 @@ class Flusher:
         self._open_store = open_store
         self._run = run
         self._heard, self._standing = heard, standing
-        self._putting = Putting(ring, self.work, run, self._dropped)
+        self._overtaken = OvertakenLog()
+        self._putting = Putting(ring, self.work, run, self._dropped, self._overtaken)
         self._threads: dict[str, threading.Thread] = {}
         self._wakes: dict[str, threading.Condition] = {}  # of each thread: one change wakes one, and not hundreds
         self._delayed: set[str] = set()  # tiers whose next job is to be done later
@@ -352,6 +383,7 @@ class Flusher:
         with self._ring.changed:
             self._refused.pop(run, None)
             self._unseen.pop(run, None)
+            self._overtaken.forget(run)
             for url in urls:
                 if url not in self._threads:
                     self.health.pop(url, None)
@@ -624,7 +656,7 @@ class Flusher:
             with self._ring.changed:  # the later attempt has just become this node's own, which writes it at once
                 self.work.dropped(url, job)
             return
-        logger.warning("%s", error)
+        self._overtaken.refused(job.run, attempt, str(error))
         if job.coming is not None:
             job.coming.give_up()
         with self._ring.changed:

@@ -58,15 +58,6 @@ class Routes:
         self._replications: dict[str, Replication] = {}
         self._refusals: dict[str, str] = {}
 
-    def check_flush_to(self) -> None:
-        """Ask the tier to which this node flushes, so that a wrong URL shows at its start.
-
-        Raises:
-            TierError: if it does not answer.
-        """
-        if self.flush_to is not None:
-            self.open_store(f"{self.flush_to}/probe").claimed()
-
     def open(self, info: RunInfo) -> None:
         """Decide where a run goes, and begin to look for its trainer's nodes."""
         key = info.key

@@ -15,7 +15,9 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -24,18 +26,21 @@ from pathlib import Path
 from aiohttp import web
 
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import format_bytes, read_environment, why_weak
+from lightning_spot.config import directory_of, format_bytes, read_environment, scheme_of, why_weak
 from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.memory.area import remove_abandoned
 from lightning_spot.memory.node import Node
 from lightning_spot.protocol.listening import allow_descriptors
 from lightning_spot.protocol.ownership import own_directories, own_socket, remove_file
 from lightning_spot.protocol.record import NodeRecord, hold, sweep
+from lightning_spot.retry import unless_silent
 from lightning_spot.service.channel import DescriptorChannel
 from lightning_spot.service.connections import DESCRIPTORS
 from lightning_spot.service.handlers import Service
 from lightning_spot.service.settings import NodeSettings, add_arguments, settings_from
+from lightning_spot.threads import in_background
 from lightning_spot.tiers.files import why_not_writable
+from lightning_spot.tiers.writing import try_writing
 from lightning_spot.untrusted import LONGEST_TEXT, log_plainly, plain
 
 logger = logging.getLogger("lightning_spot.node")
@@ -51,6 +56,7 @@ _AT_ONCE = 4  # asyncio accepts its backlog in one turn: before those beyond the
 _QUIET_S = 3.0  # a snapshot server's trainers have left, or moved on, when none asked for a slot for so long
 _UNCONNECTED_S = 15.0  # a draining node waits so long for who has begun to send a snapshot and is not connected now
 _SHUTDOWN_S = 5.0
+_SILENT_S = 20.0
 
 
 def run_node(settings: NodeSettings) -> int:
@@ -139,9 +145,9 @@ async def _serve(settings: NodeSettings, listener: socket.socket) -> int:
     if settings.record is None:
         server = await loop.create_server(connections, sock=listener, backlog=_AT_ONCE)
         listener.listen(_BACKLOG)
-        await asyncio.to_thread(_check_writable, settings.flush_to)
-        await asyncio.to_thread(node.routes.check_flush_to)
+        await asyncio.to_thread(_check_storage, settings.flush_to)
         _announce(settings, listener)
+        in_background(partial(_try_prefixes, settings.allow), "spot-try")
     else:
         server = await loop.create_unix_server(connections, sock=listener, backlog=_AT_ONCE)
         listener.listen(_BACKLOG)
@@ -157,14 +163,32 @@ async def _serve(settings: NodeSettings, listener: socket.socket) -> int:
     return 1 if left else 0
 
 
-def _check_writable(flush_to: str | None) -> None:
-    """Fail at the start where the directory to which runs are flushed cannot be written to.
+def _check_storage(flush_to: str | None) -> None:
+    """Fail at the start where this server cannot write to the directory or URL below which it is to make runs durable.
 
     Raises:
         SettingsError: if it cannot.
     """
-    if flush_to is not None and "://" not in flush_to and (why := why_not_writable(flush_to)):
+    if flush_to is not None and (why := _why_not_usable(flush_to)):
         raise SettingsError(f"--storage {flush_to} {why}; nothing would be durable there")
+
+
+def _try_prefixes(prefixes: Sequence[str]) -> None:
+    """Warn of prefixes below which this server cannot write: the hosts of trainers do so as long as it cannot."""
+    for prefix in prefixes:
+        if why := _why_not_usable(prefix):
+            logger.warning("--allow-storage %s %s; until it can be used, the trainers' hosts write there", prefix, why)
+
+
+def _why_not_usable(url: str) -> str:
+    """Why this server cannot write below a directory or URL, ``""`` if it can."""
+    if not scheme_of(url):
+        return why_not_writable(directory_of(url))
+    try:
+        unless_silent(partial(try_writing, url), threading.Event(), _SILENT_S, url)
+    except SpotError as error:
+        return f"cannot be used ({error})"
+    return ""
 
 
 def _announce(settings: NodeSettings, listener: socket.socket) -> None:

@@ -13,7 +13,7 @@ from fsspec.spec import AbstractFileSystem
 from lightning_spot.config import PART_BYTES
 from lightning_spot.image.files import FileSpan, check_zero, cut, pieces
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.tiers.filesystem import speaks
+from lightning_spot.tiers.filesystem import make_parent, open_filesystem, speaks, tier_errors
 from lightning_spot.tiers.s3 import S3, Upload, block_bytes, regrouped, slices_of, upload
 from lightning_spot.tiers.transfers import Job, move
 
@@ -21,6 +21,7 @@ Parts = memoryview | Iterable[memoryview]
 """The bytes of an object, whole or part by part."""
 
 _WRITE_BYTES = 32 * 1024 * 1024
+_TRIAL = ".lightning-spot-trial"
 
 
 class Once:
@@ -258,6 +259,22 @@ def write_small(files: Any, path: str, data: bytes, temporary: str) -> None:
         return
     with _renamed(files, temporary, path):
         files.pipe_file(temporary, data)
+
+
+def try_writing(url: str) -> None:
+    """Write a small object directly below a URL, and remove it.
+
+    Raises:
+        SettingsError: if the URL is malformed or its file system is not installed.
+        TierError: if it cannot be written.
+    """
+    files, root = open_filesystem(url)
+    path = f"{root}/{_TRIAL}"
+    with tier_errors(url):
+        make_parent(files, path)
+        files.pipe_file(path, b"lightning_spot")
+        with contextlib.suppress(Exception):  # another server may have removed it, or nothing may be removed there
+            files.rm_file(path)
 
 
 def _in_turn(parts: Parts) -> Iterable[memoryview]:
