@@ -15,6 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_spot.capture.tensors import copies_of
 from lightning_spot.exact import logged_values, loggers, private, progress, shipped
+from lightning_spot.exact.aliases import shared_with_weights, what_is_apart_from_weights
 from lightning_spot.exact.buffers import Buffers
 from lightning_spot.exact.checkpoint import checkpoint_of, checkpoint_through_save, leave_out_callbacks
 from lightning_spot.exact.ddp import GradientOrder, shares_buffers
@@ -73,6 +74,8 @@ class FitState(PerTrainer):
         self._restoring = Restoring(self._trainer, self._switches, self._hooked, self._buffers, self._own)
         self._begun = False
         self._left_out = self._waits_for_gradients = False
+        self._dumps = 0
+        self._with_weights: list[str] = []  # states of callbacks and optimizers that hold memory of weights
 
     def attach(self) -> None:
         """Follow the training loaders, from ``setup`` on. A second call does nothing."""
@@ -143,7 +146,14 @@ class FitState(PerTrainer):
             *self._untracked.begin_anew([*restoring.lost, *restoring.made_buffers()]),
         ]
         own = what_is_the_first_ranks(restoring.own_parameters, restoring.own_values)
-        anew += [*own, *what_hooks_begin_anew(trainer), *self._hooked.what_waits()]
+        self._with_weights = restoring.with_weights
+        anew += [
+            *own,
+            *what_is_apart_from_weights(trainer, self._with_weights),
+            *what_hooks_begin_anew(trainer),
+            *self._hooked.what_waits(),
+            *self._hooked.what_is_apart(),
+        ]
         first = [*reasons, *shipped.what_has_a_passing_folder(trainer)]
         say_what_is_not_exact(trainer, *((reasons, anew) if restoring.is_due else (first, [])))
         restoring.go_on_without_batch()
@@ -163,13 +173,16 @@ class FitState(PerTrainer):
         checkpoint = run(private.SNAPSHOTS, lambda: checkpoint_of(trainer), (AttributeError, TypeError))
         checkpoint = checkpoint or checkpoint_through_save(trainer)
         self._say_left_out(leave_out_callbacks(checkpoint))
+        self._dumps += 1
+        if self._dumps & (self._dumps - 1) == 0:  # in fewer and fewer of them: it asks for the address of each tensor
+            self._with_weights = sorted({*self._with_weights, *shared_with_weights(checkpoint)})
         added = run("skipped batches", lambda: progress.even_out(checkpoint)) or {}
         mark = progress.mark_before_validation
         total = run(private.PROGRESS, lambda: mark(checkpoint)) if before_validation else None
         places = loggers.places_of
         return Dump(
             checkpoint=checkpoint,
-            state={**self.capture(at_end=at_end), "added": added},
+            state={**self.capture(at_end=at_end), "added": added, "with_weights": self._with_weights},
             validation_progress=total,
             loggers=run(private.LOGGERS, lambda: places(trainer, before_validation=before_validation, at_end=at_end))
             or [],

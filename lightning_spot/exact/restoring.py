@@ -109,6 +109,11 @@ class Restoring(OfTrainer):
         """Likewise what optimizers keep for this rank alone."""
         return (self._values or {}).get("own_values", {})  # type: ignore[no-any-return]
 
+    @property
+    def with_weights(self) -> list[str]:
+        """States of callbacks and optimizers that held memory of weights, until the first step."""
+        return (self._values or {}).get("with_weights", [])  # type: ignore[no-any-return] # not of an earlier version
+
     def made_buffers(self) -> list[str]:
         """Names of saved buffers that do not come back, since training had made them; until the first step."""
         saved = self._values["buffers"] if self._values is not None else {}
