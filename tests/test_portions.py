@@ -191,7 +191,6 @@ def test_a_portion_says_what_it_is_and_its_note_too() -> None:
         {"hosts": 10**9},
         {"digest": 7},
         {"tail": "short"},
-        {"more": 1},
     ],
 )
 def test_a_malformed_portion_is_refused(wrong: dict[str, Any]) -> None:
