@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 
 from lightning_spot.memory.node import Node
-from lightning_spot.service.handlers import Service
+from lightning_spot.service.http import Service
 
 _LAST_S = 60.0  # of what never takes so long
 

@@ -31,7 +31,7 @@ from lightning_spot.image.manifest import OWN_DIR, Manifest
 from lightning_spot.protocol.record import find_record
 from lightning_spot.protocol.wire import Address
 from lightning_spot.run.files import folder_info
-from lightning_spot.tiers import files as tier_files
+from lightning_spot.tiers import posix as tier_files
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import new_process, until
 from tests.filled import check_archive

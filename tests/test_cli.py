@@ -25,7 +25,7 @@ from lightning_spot.cli import listing, main, transfer
 from lightning_spot.cli.tiers import Entry, Found, ask
 from lightning_spot.config import format_bytes
 from lightning_spot.image.manifest import PortionOf, portion_name
-from lightning_spot.tiers.claims import Claim
+from lightning_spot.tiers.fences import Claim
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode
 from tests.models import EachDurable, Net, data, trainer

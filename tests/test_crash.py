@@ -35,7 +35,7 @@ from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import survey
 from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.retention import retain
+from lightning_spot.tiers.store import retain
 from tests.conftest import lives, until
 from tests.folders import files_below
 from tests.oracle import HOME, Server, check_checkpoint, file_of, image_of, manifest_of, run_info

@@ -20,7 +20,7 @@ from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.node import Node
 from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.retention import retain
+from lightning_spot.tiers.store import retain
 from tests.oracle import claim_of, run_info
 
 WATCHED = ("fsync", "replace", "unlink", "mkdir", "rmdir", "open")

@@ -45,10 +45,10 @@ from lightning_spot.protocol.wire import PROTOCOL_HEADER, Address
 from lightning_spot.run import claims
 from lightning_spot.run.patience import Patience, patiently
 from lightning_spot.service import program
-from lightning_spot.service.files import Files
+from lightning_spot.service.http import Files
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.copy_job import CopyJob
-from lightning_spot.tiers.claims import Claim
+from lightning_spot.tiers.fences import Claim
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import named_run, until
 from tests.served import served

@@ -42,8 +42,8 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.protocol.wire import DIGEST_HEADER, NO_DIGEST, PROTOCOL_HEADER, Frame, PartKind, parse_spot_url
+from lightning_spot.service.flags import add_arguments, settings_from
 from lightning_spot.service.program import main
-from lightning_spot.service.settings import add_arguments, settings_from
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode, named_run, until
 

@@ -25,14 +25,13 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.run.location import Location
 from lightning_spot.run.patience import Patience
 from lightning_spot.run.survey import survey
-from lightning_spot.tiers import objects, transfers
+from lightning_spot.tiers import fsspec_client, objects
 from lightning_spot.tiers import s3 as s3_requests
-from lightning_spot.tiers.claims import digest_of
-from lightning_spot.tiers.filesystem import tier_errors
+from lightning_spot.tiers.fences import digest_of
+from lightning_spot.tiers.fsspec_client import tier_errors
 from lightning_spot.tiers.objects import ObjectStore
-from lightning_spot.tiers.retention import retain
 from lightning_spot.tiers.s3 import _Block, list_folder, remove_objects
-from lightning_spot.tiers.store import Store
+from lightning_spot.tiers.store import Store, retain
 from tests.conftest import until
 from tests.oracle import claim_of
 from tests.proxy import Proxy
@@ -188,9 +187,9 @@ def test_of_two_hosts_that_claim_at_once_one_is_fenced(
 
 def test_small_parts_take_no_connection_from_large_ones() -> None:
     """Far away, each waits for its answer and for nothing else: all of them are asked for at once."""
-    sizes = [1000] * (transfers.REQUESTS - transfers.CONNECTIONS) + [MIB] * transfers.CONNECTIONS
+    sizes = [1000] * (fsspec_client.REQUESTS - fsspec_client.CONNECTIONS) + [MIB] * fsspec_client.CONNECTIONS
     all_there = threading.Barrier(len(sizes))
-    transfers.move(((nbytes, lambda: all_there.wait(60.0)) for nbytes in sizes), MIB)
+    fsspec_client.move(((nbytes, lambda: all_there.wait(60.0)) for nbytes in sizes), MIB)
 
 
 @pytest.mark.parametrize(("part_bytes", "at_once"), [(8 * MIB, 16), (32 * MIB, 4), (512 * MIB, 1)])
@@ -205,7 +204,7 @@ def test_large_parts_take_fewer_connections_for_memory_to_be_bounded(part_bytes:
         with lock:
             under_way[0] -= 1
 
-    transfers.move(((part_bytes, job) for _ in range(40)), part_bytes)
+    fsspec_client.move(((part_bytes, job) for _ in range(40)), part_bytes)
     assert 1 <= under_way[1] <= at_once
 
 
@@ -221,7 +220,7 @@ def test_no_part_is_left_on_its_way_after_an_error() -> None:
             raise OSError("part 5")
 
     with pytest.raises(OSError, match="part 5"):
-        transfers.move(((MIB, lambda index=index: job(index)) for index in range(100)), MIB)  # type: ignore[misc]
+        fsspec_client.move(((MIB, lambda index=index: job(index)) for index in range(100)), MIB)  # type: ignore[misc]
     assert sorted(running) == sorted(done)
     assert len(done) < 30
 

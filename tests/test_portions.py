@@ -23,7 +23,7 @@ from lightning_spot.memory.flusher import NotWhole, put_portion
 from lightning_spot.memory.joint import SpreadPlace, is_by_itself, is_durable, nodes_of, urls_of
 from lightning_spot.memory.joint_store import JointFolder
 from lightning_spot.memory.placement import placed_portions
-from lightning_spot.tiers.claims import Claim
+from lightning_spot.tiers.fences import Claim
 from lightning_spot.tiers.local import LocalStore
 
 NODES = [f"spot://node-{number}:7070" for number in range(8)]

@@ -11,7 +11,7 @@ from benchmarks import scale
 from lightning_spot.memory import flusher, slots
 from lightning_spot.memory.slots import Slot
 from lightning_spot.memory.work import Job, Work
-from lightning_spot.service.uploads import MOST_STREAMS
+from lightning_spot.service.upload_requests import MOST_STREAMS
 from tests.conftest import until
 from tests.gated import RUN_ID, Bench
 

@@ -41,7 +41,7 @@ from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.sharded.layout import ShardedLayouter, load_state, state_archive
 from lightning_spot.sharded.reader import ImageReader, load_all
-from lightning_spot.tiers import files
+from lightning_spot.tiers import posix
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
 from tests.gated import MIB
@@ -403,7 +403,7 @@ def test_a_durable_tier_that_is_not_one_place_for_all_hosts_is_refused(
     with pytest.raises(SettingsError, match=r"from every host \(the claim of attempt 2.* is not seen\)"):
         check_place(url, run, 2, "this")
     with monkeypatch.context() as patch:
-        patch.setattr(files, "create_exclusively", functools.partial(refuse, TierError("Permission denied", tier="")))
+        patch.setattr(posix, "create_exclusively", functools.partial(refuse, TierError("Permission denied", tier="")))
         with pytest.raises(SettingsError, match=r"from every host \(Permission denied\)"):
             check_place(url, run, 1, "this")
     with pytest.raises(SettingsError, match="is not seen"):

@@ -31,7 +31,7 @@ from lightning_spot.image.parts import checksum
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.upload import Upload
-from lightning_spot.service.waiting import Waiting
+from lightning_spot.service.upload_requests import Waiting
 from tests.gated import RUN_ID, Bench, image_of, manifest_of
 from tests.small_trainer import info_of
 

@@ -23,10 +23,10 @@ from lightning_spot.fit import pacing as pacing_module
 from lightning_spot.fit.pacing import Pacing
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.interval.policy import EverySeconds, EverySteps
-from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.joint import KnownLayout
 from lightning_spot.memory.slots import Limits, Making, Slot, SlotState, find_room
+from lightning_spot.memory.tier import TierHealth
 from lightning_spot.staging.slot import SlotMemory, slot_capacity
 from tests.conftest import named_run, until
 from tests.gated import MIB, GatedStore, image_of, manifest_of

@@ -25,7 +25,7 @@ from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.config import read_environment
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SettingsError
-from lightning_spot.protocol.counted_log import CountedLog
+from lightning_spot.protocol.listening import CountedLog
 from lightning_spot.protocol.wire import Address, error_from_body, parse_spot_url
 from tests.conftest import RunningNode
 from tests.models import Net, data, trainer

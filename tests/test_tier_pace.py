@@ -22,7 +22,7 @@ from lightning_spot.cli import main
 from lightning_spot.errors import SettingsError
 from lightning_spot.interval.adaptive import Adaptive, young_daly_s
 from lightning_spot.interval.costs import Costs, Failure, TierPace
-from lightning_spot.memory.health import TierHealth
+from lightning_spot.memory.tier import TierHealth
 from lightning_spot.simulation.closed_form import FailureClass, expected_total_s, lost_s, overhead
 from lightning_spot.simulation.engine import Outcome, simulate
 from lightning_spot.simulation.failures import Event, Exponential, Failures, Fleet, Mixed, Weibull

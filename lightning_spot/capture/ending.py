@@ -25,10 +25,10 @@ from lightning_spot.errors import ServerUnreachableError, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.costs import Failure, TierPace
 from lightning_spot.interval.deadline import Deadline, DeadlinePlan, plan_urgent
-from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.joint import nodes_of
 from lightning_spot.memory.runs import RunInfo
+from lightning_spot.memory.tier import TierHealth
 from lightning_spot.run.survey import ask_all
 from lightning_spot.staging.copy_job import Watches, watch
 from lightning_spot.tiers.store import Holdings

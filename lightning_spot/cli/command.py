@@ -16,7 +16,7 @@ from lightning_spot.cli import doctor, drill, listing, report, simulate, transfe
 from lightning_spot.cli.output import error_console
 from lightning_spot.errors import CorruptSnapshotError, SpotError
 from lightning_spot.renamed import refuse_old_words
-from lightning_spot.service import program, settings
+from lightning_spot.service import flags, program
 from lightning_spot.untrusted import log_plainly
 
 
@@ -55,7 +55,7 @@ def command_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="run a snapshot server")
-    settings.add_arguments(serve)
+    flags.add_arguments(serve)
     serve.set_defaults(call=_serve)
 
     for name, module, call, text in (
@@ -105,7 +105,7 @@ def command_parser() -> argparse.ArgumentParser:
 def _serve(arguments: argparse.Namespace) -> int:
     logging.getLogger().setLevel(logging.INFO)
     try:
-        return program.run_node(settings.settings_from(arguments))
+        return program.run_node(flags.settings_from(arguments))
     except OSError as error:
         _say(f"lightning-spot serve: {error}")
         return 2

@@ -25,7 +25,7 @@ from lightning_spot.exact.dump import KEY, read_checkpoint
 from lightning_spot.exact.rank_states import states_in_files
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.placeholder import ADVICE, Placeholder, kind_of, placeholders_in
-from lightning_spot.tiers.filesystem import forget_listings
+from lightning_spot.tiers.fsspec_client import forget_listings
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -10,10 +10,10 @@ from typing import Any
 from lightning_spot.errors import MalformedError
 from lightning_spot.goodput.ledger import AttemptRecord
 from lightning_spot.say import say
-from lightning_spot.tiers.claims import ATTEMPTS_DIR
-from lightning_spot.tiers.filesystem import make_parent, open_filesystem, tier_errors
-from lightning_spot.tiers.temporaries import temporary_name
-from lightning_spot.tiers.writing import write_small
+from lightning_spot.tiers.fences import ATTEMPTS_DIR
+from lightning_spot.tiers.fsspec_client import make_parent, open_filesystem, tier_errors
+from lightning_spot.tiers.object_files import write_small
+from lightning_spot.tiers.posix import temporary_name
 from lightning_spot.untrusted import plain, read_sealed, sealed_json
 
 _RECORD = re.compile(r"attempt-(\d{1,9})\.progress\.json")

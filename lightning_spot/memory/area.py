@@ -20,7 +20,6 @@ import logging
 import os
 import re
 import secrets
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.slots import Slot, SlotState, file_order
 from lightning_spot.protocol.ownership import OwnDirectory, make_directory, open_file, own_directories, read_file
+from lightning_spot.retry import retried
 from lightning_spot.staging.slot import SlotMemory
 from lightning_spot.untrusted import LARGE_BYTES, read_sealed, sealed_json
 
@@ -209,16 +209,18 @@ class SlotArea:
 
     def _reopen(self, record_path: Path) -> Slot | None:
         """The slot of a record, ``None`` if that or its bytes are damaged. What cannot be read now is not damaged."""
-        pauses_s, where = iter(_AGAIN_S), self.path / record_path.name
-        while True:
-            try:
-                return self._reopen_now(record_path)
-            except (OSError, MemoryError) as error:
-                why = str(error) or type(error).__name__
-                if (pause_s := next(pauses_s, None)) is None:
-                    raise TierError(f"what an earlier node left in {where} cannot be read now: {why}") from error
-                logger.warning("%s cannot be taken over now (%s); it is tried again", where, why)
-                time.sleep(pause_s)
+        where, passes = self.path / record_path.name, (OSError, MemoryError)
+
+        def note(error: Exception, _pause_s: float) -> None:
+            logger.warning("%s cannot be taken over now (%s); it is tried again", where, str(error) or repr(error))
+
+        try:
+            return retried(
+                lambda: self._reopen_now(record_path), _AGAIN_S, lambda error: isinstance(error, passes), note
+            )
+        except passes as error:
+            why = str(error) or type(error).__name__
+            raise TierError(f"what an earlier server left in {where} cannot be read now: {why}") from error
 
     def _reopen_now(self, record_path: Path) -> Slot | None:
         index = record_path.stem.removeprefix("slot-")

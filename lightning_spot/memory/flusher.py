@@ -24,17 +24,14 @@ from lightning_spot.image.files import FileSpan, is_note, note_name
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
 from lightning_spot.image.notes import Note
-from lightning_spot.memory.bases import glance
-from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.joint_store import JointFolder
-from lightning_spot.memory.ring import Ring
+from lightning_spot.memory.ring import Ring, glance
 from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.slots import Slot
-from lightning_spot.memory.tier import NodeTier, Sent
+from lightning_spot.memory.tier import NodeTier, Sent, TierHealth
 from lightning_spot.memory.work import Job, Kind, PutOff, Work
-from lightning_spot.tiers.claims import Standing
-from lightning_spot.tiers.retention import retain
-from lightning_spot.tiers.store import SETTLED_S, Store, check_claimed, on_behalf
+from lightning_spot.tiers.fences import Standing
+from lightning_spot.tiers.store import SETTLED_S, Store, check_claimed, on_behalf, retain
 
 logger = logging.getLogger(__name__)
 

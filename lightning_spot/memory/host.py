@@ -12,11 +12,11 @@ from lightning_spot.errors import FailureReason, SettingsError, SnapshotFailedEr
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.written import Ranges
-from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import IN_PROCESS, Node
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Making
+from lightning_spot.memory.tier import TierHealth
 from lightning_spot.tiers.store import Store
 
 

@@ -28,7 +28,7 @@ from lightning_spot.errors import (
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Portion, PortionImage, Portions
 from lightning_spot.image.written import Ranges
-from lightning_spot.memory import portions as held_portions
+from lightning_spot.memory import held_portions
 from lightning_spot.memory.joint import Shared, is_by_itself, is_durable, urls_of
 from lightning_spot.memory.joint_store import JointStore
 from lightning_spot.memory.registry import Registry
@@ -37,7 +37,8 @@ from lightning_spot.memory.shares import HOST_SILENT_S, Shares
 from lightning_spot.memory.slots import HeldPortion
 from lightning_spot.memory.tier import Changes, Gathering, HasJoint, JointTier, Sent
 from lightning_spot.memory.upload import Upload
-from lightning_spot.tiers.claims import Owner, check_fence
+from lightning_spot.retry import retried, within
+from lightning_spot.tiers.fences import Owner, check_fence
 from lightning_spot.tiers.store import Store
 
 logger = logging.getLogger(__name__)
@@ -703,19 +704,21 @@ class Visits:
             gathering: what has begun there; ``None`` if it is not known whether anything has.
             error: why this host brings nothing.
         """
-        why, deadline_s = f"host {visit.host}: {error or type(error).__name__}", time.monotonic() + HOST_SILENT_S
-        while not self._bringing.uploads.closing:
-            try:
-                tier = self._bringing.tier(url, visit.key)
-                if gathering is not None:
-                    tier.placed(gathering, visit.host, why)
-                elif not (
-                    isinstance(error, FencedError) or FailureReason.SHARE_MISSING.caused(error)
-                ):  # which that place has said itself
-                    tier.decline(visit.name, attempt=visit.attempt, why=why)
-                return
-            except SpotError as problem:  # it was given up there, or does not answer
-                logger.debug("%s could not be told that %s is torn: %s", url, visit.name, problem)
-                if not isinstance(problem, ServerUnreachableError) or time.monotonic() > deadline_s:
-                    return
-            time.sleep(_AGAIN_S)
+        why = f"host {visit.host}: {error or type(error).__name__}"
+
+        def tell() -> None:
+            tier = self._bringing.tier(url, visit.key)
+            if gathering is not None:
+                tier.placed(gathering, visit.host, why)
+            elif not (
+                isinstance(error, FencedError) or FailureReason.SHARE_MISSING.caused(error)
+            ):  # which that place has said itself
+                tier.decline(visit.name, attempt=visit.attempt, why=why)
+
+        def again(problem: Exception) -> bool:
+            return isinstance(problem, ServerUnreachableError) and not self._bringing.uploads.closing
+
+        try:
+            retried(tell, within(HOST_SILENT_S, (_AGAIN_S,)), again)
+        except SpotError as problem:  # it was given up there, or does not answer
+            logger.debug("%s could not be told that %s is torn: %s", url, visit.name, problem)

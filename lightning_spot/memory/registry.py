@@ -21,7 +21,7 @@ from lightning_spot.errors import (
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import EPOCH_UNIX_S, Run, RunInfo, files_name, parse_run
 from lightning_spot.protocol.process import ProcessId
-from lightning_spot.tiers.claims import check_fence, digest_of
+from lightning_spot.tiers.fences import check_fence, digest_of
 
 _FORGOTTEN_S = 24 * 3600.0
 """A run of which nothing is held, and which nobody opened for so long, is forgotten."""

@@ -28,11 +28,12 @@ from lightning_spot.errors import (
 )
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import part_ranges
-from lightning_spot.memory.portions import fall_back, surpassing
+from lightning_spot.memory.held_portions import fall_back, surpassing
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Slot, Tiers, newest_of_lineages
 from lightning_spot.memory.tier import HasParts, NodeTier
+from lightning_spot.retry import pause_after
 from lightning_spot.threads import in_background
 from lightning_spot.tiers.store import Store
 
@@ -573,7 +574,7 @@ class Replication:
             was_used, before = replica.node is node, self._carrier
             node.failures += 1
             now_s = time.monotonic()
-            node.away_until_s = now_s + min(LAST_AWAY_S, FIRST_AWAY_S * 2 ** min(node.failures - 1, 10))
+            node.away_until_s = now_s + pause_after(node.failures, FIRST_AWAY_S, LAST_AWAY_S)
             said, node.why, node.why_not = bool(node.why) and not was_used, str(error), ""
             if was_used:
                 replica.node, replica.doubted, replica.is_behind = None, False, False

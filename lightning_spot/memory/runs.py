@@ -1,17 +1,18 @@
-"""The runs a node knows: what was said of each when it was opened, and how a run is named in URLs."""
+"""The runs a server knows: what was said of each when it was opened, how it is named in URLs, and where it may go."""
 
 from __future__ import annotations
 
+import os
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lightning_spot.config import KEEP, check_run_name
-from lightning_spot.errors import SettingsError
-from lightning_spot.image.manifest import Manifest
+from lightning_spot.config import KEEP, check_run_name, directory_of, scheme_of
+from lightning_spot.errors import ServerRefusedError, SettingsError
+from lightning_spot.image.manifest import OWN_DIR, Manifest, snapshot_order
 from lightning_spot.image.packing import Compression
-from lightning_spot.memory.prefixes import is_own_folder
-from lightning_spot.tiers.claims import Claim, digest_of
+from lightning_spot.tiers.fences import ATTEMPTS_DIR, Claim, digest_of
 
 EPOCH_UNIX_S = 1_577_836_800
 """2020-01-01: who saves files in a folder is an attempt by the clock, a number of seconds since then below 10**9."""
@@ -161,3 +162,79 @@ class Run:
     complete: bool = False
     opened_s: float = 0.0
     client: str = ""
+
+
+def refusal(url: str, prefixes: Sequence[str]) -> str:
+    """Why a node may not write to ``url``, for people; ``""`` if it may.
+
+    Args:
+        url: durable directory of a run: a path, ``file://…`` or an fsspec URL.
+        prefixes: what the operator allowed.
+    """
+    try:
+        wanted = _segments(url)
+    except SettingsError as error:
+        return str(error)
+    if inside := next((name for name in wanted[2:] if is_own_folder(name)), None):
+        return f"{url} is no directory of a run: {inside!r} is a folder of lightning_spot. Give another directory"
+    for prefix in prefixes:
+        allowed = _segments(prefix)
+        if wanted[: len(allowed)] == allowed:
+            return ""
+    listed = ", ".join(prefixes) or "nothing"
+    return (
+        f"this node may not write to {url} (allowed: {listed}). Its operator can start it with"
+        f" --allow-storage {url.rstrip('/').rpartition('/')[0] or url}; until then the trainer's host writes there"
+    )
+
+
+def is_own_folder(name: str) -> bool:
+    """Whether a folder of that name, within a run, is lightning_spot's: a run in it could forge what it holds."""
+    return name in (ATTEMPTS_DIR, OWN_DIR) or snapshot_order(name) is not None
+
+
+def check_prefix(prefix: str) -> str:
+    """Return a prefix as given if it can be compared.
+
+    Raises:
+        SettingsError: otherwise.
+    """
+    _segments(prefix)
+    return prefix
+
+
+def _segments(url: str) -> list[str]:
+    """Scheme, host and path segments of a URL, so that ``s3://b/run-evil`` does not pass for ``s3://b/run``."""
+    if "::" in url or any(ord(character) < 32 or character in "\\?#" for character in url):
+        raise SettingsError(f"{url!r} cannot be compared with the prefixes that a node may write to: write it plainly")
+    if not (scheme := scheme_of(url)):
+        directory = directory_of(url)
+        if not directory.startswith("/"):
+            raise SettingsError(f"{url!r} is no absolute path")
+        if ".." in directory.split("/"):
+            raise SettingsError(f"{url!r} climbs with '..'")
+        return ["file", "", *[name for name in os.path.realpath(directory).split("/") if name]]
+    bucket, _, path = url.partition("://")[2].partition("/")
+    names = path.strip("/").split("/") if path.strip("/") else []
+    if not bucket or any(name in ("", ".", "..") for name in names):
+        raise SettingsError(f"{url!r} has no bucket, or a path with empty names or dots")
+    return [scheme, bucket, *names]
+
+
+LAST = "last.ckpt"
+
+
+def file_name(path: str) -> str:
+    """Name of a user's file below a run.
+
+    Raises:
+        ServerRefusedError: if the path has folders: a run has none.
+        SettingsError: if it is no name.
+    """
+    if "/" in path.strip("/"):
+        raise ServerRefusedError(f"{path!r} names no file: those of a run are in no folders", status=409)
+    if not path or path.startswith(".") or "\0" in path or len(path.encode()) > 200:
+        raise SettingsError(f"{path!r} cannot name a file: it is empty, hidden or too long")
+    if is_own_folder(path):
+        raise SettingsError(f"{path!r} cannot name a file: a run has a directory of that name")
+    return path

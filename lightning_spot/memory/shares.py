@@ -21,7 +21,7 @@ from lightning_spot.image.manifest import Order, snapshot_order
 from lightning_spot.memory.joint import Joint, Layouts, Shared
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.upload import Upload
-from lightning_spot.tiers.claims import check_fence
+from lightning_spot.tiers.fences import check_fence
 
 SHARES_WAIT_S = 600.0
 """A snapshot whose first rank is done is given up if the other ranks' bytes are not in place so much later."""

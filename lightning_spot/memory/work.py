@@ -19,6 +19,7 @@ from lightning_spot.image.sealing import Sealing
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.slots import Slot
+from lightning_spot.retry import pause_after
 
 FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 30.0
@@ -31,7 +32,7 @@ class _Failure:
 
     @property
     def due_s(self) -> float:
-        return self.last_s + min(LAST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(self.count - 1, 10))
+        return self.last_s + pause_after(self.count, FIRST_RETRY_S, LAST_RETRY_S)
 
 
 class BackOff:

@@ -26,7 +26,7 @@ from lightning_spot.run import patience
 from lightning_spot.run.identity import next_attempt
 from lightning_spot.run.survey import Survey
 from lightning_spot.say import recovered, say
-from lightning_spot.tiers.claims import Claim, Owner
+from lightning_spot.tiers.fences import Claim, Owner
 from lightning_spot.tiers.store import Store
 
 logger = logging.getLogger(__name__)

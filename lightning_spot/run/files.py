@@ -15,7 +15,7 @@ from lightning_spot.errors import CorruptSnapshotError, TierError
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest
 from lightning_spot.memory.runs import EPOCH_UNIX_S, RunInfo, files_name
 from lightning_spot.say import say
-from lightning_spot.tiers.filesystem import open_filesystem, tier_errors, time_of
+from lightning_spot.tiers.fsspec_client import open_filesystem, tier_errors, time_of
 
 _MOST_READ = 2000
 _READERS = 32

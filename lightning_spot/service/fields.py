@@ -13,17 +13,16 @@ from typing import Any, get_args
 
 from aiohttp import web
 
-from lightning_spot.config import MOST_NODES, MOST_PART_BYTES
+from lightning_spot.config import HIGHEST_ATTEMPT, MOST_NODES, MOST_PART_BYTES
 from lightning_spot.errors import MalformedError, ServerRefusedError, SettingsError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.packing import Compression
 from lightning_spot.image.parts import checksum
+from lightning_spot.memory.joint import MOST_SHARES, Shared
 from lightning_spot.memory.slots import Making
 from lightning_spot.protocol.wire import DIGEST_HEADER
-from lightning_spot.service.quotas import Quota, client_of
-from lightning_spot.untrusted import integer as integer
-from lightning_spot.untrusted import read_object
-from lightning_spot.untrusted import text as text
+from lightning_spot.service.limits import Quota, client_of
+from lightning_spot.untrusted import integer, read_object, text
 
 SMALL_BODY_BYTES = 256 * 1024
 """Longest JSON body of a request that carries no checksums."""
@@ -197,6 +196,15 @@ def manifest(fields: Mapping[str, Any]) -> Manifest:
     return read
 
 
+def attempt_of(fields: Mapping[str, Any], default: int | None = None) -> int:
+    """The number of an attempt.
+
+    Raises:
+        MalformedError: if it is none.
+    """
+    return integer(fields, "attempt", default, 0, HIGHEST_ATTEMPT)
+
+
 def making(fields: Mapping[str, Any]) -> Making:
     """Whether the memory of a slot is made for who asks; what a later version may say counts as ``"now"``.
 
@@ -215,3 +223,22 @@ def compression(fields: Mapping[str, Any]) -> Compression:
     """
     named = text(fields, "compression", "auto")
     return next((each for each in get_args(Compression) if each == named), "auto")
+
+
+async def shared_body(request: web.Request) -> dict[str, Any]:
+    """What a request for a slot brings, a layout perhaps."""
+    return await json_body(request, LAYOUT_BODY_BYTES)
+
+
+def shared_of(body: dict[str, Any]) -> Shared | None:
+    """What a request for a slot says of the ranks that will fill it; ``None`` if one does."""
+    if body.get("shares") is None:
+        return None
+    return Shared(
+        name=text(body, "name"),
+        shares=integer(body, "shares", None, 1, MOST_SHARES),
+        digest=text(body, "digest"),
+        layout=long_text(body, "layout"),
+        at=place(body),
+        image_nbytes=integer(body, "image_nbytes", 0, 0, MOST_BYTES),
+    )

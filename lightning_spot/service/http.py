@@ -40,33 +40,65 @@ import asyncio
 import functools
 import hmac
 import logging
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
+import xxhash
 from aiohttp import hdrs, web
 
-from lightning_spot.config import PROTOCOL_VERSION
-from lightning_spot.errors import ServerRefusedError, SettingsError, SpotError, TierReason
+from lightning_spot.config import (
+    MOST_NODES,
+    PROTOCOL_VERSION,
+    SEND_BYTES,
+    take_environment,
+    without_password,
+)
+from lightning_spot.errors import ServerRefusedError, SettingsError, SnapshotNotFoundError, SpotError, TierReason
+from lightning_spot.image.files import MODEL_FILE, FileSpan
+from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_order
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.node import Node
+from lightning_spot.memory.ring import Ring
+from lightning_spot.memory.runs import LAST, RunInfo, parse_run
+from lightning_spot.memory.slots import Slot
 from lightning_spot.memory.upload import Upload
-from lightning_spot.protocol.counted_log import CountedLog
-from lightning_spot.protocol.listening import open_files
+from lightning_spot.protocol.listening import CountedLog, open_files
 from lightning_spot.protocol.wire import (
     ATTEMPT_HEADER,
     DIGEST_HEADER,
     ERROR_HEADER,
+    LONGEST_DIGESTED_BYTES,
     PROTOCOL_HEADER,
     TARGET_HEADER,
+    WANT_DIGEST_HEADER,
     error_body,
     error_status,
     read_attempt,
     target_of,
 )
-from lightning_spot.service.connections import (
+from lightning_spot.service.fields import (
+    BODIES,
+    BODIES_BYTES,
+    LONGEST_PLACE,
+    LONGEST_WAIT_S,
+    SMALL_BODY_BYTES,
+    STILL_MAY,
+    attempt_of,
+    compression,
+    json_body,
+    same_host,
+    seconds,
+    texts,
+)
+from lightning_spot.service.flags import is_loopback
+from lightning_spot.service.joint_requests import JointRequests, PortionRequests
+from lightning_spot.service.limits import (
     HEAD_TIMEOUT_S,
     LONGEST_FIELD_BYTES,
     MOST_CONNECTIONS,
@@ -74,18 +106,15 @@ from lightning_spot.service.connections import (
     SERVER_IDLE_TIMEOUT_S,
     THIS_HOST,
     Connections,
+    Handler,
+    Quota,
+    Turns,
+    client_of,
     request_logger,
 )
-from lightning_spot.service.fields import BODIES, BODIES_BYTES, LONGEST_WAIT_S, STILL_MAY, json_body, same_host, seconds
-from lightning_spot.service.files import Files
-from lightning_spot.service.hosts import HostRequests, PortionRequests
-from lightning_spot.service.quotas import Handler, Quota, Turns, client_of
-from lightning_spot.service.runs import OPEN_PATH, RunRequests
-from lightning_spot.service.settings import is_loopback
-from lightning_spot.service.shares import ShareRequests
-from lightning_spot.service.uploads import UploadRequests
-from lightning_spot.service.waiting import Waiting
-from lightning_spot.untrusted import text
+from lightning_spot.service.upload_requests import UploadRequests, Waiting
+from lightning_spot.tiers.fsspec_client import forget_sessions
+from lightning_spot.untrusted import LONGEST_NAME, integer, text
 
 logger = logging.getLogger(__name__)
 
@@ -135,9 +164,9 @@ class Service:
 
     def application(self) -> web.Application:
         """The aiohttp application."""
-        files, shares = Files(self.node), ShareRequests(self.node, self._wait_to_join)
+        files = Files(self.node)
         in_turn = Turns(_LOOKS).handler
-        hosts = HostRequests(self.node, self._wait_for_slot, self._wait_to_join, self._wait_for_hosts, self._gone)
+        joint = JointRequests(self.node, self._wait_for_slot, self._wait_to_join, self._wait_for_hosts, self._gone)
         app = web.Application(middlewares=[self._guard])
         app[BODIES] = Quota(BODIES_BYTES)
         app.on_response_prepare.append(_name_protocol)
@@ -149,11 +178,7 @@ class Service:
                 *RunRequests(self.node).routes(),
                 *self._uploads.routes(),
                 web.get("/v1/runs/{run}/files", files.listing),
-                web.post("/v1/runs/{run}/shares", shares.join),
-                web.post("/v1/runs/{run}/decline", shares.decline),
-                web.post("/v1/uploads/{upload}/share", shares.say),
-                web.post("/v1/uploads/{upload}/placed", shares.placed),
-                *hosts.routes(),
+                *joint.routes(),
                 *PortionRequests(self.node).routes(),
                 web.post("/v1/flush", self._flush),
                 web.get("/v1/files/{run}/{path:.+}", files.read),
@@ -377,3 +402,332 @@ def _check_target(request: web.Request) -> None:
     target = target_of(request.method, request.path)
     if request.headers.get(TARGET_HEADER, target) != target:
         raise ServerRefusedError("the request was damaged on its way", status=400)
+
+
+OPEN_PATH = "/v1/runs/{run}/open"
+
+_MOST_KEPT = 10**6
+_LONGEST_OPENING_BYTES = 4 * 2**20  # with an environment, of which Linux allows about so much
+_MOST_PID = 2**31
+
+
+class RunRequests:
+    """Handlers over the runs of a node.
+
+    Args:
+        node: whose.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where they are asked."""
+        return [
+            web.get("/v1/runs", self.listing),
+            web.post(OPEN_PATH, self.open),
+            web.post("/v1/runs/{run}/close", self.close),
+            web.post("/v1/runs/{run}/settle", self.settle),
+            web.get("/v1/runs/{run}/snapshots", self.snapshots),
+        ]
+
+    async def listing(self, _request: web.Request) -> web.Response:
+        """The runs this node knows."""
+        return web.json_response({"runs": await asyncio.to_thread(self._node.listed)})
+
+    async def open(self, request: web.Request) -> web.Response:
+        """Let an attempt write."""
+        near = same_host(request)
+        body = await json_body(request, _LONGEST_OPENING_BYTES if near else SMALL_BODY_BYTES)
+        name, identity = parse_run(request.match_info["run"])
+        info = RunInfo(
+            name=name,
+            id=identity,
+            location=text(body, "location", most=LONGEST_PLACE),
+            attempt=attempt_of(body, 0),
+            token=text(body, "token", most=LONGEST_NAME),
+            keep=integer(body, "keep", 2, 0, _MOST_KEPT),
+            durable_url=_durable_url(body),
+            min_upload_interval_s=_pace(body),
+            compression=compression(body),
+            nodes=texts(body, "nodes") if near else (),
+            replicas=integer(body, "replicas", 1, 1, MOST_NODES) if near else 1,
+            carry=body.get("carry", True) is not False,
+            spread=body.get("spread") is True,
+            left=body.get("left") is True,
+            is_claimed=not (near and body.get("is_claimed") is False),
+            session=text(body, "session", most=LONGEST_NAME) if near else "",
+            pid=integer(body, "pid", 0, 0, _MOST_PID),
+            host=text(body, "host", most=LONGEST_NAME),
+        )
+        opened = await asyncio.to_thread(self._node.open_run, info, client_of(request))
+        if near:
+            await asyncio.to_thread(self._take_environment, info.key, body.get("environment"))
+        where = repr(info.durable_url) if info.durable_url is not None else "its trainer's host brings it on"
+        logger.info("attempt %d of run %s is served: %s", info.attempt, info.key, where)
+        return web.json_response(asdict(opened))
+
+    def _take_environment(self, key: str, given: object) -> None:
+        """Go on with the credentials of the attempt that has just begun: those of the one before may have expired."""
+        if not isinstance(given, dict) or not all(isinstance(text, str) for item in given.items() for text in item):
+            return
+        if take_environment(given):
+            forget_sessions()
+            self._node.uploads.abroad.bringing.forget(key)
+            self._node.flusher.wait_clean(None, 0.0)  # what fails is tried soon
+
+    async def close(self, request: web.Request) -> web.Response:
+        """The trainer leaves."""
+        body = await json_body(request)
+        session = text(body, "session")
+        self._node.close_run(request.match_info["run"], session, complete=body.get("complete") is True)
+        return web.json_response({})
+
+    async def settle(self, request: web.Request) -> web.Response:
+        """A snapshot was made durable by its sender."""
+        body = await json_body(request)
+        attempt = attempt_of(body)
+        name, lineage = text(body, "name"), text(body, "lineage")
+        await asyncio.to_thread(self._node.settle, request.match_info["run"], attempt, name, lineage)
+        return web.json_response({})
+
+    async def snapshots(self, request: web.Request) -> web.Response:
+        """The attempt that writes, what is in memory, what a tier has refused."""
+        run = request.match_info["run"]
+        key = self._node.registry.key(run)
+        listed = [
+            {"manifest": manifest.to_dict(), "dirty": slot.dirty, "safe": slot.safe}
+            for slot, manifest in self._node.ring.readable(key)
+        ]
+        refused = [manifest.to_dict() for manifest in self._node.flusher.refused(key)]
+        claimed = await asyncio.to_thread(self._node.claimed, run)
+        return web.json_response({"attempt": claimed, "snapshots": listed, "refused": refused})
+
+
+def _durable_url(body: Mapping[str, Any]) -> str | None:
+    return text(body, "durable_url", most=LONGEST_PLACE) if body.get("durable_url") is not None else None
+
+
+def _pace(body: Mapping[str, Any]) -> float | None:
+    """Least seconds between two snapshots brought to the durable tier."""
+    return (
+        seconds(body, "min_upload_interval_s", 0.0, 365 * 86400.0)
+        if body.get("min_upload_interval_s") is not None
+        else None
+    )
+
+
+_SEND_TIMEOUT_S = 60.0
+_SENDFILE_BYTES = 16 * 1024 * 1024  # a reader that takes longer than the timeout for so much is hung up on
+
+
+class Files:
+    """Handlers of ``/v1/files/RUN/PATH`` and of the listing of a run.
+
+    Args:
+        node: whose runs these are.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    # -- listing --------------------------------------------------------------------------------------------------
+
+    async def listing(self, request: web.Request) -> web.Response:
+        """Every file of a run that is in memory."""
+        text = request.match_info["run"]
+        key = self._node.registry.key(text)
+        listed = dict(sorted(self._in_memory(key).items()))
+        if not listed and key not in self._node.registry.runs:
+            raise SnapshotNotFoundError(f"this node has no run {text!r}")
+        return web.json_response({"files": list(listed.values()), "last": self._newest(list(listed))})
+
+    def _in_memory(self, key: str) -> dict[str, dict[str, object]]:
+        return {
+            manifest.path_of(span): {
+                "path": manifest.path_of(span),
+                "nbytes": span.nbytes,
+                "created_unix_s": manifest.created_unix_s,
+                "dirty": list(slot.dirty),
+                "safe": list(slot.safe),
+                "step": manifest.step,
+            }
+            for slot, manifest in self._node.ring.readable(key)
+            for span in manifest.spans
+        }
+
+    def _newest(self, paths: list[str]) -> str | None:
+        """What ``last.ckpt`` stands for: a file of that name, else the newest exact snapshot.
+
+        Of a snapshot of several files it is the directory. Who reads it is told of no other kind.
+        """
+        if LAST in paths:
+            return LAST
+        names = {path.partition("/")[0] for path in paths if "/" in path}
+        orders = {name: order for name in names if (order := snapshot_order(name)) is not None and order[2]}
+        newest = max(orders, key=orders.__getitem__, default=None)
+        one_file = f"{newest}/{MODEL_FILE}"
+        return one_file if one_file in paths else newest
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    async def read(self, request: web.Request) -> web.StreamResponse:
+        """``GET`` and ``HEAD``."""
+        text, path = request.match_info["run"], request.match_info["path"].strip("/")
+        found = await self._find(text, path)
+        try:
+            return await self._answer(request, path, *found)
+        except SnapshotNotFoundError:  # it left memory just now; something newer may have that name
+            return await self._answer(request, path, *await self._find(text, path))
+
+    async def _answer(self, request: web.Request, path: str, slot: Slot, manifest: Manifest) -> web.StreamResponse:
+        if path.endswith("manifest.json"):
+            return web.Response(text=manifest.to_json(), content_type="application/json")
+        etag = f'"{xxhash.xxh3_128_hexdigest(manifest.to_json().encode())}"'
+        if request.headers.get(hdrs.IF_MATCH, etag) != etag:
+            raise ServerRefusedError(f"{path} was replaced while it was being read", status=412)
+        span = manifest.span_at(path) or FileSpan(path, 0, manifest.nbytes)  # another name, of a snapshot of one file
+        start, stop, status = byte_range(request.headers.get(hdrs.RANGE), span.nbytes)
+        response = web.StreamResponse(status=status)
+        response.content_length = stop - start
+        response.content_type = "application/octet-stream"
+        response.last_modified = manifest.created_unix_s
+        response.headers.update(
+            {
+                hdrs.ACCEPT_RANGES: "bytes",
+                hdrs.ETAG: etag,
+                "Spot-Created": str(manifest.created_unix_s),
+                "Spot-Path": quote(_path_to(manifest, span)),  # a header holds ASCII only
+                "Spot-Snapshot": quote(manifest.name),
+            }
+        )
+        if status == 206:
+            response.headers[hdrs.CONTENT_RANGE] = f"bytes {start}-{stop - 1}/{span.nbytes}"
+        start, stop = span.offset + start, span.offset + stop
+        with_digest = WANT_DIGEST_HEADER in request.headers and stop - start <= LONGEST_DIGESTED_BYTES
+        if request.method == hdrs.METH_HEAD:
+            await response.prepare(request)
+        else:
+            with self._node.ring.reading(slot, manifest) as image:
+                if with_digest:
+                    response.headers[DIGEST_HEADER] = checksum(image[start:stop])
+                await response.prepare(request)
+                with _hanging_up(request):
+                    await self._send(request, response, slot, image, start, stop)
+        await response.write_eof()
+        return response
+
+    async def _find(self, text: str, path: str) -> tuple[Slot, Manifest]:
+        """What a path names."""
+        key = self._node.registry.key(text)
+        newest = self._newest(list(self._in_memory(key))) if path == LAST else None
+        if newest is not None and snapshot_order(newest) is not None:
+            raise SnapshotNotFoundError(
+                f"the newest snapshot of run {text!r} is a directory of several files: read it at {newest}/"
+                f" instead of {LAST}, or make one file of it with lightning-spot cp"
+            )
+        try:
+            return resolve(self._node.ring, key, newest or path)
+        except SnapshotNotFoundError as error:
+            info = self._node.registry.info(key)
+            if info is None or (url := self._node.routes.durable(info)) is None:
+                raise
+            where = without_password(url)
+            raise SnapshotNotFoundError(f"{error}. What has left its memory lies in {where}: read it there") from error
+
+    async def _send(
+        self, request: web.Request, response: web.StreamResponse, slot: Slot, image: memoryview, start: int, stop: int
+    ) -> None:
+        """Send bytes of a slot: by ``sendfile``, which copies nothing, or in pieces where the transport cannot."""
+        transport = request.transport
+        fd = self._node.ring.descriptor(slot) if stop - start > SEND_BYTES and transport is not None else None
+        if transport is not None and fd is not None:
+            loop = asyncio.get_running_loop()
+            with open(fd, "rb", buffering=0) as file:
+                try:
+                    while start < stop:
+                        count = min(_SENDFILE_BYTES, stop - start)
+                        sending = loop.sendfile(transport, file, start, count, fallback=False)
+                        start += await asyncio.wait_for(sending, _SEND_TIMEOUT_S)
+                except (NotImplementedError, asyncio.SendfileNotAvailableError):
+                    logger.debug("this transport has no sendfile")
+        for place in range(start, stop, SEND_BYTES):
+            # A copy: the transport may keep what it could not send at once, the slot may not be kept.
+            data = bytes(image[place : min(place + SEND_BYTES, stop)])
+            await asyncio.wait_for(response.write(data), _SEND_TIMEOUT_S)
+
+    # -- removing -------------------------------------------------------------------------------------------------
+
+    async def remove(self, request: web.Request) -> web.Response:
+        """``DELETE``: a snapshot or file, in memory and at its tiers; never through the alias ``last.ckpt``.
+
+        With ``unseen`` in its body a file, also if it is not in memory.
+        """
+        text, path = request.match_info["run"], request.match_info["path"].strip("/")
+        key = self._node.registry.key(text)
+        await asyncio.to_thread(self._node.routes.check_owner, key)
+        if (await json_body(request)).get("unseen") is True:
+            await asyncio.to_thread(self._node.remove, text, path, unseen=True)
+            return web.json_response({})
+        _, manifest = await self._find(text, path)
+        if path not in (manifest.name, manifest.data_path):
+            raise ServerRefusedError(
+                f"{path!r} is only another name, or one file, of {manifest.data_path}; remove that by its own name",
+                status=409,
+            )
+        await asyncio.to_thread(self._node.remove, text, manifest.name)
+        return web.json_response({})
+
+
+@contextmanager
+def _hanging_up(request: web.Request) -> Iterator[None]:
+    """Break the connection when a body that was begun cannot be ended: nothing else tells the reader."""
+    try:
+        yield
+    except Exception as error:  # whatever it is: an answer that says so would be taken for the rest of the body
+        if isinstance(error, TimeoutError):
+            logger.warning("reading %s broke off: the reader is too slow", request.path)
+        elif not isinstance(error, ConnectionError):  # that is the reader's, or its line's
+            why = error if isinstance(error, SpotError) else f"{type(error).__name__}: {error}"
+            logger.warning("reading %s broke off: %s", request.path, why)
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("hung up") from error
+
+
+def byte_range(header: str | None, nbytes: int) -> tuple[int, int, int]:
+    """``(start, stop, status)`` of the bytes asked for; one range, as in RFC 9110 §14."""
+    if header is None:
+        return 0, nbytes, 200
+    match = re.fullmatch(r"bytes=(\d{0,19})-(\d{0,19})", header)
+    if match is None or match.groups() == ("", ""):
+        raise SettingsError(f"range {header[:80]!r} is not understood; one range of bytes, please")
+    first, last = match.groups()
+    start = int(first) if first else max(0, nbytes - int(last))
+    stop = min(nbytes, int(last) + 1) if first and last else nbytes
+    if start >= stop:
+        raise ServerRefusedError(f"range {header!r} lies outside the file of {nbytes} bytes", status=416)
+    return start, stop, 206
+
+
+def _path_to(manifest: Manifest, span: FileSpan) -> str:
+    """Where a reader finds what it was given: a file, or all files of a directory, whose path ends with a slash."""
+    if span in manifest.files:
+        return manifest.path_of(span)
+    return f"{manifest.name}/" if manifest.files else manifest.data_path
+
+
+def resolve(ring: Ring, run: str, path: str) -> tuple[Slot, Manifest]:
+    """The slot that holds what a path names; ``last.ckpt`` only if a user stored a file of that name.
+
+    Raises:
+        SnapshotNotFoundError: if nothing committed has that name.
+    """
+    found = ring.readable(run)
+    for slot, manifest in found:
+        if path == manifest.manifest_path or manifest.span_at(path) is not None:
+            return slot, manifest
+    names = ", ".join(manifest.name for _, manifest in found) or "nothing"
+    raise SnapshotNotFoundError(
+        f"no {path!r} in run {run!r} at this node; it holds {names} (and {MANIFEST_FILE} of each)"
+    )
