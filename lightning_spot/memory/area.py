@@ -2,10 +2,10 @@
 
 ::
 
-    lock             held by the node as long as it lives
+    lock             held by the server as long as it lives
     slot-3.img       the bytes of a slot
     slot-3.json      its commit record, renamed into place: without it the bytes are nothing
-    run-RUN.json     what a restarted node must know of a run: who may write it, where it goes, what is to be deleted
+    run-RUN.json     what a restarted server must know of a run: who may write it, where it goes, what is to be deleted
 
 Others of this host may write to the tmpfs, too. A directory counts by its owner, and is reached by its descriptor only:
 see :mod:`~lightning_spot.protocol.ownership`. Where another user has taken its name, another one is made up.
@@ -44,7 +44,7 @@ _AGAIN_S = (0.2, 1.0, 4.0)  # what passes, such as want of memory, is tried agai
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What is known of a run that an earlier node served.
+    """What is known of a run that an earlier server served.
 
     Attributes:
         info: as it was opened last, without its trainer's connection.
@@ -58,7 +58,7 @@ class Left:
 
 
 class SlotArea:
-    """A locked directory for slots. Where a living node holds it, or another user has its name, another one is taken.
+    """A locked directory for slots. Where a living server holds it, or another user has its name, another one is taken.
 
     Args:
         path: directory on tmpfs; made if need be. Others of its kind are called ``path-…``.
@@ -105,7 +105,7 @@ class SlotArea:
         (self._here / f"slot-{slot.index}.json").unlink(missing_ok=True)
 
     def keep_run(self, info: RunInfo, complete: bool, deletions: Iterable[tuple[str, Manifest]]) -> None:
-        """Note what a restarted node must know of a run, see :class:`Left`."""
+        """Note what a restarted server must know of a run, see :class:`Left`."""
         record = {
             "info": asdict(replace(info, session="")),
             "complete": complete,
@@ -118,7 +118,7 @@ class SlotArea:
         (self._here / f"run-{key}.json").unlink(missing_ok=True)
 
     def runs(self) -> Iterator[Left]:
-        """What an earlier node noted of its runs."""
+        """What an earlier server noted of its runs."""
         return self._runs_in(self._directory)
 
     def _runs_in(self, directory: OwnDirectory) -> Iterator[Left]:
@@ -132,12 +132,12 @@ class SlotArea:
                 logger.warning("%s is left out: %s", directory.path / path.name, error)
 
     def adopt(self) -> list[Slot]:
-        """Slots that earlier nodes committed, checked byte by byte; whatever else is here is removed.
+        """Slots that earlier servers committed, checked byte by byte; whatever else is here is removed.
 
         Those in the directories beside this one, which nobody holds any more, are brought here first.
 
         Raises:
-            TierError: if one cannot be read now, for want of memory or of descriptors: all stay for the next node.
+            TierError: if one cannot be read now, for want of memory or of descriptors: all stay for the next server.
         """
         for other in own_directories(self._name):
             with other:
@@ -276,7 +276,7 @@ class SlotArea:
 
 
 def remove_abandoned(directory: OwnDirectory) -> bool:
-    """Remove a slot area that no living node holds; whether it was removed."""
+    """Remove a slot area that no living server holds; whether it was removed."""
     lock = _lock(directory)
     if lock is None:
         return False
@@ -286,11 +286,11 @@ def remove_abandoned(directory: OwnDirectory) -> bool:
 
 
 def _first_free(path: Path) -> tuple[OwnDirectory, BinaryIO] | None:
-    """The first of the directories that are there which no living node holds, locked."""
+    """The first of the directories that are there which no living server holds, locked."""
     for directory in own_directories(path):
         try:
             lock = _lock(directory)
-        except SettingsError as error:  # it is none of a node's
+        except SettingsError as error:  # it is none of a server's
             logger.warning("%s is left as it is: %s", directory.path, error)
             lock = None
         if lock is not None:
@@ -317,7 +317,7 @@ def _made(path: Path) -> tuple[OwnDirectory, BinaryIO]:
 
 
 def _lock(directory: OwnDirectory) -> BinaryIO | None:
-    """Lock a directory for slots; ``None`` if a living node holds it, or it was removed.
+    """Lock a directory for slots; ``None`` if a living server holds it, or it was removed.
 
     Raises:
         SettingsError: if its lock is none.
@@ -340,7 +340,7 @@ def _lock(directory: OwnDirectory) -> BinaryIO | None:
 
 
 def _remove(directory: OwnDirectory) -> None:
-    """Remove what nodes put into a directory, and the directory, unless something else lies in it."""
+    """Remove what servers put into a directory, and the directory, unless something else lies in it."""
     with contextlib.suppress(OSError):
         for path in directory.here.iterdir():
             if _OURS.fullmatch(path.name):

@@ -32,7 +32,7 @@ class Told:
 
     Attributes:
         name: of the newest that is whole.
-        brings: whether it is to be brought to the durable tier, whatever follows.
+        brings: whether it is to be brought to storage, whatever follows.
         overtaken: names of those that are not needed any more.
         left: names of those of another lineage, which are to be brought there in any case.
     """
@@ -44,12 +44,12 @@ class Told:
 
 
 class Spread:
-    """What a node knows of snapshots of which it holds portions. Methods may be called from any thread.
+    """What a server knows of snapshots of which it holds portions. Methods may be called from any thread.
 
     Args:
         ring: holds the portions.
         registry: tells who may speak for a run.
-        rests_s: how long the durable tier of a run, by its key, is still to be left alone.
+        rests_s: how long the storage of a run, by its key, is still to be left alone.
     """
 
     def __init__(self, ring: Ring, registry: Registry, rests_s: Callable[[str], float]) -> None:
@@ -199,7 +199,7 @@ def find(ring: Ring, run: str, ranges: Ranges, base: BaseInfo, *, is_apart: bool
         run: key of the run.
         ranges: that this host brings now. It finds what it had there before, also where the file has become longer or
             shorter since: that is the end of the last range.
-        base: as the node has it.
+        base: as the server has it.
         is_apart: whether portions lie in slots of their own, range after range; else each lies as in the image.
     """
     with ring.changed:
@@ -243,7 +243,7 @@ def surpass(ring: Ring, run: str, newer: Manifest) -> None:
     """Note that a snapshot server has a newer snapshot, of which no host has all: older ones are not waited for."""
     with ring.changed:
         for slot in ring.committed(run):
-            manifest = slot.surpassed or slot.snapshot  # a slow node may have an older one only now
+            manifest = slot.surpassed or slot.snapshot  # a slow server may have an older one only now
             if manifest is not None and manifest.lineage == newer.lineage and manifest.order < newer.order:
                 slot.surpassed = newer
         ring.refresh(run)

@@ -1,4 +1,4 @@
-"""A durable tier to which several hosts bring one snapshot, each the files of its own ranks, with no snapshot server.
+"""Storage to which several hosts bring one snapshot, each the files of its own ranks, with no snapshot server.
 
 Every host writes its files to the snapshot's folder, then a note of what it has brought; whoever finds the notes of all
 hosts commits it. An attempt begins each name once, so nothing is ever written over.
@@ -336,7 +336,7 @@ def check_gaps(image: Image, ranges: Ranges, files: Sequence[FileSpan]) -> None:
 
 
 class JointStore(ByItself):
-    """Implements :class:`~lightning_spot.memory.tier.JointTier` for one run at its durable tier.
+    """Implements :class:`~lightning_spot.memory.tier.JointTier` for one run at its storage.
 
     Args:
         store: of the run there.

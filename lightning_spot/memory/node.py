@@ -40,10 +40,10 @@ logger = logging.getLogger(__name__)
 class Remembered:
     """Notes of runs, and of the deletions that are still to be done for them.
 
-    Called with the registry's lock, as soon as the node is made.
+    Called with the registry's lock, as soon as the server is made.
 
     Args:
-        ring: of the node. Where its slots do not outlive the node, nothing is noted.
+        ring: of the server. Where its slots do not outlive the server, nothing is noted.
         registry: the runs.
         flusher: that deletes.
         routes: of the runs.
@@ -96,7 +96,7 @@ class Remembered:
 
 
 IN_PROCESS = "in-process"
-"""The session of a trainer that holds the node in its own process."""
+"""The session of a trainer that holds the server in its own process."""
 
 
 class Node:
@@ -107,9 +107,10 @@ class Node:
         memory_bytes: most bytes all slots together may hold.
         open_store: makes the store of a tier's URL.
         flush_to: URL below which runs are flushed that name no durable URL, or one that is not allowed.
-        area: tmpfs directory for slots. What a killed node left in it is checked and taken over: seconds for gigabytes.
-        allow: prefixes of durable URLs that a trainer may have this node write to (and ``flush_to``); ``None`` for
-            any, at the node of the trainer's own host.
+        area: tmpfs directory for slots. What a killed server left in it is checked and taken over: seconds for
+            gigabytes.
+        allow: prefixes of durable URLs that a trainer may have this server write to (and ``flush_to``); ``None`` for
+            any, at the server of the trainer's own host.
         run_memory_bytes: most bytes that the slots of one run may hold; ``None`` for no such limit.
 
     Attributes:
@@ -137,7 +138,7 @@ class Node:
             owner=lambda url, key: self.routes.standing(key, url).owner,
         )
         self.uploads = Uploads(self.ring, self.registry, open_store, self._brought, below)
-        # Uploads are part of what a node does; see the methods of Begins, Uploads and Commits.
+        # Uploads are part of what a server does; see the methods of Begins, Uploads and Commits.
         self.lease, self.find_upload = self.uploads.begins.lease, self.uploads.find
         self.flusher = Flusher(
             self.ring, open_store, self.registry.info, self._heard, lambda key, url: self.routes.standing(key, url)
@@ -239,11 +240,11 @@ class Node:
         return self.ring.committed(self.registry.key(run))
 
     def spread_over(self, run: str, replicas: int) -> SpreadPlace | None:
-        """Where the snapshots of a run are to be spread from now on; ``None`` while no node takes portions.
+        """Where the snapshots of a run are to be spread from now on; ``None`` while no server takes portions.
 
         Args:
             run: as in URLs.
-            replicas: at how many nodes each portion is to be kept.
+            replicas: at how many servers each portion is to be kept.
         """
         with self._lock:
             replication = self.routes.spread(self.registry.find(run).info)
@@ -270,16 +271,16 @@ class Node:
 
     @property
     def draining(self) -> bool:
-        """Whether this node is about to end, and takes no new runs."""
+        """Whether this server is about to end, and takes no new runs."""
         return self.flusher.leaves
 
     def drain(self) -> None:
-        """Take no new runs: this node is about to end."""
+        """Take no new runs: this server is about to end."""
         self.flusher.leave()
 
     @property
     def closing(self) -> bool:
-        """Whether this node is shutting down, and takes no new snapshots."""
+        """Whether this server is shutting down, and takes no new snapshots."""
         return self.uploads.closing
 
     @closing.setter
@@ -328,7 +329,7 @@ class Node:
         key = self.registry.key(run)
         try:
             manifest, urls = self.ring.drop(key, name)
-            if manifest.is_file:  # also one of its name that went past this node's memory since
+            if manifest.is_file:  # also one of its name that went past this server's memory since
                 manifest = replace(manifest, attempt=self.registry.highest(key))
         except SnapshotNotFoundError:
             if not unseen:
@@ -408,7 +409,7 @@ class Node:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        """A trainer has gone: what nodes have of its run approximately is to be there exactly now."""
+        """A trainer has gone: what servers have of its run approximately is to be there exactly now."""
         with self.ring.changed:
             self.ring.notify()
 
@@ -443,11 +444,11 @@ class Node:
             self._remembered.note_deletions()
 
 
-_JOIN_S = 6.0  # a request to a node that does not answer takes 5 s
+_JOIN_S = 6.0  # a request to a server that does not answer takes 5 s
 
 
 class Routes:
-    """The tiers of every run of a node. Call :meth:`open` and :meth:`forget` under the node's lock.
+    """The tiers of every run of a server. Call :meth:`open` and :meth:`forget` under the server's lock.
 
     Args:
         ring: is told where the runs go.
@@ -459,7 +460,7 @@ class Routes:
         allow: likewise.
 
     Attributes:
-        prefixes: below which this node writes for others; ``None`` for no bound.
+        prefixes: below which this server writes for others; ``None`` for no bound.
     """
 
     def __init__(
@@ -484,7 +485,7 @@ class Routes:
         self._refusals: dict[str, str] = {}
 
     def check_flush_to(self) -> None:
-        """Ask the tier to which this node flushes, so that a wrong URL shows at its start.
+        """Ask the tier to which this server flushes, so that a wrong URL shows at its start.
 
         Raises:
             TierError: if it does not answer.
@@ -493,7 +494,7 @@ class Routes:
             self.open_store(f"{self.flush_to}/probe").claimed()
 
     def open(self, info: RunInfo) -> None:
-        """Decide where a run goes, and begin to look for its trainer's nodes."""
+        """Decide where a run goes, and begin to look for its trainer's servers."""
         key = info.key
         refused = self.allowed(info.durable_url) if info.durable_url is not None else "no durable URL was named"
         if not info.carry:
@@ -513,14 +514,14 @@ class Routes:
         self._ring.set_tiers(key, Tiers(own=(url,) if url is not None else ()))
 
     def spread(self, info: RunInfo) -> Replication | None:
-        """Have the snapshots of a run spread over its trainer's nodes, if there are any."""
+        """Have the snapshots of a run spread over its trainer's servers, if there are any."""
         known = self._replications.get(info.key)
         if known is not None and not known.info.spread:
             self._begin(replace(known.info, spread=True))
         return self._replications.get(info.key)
 
     def opened(self, info: RunInfo) -> Opened:
-        """What to answer who opens a run: whether it is brought to its durable tier from here."""
+        """What to answer who opens a run: whether it is brought to its storage from here."""
         replication, refused = self._replications.get(info.key), self._refusals[info.key]
         if info.spread and not info.nodes:  # a tier that fails is tried again, and portions are safe here meanwhile
             return Opened(info.attempt, not refused, refused)
@@ -533,22 +534,22 @@ class Routes:
         return Opened(info.attempt, not why_not, why_not)
 
     def carries(self, key: str) -> bool:
-        """Whether a run is brought to its durable tier from here."""
+        """Whether a run is brought to its storage from here."""
         replication = self._replications.get(key)
         return (replication is not None and replication.carries) or self._refusals.get(key, "unknown") == ""
 
     def allowed(self, url: str) -> str:
-        """Why this node may not write to a durable URL, for people; ``""`` if it may."""
+        """Why this server may not write to a durable URL, for people; ``""`` if it may."""
         if self.prefixes is None:
             return ""
         return refusal(url, self.prefixes or [])
 
     def standing(self, key: str, url: str) -> Standing:
-        """On whose behalf this node acts at the URL of a run.
+        """On whose behalf this server acts at the URL of a run.
 
         Where a client has named the place, nothing is done unless the claim there has a digest of the token that the
-        client gave: who cannot write there cannot have this node do so. At a place of its own, and of the trainer's
-        host, the node claims for the trainer what that could not.
+        client gave: who cannot write there cannot have this server do so. At a place of its own, and of the trainer's
+        host, the server claims for the trainer what that could not.
         """
         info = self._run(key)
         if url.startswith("spot://") or info is None:
@@ -559,7 +560,7 @@ class Routes:
         return Standing(Owner(info.attempt, "") if is_lent else None)
 
     def check_owner(self, key: str) -> None:
-        """Refuse to change anything for a run whose attempt, by its claim, may not do so itself at its durable tier.
+        """Refuse to change anything for a run whose attempt, by its claim, may not do so itself at its storage.
 
         What is queued may be done for a later attempt.
 
@@ -585,7 +586,7 @@ class Routes:
         return info.durable_url if info.durable_url is not None else self._own_tier(info)
 
     def away(self) -> dict[str, str]:
-        """URLs of runs at nodes that do not work, and what is wrong."""
+        """URLs of runs at servers that do not work, and what is wrong."""
         return {
             url: why for replication in list(self._replications.values()) for url, why in replication.away().items()
         }
@@ -596,7 +597,7 @@ class Routes:
             replication.heard(url, error)
 
     def ask_soon(self, key: str) -> None:
-        """Have the nodes of a run asked whether they are there, see :meth:`Replication.ask_soon`."""
+        """Have the servers of a run asked whether they are there, see :meth:`Replication.ask_soon`."""
         if (replication := self._replications.get(key)) is not None:
             replication.ask_soon()
 
@@ -628,7 +629,7 @@ class Routes:
             replication.join(_JOIN_S)
 
     def _begin(self, info: RunInfo) -> None:
-        """Look for the nodes of a run anew.
+        """Look for the servers of a run anew.
 
         Raises:
             RuntimeError: see :meth:`Replication.start`; who opens the run asks once more.
@@ -649,12 +650,12 @@ class Routes:
                 known.close()
 
     def _is_left(self, key: str) -> bool:
-        """Whether the trainer is gone: only its own host is told of nodes; others know what they were told."""
+        """Whether the trainer is gone: only its own host is told of servers; others know what they were told."""
         info = self._run(key)
         return info is not None and (info.left or (bool(info.nodes) and not info.session))
 
     def _own_tier(self, info: RunInfo) -> str | None:
-        """Where this node makes a run durable by itself; ``None`` if nowhere."""
+        """Where this server makes a run durable by itself; ``None`` if nowhere."""
         if info.durable_url is not None and not self.allowed(info.durable_url):
             return info.durable_url
         return f"{self.flush_to}/{info.text}" if self.flush_to is not None else None

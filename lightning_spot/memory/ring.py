@@ -61,10 +61,11 @@ _NOWHERE = Tiers()
 
 
 class SlotTable:
-    """The slots of a node, and what is known of them. All methods may be called from any thread.
+    """The slots of a server, and what is known of them. All methods may be called from any thread.
 
     Args:
-        area: directory on tmpfs for the slots, ``None`` for memory files; what a killed node left in it is taken over.
+        area: directory on tmpfs for the slots, ``None`` for memory files; what a killed server left in it is taken
+            over.
 
     Attributes:
         slots: all of them.
@@ -105,7 +106,7 @@ class SlotTable:
         return self._tiers.get(run, _NOWHERE)
 
     def carried(self) -> set[str]:
-        """URLs that other nodes write, and this one does not."""
+        """URLs that other servers write, and this one does not."""
         with self.changed:
             own = {url for tiers in self._tiers.values() for url in tiers.own}
             return {url for tiers in self._tiers.values() for url in tiers.carried} - own
@@ -373,7 +374,7 @@ class Ring(SlotTable):
         """Whether there is no room now for one more snapshot as large as those that are here."""
         with self.changed:
             nbytes = max((slot.manifest.nbytes for slot in self.slots if slot.manifest is not None), default=1)
-            # One that a larger node has left here may fit no bound of this one.
+            # One that a larger server has left here may fit no bound of this one.
             nbytes = min(nbytes, self._limits.memory_bytes, self._limits.run_memory_bytes or nbytes)
             return find_room(self.slots, "", max(1, nbytes), capacity_for(nbytes, self._limits), self._limits) is None
 
@@ -499,7 +500,7 @@ class Ring(SlotTable):
             return {"memory_bytes": self.memory_bytes, "slots": [slot.status() for slot in self.slots]}
 
     def close(self, *, keep_unsafe: bool) -> None:
-        """Give all memory back; with ``keep_unsafe``, leave what is safe nowhere else in tmpfs for the next node."""
+        """Give all memory back; with ``keep_unsafe``, leave what is safe nowhere else in tmpfs for the next server."""
         released = []
         with self.changed:
             unsafe = only_here(self.slots) if keep_unsafe else set()

@@ -21,7 +21,7 @@ _RUN_ID = re.compile(r"[0-9a-f]{12}")
 
 
 def key_of(manifest: Manifest) -> str:
-    """What a node keeps a snapshot's run under: its identity, or its name where it has none (format 1)."""
+    """What a server keeps a snapshot's run under: its identity, or its name where it has none (format 1)."""
     return manifest.run_id or manifest.run
 
 
@@ -60,7 +60,7 @@ def run_text(name: str, identity: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunInfo:
-    """What a trainer, or the node on its host, says of a run when it opens it.
+    """What a trainer, or the server on its host, says of a run when it opens it.
 
     Attributes:
         name: of the run, for people.
@@ -69,15 +69,15 @@ class RunInfo:
         attempt: the attempt that writes from now on.
         token: of the attempt.
         keep: snapshots each tier keeps.
-        durable_url: durable directory as a store's URL; ``None`` if the node is not to write there.
-        min_upload_interval_s: least seconds between two snapshots brought to the durable tier; 0 for as often as it
+        durable_url: durable directory as a store's URL; ``None`` if the server is not to write there.
+        min_upload_interval_s: least seconds between two snapshots brought to storage; 0 for as often as it
             can; ``None`` likewise, but for those that follow each other in moments, see :data:`work.MOST_APART_S`.
-        compression: how what changed goes to the nodes behind: ``"auto"`` packs it where that is faster, ``"always"``
+        compression: how what changed goes to the servers behind: ``"auto"`` packs it where that is faster, ``"always"``
             always, ``"off"`` never, and ``"topk"`` sends it not exactly.
         nodes: ``spot://host:port`` of the snapshot servers behind this one, in order of preference.
         replicas: how many of them each snapshot is kept at.
-        carry: whether the node is to bring the run to its durable tier; where it is kept at several, one is.
-        spread: whether snapshots are spread over all nodes behind this one: each of them is to carry the run on; or,
+        carry: whether the server is to bring the run to its storage; where it is kept at several, one is.
+        spread: whether snapshots are spread over all servers behind this one: each of them is to carry the run on; or,
             at one of these, that it is to have portions of them only.
         left: whether its trainer is gone: its host only looks after what is there of it.
         is_claimed: whether its attempts claim its durable directory. Not so a folder of users' files, each of whose
@@ -108,7 +108,7 @@ class RunInfo:
 
     @property
     def key(self) -> str:
-        """What a node keeps the run under, see :func:`key_of`."""
+        """What a server keeps the run under, see :func:`key_of`."""
         return self.id or self.name
 
     @property
@@ -117,7 +117,7 @@ class RunInfo:
         return run_text(self.name, self.id)
 
     def claim(self) -> Claim:
-        """What the attempt notes at the durable tier."""
+        """What the attempt notes at storage."""
         return Claim(
             attempt=self.attempt,
             run_id=self.id,
@@ -132,11 +132,11 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What a node answers when a run is opened.
+    """What a server answers when a run is opened.
 
     Attributes:
         attempt: the attempt that writes now.
-        carries: whether this node, or one behind it, brings the run to its durable tier.
+        carries: whether this server, or one behind it, brings the run to its storage.
         why_not: if it does not, the reason, for people.
         leaves: whether this is since it is shutting down, and is to have no further portions of snapshots.
     """
@@ -149,13 +149,13 @@ class Opened:
 
 @dataclass(slots=True)
 class Run:
-    """A run this node knows. Fields change under the registry's lock.
+    """A run this server knows. Fields change under the registry's lock.
 
     Attributes:
         info: as it was opened last; its ``session`` is ``""`` once the trainer's connection has closed.
         complete: whether its trainer said that the run has ended.
         opened_s: when it was opened last (monotonic).
-        client: who opened it last, ``""`` if that is not known, as of what a killed node has left.
+        client: who opened it last, ``""`` if that is not known, as of what a killed server has left.
     """
 
     info: RunInfo
@@ -165,7 +165,7 @@ class Run:
 
 
 def refusal(url: str, prefixes: Sequence[str]) -> str:
-    """Why a node may not write to ``url``, for people; ``""`` if it may.
+    """Why a server may not write to ``url``, for people; ``""`` if it may.
 
     Args:
         url: durable directory of a run: a path, ``file://…`` or an fsspec URL.

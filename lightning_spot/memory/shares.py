@@ -38,7 +38,7 @@ _MOST_DECLINED = 256  # of a run, by name
 
 
 class Shares:
-    """The joint uploads of a node. All methods may be called from any thread.
+    """The joint uploads of a server. All methods may be called from any thread.
 
     Args:
         registry: of runs and sessions; its lock guards everything here.
@@ -301,7 +301,7 @@ class Shares:
             self._wake()
 
     def close(self) -> None:
-        """The node is shutting down: nobody waits any more."""
+        """The server is shutting down: nobody waits any more."""
         with self._changed:
             for upload in self._open.values():
                 if upload.joint is not None:

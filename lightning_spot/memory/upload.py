@@ -218,10 +218,10 @@ def _end_streams(upload: Upload) -> None:
 
 
 class Commits:
-    """Commits the uploads of a node. All methods may be called from any thread.
+    """Commits the uploads of a server. All methods may be called from any thread.
 
     Args:
-        uploads: of the node.
+        uploads: of the server.
         ring: holds what is committed.
         registry: tells who may write.
         committed: called with each snapshot that was committed.
@@ -250,13 +250,13 @@ class Commits:
     ) -> Manifest:
         """Commit a slot that was filled on this host: checksum every part, commit.
 
-        Its parts go on to the next node as they are sealed. Where several ranks fill it, all are waited for first.
+        Its parts go on to the next server as they are sealed. Where several ranks fill it, all are waited for first.
 
         Args:
             upload_id: the lease.
             manifest: without checksums.
             destinations: URLs of the directories that a user's file goes to, instead of the run's tiers.
-            floats: where in it numbers lie that may be approximated on their way to a node behind.
+            floats: where in it numbers lie that may be approximated on their way to a server behind.
             written: what was written since the slot was filled as :attr:`Upload.held`, ``None`` for all.
             followed: whether another snapshot is to follow within :data:`~lightning_spot.memory.work.FOLLOWED_S`.
 

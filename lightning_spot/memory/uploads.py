@@ -92,14 +92,14 @@ def _lease(
                 ring.changed.wait(min(left, _LOOK_S))
 
 
-_LEFT_S = 0.25  # less than a killed node's successor takes to begin; more than a sender takes from a part to the next
+_LEFT_S = 0.25  # less than a killed server's successor takes to begin; more than a sender takes from a part to the next
 
 
 class Begins:
-    """Begins the uploads of a node. All methods may be called from any thread.
+    """Begins the uploads of a server. All methods may be called from any thread.
 
     Args:
-        uploads: of the node.
+        uploads: of the server.
         ring: gives the slots.
         registry: tells who may write.
     """
@@ -150,7 +150,7 @@ class Begins:
         Raises:
             FencedError: if ``attempt`` no longer holds the run.
             SnapshotFailedError: if several hosts are to bring it, and bring a later one already.
-            SnapshotNotFoundError: if this node does not know the run.
+            SnapshotNotFoundError: if this server does not know the run.
         """
 
         def gone() -> bool:
@@ -269,7 +269,7 @@ class Begins:
                 self._uploads.abort(upload.id)
 
     def _give_up_left(self, key: str, newer: Manifest) -> None:
-        """A host sends one snapshot of a run at a time: one that nobody is connected for was left by a killed node.
+        """A host sends one snapshot of a run at a time: one that nobody is connected for was left by a killed server.
 
         The tiers below wait for the rest of it, and would take nothing newer. Of portions, those of one host are meant.
         """
@@ -286,21 +286,21 @@ class Begins:
 UPLOAD_IDLE_S = 120.0
 """An upload over the network that receives nothing for so long is given up and its slot freed."""
 HOSTS_GONE_S = 60.0
-"""Likewise what several hosts bring, if none of them sends, nor asks how this node is, which they do every 10 s."""
+"""Likewise what several hosts bring, if none of them sends, nor asks how this server is, which they do every 10 s."""
 
 
 class Uploads:
-    """The uploads of a node. All methods may be called from any thread.
+    """The uploads of a server. All methods may be called from any thread.
 
     Args:
         ring: gives the slots.
         registry: tells who may write.
         open_store: makes the stores of places to which several hosts bring a snapshot together.
         heard: see :data:`~lightning_spot.memory.uploads.Heard`.
-        below: what the node does at durable tiers to which hosts bring snapshots.
+        below: what the server does at storage to which hosts bring snapshots.
 
     Attributes:
-        closing: whether the node is shutting down, and takes no new snapshots.
+        closing: whether the server is shutting down, and takes no new snapshots.
         begins: begins them.
         shares: of uploads that several ranks fill.
         abroad: of uploads that several hosts bring to one place.
@@ -343,7 +343,7 @@ class Uploads:
     def end_session(self, session: str) -> None:
         """The connection of a trainer has closed: its half-filled slots are freed.
 
-        What it has filled, and the local server brings to a durable tier, goes on: there may be nobody else to do it.
+        What it has filled, and the local server brings to storage, goes on: there may be nobody else to do it.
         So does what counts already, and is on its way to a further snapshot server.
         """
         with self._lock:
@@ -541,7 +541,7 @@ class Uploads:
         most_s = UPLOAD_IDLE_S if upload.joint is None else SHARES_WAIT_S  # ranks take their time to fill it
         if upload.in_use or silent_s > most_s or (upload.joint is not None and not upload.is_gathered):
             return silent_s > most_s
-        if upload.is_gathered:  # hosts that live ask how this node is, also before they send anything
+        if upload.is_gathered:  # hosts that live ask how this server is, also before they send anything
             silent_s, most_s = min(silent_s, now_s - self._ring.opened_s.get(upload.run, 0.0)), HOSTS_GONE_S
         return silent_s > (most_s if unconnected_s is None else unconnected_s)
 
@@ -569,9 +569,9 @@ class Abroad:
         uploads: of the local server.
         ring: likewise.
         registry: likewise.
-        open_store: makes the stores of snapshot servers and durable tiers.
+        open_store: makes the stores of snapshot servers and storage.
         heard: see :data:`Heard`.
-        below: what the node does at durable tiers.
+        below: what the server does at storage.
 
     Attributes:
         bringing: sends what lies in the slots of this host.
@@ -599,7 +599,7 @@ class Abroad:
     def wait_brought(self, run: str | None, wait_s: float) -> list[str]:
         """Wait until nothing is on its way that nobody else has as a whole; what is in the end, one line each.
 
-        That is what goes to a durable tier, and what this host has of snapshots that another one leads.
+        That is what goes to storage, and what this host has of snapshots that another one leads.
 
         Args:
             run: key of the run; ``None`` for any.
@@ -624,7 +624,7 @@ class Abroad:
             _background(partial(self._begin, lead, url), partial(self._not_begun, lead, url))
 
     def make_way(self) -> bool:
-        """Let slots go from which nothing is sent until further nodes have their turn; whether there were any."""
+        """Let slots go from which nothing is sent until further servers have their turn; whether there were any."""
         passing = self._leads.make_way()
         for lead in passing:
             self.bringing.done(lead.upload, lead.ranges)
@@ -757,7 +757,7 @@ class Abroad:
         sealed = replace(sealed, run=manifest.run)
         self._ended(lead, url, sealed)
         own = replace(manifest, nbytes=sum(nbytes for _, nbytes in lead.ranges))
-        # Of nodes over which it is spread, the first one stands for all: they are brought theirs at the same time.
+        # Of servers over which it is spread, the first one stands for all: they are brought theirs at the same time.
         at, took_s = (nodes_of(url) or [url])[0], time.monotonic() - began_s
         self._heard(at, own, took_s, None if is_durable(url) else sent, None)
         return sealed

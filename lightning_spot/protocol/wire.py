@@ -1,4 +1,4 @@
-"""What both ends of the node protocol share: addresses, headers, errors as JSON, and the frames of part streams.
+"""What both ends of the server protocol share: addresses, headers, errors as JSON, and the frames of part streams.
 
 A stream of parts is an HTTP connection upgraded to raw bytes. A client asks ``POST /v1/uploads/ID/stream`` with
 ``Upgrade: spot-parts``. After ``101`` it sends frames, one for each part: a :class:`Frame`, then its content. Each is
@@ -6,9 +6,9 @@ answered by the 16 bytes of the xxh3-128 of the part as it now lies there. The s
 the event loop took nearly three times as long (measured on loopback, 2 cores).
 
 A part may come in three ways. Whole. As what it differs in from the same part of the *base*, the newest snapshot of the
-run that the node holds, which it names in its answer to a request for a slot. Or not at all, if it is the same there.
-What a node makes of a base counts only if it has the checksum that the frame announces; if not, the answer says so, and
-the part is sent whole.
+run that the server holds, which it names in its answer to a request for a slot. Or not at all, if it is the same there.
+What a server makes of a base counts only if it has the checksum that the frame announces; if not, the answer says so,
+and the part is sent whole.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ERROR_HEADER = "Spot-Error"
 """The JSON of an error where the answer has no body: to HEAD."""
 
 ATTEMPT_HEADER = "Spot-Attempt"
-"""On whose behalf a run is changed, see :func:`attempt_text`: only its attempt may, whoever has the node's secret."""
+"""On whose behalf a run is changed, see :func:`attempt_text`: only its attempt may, whoever has the server's secret."""
 
 SENDER_HEADER = "Spot-Sender"
 """Which of the hosts that send one upload opens a stream: a random name, the same for all of its streams."""
@@ -136,14 +136,14 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class BaseInfo:
-    """What a node says of the snapshot from which it can make parts of the one that is sent.
+    """What a server says of the snapshot from which it can make parts of the one that is sent.
 
     Attributes:
         name: of the snapshot.
         nbytes: its size.
         part_bytes: size of its parts.
         checksums: of its parts.
-        unpacks: whether the node can read deltas that are compressed.
+        unpacks: whether the server can read deltas that are compressed.
     """
 
     name: str
@@ -164,7 +164,7 @@ class BaseInfo:
 
     @classmethod
     def read(cls, fields: Any) -> BaseInfo | None:
-        """Read it from a node's answer; what is malformed counts as none."""
+        """Read it from a server's answer; what is malformed counts as none."""
         if not isinstance(fields, dict):
             return None
         name, nbytes, part_bytes = fields.get("name"), fields.get("nbytes"), fields.get("part_bytes")
@@ -178,7 +178,7 @@ class BaseInfo:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a node listens: a TCP host and port, or a Unix socket.
+    """Where a server listens: a TCP host and port, or a Unix socket.
 
     Attributes:
         host: host name or IP address, ``""`` for a Unix socket.
@@ -235,7 +235,7 @@ def error_body(error: SpotError) -> dict[str, Any]:
 
 
 def error_from_body(status: int, body: bytes, tier: str) -> SpotError:
-    """The error a node answered with; only classes of our own tree are ever made."""
+    """The error a server answered with; only classes of our own tree are ever made."""
     try:
         fields = untrusted.read_object(body)
         kind = getattr(errors, untrusted.text(fields, "error", None), None)
@@ -266,10 +266,10 @@ def error_from_body(status: int, body: bytes, tier: str) -> SpotError:
 
 @contextlib.contextmanager
 def answered(tier: str) -> Iterator[None]:
-    """What a node has answered is read: whatever is missing, or is something else, is one error.
+    """What a server has answered is read: whatever is missing, or is something else, is one error.
 
     Raises:
-        ServerUnreachableError: it is no answer of a node of this version.
+        ServerUnreachableError: it is no answer of a server of this version.
     """
     try:
         yield
@@ -284,7 +284,7 @@ def answered(tier: str) -> Iterator[None]:
 
 
 def file_path(said: object) -> str:
-    """The path of a file below a run, as a node says it: whoever copies it stays below where it is copied to.
+    """The path of a file below a run, as a server says it: whoever copies it stays below where it is copied to.
 
     Raises:
         MalformedError: if it is no such path.

@@ -135,7 +135,7 @@ def seconds(fields: Mapping[str, Any], name: str, default: float, high: float) -
 
 
 def place(fields: Mapping[str, Any]) -> str:
-    """Where several hosts bring a snapshot to, see :attr:`Shared.at`: URLs of a run, at as many nodes as it may have.
+    """Where several hosts bring a snapshot to, see :attr:`Shared.at`: URLs of a run, at as many servers as it may have.
 
     Raises:
         SettingsError: if it is something else.
@@ -168,7 +168,7 @@ def identifier(fields: Mapping[str, Any], name: str) -> str:
 
 
 def texts(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """A list of texts, as many as a run may have nodes at most.
+    """A list of texts, as many as a run may have servers at most.
 
     Raises:
         SettingsError: otherwise.

@@ -1,4 +1,4 @@
-"""The node's HTTP service on aiohttp, over TCP and over a Unix socket. Thin: everything happens in :class:`Node`.
+"""The server's HTTP service on aiohttp, over TCP and over a Unix socket. Thin: everything happens in :class:`Node`.
 
 =========  ==================================  =================================================================
 method     path                                what
@@ -6,7 +6,7 @@ method     path                                what
 GET        /healthz                            200 while the event loop turns; needs no token
 GET        /readyz                             200 if a run would be well here, else 503 and why; needs no token
 GET        /v1/status                          slots, runs, tiers
-GET        /v1/runs                            the runs this node knows
+GET        /v1/runs                            the runs this server knows
 POST       /v1/runs/RUN/open                   let an attempt write
 POST       /v1/runs/RUN/close                  the trainer leaves
 POST       /v1/runs/RUN/settle                 a snapshot was made durable by its sender
@@ -18,7 +18,7 @@ POST       /v1/runs/RUN/decline                there will be no such snapshot to
 POST       /v1/uploads/ID/share                for which snapshot it was taken, if ranks fill it (this host only)
 POST       /v1/uploads/ID/placed               the bytes of a share are in place (this host only)
 POST       /v1/…/joint…                        one that several hosts bring together: see :mod:`.hosts`
-*          /v1/…/portions…                     what several nodes hold together: see :mod:`.hosts`
+*          /v1/…/portions…                     what several servers hold together: see :mod:`.hosts`
 POST       /v1/uploads/ID/stream               fill it, over a connection of its own: see ``protocol/wire.py``
 POST       /v1/uploads/ID/commit               make it a snapshot
 POST       /v1/uploads/ID/seal                 the same for a slot filled through shared memory (this host only)
@@ -120,7 +120,7 @@ logger = logging.getLogger(__name__)
 
 
 def not_ready(node: Node) -> list[str]:
-    """Why a run would not be well at a node now, in words that tell a stranger nothing; empty if it would."""
+    """Why a run would not be well at a server now, in words that tell a stranger nothing; empty if it would."""
     reasons = ["shutting down"] if node.draining or node.closing else []
     if node.ring.full:
         slots, most = node.ring.files
@@ -140,7 +140,7 @@ _LOOKS = 16  # of a client's requests that ask a tier at once: threads are left 
 
 
 class Service:
-    """HTTP handlers over a node.
+    """HTTP handlers over a server.
 
     Args:
         node: what is served.
@@ -245,7 +245,7 @@ class Service:
         except ConnectionResetError:
             if request.transport is not None and not request.transport.is_closing():
                 raise
-            response = web.Response(status=400)  # who asked has gone, and hears no answer: no error of this node's
+            response = web.Response(status=400)  # who asked has gone, and hears no answer: no error of this server's
         except web.HTTPException:
             raise  # an answer of aiohttp's, as of a path that is none
         except Exception as error:  # such as want of memory: who asks may ask again, or do without
@@ -325,7 +325,7 @@ class Service:
             return
         raise ServerRefusedError(why, status=403) if by_header else web.HTTPForbidden(text=f"{why}.\n")
 
-    # -- the node -------------------------------------------------------------------------------------------------
+    # -- the server -------------------------------------------------------------------------------------------------
 
     async def _healthy(self, _request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -412,7 +412,7 @@ _MOST_PID = 2**31
 
 
 class RunRequests:
-    """Handlers over the runs of a node.
+    """Handlers over the runs of a server.
 
     Args:
         node: whose.
@@ -432,7 +432,7 @@ class RunRequests:
         ]
 
     async def listing(self, _request: web.Request) -> web.Response:
-        """The runs this node knows."""
+        """The runs this server knows."""
         return web.json_response({"runs": await asyncio.to_thread(self._node.listed)})
 
     async def open(self, request: web.Request) -> web.Response:
@@ -509,7 +509,7 @@ def _durable_url(body: Mapping[str, Any]) -> str | None:
 
 
 def _pace(body: Mapping[str, Any]) -> float | None:
-    """Least seconds between two snapshots brought to the durable tier."""
+    """Least seconds between two snapshots brought to storage."""
     return (
         seconds(body, "min_upload_interval_s", 0.0, 365 * 86400.0)
         if body.get("min_upload_interval_s") is not None

@@ -76,7 +76,7 @@ class _Seal:
 
 
 class Seals:
-    """The seals of a node. All methods are called on the event loop.
+    """The seals of a server. All methods are called on the event loop.
 
     Args:
         node: whose.
@@ -143,7 +143,7 @@ def _look_at(done: asyncio.Task[tuple[str, ...]]) -> None:
 
 
 class PortionRequests:
-    """Handlers over the portions that a node holds.
+    """Handlers over the portions that a server holds.
 
     Args:
         node: whose.
@@ -167,7 +167,7 @@ class PortionRequests:
         return web.json_response(await asyncio.to_thread(self._node.spread.look, request.match_info["run"], name))
 
     async def whole(self, request: web.Request) -> web.Response:
-        """All portions of one are at nodes."""
+        """All portions of one are at servers."""
         body, run = await json_body(request), request.match_info["run"]
         attempt = attempt_of(body)
         names = texts(body, "overtaken"), texts(body, "left")

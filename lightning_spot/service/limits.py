@@ -64,7 +64,7 @@ MOST_CONNECTIONS = 4096
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 DESCRIPTORS = 2**20
-"""Open files that a node should be allowed, as far as it may: each connection, stream of parts and slot is one."""
+"""Open files that a server should be allowed, as far as it may: each connection, stream of parts and slot is one."""
 
 
 class Connections:

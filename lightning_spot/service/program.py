@@ -1,4 +1,4 @@
-"""The node as a program: ``lightning-spot serve``, and the local server that a trainer starts by itself.
+"""The server as a program: ``lightning-spot serve``, and the local server that a trainer starts by itself.
 
 On SIGTERM or SIGINT it takes no new runs, goes on serving the trainers it has, and ends when they have left and nothing
 waits for a tier any more, or when the drain time is over. A second signal ends the waiting.
@@ -60,7 +60,7 @@ _ABANDONED_S = 24 * 3600.0
 _BACKLOG = 512
 _AT_ONCE = 4  # asyncio accepts its backlog in one turn: before those beyond the most are dropped, all descriptors
 _QUIET_S = 3.0  # a snapshot server's trainers have left, or moved on, when none asked for a slot for so long
-_UNCONNECTED_S = 15.0  # a draining node waits so long for who has begun to send a snapshot and is not connected now
+_UNCONNECTED_S = 15.0  # a draining server waits so long for who has begun to send a snapshot and is not connected now
 _SHUTDOWN_S = 5.0
 
 
@@ -102,7 +102,7 @@ def _run_embedded(settings: NodeSettings, record: NodeRecord) -> int:
         )
         _sweep(read_environment().shm_dir, record.folder)
         for leftover in (record.http, record.fds):
-            remove_file(leftover)  # a killed node's
+            remove_file(leftover)  # a killed server's
         with own_socket(record.http) as listener:
             return asyncio.run(_serve(settings, listener))
     finally:
@@ -192,7 +192,7 @@ def _announce(settings: NodeSettings, listener: socket.socket) -> None:
 
 
 class _Signals:
-    """SIGTERM and SIGINT: the first has what is owed flushed, the second ends the node at once.
+    """SIGTERM and SIGINT: the first has what is owed flushed, the second ends the server at once.
 
     Attributes:
         woken: set with each of them, and by :meth:`wake`.
@@ -261,7 +261,7 @@ async def _drain(node: Node, service: Service, drain_timeout_s: float, signals: 
 
 
 async def _flush(node: Node, wait_s: float) -> list[str]:
-    """What could not be flushed in time, one line for each tier. Whatever fails, the node ends as it should."""
+    """What could not be flushed in time, one line for each tier. Whatever fails, the server ends as it should."""
     try:
         return await asyncio.to_thread(node.flush, None, wait_s)
     except Exception as error:
@@ -283,7 +283,7 @@ async def _end(
     *,
     keep_files: bool,
 ) -> None:
-    """Let go of everything. What could not be flushed stays in tmpfs; the next node of this run takes it over."""
+    """Let go of everything. What could not be flushed stays in tmpfs; the next server of this run takes it over."""
     if record is not None:
         for path in (record.http, record.fds):
             path.unlink(missing_ok=True)
@@ -298,7 +298,7 @@ async def _end(
     if record is not None:
         if not keep_files:
             record.log.unlink(missing_ok=True)
-        record.alive.unlink(missing_ok=True)  # last: who finds it gone may start a new node
+        record.alive.unlink(missing_ok=True)  # last: who finds it gone may start a new server
 
 
 def _area(settings: NodeSettings, shm_dir: Path | None) -> Path | None:
@@ -312,7 +312,7 @@ def _area(settings: NodeSettings, shm_dir: Path | None) -> Path | None:
 def _sweep(shm_dir: Path | None, records: Path) -> None:
     """Remove what local servers left when they were killed and whose runs nobody carried on for a day."""
     for area in own_directories(shm_dir / "lightning-spot") if shm_dir is not None else ():
-        with area, contextlib.suppress(OSError, SettingsError):  # another node may be sweeping it too
+        with area, contextlib.suppress(OSError, SettingsError):  # another server may be sweeping it too
             embedded = re.match(r"lightning-spot-([0-9a-f]{16})(-|$)", area.path.name)
             latest_s = max([area.here.stat().st_mtime, *(path.lstat().st_mtime for path in area.here.iterdir())])
             if embedded is None or time.time() - latest_s < _ABANDONED_S or NodeRecord(records, embedded[1]).running():
@@ -323,7 +323,7 @@ def _sweep(shm_dir: Path | None, records: Path) -> None:
 
 
 def note_killed(info: RunInfo) -> None:
-    """Write the record of an attempt to the durable tier, if its trainer was killed.
+    """Write the record of an attempt to storage, if its trainer was killed.
 
     Where that fails, what is left on this host stays, and the next attempt writes it.
 
@@ -511,7 +511,7 @@ def _send(connection: socket.socket, message: dict[str, Any], fd: int | None) ->
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a node from command-line flags."""
+    """Run a server from command-line flags."""
     parser = argparse.ArgumentParser(prog="lightning-spot serve")
     add_arguments(parser)
     log_plainly(logging.INFO, "%(asctime)s %(levelname)s %(name)s: %(message)s")

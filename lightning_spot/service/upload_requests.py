@@ -83,7 +83,7 @@ _LOOK_AGAIN_S = 0.02  # what changes often is looked at now and then
 
 
 class Waiting:
-    """Who waits for a slot of a node. Make it on the event loop; its methods are called there.
+    """Who waits for a slot of a server. Make it on the event loop; its methods are called there.
 
     Args:
         node: whose slots.
@@ -427,7 +427,7 @@ Join = Callable[..., Awaitable[Upload | None]]
 
 
 class UploadRequests:
-    """Handlers over the uploads of a node.
+    """Handlers over the uploads of a server.
 
     Args:
         node: whose.

@@ -84,7 +84,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a node may do at the URL of a run.
+    """What a server may do at the URL of a run.
 
     Attributes:
         owner: on whose behalf it writes and deletes; ``None`` where only the attempt's number counts.

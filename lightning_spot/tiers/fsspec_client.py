@@ -74,7 +74,7 @@ def open_filesystem(url: str) -> tuple[Any, str]:
 
 
 def forget_listings(url: str) -> None:
-    """Have this thread's plain file system of a URL list anew: other processes, such as nodes, write there, too.
+    """Have this thread's plain file system of a URL list anew: other processes, such as servers, write there, too.
 
     Lightning, and whoever opens a URL, gets that one: a file that its listing does not have is not found. Other kinds
     of file systems may connect when they are made, and keep no listings.

@@ -43,8 +43,9 @@ class LocalStore:
 
     Args:
         root: the run's directory; made when first written to.
-        beneath: prefixes below one of which it must be, where a node acts for others: no link below leads out of that,
-            and of users' files only those that have a manifest of ours are replaced or deleted. ``None`` for no bound.
+        beneath: prefixes below one of which it must be, where a server acts for others: no link below leads out of
+            that, and of users' files only those that have a manifest of ours are replaced or deleted. ``None`` for no
+            bound.
 
     Raises:
         TierError: if it is below none of them.
@@ -153,7 +154,7 @@ class LocalStore:
         self._check_fences(manifest, attempt)
         with tier_errors(self.url):
             if self._holds_every_byte(manifest):
-                # A node that takes over from a killed one may not know that this was committed, and must not undo it.
+                # A server that takes over from a killed one may not know that this was committed, and must not undo it.
                 # Its predecessor may have been killed before it synced the names.
                 for path in (manifest.path_of(manifest.spans[0]), manifest.manifest_path):
                     posix.sync_directory((self.root / path).parent)
@@ -191,7 +192,7 @@ class LocalStore:
                     posix.remove(folder / MANIFEST_FILE)
                     posix.sync_directory(folder)  # never a manifest without its bytes, also after a loss of power
                     _remove_own(folder)
-            except FileNotFoundError:  # of several nodes that have portions of it, another one deletes it, too
+            except FileNotFoundError:  # of several servers that have portions of it, another one deletes it, too
                 if posix.is_there(self.root / manifest.manifest_path):
                     raise
             posix.remove_if_empty(self.root / manifest.name)
@@ -541,7 +542,7 @@ def _sweep_run(local: LocalStore, current: Manifest) -> None:
                         posix.remove(folder / old)
             if order is not None:
                 posix.remove_if_empty(root / name)
-        except FileNotFoundError:  # it has ended there, or another node removes it, too
+        except FileNotFoundError:  # it has ended there, or another server removes it, too
             continue
         except OSError as error:  # one place that fails keeps nothing else from being swept
             problem = error

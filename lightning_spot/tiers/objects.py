@@ -79,7 +79,7 @@ class ObjectStore:
 
     Args:
         url: the run's URL, such as ``s3://bucket/run-1``.
-        is_lent: whether a node acts for others: then of users' files only those that have a manifest of ours are
+        is_lent: whether a server acts for others: then of users' files only those that have a manifest of ours are
             replaced or deleted.
 
     Raises:
@@ -179,7 +179,7 @@ class ObjectStore:
         """See :meth:`Store.put`."""
         _, noted = both(lambda: self._check_fences(manifest, attempt), lambda: self._seen(manifest), "spot-ask")
         if noted.manifest == manifest and self.has(manifest):
-            return  # durable already: a node that takes over from a killed one may not know, and must not undo it
+            return  # durable already: a server that takes over from a killed one may not know, and must not undo it
         self._commit(manifest, image, lambda: manifest, attempt, noted)
 
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:

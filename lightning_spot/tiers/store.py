@@ -38,7 +38,7 @@ class Holdings:
         unreadable: name of each snapshot whose manifest is there but cannot be used, and why.
         highest_attempt: over claims, manifests and the names of snapshots, committed or not; 0 if there is none.
         unfinished: names of snapshots that are not committed.
-        portions: of snapshots that are spread over several nodes, as far as they are at this one.
+        portions: of snapshots that are spread over several servers, as far as they are at this one.
         names: what an object store has listed of the run, for :meth:`Store.sweep`; of others it lists by itself.
         attempts: and of the folder of claims.
     """
@@ -260,7 +260,7 @@ def on_behalf(store: Store, standing: Standing, action: Callable[[], Result]) ->
 
     Raises:
         FencedError: if another one has claimed it.
-        TierError: if nobody has, and this node may not.
+        TierError: if nobody has, and this server may not.
         SpotError: whatever else failed.
     """
     store.owner = standing.owner
