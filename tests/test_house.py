@@ -32,7 +32,7 @@ NODES = [path for path in SOURCES if path.parent.name in ("memory", "protocol", 
 SHARED_BY_MODULES = {"files", "layout", "private", "sources", "spread"}
 SHARED_BY_CLASSES = {"Hosts", "Part", "Source"}
 
-LOGS_WITHOUT_KEYS = {"callbacks", "capture", "exact", "fit", "image", "memory", "protocol", "service", "staging"}
+LOGS_WITHOUT_KEYS = {"callbacks", "capture", "exact", "fit", "image", "memory", "staging"}
 
 
 def test_public_names_are_there_and_listed() -> None:

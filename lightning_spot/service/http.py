@@ -82,6 +82,7 @@ from lightning_spot.protocol.wire import (
     read_attempt,
     target_of,
 )
+from lightning_spot.say import say
 from lightning_spot.service.fields import (
     BODIES,
     BODIES_BYTES,
@@ -252,7 +253,8 @@ class Service:
             if request.path in _OPEN_TO_ALL:  # whoever asks, as often as he likes
                 self.counted.add_error(f"failures of {request.path}", error)
             else:
-                logger.exception("%s %s failed unexpectedly", request.method, request.path)
+                what = f"{request.method} {request.path}"
+                say(logging.ERROR, "request-failed", "{about} failed unexpectedly", about=what, exc_info=True)
             failure = ServerRefusedError(
                 f"the snapshot server failed ({type(error).__name__}: {error})", reason=TierReason.SERVER_FAILED
             )
@@ -464,7 +466,8 @@ class RunRequests:
         if near:
             await asyncio.to_thread(self._take_environment, info.key, body.get("environment"))
         where = repr(info.durable_url) if info.durable_url is not None else "its trainer's host brings it on"
-        logger.info("attempt %d of run %s is served: %s", info.attempt, info.key, where)
+        line = "attempt {attempt} of run {about} is served: {where}"
+        say(logging.INFO, "run-opened", line, about=info.key, attempt=info.attempt, where=where)
         return web.json_response(asdict(opened))
 
     def _take_environment(self, key: str, given: object) -> None:
@@ -685,11 +688,10 @@ def _hanging_up(request: web.Request) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever it is: an answer that says so would be taken for the rest of the body
-        if isinstance(error, TimeoutError):
-            logger.warning("reading %s broke off: the reader is too slow", request.path)
-        elif not isinstance(error, ConnectionError):  # that is the reader's, or its line's
-            why = error if isinstance(error, SpotError) else f"{type(error).__name__}: {error}"
-            logger.warning("reading %s broke off: %s", request.path, why)
+        if isinstance(error, TimeoutError) or not isinstance(error, ConnectionError):  # that is the reader's
+            why = "the reader is too slow" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+            text = "reading {about} broke off: {why}"
+            say(logging.WARNING, "read-broke-off", text, about=request.path, why=why)
         if request.transport is not None:
             request.transport.abort()
         raise ConnectionResetError("hung up") from error

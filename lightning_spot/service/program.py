@@ -43,6 +43,7 @@ from lightning_spot.protocol.listening import accepted, allow_descriptors
 from lightning_spot.protocol.ownership import is_own_user, own_directories, own_socket, peer_of, remove_file
 from lightning_spot.protocol.process import ProcessId, open_pidfd, wait_readable
 from lightning_spot.protocol.record import NodeRecord, hold, sweep
+from lightning_spot.say import say
 from lightning_spot.service.flags import NodeSettings, add_arguments, settings_from
 from lightning_spot.service.http import Service
 from lightning_spot.service.limits import DESCRIPTORS
@@ -76,7 +77,7 @@ def run_node(settings: NodeSettings) -> int:
     """
     allow_descriptors(DESCRIPTORS)
     if why := why_weak(read_environment().token):
-        logger.warning("%s", why)
+        say(logging.WARNING, "token-weak", "{why}", why=why)
     record = settings.record
     if record is None:
         for url in settings.allow:
@@ -91,7 +92,7 @@ def _run_embedded(settings: NodeSettings, record: NodeRecord) -> int:
     """Serve this host's trainers by what is in the open runtime directory."""
     alive = hold(record.alive, _HOLD_S)
     if alive is None:
-        logger.info("another node already serves %s", record.key)
+        say(logging.INFO, "server-there", "another server already serves {about}", about=record.key)
         return 0
     try:
         record.note(
@@ -231,11 +232,11 @@ async def _until_unneeded(node: Node, service: Service, server_idle_timeout_s: f
             last_busy_s = now_s
         was_busy = is_busy
         if node.finished:
-            logger.info("the run has ended")
+            say(logging.INFO, "server-ends", "the run has ended")
             return
         left_s = server_idle_timeout_s - (now_s - max(last_busy_s, service.last_request_s))
         if left_s < 0:
-            logger.info("idle for %.0f s", server_idle_timeout_s)
+            say(logging.INFO, "server-ends", "idle for {idle_s:.0f} s", idle_s=server_idle_timeout_s)
             return
         await _wait(signals.first, _CHECK_S)
         await _wait(signals.woken, min(left_s, _LOOK_S))
@@ -256,7 +257,7 @@ async def _drain(node: Node, service: Service, drain_timeout_s: float, signals: 
     node.closing = True
     left = await _flush(node, 0.0)
     for line in left:
-        logger.error("not flushed: %s", line)
+        say(logging.ERROR, "not-flushed", "not flushed: {about}", about=line)
     return left
 
 
@@ -265,7 +266,7 @@ async def _flush(node: Node, wait_s: float) -> list[str]:
     try:
         return await asyncio.to_thread(node.flush, None, wait_s)
     except Exception as error:
-        logger.exception("flushing failed unexpectedly")
+        say(logging.ERROR, "flush-failed", "flushing failed unexpectedly", exc_info=True)
         return [f"{type(error).__name__}: {error}"]
 
 
@@ -318,7 +319,7 @@ def _sweep(shm_dir: Path | None, records: Path) -> None:
             if embedded is None or time.time() - latest_s < _ABANDONED_S or NodeRecord(records, embedded[1]).running():
                 continue
             if remove_abandoned(area):
-                logger.info("removed %s, abandoned for a day", area.path)
+                say(logging.INFO, "slots-removed", "removed {about}, abandoned for a day", about=area.path)
     sweep(records)
 
 
@@ -341,7 +342,8 @@ def note_killed(info: RunInfo) -> None:
             return  # which alone knows the attempts before
         write_record(info.durable_url, info.attempt, replace(record, earlier=written.earlier).as_dict())
     except TierError as error:
-        logger.warning("how far attempt %d of %s got was not written: %s", info.attempt, info.text, error)
+        text = "how far attempt {attempt} of {about} got was not written: {error}"
+        say(logging.WARNING, "goodput-not-written", text, about=info.text, attempt=info.attempt, error=error)
     else:
         forget_reached(info.durable_url, info.attempt)
 
@@ -398,7 +400,7 @@ class DescriptorChannel:
             try:
                 threading.Thread(target=self._serve, args=(connection,), name="spot-session", daemon=True).start()
             except RuntimeError as error:  # no more threads can be had now: others come after this one
-                logger.warning("a session was refused: %s", error)
+                say(logging.WARNING, "no-threads", "a session was refused: {error}", error=error)
                 with self._lock:
                     self._open.discard(connection)
                 connection.close()

@@ -50,6 +50,7 @@ from lightning_spot.protocol.wire import (
     PartKind,
     fill,
 )
+from lightning_spot.say import say
 from lightning_spot.service.fields import (
     LONGEST_WAIT_S,
     MANIFEST_BODY_BYTES,
@@ -380,7 +381,8 @@ def _make(connection: socket.socket, node: Node, upload: Upload, frame: Frame, *
                 decode(content, earlier, part)
             return checksum(part)
         except CorruptSnapshotError as error:
-            logger.warning("%s: %s; the part is sent whole", upload.name or upload.id, error)
+            text = "{about}: {error}; the part is sent whole"
+            say(logging.WARNING, "delta-damaged", text, about=upload.name or upload.id, error=error)
             return NO_DIGEST
         finally:
             earlier.release()
