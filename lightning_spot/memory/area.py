@@ -32,7 +32,7 @@ from lightning_spot.memory.slots import Slot, SlotState, file_order
 from lightning_spot.protocol.ownership import OwnDirectory, make_directory, open_file, own_directories, read_file
 from lightning_spot.retry import retried
 from lightning_spot.staging.slot import SlotMemory
-from lightning_spot.untrusted import LARGE_BYTES, read_sealed, sealed_json
+from lightning_spot.untrusted import LARGE_BYTES, as_object, decoded, read_sealed, sealed_json
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class SlotArea:
         for path in sorted(directory.here.glob("run-*.json")):
             try:
                 record = read_sealed(read_file(path, LARGE_BYTES), LARGE_BYTES)
-                info = RunInfo(**{**record["info"], "nodes": tuple(record["info"]["nodes"])})
+                info = decoded(RunInfo, as_object(record["info"]))
                 deletions = tuple((str(url), Manifest.from_dict(fields)) for url, fields in record["deletions"])
                 yield Left(info, bool(record["complete"]), deletions)
             except (OSError, ValueError, KeyError, TypeError, CorruptSnapshotError) as error:

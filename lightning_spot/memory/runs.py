@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated, Any, get_args
 
-from lightning_spot.config import KEEP, check_run_name, directory_of, scheme_of
+from lightning_spot.config import HIGHEST_ATTEMPT, KEEP, LARGEST, MOST_NODES, check_run_name, directory_of, scheme_of
 from lightning_spot.errors import ServerRefusedError, SettingsError
 from lightning_spot.image.manifest import OWN_DIR, Manifest, snapshot_order
 from lightning_spot.image.packing import Compression
 from lightning_spot.tiers.fences import ATTEMPTS_DIR, Claim, digest_of
+from lightning_spot.untrusted import LONGEST_NAME, items, number, short, text, whole
 
 EPOCH_UNIX_S = 1_577_836_800
 """2020-01-01: who saves files in a folder is an attempt by the clock, a number of seconds since then below 10**9."""
@@ -58,6 +60,36 @@ def run_text(name: str, identity: str) -> str:
     return f"{name}@{identity}" if identity else name
 
 
+LONGEST_PLACE = 1024
+"""Of directories and URLs that are listed for everybody."""
+
+_MOST_KEPT = 10**6
+_MOST_PID = 2**31
+_MOST_APART_S = 365 * 86400.0
+
+_Name = Annotated[str, short(LONGEST_NAME)]
+_Place = Annotated[str, short(LONGEST_PLACE)]
+
+
+def texts(fields: Mapping[str, Any], name: str, _default: object = None) -> tuple[str, ...]:
+    """A list of texts, as many as a run may have servers at most.
+
+    Raises:
+        MalformedError: otherwise.
+    """
+    return tuple(text({name: item}, name, None) for item in items(fields, name, MOST_NODES))
+
+
+def _seconds(fields: Mapping[str, Any], name: str, _default: object) -> float:
+    return min(number(fields, name, None, 0, LARGEST), _MOST_APART_S)
+
+
+def _compression(fields: Mapping[str, Any], name: str, _default: object) -> Compression:
+    """What a later version may say counts as ``"auto"``."""
+    named = text(fields, name)
+    return next((each for each in get_args(Compression) if each == named), "auto")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunInfo:
     """What a trainer, or the server on its host, says of a run when it opens it.
@@ -87,24 +119,24 @@ class RunInfo:
         host: name of its machine, for messages.
     """
 
-    name: str
-    id: str
-    location: str
-    attempt: int
-    token: str = field(repr=False)
-    keep: int = KEEP
-    durable_url: str | None = None
-    min_upload_interval_s: float | None = None
-    compression: Compression = "auto"
-    nodes: tuple[str, ...] = ()
-    replicas: int = 1
+    name: _Name
+    id: _Name
+    location: _Place
+    attempt: Annotated[int, whole(0, HIGHEST_ATTEMPT)]
+    token: _Name = field(repr=False)
+    keep: Annotated[int, whole(0, _MOST_KEPT)] = KEEP
+    durable_url: _Place | None = None
+    min_upload_interval_s: Annotated[float, _seconds] | None = None
+    compression: Annotated[Compression, _compression] = "auto"
+    nodes: Annotated[tuple[str, ...], texts] = ()
+    replicas: Annotated[int, whole(1, MOST_NODES)] = 1
     carry: bool = True
     spread: bool = False
     left: bool = False
     is_claimed: bool = True
-    session: str = ""
-    pid: int = 0
-    host: str = ""
+    session: _Name = ""
+    pid: Annotated[int, whole(0, _MOST_PID)] = 0
+    host: _Name = ""
 
     @property
     def key(self) -> str:

@@ -19,9 +19,9 @@ import re
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 from lightning_spot import errors, untrusted
@@ -134,6 +134,15 @@ class Frame:
         return cls(PartKind(kind), start, nbytes, content_bytes, digest.hex())
 
 
+_MOST_BYTES = 2**46
+_MOST_PARTS = 2**20
+
+
+def _checksums(fields: Mapping[str, Any], name: str, _default: object) -> tuple[str, ...]:
+    checksums = untrusted.items(fields, name, _MOST_PARTS)
+    return tuple(untrusted.text({name: each}, name, None) for each in checksums)
+
+
 @dataclass(frozen=True, slots=True)
 class BaseInfo:
     """What a server says of the snapshot from which it can make parts of the one that is sent.
@@ -146,11 +155,11 @@ class BaseInfo:
         unpacks: whether the server can read deltas that are compressed.
     """
 
-    name: str
-    nbytes: int
-    part_bytes: int
-    checksums: tuple[str, ...]
-    unpacks: bool
+    name: Annotated[str, untrusted.text]
+    nbytes: Annotated[int, untrusted.whole(0, _MOST_BYTES)]
+    part_bytes: Annotated[int, untrusted.whole(1, _MOST_BYTES)]
+    checksums: Annotated[tuple[str, ...], _checksums]
+    unpacks: bool = False
 
     def has(self, start: int, stop: int, digest: str) -> bool:
         """Whether the part from ``start`` to ``stop`` is the same there."""
@@ -165,15 +174,10 @@ class BaseInfo:
     @classmethod
     def read(cls, fields: Any) -> BaseInfo | None:
         """Read it from a server's answer; what is malformed counts as none."""
-        if not isinstance(fields, dict):
+        try:
+            return untrusted.decoded(cls, untrusted.as_object(fields))
+        except MalformedError:
             return None
-        name, nbytes, part_bytes = fields.get("name"), fields.get("nbytes"), fields.get("part_bytes")
-        checksums = fields.get("checksums")
-        if not (isinstance(name, str) and type(nbytes) is int and type(part_bytes) is int and part_bytes > 0):
-            return None
-        if not isinstance(checksums, list) or not all(isinstance(each, str) for each in checksums):
-            return None
-        return cls(name, nbytes, part_bytes, tuple(checksums), fields.get("unpacks") is True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,13 @@ import re
 import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any, get_args
+from typing import Any
 
 from aiohttp import web
 
 from lightning_spot.config import HIGHEST_ATTEMPT, MOST_NODES, MOST_PART_BYTES
 from lightning_spot.errors import MalformedError, ServerRefusedError, SettingsError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.packing import Compression
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.joint import MOST_SHARES, Shared
 from lightning_spot.memory.slots import Making
@@ -48,9 +47,6 @@ _UNCOUNTED_BYTES = 4096  # of each body: those of most requests have no more
 _MOST_VALUES = 2**21  # in a body: each takes some 100 bytes, and a microsecond in which nobody else is answered
 _MOST_SMALL_PARTS = 4096
 _LEAST_PART_BYTES = 2**20
-LONGEST_PLACE = 1024
-"""Of directories and URLs that are listed for everybody."""
-
 _LONGEST_URL = 512  # of a run at a node: names of hosts have 255 characters at most, those of runs 128
 
 
@@ -167,18 +163,6 @@ def identifier(fields: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def texts(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """A list of texts, as many as a run may have servers at most.
-
-    Raises:
-        SettingsError: otherwise.
-    """
-    value = fields.get(name) or ()
-    if not isinstance(value, list | tuple) or len(value) > MOST_NODES:
-        raise SettingsError(f"malformed request: {name} is no list of at most {MOST_NODES}")
-    return tuple(text({name: item}, name, None) for item in value)
-
-
 def manifest(fields: Mapping[str, Any]) -> Manifest:
     """The manifest of a snapshot that comes over the network.
 
@@ -213,16 +197,6 @@ def making(fields: Mapping[str, Any]) -> Making:
     """
     named = text(fields, "making", Making.NOW.value)
     return next((known for known in Making if known.value == named), Making.NOW)
-
-
-def compression(fields: Mapping[str, Any]) -> Compression:
-    """How what changed is sent on; what a later version may say counts as ``"auto"``.
-
-    Raises:
-        SettingsError: if it is no text.
-    """
-    named = text(fields, "compression", "auto")
-    return next((each for each in get_args(Compression) if each == named), "auto")
 
 
 async def shared_body(request: web.Request) -> dict[str, Any]:

@@ -42,7 +42,7 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -53,7 +53,6 @@ import xxhash
 from aiohttp import hdrs, web
 
 from lightning_spot.config import (
-    MOST_NODES,
     PROTOCOL_VERSION,
     SEND_BYTES,
     take_environment,
@@ -86,16 +85,13 @@ from lightning_spot.say import say
 from lightning_spot.service.fields import (
     BODIES,
     BODIES_BYTES,
-    LONGEST_PLACE,
     LONGEST_WAIT_S,
     SMALL_BODY_BYTES,
     STILL_MAY,
     attempt_of,
-    compression,
     json_body,
     same_host,
     seconds,
-    texts,
 )
 from lightning_spot.service.flags import is_loopback
 from lightning_spot.service.joint_requests import JointRequests, PortionRequests
@@ -115,7 +111,7 @@ from lightning_spot.service.limits import (
 )
 from lightning_spot.service.upload_requests import UploadRequests, Waiting
 from lightning_spot.tiers.fsspec_client import forget_sessions
-from lightning_spot.untrusted import LONGEST_NAME, integer, text
+from lightning_spot.untrusted import decoded, text
 
 logger = logging.getLogger(__name__)
 
@@ -408,9 +404,8 @@ def _check_target(request: web.Request) -> None:
 
 OPEN_PATH = "/v1/runs/{run}/open"
 
-_MOST_KEPT = 10**6
 _LONGEST_OPENING_BYTES = 4 * 2**20  # with an environment, of which Linux allows about so much
-_MOST_PID = 2**31
+_ONLY_NEAR = ("nodes", "replicas", "session", "is_claimed")  # said by trainers of this host, and by no others
 
 
 class RunRequests:
@@ -442,26 +437,9 @@ class RunRequests:
         near = same_host(request)
         body = await json_body(request, _LONGEST_OPENING_BYTES if near else SMALL_BODY_BYTES)
         name, identity = parse_run(request.match_info["run"])
-        info = RunInfo(
-            name=name,
-            id=identity,
-            location=text(body, "location", most=LONGEST_PLACE),
-            attempt=attempt_of(body, 0),
-            token=text(body, "token", most=LONGEST_NAME),
-            keep=integer(body, "keep", 2, 0, _MOST_KEPT),
-            durable_url=_durable_url(body),
-            min_upload_interval_s=_pace(body),
-            compression=compression(body),
-            nodes=texts(body, "nodes") if near else (),
-            replicas=integer(body, "replicas", 1, 1, MOST_NODES) if near else 1,
-            carry=body.get("carry", True) is not False,
-            spread=body.get("spread") is True,
-            left=body.get("left") is True,
-            is_claimed=not (near and body.get("is_claimed") is False),
-            session=text(body, "session", most=LONGEST_NAME) if near else "",
-            pid=integer(body, "pid", 0, 0, _MOST_PID),
-            host=text(body, "host", most=LONGEST_NAME),
-        )
+        known = {name: value for name, value in body.items() if near or name not in _ONLY_NEAR}
+        least = {"location": "", "attempt": 0, "token": ""}
+        info = decoded(RunInfo, {**least, **known, "name": name, "id": identity})
         opened = await asyncio.to_thread(self._node.open_run, info, client_of(request))
         if near:
             await asyncio.to_thread(self._take_environment, info.key, body.get("environment"))
@@ -505,19 +483,6 @@ class RunRequests:
         refused = [manifest.to_dict() for manifest in self._node.flusher.refused(key)]
         claimed = await asyncio.to_thread(self._node.claimed, run)
         return web.json_response({"attempt": claimed, "snapshots": listed, "refused": refused})
-
-
-def _durable_url(body: Mapping[str, Any]) -> str | None:
-    return text(body, "durable_url", most=LONGEST_PLACE) if body.get("durable_url") is not None else None
-
-
-def _pace(body: Mapping[str, Any]) -> float | None:
-    """Least seconds between two snapshots brought to storage."""
-    return (
-        seconds(body, "min_upload_interval_s", 0.0, 365 * 86400.0)
-        if body.get("min_upload_interval_s") is not None
-        else None
-    )
 
 
 _SEND_TIMEOUT_S = 60.0

@@ -36,6 +36,7 @@ from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.memory.held_portions import Told
 from lightning_spot.memory.joint import MOST_SHARES, Shared, is_by_itself
 from lightning_spot.memory.node import Node
+from lightning_spot.memory.runs import texts
 from lightning_spot.memory.upload import Upload
 from lightning_spot.service.fields import (
     LAYOUT_BODY_BYTES,
@@ -52,7 +53,6 @@ from lightning_spot.service.fields import (
     seconds,
     shared_body,
     shared_of,
-    texts,
 )
 from lightning_spot.service.upload_requests import ASKED_AGAIN_S, Join, Lease, base_info, joined, leased
 from lightning_spot.untrusted import integer, text

@@ -37,7 +37,7 @@ from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.image.written import read_ranges
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import Node
-from lightning_spot.memory.runs import key_of
+from lightning_spot.memory.runs import key_of, texts
 from lightning_spot.memory.slots import Making
 from lightning_spot.memory.upload import Upload
 from lightning_spot.protocol.wire import (
@@ -65,7 +65,6 @@ from lightning_spot.service.fields import (
     seconds,
     shared_body,
     shared_of,
-    texts,
 )
 from lightning_spot.service.limits import Quota, client_at, client_of
 from lightning_spot.untrusted import integer, plain, text
