@@ -34,6 +34,9 @@ LARGE_BYTES = 64 * 1024 * 1024
 
 LONGEST_TEXT = 4096
 LONGEST_NAME = 255
+MOST_BYTES = 2**46
+"""Of a snapshot or a file; larger sizes are damage."""
+
 MOST_UNIX_S = 253_402_300_799.0
 """The end of the year 9999: later times have no date."""
 

@@ -27,7 +27,6 @@ _HOST = "-host-"
 _MOST_HOSTS = 512
 
 # A manifest may come from a stranger: nothing is allocated, listed or compared before its numbers are within these.
-_MOST_BYTES = 2**46
 _PART_BYTES = (1, 2**30)
 _MOST_PARTS = 2**20
 _MOST_SMALL_PARTS = 2**17  # of less than the usual size: who makes a manifest large says so of the snapshot, too
@@ -139,7 +138,7 @@ class Manifest:
     name: FileName
     step: _Step
     attempt: Annotated[int, untrusted.whole(0, HIGHEST_ATTEMPT)]
-    nbytes: Annotated[int, untrusted.whole(0, _MOST_BYTES)]
+    nbytes: Annotated[int, untrusted.whole(0, untrusted.MOST_BYTES)]
     file: FileName = MODEL_FILE
     files: Annotated[tuple[FileSpan, ...], _files] = ()
     checksums: Annotated[tuple[str, ...], _checksums] = ()

@@ -10,11 +10,10 @@ from typing import Protocol
 
 from lightning_spot.errors import SettingsError
 from lightning_spot.image.written import Ranges, read_ranges
-from lightning_spot.untrusted import LARGE_BYTES, read_object
+from lightning_spot.untrusted import LARGE_BYTES, MOST_BYTES, read_object
 
 _GRAIN = 64
 _MOST_RANKS = 1024
-_MOST_BYTES = 2**46
 
 MOST_HOSTS = 512
 """That bring one snapshot together: of eight GPUs each, 4,096."""
@@ -146,7 +145,7 @@ def _read(layout: str) -> Portions:
         raise SettingsError(f"a layout is for {len(ranks) + 1} hosts; it must be from 2 to {MOST_HOSTS}")
     if any(type(count) is not int or not 1 <= count < _MOST_RANKS for count in ranks):
         raise SettingsError("a layout names hosts without ranks")
-    return Portions(tuple(read_ranges(each, _MOST_BYTES) or () for each in ranges), ranks)
+    return Portions(tuple(read_ranges(each, MOST_BYTES) or () for each in ranges), ranks)
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:

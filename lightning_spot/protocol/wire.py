@@ -134,7 +134,6 @@ class Frame:
         return cls(PartKind(kind), start, nbytes, content_bytes, digest.hex())
 
 
-_MOST_BYTES = 2**46
 _MOST_PARTS = 2**20
 
 
@@ -156,8 +155,8 @@ class BaseInfo:
     """
 
     name: Annotated[str, untrusted.text]
-    nbytes: Annotated[int, untrusted.whole(0, _MOST_BYTES)]
-    part_bytes: Annotated[int, untrusted.whole(1, _MOST_BYTES)]
+    nbytes: Annotated[int, untrusted.whole(0, untrusted.MOST_BYTES)]
+    part_bytes: Annotated[int, untrusted.whole(1, untrusted.MOST_BYTES)]
     checksums: Annotated[tuple[str, ...], _checksums]
     unpacks: bool = False
 

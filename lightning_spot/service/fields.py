@@ -21,7 +21,7 @@ from lightning_spot.memory.joint import MOST_SHARES, Shared
 from lightning_spot.memory.slots import Making
 from lightning_spot.protocol.wire import DIGEST_HEADER
 from lightning_spot.service.limits import Quota, client_of
-from lightning_spot.untrusted import integer, read_object, text
+from lightning_spot.untrusted import MOST_BYTES, integer, read_object, text
 
 SMALL_BODY_BYTES = 256 * 1024
 """Longest JSON body of a request that carries no checksums."""
@@ -40,7 +40,6 @@ STILL_MAY = web.RequestKey("still_may", functools.partial)
 
 BODIES_BYTES = 512 * 1024 * 1024
 
-MOST_BYTES = 2**46
 LONGEST_WAIT_S = 3600.0
 _BODY_TIMEOUT_S = 30.0
 _UNCOUNTED_BYTES = 4096  # of each body: those of most requests have no more

@@ -42,7 +42,6 @@ from lightning_spot.service.fields import (
     LAYOUT_BODY_BYTES,
     LONGEST_WAIT_S,
     MANIFEST_BODY_BYTES,
-    MOST_BYTES,
     attempt_of,
     identifier,
     json_body,
@@ -55,7 +54,7 @@ from lightning_spot.service.fields import (
     shared_of,
 )
 from lightning_spot.service.upload_requests import ASKED_AGAIN_S, Join, Lease, base_info, joined, leased
-from lightning_spot.untrusted import integer, text
+from lightning_spot.untrusted import MOST_BYTES, integer, text
 
 _KEPT = 16  # seals whose outcome is still told; a run brings one snapshot at a time
 

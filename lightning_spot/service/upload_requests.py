@@ -54,7 +54,6 @@ from lightning_spot.say import say
 from lightning_spot.service.fields import (
     LONGEST_WAIT_S,
     MANIFEST_BODY_BYTES,
-    MOST_BYTES,
     attempt_of,
     identifier,
     json_body,
@@ -67,7 +66,7 @@ from lightning_spot.service.fields import (
     shared_of,
 )
 from lightning_spot.service.limits import Quota, client_at, client_of
-from lightning_spot.untrusted import integer, plain, text
+from lightning_spot.untrusted import MOST_BYTES, integer, plain, text
 
 logger = logging.getLogger(__name__)
 

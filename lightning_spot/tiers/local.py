@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import stat
@@ -29,7 +30,6 @@ from lightning_spot.tiers.posix import (
     temporary_name,
     temporary_owner,
     tier_errors,
-    writer_has_ended,
 )
 from lightning_spot.tiers.store import Holdings, Progress
 
@@ -553,10 +553,10 @@ def _sweep_run(local: LocalStore, current: Manifest) -> None:
 
 def _sweep_folder(local: LocalStore) -> None:
     """See :meth:`Store.sweep_files`."""
-    _sweep_ended(local.root, posix.list_directory(local.root))
+    _sweep_temporaries(local.root)
     if posix.is_own_directory(local.root / OWN_DIR):
         with local.inside(local.root / OWN_DIR) as folder:
-            _sweep_ended(folder, posix.list_directory(folder))
+            _sweep_temporaries(folder)
 
 
 def _remove_own(folder: Path) -> None:
@@ -579,19 +579,11 @@ def _sweep_snapshot(folder: Path, order: Order, current: Manifest) -> None:
         _remove_own(folder)
 
 
-def _sweep_temporaries(folder: Path, current: Manifest) -> None:
-    for name in os.listdir(folder):
-        if (owner := temporary_owner(name)) is None:
-            continue
-        run_id, attempt = owner
-        of_earlier = run_id == current.run_id and 0 < attempt < current.attempt
-        if of_earlier or writer_has_ended(name) or _is_settled(folder / name):
-            posix.remove(folder / name)
-
-
-def _sweep_ended(folder: Path, names: list[str]) -> None:
-    for name in names:
-        if temporary_owner(name) is not None and (writer_has_ended(name) or _is_settled(folder / name)):
+def _sweep_temporaries(folder: Path, current: Manifest | None = None) -> None:
+    """Remove those that have no writer any more; of attempts before that of ``current``, at once."""
+    run_id, attempt = (current.run_id, current.attempt) if current is not None else ("", 0)
+    for name in posix.list_directory(folder):
+        if posix.is_left(name, functools.partial(_is_settled, folder / name), run_id, attempt):
             posix.remove(folder / name)
 
 

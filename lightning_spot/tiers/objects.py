@@ -37,7 +37,7 @@ from lightning_spot.tiers.object_files import (
     write_small,
     write_whole,
 )
-from lightning_spot.tiers.posix import temporary_name, temporary_owner, writer_has_ended
+from lightning_spot.tiers.posix import is_left, temporary_name, temporary_owner
 from lightning_spot.tiers.s3 import abort_dead_uploads
 from lightning_spot.tiers.store import Holdings, Progress
 
@@ -544,7 +544,7 @@ def _sweep_folder(objects: ObjectFiles) -> None:
     """Remove temporaries in a folder in which other processes may save, too."""
     for below in [*objects.names(""), *(f"{OWN_DIR}/{name}" for name in objects.names(OWN_DIR))]:
         name = below.rpartition("/")[2]
-        if temporary_owner(name) is not None and (writer_has_ended(name) or objects.is_settled(below)):
+        if is_left(name, functools.partial(objects.is_settled, below)):
             objects.remove(below)
 
 
@@ -565,8 +565,6 @@ def _sweep_snapshot(objects: ObjectFiles, name: str, names: list[str], current: 
 
 def _sweep_temporaries(objects: ObjectFiles, folder: str, names: list[str], current: Manifest) -> None:
     for name in names:
-        if (owner := temporary_owner(name)) is None:
-            continue
-        of_earlier = owner[0] == current.run_id and 0 < owner[1] < current.attempt
-        if of_earlier or writer_has_ended(name) or objects.is_settled(f"{folder}{name}"):
+        is_settled = functools.partial(objects.is_settled, f"{folder}{name}")
+        if is_left(name, is_settled, current.run_id, current.attempt):
             objects.remove(f"{folder}{name}")

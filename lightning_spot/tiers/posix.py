@@ -342,6 +342,21 @@ def temporary_owner(name: str) -> tuple[str, int] | None:
     return ("", 0) if name.startswith(_PREFIX) else None
 
 
+def is_left(name: str, is_settled: Callable[[], bool], run_id: str = "", attempt: int = 0) -> bool:
+    """Whether a file is a temporary that has no writer any more.
+
+    Args:
+        name: of the file.
+        is_settled: asked last: whether it was not written to for :data:`~lightning_spot.tiers.store.SETTLED_S`.
+        run_id: of a run whose earlier attempts are fenced.
+        attempt: of the run, before which attempts are.
+    """
+    if (owner := temporary_owner(name)) is None:
+        return False
+    is_fenced = owner[0] == run_id and 0 < owner[1] < attempt
+    return is_fenced or writer_has_ended(name) or is_settled()
+
+
 def writer_has_ended(name: str) -> bool:
     """Whether the process that wrote a temporary is known to have ended: one of this machine, since it was started."""
     match = _TEMPORARY.fullmatch(name)
