@@ -35,7 +35,6 @@ from lightning_spot.image.packing import can_pack
 from lightning_spot.image.parts import checksum
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.image.written import read_ranges
-from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import key_of, texts
 from lightning_spot.memory.slots import Making
@@ -102,21 +101,7 @@ class Waiting:
         node.ring.watch(self._notice)
 
     async def lease(
-        self,
-        client: str,
-        gone: asyncio.Future[None],
-        run: str,
-        attempt: int,
-        nbytes: int,
-        wait_s: float,
-        *,
-        session: str = "",
-        name: str = "",
-        manifest: Manifest | None = None,
-        upload_id: str = "",
-        shared: Shared | None = None,
-        layout_id: str = "",
-        making: Making = Making.NOW,
+        self, client: str, gone: asyncio.Future[None], run: str, attempt: int, nbytes: int, wait_s: float, **more: Any
     ) -> Upload:
         """Take a slot, see :meth:`Begins.lease`.
 
@@ -127,13 +112,7 @@ class Waiting:
             attempt: who writes.
             nbytes: size of the snapshot.
             wait_s: how long to wait.
-            session: live connection of the trainer, if it is on this host.
-            name: of the snapshot.
-            manifest: of it, if its parts may go on as they arrive.
-            upload_id: chosen by who asks.
-            shared: if several ranks of this host will fill it.
-            layout_id: of the layout that is meant, likewise.
-            making: see :meth:`Begins.lease`.
+            more: see :meth:`Begins.lease`.
 
         Raises:
             SnapshotFailedError: if no slot became free in time, or too many wait.
@@ -141,19 +120,7 @@ class Waiting:
         """
         self.asked_s = time.monotonic()
         deadline_s = time.monotonic() + wait_s
-        ask = functools.partial(
-            self._node.lease,
-            run,
-            attempt,
-            nbytes,
-            session=session,
-            name=name,
-            manifest=manifest,
-            upload_id=upload_id,
-            shared=shared,
-            layout_id=layout_id,
-            making=making,
-        )
+        ask = functools.partial(self._node.lease, run, attempt, nbytes, **more)
         self._take_place(client)
         try:
             while True:
