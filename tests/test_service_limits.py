@@ -403,7 +403,7 @@ def test_no_page_in_a_browser_of_this_host_is_served(
     got, body = answer(lasting_node, f"GET {path} HTTP/1.1\r\n{headers}\r\n".encode())
     assert got == status
     if status == 403 and PROTOCOL_HEADER not in headers:
-        assert body.startswith(b"this node"), "a person would read JSON"
+        assert body.startswith(b"this server"), "a person would read JSON"
 
 
 def test_a_token_is_all_that_is_asked_for_where_there_is_one(start_node: StartNode) -> None:

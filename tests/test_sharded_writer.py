@@ -506,7 +506,7 @@ def test_of_a_state_that_fits_no_memory_it_is_said_what_to_do_and_nothing_else(
         attempt.finish(0.0, complete=False)
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == 1, said
-    assert "cannot fit this node's memory of" in said[0]
+    assert "cannot fit this server's memory of" in said[0]
     assert "more --memory-limit (or memory_limit=)" in said[0]
 
 

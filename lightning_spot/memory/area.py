@@ -1,4 +1,4 @@
-"""The directory on tmpfs in which a node keeps its slots, so that the next node can take over what a killed one left.
+"""The directory on tmpfs in which a server keeps its slots: the next one takes over what a killed one left.
 
 ::
 
@@ -181,7 +181,7 @@ class SlotArea:
                 self.keep_run(newer.info, newer.complete, deletions.values())
         except OSError as error:
             logger.warning(
-                "%s could not be brought to %s; it stays for the next node: %s", other.path, self.path, error
+                "%s could not be brought to %s; it stays for the next server: %s", other.path, self.path, error
             )
             return
         _remove(other)
@@ -243,7 +243,7 @@ class SlotArea:
             slot.overtaken = bool(record.get("overtaken"))
             slot.sequence, slot.generation = int(record["sequence"]), 1
         except (FileNotFoundError, ValueError, KeyError, TypeError, CorruptSnapshotError) as error:
-            logger.warning("a slot left by an earlier node is dropped: %s", error)
+            logger.warning("a slot left by an earlier server is dropped: %s", error)
             if slot.memory is not None:
                 slot.memory.close()
             return None
@@ -253,7 +253,7 @@ class SlotArea:
                 slot.memory.close()
             raise
         slot.manifest, slot.run, slot.state = manifest, key_of(manifest), SlotState.COMMITTED
-        logger.info("took over snapshot %s of run %s from an earlier node", manifest.name, manifest.run)
+        logger.info("took over snapshot %s of run %s from an earlier server", manifest.name, manifest.run)
         return slot
 
     def _write(self, name: str, record: dict[str, Any]) -> None:
@@ -267,7 +267,7 @@ class SlotArea:
             # Committed all the same, as with memory files; an older record only knows less of what is safe.
             if not self._is_failing:  # once, and not for every snapshot
                 logger.warning(
-                    "no record can be written in %s (%s): what is only here ends with this node", self.path, error
+                    "no record can be written in %s (%s): what is only here ends with this server", self.path, error
                 )
             self._is_failing = True
             temporary.unlink(missing_ok=True)

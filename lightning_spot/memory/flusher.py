@@ -78,7 +78,7 @@ def put_portion(store: Store, portion: Manifest, image: memoryview, *, attempt: 
         except CorruptSnapshotError as error:  # no host is left to say that another one has another model
             raise NotWhole(str(error), len(there), is_final=True) from error
         if committed is None:
-            raise NotWhole(f"{portion.snapshot} is at {store.url} as far as this node has it", len(there))
+            raise NotWhole(f"{portion.snapshot} is at {store.url} as far as this server has it", len(there))
         return committed
     committed = folder.manifest()
     names = {(span.name, span.nbytes) for span in committed.files}

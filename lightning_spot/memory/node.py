@@ -176,7 +176,7 @@ class Node:
         """
         check_name(info.name)
         if self.draining and info.key not in self.registry.runs:
-            raise TierError("this node is shutting down and takes no new runs")
+            raise TierError("this server is shutting down and takes no new runs")
         if info.attempt < 1:
             raise SettingsError(f"attempt {info.attempt} of run {info.name!r}: attempts are counted from 1")
         self.registry.check_ahead(info)
@@ -499,7 +499,7 @@ class Routes:
         refused = self.allowed(info.durable_url) if info.durable_url is not None else "no durable URL was named"
         if not info.carry:
             self.forget(key)
-            self._refusals[key] = "another node that has it does"
+            self._refusals[key] = "another server that has it does"
             self._ring.set_tiers(key, Tiers())
             return
         self._refusals[key] = refused

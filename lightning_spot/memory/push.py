@@ -131,7 +131,7 @@ class Bringing:
         if known is not None:
             return known
         if is_durable(url) and (why := self._below.refuses(url)):
-            raise TierError(f"this node may not write to {url}: {why}", tier=url)
+            raise TierError(f"this server may not write to {url}: {why}", tier=url)
         store = self._open_store(url)  # for seconds, with libraries to import: who asks how the tiers are does not wait
         tier: JointTier
         if isinstance(store, HasJoint):
@@ -217,7 +217,7 @@ class Bringing:
         check_fence(run, attempt, self.registry.highest(run))
         if self.uploads.closing:
             raise SnapshotFailedError(
-                f"{name} is not brought further: this node is shutting down", reason=FailureReason.SHARE_MISSING
+                f"{name} is not brought further: this server is shutting down", reason=FailureReason.SHARE_MISSING
             )
 
 

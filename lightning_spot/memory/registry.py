@@ -63,7 +63,7 @@ class Registry:
             highest = max(highest, int(time.time()) - EPOCH_UNIX_S)
         if info.attempt > highest + MOST_AHEAD and self._claimed(info) < info.attempt:
             raise ServerRefusedError(
-                f"attempt {info.attempt} of run {info.name!r} is far above {highest}, the highest known at this node,"
+                f"attempt {info.attempt} of run {info.name!r} is far above {highest}, the highest known at this server,"
                 " and no claim in its storage shows it. Nothing was changed",
                 status=409,
             )
@@ -127,10 +127,10 @@ class Registry:
             found = [] if identity else [run for run in self.runs.values() if run.info.name == name]
         if len(found) > 1:
             listed = ", ".join(f"{run.info.text} ({run.info.location or 'unknown'})" for run in found)
-            raise SettingsError(f"several runs are named {name!r} at this node; say which one: {listed}")
+            raise SettingsError(f"several runs are named {name!r} at this server; say which one: {listed}")
         if not found:
             raise SnapshotNotFoundError(
-                f"this node does not know run {text!r} (it may have been restarted); open the run again"
+                f"this server does not know run {text!r} (it may have been restarted); open the run again"
             )
         return found[0]
 
@@ -155,11 +155,11 @@ class Registry:
             check_fence(current.name, attempt, current.attempt)
             if attempt > current.attempt:
                 raise SnapshotNotFoundError(
-                    f"this node does not know attempt {attempt} of run {text!r} yet; open the run again"
+                    f"this server does not know attempt {attempt} of run {text!r} yet; open the run again"
                 )
         raise ServerRefusedError(
             f"run {text!r} is held by an attempt whose token this request does not have. Nothing was changed. Only"
-            " that attempt's trainer and its nodes may change it",
+            " that attempt's trainer and its servers may change it",
             status=403,
         )
 
@@ -273,8 +273,8 @@ class Registry:
         ]
         if not ages:
             raise SnapshotFailedError(
-                f"this node knows {len(self.runs)} runs, {mine} of them this client's, and all have snapshots that are"
-                " safe nowhere else. Nothing was changed; delete what is not needed, or take another node",
+                f"this server knows {len(self.runs)} runs, {mine} of them this client's, and all have snapshots that"
+                " are safe nowhere else. Nothing was changed; delete what is not needed, or take another server",
                 reason=FailureReason.RING_FULL,
             )
         forgotten = min(ages)[2]

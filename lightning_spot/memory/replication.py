@@ -96,7 +96,7 @@ class Peer:
         if self._store is None:
             store = self._open_store(self.url)
             if not isinstance(store, NodeTier):
-                raise ServerUnreachableError(f"{self.url} is no node", tier=self.url)
+                raise ServerUnreachableError(f"{self.url} is no server", tier=self.url)
             self._store = store
         return self._store
 
@@ -376,7 +376,7 @@ class Replication:
         is_left: Callable[[], bool] = lambda: False,
     ) -> None:
         self.info = info
-        self.why_not = "no node has answered yet"
+        self.why_not = "no server has answered yet"
         self._ring = ring
         self._is_urgent, self._is_left = is_urgent, is_left
         self._nodes = [Peer(f"{node.rstrip('/')}/{info.text}", info, ring, open_store) for node in info.nodes]
@@ -504,7 +504,7 @@ class Replication:
             try:
                 wait_s = self._find(replica) if replica.node is None else self._follow(replica, replica.node)
             except Exception:  # a bug must not end the thread: nothing would be learned any more
-                logger.exception("looking after the nodes of run %s failed unexpectedly", self.info.text)
+                logger.exception("looking after the servers of run %s failed unexpectedly", self.info.text)
                 wait_s = _LAST_LOOK_S
             with self._ring.changed:
                 if not self._closed and not replica.doubted and wait_s > 0:
@@ -692,7 +692,7 @@ class Replication:
         elif self.info.durable_url is not None:
             who = "this host writes there itself"
             if not all(self._is_out(replica) for replica in self._replicas):
-                who = "another node is asked"
+                who = "another server is asked"
             logger.warning(
                 "run %s goes to %s, which does not carry it on to its storage (%s): %s",
                 self.info.text,
@@ -705,4 +705,4 @@ class Replication:
         used, wanted = sum(replica.node is not None for replica in self._replicas), len(self._replicas)
         how = "spread over" if self.info.spread else "kept at"
         left = f". The run is {how} {used} of {wanted} nodes until one works again" if wanted > 1 else ""
-        logger.warning("run %s: the node at %s does not work (%s)%s", self.info.text, node.url, node.why, left)
+        logger.warning("run %s: the server at %s does not work (%s)%s", self.info.text, node.url, node.why, left)

@@ -508,7 +508,7 @@ class Ring(SlotTable):
                 if slot in unsafe and slot.memory is not None and slot.memory.path is not None:
                     assert slot.manifest is not None
                     assert self.area is not None
-                    logger.info("%s stays in %s for the next node here", slot.manifest.name, self.area.path)
+                    logger.info("%s stays in %s for the next server here", slot.manifest.name, self.area.path)
                     slot.memory.path = None
                     continue
                 self._forget(slot)

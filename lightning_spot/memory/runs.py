@@ -215,7 +215,7 @@ def refusal(url: str, prefixes: Sequence[str]) -> str:
             return ""
     listed = ", ".join(prefixes) or "nothing"
     return (
-        f"this node may not write to {url} (allowed: {listed}). Its operator can start it with"
+        f"this server may not write to {url} (allowed: {listed}). Its operator can start it with"
         f" --allow-storage {url.rstrip('/').rpartition('/')[0] or url}; until then the trainer's host writes there"
     )
 
@@ -238,7 +238,9 @@ def check_prefix(prefix: str) -> str:
 def _segments(url: str) -> list[str]:
     """Scheme, host and path segments of a URL, so that ``s3://b/run-evil`` does not pass for ``s3://b/run``."""
     if "::" in url or any(ord(character) < 32 or character in "\\?#" for character in url):
-        raise SettingsError(f"{url!r} cannot be compared with the prefixes that a node may write to: write it plainly")
+        raise SettingsError(
+            f"{url!r} cannot be compared with the prefixes that a server may write to: write it plainly"
+        )
     if not (scheme := scheme_of(url)):
         directory = directory_of(url)
         if not directory.startswith("/"):

@@ -305,7 +305,7 @@ class Shares:
         with self._changed:
             for upload in self._open.values():
                 if upload.joint is not None:
-                    upload.joint.failed = upload.joint.failed or "this node is shutting down"
+                    upload.joint.failed = upload.joint.failed or "this server is shutting down"
             self._wake()
 
     def forget(self, key: str) -> None:

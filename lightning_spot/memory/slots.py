@@ -371,12 +371,12 @@ def capacity_for(nbytes: int, limits: Limits) -> int:
         SnapshotFailedError: if it can never fit.
     """
     for limit, name, remedy in (
-        (limits.memory_bytes, "this node's memory", "more --memory-limit (or memory_limit=)"),
-        (limits.run_memory_bytes, "what one run may use of this node's memory", "more --run-memory-limit"),
+        (limits.memory_bytes, "this server's memory", "more --memory-limit (or memory_limit=)"),
+        (limits.run_memory_bytes, "what one run may use of this server's memory", "more --run-memory-limit"),
     ):
         if limit is not None and nbytes > limit:
             raise SnapshotFailedError(
-                f"a snapshot of {format_bytes(nbytes)} cannot fit {name} of {format_bytes(limit)}; start the node"
+                f"a snapshot of {format_bytes(nbytes)} cannot fit {name} of {format_bytes(limit)}; start the server"
                 f" with {remedy}",
                 nbytes=nbytes,
                 memory_bytes=limit,
@@ -437,9 +437,8 @@ def why_full(slots: list[Slot], run: str, nbytes: int, limits: Limits, *, is_kno
     idle = reusable(slots)
     share = ""
     if _within_quota(slots, idle, run, capacity_for(nbytes, limits), limits) is None:
-        share = (
-            f"; one run may use {format_bytes(limits.run_memory_bytes or 0)} of this node's memory (--run-memory-limit)"
-        )
+        most = format_bytes(limits.run_memory_bytes or 0)
+        share = f"; one run may use {most} of this server's memory (--run-memory-limit)"
     reasons: Counter[str] = Counter()
     for slot in slots:
         if slot.spare:
@@ -457,7 +456,7 @@ def why_full(slots: list[Slot], run: str, nbytes: int, limits: Limits, *, is_kno
         room = find_room(slots, run, max(1, nbytes), capacity_for(nbytes, limits), limits)
         reasons += Counter({"still to be made": int(room is not None)})
     if not limits.has_files(slots, run):
-        share += f"; open files allow for {limits.files} slots, half of them for a run: raise the node's ulimit -n"
+        share += f"; open files allow for {limits.files} slots, half of them for a run: raise the server's ulimit -n"
     listed = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common()) or "there is no memory for more"
     return f"none of {len(slots)} slots can be had now ({listed}){share}"
 

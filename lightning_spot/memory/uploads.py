@@ -209,7 +209,7 @@ class Begins:
     def _admit(self, run: str, attempt: int) -> str:
         """Refuse a writer whose attempt is not the latest, or who comes too late; the key of its run."""
         if self._uploads.closing:
-            raise TierError("this node is shutting down and takes no new snapshots")
+            raise TierError("this server is shutting down and takes no new snapshots")
         known = self._registry.find(run)
         check_fence(known.info.name, attempt, self._registry.highest(known.info.key))
         self._uploads.expire()
@@ -666,7 +666,7 @@ class Abroad:
             if done and first in done:
                 return first.result()
             if done and first in ended:
-                why = f"it has not got {manifest.name}, which another node has: {first.exception()}"
+                why = f"it has not got {manifest.name}, which another server has: {first.exception()}"
                 self._heard(sending[first], None, 0.0, None, LeftBehind(why, tier=sending[first]))
                 return done[0].result()
         for each, url in sending.items():

@@ -203,7 +203,7 @@ def parse_spot_url(url: str) -> tuple[Address, str]:
     Raises:
         SettingsError: if it is malformed.
     """
-    help_text = f"{without_password(url)!r} is no node URL; write it like spot://10.0.0.5:{DEFAULT_PORT} or spot://host:7070/run/last.ckpt"
+    help_text = f"{without_password(url)!r} is no server URL; write it like spot://10.0.0.5:{DEFAULT_PORT} or spot://host:7070/run/last.ckpt"
     try:
         parts = urlsplit(url)
         port = DEFAULT_PORT if parts.port is None else parts.port

@@ -98,7 +98,7 @@ def only_same_host(request: web.Request) -> None:
         ServerRefusedError: if it is one.
     """
     if not same_host(request):
-        raise ServerRefusedError("this request is for trainers on the node's own host (Unix socket)", status=403)
+        raise ServerRefusedError("this request is for trainers on the server's own host (Unix socket)", status=403)
 
 
 async def _collect(request: web.Request, most_bytes: int, held: ExitStack) -> bytes:
@@ -109,7 +109,7 @@ async def _collect(request: web.Request, most_bytes: int, held: ExitStack) -> by
         if (more := len(body) - counted) > 0:
             if not held.enter_context(bodies.holding(client, more)):
                 raise ServerRefusedError(
-                    "this client has its share of the requests that this node reads at once", status=503
+                    "this client has its share of the requests that this server reads at once", status=503
                 )
             counted += more
         if len(body) > most_bytes:

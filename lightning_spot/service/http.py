@@ -233,7 +233,7 @@ class Service:
             response = await handler(request)
         except SpotError as error:
             if isinstance(error, ServerRefusedError) and error.is_for_the_token:
-                self.counted.add("requests without this node's token", request.remote or THIS_HOST)
+                self.counted.add("requests without this server's token", request.remote or THIS_HOST)
             status = error.status if isinstance(error, ServerRefusedError) and error.status else error_status(error)
             response = web.json_response(error_body(error), status=status)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
@@ -271,8 +271,8 @@ class Service:
         if not hmac.compare_digest(given.encode(errors="replace"), self._token.encode()):
             wrong = "has another token than the one that came" if given else "asks for a token"
             raise ServerRefusedError(
-                f"this node {wrong}: set LIGHTNING_SPOT_TOKEN (or LIGHTNING_SPOT_TOKEN_FILE) to the one it was started"
-                " with",
+                f"this server {wrong}: set LIGHTNING_SPOT_TOKEN (or LIGHTNING_SPOT_TOKEN_FILE) to the one it was"
+                " started with",
                 status=401,
             )
 
@@ -306,17 +306,17 @@ class Service:
         """
         by_header = PROTOCOL_HEADER in request.headers
         if hdrs.ORIGIN in request.headers:
-            why = "this node refuses requests of web pages. Nothing was done. Use a client that is no browser"
+            why = "this server refuses requests of web pages. Nothing was done. Use a client that is no browser"
         elif self._token is not None or same_host(request):
             return
         elif not is_loopback(urlsplit(f"//{request.headers.get(hdrs.HOST, '')}").hostname or ""):
             why = (
-                "this node has no token, and the request names another host than this one. Nothing was done. Use"
+                "this server has no token, and the request names another host than this one. Nothing was done. Use"
                 " 127.0.0.1 or localhost, or set LIGHTNING_SPOT_TOKEN on both sides"
             )
         elif not by_header:
             why = (
-                f"this node has no token: each request needs the header {PROTOCOL_HEADER}. Nothing was done. Add"
+                f"this server has no token: each request needs the header {PROTOCOL_HEADER}. Nothing was done. Add"
                 f" -H '{PROTOCOL_HEADER}: {PROTOCOL_VERSION}' to curl, or set LIGHTNING_SPOT_TOKEN on both sides"
             )
         else:
@@ -342,7 +342,7 @@ class Service:
         with self._flushing.holding(client_of(request)) as may:
             if not may:
                 raise ServerRefusedError(
-                    "this client has its share of the flushes that this node waits for", status=503
+                    "this client has its share of the flushes that this server waits for", status=503
                 )
             gone, loop = self._gone(request), asyncio.get_running_loop()
             deadline_s = loop.time() + wait_s
@@ -390,7 +390,7 @@ def _check_protocol(request: web.Request) -> None:
     spoken = request.headers.get(PROTOCOL_HEADER)
     if spoken is not None and spoken != str(PROTOCOL_VERSION):
         raise ServerRefusedError(
-            f"this node speaks protocol {PROTOCOL_VERSION}, the client {spoken[:16]}: install the same version of"
+            f"this server speaks protocol {PROTOCOL_VERSION}, the client {spoken[:16]}: install the same version of"
             " lightning_spot on both hosts",
             reason=TierReason.PROTOCOL,
         )
@@ -507,7 +507,7 @@ class Files:
         key = self._node.registry.key(text)
         listed = dict(sorted(self._in_memory(key).items()))
         if not listed and key not in self._node.registry.runs:
-            raise SnapshotNotFoundError(f"this node has no run {text!r}")
+            raise SnapshotNotFoundError(f"this server has no run {text!r}")
         return web.json_response({"files": list(listed.values()), "last": self._newest(list(listed))})
 
     def _in_memory(self, key: str) -> dict[str, dict[str, object]]:
@@ -696,5 +696,5 @@ def resolve(ring: Ring, run: str, path: str) -> tuple[Slot, Manifest]:
             return slot, manifest
     names = ", ".join(manifest.name for _, manifest in found) or "nothing"
     raise SnapshotNotFoundError(
-        f"no {path!r} in run {run!r} at this node; it holds {names} (and {MANIFEST_FILE} of each)"
+        f"no {path!r} in run {run!r} at this server; it holds {names} (and {MANIFEST_FILE} of each)"
     )

@@ -189,7 +189,7 @@ def _announce(settings: NodeSettings, listener: socket.socket) -> None:
     if settings.allow:
         facts.append(f"writes where trainers say below {' and '.join(settings.allow)}")
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    print(f"node listening on spot://{host}:{listener.getsockname()[1]}, {', '.join(facts)}", flush=True)
+    print(f"server listening on spot://{host}:{listener.getsockname()[1]}, {', '.join(facts)}", flush=True)
 
 
 class _Signals:

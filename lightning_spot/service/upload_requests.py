@@ -457,7 +457,7 @@ class UploadRequests:
         client = client_of(request)
         if not self._threads.take(client):
             raise ServerRefusedError(
-                "this client has its share of the streams that this node serves at once",
+                "this client has its share of the streams that this server serves at once",
                 reason=TierReason.TOO_MANY_STREAMS,
             )
         assert isinstance(transport, asyncio.Transport)
@@ -489,7 +489,7 @@ class UploadRequests:
         most = min(_MOST_STREAMS_OF_A_SENDER, MOST_STREAMS // senders)
         if mine and (mine >= most or self._streams.total() >= MOST_STREAMS):
             raise ServerRefusedError(
-                "this host has its part of the streams that this node serves at once",
+                "this host has its part of the streams that this server serves at once",
                 reason=TierReason.TOO_MANY_STREAMS,
             )
 

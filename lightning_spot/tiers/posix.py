@@ -423,7 +423,7 @@ class Beneath:
         ]
         self._prefix = next((prefix for prefix in lent if real.is_relative_to(prefix)), None)
         if self._prefix is None:
-            raise TierError(f"{root} is below none of the directories that this node may write to", tier=str(root))
+            raise TierError(f"{root} is below none of the directories that this server may write to", tier=str(root))
         self._names = real.relative_to(self._prefix).parts
         self._lock = threading.Lock()
         self._opened: list[int] = []  # the last one is in use; a path with an earlier one may be, too

@@ -180,8 +180,8 @@ class Store(Protocol):
     def sweep_files(self) -> None:
         """Remove what killed writers of files left behind, in a folder in which other processes may save, too.
 
-        That is: temporaries, and unfinished uploads that are noted in one. At once if the writer was a process of this
-        machine that has ended, else once they have not been touched for :data:`SETTLED_S`.
+        That is: temporaries. At once if the writer was a process of this machine that has ended, else once they have
+        not been touched for :data:`SETTLED_S`.
         """
 
 
