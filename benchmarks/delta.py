@@ -23,7 +23,7 @@ from lightning_spot.client.remote import NodeStore
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.delta import Coding, decode, encode
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory.bases import Glance
+from lightning_spot.memory.ring import Glance
 from lightning_spot.memory.runs import RunInfo
 
 THIRDS = ("weights", "exp_avg", "exp_avg_sq")

@@ -29,9 +29,8 @@ from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.joint_store import JointStore
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import look_again, survey
-from lightning_spot.tiers.claims import Claim
-from lightning_spot.tiers.retention import retain
-from lightning_spot.tiers.store import Store
+from lightning_spot.tiers.fences import Claim
+from lightning_spot.tiers.store import Store, retain
 
 DELAYS_MS = (1.0, 40.0, 100.0)
 RANK_BYTES = 2 * 2**20

@@ -36,8 +36,8 @@ from lightning_spot.renamed import refusing_old
 from lightning_spot.run.attempts import folder_info
 from lightning_spot.run.location import memory_limit_bytes
 from lightning_spot.say import say
-from lightning_spot.tiers.files import why_not_writable
-from lightning_spot.tiers.filesystem import forget_listings
+from lightning_spot.tiers.fsspec_client import forget_listings
+from lightning_spot.tiers.posix import why_not_writable
 from lightning_spot.tiers.store import Store
 from lightning_spot.untrusted import is_line, plain
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, repeat, takewhile
 from typing import TypeVar
 
 from lightning_spot.errors import ServerRefusedError, SpotError, TierError, TierReason
@@ -17,6 +18,8 @@ from lightning_spot.threads import in_background
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_MOST_DOUBLINGS = 30
 
 
 def growing(first_s: float, last_s: float = float("inf"), factor: float = 2.0) -> Iterator[float]:
@@ -31,6 +34,28 @@ def growing(first_s: float, last_s: float = float("inf"), factor: float = 2.0) -
     while True:
         yield pause_s
         pause_s = min(factor * pause_s, last_s)
+
+
+def pause_after(failures: int, first_s: float, last_s: float) -> float:
+    """The pause of :func:`growing` after so many failures in a row, where others are made between two tries.
+
+    Args:
+        failures: from 1.
+        first_s: seconds after the first.
+        last_s: seconds of the longest.
+    """
+    return min(last_s, first_s * 2.0 ** min(failures - 1, _MOST_DOUBLINGS))
+
+
+def within(bound_s: float, pauses_s: Iterable[float]) -> Iterator[float]:
+    """Those pauses that end in time, beginning now; the last one again and again.
+
+    Args:
+        bound_s: seconds for all of it.
+        pauses_s: seconds of each.
+    """
+    pauses, deadline_s = tuple(pauses_s), time.monotonic() + bound_s
+    return takewhile(lambda pause_s: time.monotonic() + pause_s < deadline_s, chain(pauses, repeat(pauses[-1])))
 
 
 def retried(

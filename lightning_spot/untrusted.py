@@ -6,17 +6,25 @@ to terminals, logs and errors by :func:`plain`.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import logging
 import math
 import re
+import types
 import unicodedata
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import xxhash
 
 from lightning_spot.errors import MalformedError
+
+Kind = TypeVar("Kind")
+
+Read = Callable[[Mapping[str, Any], str, Any], Any]
+"""Reads one field of an object by its name; it must be there if the third argument is ``None``."""
 
 SMALL_BYTES = 256 * 1024
 """Longest JSON text that holds no list which grows with a model."""
@@ -26,6 +34,9 @@ LARGE_BYTES = 64 * 1024 * 1024
 
 LONGEST_TEXT = 4096
 LONGEST_NAME = 255
+MOST_BYTES = 2**46
+"""Of a snapshot or a file; larger sizes are damage."""
+
 MOST_UNIX_S = 253_402_300_799.0
 """The end of the year 9999: later times have no date."""
 
@@ -235,6 +246,72 @@ def items(fields: Mapping[str, Any], name: str, most: int) -> list[Any]:
     if not isinstance(value, list | tuple) or len(value) > most:
         raise MalformedError(f"{name} is no list of at most {most}")
     return list(value)
+
+
+def whole(low: int, high: int) -> Read:
+    """Reads a whole number within bounds, see :func:`integer`."""
+    return functools.partial(integer, low=low, high=high)
+
+
+def finite(low: float, high: float) -> Read:
+    """Reads a number within bounds, see :func:`number`."""
+    return functools.partial(number, low=low, high=high)
+
+
+def short(most: int) -> Read:
+    """Reads a text of so many characters at most, see :func:`text`."""
+    return functools.partial(text, most=most)
+
+
+def listed(kind: type[Any], most: int) -> Read:
+    """Reads a list of so many objects at most, each by :func:`decoded`."""
+    return lambda fields, name, _default: [decoded(kind, as_object(item)) for item in items(fields, name, most)]
+
+
+Line = Annotated[str, line]
+FileName = Annotated[str, file_name]
+UnixSeconds = Annotated[float, finite(0, MOST_UNIX_S)]
+
+
+def decoded(kind: Callable[..., Kind], fields: Mapping[str, Any]) -> Kind:
+    """Make a dataclass of a JSON object. The way back is :func:`dataclasses.asdict`.
+
+    Each field is read as its annotation says: ``Annotated[int, whole(0, 9)]``, ``bool``, another dataclass, or one of
+    these ``| None``. A field without a default must be there. What a later version may have added is left out.
+
+    Args:
+        kind: the dataclass.
+        fields: the object.
+
+    Raises:
+        MalformedError: if a field is missing, or is not within its bounds.
+    """
+    plan = _plan(kind)
+    return kind(**{name: read(fields, name, None) for name, must, read in plan if must or name in fields})
+
+
+@functools.cache
+def _plan(kind: Any) -> list[tuple[str, bool, Read]]:
+    """Name of each field of a dataclass, whether it must be there, and what reads it."""
+    hints, nothing = get_type_hints(kind, include_extras=True), dataclasses.MISSING
+    return [
+        (each.name, each.default is nothing and each.default_factory is nothing, _reader(hints[each.name]))
+        for each in dataclasses.fields(kind)
+    ]
+
+
+def _reader(hint: Any) -> Read:
+    if get_origin(hint) in (Union, types.UnionType):
+        read = _reader(next(each for each in get_args(hint) if each is not types.NoneType))
+        return lambda fields, name, default: None if fields.get(name) is None else read(fields, name, default)
+    if get_origin(hint) is Annotated:
+        marked: Read = hint.__metadata__[0]
+        return marked
+    if hint is bool:
+        return flag
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return lambda fields, name, _default: decoded(hint, as_object(fields.get(name)))
+    raise TypeError(f"{hint} does not say how it is read")
 
 
 def _checksum(fields: Mapping[str, Any]) -> str:

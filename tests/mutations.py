@@ -363,7 +363,7 @@ _HALF = "half a file is taken for a whole one"
 DISK = [
     Mutation(
         "fsync of files",
-        "tiers.files",
+        "tiers.posix",
         "            write_parts(file, parts)\n            os.fsync(file.fileno())",
         "            write_parts(file, parts)",
         _LOST,
@@ -371,7 +371,7 @@ DISK = [
     ),
     Mutation(
         "fsync of directories",
-        "tiers.files",
+        "tiers.posix",
         "    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)\n    try:\n        os.fsync(fd)",
         "    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)\n    try:\n        pass",
         _LOST,
@@ -379,7 +379,7 @@ DISK = [
     ),
     Mutation(
         "fsync of what is there",
-        "tiers.files",
+        "tiers.posix",
         "    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)\n    try:\n        os.fsync(fd)",
         "    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)\n    try:\n        pass",
         _LOST,
@@ -387,7 +387,7 @@ DISK = [
     ),
     Mutation(
         "fsync of a new folder's name",
-        "tiers.files",
+        "tiers.posix",
         "        sync_directory(folder.parent)",
         "        pass",
         _LOST,
@@ -395,7 +395,7 @@ DISK = [
     ),
     Mutation(
         "fsync of a claim's name",
-        "tiers.files",
+        "tiers.posix",
         "        remove(temporary)\n    sync_directory(path.parent)",
         "        remove(temporary)",
         "a claim that fences is lost",
@@ -403,7 +403,7 @@ DISK = [
     ),
     Mutation(
         "fsync of a claim without links",
-        "tiers.files",
+        "tiers.posix",
         "            data = data[os.write(fd, data) :]\n        os.fsync(fd)",
         "            data = data[os.write(fd, data) :]",
         "a claim that fences is lost",
@@ -411,7 +411,7 @@ DISK = [
     ),
     Mutation(
         "fsync of its name",
-        "tiers.files",
+        "tiers.posix",
         "        os.close(fd)\n    sync_directory(path.parent)",
         "        os.close(fd)",
         "a claim that fences is lost",
@@ -420,7 +420,7 @@ DISK = [
     Mutation(
         "fsync of another writer's claim",
         "tiers.local",
-        "                files.sync_directory(folder)  # the attempt that wrote it may have been killed before it did",
+        "                posix.sync_directory(folder)  # the attempt that wrote it may have been killed before it did",
         "                pass",
         "a claim that fences is lost",
         _of("on_disk", "a_claim_is_on_the_disk_whoever_wrote_it"),
@@ -428,7 +428,7 @@ DISK = [
     Mutation(
         "fsync of names that are there",
         "tiers.local",
-        "                    files.sync_directory((self.root / path).parent)",
+        "                    posix.sync_directory((self.root / path).parent)",
         "                    pass",
         _LOST,
         _of("on_disk", "the_very_same_once_more_is_on_the_disk"),
@@ -436,7 +436,7 @@ DISK = [
     Mutation(
         "fsync of the run that is there",
         "tiers.local",
-        "                files.sync_directory(self.root)\n                return",
+        "                posix.sync_directory(self.root)\n                return",
         "                return",
         _LOST,
         _of("on_disk", "the_very_same_once_more_is_on_the_disk"),
@@ -444,7 +444,7 @@ DISK = [
     Mutation(
         "fsync of bytes that are there",
         "tiers.local",
-        "            files.sync_file(self.root / manifest.path_of(span))",
+        "            posix.sync_file(self.root / manifest.path_of(span))",
         "            pass",
         _LOST,
         _of("on_disk", "the_very_same_once_more_is_on_the_disk"),
@@ -452,7 +452,7 @@ DISK = [
     Mutation(
         "fsync between manifest and bytes of a deletion",
         "tiers.local",
-        "                    files.sync_directory(folder)  # never a manifest without its bytes, also after a loss of power",
+        "                    posix.sync_directory(folder)  # never a manifest without its bytes, also after a loss of power",
         "                    pass",
         "a manifest stands without its bytes",
         _of("on_disk", "of_a_deletion_the_manifest_goes_first"),
@@ -460,7 +460,7 @@ DISK = [
     Mutation(
         "fsync of a manifest out of the way",
         "tiers.local",
-        "                    files.sync_directory(commit.parent)\n            try",
+        "                    posix.sync_directory(commit.parent)\n            try",
         "                    pass\n            try",
         "an old manifest stands beside new bytes",
         _of("on_disk", "no_old_manifest_stands_beside_new_bytes"),
@@ -468,7 +468,7 @@ DISK = [
     Mutation(
         "fsync between bytes and manifest",
         "tiers.local",
-        "                files.sync_directory(data.parent)\n                os.replace(noted, commit)",
+        "                posix.sync_directory(data.parent)\n                os.replace(noted, commit)",
         "                os.replace(noted, commit)",
         "a manifest stands without its bytes",
         _of("crash_points", "bytes_are_on_the_disk_before_the_name_and_the_manifest_is_last[1-names0]"),
@@ -476,7 +476,7 @@ DISK = [
     Mutation(
         "fsync of the manifest's name",
         "tiers.local",
-        "        files.sync_directory(commit.parent)\n        if not",
+        "        posix.sync_directory(commit.parent)\n        if not",
         "        if not",
         _LOST,
         _of("crash_points", "bytes_are_on_the_disk_before_the_name_and_the_manifest_is_last[1-names0]"),
@@ -484,7 +484,7 @@ DISK = [
     Mutation(
         "fsync of the snapshot's name",
         "tiers.local",
-        "            files.sync_directory(self.root)\n        for place",
+        "            posix.sync_directory(self.root)\n        for place",
         "            pass\n        for place",
         _LOST,
         _of("crash_points", "bytes_are_on_the_disk_before_the_name_and_the_manifest_is_last[1-names0]"),
@@ -492,14 +492,14 @@ DISK = [
     Mutation(
         "fsync of a host's file",
         "tiers.local",
-        "                files.sync_directory(folder)\n\n    def write_all",
+        "                posix.sync_directory(folder)\n\n    def write_all",
         "\n    def write_all",
         _LOST,
         _of("on_disk", "a_hosts_file_is_on_the_disk_before_it_is_noted"),
     ),
     Mutation(
         "fsync of a folder beneath",
-        "tiers.beneath",
+        "tiers.posix",
         "            os.fsync(folder)",
         "            pass",
         _LOST,
@@ -524,7 +524,7 @@ DISK = [
     Mutation(
         "rename of bytes",
         "tiers.local",
-        "                    os.replace(temporary, place)\n                files",
+        "                    os.replace(temporary, place)\n                posix",
         "                    place.write_bytes(temporary.read_bytes())\n                files",
         _HALF,
         _of("crash_points", "bytes_are_on_the_disk_before_the_name_and_the_manifest_is_last[1-names0]"),
@@ -547,7 +547,7 @@ DISK = [
     ),
     Mutation(
         "rename of an object",
-        "tiers.writing",
+        "tiers.object_files",
         "            _write_in_turn(files, temporary, parts, lambda: None)",
         "            _write_in_turn(files, path, parts, lambda: None)",
         _HALF,
@@ -555,7 +555,7 @@ DISK = [
     ),
     Mutation(
         "rename of a small object",
-        "tiers.writing",
+        "tiers.object_files",
         "        files.pipe_file(temporary, data)",
         "        files.pipe_file(path, data)",
         _HALF,
@@ -563,7 +563,7 @@ DISK = [
     ),
     Mutation(
         "exclusive claim",
-        "tiers.files",
+        "tiers.posix",
         "            os.link(temporary, path)",
         "            os.replace(temporary, path)",
         "two trainers of one number both write",
@@ -571,7 +571,7 @@ DISK = [
     ),
     Mutation(
         "exclusive claim without links",
-        "tiers.files",
+        "tiers.posix",
         "os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666",
         "os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666",
         "two trainers of one number both write",
@@ -597,7 +597,7 @@ DISK = [
         "manifest last in a directory",
         "tiers.local",
         "            try:\n                for temporary, place in zip",
-        "            try:\n                os.replace(files.write_aside(folder, [text], attempt=attempt, run_id=manifest.run_id), commit)\n                for temporary, place in zip",
+        "            try:\n                os.replace(posix.write_aside(folder, [text], attempt=attempt, run_id=manifest.run_id), commit)\n                for temporary, place in zip",
         "a manifest stands without its bytes",
         _ORDER,
     ),
@@ -628,7 +628,7 @@ DISK = [
     Mutation(
         "manifest first in a deletion",
         "tiers.local",
-        "                    files.remove(folder / MANIFEST_FILE)\n",
+        "                    posix.remove(folder / MANIFEST_FILE)\n",
         "",
         "a manifest stands without its bytes",
         _of("on_disk", "of_a_deletion_the_manifest_goes_first"),
@@ -643,7 +643,7 @@ DISK = [
     ),
     Mutation(
         "seen as it was written before older ones go",
-        "tiers.retention",
+        "tiers.store",
         "    if not store.has(current):",
         "    if False:",
         "older ones are deleted before the new one is seen whole",
@@ -651,7 +651,7 @@ DISK = [
     ),
     Mutation(
         "listed before older ones go",
-        "tiers.retention",
+        "tiers.store",
         "    if current.name not in [manifest.name for manifest in listed]:",
         "    if False:",
         "older ones are deleted before the new one is listed",
@@ -664,7 +664,7 @@ _TWO = "an attempt that was overtaken writes over the one that goes on"
 FENCES = [
     Mutation(
         "fence",
-        "tiers.claims",
+        "tiers.fences",
         "    if current > attempt:",
         "    if False:",
         _TWO,
@@ -672,7 +672,7 @@ FENCES = [
     ),
     Mutation(
         "owner",
-        "tiers.claims",
+        "tiers.fences",
         "    if not owner.digest or existing.digest != owner.digest:",
         "    if False:",
         _TWO,
@@ -680,7 +680,7 @@ FENCES = [
     ),
     Mutation(
         "claim of another",
-        "tiers.claims",
+        "tiers.fences",
         "    if existing is None or existing.digest != claim.digest:",
         "    if False:",
         "two trainers of one number both write",
@@ -688,7 +688,7 @@ FENCES = [
     ),
     Mutation(
         "unclaimed",
-        "tiers.claims",
+        "tiers.fences",
         "    if existing is None:\n        raise TierError",
         "    if existing is None:\n        return\n        raise TierError",
         "a node writes into a directory that its trainer never claimed",
@@ -697,7 +697,7 @@ FENCES = [
     Mutation(
         "fence before claim",
         "tiers.local",
-        "        claims.check_fence(claim.location, claim.attempt, self.claimed())\n",
+        "        fences.check_fence(claim.location, claim.attempt, self.claimed())\n",
         "",
         _TWO,
         _of("fences", "nothing_is_changed_for_who_was_overtaken[local-later-claim]"),
@@ -705,7 +705,7 @@ FENCES = [
     Mutation(
         "fence before claim in a bucket",
         "tiers.objects",
-        "            claims.check_fence(claim.location, claim.attempt, claimed)\n",
+        "            fences.check_fence(claim.location, claim.attempt, claimed)\n",
         "",
         _TWO,
         _of("fences", "nothing_is_changed_for_who_was_overtaken[kept-later-claim]"),
@@ -753,8 +753,8 @@ FENCES = [
     Mutation(
         "owner before put",
         "tiers.local",
-        "        claims.check_fence(manifest.run, attempt, self.claimed())\n        self.check_owner()",
-        "        claims.check_fence(manifest.run, attempt, self.claimed())",
+        "        fences.check_fence(manifest.run, attempt, self.claimed())\n        self.check_owner()",
+        "        fences.check_fence(manifest.run, attempt, self.claimed())",
         _TWO,
         _of("fences", "nothing_is_changed_for_who_was_overtaken[local-same-number-put-what-is-there]"),
     ),
@@ -801,7 +801,7 @@ FENCES = [
     Mutation(
         "fence before delete",
         "tiers.local",
-        "            claims.check_fence(run, self.owner.attempt, self.claimed())\n",
+        "            fences.check_fence(run, self.owner.attempt, self.claimed())\n",
         "",
         "an attempt that was overtaken deletes from the one that goes on",
         _of("fences", "nothing_is_changed_for_who_was_overtaken[local-later-delete]"),
@@ -840,7 +840,7 @@ FENCES = [
     ),
     Mutation(
         "fence in memory",
-        "memory.commits",
+        "memory.upload",
         "            check_fence(manifest.run, upload.attempt, self._registry.highest(upload.run))",
         "            pass",
         _TWO,
@@ -869,7 +869,7 @@ _DAMAGED = "damaged weights are taken for good ones"
 CHECKSUMS = [
     Mutation(
         "checksum on arrival",
-        "service.uploads",
+        "service.upload_requests",
         "        if digest == frame.digest != NO_DIGEST:",
         "        if digest != NO_DIGEST:",
         _DAMAGED,
@@ -885,7 +885,7 @@ CHECKSUMS = [
     ),
     Mutation(
         "checksum at the commit of a transfer",
-        "memory.commits",
+        "memory.upload",
         "            if received.get(start) != (stop - start, noted):",
         "            if False:",
         _DAMAGED,
@@ -893,7 +893,7 @@ CHECKSUMS = [
     ),
     Mutation(
         "all of several hosts' bytes",
-        "memory.commits",
+        "memory.upload",
         "    if not is_whole(upload.received.close(), upload.nbytes):",
         "    if False:",
         _DAMAGED,

@@ -11,7 +11,7 @@ import pytest
 from lightning_spot.errors import TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum
-from lightning_spot.memory import ahead
+from lightning_spot.memory import ring
 from lightning_spot.memory.ring import Ring
 from lightning_spot.staging.slot import SlotMemory
 from tests.support.server import MIB, RUN_ID, Bench, image_of, manifest_of
@@ -24,7 +24,7 @@ AHEAD = "spot-slot-ahead"
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each slot whose memory was made, in order: whether nobody waited for it."""
-    monkeypatch.setattr(ahead, "LEAST_BYTES", 1)
+    monkeypatch.setattr(ring, "LEAST_BYTES", 1)
     noted: list[bool] = []
     create = SlotMemory.create.__func__  # type: ignore[attr-defined]
 

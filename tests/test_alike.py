@@ -22,7 +22,7 @@ from lightning_spot.fit.in_shards import check_read_everywhere
 from lightning_spot.fit.preflight import check_alike, check_one_model, check_one_optimizer
 from lightning_spot.fit.resume import bring_below
 from lightning_spot.interval.costs import Costs
-from lightning_spot.memory.health import TierHealth
+from lightning_spot.memory.tier import TierHealth
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.tiers.local import LocalStore

@@ -20,9 +20,8 @@ from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import FencedError, SettingsError, SnapshotNotFoundError, TierError
 from lightning_spot.image import sealing
 from lightning_spot.image.manifest import snapshot_name
-from lightning_spot.memory import portions, replication
-from lightning_spot.memory.prefixes import check_prefix, refusal
-from lightning_spot.memory.runs import RunInfo
+from lightning_spot.memory import held_portions, replication
+from lightning_spot.memory.runs import RunInfo, check_prefix, refusal
 from lightning_spot.protocol.wire import Address
 from lightning_spot.tiers.local import LocalStore
 from tests.support.chain import FIRST, RUN, SECOND, Chained, OverHttp, chained
@@ -143,11 +142,11 @@ def test_older_snapshots_count_again_when_a_node_has_lost_what_several_hosts_had
     joint = node.lease(RUN, 1, 1000)
     with joint.slot.view(1000) as view:
         view[:] = image_of(2, 1000)
-    portions.surpass(bench.node.ring, RUN_ID, node.seal(joint.id, manifest_of(2)))
+    held_portions.surpass(bench.node.ring, RUN_ID, node.seal(joint.id, manifest_of(2)))
     asked = bench.behind[FIRST].opened
     until(lambda: bench.behind[FIRST].opened > asked + 2, "the node to be asked how things are")
     assert slot.surpassed  # it has the newer one
-    assert portions.surpassing(bench.node.ring, RUN_ID) is slot.surpassed
+    assert held_portions.surpassing(bench.node.ring, RUN_ID) is slot.surpassed
     bench.far[FIRST] = {}
     empty = bench.nodes[FIRST] = bench.make_node(FIRST, [str(tmp_path)])
     bench.behind[FIRST].node = empty if lost == "its memory" else None
@@ -158,7 +157,7 @@ def test_older_snapshots_count_again_when_a_node_has_lost_what_several_hosts_had
     node.close()
     slot.surpassed = manifest_of(2)
     bench.save(3)  # by this host alone: what hosts had brought before may go
-    assert portions.surpassing(bench.node.ring, RUN_ID) is None
+    assert held_portions.surpassing(bench.node.ring, RUN_ID) is None
 
 
 def test_who_waits_for_a_run_has_its_nodes_asked_at_once(

@@ -28,7 +28,7 @@ from lightning_spot.cli.snapshots import Entry, Found, ask
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import format_bytes
 from lightning_spot.image.manifest import PortionOf, portion_name
-from lightning_spot.tiers.claims import Claim
+from lightning_spot.tiers.fences import Claim
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import Cli
 from tests.support.oracle import claim_of
@@ -268,12 +268,12 @@ WRONG = [
     (["s3://"], "'s3://': it names no bucket, as s3://bucket/run-1 does"),
     (["smb://me:secret@host/run"], "'smb://…@host/run': a URL with a password ends in logs"),
     (["10.0.0.5:7070/run"], "'10.0.0.5:7070/run': for a snapshot server write spot://10.0.0.5:7070/run"),
-    (["x", "--server", "10.0.0.5:1"], "--server '10.0.0.5:1' is no node URL"),
-    (["x", "--server", "spot://h:99999"], "--server 'spot://h:99999' is no node URL"),
+    (["x", "--server", "10.0.0.5:1"], "--server '10.0.0.5:1' is no server URL"),
+    (["x", "--server", "spot://h:99999"], "--server 'spot://h:99999' is no server URL"),
     (["x", "--server", "spot://h:9/run"], "--server 'spot://h:9/run' names more than a server: give spot://h:9 only"),
-    (["x", "--server", "auto"], "--server 'auto' is no node URL"),
-    (["x", "--server", ""], "--server '' is no node URL"),
-    (["spot://h:9/run", "--server", "x"], "--server 'x' is no node URL"),
+    (["x", "--server", "auto"], "--server 'auto' is no server URL"),
+    (["x", "--server", ""], "--server '' is no server URL"),
+    (["spot://h:9/run", "--server", "x"], "--server 'x' is no server URL"),
     (["x", "--run-name", "a/b"], "--run-name: run name 'a/b' is not usable"),
     (["x", "--run-name", ""], "--run-name: run name '' is not usable"),
 ]
@@ -290,9 +290,9 @@ WRONG = [
             "no tier that answers knows of a run at 'NOWHERE'",
         ),
         (["ls", "spot://127.0.0.1:9"], "names no run"),
-        (["ls", "spot://127.0.0.1:port/run"], "no node URL"),
+        (["ls", "spot://127.0.0.1:port/run"], "no server URL"),
         (["ls", "nonsense://bucket/run"], "Give a directory"),
-        (["ls", "x", "--server", "10.0.0.5"], "no node URL"),
+        (["ls", "x", "--server", "10.0.0.5"], "no server URL"),
         (["cp", "NOWHERE@3", "x"], "no run is, or ever was, at"),
         (
             ["ls", "runs/a/step-000000030-attempt-0001/"],

@@ -28,7 +28,7 @@ from lightning_spot.client.remote import NodeStore
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SnapshotNotFoundError, SpotError
 from lightning_spot.image.parts import checksum
-from lightning_spot.memory.health import TierHealth
+from lightning_spot.memory.tier import TierHealth
 from lightning_spot.protocol.wire import PROTOCOL_HEADER, Address, parse_spot_url
 from tests.support.server import RunningNode, image_of, manifest_of
 from tests.support.waiting import until

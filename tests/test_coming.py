@@ -19,7 +19,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum, part_ranges
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.upload import Upload
-from lightning_spot.tiers.claims import ATTEMPTS_DIR
+from lightning_spot.tiers.fences import ATTEMPTS_DIR
 from lightning_spot.tiers.local import LocalStore
 from tests.support.folders import files_below, size_of
 from tests.support.server import MIB, RUN_ID, Bench, RunningNode, image_of, manifest_of

@@ -35,7 +35,7 @@ from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import survey
 from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.retention import retain
+from lightning_spot.tiers.store import retain
 from tests.support.folders import files_below
 from tests.support.oracle import FILES, HOME, Server, check_checkpoint, file_of, image_of, lines, manifest_of, run_info
 from tests.support.waiting import lives, until

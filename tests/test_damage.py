@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import io
 import json
 import os
@@ -15,10 +16,11 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import torch
+from hypothesis import given, strategies
 
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.cli.command import main
@@ -50,10 +52,21 @@ from lightning_spot.image.manifest import Manifest, PortionOf, portion_name, sna
 from lightning_spot.image.notes import Note
 from lightning_spot.protocol.wire import Address, error_body, error_from_body, file_path
 from lightning_spot.run import survey
-from lightning_spot.service.channel import DescriptorChannel
-from lightning_spot.tiers.claims import Claim, claim_name, first_readable
+from lightning_spot.service.program import DescriptorChannel
+from lightning_spot.tiers.fences import Claim, claim_name, first_readable
 from lightning_spot.tiers.local import LocalStore
-from lightning_spot.untrusted import as_object, plain, read_json
+from lightning_spot.untrusted import (
+    FileName,
+    UnixSeconds,
+    as_object,
+    decoded,
+    listed,
+    plain,
+    read_json,
+    read_object,
+    short,
+    whole,
+)
 from tests.conftest import Cli
 from tests.support.server import Bench
 from tests.support.trainer import Net, trainer
@@ -286,6 +299,60 @@ def test_any_mutation_of_a_claim_note_or_record_is_read_or_refused(cases: int, s
 
 
 RECORD = AttemptRecord(attempt=2, begun_unix_s=1e9, earlier=account_after(AttemptRecord(attempt=1, begun_unix_s=9e8)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inner:
+    """Within another."""
+
+    name: FileName
+    seconds: UnixSeconds = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outer:
+    """What the codec can read."""
+
+    count: Annotated[int, whole(1, 9)]
+    inner: Inner
+    text: Annotated[str, short(3)] = "abc"
+    done: bool = False
+    other: Inner | None = None
+    rest: Annotated[list[Inner], listed(Inner, 2)] = dataclasses.field(default_factory=list)
+
+
+INNER = strategies.builds(
+    Inner,
+    name=strategies.text("abc", min_size=1, max_size=9),
+    seconds=strategies.floats(0, 1e9),
+)
+
+
+@given(
+    strategies.builds(
+        Outer,
+        count=strategies.integers(1, 9),
+        inner=INNER,
+        text=strategies.text(max_size=3).filter(lambda text: "\0" not in text),
+        done=strategies.booleans(),
+        other=strategies.none() | INNER,
+        rest=strategies.lists(INNER, max_size=2),
+    ),
+    strategies.sampled_from(["count", "inner", "text", "done", "other", "rest"]),
+    strategies.sampled_from([-1, 10, True, "long text", {"name": "a/b"}, [{}] * 2, [{"name": "a"}] * 3, 1.5]),
+)
+def test_a_record_reads_back_equal_and_what_is_missing_or_out_of_bounds_is_refused(
+    record: Outer, name: str, wrong: object
+) -> None:
+    fields = dataclasses.asdict(record)
+    assert decoded(Outer, read_object(json.dumps({**fields, "of a later version": 1}))) == record
+    assert decoded(Outer, {"count": 1, "inner": {"name": "a"}}) == Outer(count=1, inner=Inner(name="a"))
+    if not (name == "done" and wrong is True):
+        with pytest.raises(MalformedError):
+            decoded(Outer, {**fields, name: wrong})
+    for needed in ("count", "inner"):
+        with pytest.raises(MalformedError):
+            decoded(Outer, {other: value for other, value in fields.items() if other != needed})
 
 
 @pytest.mark.parametrize(

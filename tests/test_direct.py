@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_spot.tiers import files
-from lightning_spot.tiers.files import write_aside, write_parts
+from lightning_spot.tiers import posix
+from lightning_spot.tiers.posix import write_aside, write_parts
 
 MIB = 2**20
 NBYTES = 3 * MIB + 1234  # neither a multiple of a page nor of a part
@@ -122,7 +122,7 @@ def test_what_is_no_refusal_is_an_error(tmp_path: Path, number: int) -> None:
 
 
 def test_a_system_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_O_DIRECT", 0)
+    monkeypatch.setattr(posix, "_O_DIRECT", 0)
     assert not any(past_cache for past_cache, _ in written(tmp_path / "file", parts_of(memory_of(NBYTES))))
 
 

@@ -19,11 +19,10 @@ from lightning_spot.goodput.ledger import AttemptRecord, account_after
 from lightning_spot.goodput.records import newest_record, write_record
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_name
 from lightning_spot.image.parts import verify_file
-from lightning_spot.tiers.claims import claim_name, digest_of
+from lightning_spot.tiers.fences import claim_name, digest_of
 from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.retention import retain
-from lightning_spot.tiers.store import Holdings
-from lightning_spot.tiers.temporaries import temporary_name
+from lightning_spot.tiers.posix import temporary_name
+from lightning_spot.tiers.store import Holdings, retain
 from tests.support import faulty
 from tests.support.faulty import Plan, faulty_calls
 from tests.support.oracle import claim_of

@@ -16,7 +16,7 @@ from lightning_spot import SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.cli import main
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import SettingsError
-from lightning_spot.memory.prefixes import refusal
+from lightning_spot.memory.runs import refusal
 from lightning_spot.run.location import Location
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import Cli

@@ -45,9 +45,9 @@ from lightning_spot.protocol.wire import PROTOCOL_HEADER, Address
 from lightning_spot.retry import RetryPolicy, with_retries
 from lightning_spot.run import attempts
 from lightning_spot.service import program
-from lightning_spot.service.files import Files
+from lightning_spot.service.http import Files
 from lightning_spot.staging.copier import Copier, CopyJob
-from lightning_spot.tiers.claims import Claim
+from lightning_spot.tiers.fences import Claim
 from lightning_spot.tiers.local import LocalStore
 from tests.support.copies import Desk as Copies
 from tests.support.ranks import Desk
@@ -235,7 +235,7 @@ def test_a_node_that_fails_at_a_request_says_so_and_is_asked_again(
         with pytest.raises(ServerRefusedError, match="for good", check=TierReason.SERVER_FAILED.caused):
             client.call("POST", "/v1/flush", body, again=True)
         client.close()
-    assert len([record for record in caplog.records if "failed unexpectedly" in record.getMessage()]) == 4
+    assert [getattr(record, "spot_key", "") for record in caplog.records].count("request-failed") == 1
 
 
 def test_a_file_that_cannot_be_read_to_its_end_breaks_off(

@@ -61,7 +61,7 @@ from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.run.identity import starts_between
-from lightning_spot.service.channel import DescriptorChannel, note_killed
+from lightning_spot.service.program import DescriptorChannel, note_killed
 from tests.conftest import Cli
 from tests.support.server import RunningNode
 from tests.support.trainer import Net, Stop, StopAt, data, trainer

@@ -20,15 +20,14 @@ from lightning_spot.errors import FencedError, SettingsError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.joint import SpreadPlace
-from lightning_spot.memory.prefixes import refusal
-from lightning_spot.memory.runs import RunInfo
+from lightning_spot.memory.runs import RunInfo, refusal
 from lightning_spot.memory.tier import NodeTier
 from lightning_spot.run.attempts import ClaimWatch, begin_attempt
 from lightning_spot.run.identity import JUMP, Identity, NodeRun, identify, new_id, next_attempt
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.service.fields import place
-from lightning_spot.tiers.claims import Claim
+from lightning_spot.tiers.fences import Claim
 from lightning_spot.tiers.local import LocalStore
 from tests.support.said import said
 from tests.support.server import RunningNode

@@ -39,14 +39,14 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.pieces import Piece
 from lightning_spot.image.portion import MOST_HOSTS, Portion, Portions, cut, is_whole, joined
 from lightning_spot.image.written import Ranges
-from lightning_spot.memory import abroad, push, replication
+from lightning_spot.memory import push, replication, uploads
 from lightning_spot.memory import uploads as uploads_module
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.upload import Upload
 from lightning_spot.protocol.wire import parse_spot_url
-from lightning_spot.service import hosts, uploads
+from lightning_spot.service import joint_requests, upload_requests
 from lightning_spot.tiers.local import LocalStore
 from tests.support.proxy import Proxy
 from tests.support.server import MIB, RUN_ID, manifest_of, served, snapshot_server
@@ -276,7 +276,7 @@ def test_a_file_that_has_another_length_now_is_not_sent_anew(team: Team) -> None
 
 def test_a_host_that_opens_many_streams_leaves_one_to_every_other(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node served 256 at once, shared by the uploads: those of 16 hosts kept the other 48 out of one snapshot."""
-    monkeypatch.setattr(uploads, "MOST_STREAMS", 2)
+    monkeypatch.setattr(upload_requests, "MOST_STREAMS", 2)
     checkpoint = Checkpoint(1)
     upload = team.lead(1, checkpoint)
     lead = team.first.uploads.abroad._leads.find(upload)
@@ -384,7 +384,7 @@ def test_a_connection_that_breaks_under_a_request_of_the_first_host_costs_no_sna
 def test_a_first_host_that_hangs_up_and_asks_no_more_counts_as_gone(
     team: Team, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hosts, "ASKED_AGAIN_S", 0.2)
+    monkeypatch.setattr(joint_requests, "ASKED_AGAIN_S", 0.2)
     monkeypatch.setattr(remote, "_PAUSES_S", ())
     with contextlib.closing(Proxy(team.at.rpartition("/")[0], 1)) as proxy:
         team.at = f"{proxy.url}/{RUN}"
@@ -774,7 +774,7 @@ def test_a_replica_that_vanishes_without_a_word_holds_a_snapshot_no_longer_than_
 ) -> None:
     """Its link is cut, or it stands still: the commit waited half a minute for it to begin."""
     monkeypatch.setattr(NodeClient, "ping", functools.partialmethod(NodeClient.ping, 0.2))
-    monkeypatch.setattr(abroad, "_OPEN_S", 1000.0)  # instead of half a minute, which this may take where it is slow
+    monkeypatch.setattr(uploads, "_OPEN_S", 1000.0)  # instead of half a minute, which this may take where it is slow
     left = pair.at.split()[1 - lost]
     with socket.create_server(("127.0.0.1", 0)) as silent:
         nobody = f"spot://127.0.0.1:{silent.getsockname()[1]}/{RUN}"

@@ -30,18 +30,16 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.notes import Own
 from lightning_spot.image.portion import Portion, PortionImage, Portions
 from lightning_spot.memory import joint_store
-from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.joint_store import JointStore
 from lightning_spot.memory.node import Node
-from lightning_spot.memory.tier import Gathering
+from lightning_spot.memory.tier import Gathering, TierHealth
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import Survey, survey
-from lightning_spot.tiers.claims import Claim
+from lightning_spot.tiers.fences import Claim
 from lightning_spot.tiers.local import LocalFolder, LocalStore
-from lightning_spot.tiers.retention import retain
-from lightning_spot.tiers.store import Folder, Store
+from lightning_spot.tiers.store import Folder, Store, retain
 from tests.support import faulty
 from tests.support.faulty import Plan
 from tests.support.said import said

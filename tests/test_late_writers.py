@@ -17,9 +17,9 @@ from lightning_spot.config import HIGHEST_ATTEMPT
 from lightning_spot.errors import SettingsError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.run.identity import next_attempt
-from lightning_spot.tiers.claims import Claim
+from lightning_spot.tiers.fences import Claim
 from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.retention import retain
+from lightning_spot.tiers.store import retain
 from tests.support.snapshots import serverless
 from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
 from tests.support.waiting import until

@@ -209,7 +209,7 @@ def test_a_state_that_fits_no_memory_is_streamed(
     for manifest in found[:2]:
         path = tmp_path / "run-1" / manifest.data_path
         check_archive(path)
-    assert caplog.text.count("cannot fit this node's memory") == 1
+    assert caplog.text.count("cannot fit this server's memory") == 1
     assert caplog.text.count("part by part") == 1
     assert not said(caplog, "no-local-server")  # it has as little memory as was said
     caplog.set_level("INFO")

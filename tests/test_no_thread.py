@@ -19,13 +19,13 @@ from lightning_spot.errors import FailureReason, ServerUnreachableError, Snapsho
 from lightning_spot.fit import together
 from lightning_spot.fit.collectives import Agreement
 from lightning_spot.fit.restore import SharedOpening
-from lightning_spot.memory import abroad
+from lightning_spot.memory import uploads
 from lightning_spot.memory.node import Node
 from lightning_spot.run import export
 from lightning_spot.run.export import Exporter, NotExportedError, import_snapshot
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
-from lightning_spot.service.channel import DescriptorChannel
+from lightning_spot.service.program import DescriptorChannel
 from lightning_spot.tiers.local import LocalStore
 from tests.support.chain import FIRST, SECOND, Chained
 from tests.support.ranks import Group, Rank
@@ -86,7 +86,7 @@ def test_what_is_given_up_without_a_thread_to_say_so_keeps_no_slot(
     team: Team, lacking: Lacking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(abroad, "_give_up", told.append)
+    monkeypatch.setattr(uploads, "_give_up", told.append)
     upload = team.lead(1, Checkpoint(1))
     until(lambda: len(team.memory.uploads), "it to begin there")
     lacking("spot-joint", 1)

@@ -39,7 +39,7 @@ from lightning_spot.image.parts import checksum
 from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.protocol.wire import DIGEST_HEADER, NO_DIGEST, PROTOCOL_HEADER, Frame, PartKind, parse_spot_url
 from lightning_spot.service.program import main
-from lightning_spot.tiers.filesystem import open_filesystem
+from lightning_spot.tiers.fsspec_client import open_filesystem
 from tests.support.server import RunningNode, named_run
 from tests.support.waiting import until
 

@@ -25,14 +25,13 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
-from lightning_spot.tiers import objects, transfers
+from lightning_spot.tiers import fsspec_client, objects
 from lightning_spot.tiers import s3 as s3_requests
-from lightning_spot.tiers.claims import digest_of
-from lightning_spot.tiers.filesystem import tier_errors
+from lightning_spot.tiers.fences import digest_of
+from lightning_spot.tiers.fsspec_client import tier_errors
 from lightning_spot.tiers.objects import ObjectStore
-from lightning_spot.tiers.retention import retain
 from lightning_spot.tiers.s3 import list_folder, remove_objects
-from lightning_spot.tiers.store import Store
+from lightning_spot.tiers.store import Store, retain
 from tests.support.oracle import claim_of
 from tests.support.proxy import Proxy
 from tests.support.waiting import until
@@ -197,7 +196,7 @@ def test_large_parts_take_fewer_connections_for_memory_to_be_bounded(part_bytes:
         with lock:
             under_way[0] -= 1
 
-    transfers.move(((part_bytes, job) for _ in range(40)), part_bytes)
+    fsspec_client.move(((part_bytes, job) for _ in range(40)), part_bytes)
     assert 1 <= under_way[1] <= at_once
 
 
@@ -217,7 +216,7 @@ def test_no_part_is_left_on_its_way_after_an_error() -> None:
         done.append(index)
 
     with pytest.raises(OSError, match="part 5"):
-        transfers.move(((MIB, lambda index=index: job(index)) for index in range(100)), MIB)  # type: ignore[misc]
+        fsspec_client.move(((MIB, lambda index=index: job(index)) for index in range(100)), MIB)  # type: ignore[misc]
     assert sorted(running) == sorted(done)
     assert len(done) < 100
 

@@ -21,7 +21,7 @@ from lightning_spot.errors import CorruptSnapshotError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.run.reading import SnapshotReader
 from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.temporaries import temporary_owner
+from lightning_spot.tiers.posix import temporary_owner
 from tests.support.oracle import claim_of, image_of, manifest_of
 from tests.support.store import Kept
 

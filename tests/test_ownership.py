@@ -26,18 +26,16 @@ from lightning_spot.errors import FencedError, ServerRefusedError, SpotError, Ti
 from lightning_spot.image.manifest import OWN_DIR, Manifest, snapshot_name
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.node import Node
-from lightning_spot.memory.prefixes import refusal
-from lightning_spot.memory.runs import RunInfo, parse_run
+from lightning_spot.memory.runs import RunInfo, parse_run, refusal
 from lightning_spot.protocol.wire import ATTEMPT_HEADER, PROTOCOL_HEADER, attempt_text
 from lightning_spot.run import attempts
 from lightning_spot.run.attempts import ClaimWatch
-from lightning_spot.service.handlers import Service
-from lightning_spot.service.runs import OPEN_PATH
-from lightning_spot.tiers.beneath import Beneath
-from lightning_spot.tiers.claims import ATTEMPTS_DIR, Owner, claim_name, digest_of
-from lightning_spot.tiers.filesystem import open_filesystem, tier_errors
+from lightning_spot.service.http import OPEN_PATH, Service
+from lightning_spot.tiers.fences import ATTEMPTS_DIR, Owner, claim_name, digest_of
+from lightning_spot.tiers.fsspec_client import open_filesystem, tier_errors
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.objects import ObjectStore
+from lightning_spot.tiers.posix import Beneath
 from lightning_spot.tiers.store import Store
 from tests.support.oracle import claim_of
 from tests.support.server import RunningNode, served

@@ -23,7 +23,7 @@ from lightning_spot.memory.flusher import NotWhole, put_portion
 from lightning_spot.memory.joint import SpreadPlace, is_by_itself, is_durable, nodes_of, urls_of
 from lightning_spot.memory.joint_store import JointFolder
 from lightning_spot.memory.placement import placed_portions
-from lightning_spot.tiers.claims import Claim
+from lightning_spot.tiers.fences import Claim
 from lightning_spot.tiers.local import LocalStore
 
 NODES = [f"spot://node-{number}:7070" for number in range(8)]
@@ -173,7 +173,6 @@ def test_a_portion_says_what_it_is_and_its_note_too() -> None:
         {"hosts": 10**9},
         {"digest": 7},
         {"tail": "short"},
-        {"more": 1},
     ],
 )
 def test_a_malformed_portion_is_refused(wrong: dict[str, Any]) -> None:

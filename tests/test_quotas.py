@@ -40,10 +40,10 @@ from lightning_spot.memory.registry import MOST_AHEAD
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, Address, Frame, PartKind
 from lightning_spot.run.attempts import folder_info
-from lightning_spot.service import handlers, uploads, waiting
-from lightning_spot.service.handlers import not_ready
-from lightning_spot.service.quotas import Quota, client_at
-from lightning_spot.tiers.claims import Claim, digest_of
+from lightning_spot.service import http, upload_requests
+from lightning_spot.service.http import not_ready
+from lightning_spot.service.limits import Quota, client_at
+from lightning_spot.tiers.fences import Claim, digest_of
 from tests.support.server import served
 from tests.support.small_trainer import image_of as archive_of
 from tests.support.waiting import until
@@ -193,7 +193,7 @@ def test_parts_of_a_size_that_nobody_sends_are_refused(nbytes: int, part_bytes: 
 
 
 def test_where_no_memory_is_left_beside_the_slots_parts_go_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploads, "SCRATCH_BYTES", 1000)
+    monkeypatch.setattr(upload_requests, "SCRATCH_BYTES", 1000)
     base, new = bytes(4096), bytes(4095) + b"x"
     delta = struct.pack(">BIII", Coding.PLAIN, 1, 4095, 4096) + b"x"
     with asked(node_of()) as client:
@@ -248,7 +248,7 @@ def test_an_upload_has_as_many_senders_as_hosts() -> None:
 
 
 def test_one_client_does_not_take_all_threads_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploads, "MOST_STREAM_THREADS", 8)
+    monkeypatch.setattr(upload_requests, "MOST_STREAM_THREADS", 8)
     with asked(node_of()) as client, ExitStack() as stack:
         open_run(client)
         for _ in range(4):
@@ -356,7 +356,7 @@ def test_attempts_by_the_clock_are_no_jump(tmp_path: Path) -> None:
 
 
 def test_one_client_does_not_keep_others_from_waiting_for_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "MOST_WAITING", 8)
+    monkeypatch.setattr(upload_requests, "MOST_WAITING", 8)
     with asked(node_of(slots=1)) as client, ExitStack() as stack:
         for run in ("greedy", "other"):
             open_run(client, run)
@@ -375,7 +375,7 @@ def test_one_client_does_not_keep_others_from_waiting_for_a_slot(monkeypatch: py
 
 
 def test_one_run_by_many_names_is_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "MOST_WAITING", 8)
+    monkeypatch.setattr(upload_requests, "MOST_WAITING", 8)
     with asked(node_of(slots=1)) as client, ExitStack() as stack:
         open_run(client, f"run@{RUN_ID}")
         upload = begin(client, 10, f"run@{RUN_ID}")
@@ -397,7 +397,7 @@ def _wait_until_refused(client: NodeClient, stack: ExitStack, names: Iterator[st
 
 def test_who_waits_for_a_flush_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 of them held every thread on which a node answers."""
-    monkeypatch.setattr(handlers, "_FLUSHES", 8)
+    monkeypatch.setattr(http, "_FLUSHES", 8)
     node, flushed, flushing = node_of(), threading.Event(), threading.Semaphore(0)
 
     def flush(_run: str | None, _wait_s: float) -> list[str]:
@@ -418,8 +418,8 @@ def test_who_waits_for_a_flush_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPa
 
 
 def test_who_hangs_up_waits_for_no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handlers, "_FLUSHES", 2)
-    monkeypatch.setattr(handlers, "_FLUSH_TURN_S", 0.1)
+    monkeypatch.setattr(http, "_FLUSHES", 2)
+    monkeypatch.setattr(http, "_FLUSH_TURN_S", 0.1)
     node, turns = node_of(), threading.Semaphore(0)
 
     def flush(_run: str | None, wait_s: float) -> list[str]:
@@ -436,7 +436,7 @@ def test_who_hangs_up_waits_for_no_flush(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_who_removes_much_at_a_slow_tier_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handlers, "_LOOKS", 2)
+    monkeypatch.setattr(http, "_LOOKS", 2)
     node, asked_it, asking = node_of(), threading.Event(), threading.Semaphore(0)
 
     def slow(_key: str) -> None:
@@ -449,7 +449,7 @@ def test_who_removes_much_at_a_slow_tier_keeps_nobody_waiting(monkeypatch: pytes
         open_run(client)
         for _ in range(100):
             stack.enter_context(say(client, "DELETE", "/v1/files/run/file", {}))
-        for _ in range(handlers._LOOKS):
+        for _ in range(http._LOOKS):
             assert asking.acquire(timeout=30)
         assert client.call("GET", "/v1/runs", timeout_s=30)["runs"]
         stack.enter_context(say(client, "DELETE", "/v1/files/run/file", {}, ANOTHER))
@@ -461,7 +461,7 @@ def test_who_removes_much_at_a_slow_tier_keeps_nobody_waiting(monkeypatch: pytes
 
 
 def test_bodies_that_do_not_come_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handlers, "BODIES_BYTES", 2**20)
+    monkeypatch.setattr(http, "BODIES_BYTES", 2**20)
     path, half = "/v1/runs/run/open", {"attempt": 1, "x": "x" * 245_000}
     with asked(node_of()) as client, ExitStack() as stack:
         for _ in range(20):  # what is only announced takes nobody's room

@@ -15,9 +15,8 @@ import pytest
 
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FencedError, SpotError, TierError
-from lightning_spot.tiers.filesystem import open_filesystem
-from lightning_spot.tiers.retention import retain
-from lightning_spot.tiers.store import Store
+from lightning_spot.tiers.fsspec_client import open_filesystem
+from lightning_spot.tiers.store import Store, retain
 from tests.support.folders import end_nodes
 from tests.support.oracle import HOME, claim_of, lines
 from tests.support.proxy import Proxy

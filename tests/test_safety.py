@@ -27,10 +27,10 @@ from lightning_spot.errors import FailureReason, ServerUnreachableError, Snapsho
 from lightning_spot.exact.seams import Seam
 from lightning_spot.fit.session import FitSession, secure
 from lightning_spot.interval.deadline import Deadline, DeadlinePlan
-from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
+from lightning_spot.memory.tier import TierHealth
 from lightning_spot.staging import schedule
 from lightning_spot.staging.slot import SlotMemory
 from lightning_spot.tiers.local import LocalStore

@@ -39,8 +39,8 @@ from lightning_spot.image.parts import checksum
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.upload import Received
 from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, Address, Frame, PartKind, parse_spot_url
-from lightning_spot.service import fields, files, uploads
-from lightning_spot.service.connections import Connections
+from lightning_spot.service import fields, http, upload_requests
+from lightning_spot.service.limits import Connections
 from tests.support.server import RunningNode, image_of, manifest_of, served
 from tests.support.small_trainer import image_of as archive_of
 from tests.support.waiting import until
@@ -262,8 +262,8 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Node, NodeClient]]:
     """A node in this process that gives nobody more than two seconds."""
     for module, name in (
         (fields, "_BODY_TIMEOUT_S"),
-        (files, "_SEND_TIMEOUT_S"),
-        (uploads, "FRAME_WAIT_S"),
+        (http, "_SEND_TIMEOUT_S"),
+        (upload_requests, "FRAME_WAIT_S"),
     ):
         monkeypatch.setattr(module, name, 2.0)
     node = Node(slots=2, memory_bytes=2**28, open_store=open_store)
@@ -392,7 +392,7 @@ def test_no_page_in_a_browser_of_this_host_is_served(
     got, body = answer(lasting_node, f"GET {path} HTTP/1.1\r\n{headers}\r\n".encode())
     assert got == status
     if status == 403 and PROTOCOL_HEADER not in headers:
-        assert body.startswith(b"this node"), "a person would read JSON"
+        assert body.startswith(b"this server"), "a person would read JSON"
 
 
 def test_a_token_is_all_that_is_asked_for_where_there_is_one(start_node: StartNode) -> None:
@@ -563,7 +563,7 @@ def snapshot_of(run: str, step: int, nbytes: int, part_bytes: int) -> tuple[Mani
 
 def test_every_upload_has_a_stream_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of 64 hosts sends over four connections: the first ones must not keep the others out."""
-    monkeypatch.setattr(uploads, "MOST_STREAMS", 8)
+    monkeypatch.setattr(upload_requests, "MOST_STREAMS", 8)
     node = Node(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
     with served(node) as port, ExitStack() as stack:
         client = NodeClient(Address("127.0.0.1", port))
@@ -587,7 +587,7 @@ def test_every_upload_has_a_stream_however_many_there_are(monkeypatch: pytest.Mo
 
 
 def test_a_sender_makes_do_with_the_connections_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploads, "MOST_STREAMS", 2)
+    monkeypatch.setattr(upload_requests, "MOST_STREAMS", 2)
     node = Node(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
     with served(node) as port:
         store = NodeStore(f"spot://127.0.0.1:{port}/run")

@@ -44,7 +44,7 @@ from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.sharded.file_plan import ShardedLayouter, load_state, state_archive
 from lightning_spot.sharded.reader import ImageReader, load_all
-from lightning_spot.tiers import files
+from lightning_spot.tiers import posix
 from lightning_spot.tiers.local import LocalStore
 from tests.support.ranks import rows
 from tests.support.server import snapshot_server
@@ -373,7 +373,7 @@ def test_a_durable_tier_that_is_not_one_place_for_all_hosts_is_refused(
     with pytest.raises(SettingsError, match="claim of attempt 2"):
         check_place(url, run, 2, "this")
     with monkeypatch.context() as patch:
-        patch.setattr(files, "create_exclusively", functools.partial(refuse, TierError("Permission denied", tier="")))
+        patch.setattr(posix, "create_exclusively", functools.partial(refuse, TierError("Permission denied", tier="")))
         with pytest.raises(SettingsError, match="Permission denied"):
             check_place(url, run, 1, "this")
     with pytest.raises(SettingsError, match="is not seen"):

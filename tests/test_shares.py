@@ -26,7 +26,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.upload import Upload
-from lightning_spot.service.waiting import Waiting
+from lightning_spot.service.upload_requests import Waiting
 from tests.support.server import RUN_ID, Bench, image_of, manifest_of
 from tests.support.small_trainer import info_of
 

@@ -19,7 +19,7 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.threads import in_background
-from lightning_spot.tiers import connections
+from lightning_spot.tiers import fsspec_client
 from tests.support.proxy import Proxy
 from tests.support.said import said_about
 
@@ -29,7 +29,7 @@ SILENT_S = 1.5
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "SILENT_S", SILENT_S)
+    monkeypatch.setattr(fsspec_client, "SILENT_S", SILENT_S)
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_commands_do_not_wait_for_a_store_that_says_nothing(
     s3: str, proxy: Proxy, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``doctor`` took four minutes, and asked again to delete what it had not written."""
-    monkeypatch.setattr(connections, "SILENT_S", 60.0)
+    monkeypatch.setattr(fsspec_client, "SILENT_S", 60.0)
     monkeypatch.setattr(doctor, "DEFAULT_POLICY", RetryPolicy(silent_s=0.5))
     monkeypatch.setattr(snapshots, "_ONCE", RetryPolicy(tries=1, silent_s=0.5))
     monkeypatch.setattr(doctor, "local_server_speed", lambda _url, _nbytes: 1e9)
@@ -171,7 +171,7 @@ def test_what_moves_no_byte_is_given_up_and_nothing_else(
     fails: bool,
 ) -> None:
     url = serve(behave)
-    loop = connections.loop_of(f"x://{url[-5:]}")
+    loop = fsspec_client.loop_of(f"x://{url[-5:]}")
     asked = asyncio.run_coroutine_threadsafe(_request(url, nbytes, 2 * SILENT_S), loop)
     if fails:
         with pytest.raises(aiohttp.ClientError):

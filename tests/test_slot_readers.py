@@ -19,7 +19,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.run import sources
 from lightning_spot.run.sources import MemorySource, Use
 from lightning_spot.run.survey import Survey, survey
-from lightning_spot.service import channel
+from lightning_spot.service import program
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings
 from tests.support.server import RUN_ID, Bench, image_of, manifest_of
@@ -46,11 +46,11 @@ def make(tmp_path: Path, runtime_dir: Path) -> Iterator[Callable[..., Bench]]:
 @pytest.fixture
 def attached(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Bench], None]]:
     """Makes a node of this process that of this host: trainers get at its slots by descriptor, as they always do."""
-    channels: list[channel.DescriptorChannel] = []
+    channels: list[program.DescriptorChannel] = []
 
     def attach(bench: Bench) -> None:
         path = runtime_dir / "channel"
-        channels.append(channel.DescriptorChannel(bench.node, path, None))
+        channels.append(program.DescriptorChannel(bench.node, path, None))
 
         def host(_url: str, run: str) -> SimpleNamespace:
             session = Session(path, None, 10.0)
@@ -74,7 +74,7 @@ def test_a_slot_that_gets_other_memory_as_it_is_handed_over_is_not_taken_for_ano
     ring = make(slots=1).node.ring
     slot = ring.try_lease(RUN, 1000)
     slot.memory.map[:4] = b"mine"
-    nbytes, send, others = slot.capacity, channel._send, []
+    nbytes, send, others = slot.capacity, program._send, []
 
     def replaced_first(connection: socket.socket, told: dict[str, Any], fd: int | None) -> None:
         if fd is not None:
@@ -84,8 +84,8 @@ def test_a_slot_that_gets_other_memory_as_it_is_handed_over_is_not_taken_for_ano
             others[0].truncate(nbytes)
         send(connection, told, fd)
 
-    monkeypatch.setattr(channel, "_send", replaced_first)
-    listening = channel.DescriptorChannel(make().node, tmp_path / "channel", None)
+    monkeypatch.setattr(program, "_send", replaced_first)
+    listening = program.DescriptorChannel(make().node, tmp_path / "channel", None)
     listening._node = SimpleNamespace(ring=ring, begin_session=lambda *_: None, end_session=lambda _: [])  # type: ignore[assignment] # all that is asked
     session = Session(tmp_path / "channel", None, 10.0)
     mapped = session.map_slot(slot.index, slot.generation)
@@ -102,7 +102,7 @@ def test_a_slot_that_has_got_other_memory_since_it_was_leased_is_not_mapped(
 ) -> None:
     bench = make(slots=1)
     slot = bench.node.ring.try_lease(RUN, 1000)
-    listening = channel.DescriptorChannel(bench.node, tmp_path / "channel", None)
+    listening = program.DescriptorChannel(bench.node, tmp_path / "channel", None)
     session = Session(tmp_path / "channel", None, 10.0)
     session.map_slot(slot.index, slot.generation).close()
     with pytest.raises(ServerUnreachableError, match="as it was leased"):

@@ -22,9 +22,9 @@ from lightning_spot.errors import FailureReason, FencedError, SnapshotFailedErro
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import flusher, work
 from lightning_spot.memory.flusher import put_portion
+from lightning_spot.memory.held_portions import Told
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import Node
-from lightning_spot.memory.spread import Told
 from lightning_spot.memory.tier import HasJoint, JointTier
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey

@@ -12,8 +12,8 @@ from lightning_spot.errors import TierError
 from lightning_spot.exact.compare import differences
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.memory import work
+from lightning_spot.memory.held_portions import Told
 from lightning_spot.memory.node import Node
-from lightning_spot.memory.spread import Told
 from tests.support.server import snapshot_server
 from tests.support.waiting import until
 from tests.test_sharded_fit import check_states, final, snapshots, without_what_came_later

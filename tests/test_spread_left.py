@@ -18,13 +18,13 @@ from lightning_spot.errors import TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.portion import Portions
 from lightning_spot.memory import flusher, replication, work
+from lightning_spot.memory.held_portions import Told
 from lightning_spot.memory.joint import SpreadPlace
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.memory.spread import Told
 from lightning_spot.memory.work import Job, Kind, Work
-from lightning_spot.tiers.claims import Claim, digest_of
+from lightning_spot.tiers.fences import Claim, digest_of
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Store
 from tests.support.server import image_of, manifest_of

@@ -18,10 +18,10 @@ from lightning_spot.errors import FailureReason, ServerUnreachableError, Snapsho
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.portion import Portions, portion_of
+from lightning_spot.memory.held_portions import Told
 from lightning_spot.memory.joint import Shared, SpreadPlace
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.memory.spread import Told
 from lightning_spot.memory.tier import Gathering
 from lightning_spot.tiers.local import LocalStore
 from tests.support.server import served

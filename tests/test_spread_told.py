@@ -14,10 +14,10 @@ from lightning_spot.client.spread_store import JointPortions
 from lightning_spot.client.stores import open_store
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.memory import work
+from lightning_spot.memory.held_portions import Told
 from lightning_spot.memory.joint import Shared, SpreadPlace
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.slots import Slot
-from lightning_spot.memory.spread import Told
 from tests.support.server import served
 from tests.support.small_trainer import RUN_ID
 from tests.support.waiting import until

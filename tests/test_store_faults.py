@@ -17,9 +17,8 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshotError, SpotError
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_order
-from lightning_spot.tiers import files, objects
-from lightning_spot.tiers.retention import retain
-from lightning_spot.tiers.store import Store
+from lightning_spot.tiers import object_files, posix
+from lightning_spot.tiers.store import Store, retain
 from tests.support import faulty
 from tests.support.faulty import KINDS, Plan, faulty_calls
 from tests.support.folders import files_below
@@ -168,9 +167,9 @@ class Run:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(objects, "_PAUSES_S", (0.0, 0.0))
-    monkeypatch.setattr(files, "_PAUSES_S", (0.0, 0.0))
-    monkeypatch.setattr(files.os, "fsync", lambda _fd: None)  # thousands of them, and no power is lost here
+    monkeypatch.setattr(object_files, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(posix, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(posix.os, "fsync", lambda _fd: None)  # thousands of them, and no power is lost here
     yield
     faulty.use(Plan())
 

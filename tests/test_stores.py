@@ -29,15 +29,14 @@ from lightning_spot.errors import (
     SpotError,
     TierError,
 )
+from lightning_spot.image import files as local_files
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_name
-from lightning_spot.tiers import files as local_files
-from lightning_spot.tiers import objects, temporaries
-from lightning_spot.tiers.filesystem import make_parent
+from lightning_spot.tiers import object_files, objects, posix
+from lightning_spot.tiers.fsspec_client import make_parent
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.objects import ObjectStore
-from lightning_spot.tiers.retention import retain, worth_keeping
-from lightning_spot.tiers.store import Holdings, Store
+from lightning_spot.tiers.store import Holdings, Store, retain, worth_keeping
 from tests.support.oracle import claim_of
 from tests.support.real_stores import SERVERS, Server, use, why_missing
 from tests.support.waiting import kept_port
@@ -160,8 +159,8 @@ def test_an_old_manifest_is_put_back_only_where_none_of_its_files_was_replaced(
     for number in missing:
         (tmp_path / "run" / old.path_of(FILES_OF_ONE[number])).unlink()
 
-    def fails(_files: Any, _root: str, manifest: Manifest, *_: Any, ready: Callable[[], None], **__: Any) -> None:
-        ready()
+    def fails(_files: Any, _root: str, manifest: Manifest, _parts: Any, hooks: object_files.WriteHooks) -> None:
+        hooks.ready()
         for span in map(FILES_OF_ONE.__getitem__, replaced):
             (tmp_path / "run" / manifest.path_of(span)).write_bytes(changed[span.offset : span.stop])
         raise OSError(5, "Input/output error")
@@ -526,7 +525,7 @@ def test_a_sweep_touches_nothing_that_it_does_not_understand(store: Store) -> No
 def test_temporaries_of_earlier_attempts_are_swept_wherever_they_lie(store: Store) -> None:
     """Those beside the snapshots were not looked for at an object store, once there was more than one snapshot."""
     older = put(store, 4)
-    name = temporaries.temporary_name(1, older.run_id)
+    name = posix.temporary_name(1, older.run_id)
     _write(store, "attempts/attempt-0001.progress.json", b"{}")
     for folder in ("", "attempts/", f"{OWN_DIR}/", f"{older.name}/"):
         _write(store, f"{folder}{name}", b"half")
@@ -548,7 +547,7 @@ def test_a_delete_leaves_what_others_put_beside(store: Store) -> None:
 
 @pytest.mark.parametrize("store", FILES, indirect=True)
 def test_claims_and_records_of_old_attempts_are_forgotten(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_spot.tiers.claims.KEPT_ATTEMPTS", 3)
+    monkeypatch.setattr("lightning_spot.tiers.fences.KEPT_ATTEMPTS", 3)
     for attempt in range(1, 7):
         store.claim(claim_of(attempt))
         _write(store, f"attempts/attempt-{attempt:04d}.progress.json", b"{}")
@@ -571,8 +570,8 @@ def dead_writer(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
 
     def name() -> str:
         with monkeypatch.context() as patch:
-            patch.setattr(temporaries, "_writer", lambda _pid: (temporaries._machine() or "0" * 8, gone.pid, 0))
-            return temporaries.temporary_name(7, "aaaaaaaaaaaa")
+            patch.setattr(posix, "_writer", lambda _pid: (posix._machine() or "0" * 8, gone.pid, 0))
+            return posix.temporary_name(7, "aaaaaaaaaaaa")
 
     return name
 
@@ -581,14 +580,14 @@ def test_where_proc_is_that_of_another_namespace_no_writer_counts_as_ended(
     dead_writer: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As below ``unshare --pid`` alone: a living process of ours is not listed there."""
-    assert temporaries.writer_has_ended(dead_writer())
+    assert posix.writer_has_ended(dead_writer())
     read = os.readlink
     monkeypatch.setattr(os, "readlink", lambda path: "1" if path == "/proc/self" else read(path))
-    temporaries._machine.cache_clear()
+    posix._machine.cache_clear()
     try:
-        assert not temporaries.writer_has_ended(dead_writer())
+        assert not posix.writer_has_ended(dead_writer())
     finally:
-        temporaries._machine.cache_clear()
+        posix._machine.cache_clear()
 
 
 @pytest.mark.parametrize("store", FILES, indirect=True)
@@ -598,7 +597,7 @@ def test_what_killed_writers_of_files_left_is_swept_and_nothing_else(
     """In a folder where other processes save, too, an attempt says nothing of who lives."""
     put(store, 1, name="mine.ckpt", file="")
     dead = [f"{folder}{dead_writer()}" for folder in ("", ".lightning_spot/")]
-    lives = [f"{folder}{temporaries.temporary_name(1, 'aaaaaaaaaaaa')}" for folder in ("", ".lightning_spot/")]
+    lives = [f"{folder}{posix.temporary_name(1, 'aaaaaaaaaaaa')}" for folder in ("", ".lightning_spot/")]
     elsewhere = f".lightning-spot-tmp-0007-aaaaaaaaaaaa-{'f' * 32}"  # of another machine
     others = ["mine.ckpt", "notes.txt", ".lightning_spot/mine.ckpt.manifest.json", ".lightning_spot/notes.txt"]
     for below in [*dead, *lives, elsewhere, "notes.txt", ".lightning_spot/notes.txt"]:
@@ -620,11 +619,11 @@ def test_what_a_killed_writer_left_is_swept_at_once_whoever_it_was(
     put(store, 4, attempt=7, by=7)
     claim = dead_writer().replace("-aaaaaaaaaaaa-", "--")
     dead = [f"attempts/{claim}", dead_writer(), f"{snapshot_name(4, 7)}/{dead_writer()}"]
-    lives = [f"attempts/{temporaries.temporary_name(7, '')}"]
+    lives = [f"attempts/{posix.temporary_name(7, '')}"]
     for below in (*dead, *lives):
         _write(store, below, b"half")
     store.sweep(put(store, 5, attempt=7, by=7, run_id="aaaaaaaaaaaa"))
-    left = [below for below in _there(store) if temporaries.temporary_owner(below.rpartition("/")[2]) is not None]
+    left = [below for below in _there(store) if posix.temporary_owner(below.rpartition("/")[2]) is not None]
     assert left == lives
 
 
@@ -683,7 +682,7 @@ def test_a_full_disk_is_left_with_no_empty_folder(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("lightning_spot.tiers.objects.write_files", fail)
-    monkeypatch.setattr("lightning_spot.tiers.files.write_parts", fail)
+    monkeypatch.setattr("lightning_spot.tiers.posix.write_parts", fail)
     for step in (2, 3):
         manifest, data = snapshot(step)
         with pytest.raises(TierError, match="No space left"):
@@ -704,7 +703,7 @@ def test_a_host_that_cannot_bring_its_files_leaves_no_empty_folder(
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lightning_spot.tiers.files.write_parts", fail)
+    monkeypatch.setattr("lightning_spot.tiers.posix.write_parts", fail)
     with pytest.raises(TierError, match="No space left"):
         folder.write("__0_0.distcp", memoryview(b"data"))
     assert not (tmp_path / "run" / snapshot_name(1, 1)).exists()

@@ -24,7 +24,7 @@ import lightning_spot
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.config import read_environment
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SettingsError
-from lightning_spot.protocol.counted_log import CountedLog
+from lightning_spot.protocol.listening import CountedLog
 from lightning_spot.protocol.wire import Address, error_from_body
 from tests.support.server import RunningNode
 from tests.test_service_limits import address_of
@@ -145,10 +145,10 @@ HEAD = f"GET /v1/runs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}"
         (f"{HEAD}\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n".encode(), "bad requests from 127.0.0.1"),
         (f"G%T /{TOKEN} HTTP/1.1\r\n\r\n".encode(), "bad requests from 127.0.0.1"),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", "bad requests from 127.0.0.1"),
-        (HEAD.encode() + b"x\r\n\r\n", "requests without this node's token from 127.0.0.1"),
+        (HEAD.encode() + b"x\r\n\r\n", "requests without this server's token from 127.0.0.1"),
         (
             b"PUT /v1/files/run/x HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n\r\n",
-            "requests without this node's token",
+            "requests without this server's token",
         ),
         (b"", ""),
     ],

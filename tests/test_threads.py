@@ -25,7 +25,7 @@ from lightning_spot.errors import ServerUnreachableError
 from lightning_spot.image.sealing import Sealing
 from lightning_spot.memory.host import Host
 from lightning_spot.memory.node import Node
-from lightning_spot.service.channel import DescriptorChannel
+from lightning_spot.service.program import DescriptorChannel
 from lightning_spot.staging import batch as batch_module
 from lightning_spot.staging import copier as copier_module
 from lightning_spot.staging import slot as slot_module

@@ -25,7 +25,7 @@ from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.slots import Slot, SlotState, newest_of_lineages, reusable
 from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.retention import retain
+from lightning_spot.tiers.store import retain
 from tests.support.chain import FIRST, chained
 from tests.support.filled import check_archive
 from tests.support.said import said

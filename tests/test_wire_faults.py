@@ -16,9 +16,9 @@ from lightning_spot.client.encoding import OutgoingPart, Part, PartEncoder, pack
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.image import packing
 from lightning_spot.image.parts import checksum
-from lightning_spot.memory import bases
+from lightning_spot.memory import ring
 from lightning_spot.protocol.wire import NO_DIGEST, Address, PartKind
-from lightning_spot.service import uploads
+from lightning_spot.service import upload_requests
 from tests.support.proxy import Proxy
 from tests.support.server import MIB, manifest_of
 from tests.support.waiting import until
@@ -34,8 +34,10 @@ def test_a_receiver_that_claims_what_it_has_not_gets_it_whole(
     image = state(1, MIB)
     pair.near.bring(1, bytes(image))
     image[:1000] = bytes(1000)
-    of = uploads.base_info
-    monkeypatch.setattr(uploads, "base_info", lambda upload: {**(of(upload) or {}), "checksums": [checksum(image)]})
+    of = upload_requests.base_info
+    monkeypatch.setattr(
+        upload_requests, "base_info", lambda upload: {**(of(upload) or {}), "checksums": [checksum(image)]}
+    )
     pair.near.bring(2, bytes(image))
     assert kinds == {"SAME": 1, "WHOLE": 2}
     pair.check(2, bytes(image))
@@ -48,7 +50,7 @@ def test_a_receiver_that_answers_nonsense_gets_everything_whole(
     pair.open()
     image = bytes(state(1, 1000))
     pair.near.bring(1, image)
-    monkeypatch.setattr(uploads, "base_info", lambda _upload: answer)
+    monkeypatch.setattr(upload_requests, "base_info", lambda _upload: answer)
     pair.near.bring(2, image)
     assert kinds == {"WHOLE": 2}
     pair.check(2, image)
@@ -81,9 +83,9 @@ def test_a_base_whose_slot_was_taken_at_the_sender_is_not_used(
     image = state(1, MIB)
     pair.near.bring(1, bytes(image))
     image[:1000] = bytes(1000)
-    glance = bases.glance
+    glance = ring.glance
 
-    def taken(*arguments: Any) -> bases.Glance | None:
+    def taken(*arguments: Any) -> ring.Glance | None:
         found = glance(*arguments)
         return None if found is None else replace(found, is_there=lambda: False)
 

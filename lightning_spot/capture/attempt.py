@@ -44,10 +44,10 @@ from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.interval.costs import Failure, TierPace
 from lightning_spot.interval.deadline import Deadline, DeadlinePlan, plan_urgent
-from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.memory.joint import nodes_of
 from lightning_spot.memory.runs import RunInfo
+from lightning_spot.memory.tier import TierHealth
 from lightning_spot.run.attempts import ClaimWatch, begin_attempt
 from lightning_spot.run.identity import new_id
 from lightning_spot.run.survey import Survey, ask_all

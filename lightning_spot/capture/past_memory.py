@@ -16,9 +16,8 @@ from lightning_spot.errors import FencedError, ServerUnreachableError, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.joint import SpreadPlace
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.tiers.claims import Owner, Standing
-from lightning_spot.tiers.retention import retain
-from lightning_spot.tiers.store import on_behalf
+from lightning_spot.tiers.fences import Owner, Standing
+from lightning_spot.tiers.store import on_behalf, retain
 
 logger = logging.getLogger(__name__)
 

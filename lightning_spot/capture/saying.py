@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.errors import SnapshotFailedError
-from lightning_spot.memory.health import TierHealth
+from lightning_spot.memory.tier import TierHealth
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from lightning_spot.capture.host_link import HostLink, within
 from lightning_spot.capture.saying import SAY_S
 from lightning_spot.config import read_environment
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SpotError
-from lightning_spot.memory.ahead import LEAST_BYTES
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.memory.joint import Shared
+from lightning_spot.memory.ring import LEAST_BYTES
 from lightning_spot.memory.slots import Making
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.slot import most_in, slot_capacity

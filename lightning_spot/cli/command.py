@@ -18,7 +18,7 @@ from lightning_spot.cli import doctor, drill, report, simulate, snapshots
 from lightning_spot.cli.output import error_console
 from lightning_spot.errors import CorruptSnapshotError, SpotError
 from lightning_spot.renamed import refuse_old_words
-from lightning_spot.service import program, settings
+from lightning_spot.service import flags, program
 from lightning_spot.untrusted import log_plainly
 
 
@@ -76,7 +76,7 @@ def command_parser() -> argparse.ArgumentParser:
 def _serve(arguments: argparse.Namespace) -> int:
     logging.getLogger().setLevel(logging.INFO)
     try:
-        return program.run_node(settings.settings_from(arguments))
+        return program.run_node(flags.settings_from(arguments))
     except OSError as error:
         _say(f"lightning-spot serve: {error}")
         return 2
@@ -114,7 +114,7 @@ class _Command:
 _COMMANDS = {
     "serve": _Command(
         _serve,
-        settings.add_arguments,
+        flags.add_arguments,
         "run a snapshot server",
         (
             "lightning-spot serve --listen 0.0.0.0:7070 --storage s3://bucket/runs",

@@ -29,8 +29,8 @@ from lightning_spot.memory.runs import RunInfo, run_text
 from lightning_spot.preemption.detect import CLOUDS, detect_cloud
 from lightning_spot.retry import DEFAULT_POLICY, unless_silent
 from lightning_spot.run.location import memory_limit_bytes
-from lightning_spot.service.settings import seconds
-from lightning_spot.tiers.filesystem import open_filesystem, speaks, tier_errors
+from lightning_spot.service.flags import seconds
+from lightning_spot.tiers.fsspec_client import open_filesystem, speaks, tier_errors
 from lightning_spot.tiers.s3 import S3, aborts_unfinished
 from lightning_spot.tiers.store import Holdings, Store
 

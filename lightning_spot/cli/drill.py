@@ -23,7 +23,7 @@ from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.protocol.process import descendants
 from lightning_spot.protocol.record import find_record
-from lightning_spot.service.settings import seconds
+from lightning_spot.service.flags import seconds
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.untrusted import LARGE_BYTES, read_object
 

@@ -38,12 +38,11 @@ from lightning_spot.errors import (
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.written import Ranges
-from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.host import Lease, newest_safe_step
 from lightning_spot.memory.joint import KnownLayout, Shared
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Making
-from lightning_spot.memory.tier import Listed
+from lightning_spot.memory.tier import Listed, TierHealth
 from lightning_spot.protocol.process import wait_readable
 from lightning_spot.protocol.record import NodeRecord
 from lightning_spot.protocol.wire import Address, fault_body

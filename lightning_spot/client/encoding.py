@@ -33,7 +33,7 @@ from lightning_spot.image.packing import can_pack
 from lightning_spot.image.parts import part_ranges
 from lightning_spot.image.portion import Image
 from lightning_spot.image.sealing import Sealing, sealing_threads
-from lightning_spot.memory.bases import Glance
+from lightning_spot.memory.ring import Glance
 from lightning_spot.protocol.wire import BaseInfo, PartKind
 from lightning_spot.say import say
 from lightning_spot.staging.slot import available_bytes, slot_capacity

@@ -12,7 +12,7 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from lightning_spot.client.node_client import NodeClient, quoted
 from lightning_spot.errors import SettingsError, SnapshotNotFoundError
-from lightning_spot.memory.paths import LAST
+from lightning_spot.memory.runs import LAST
 from lightning_spot.protocol.wire import Address, answered, file_path, parse_spot_url
 from lightning_spot.untrusted import file_name
 

@@ -44,16 +44,16 @@ from lightning_spot.image.parts import checksum
 from lightning_spot.image.portion import Image, cut
 from lightning_spot.image.sealing import seal_parts
 from lightning_spot.image.written import Ranges
-from lightning_spot.memory.bases import FindEarlier, Glance, nothing_earlier
+from lightning_spot.memory.held_portions import Told
 from lightning_spot.memory.joint import KnownLayout, Shared
+from lightning_spot.memory.ring import FindEarlier, Glance, nothing_earlier
 from lightning_spot.memory.runs import Opened, RunInfo, key_of, parse_run
-from lightning_spot.memory.spread import Told
 from lightning_spot.memory.tier import Gathering, Listed, Sent
 from lightning_spot.protocol.wire import BaseInfo, answered, fault_body, parse_spot_url
 from lightning_spot.retry import growing, retried
 from lightning_spot.say import say
 from lightning_spot.threads import all_at_once
-from lightning_spot.tiers.claims import Claim, Owner
+from lightning_spot.tiers.fences import Claim, Owner
 from lightning_spot.tiers.store import Holdings, Progress, highest_attempt, newest_first
 from lightning_spot.untrusted import LONGEST_TEXT, flag, integer, plain
 
@@ -407,18 +407,18 @@ class NodeStore:
     # -- portions of snapshots that are spread over several servers -------------------------------------------------
 
     def look(self, name: str = "", wait_s: float = _ASK_S) -> dict[str, Any]:
-        """What is there of the run's snapshots, see :meth:`~lightning_spot.memory.spread.Spread.look`."""
+        """What is there of the run's snapshots, see :meth:`~lightning_spot.memory.held_portions.Spread.look`."""
         path = f"/v1/runs/{quoted(self.run)}/portions"
         return self.client.call("GET", path, {"name": name}, timeout_s=wait_s)
 
     def whole(self, told: Told, *, attempt: int) -> None:
-        """Say that all portions of a snapshot are there, see :meth:`~lightning_spot.memory.spread.Spread.whole`."""
+        """Say that all portions of a snapshot are at servers, see :meth:`.Spread.whole`."""
         body = {"attempt": attempt, **asdict(told)}
         path = f"/v1/runs/{quoted(self.run)}/portions/whole"
         self.client.call("POST", path, body, timeout_s=_ASK_S, again=True)
 
     def torn(self, name: str, why: str, *, attempt: int, over: bool = False) -> None:
-        """Say that a snapshot will never be whole, see :meth:`~lightning_spot.memory.spread.Spread.torn`."""
+        """Say that a snapshot will never be whole, see :meth:`~lightning_spot.memory.held_portions.Spread.torn`."""
         body = {"attempt": attempt, "name": name, "why": why[:2000], "over": over}
         path = f"/v1/runs/{quoted(self.run)}/portions/torn"
         self.client.call("POST", path, body, timeout_s=_ASK_S, again=True)

@@ -39,16 +39,16 @@ from lightning_spot.image.manifest import Manifest, Order, snapshot_order
 from lightning_spot.image.packing import Compression
 from lightning_spot.image.portion import Image, PortionImage, Portions, missing, place_of, portion_of, starts, whole_of
 from lightning_spot.image.written import Ranges
-from lightning_spot.memory.bases import Glance
-from lightning_spot.memory.by_itself import ByItself, check_gaps
+from lightning_spot.memory.held_portions import Told
 from lightning_spot.memory.joint import Shared, SpreadPlace
+from lightning_spot.memory.joint_store import ByItself, check_gaps
 from lightning_spot.memory.placement import placed_portions
+from lightning_spot.memory.ring import Glance
 from lightning_spot.memory.runs import RunInfo, parse_run
-from lightning_spot.memory.spread import Told
 from lightning_spot.memory.tier import Gathering, JointTier, Sent
 from lightning_spot.retry import growing
 from lightning_spot.say import say
-from lightning_spot.tiers.claims import Claim, Owner
+from lightning_spot.tiers.fences import Claim, Owner
 from lightning_spot.tiers.store import Holdings, Progress, newest_first
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Seen:
     """What is at the servers.
 
     Attributes:
-        held: portions, as :meth:`~lightning_spot.memory.spread.Spread.look` tells them.
+        held: portions, as :meth:`~lightning_spot.memory.held_portions.Spread.look` tells them.
         torn: why the snapshot that was asked for will never be whole; ``""`` if nobody says so.
         rests_s: how long storage is still to be left alone.
         problems: of the servers that do not answer, by their URLs.

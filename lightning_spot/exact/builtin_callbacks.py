@@ -19,7 +19,7 @@ from torchmetrics import Metric
 from lightning_spot.exact import buffers, logged_values, namespaces, private
 from lightning_spot.exact.compare import is_drawn
 from lightning_spot.patches import Patches
-from lightning_spot.tiers.filesystem import forget_listings
+from lightning_spot.tiers.fsspec_client import forget_listings
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -27,7 +27,7 @@ from lightning_spot.exact.rank_states import states_in_files
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.safe_load import ADVICE, Placeholder, kind_of, placeholders_in
 from lightning_spot.patches import Patches
-from lightning_spot.tiers.filesystem import forget_listings
+from lightning_spot.tiers.fsspec_client import forget_listings
 from lightning_spot.trees import at, walk
 
 if TYPE_CHECKING:

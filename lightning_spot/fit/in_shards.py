@@ -40,7 +40,7 @@ from lightning_spot.memory.runs import parse_run
 from lightning_spot.run.location import Location
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
-from lightning_spot.tiers.claims import ATTEMPTS_DIR, Claim, claim_name, digest_of
+from lightning_spot.tiers.fences import ATTEMPTS_DIR, Claim, claim_name, digest_of
 from lightning_spot.tiers.store import HasFolders, Store
 
 if TYPE_CHECKING:

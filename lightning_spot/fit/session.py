@@ -33,7 +33,7 @@ from lightning_spot.fit.together import ALONE
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.preemption.notice import Notice
-from lightning_spot.tiers.filesystem import forget_listings
+from lightning_spot.tiers.fsspec_client import forget_listings
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 from lightning_spot.config import HIGHEST_ATTEMPT, MOST_NODES
 from lightning_spot.errors import MalformedError
-from lightning_spot.untrusted import MOST_UNIX_S, as_object, integer, items, text
-from lightning_spot.untrusted import number as number_in
+from lightning_spot.untrusted import MOST_UNIX_S, UnixSeconds, decoded, integer, items, listed, number, text, whole
 
 MOST_SNAPSHOTS = 500
 MOST_CARRIED = 64
 ENDS = ("running", "killed", "preempted", "complete", "failed")
 _MOST_STEPS = 10**18
 _CARRIED_SNAPSHOTS = 16  # of each attempt that is carried on: a record is written every few seconds
+
+
+_Step = Annotated[int, whole(0, _MOST_STEPS)]
+
+
+def _end(fields: Mapping[str, Any], name: str, default: str | None) -> str:
+    if (end := text(fields, name, default)) not in ENDS:
+        raise MalformedError(f"its end is none of {', '.join(ENDS)}")
+    return end
+
+
+def _snapshots(fields: Mapping[str, Any], name: str, _default: object) -> list[tuple[int, float]]:
+    found = []
+    for item in items(fields, name, 4 * MOST_SNAPSHOTS):
+        both = dict(zip(("step", "time"), item, strict=False)) if isinstance(item, list | tuple) else {}
+        found.append((integer(both, "step", None, 0, _MOST_STEPS), number(both, "time", None, 0, MOST_UNIX_S)))
+    return found
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,17 +55,17 @@ class AttemptRecord:
         earlier: account of the attempts before it.
     """
 
-    attempt: int
-    begun_unix_s: float
-    trained_unix_s: float | None = None
-    from_step: int = 0
-    step: int = 0
-    unix_s: float = 0.0
-    blocked_s: float = 0.0
-    snapshots: list[tuple[int, float]] = field(default_factory=list)
-    restore_s: float = 0.0
-    replicas: int = 0
-    end: str = "running"
+    attempt: Annotated[int, whole(0, HIGHEST_ATTEMPT)]
+    begun_unix_s: UnixSeconds
+    trained_unix_s: UnixSeconds | None = None
+    from_step: _Step = 0
+    step: _Step = 0
+    unix_s: UnixSeconds = 0.0
+    blocked_s: UnixSeconds = 0.0
+    snapshots: Annotated[list[tuple[int, float]], _snapshots] = field(default_factory=list)
+    restore_s: UnixSeconds = 0.0
+    replicas: Annotated[int, whole(0, MOST_NODES)] = 0
+    end: Annotated[str, _end] = "running"
     earlier: Account | None = None
 
     def begin_snapshot(self, step: int, unix_s: float) -> None:
@@ -72,33 +88,7 @@ class AttemptRecord:
         Raises:
             MalformedError: if a value is not what it should be.
         """
-        trained, earlier = record.get("trained_unix_s"), record.get("earlier")
-        end = text(record, "end", "running")
-        if end not in ENDS:
-            raise MalformedError(f"its end is none of {', '.join(ENDS)}")
-        return cls(
-            attempt=integer(record, "attempt", None, 0, HIGHEST_ATTEMPT),
-            begun_unix_s=_time(record, "begun_unix_s", None),
-            trained_unix_s=None if trained is None else _time(record, "trained_unix_s", None),
-            from_step=integer(record, "from_step", 0, 0, _MOST_STEPS),
-            step=integer(record, "step", 0, 0, _MOST_STEPS),
-            unix_s=_time(record, "unix_s", 0.0),
-            blocked_s=_time(record, "blocked_s", 0.0),
-            snapshots=[_snapshot(item) for item in items(record, "snapshots", 4 * MOST_SNAPSHOTS)],
-            restore_s=_time(record, "restore_s", 0.0),
-            replicas=integer(record, "replicas", 0, 0, MOST_NODES),
-            end=end,
-            earlier=None if earlier is None else Account.from_dict(as_object(earlier)),
-        )
-
-
-def _time(fields: dict[str, Any], name: str, default: float | None) -> float:
-    return number_in(fields, name, default, 0, MOST_UNIX_S)
-
-
-def _snapshot(item: Any) -> tuple[int, float]:
-    fields = dict(zip(("step", "time"), item, strict=False)) if isinstance(item, list | tuple) else {}
-    return integer(fields, "step", None, 0, _MOST_STEPS), _time(fields, "time", None)
+        return decoded(cls, record)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,12 +104,12 @@ class Spent:
         startup_s: the rest of the time from the start of ``fit`` until training began.
     """
 
-    productive_s: float = 0.0
-    blocked_s: float = 0.0
-    lost_s: float = 0.0
-    restore_s: float = 0.0
-    down_s: float = 0.0
-    startup_s: float = 0.0
+    productive_s: UnixSeconds = 0.0
+    blocked_s: UnixSeconds = 0.0
+    lost_s: UnixSeconds = 0.0
+    restore_s: UnixSeconds = 0.0
+    down_s: UnixSeconds = 0.0
+    startup_s: UnixSeconds = 0.0
 
     @property
     def total_s(self) -> float:
@@ -143,9 +133,9 @@ class Account:
             few of their snapshots, and without accounts of their own.
     """
 
-    attempts: int = 0
-    closed: Spent = field(default_factory=lambda: Spent())
-    latest: list[AttemptRecord] = field(default_factory=list)
+    attempts: Annotated[int, whole(0, HIGHEST_ATTEMPT)] = 0
+    closed: Spent = field(default_factory=Spent)
+    latest: Annotated[list[AttemptRecord], listed(AttemptRecord, 2 * MOST_CARRIED)] = field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -167,20 +157,6 @@ class Account:
         if all(known != step for known, _ in carried.snapshots):
             found = [item for item in before.snapshots if item[0] == step]
             carried.snapshots = [*found, *carried.snapshots]
-
-    @classmethod
-    def from_dict(cls, account: dict[str, Any]) -> Account:
-        """Of the plain values in a record.
-
-        Raises:
-            MalformedError: if one is not what it should be.
-        """
-        closed = as_object(account.get("closed", {}))
-        return cls(
-            attempts=integer(account, "attempts", 0, 0, HIGHEST_ATTEMPT),
-            closed=Spent(**{name: _time(closed, name, 0.0) for name in Spent.__slots__}),
-            latest=[AttemptRecord.from_dict(as_object(item)) for item in items(account, "latest", 2 * MOST_CARRIED)],
-        )
 
 
 def account_after(previous: AttemptRecord | None) -> Account:

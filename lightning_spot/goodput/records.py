@@ -27,10 +27,10 @@ from lightning_spot.protocol.ownership import read_file, replace_file
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import NodeRecord, find_record
 from lightning_spot.say import recovered, say
-from lightning_spot.tiers.claims import ATTEMPTS_DIR
-from lightning_spot.tiers.filesystem import make_parent, open_filesystem, tier_errors
-from lightning_spot.tiers.temporaries import temporary_name
-from lightning_spot.tiers.writing import write_small
+from lightning_spot.tiers.fences import ATTEMPTS_DIR
+from lightning_spot.tiers.fsspec_client import make_parent, open_filesystem, tier_errors
+from lightning_spot.tiers.object_files import write_small
+from lightning_spot.tiers.posix import temporary_name
 from lightning_spot.untrusted import LARGE_BYTES, as_object, plain, read_object, read_sealed, sealed_json
 
 logger = logging.getLogger(__name__)

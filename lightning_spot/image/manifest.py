@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 from lightning_spot import untrusted
 from lightning_spot.config import HIGHEST_ATTEMPT, MANIFEST_VERSION, PART_BYTES
 from lightning_spot.errors import CorruptSnapshotError, MalformedError
 from lightning_spot.image.files import MODEL_FILE, FileSpan, check_files, files_from_json
 from lightning_spot.image.parts import checksum_parts, part_ranges, verify_parts
+from lightning_spot.untrusted import FileName, UnixSeconds
 
 MANIFEST_FILE = "manifest.json"
 OWN_DIR = ".lightning_spot"
@@ -26,7 +27,6 @@ _HOST = "-host-"
 _MOST_HOSTS = 512
 
 # A manifest may come from a stranger: nothing is allocated, listed or compared before its numbers are within these.
-_MOST_BYTES = 2**46
 _PART_BYTES = (1, 2**30)
 _MOST_PARTS = 2**20
 _MOST_SMALL_PARTS = 2**17  # of less than the usual size: who makes a manifest large says so of the snapshot, too
@@ -36,6 +36,7 @@ _MOST_VERSIONS = 64
 _LAST_WITHOUT_CHECKSUM = 3  # format of manifests that have no checksum of themselves
 _CHECKSUMS = re.compile(r"[0-9a-f]*")
 _CHECKSUM_DIGITS = 32
+_NO_CHECKSUMS = "checksums are no xxh3-128 each"
 
 
 def snapshot_name(step: int, attempt: int, *, complete: bool = False, exact: bool = True) -> str:
@@ -59,6 +60,9 @@ def portion_name(name: str, host: int) -> str:
     return f"{name}{_HOST}{host:04d}"
 
 
+_Step = Annotated[int, untrusted.whole(0, _MOST_STEPS)]
+
+
 @dataclass(frozen=True, slots=True)
 class PortionOf:
     """What says that a manifest is that of one host's portion of a snapshot, and not of a snapshot.
@@ -71,24 +75,35 @@ class PortionOf:
             portion begins with the next part.
     """
 
-    host: int
-    hosts: int
-    digest: str
-    tail: str = ""
-
-    @classmethod
-    def from_dict(cls, fields: Any) -> PortionOf | None:
-        """Read it from its JSON object; ``None`` if there is none.
-
-        Raises:
-            TypeError: if it is malformed.
-        """
-        return cls(**fields) if fields is not None else None
+    host: Annotated[int, untrusted.whole(0, _MOST_HOSTS)]
+    hosts: Annotated[int, untrusted.whole(0, _MOST_HOSTS)]
+    digest: Annotated[str, untrusted.text]
+    tail: Annotated[str, untrusted.short(32)] = ""
 
 
 def manifest_path_of(file: str) -> str:
     """Where the manifest of a file that a user named lies, below the directory of the file."""
     return f"{OWN_DIR}/{file}.{MANIFEST_FILE}"
+
+
+def _files(fields: Mapping[str, Any], name: str, _default: object) -> tuple[FileSpan, ...]:
+    return files_from_json(fields[name])
+
+
+def _checksums(fields: Mapping[str, Any], name: str, _default: object) -> tuple[str, ...]:
+    found = tuple(untrusted.items(fields, name, _MOST_PARTS))
+    if not all(isinstance(each, str) and len(each) == _CHECKSUM_DIGITS for each in found):
+        raise MalformedError(_NO_CHECKSUMS)
+    return found
+
+
+def _versions(fields: Mapping[str, Any], name: str, _default: object) -> dict[str, str]:
+    items = [*untrusted.as_object(fields[name]).items()][:_MOST_VERSIONS]
+    return {untrusted.plain(of): untrusted.plain(version) for of, version in items}
+
+
+def _present(_fields: Mapping[str, Any], _name: str, _default: object) -> int:
+    return MANIFEST_VERSION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,25 +134,25 @@ class Manifest:
         format: version of the format that it is written in; one that was read from an earlier one has the present one.
     """
 
-    run: str
-    name: str
-    step: int
-    attempt: int
-    nbytes: int
-    file: str = MODEL_FILE
-    files: tuple[FileSpan, ...] = ()
-    checksums: tuple[str, ...] = ()
-    part_bytes: int = PART_BYTES
-    epoch: int = 0
+    run: FileName
+    name: FileName
+    step: _Step
+    attempt: Annotated[int, untrusted.whole(0, HIGHEST_ATTEMPT)]
+    nbytes: Annotated[int, untrusted.whole(0, untrusted.MOST_BYTES)]
+    file: FileName = MODEL_FILE
+    files: Annotated[tuple[FileSpan, ...], _files] = ()
+    checksums: Annotated[tuple[str, ...], _checksums] = ()
+    part_bytes: Annotated[int, untrusted.whole(*_PART_BYTES)] = PART_BYTES
+    epoch: _Step = 0
     complete: bool = False
-    created_unix_s: float = 0.0
-    world_size: int = 1
-    run_id: str = ""
-    lineage: str = ""
-    versions: Mapping[str, str] = field(default_factory=dict)
+    created_unix_s: UnixSeconds = 0.0
+    world_size: Annotated[int, untrusted.whole(0, _MOST_RANKS)] = 1
+    run_id: FileName = ""
+    lineage: FileName = ""
+    versions: Annotated[Mapping[str, str], _versions] = field(default_factory=dict)
     exact: bool = True
     portion: PortionOf | None = None
-    format: int = MANIFEST_VERSION
+    format: Annotated[int, _present] = MANIFEST_VERSION
 
     @property
     def stored_bytes(self) -> int:
@@ -280,36 +295,11 @@ class Manifest:
         try:
             if not untrusted.unseal(known) and at_rest and version > _LAST_WITHOUT_CHECKSUM:
                 raise MalformedError("it has no checksum of itself")
-            manifest = cls._of(known)
+            manifest = untrusted.decoded(cls, known)
             manifest._check()
-        except (MalformedError, TypeError) as error:
+        except MalformedError as error:
             raise CorruptSnapshotError(f"a manifest is damaged or contradicts itself: {error}") from error
         return manifest
-
-    @classmethod
-    def _of(cls, fields: Mapping[str, Any]) -> Manifest:
-        """Of fields each of which is within its bounds."""
-        whole, versions = untrusted.integer, untrusted.as_object(fields.get("versions", {}))
-        return cls(
-            run=untrusted.file_name(fields, "run", None),
-            name=untrusted.file_name(fields, "name", None),
-            file=untrusted.file_name(fields, "file", MODEL_FILE),
-            run_id=untrusted.file_name(fields, "run_id", ""),
-            lineage=untrusted.file_name(fields, "lineage", ""),
-            step=whole(fields, "step", None, 0, _MOST_STEPS),
-            attempt=whole(fields, "attempt", None, 0, HIGHEST_ATTEMPT),
-            epoch=whole(fields, "epoch", 0, 0, _MOST_STEPS),
-            nbytes=whole(fields, "nbytes", None, 0, _MOST_BYTES),
-            part_bytes=whole(fields, "part_bytes", PART_BYTES, *_PART_BYTES),
-            world_size=whole(fields, "world_size", 1, 0, _MOST_RANKS),
-            files=files_from_json(fields.get("files", [])),
-            checksums=tuple(untrusted.items(fields, "checksums", _MOST_PARTS)),
-            complete=untrusted.flag(fields, "complete"),
-            created_unix_s=untrusted.number(fields, "created_unix_s", 0.0, 0, untrusted.MOST_UNIX_S),
-            versions={_shown(name): _shown(value) for name, value in [*versions.items()][:_MOST_VERSIONS]},
-            exact=untrusted.flag(fields, "exact", True),
-            portion=PortionOf.from_dict(fields.get("portion")),
-        )
 
     def _check(self) -> None:
         _require(self.name not in ("", ".", "..") and self.file not in (".", ".."), "a name is empty or a dot")
@@ -318,10 +308,7 @@ class Manifest:
         most = _MOST_PARTS if self.part_bytes >= PART_BYTES else _MOST_SMALL_PARTS
         _require(parts <= most, f"{parts} parts are too many")
         _require(len(self.checksums) in (0, parts), f"{len(self.checksums)} checksums for {parts} parts")
-        _require(
-            {*map(len, self.checksums)} <= {_CHECKSUM_DIGITS} and _CHECKSUMS.fullmatch("".join(self.checksums)),
-            "checksums are no xxh3-128 each",
-        )
+        _require(_CHECKSUMS.fullmatch("".join(self.checksums)), _NO_CHECKSUMS)
         if self.files:
             _require(not self.is_file, "it is one file and has several")
             problem = check_files(self.files, self.nbytes)
@@ -332,18 +319,11 @@ class Manifest:
             _require(snapshot_order(self.snapshot) == self.order, f"{self.name} is not its name")
 
     def _check_portion(self, portion: PortionOf) -> None:
-        numbers, texts = (portion.host, portion.hosts), (portion.digest, portion.tail)
-        _require(all(type(number) is int for number in numbers), "its host is no number")
-        _require(0 <= portion.host < portion.hosts <= _MOST_HOSTS, "its host is none of those that there are")
-        _require(all(isinstance(text, str) for text in texts), "what it says of its portion is no text")
+        _require(portion.host < portion.hosts, "its host is none of those that there are")
         _require(len(portion.tail) in (0, 32), "the checksum of its end is none")
         _require(bool(self.files), "it is a portion and has no files")
         is_named = self.name == portion_name(self.snapshot, portion.host)
         _require(is_named and snapshot_order(self.snapshot) is not None, "its name is no portion's")
-
-
-def _shown(said: object) -> str:
-    return untrusted.plain(said)
 
 
 def _require(is_met: object, otherwise: str) -> None:

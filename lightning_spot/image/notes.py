@@ -19,6 +19,7 @@ from lightning_spot.image.portion import MOST_HOSTS, whole_of
 from lightning_spot.threads import all_at_once
 from lightning_spot.untrusted import (
     LARGE_BYTES,
+    MOST_BYTES,
     file_name,
     integer,
     items,
@@ -28,7 +29,6 @@ from lightning_spot.untrusted import (
     sealed_json,
 )
 
-_MOST_BYTES = 2**46
 _MOST_PIECES = 2**21
 _READERS = 8
 
@@ -63,7 +63,7 @@ def read_own(layout: str) -> Own:
         files = tuple(FileSpan(*item) for item in fields["files"])
     except (ValueError, KeyError, TypeError) as error:
         raise SettingsError(f"a layout says nothing of the files that this host brings: {error}") from error
-    if problem := check_files(files, _MOST_BYTES):
+    if problem := check_files(files, MOST_BYTES):
         raise SettingsError(f"a layout contradicts itself: {problem}")
     return Own(files)
 
@@ -138,8 +138,8 @@ def _piece(item: object) -> Piece:
         raise MalformedError("a piece is no place, length and checksum")
     fields = dict(zip(("place", "length", "checksum"), item, strict=True))
     return (
-        integer(fields, "place", None, 0, _MOST_BYTES),
-        integer(fields, "length", None, 1, _MOST_BYTES),
+        integer(fields, "place", None, 0, MOST_BYTES),
+        integer(fields, "length", None, 1, MOST_BYTES),
         line(fields, "checksum", None, most=32),
     )
 

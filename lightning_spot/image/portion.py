@@ -18,11 +18,10 @@ from lightning_spot.image.files import FileSpan, check_files
 from lightning_spot.image.manifest import Manifest, PortionOf, portion_name
 from lightning_spot.image.parts import checksum
 from lightning_spot.image.written import Ranges, read_ranges
-from lightning_spot.untrusted import LARGE_BYTES, read_object
+from lightning_spot.untrusted import LARGE_BYTES, MOST_BYTES, read_object
 
 _GRAIN = 64
 _MOST_RANKS = 1024
-_MOST_BYTES = 2**46
 
 MOST_HOSTS = 512
 """That bring one snapshot together: of eight GPUs each, 4,096."""
@@ -154,7 +153,7 @@ def _read(layout: str) -> Portions:
         raise SettingsError(f"a layout is for {len(ranks) + 1} hosts; it must be from 2 to {MOST_HOSTS}")
     if any(type(count) is not int or not 1 <= count < _MOST_RANKS for count in ranks):
         raise SettingsError("a layout names hosts without ranks")
-    return Portions(tuple(read_ranges(each, _MOST_BYTES) or () for each in ranges), ranks)
+    return Portions(tuple(read_ranges(each, MOST_BYTES) or () for each in ranges), ranks)
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:

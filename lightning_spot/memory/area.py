@@ -1,11 +1,11 @@
-"""The directory on tmpfs in which a node keeps its slots, so that the next node can take over what a killed one left.
+"""The directory on tmpfs in which a server keeps its slots: the next one takes over what a killed one left.
 
 ::
 
-    lock             held by the node as long as it lives
+    lock             held by the server as long as it lives
     slot-3.img       the bytes of a slot
     slot-3.json      its commit record, renamed into place: without it the bytes are nothing
-    run-RUN.json     what a restarted node must know of a run: who may write it, where it goes, what is to be deleted
+    run-RUN.json     what a restarted server must know of a run: who may write it, where it goes, what is to be deleted
 
 Others of this host may write to the tmpfs, too. A directory counts by its owner, and is reached by its descriptor only:
 see :mod:`~lightning_spot.protocol.ownership`. Where another user has taken its name, another one is made up.
@@ -20,7 +20,6 @@ import logging
 import os
 import re
 import secrets
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,8 +30,9 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.slots import Slot, SlotState, file_order
 from lightning_spot.protocol.ownership import OwnDirectory, make_directory, open_file, own_directories, read_file
+from lightning_spot.retry import retried
 from lightning_spot.staging.slot import SlotMemory
-from lightning_spot.untrusted import LARGE_BYTES, read_sealed, sealed_json
+from lightning_spot.untrusted import LARGE_BYTES, as_object, decoded, read_sealed, sealed_json
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ _AGAIN_S = (0.2, 1.0, 4.0)  # what passes, such as want of memory, is tried agai
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What is known of a run that an earlier node served.
+    """What is known of a run that an earlier server served.
 
     Attributes:
         info: as it was opened last, without its trainer's connection.
@@ -58,7 +58,7 @@ class Left:
 
 
 class SlotArea:
-    """A locked directory for slots. Where a living node holds it, or another user has its name, another one is taken.
+    """A locked directory for slots. Where a living server holds it, or another user has its name, another one is taken.
 
     Args:
         path: directory on tmpfs; made if need be. Others of its kind are called ``path-…``.
@@ -105,7 +105,7 @@ class SlotArea:
         (self._here / f"slot-{slot.index}.json").unlink(missing_ok=True)
 
     def keep_run(self, info: RunInfo, complete: bool, deletions: Iterable[tuple[str, Manifest]]) -> None:
-        """Note what a restarted node must know of a run, see :class:`Left`."""
+        """Note what a restarted server must know of a run, see :class:`Left`."""
         record = {
             "info": asdict(replace(info, session="")),
             "complete": complete,
@@ -118,26 +118,26 @@ class SlotArea:
         (self._here / f"run-{key}.json").unlink(missing_ok=True)
 
     def runs(self) -> Iterator[Left]:
-        """What an earlier node noted of its runs."""
+        """What an earlier server noted of its runs."""
         return self._runs_in(self._directory)
 
     def _runs_in(self, directory: OwnDirectory) -> Iterator[Left]:
         for path in sorted(directory.here.glob("run-*.json")):
             try:
                 record = read_sealed(read_file(path, LARGE_BYTES), LARGE_BYTES)
-                info = RunInfo(**{**record["info"], "nodes": tuple(record["info"]["nodes"])})
+                info = decoded(RunInfo, as_object(record["info"]))
                 deletions = tuple((str(url), Manifest.from_dict(fields)) for url, fields in record["deletions"])
                 yield Left(info, bool(record["complete"]), deletions)
             except (OSError, ValueError, KeyError, TypeError, CorruptSnapshotError) as error:
                 logger.warning("%s is left out: %s", directory.path / path.name, error)
 
     def adopt(self) -> list[Slot]:
-        """Slots that earlier nodes committed, checked byte by byte; whatever else is here is removed.
+        """Slots that earlier servers committed, checked byte by byte; whatever else is here is removed.
 
         Those in the directories beside this one, which nobody holds any more, are brought here first.
 
         Raises:
-            TierError: if one cannot be read now, for want of memory or of descriptors: all stay for the next node.
+            TierError: if one cannot be read now, for want of memory or of descriptors: all stay for the next server.
         """
         for other in own_directories(self._name):
             with other:
@@ -181,7 +181,7 @@ class SlotArea:
                 self.keep_run(newer.info, newer.complete, deletions.values())
         except OSError as error:
             logger.warning(
-                "%s could not be brought to %s; it stays for the next node: %s", other.path, self.path, error
+                "%s could not be brought to %s; it stays for the next server: %s", other.path, self.path, error
             )
             return
         _remove(other)
@@ -209,16 +209,18 @@ class SlotArea:
 
     def _reopen(self, record_path: Path) -> Slot | None:
         """The slot of a record, ``None`` if that or its bytes are damaged. What cannot be read now is not damaged."""
-        pauses_s, where = iter(_AGAIN_S), self.path / record_path.name
-        while True:
-            try:
-                return self._reopen_now(record_path)
-            except (OSError, MemoryError) as error:
-                why = str(error) or type(error).__name__
-                if (pause_s := next(pauses_s, None)) is None:
-                    raise TierError(f"what an earlier node left in {where} cannot be read now: {why}") from error
-                logger.warning("%s cannot be taken over now (%s); it is tried again", where, why)
-                time.sleep(pause_s)
+        where, passes = self.path / record_path.name, (OSError, MemoryError)
+
+        def note(error: Exception, _pause_s: float) -> None:
+            logger.warning("%s cannot be taken over now (%s); it is tried again", where, str(error) or repr(error))
+
+        try:
+            return retried(
+                lambda: self._reopen_now(record_path), _AGAIN_S, lambda error: isinstance(error, passes), note
+            )
+        except passes as error:
+            why = str(error) or type(error).__name__
+            raise TierError(f"what an earlier server left in {where} cannot be read now: {why}") from error
 
     def _reopen_now(self, record_path: Path) -> Slot | None:
         index = record_path.stem.removeprefix("slot-")
@@ -241,7 +243,7 @@ class SlotArea:
             slot.overtaken = bool(record.get("overtaken"))
             slot.sequence, slot.generation = int(record["sequence"]), 1
         except (FileNotFoundError, ValueError, KeyError, TypeError, CorruptSnapshotError) as error:
-            logger.warning("a slot left by an earlier node is dropped: %s", error)
+            logger.warning("a slot left by an earlier server is dropped: %s", error)
             if slot.memory is not None:
                 slot.memory.close()
             return None
@@ -251,7 +253,7 @@ class SlotArea:
                 slot.memory.close()
             raise
         slot.manifest, slot.run, slot.state = manifest, key_of(manifest), SlotState.COMMITTED
-        logger.info("took over snapshot %s of run %s from an earlier node", manifest.name, manifest.run)
+        logger.info("took over snapshot %s of run %s from an earlier server", manifest.name, manifest.run)
         return slot
 
     def _write(self, name: str, record: dict[str, Any]) -> None:
@@ -265,7 +267,7 @@ class SlotArea:
             # Committed all the same, as with memory files; an older record only knows less of what is safe.
             if not self._is_failing:  # once, and not for every snapshot
                 logger.warning(
-                    "no record can be written in %s (%s): what is only here ends with this node", self.path, error
+                    "no record can be written in %s (%s): what is only here ends with this server", self.path, error
                 )
             self._is_failing = True
             temporary.unlink(missing_ok=True)
@@ -274,7 +276,7 @@ class SlotArea:
 
 
 def remove_abandoned(directory: OwnDirectory) -> bool:
-    """Remove a slot area that no living node holds; whether it was removed."""
+    """Remove a slot area that no living server holds; whether it was removed."""
     lock = _lock(directory)
     if lock is None:
         return False
@@ -284,11 +286,11 @@ def remove_abandoned(directory: OwnDirectory) -> bool:
 
 
 def _first_free(path: Path) -> tuple[OwnDirectory, BinaryIO] | None:
-    """The first of the directories that are there which no living node holds, locked."""
+    """The first of the directories that are there which no living server holds, locked."""
     for directory in own_directories(path):
         try:
             lock = _lock(directory)
-        except SettingsError as error:  # it is none of a node's
+        except SettingsError as error:  # it is none of a server's
             logger.warning("%s is left as it is: %s", directory.path, error)
             lock = None
         if lock is not None:
@@ -315,7 +317,7 @@ def _made(path: Path) -> tuple[OwnDirectory, BinaryIO]:
 
 
 def _lock(directory: OwnDirectory) -> BinaryIO | None:
-    """Lock a directory for slots; ``None`` if a living node holds it, or it was removed.
+    """Lock a directory for slots; ``None`` if a living server holds it, or it was removed.
 
     Raises:
         SettingsError: if its lock is none.
@@ -338,7 +340,7 @@ def _lock(directory: OwnDirectory) -> BinaryIO | None:
 
 
 def _remove(directory: OwnDirectory) -> None:
-    """Remove what nodes put into a directory, and the directory, unless something else lies in it."""
+    """Remove what servers put into a directory, and the directory, unless something else lies in it."""
     with contextlib.suppress(OSError):
         for path in directory.here.iterdir():
             if _OURS.fullmatch(path.name):

@@ -1,10 +1,10 @@
 """The flusher: brings to each tier below what it is owed, one thread a tier, each at its own pace.
 
 A tier takes the newest snapshot when it is free: from its slot or while it still comes in, checked before it leaves
-this node. What fails is retried with back-off on its own (a snapshot, a file, a deletion, a retention) and holds
+this server. What fails is retried with back-off on its own (a snapshot, a file, a deletion, a retention) and holds
 nothing else up; when several things fail in a row, the tier as a whole is given time.
 
-One host's portion of a snapshot is brought to the durable tier as hosts without snapshot servers do it: files, then a
+One host's portion of a snapshot is brought to storage as hosts without snapshot servers do it: files, then a
 note.
 """
 
@@ -24,30 +24,27 @@ from lightning_spot.image.files import FileSpan, is_note, note_name
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
 from lightning_spot.image.notes import Note
-from lightning_spot.memory.bases import glance
-from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.joint_store import JointFolder
-from lightning_spot.memory.ring import Ring
+from lightning_spot.memory.ring import Ring, glance
 from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.slots import Slot
-from lightning_spot.memory.tier import NodeTier, Sent
+from lightning_spot.memory.tier import NodeTier, Sent, TierHealth
 from lightning_spot.memory.work import Job, Kind, PutOff, Work
-from lightning_spot.tiers.claims import Standing
-from lightning_spot.tiers.retention import retain
-from lightning_spot.tiers.store import SETTLED_S, Store, check_claimed, on_behalf
+from lightning_spot.tiers.fences import Standing
+from lightning_spot.tiers.store import SETTLED_S, Store, check_claimed, on_behalf, retain
 
 logger = logging.getLogger(__name__)
 
 
 class NotWhole(PutOff):
-    """A portion is at a durable tier, and those of other hosts are not yet, or will never be."""
+    """A portion is at storage, and those of other hosts are not yet, or will never be."""
 
 
 def put_portion(store: Store, portion: Manifest, image: memoryview, *, attempt: int) -> Manifest:
     """Bring a portion there, and commit the snapshot if it is the last one.
 
     Args:
-        store: the durable tier.
+        store: storage.
         portion: its sealed manifest.
         image: its bytes.
         attempt: on whose behalf.
@@ -81,7 +78,7 @@ def put_portion(store: Store, portion: Manifest, image: memoryview, *, attempt: 
         except CorruptSnapshotError as error:  # no host is left to say that another one has another model
             raise NotWhole(str(error), len(there), is_final=True) from error
         if committed is None:
-            raise NotWhole(f"{portion.snapshot} is at {store.url} as far as this node has it", len(there))
+            raise NotWhole(f"{portion.snapshot} is at {store.url} as far as this server has it", len(there))
         return committed
     committed = folder.manifest()
     names = {(span.name, span.nbytes) for span in committed.files}
@@ -91,7 +88,7 @@ def put_portion(store: Store, portion: Manifest, image: memoryview, *, attempt: 
 
 
 def _write(folder: JointFolder, portion: Manifest, image: memoryview, missing: Sequence[FileSpan]) -> None:
-    """Write the files that are not there: another node with this portion may have written some."""
+    """Write the files that are not there: another server with this portion may have written some."""
     portion.verify(image, "memory")
     folder.write_all(
         {file.name: image[file.offset : file.stop] if file.nbytes else memoryview(b"") for file in missing}
@@ -187,7 +184,7 @@ class Putting:
     def _is_left_over(self, store: Store, job: Job, fence: FencedError) -> bool:
         """Whether what a later attempt fences off is the newest of its run all the same, and its trainer is gone.
 
-        That attempt may have ended before it had a snapshot, and before this node heard of it.
+        That attempt may have ended before it had a snapshot, and before this server heard of it.
 
         Raises:
             PutOff: if that is not known yet.
@@ -235,7 +232,7 @@ class Putting:
         return manifest
 
     def _portion(self, store: Store, url: str, job: Job, slot: Slot, attempt: int) -> Manifest | None:
-        """Bring one host's portion to a durable tier, to which other nodes bring the others; see :meth:`put`.
+        """Bring one host's portion to storage, to which other servers bring the others; see :meth:`put`.
 
         Raises:
             NotWhole: if these are still to come.
@@ -425,17 +422,17 @@ class Flusher:
             return self.work.is_urgent(run)
 
     def rests_s(self, run: str) -> float:
-        """How long the durable tier of a run is still to be left alone, see :meth:`Work.rests_s`."""
+        """How long the storage of a run is still to be left alone, see :meth:`Work.rests_s`."""
         with self._ring.changed:
             return self.work.rests_s(run, time.monotonic())
 
     @property
     def leaves(self) -> bool:
-        """Whether this node is about to end."""
+        """Whether this server is about to end."""
         return self.work.leaves_s is not None
 
     def leave(self) -> None:
-        """This node is about to end, see :attr:`Work.leaves_s`."""
+        """This server is about to end, see :attr:`Work.leaves_s`."""
         with self._ring.changed:
             self.work.leaves_s = time.monotonic()
             self._ring.notify()
@@ -520,7 +517,7 @@ class Flusher:
             attempt = self._attempt(job)
             store = store or self._stores.get(url) or self._open_store(url)
             if isinstance(store, NodeTier):
-                self._stores[url] = store  # it has learned how fast the node is
+                self._stores[url] = store  # it has learned how fast the server is
             self._do(store, url, job, attempt)
         except FencedError as error:
             self._fenced(url, job, attempt, error)
@@ -567,14 +564,14 @@ class Flusher:
             return None
 
     def _attempt(self, job: Job) -> int:
-        """The attempt on whose behalf something is done: this node's own, if it has a trainer."""
+        """The attempt on whose behalf something is done: this server's own, if it has a trainer."""
         info = self._run(job.run)
         return max(info.attempt if info is not None else 0, job.manifest.attempt)
 
     def _do(self, store: Store, url: str, job: Job, attempt: int) -> None:
         started, standing, info = time.monotonic(), self._standing(job.run, url), self._run(job.run)
         if isinstance(store, NodeTier) and info is not None:
-            # Of several nodes the replication says which one carries the run on; this one may have forgotten the run.
+            # Of several servers the replication says which one carries the run on; this one may have forgotten the run.
             store.know(replace(info, nodes=(), session="", carry=info.replicas == 1))
         if job.kind is Kind.DELETE:
             on_behalf(store, standing, lambda: store.delete(job.manifest))
@@ -639,7 +636,7 @@ class Flusher:
     def _put_off(self, url: str, job: Job, error: PutOff) -> None:
         """A put waits, as that of a portion that is there, for those of other hosts. In the end it gives way to others.
 
-        Until then, and as long as there is room, it stays: a resume may find the others' at nodes that reach no tier.
+        Until then, and as long as there is room, it stays: a resume may find the others' at servers that reach no tier.
         """
         with self._ring.changed:
             now_s, is_surpassed = time.monotonic(), error.is_surpassed
@@ -653,7 +650,7 @@ class Flusher:
 
     def _fenced(self, url: str, job: Job, attempt: int, error: FencedError) -> None:
         if self._attempt(job) >= error.current > attempt:
-            with self._ring.changed:  # the later attempt has just become this node's own, which writes it at once
+            with self._ring.changed:  # the later attempt has just become this server's own, which writes it at once
                 self.work.dropped(url, job)
             return
         self._overtaken.refused(job.run, attempt, str(error))
@@ -664,7 +661,7 @@ class Flusher:
             if job.slot is not None and job.kind is Kind.PUT:
                 self.health[url].refuses(error, job.run, attempt)
                 self._ring.mark_refused(job.slot, job.manifest, url)
-                # Nothing newer need come to this node. But the later attempt may go on from what is whole.
+                # Nothing newer need come to this server. But the later attempt may go on from what is whole.
                 if job.manifest.portion is not None and not job.slot.whole:
                     self._ring.forsake(job.slot, job.manifest)
                 if job.manifest.is_file:
@@ -674,6 +671,6 @@ class Flusher:
 
 
 def _level(health: TierHealth, job: Job) -> int:
-    """How loud a failure is: of a node that works no more the replication says so, once, and what follows."""
+    """How loud a failure is: of a server that works no more the replication says so, once, and what follows."""
     chained = health.kind == "node" and (job.slot is None or job.slot.places is None)
     return logging.INFO if chained else logging.WARNING

@@ -12,11 +12,11 @@ from lightning_spot.errors import FailureReason, SettingsError, ShareFault, Snap
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.written import Ranges
-from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import IN_PROCESS, Node
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Making
+from lightning_spot.memory.tier import TierHealth
 from lightning_spot.tiers.store import Store
 
 
@@ -26,7 +26,7 @@ class Lease:
 
     Attributes:
         id: of the upload.
-        map: the slot's memory, shared with the node; at least ``nbytes`` long.
+        map: the slot's memory, shared with the server; at least ``nbytes`` long.
         nbytes: size of the snapshot.
         backing: ``"tmpfs"``, ``"memfd"``, or ``"process"`` for a ring inside the trainer.
         slot: its place in the ring.
@@ -115,10 +115,10 @@ class Host(Protocol):
             share: from 1; 0 is the rank's that leases the slot.
             digest: must be the one that rank has given; ``""`` if the caller compares it.
             wait_s: how long to wait until the slot is leased.
-            at: if another host leads it: URL of the run at the snapshot server, or the durable tier, to which the hosts
+            at: if another host leads it: URL of the run at the snapshot server, or storage, to which the hosts
                 bring it. The slot then holds the portion of this host.
             host: number of this host among these, from 1.
-            told: at a durable tier: the layout, which says what this host brings; all its ranks say the same.
+            told: at storage: the layout, which says what this host brings; all its ranks say the same.
 
         Raises:
             SnapshotFailedError: if there will be no such snapshot: given up, declined, overtaken by a later one, begun
@@ -168,7 +168,7 @@ class Host(Protocol):
             floats: where in it numbers lie that may be approximated on their way to a snapshot server.
             written: what was written since the slot was filled as ``lease.held``, ``None`` for all.
             followed: whether another snapshot is to follow within :data:`~lightning_spot.memory.work.FOLLOWED_S`: the
-                durable tier leaves most of these out.
+                storage leaves most of these out.
 
         Returns:
             whether the next snapshot would need a slot that is still to be made.
@@ -199,7 +199,7 @@ class Host(Protocol):
     def carrier(self, spread: int = 0) -> str:
         """Where several hosts may bring the next snapshot: URLs of the run at snapshot servers, separated by spaces.
 
-        The first is that of the one that carries the run on to its durable tier. Its other replicas follow; the ring
+        The first is that of the one that carries the run on to its storage. Its other replicas follow; the ring
         goes past those to which an earlier snapshot is still on its way when that one begins. ``""`` while none carries
         it on.
 

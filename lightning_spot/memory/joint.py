@@ -24,7 +24,7 @@ class Shared:
         digest: what all of them must agree on, such as a checksum of the layout; ``""`` if they see to it themselves.
         layout: what the other ranks have to know of it, a text of any form; kept until another one is given.
         at: URLs of the run at the snapshot servers to which several hosts send it, separated by spaces, first that of
-            the one that carries it on; or that of its durable tier; or, of snapshot servers over which it is spread,
+            the one that carries it on; or that of its storage; or, of snapshot servers over which it is spread,
             see :class:`SpreadPlace`. Each host sends its portion, which the layout names
             (see :class:`~lightning_spot.image.portion.Portions`). ``""`` if the ranks of one host have all of it.
         image_nbytes: of the image, where the slot of the first host, too, holds its own portion only; else 0.
@@ -51,7 +51,7 @@ class SpreadPlace:
     Attributes:
         replicas: at how many each portion is kept.
         urls: of the run at all of them.
-        besides: likewise at nodes to which nothing is brought any more, and that may have portions of earlier ones.
+        besides: likewise at servers to which nothing is brought any more, and that may have portions of earlier ones.
     """
 
     replicas: int
@@ -83,12 +83,12 @@ class SpreadPlace:
 
 
 def is_durable(at: str) -> bool:
-    """Whether hosts bring a snapshot to a durable tier, and not to snapshot servers."""
+    """Whether hosts bring a snapshot to storage, and not to snapshot servers."""
     return is_by_itself(at) and not at.startswith(_SPREAD)
 
 
 def is_by_itself(at: str) -> bool:
-    """Whether each host brings its portion by itself: to a durable tier, or to servers over which it is spread."""
+    """Whether each host brings its portion by itself: to storage, or to servers over which it is spread."""
     return bool(at) and not at.startswith("spot://")
 
 
@@ -98,7 +98,7 @@ def urls_of(at: str) -> list[str]:
 
 
 def nodes_of(at: str) -> list[str]:
-    """URLs of the run at the servers to which hosts bring a snapshot; none if they bring it to a durable tier."""
+    """URLs of the run at the servers to which hosts bring a snapshot; none if they bring it to storage."""
     place = SpreadPlace.read(at)
     return list(place.urls) if place is not None else [] if is_durable(at) else at.split()
 

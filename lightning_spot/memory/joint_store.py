@@ -1,4 +1,4 @@
-"""A durable tier to which several hosts bring one snapshot, each the files of its own ranks, with no snapshot server.
+"""Storage to which several hosts bring one snapshot, each the files of its own ranks, with no snapshot server.
 
 Every host writes its files to the snapshot's folder, then a note of what it has brought; whoever finds the notes of all
 hosts commits it. An attempt begins each name once, so nothing is ever written over.
@@ -10,7 +10,6 @@ these is, and each host takes back what it has brought. Where there is none, who
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import logging
 import threading
@@ -31,19 +30,20 @@ from lightning_spot.errors import (
     TierError,
 )
 from lightning_spot.image import notes
-from lightning_spot.image.files import FileSpan, is_note, is_torn_note, note_name, torn_name
+from lightning_spot.image.files import FileSpan, check_zero, is_note, is_torn_note, note_name, pieces, torn_name
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_order
 from lightning_spot.image.notes import Note
 from lightning_spot.image.packing import Compression
 from lightning_spot.image.parts import checksum
 from lightning_spot.image.portion import Image, Portions, cut
 from lightning_spot.image.written import Ranges
-from lightning_spot.memory.bases import Glance
-from lightning_spot.memory.by_itself import ByItself, check_gaps
+from lightning_spot.memory.joint import Shared
+from lightning_spot.memory.ring import Glance
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.tier import Gathering, Sent
+from lightning_spot.retry import growing, retried, within
 from lightning_spot.threads import all_at_once, both
-from lightning_spot.tiers.claims import check_fence, whole
+from lightning_spot.tiers.fences import check_fence, read_twice
 from lightning_spot.tiers.store import LONGEST_MANIFEST_BYTES, HasFolders, Store
 from lightning_spot.untrusted import plain, read_object, text
 
@@ -228,26 +228,21 @@ class JointFolder:
         return note if (note.name, note_name(note.host)) == (self._name, name) else None
 
     def _manifest(self) -> Manifest:
-        return whole(lambda: Manifest.from_json(self._files.read(MANIFEST_FILE)))
+        return read_twice(lambda: Manifest.from_json(self._files.read(MANIFEST_FILE)))
 
     def _read(self, span: FileSpan, start: int, stop: int) -> bytes:
         return self._patiently(lambda: self._files.read(span.name, start, stop))
 
     def _patiently(self, action: Callable[[], T]) -> T:
-        deadline_s, pauses_s = time.monotonic() + OUTAGE_S, self._pauses_s
-        for pause_s in itertools.chain(pauses_s, itertools.repeat(pauses_s[-1] if pauses_s else OUTAGE_S)):
-            try:
-                result = action()
-            except TierError as error:
+        def again(error: Exception) -> bool:
+            if isinstance(error, TierError):
                 self._fails(str(error))
-                if time.monotonic() + pause_s >= deadline_s:
-                    raise
-            else:
-                self._fails("")
-                return result
-            self._goes_on()
-            time.sleep(pause_s)
-        raise AssertionError("unreachable")
+            return isinstance(error, TierError)
+
+        pauses_s = within(OUTAGE_S, self._pauses_s) if self._pauses_s else ()
+        result = retried(action, pauses_s, again, lambda _error, _pause_s: self._goes_on())
+        self._fails("")
+        return result
 
 
 def commit_left(store: Store, name: str) -> Manifest | None:
@@ -307,8 +302,42 @@ class _Brought:
     goes_on: Callable[[], None]
 
 
+class ByItself:
+    """Begins snapshots as such a :class:`~lightning_spot.memory.tier.JointTier` does."""
+
+    def begin(self, shared: Shared, nbytes: int, *, attempt: int, hosts: int) -> Gathering:
+        """See :meth:`JointTier.begin`. Every host begins by itself, and asks nobody."""
+        if snapshot_order(shared.name) is None or hosts < 1 or attempt < 1:
+            raise SettingsError(f"{shared.name!r} of attempt {attempt} is no snapshot that {hosts} hosts bring")
+        return Gathering(shared.name, nbytes, None, shared)
+
+    def join(self, name: str, *, attempt: int, host: int, wait_s: float) -> Gathering:
+        """See :meth:`JointTier.join`. There is nobody to ask."""
+        raise SnapshotFailedError(
+            f"host {host} was not told what of {name} (attempt {attempt}) is its own within {wait_s} s",
+            reason=FailureReason.SHARE_MISSING,
+        )
+
+
+def check_gaps(image: Image, ranges: Ranges, files: Sequence[FileSpan]) -> None:
+    """Check that what a host has beside its files is zero, as it is when they are read.
+
+    Args:
+        image: as far as it is here.
+        ranges: that the host brings.
+        files: that are cut out of them.
+
+    Raises:
+        CorruptSnapshotError: if it is not zero.
+    """
+    for start, nbytes in ranges:
+        for span, first, last in pieces(files, start, start + nbytes):
+            if span is None:
+                check_zero(image[first:last])
+
+
 class JointStore(ByItself):
-    """Implements :class:`~lightning_spot.memory.tier.JointTier` for one run at its durable tier.
+    """Implements :class:`~lightning_spot.memory.tier.JointTier` for one run at its storage.
 
     Args:
         store: of the run there.
@@ -399,7 +428,7 @@ class JointStore(ByItself):
         bound_s = self.wait_s + 3 * (brought.took_s if brought is not None else 0.0)
         after_s = self.first_s * (10 + host) / 10 if host else 0.0
         waited_s, whole_s = 0.0, 0.0  # of pauses only: time in which the tier fails is none
-        pause_s = _OTHERS_LOOK_S if host else _FIRST_LOOK_S
+        pauses = growing(_OTHERS_LOOK_S if host else _FIRST_LOOK_S, _LAST_LOOK_S, 1.5)
         found: dict[int, Note] = {}
         while True:
             there = folder.sizes()
@@ -424,9 +453,8 @@ class JointStore(ByItself):
                     reason=FailureReason.SHARE_MISSING,
                 )
             goes_on()
-            time.sleep(pause_s)
+            time.sleep(pause_s := next(pauses))
             waited_s, whole_s = waited_s + pause_s, whole_s + pause_s if is_whole else 0.0
-            pause_s = min(_LAST_LOOK_S, 1.5 * pause_s)
 
     def give_up(self, gathering: Gathering) -> None:
         """See :meth:`JointTier.give_up`."""

@@ -1,4 +1,4 @@
-"""Which snapshot servers a run goes to: rendezvous hashing, so that runs spread over nodes with nobody to ask."""
+"""Which snapshot servers a run goes to: rendezvous hashing, so that runs spread over servers with nobody to ask."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 
 def placed(nodes: Iterable[str], run_id: str) -> tuple[str, ...]:
-    """The nodes in the order in which a run goes to them: to the first, or the first few, that work.
+    """The servers in the order in which a run goes to them: to the first, or the first few, that work.
 
     The order depends on the names only, not on the order in which they are given: every host of a run finds the same.
-    Each node is the first of about as many runs as any other. One that is added takes its part of them from all the
+    Each server is the first of about as many runs as any other. One that is added takes its part of them from all the
     others and moves nothing else; the runs of one that fails go to all the others in equal parts.
 
     Args:
@@ -21,9 +21,9 @@ def placed(nodes: Iterable[str], run_id: str) -> tuple[str, ...]:
 
 
 def placed_portions(nodes: Iterable[str], run_id: str, hosts: int, replicas: int) -> list[tuple[str, ...]]:
-    """For each of several hosts, the nodes in the order in which its portion of a snapshot goes to them.
+    """For each of several hosts, the servers in the order in which its portion of a snapshot goes to them.
 
-    The order of each host is one of its own, by rendezvous hashing. But a node is the first choice of no more hosts
+    The order of each host is one of its own, by rendezvous hashing. But a server is the first choice of no more hosts
     than its even part of them, with each replica: with few hosts, chance alone would leave one with far more than
     another, and its memory is what bounds the snapshot. Everybody who is given the same finds the same.
 
@@ -31,7 +31,7 @@ def placed_portions(nodes: Iterable[str], run_id: str, hosts: int, replicas: int
         nodes: that work, in any order.
         run_id: identity of the run.
         hosts: how many bring a snapshot.
-        replicas: how many nodes each portion is kept at.
+        replicas: how many servers each portion is kept at.
     """
     nodes = sorted(nodes)
     replicas = min(replicas, len(nodes))

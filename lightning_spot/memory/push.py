@@ -1,7 +1,8 @@
 """How a host brings its portion of a snapshot to where all hosts do, whether it leads that snapshot or takes part.
 
 At a place to which an earlier snapshot is on its way, and which does not carry the run on, the newest one has its turn
-later: the one before passes. So of a row of snapshots that come faster than a node takes them, that node has the last.
+later: the one before passes. So of a row of snapshots that come faster than a server takes them, that server has the
+last.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from lightning_spot.errors import (
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Portion, PortionImage, Portions
 from lightning_spot.image.written import Ranges
-from lightning_spot.memory import portions as held_portions
+from lightning_spot.memory import held_portions
 from lightning_spot.memory.joint import Shared, is_by_itself, is_durable, urls_of
 from lightning_spot.memory.joint_store import JointStore
 from lightning_spot.memory.registry import Registry
@@ -38,17 +39,18 @@ from lightning_spot.memory.shares import HOST_SILENT_S, Shares
 from lightning_spot.memory.slots import HeldPortion
 from lightning_spot.memory.tier import Changes, Gathering, HasJoint, JointTier, Sent
 from lightning_spot.memory.upload import Upload
-from lightning_spot.tiers.claims import Owner, check_fence
+from lightning_spot.retry import retried, within
+from lightning_spot.tiers.fences import Owner, check_fence
 from lightning_spot.tiers.store import Store
 
 logger = logging.getLogger(__name__)
 
-_MOST_PLACES = 8  # of a run, over other nodes each time one is lost, or comes back
+_MOST_PLACES = 8  # of a run, over other servers each time one is lost, or comes back
 
 
 @dataclass(frozen=True, slots=True)
 class Below:
-    """What a node is asked, and told, of durable tiers to which hosts bring snapshots by themselves.
+    """What a server is asked, and told, of storage to which hosts bring snapshots by themselves.
 
     Attributes:
         refuses: why it may not write to a URL, ``""`` if it may.
@@ -62,10 +64,10 @@ class Below:
 
 
 class Filled(Protocol):
-    """The uploads of a node, as far as what lies in their slots is sent on from there.
+    """The uploads of a server, as far as what lies in their slots is sent on from there.
 
     Attributes:
-        closing: whether the node is shutting down.
+        closing: whether the server is shutting down.
         shares: of uploads that several ranks fill.
     """
 
@@ -83,14 +85,14 @@ class Filled(Protocol):
 
 
 class Bringing:
-    """The way from the slots of a host to snapshot servers and durable tiers. Methods may be called from any thread.
+    """The way from the slots of a host to snapshot servers and storage. Methods may be called from any thread.
 
     Args:
         uploads: of the local server.
         ring: likewise.
         registry: likewise.
-        open_store: makes the stores of snapshot servers and durable tiers.
-        below: what the node does for it.
+        open_store: makes the stores of snapshot servers and storage.
+        below: what the server does for it.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class Bringing:
 
         Raises:
             SettingsError: if no hosts can.
-            TierError: if this node may not write there.
+            TierError: if this server may not write there.
         """
         tier = self._tier(url, run)
         if isinstance(tier, JointStore):
@@ -130,11 +132,11 @@ class Bringing:
         if known is not None:
             return known
         if is_durable(url) and (why := self._below.refuses(url)):
-            raise TierError(f"this node may not write to {url}: {why}", tier=url)
+            raise TierError(f"this server may not write to {url}: {why}", tier=url)
         store = self._open_store(url)  # for seconds, with libraries to import: who asks how the tiers are does not wait
         tier: JointTier
         if isinstance(store, HasJoint):
-            tier = store.joint  # it has learned how fast the node is
+            tier = store.joint  # it has learned how fast the server is
         else:
             tier = JointStore(store, run, functools.partial(self._below.committed, url, run))
         with self._lock:
@@ -156,7 +158,7 @@ class Bringing:
                 del self._tiers[place]
 
     def calm(self, run: str) -> None:
-        """Forget what kept an earlier attempt of a run from the durable tiers: this one may do without this way."""
+        """Forget what kept an earlier attempt of a run from storage: this one may do without this way."""
         with self._lock:
             tiers = [tier for (_url, key), tier in self._tiers.items() if key == run]
         for tier in tiers:
@@ -164,7 +166,7 @@ class Bringing:
                 tier.why = ""
 
     def failing(self) -> dict[str, str]:
-        """URLs of the durable tiers that fail at present, and why."""
+        """URLs of storage that fail at present, and why."""
         with self._lock:
             tiers = list(self._tiers.items())
         return {url: tier.why for (url, _run), tier in tiers if isinstance(tier, JointStore) and tier.why}
@@ -212,11 +214,11 @@ class Bringing:
         upload.touched_s = time.monotonic()
 
     def check_attempt(self, run: str, attempt: int, name: str) -> None:
-        """Raise if nothing more is to be done for a snapshot: a later attempt has begun, or this node ends."""
+        """Raise if nothing more is to be done for a snapshot: a later attempt has begun, or this server ends."""
         check_fence(run, attempt, self.registry.highest(run))
         if self.uploads.closing:
             raise SnapshotFailedError(
-                f"{name} is not brought further: this node is shutting down", reason=FailureReason.SHARE_MISSING
+                f"{name} is not brought further: this server is shutting down", reason=FailureReason.SHARE_MISSING
             )
 
 
@@ -347,7 +349,7 @@ class Leads:
             return Ended(lead.brought, lead.carrier not in lead.left, is_new and not lead.left)
 
     def wait(self, run: str | None, wait_s: float) -> list[str]:
-        """Wait until nothing is on its way to durable tiers; what is in the end, one line each.
+        """Wait until nothing is on its way to storage; what is in the end, one line each.
 
         Args:
             run: key of the run; ``None`` for any.
@@ -437,7 +439,7 @@ class Leads:
 
 
 _JOIN_S = 120.0
-_LATER_S = 600.0  # for a snapshot to begin at a node that may have the one before for long
+_LATER_S = 600.0  # for a snapshot to begin at a server that may have the one before for long
 _WAIT_FOR_SLOT_S = 5.0
 _OTHERS_S = 5.0  # for it to begin there, once this host has brought it to one, and the next one has begun
 _AGAIN_S = 1.0
@@ -454,7 +456,7 @@ class _Visit:
         attempt: that writes.
         name: of the snapshot.
         host: number of this host, from 1.
-        told: at a durable tier: what the ranks of this host say of the snapshot.
+        told: at storage: what the ranks of this host say of the snapshot.
         carrier: URL of the first place to which it is brought.
         left: URLs of places to which this host has still to bring it.
         joined: those of them at which it has begun.
@@ -495,14 +497,14 @@ class Visits:
     """The snapshots that a host takes part in. Methods may be called from any thread.
 
     Each place has a thread, so that a slow one delays no other. The slot is kept until nothing more is sent from it:
-    what is at one node waits for its turn at the others until the next one has begun, or its slot is needed. What other
-    hosts bring to a durable tier is not waited for.
+    what is at one server waits for its turn at the others until the next one has begun, or its slot is needed. What
+    other hosts bring to storage is not waited for.
 
     Args:
         bringing: sends the portions.
 
     Attributes:
-        finishing: how many snapshots are at a durable tier as far as they are this host's, and not known to be whole.
+        finishing: how many snapshots are at storage as far as they are this host's, and not known to be whole.
     """
 
     def __init__(self, bringing: Bringing) -> None:
@@ -523,7 +525,7 @@ class Visits:
             name: of the snapshot.
             at: see :class:`~lightning_spot.memory.joint.Shared`.
             host: number of this host, from 1.
-            told: at a durable tier: what a rank of this host says of the snapshot.
+            told: at storage: what a rank of this host says of the snapshot.
             layout_id: of the layout that was given last, if that is meant and ``told`` has none.
 
         Raises:
@@ -545,7 +547,7 @@ class Visits:
                 self._ended(visit, url, error)
 
     def make_way(self) -> bool:
-        """Let slots go from which nothing is sent until other nodes have their turn; whether there were any."""
+        """Let slots go from which nothing is sent until other servers have their turn; whether there were any."""
         with self._changed:
             waiting = [
                 each for each in self._visits.values() if each.brought and each.left and not (each.joined or each.over)
@@ -618,10 +620,10 @@ class Visits:
                 self.finishing -= 1
 
     def _begun(self, visit: _Visit, url: str, gathering: Gathering) -> tuple[Upload, Portion]:
-        """The snapshot has begun at a node; the slot for it, which is leased when it has at the first one.
+        """The snapshot has begun at a server; the slot for it, which is leased when it has at the first one.
 
         Raises:
-            SnapshotFailedError: if the portion is at another node already, and its slot not here any more.
+            SnapshotFailedError: if the portion is at another server already, and its slot not here any more.
         """
         name, portions = visit.name, Portions.read(gathering.shared.layout, gathering.nbytes)
         if visit.host > len(portions.ranks):
@@ -704,19 +706,21 @@ class Visits:
             gathering: what has begun there; ``None`` if it is not known whether anything has.
             error: why this host brings nothing.
         """
-        why, deadline_s = f"host {visit.host}: {error or type(error).__name__}", time.monotonic() + HOST_SILENT_S
-        while not self._bringing.uploads.closing:
-            try:
-                tier = self._bringing.tier(url, visit.key)
-                if gathering is not None:
-                    tier.placed(gathering, visit.host, why, fault_of(error))
-                elif not (
-                    isinstance(error, FencedError) or FailureReason.SHARE_MISSING.caused(error)
-                ):  # which that place has said itself
-                    tier.decline(visit.name, attempt=visit.attempt, why=why)
-                return
-            except SpotError as problem:  # it was given up there, or does not answer
-                logger.debug("%s could not be told that %s is torn: %s", url, visit.name, problem)
-                if not isinstance(problem, ServerUnreachableError) or time.monotonic() > deadline_s:
-                    return
-            time.sleep(_AGAIN_S)
+        why = f"host {visit.host}: {error or type(error).__name__}"
+
+        def tell() -> None:
+            tier = self._bringing.tier(url, visit.key)
+            if gathering is not None:
+                tier.placed(gathering, visit.host, why, fault_of(error))
+            elif not (
+                isinstance(error, FencedError) or FailureReason.SHARE_MISSING.caused(error)
+            ):  # which that place has said itself
+                tier.decline(visit.name, attempt=visit.attempt, why=why)
+
+        def again(problem: Exception) -> bool:
+            return isinstance(problem, ServerUnreachableError) and not self._bringing.uploads.closing
+
+        try:
+            retried(tell, within(HOST_SILENT_S, (_AGAIN_S,)), again)
+        except SpotError as problem:  # it was given up there, or does not answer
+            logger.debug("%s could not be told that %s is torn: %s", url, visit.name, problem)

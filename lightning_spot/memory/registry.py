@@ -1,4 +1,4 @@
-"""The runs a node knows: who may write each, from which live connection, and where its snapshots go from here."""
+"""The runs a server knows: who may write each, from which live connection, and where its snapshots go from here."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from lightning_spot.errors import (
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import EPOCH_UNIX_S, Run, RunInfo, files_name, parse_run
 from lightning_spot.protocol.process import ProcessId
-from lightning_spot.tiers.claims import check_fence, digest_of
+from lightning_spot.tiers.fences import check_fence, digest_of
 
 _FORGOTTEN_S = 24 * 3600.0
 """A run of which nothing is held, and which nobody opened for so long, is forgotten."""
 
 MOST_RUNS = 256
-"""Runs that a node knows: whoever begins one reads the list of them."""
+"""Runs that a server knows: whoever begins one reads the list of them."""
 
 MOST_AHEAD = 10_000
-"""Attempts above the highest known that one may claim without the durable tier to show it: see ``identity.JUMP``."""
+"""Attempts above the highest known that one may claim without storage to show it: see ``identity.JUMP``."""
 
 
 class Registry:
@@ -38,7 +38,7 @@ class Registry:
 
     Args:
         ring: holds their snapshots.
-        claimed: tells the highest attempt that has claimed a run, where its durable tier can be asked; else 0.
+        claimed: tells the highest attempt that has claimed a run, where its storage can be asked; else 0.
 
     Attributes:
         lock: taken by whoever looks at several things at once; before the ring's, never after it.
@@ -53,7 +53,7 @@ class Registry:
         self._ring, self._claimed = ring, claimed
 
     def check_ahead(self, info: RunInfo) -> None:
-        """Refuse an attempt far above all that is known: it would fence the run for ever. May ask the durable tier.
+        """Refuse an attempt far above all that is known: it would fence the run for ever. May ask storage.
 
         Raises:
             ServerRefusedError: if no claim shows it.
@@ -63,7 +63,7 @@ class Registry:
             highest = max(highest, int(time.time()) - EPOCH_UNIX_S)
         if info.attempt > highest + MOST_AHEAD and self._claimed(info) < info.attempt:
             raise ServerRefusedError(
-                f"attempt {info.attempt} of run {info.name!r} is far above {highest}, the highest known at this node,"
+                f"attempt {info.attempt} of run {info.name!r} is far above {highest}, the highest known at this server,"
                 " and no claim in its storage shows it. Nothing was changed",
                 status=409,
             )
@@ -117,7 +117,7 @@ class Registry:
         """The run that ``NAME@ID`` or, if only one has it, ``NAME`` names.
 
         Raises:
-            SnapshotNotFoundError: if this node does not know it.
+            SnapshotNotFoundError: if this server does not know it.
             SettingsError: if several runs have that name.
         """
         name, identity = parse_run(text)
@@ -127,10 +127,10 @@ class Registry:
             found = [] if identity else [run for run in self.runs.values() if run.info.name == name]
         if len(found) > 1:
             listed = ", ".join(f"{run.info.text} ({run.info.location or 'unknown'})" for run in found)
-            raise SettingsError(f"several runs are named {name!r} at this node; say which one: {listed}")
+            raise SettingsError(f"several runs are named {name!r} at this server; say which one: {listed}")
         if not found:
             raise SnapshotNotFoundError(
-                f"this node does not know run {text!r} (it may have been restarted); open the run again"
+                f"this server does not know run {text!r} (it may have been restarted); open the run again"
             )
         return found[0]
 
@@ -143,7 +143,7 @@ class Registry:
             token: likewise, ``""`` for none.
 
         Raises:
-            SnapshotNotFoundError: if this node does not know the run, or not that attempt yet: it is to be opened.
+            SnapshotNotFoundError: if this server does not know the run, or not that attempt yet: it is to be opened.
             FencedError: if a later attempt holds it.
             ServerRefusedError: if none, or another token is shown.
         """
@@ -155,11 +155,11 @@ class Registry:
             check_fence(current.name, attempt, current.attempt)
             if attempt > current.attempt:
                 raise SnapshotNotFoundError(
-                    f"this node does not know attempt {attempt} of run {text!r} yet; open the run again"
+                    f"this server does not know attempt {attempt} of run {text!r} yet; open the run again"
                 )
         raise ServerRefusedError(
             f"run {text!r} is held by an attempt whose token this request does not have. Nothing was changed. Only"
-            " that attempt's trainer and its nodes may change it",
+            " that attempt's trainer and its servers may change it",
             status=403,
         )
 
@@ -216,7 +216,7 @@ class Registry:
         """Every run known here, also those of which only snapshots are left, as JSON-ready values.
 
         Args:
-            carries: tells of a run's key whether it is brought to its durable tier from here.
+            carries: tells of a run's key whether it is brought to its storage from here.
         """
         with self.lock:
             runs = {key: (run, run.info.session in self.sessions) for key, run in self.runs.items()}
@@ -237,7 +237,7 @@ class Registry:
                 "host": run.info.host,
                 "attempt": self.highest(key),
                 "live": live,
-                # Only the trainer's own node is told by it; others know by the snapshot of its end.
+                # Only the trainer's own server is told by it; others know by the snapshot of its end.
                 "complete": run.complete or (key, self.highest(key)) in ended,
                 "durable_url": run.info.durable_url,
                 "carries": carries(key),
@@ -273,8 +273,8 @@ class Registry:
         ]
         if not ages:
             raise SnapshotFailedError(
-                f"this node knows {len(self.runs)} runs, {mine} of them this client's, and all have snapshots that are"
-                " safe nowhere else. Nothing was changed; delete what is not needed, or take another node",
+                f"this server knows {len(self.runs)} runs, {mine} of them this client's, and all have snapshots that"
+                " are safe nowhere else. Nothing was changed; delete what is not needed, or take another server",
                 reason=FailureReason.RING_FULL,
             )
         forgotten = min(ages)[2]

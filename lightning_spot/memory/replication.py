@@ -1,12 +1,12 @@
-"""Where a host's snapshots go: to which nodes, and who brings them to the durable tier: one of these, or this host.
+"""Where a host's snapshots go: to which servers, and who brings them to storage: one of these, or this host.
 
-A node on a trainer's host sends to the first of the trainer's nodes that works, or, with replicas, to the first few.
-One of these is asked to carry the run on to its durable tier: if it says that it does, this host does not write there,
+A server on a trainer's host sends to the first of the trainer's servers that works, or, with replicas, to the first
+few. One of these is asked to carry the run on to its storage: if it says that it does, this host does not write there,
 and learns from it what is safe. When it fails or refuses, another is asked; while none does, this host writes there.
 
-What a node has missed, since it was away or takes another one's place, it is given. What this host has as a whole, the
-flusher sends. Of a snapshot that several hosts have brought, each has its portion only: it is copied from a node that
-has all of it, part by part, each checked, through this host, which both nodes know.
+What a server has missed, since it was away or takes another one's place, it is given. What this host has as a whole,
+the flusher sends. Of a snapshot that several hosts have brought, each has its portion only: it is copied from a server
+that has all of it, part by part, each checked, through this host, which both servers know.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from lightning_spot.errors import (
 )
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import part_ranges
-from lightning_spot.memory.portions import fall_back, surpassing
+from lightning_spot.memory.held_portions import fall_back, surpassing
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Slot, Tiers, newest_of_lineages
 from lightning_spot.memory.tier import HasParts, NodeTier
+from lightning_spot.retry import pause_after
 from lightning_spot.threads import in_background
 from lightning_spot.tiers.store import Store
 
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 FIRST_AWAY_S = 1.0
 LAST_AWAY_S = 30.0
 ASK_AGAIN_S = 10.0
-"""How often a node is asked how things are: one that does not carry the run on, and one that takes long about it."""
+"""How often a server is asked how things are: one that does not carry the run on, and one that takes long about it."""
 
 FIRST_LOOK_S, _LAST_LOOK_S = 0.1, 2.0
 _MOST_FAILURES = 3
@@ -51,15 +52,15 @@ Waiting = list[tuple[Slot, Manifest]]
 
 
 class Peer:
-    """A node that a run may be kept at: what it is told, and what is learned from it. It decides nothing.
+    """A server that a run may be kept at: what it is told, and what is learned from it. It decides nothing.
 
     Its numbers change under the ring's lock only.
 
     Args:
-        url: of the run at the node.
+        url: of the run at the server.
         info: of the run.
         ring: holds the run's snapshots.
-        open_store: makes the stores of nodes and of the durable tier.
+        open_store: makes the stores of servers and of storage.
 
     Attributes:
         url: see above.
@@ -87,15 +88,15 @@ class Peer:
         self._informed_of: set[tuple[str, bool]] = set()  # what it knows to be durable, and whether it had it then
 
     def tier(self) -> NodeTier:
-        """The node as a tier; it knows what it was told of the run.
+        """The server as a tier; it knows what it was told of the run.
 
         Raises:
-            ServerUnreachableError: if it is no node.
+            ServerUnreachableError: if it is no server.
         """
         if self._store is None:
             store = self._open_store(self.url)
             if not isinstance(store, NodeTier):
-                raise ServerUnreachableError(f"{self.url} is no node", tier=self.url)
+                raise ServerUnreachableError(f"{self.url} is no server", tier=self.url)
             self._store = store
         return self._store
 
@@ -103,7 +104,7 @@ class Peer:
         """Open the run there, or ask once more how things are.
 
         Args:
-            carry: whether it is to bring the run on to the durable tier.
+            carry: whether it is to bring the run on to storage.
             left: whether the trainer is gone.
         """
         self.asked_s = time.monotonic()
@@ -151,7 +152,7 @@ class Peer:
             fall_back(self._ring, self._info.key)
 
     def waiting(self) -> Waiting:
-        """Snapshots that the node has, and of which it is not known yet that they are durable."""
+        """Snapshots that the server has, and of which it is not known yet that they are durable."""
         with self._ring.changed:
             return [
                 (slot, slot.manifest)
@@ -163,7 +164,7 @@ class Peer:
             ]
 
     def tell(self) -> None:
-        """Say what is durable, to a node that does not bring it there: what it holds would stay there for ever."""
+        """Say what is durable, to a server that does not bring it there: what it holds would stay there for ever."""
         with self._ring.changed:
             committed = self._ring.committed(self._info.key)
             slots = [
@@ -203,7 +204,7 @@ class Peer:
                 self._ask_durable(slot, manifest, durable_url)
 
     def _ask_durable(self, slot: Slot, manifest: Manifest, durable_url: str) -> None:
-        """A snapshot left the node's memory: because it is durable, or because the node lost it."""
+        """A snapshot left the server's memory: because it is durable, or because the server lost it."""
         durable = self._is_durable(manifest)
         if durable:
             self._ring.mark_safe(slot, manifest, durable_url)
@@ -211,7 +212,7 @@ class Peer:
             self._ring.mark_lost(slot, manifest, self.url)
 
     def _is_durable(self, manifest: Manifest) -> bool | None:
-        """Whether the durable tier has a snapshot; ``None`` if it does not answer: it is asked again."""
+        """Whether the storage has a snapshot; ``None`` if it does not answer: it is asked again."""
         if self._info.durable_url is None:
             return False
         try:
@@ -227,7 +228,7 @@ def _same(one: Manifest, other: Manifest) -> bool:
 
 @dataclass(eq=False, slots=True)
 class Replica:
-    """One of the nodes that a run is to be kept at.
+    """One of the servers that a run is to be kept at.
 
     Attributes:
         node: which one it is now; ``None`` while none works.
@@ -245,7 +246,7 @@ class Replica:
 
 
 class Missed:
-    """Gives the nodes that a run is kept at what they have missed. Methods may be called from any thread.
+    """Gives the servers that a run is kept at what they have missed. Methods may be called from any thread.
 
     Args:
         ring: of this host: what is in it is not copied from elsewhere.
@@ -259,11 +260,11 @@ class Missed:
         self._looked_at: set[str] = set()
 
     def look(self, node: Peer, others: Sequence[Peer]) -> None:
-        """Have a node given the newest snapshot, in the background, if it has missed that one.
+        """Have a server given the newest snapshot, in the background, if it has missed that one.
 
         Args:
             node: which one.
-            others: the other nodes in use, which may have it.
+            others: the other servers in use, which may have it.
         """
         url = node.url
         with self._lock:
@@ -323,14 +324,14 @@ class Missed:
 
 
 def _newest(node: NodeTier) -> Manifest | None:
-    """The newest snapshot that a node has, as a whole and exactly."""
+    """The newest snapshot that a server has, as a whole and exactly."""
     held = [item.manifest for item in node.listing()]
     snapshots = [each for each in held if each.exact and not each.is_file and each.portion is None]
     return max(snapshots, key=lambda manifest: manifest.order, default=None)
 
 
 def _parts(source: HasParts, manifest: Manifest, goes_on: Callable[[], None]) -> Iterator[memoryview]:
-    """The parts of a snapshot at a node, each read while the one before is sent, and checked."""
+    """The parts of a snapshot at a server, each read while the one before is sent, and checked."""
 
     def read(bounds: tuple[int, int]) -> memoryview:
         start, stop = bounds
@@ -353,11 +354,11 @@ class LeftBehind(ServerUnreachableError):
 
 
 class Replication:
-    """The nodes that one run is kept at; a thread for each replica keeps them up to date until :meth:`close`.
+    """The servers that one run is kept at; a thread for each replica keeps them up to date until :meth:`close`.
 
     Args:
         ring: holds the run's snapshots; is told where they go.
-        open_store: makes the stores of nodes and of the durable tier.
+        open_store: makes the stores of servers and of storage.
         info: of the run; its ``nodes`` may be used, in order of preference, and ``replicas`` of them are.
         is_urgent: tells whether somebody waits for the run to be safe.
         is_busy: tells whether a snapshot that several hosts bring is on its way to a URL of the run.
@@ -375,7 +376,7 @@ class Replication:
         is_left: Callable[[], bool] = lambda: False,
     ) -> None:
         self.info = info
-        self.why_not = "no node has answered yet"
+        self.why_not = "no server has answered yet"
         self._ring = ring
         self._is_urgent, self._is_left = is_urgent, is_left
         self._nodes = [Peer(f"{node.rstrip('/')}/{info.text}", info, ring, open_store) for node in info.nodes]
@@ -391,7 +392,7 @@ class Replication:
         ]
 
     def start(self) -> None:
-        """Begin to look for nodes, in the place of an earlier one of the run, if there is one.
+        """Begin to look for servers, in the place of an earlier one of the run, if there is one.
 
         Raises:
             RuntimeError: if no thread can be had now: nothing is looked for, and the run goes where it went.
@@ -407,22 +408,22 @@ class Replication:
 
     @property
     def carries(self) -> bool:
-        """Whether a node carries the run on to its durable tier."""
+        """Whether a server carries the run on to its storage."""
         return self._carrier is not None
 
     @property
     def active(self) -> str:
-        """URL of the run at the node that is used, of several the one that carries it on; ``""`` while none does."""
+        """URL of the run at the server that is used, of several the one that carries it on; ``""`` while none does."""
         nodes = [replica.node.url for replica in self._replicas if replica.node is not None]
         return self._carrier.url if self._carrier is not None else next(iter(nodes), "")
 
     @property
     def used(self) -> list[str]:
-        """URLs of the run at the nodes that it is kept at, the carrier's first; none while none carries it on.
+        """URLs of the run at the servers that it is kept at, the carrier's first; none while none carries it on.
 
-        Of snapshots that are spread over nodes, all that carry on what they hold.
+        Of snapshots that are spread over servers, all that carry on what they hold.
 
-        A node that has just failed, and was not asked since, is none of them.
+        A server that has just failed, and was not asked since, is none of them.
         """
         with self._ring.changed:
             sound = [each.node for each in self._replicas if not (each.doubted and each.node and each.node.failures)]
@@ -440,13 +441,13 @@ class Replication:
             return [node.url for node in answer if not node.carries]
 
     def away(self) -> dict[str, str]:
-        """URLs of the run at nodes that do not work, and what was wrong."""
+        """URLs of the run at servers that do not work, and what was wrong."""
         with self._ring.changed:
             used = [replica.node for replica in self._replicas]
             return {node.url: node.why for node in self._nodes if node.failures and node not in used}
 
     def status(self) -> dict[str, str]:
-        """What each node does for the run, for people."""
+        """What each server does for the run, for people."""
         with self._ring.changed:
             used, away = [replica.node for replica in self._replicas], self.away()
             return {
@@ -477,7 +478,7 @@ class Replication:
                 self._ring.notify()
 
     def ask_soon(self) -> None:
-        """Have the nodes asked whether they are there: somebody waits for the run to be safe."""
+        """Have the servers asked whether they are there: somebody waits for the run to be safe."""
         with self._ring.changed:
             for replica in self._replicas:
                 if replica.node is not None and time.monotonic() - replica.node.asked_s >= _LAST_LOOK_S:
@@ -485,7 +486,7 @@ class Replication:
             self._ring.notify()
 
     def close(self) -> None:
-        """Stop looking after the nodes. Its threads end once the requests under way have."""
+        """Stop looking after the servers. Its threads end once the requests under way have."""
         with self._ring.changed:
             self._closed = True
             self._ring.notify()
@@ -503,7 +504,7 @@ class Replication:
             try:
                 wait_s = self._find(replica) if replica.node is None else self._follow(replica, replica.node)
             except Exception:  # a bug must not end the thread: nothing would be learned any more
-                logger.exception("looking after the nodes of run %s failed unexpectedly", self.info.text)
+                logger.exception("looking after the servers of run %s failed unexpectedly", self.info.text)
                 wait_s = _LAST_LOOK_S
             with self._ring.changed:
                 if not self._closed and not replica.doubted and wait_s > 0:
@@ -512,7 +513,7 @@ class Replication:
             replica.node.tell()
 
     def _find(self, replica: Replica) -> float:
-        """Open the run at the first node that works and is no other replica; how long to wait if none does."""
+        """Open the run at the first server that works and is no other replica; how long to wait if none does."""
         replica.doubted, first = False, self._replicas.index(replica)
         for node in (*self._nodes[first:], *self._nodes[:first]):  # no two begin with the same one
             with self._ring.changed:
@@ -529,7 +530,7 @@ class Replication:
         return max(FIRST_LOOK_S, min(away, default=time.monotonic() + ASK_AGAIN_S) - time.monotonic())
 
     def _open(self, replica: Replica, node: Peer) -> bool:
-        """Open the run at a node, or ask once more how things are; whether it works."""
+        """Open the run at a server, or ask once more how things are; whether it works."""
         with self._ring.changed:
             anew, carry = replica.node is not node, self._is_to_carry(replica, node)
             if carry:
@@ -573,7 +574,7 @@ class Replication:
             was_used, before = replica.node is node, self._carrier
             node.failures += 1
             now_s = time.monotonic()
-            node.away_until_s = now_s + min(LAST_AWAY_S, FIRST_AWAY_S * 2 ** min(node.failures - 1, 10))
+            node.away_until_s = now_s + pause_after(node.failures, FIRST_AWAY_S, LAST_AWAY_S)
             said, node.why, node.why_not = bool(node.why) and not was_used, str(error), ""
             if was_used:
                 replica.node, replica.doubted, replica.is_behind = None, False, False
@@ -588,14 +589,14 @@ class Replication:
             self._ask_others(replica, before)
 
     def _follow(self, replica: Replica, node: Peer) -> float:
-        """Learn from the node what is safe, or tell it; how long to wait before the next look."""
+        """Learn from the server what is safe, or tell it; how long to wait before the next look."""
         if replica.doubted:
             if node.failures >= _MOST_FAILURES or replica.is_behind:
                 self._lost(replica, node, ServerUnreachableError(node.why, tier=node.url))
                 return 0.0
-            # One failed put may be a broken connection: the node is lost only if it does not answer either.
+            # One failed put may be a broken connection: the server is lost only if it does not answer either.
             return FIRST_LOOK_S if self._open(replica, node) else 0.0
-        # Also where nothing is owed: a node that was stopped breaks no connection, and one that is lost has lost what
+        # Also where nothing is owed: a server that was stopped breaks no connection, and one that is lost has lost what
         # counted as safe there.
         if time.monotonic() - node.asked_s >= ASK_AGAIN_S:
             left = node.leaves
@@ -626,7 +627,7 @@ class Replication:
     # -- decisions, under the ring's lock -------------------------------------------------------------------------
 
     def _any_carrier(self) -> Peer | None:
-        """Where all nodes carry the run on: one that does."""
+        """Where all servers carry the run on: one that does."""
         used = [replica.node for replica in self._replicas if self.info.spread]
         return next((node for node in used if node is not None and node.carries), None)
 
@@ -634,9 +635,9 @@ class Replication:
         return any(node in (replica.node, replica.trying) for replica in self._replicas)
 
     def _is_to_carry(self, replica: Replica, node: Peer) -> bool:
-        """Whether a node is to be asked to carry the run on: one only does, so that the bytes leave it once.
+        """Whether a server is to be asked to carry the run on: one only does, so that the bytes leave it once.
 
-        Of snapshots that are spread over nodes, each carries what it holds.
+        Of snapshots that are spread over servers, each carries what it holds.
         """
         if self.info.spread:
             return True
@@ -646,7 +647,7 @@ class Replication:
         return all(self._is_out(other) for other in before)
 
     def _is_out(self, replica: Replica) -> bool:
-        """Whether a replica is known not to carry the run on: it refuses, or there is no node that it could be at."""
+        """Whether a replica is known not to carry the run on: it refuses, or there is no server that it could be at."""
         if replica.node is not None:
             return bool(replica.node.why_not)
         free = [node for node in self._nodes if not self._is_taken(node) or node is replica.trying]
@@ -654,7 +655,7 @@ class Replication:
         return all(node.away_until_s > now_s for node in free)
 
     def _ask_others(self, replica: Replica, before: Peer | None) -> None:
-        """Have the other nodes told at once that another one carries the run on now, or asked whether they do."""
+        """Have the other servers told at once that another one carries the run on now, or asked whether they do."""
         for other in self._replicas:
             if other is not replica and other.node is not None:
                 refuses = bool(other.node.why_not)
@@ -668,7 +669,7 @@ class Replication:
         own = [replica.node.url for replica in self._replicas if replica.node is not None][: max(1, self.info.replicas)]
         carried = []
         if self.info.durable_url is not None:
-            # While there is a node that may carry it on and was not asked, this one does not begin to write itself.
+            # While there is a server that may carry it on and was not asked, this one does not begin to write itself.
             if self._carrier is not None or not all(self._is_out(replica) for replica in self._replicas):
                 carried.append(self.info.durable_url)
             else:
@@ -691,7 +692,7 @@ class Replication:
         elif self.info.durable_url is not None:
             who = "this host writes there itself"
             if not all(self._is_out(replica) for replica in self._replicas):
-                who = "another node is asked"
+                who = "another server is asked"
             logger.warning(
                 "run %s goes to %s, which does not carry it on to its storage (%s): %s",
                 self.info.text,
@@ -704,4 +705,4 @@ class Replication:
         used, wanted = sum(replica.node is not None for replica in self._replicas), len(self._replicas)
         how = "spread over" if self.info.spread else "kept at"
         left = f". The run is {how} {used} of {wanted} nodes until one works again" if wanted > 1 else ""
-        logger.warning("run %s: the node at %s does not work (%s)%s", self.info.text, node.url, node.why, left)
+        logger.warning("run %s: the server at %s does not work (%s)%s", self.info.text, node.url, node.why, left)

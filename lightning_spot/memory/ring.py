@@ -9,10 +9,16 @@ Rules, in the order in which they bind:
 4. Otherwise the oldest goes first.
 
 Memory is made, checked and given back outside the lock: gigabytes take seconds.
+
+Parts of a snapshot are made of an earlier one that both ends hold, its base, instead of being sent. The receiver pins
+its base as long as an upload needs it. The sender only looks at its own: if it kept the slot from being filled, it
+would need one slot more, or training would pay with snapshots that are skipped. What it makes of a base that was taken
+meanwhile is not used, and would not have the right checksum.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -23,8 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_spot.errors import FencedError, SnapshotNotFoundError
+from lightning_spot.errors import FencedError, SnapshotNotFoundError, SpotError
 from lightning_spot.image.manifest import Manifest, Order
+from lightning_spot.image.portion import Image
 from lightning_spot.memory.area import SlotArea
 from lightning_spot.memory.slots import (
     MOST_SLOTS,
@@ -46,8 +53,7 @@ from lightning_spot.memory.slots import (
 )
 from lightning_spot.protocol.listening import open_files
 from lightning_spot.staging.slot import SlotMemory
-from lightning_spot.tiers.retention import worth_keeping
-from lightning_spot.tiers.store import newest_first
+from lightning_spot.tiers.store import newest_first, worth_keeping
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +61,11 @@ _NOWHERE = Tiers()
 
 
 class SlotTable:
-    """The slots of a node, and what is known of them. All methods may be called from any thread.
+    """The slots of a server, and what is known of them. All methods may be called from any thread.
 
     Args:
-        area: directory on tmpfs for the slots, ``None`` for memory files; what a killed node left in it is taken over.
+        area: directory on tmpfs for the slots, ``None`` for memory files; what a killed server left in it is taken
+            over.
 
     Attributes:
         slots: all of them.
@@ -99,7 +106,7 @@ class SlotTable:
         return self._tiers.get(run, _NOWHERE)
 
     def carried(self) -> set[str]:
-        """URLs that other nodes write, and this one does not."""
+        """URLs that other servers write, and this one does not."""
         with self.changed:
             own = {url for tiers in self._tiers.values() for url in tiers.own}
             return {url for tiers in self._tiers.values() for url in tiers.carried} - own
@@ -367,7 +374,7 @@ class Ring(SlotTable):
         """Whether there is no room now for one more snapshot as large as those that are here."""
         with self.changed:
             nbytes = max((slot.manifest.nbytes for slot in self.slots if slot.manifest is not None), default=1)
-            # One that a larger node has left here may fit no bound of this one.
+            # One that a larger server has left here may fit no bound of this one.
             nbytes = min(nbytes, self._limits.memory_bytes, self._limits.run_memory_bytes or nbytes)
             return find_room(self.slots, "", max(1, nbytes), capacity_for(nbytes, self._limits), self._limits) is None
 
@@ -493,7 +500,7 @@ class Ring(SlotTable):
             return {"memory_bytes": self.memory_bytes, "slots": [slot.status() for slot in self.slots]}
 
     def close(self, *, keep_unsafe: bool) -> None:
-        """Give all memory back; with ``keep_unsafe``, leave what is safe nowhere else in tmpfs for the next node."""
+        """Give all memory back; with ``keep_unsafe``, leave what is safe nowhere else in tmpfs for the next server."""
         released = []
         with self.changed:
             unsafe = only_here(self.slots) if keep_unsafe else set()
@@ -501,7 +508,7 @@ class Ring(SlotTable):
                 if slot in unsafe and slot.memory is not None and slot.memory.path is not None:
                     assert slot.manifest is not None
                     assert self.area is not None
-                    logger.info("%s stays in %s for the next node here", slot.manifest.name, self.area.path)
+                    logger.info("%s stays in %s for the next server here", slot.manifest.name, self.area.path)
                     slot.memory.path = None
                     continue
                 self._forget(slot)
@@ -554,3 +561,145 @@ class Ring(SlotTable):
         with self.changed:
             slot.memory, slot.reserved_bytes, slot.held = memory, 0, ""
             slot.generation += 1
+
+
+LEAST_BYTES = 64 * 1024 * 1024
+"""Smaller slots are made when they are asked for: that takes some hundredths of a second."""
+
+_WAIT_S = 30.0
+
+
+class SlotsAhead:
+    """Slots made before they are asked for, one at a time for each run. Methods may be called from any thread.
+
+    Only memory that is free is used: nothing that is held leaves memory for it.
+
+    Args:
+        ring: whose slots.
+    """
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._making: dict[str, threading.Thread] = {}
+        self._closed = False
+
+    def make(self, run: str, nbytes: int, count: int) -> None:
+        """Have one more slot made in the background, unless a run has ``count`` of them.
+
+        Args:
+            run: key of the run.
+            nbytes: size of its snapshots.
+            count: slots that it will use in turn.
+        """
+        if nbytes < LEAST_BYTES:
+            return
+        with self._ring.changed:
+            fitting = [slot for slot in self._ring.slots if slot.takes(nbytes)]
+            usable = sum(slot.run == run or slot.state is SlotState.FREE for slot in fitting)
+            if usable >= count or run in self._making or self._closed:
+                return
+            thread = threading.Thread(target=self._make, args=(run, nbytes), name="spot-slot-ahead", daemon=True)
+            self._making[run] = thread
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads can be had now: who asks for the slot makes it
+                del self._making[run]
+                logger.debug("no slot is made ahead for run %s: %s", run, error)
+
+    def wait(self, run: str) -> None:
+        """Wait for the slot that is being made for a run, if one is: to make another one would take longer."""
+        if (thread := self._making.get(run)) is not None:
+            thread.join(_WAIT_S)
+
+    def close(self) -> None:
+        """Make no more, and wait for what is being made."""
+        with self._ring.changed:
+            self._closed = True
+            threads = list(self._making.values())
+        for thread in threads:
+            thread.join(_WAIT_S)
+
+    def _make(self, run: str, nbytes: int) -> None:
+        try:
+            if (slot := self._ring.try_lease(run, nbytes, only_new=True)) is not None:
+                self._ring.abort(slot)
+        except SpotError as error:
+            logger.debug("no slot was made ahead for run %s: %s", run, error)
+        except Exception:  # who asks for a slot makes it then, and is told what is wrong
+            logger.exception("a slot could not be made ahead")
+        finally:
+            with self._ring.changed:
+                self._making.pop(run, None)
+
+
+class Base:
+    """A committed snapshot, pinned so that it stays as it is.
+
+    Args:
+        ring: that holds it.
+        slot: its slot.
+        manifest: of it.
+    """
+
+    def __init__(self, ring: Ring, slot: Slot, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.image = slot.view(manifest.nbytes)
+        self._ring, self._slot = ring, slot
+
+    @classmethod
+    def newest(cls, ring: Ring, run: str, host: int | None = None) -> Base | None:
+        """Pin the snapshot of a run that was committed last; ``None`` if there is none.
+
+        Args:
+            ring: that holds it.
+            run: key of the run.
+            host: if the portion of a host is meant, its number.
+        """
+        with ring.changed:
+            for slot, manifest in ring.readable(run):
+                if not manifest.is_file and (manifest.portion.host if manifest.portion else None) == host:
+                    slot.readers += 1
+                    return cls(ring, slot, manifest)
+        return None
+
+    def let_go(self) -> None:
+        """Pin it no longer. Nobody may read :attr:`image` any more."""
+        self.image = memoryview(b"")
+        self._ring.unpin(self._slot)
+
+
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """A committed snapshot that is looked at without being pinned.
+
+    Attributes:
+        manifest: of it.
+        image: its bytes, as long as it is there.
+        is_there: whether what was read until now was the snapshot.
+    """
+
+    manifest: Manifest
+    image: Image
+    is_there: Callable[[], bool]
+
+
+FindEarlier = Callable[[str, str], Glance | None]
+"""Looks for a snapshot by its run's key and its name, see :func:`glance`."""
+
+
+def nothing_earlier(_run: str, _name: str) -> Glance | None:
+    """Where no earlier snapshot is at hand."""
+    return None
+
+
+def glance(ring: Ring, run: str, name: str) -> Glance | None:
+    """Look at a snapshot; ``None`` if it is not here."""
+    with ring.changed:
+        for slot, manifest in ring.readable(run, name):
+            if not manifest.is_file:
+                return Glance(manifest, slot.view(manifest.nbytes), functools.partial(_holds, slot, manifest))
+    return None
+
+
+def _holds(slot: Slot, manifest: Manifest) -> bool:
+    return slot.manifest is manifest

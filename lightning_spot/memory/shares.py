@@ -22,7 +22,7 @@ from lightning_spot.image.manifest import Order, snapshot_order
 from lightning_spot.memory.joint import Joint, Layouts, Shared
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.upload import Upload
-from lightning_spot.tiers.claims import check_fence
+from lightning_spot.tiers.fences import check_fence
 
 SHARES_WAIT_S = 600.0
 """A snapshot whose first rank is done is given up if the other ranks' bytes are not in place so much later."""
@@ -39,7 +39,7 @@ _MOST_DECLINED = 256  # of a run, by name
 
 
 class Shares:
-    """The joint uploads of a node. All methods may be called from any thread.
+    """The joint uploads of a server. All methods may be called from any thread.
 
     Args:
         registry: of runs and sessions; its lock guards everything here.
@@ -309,11 +309,11 @@ class Shares:
             self._wake()
 
     def close(self) -> None:
-        """The node is shutting down: nobody waits any more."""
+        """The server is shutting down: nobody waits any more."""
         with self._changed:
             for upload in self._open.values():
                 if upload.joint is not None:
-                    upload.joint.failed = upload.joint.failed or "this node is shutting down"
+                    upload.joint.failed = upload.joint.failed or "this server is shutting down"
             self._wake()
 
     def forget(self, key: str) -> None:

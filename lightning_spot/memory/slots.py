@@ -51,8 +51,8 @@ class Tiers:
     """The tiers below that a run's snapshots go to from here.
 
     Attributes:
-        own: URLs of the run's directories that this node writes.
-        carried: URLs that a node behind this one writes; what is safe there is learned from it.
+        own: URLs of the run's directories that this server writes.
+        carried: URLs that a server behind this one writes; what is safe there is learned from it.
     """
 
     own: tuple[str, ...] = ()
@@ -98,14 +98,14 @@ class Slot:
         held_as: what that was committed as.
         seals: how often it was sealed.
         checked_s: when its bytes were read last, and had the checksums of its manifest (monotonic).
-        floats: where in it numbers lie that may be approximated on their way to a node behind.
+        floats: where in it numbers lie that may be approximated on their way to a server behind.
         inexact_at: URLs at which an approximation of the snapshot is.
         surpassed: a newer snapshot of the lineage that a snapshot server has, and this host a portion of only.
         whole: of one host's portion of a snapshot: whether the portions of all hosts are known to be at snapshot
             servers.
         overtaken: likewise: whether a newer snapshot is known to be whole.
-        brings: likewise: whether it is to be brought to the durable tier, also if a newer one is whole.
-        forsaken: likewise: whether the others' are not expected at the durable tier any more.
+        brings: likewise: whether it is to be brought to storage, also if a newer one is whole.
+        forsaken: likewise: whether the others' are not expected at storage any more.
         portion: the ranges of a snapshot at a snapshot server that the memory holds; all else in it is something else.
         spare: whether it is made ready before anybody needs it: who does waits for it, and makes no other.
         followed: whether another snapshot was to follow in a moment when this one was committed.
@@ -192,7 +192,7 @@ def newest_of_lineages(slots: Iterable[Slot]) -> set[Slot]:
     """The slots that hold the newest exact snapshot of each lineage of each run, or a newer one that is not exact.
 
     Where a snapshot server has a newer one, this host has none of these. Of portions of hosts, which lie at several
-    nodes, each counts that is not known to be of an older snapshot than a whole one.
+    servers, each counts that is not known to be of an older snapshot than a whole one.
     """
     slots = list(slots)
     portions = {slot for slot in slots if slot.of_host is not None and not slot.overtaken}
@@ -208,12 +208,12 @@ def newest_of_lineages(slots: Iterable[Slot]) -> set[Slot]:
 
 
 def left_if_lost(slots: Iterable[Slot]) -> set[Slot]:
-    """The slots whose snapshot is nowhere else, if only a snapshot server has a newer one: that node may be lost."""
+    """The slots whose snapshot is nowhere else, if only a snapshot server has a newer one: that server may be lost."""
     return {slot for slot in slots if slot.surpassed and not (slot.safe or slot.settled)}
 
 
 def bases_of(slots: Iterable[Slot]) -> set[Slot]:
-    """The slots that hold the newest snapshot of each run that is at a node behind this one, for each such node."""
+    """The slots that hold the newest snapshot of each run that is at a server behind this one, for each such server."""
     newest = {
         (slot.run, url): slot
         for slot in sorted((slot for slot in slots if slot.safe), key=lambda slot: slot.sequence)
@@ -254,8 +254,8 @@ def reusable(slots: list[Slot]) -> list[Slot]:
 
     A slot may be reused when nobody reads it and it is owed to no tier. The newest snapshot of a lineage, and a file,
     must be safe somewhere below besides, or its sender have said that it is durable, or the file have been refused
-    there, since a newer one is at its place; or the other hosts' portions of it are not expected any more. What a node
-    behind holds goes late: only changes to it need to be sent.
+    there, since a newer one is at its place; or the other hosts' portions of it are not expected any more. What a
+    server behind holds goes late: only changes to it need to be sent.
     One that is not exact takes no memory from others.
     """
     newest = newest_of_lineages(slots)
@@ -371,12 +371,12 @@ def capacity_for(nbytes: int, limits: Limits) -> int:
         SnapshotFailedError: if it can never fit.
     """
     for limit, name, remedy in (
-        (limits.memory_bytes, "this node's memory", "more --memory-limit (or memory_limit=)"),
-        (limits.run_memory_bytes, "what one run may use of this node's memory", "more --run-memory-limit"),
+        (limits.memory_bytes, "this server's memory", "more --memory-limit (or memory_limit=)"),
+        (limits.run_memory_bytes, "what one run may use of this server's memory", "more --run-memory-limit"),
     ):
         if limit is not None and nbytes > limit:
             raise SnapshotFailedError(
-                f"a snapshot of {format_bytes(nbytes)} cannot fit {name} of {format_bytes(limit)}; start the node"
+                f"a snapshot of {format_bytes(nbytes)} cannot fit {name} of {format_bytes(limit)}; start the server"
                 f" with {remedy}",
                 nbytes=nbytes,
                 memory_bytes=limit,
@@ -437,9 +437,8 @@ def why_full(slots: list[Slot], run: str, nbytes: int, limits: Limits, *, is_kno
     idle = reusable(slots)
     share = ""
     if _within_quota(slots, idle, run, capacity_for(nbytes, limits), limits) is None:
-        share = (
-            f"; one run may use {format_bytes(limits.run_memory_bytes or 0)} of this node's memory (--run-memory-limit)"
-        )
+        most = format_bytes(limits.run_memory_bytes or 0)
+        share = f"; one run may use {most} of this server's memory (--run-memory-limit)"
     reasons: Counter[str] = Counter()
     for slot in slots:
         if slot.spare:
@@ -457,7 +456,7 @@ def why_full(slots: list[Slot], run: str, nbytes: int, limits: Limits, *, is_kno
         room = find_room(slots, run, max(1, nbytes), capacity_for(nbytes, limits), limits)
         reasons += Counter({"still to be made": int(room is not None)})
     if not limits.has_files(slots, run):
-        share += f"; open files allow for {limits.files} slots, half of them for a run: raise the node's ulimit -n"
+        share += f"; open files allow for {limits.files} slots, half of them for a run: raise the server's ulimit -n"
     listed = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common()) or "there is no memory for more"
     return f"none of {len(slots)} slots can be had now ({listed}){share}"
 
@@ -477,7 +476,7 @@ def _within_quota(slots: list[Slot], idle: list[Slot], run: str, capacity: int, 
 
 
 def _superseded(slots: list[Slot], idle: list[Slot]) -> list[Slot]:
-    """Slots that hold what neither a resume nor a node behind would miss: older snapshots.
+    """Slots that hold what neither a resume nor a server behind would miss: older snapshots.
 
     What would be left if a snapshot server is lost goes only once there is no memory for more.
     """

@@ -19,6 +19,7 @@ from lightning_spot.image.sealing import Sealing
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.slots import Slot
+from lightning_spot.retry import pause_after
 
 FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 30.0
@@ -31,7 +32,7 @@ class _Failure:
 
     @property
     def due_s(self) -> float:
-        return self.last_s + min(LAST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(self.count - 1, 10))
+        return self.last_s + pause_after(self.count, FIRST_RETRY_S, LAST_RETRY_S)
 
 
 class BackOff:
@@ -82,7 +83,7 @@ FOLLOWED_S = 5.0
 """A snapshot counts as followed if another one is to come within so many seconds, and for no longer than that."""
 
 FORSAKEN_S = 3600.0
-"""What a node has of a snapshot gives way to others when no more of it has come to the durable tier for so long."""
+"""What a server has of a snapshot gives way to others when no more of it has come to storage for so long."""
 
 SURPASSED_S = 30.0
 """The same, where the tier has something newer of that run: who has the rest of it brings that at the same time."""
@@ -94,7 +95,7 @@ class PutOff(SpotError):
     """A put waits for what others do; its tier works.
 
     Attributes:
-        there: files of the snapshot that are there, of all nodes.
+        there: files of the snapshot that are there, of all servers.
         is_final: whether it is waited for in vain.
         is_surpassed: whether the tier has something newer.
     """
@@ -139,7 +140,7 @@ class Later:
         Args:
             at: the put.
             now_s: the time (monotonic).
-            there: files that are there now, of all nodes.
+            there: files that are there now, of all servers.
         """
         known = self._waits.get(at)
         since_s = known.since_s if known is not None and known.there == there else now_s
@@ -148,7 +149,7 @@ class Later:
         return since_s
 
     def failed(self, at: tuple[str, Hashable], now_s: float) -> None:
-        """A look failed: other nodes may not reach the tier either."""
+        """A look failed: other servers may not reach the tier either."""
         if (known := self._waits.get(at)) is not None:
             self._waits[at] = replace(known, since_s=now_s)
 
@@ -158,10 +159,10 @@ class Later:
 
 
 MOST_APART_S = 30.0
-"""The durable tier takes one of the snapshots that follow each other in moments at least so often, if it is as fast."""
+"""Storage takes one of the snapshots that follow each other in moments at least so often, if it is as fast."""
 
 LEFT_S = 35.0
-"""A run counts as left by its trainer if its host has not asked for so long how this node is: it does every 10 s."""
+"""A run counts as left by its trainer if its host has not asked for so long how this server is: it does every 10 s."""
 
 _APART = 40  # times as long as it takes one: so much less does it cost training
 
@@ -221,8 +222,8 @@ class Work:
         run: what is known of a run, by its key.
 
     Attributes:
-        leaves_s: since when this node is about to end (monotonic), ``None`` if it is not. What it has of snapshots that
-            are not known to be whole is waited for, too: nobody may be left to say so.
+        leaves_s: since when this server is about to end (monotonic), ``None`` if it is not. What it has of snapshots
+            that are not known to be whole is waited for, too: nobody may be left to say so.
     """
 
     def __init__(self, ring: Ring, run: Callable[[str], RunInfo | None]) -> None:
@@ -239,7 +240,7 @@ class Work:
         self._waited_for: Counter[str | None] = Counter()  # runs (None: all) that somebody waits for
 
     def urls(self) -> set[str]:
-        """Tiers that this node has something to do at."""
+        """Tiers that this server has something to do at."""
         owed = {url for slot in self._ring.slots if slot.dirty or slot.coming is not None for url in self._own(slot)}
         deleting = {url for url, deletions in self._deletions.items() if any(self._deletable(url, deletions))}
         return owed | deleting | {url for url, manifests in self._retentions.items() if manifests}
@@ -315,7 +316,7 @@ class Work:
         self._took_s[url, run] = seconds
 
     def rests_s(self, run: str, now_s: float) -> float:
-        """How long the durable tier of a run is still to be left alone, see :attr:`RunInfo.min_upload_interval_s`."""
+        """How long the storage of a run is still to be left alone, see :attr:`RunInfo.min_upload_interval_s`."""
         info = self._run(run)
         if info is None or not info.min_upload_interval_s:
             return 0.0
@@ -332,13 +333,13 @@ class Work:
         self._later.failed((url, job.key), now_s)
 
     def later(self, url: str, job: Job, now_s: float, there: int, *, is_surpassed: bool = False) -> bool:
-        """A put waits for what other nodes put there; whether it has for so long that nobody will. The tier works.
+        """A put waits for what other servers put there; whether it has for so long that nobody will. The tier works.
 
         Args:
             url: of the tier.
             job: the put.
             now_s: the time (monotonic).
-            there: files that are there now, of all nodes.
+            there: files that are there now, of all servers.
             is_surpassed: whether something newer is.
         """
         self.backoff(url).succeeded(job.key)
@@ -388,14 +389,14 @@ class Work:
     def _is_idle(self, slot: Slot, url: str) -> bool:
         """Whether nobody waits for a portion: it is not known to be of a whole snapshot.
 
-        A node that is about to end waits until it is there as far as this node has it: who has the rest commits it.
+        A server that is about to end waits until it is there as far as this server has it: who has the rest commits it.
         """
         if slot.manifest is None or not _is_unsure(slot):
             return False
         return self.leaves_s is None or (url, Job(Kind.PUT, slot.run, slot.manifest).key) in self._later
 
     def _own(self, slot: Slot) -> list[str]:
-        """Tiers that this node must bring a slot to by itself."""
+        """Tiers that this server must bring a slot to by itself."""
         tiers = self._ring.tiers(slot.run)
         if slot.coming is not None and slot.manifest is None:
             # What is sealed here is whole in a moment, and stores take it then, many parts at once.
@@ -409,7 +410,7 @@ class Work:
         ]
 
     def must_be_exact(self, run: str, manifest: Manifest | None) -> bool:
-        """Whether a snapshot is to be at nodes exactly: where somebody waits for it, or nothing newer will come."""
+        """Whether a snapshot is to be at servers exactly: where somebody waits for it, or nothing newer will come."""
         info = self._run(run)
         is_last = manifest is None or manifest.complete or manifest.is_file
         if is_last or info is None or not info.session or info.compression != "topk" or self.is_urgent(run):
@@ -450,7 +451,7 @@ class Work:
                 yield each.manifest
 
     def _paced(self, run: str) -> bool:
-        """Whether a run's snapshots are to be some time apart at its durable tier."""
+        """Whether a run's snapshots are to be some time apart at its storage."""
         info = self._run(run)
         return info is not None and info.min_upload_interval_s != 0.0
 
@@ -459,7 +460,7 @@ class Work:
         if job.kind is not Kind.PUT or job.slot is None or job.manifest.is_file:
             return 0.0
         if job.manifest.portion is not None:
-            is_wanted = job.slot.brings or self._waited_for[job.run]  # of a drain of this node, others do not know
+            is_wanted = job.slot.brings or self._waited_for[job.run]  # of a drain of this server, others do not know
             is_wanted = is_wanted or job.manifest.complete
             return 0.0 if is_wanted and not _is_unsure(job.slot) else self._left_s(job.run)
         if job.manifest.complete:
@@ -471,10 +472,10 @@ class Work:
         return now_s >= self._left_s(run)
 
     def _left_s(self, run: str) -> float:
-        """When a run counts as left by its trainer: then each node brings down what it has of the newest snapshots.
+        """When a run counts as left by its trainer: then each server brings down what it has of the newest snapshots.
 
         Until then its trainer says which one they bring, since all must bring the same one. Then nobody is there to say
-        which of them are whole: the durable tier shows it, when all nodes have brought theirs. A node that is about to
+        which of them are whole: storage shows it, when all servers have brought theirs. A server that is about to
         end leaves its trainer as much time.
         """
         asked_s = self._ring.opened_s.get(run, self._ring.begun_s)

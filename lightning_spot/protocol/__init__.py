@@ -1,1 +1,1 @@
-"""First floor: what both ends of a node agree on, the wire and the record a running node leaves of itself."""
+"""First floor: what both ends of a server agree on, the wire and the record a running server leaves of itself."""

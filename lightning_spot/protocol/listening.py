@@ -20,16 +20,18 @@ import resource
 import socket
 import threading
 import time
+import traceback
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-from lightning_spot.protocol.counted_log import CountedLog
 from lightning_spot.say import recovered, say
 from lightning_spot.untrusted import read_object
 
+logger = logging.getLogger(__name__)
+
 Talk = Callable[[socket.socket, dict[str, Any]], Coroutine[Any, Any, None]]
 
-logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 
@@ -315,3 +317,62 @@ class Listening:
         if not hmac.compare_digest(str(greeting.get("secret")).encode(), self._secret):
             raise ValueError("a stranger")
         return greeting
+
+
+_EVERY_S = 60.0
+_MOST_KINDS = 16
+_LONGEST_KIND = 160
+
+
+class CountedLog:
+    """Counts what happens, and writes one line a minute for each kind of it. All methods: on one event loop.
+
+    Args:
+        logger: gets the lines.
+        every_s: seconds between two lines of one kind.
+    """
+
+    def __init__(self, logger: logging.Logger, every_s: float = _EVERY_S) -> None:
+        self._logger, self._every_s = logger, every_s
+        self._counts: Counter[str] = Counter()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, kind: str, whose: str = "") -> None:
+        """Count one.
+
+        Args:
+            kind: what has happened, in the plural.
+            whose: address of the client, if that is known; a few addresses are remembered until they are written.
+        """
+        line = (f"{kind} from {whose}" if whose else kind)[:_LONGEST_KIND]
+        if line not in self._counts and len(self._counts) >= _MOST_KINDS:
+            line = "further events"
+        self._counts[line] += 1
+        if self._timer is None:
+            try:
+                self._timer = asyncio.get_running_loop().call_later(self._every_s, self.write)
+            except RuntimeError:  # the loop has ended: what is left of it comes now
+                self.write()
+
+    def add_error(self, kind: str, error: BaseException | None) -> None:
+        """Count an error: by its class and the place where it was raised. Its text may hold what a stranger sent."""
+        if isinstance(error, OSError):
+            kind += f" ({error.strerror or type(error).__name__})"
+        elif error is not None:
+            places = traceback.extract_tb(error.__traceback__)
+            where = f" at {places[-1].filename}:{places[-1].lineno}" if places else ""
+            kind += f" ({type(error).__name__}{where})"
+        self.add(kind)
+
+    def on_loop_error(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What :meth:`asyncio.loop.set_exception_handler` takes. By default, asyncio writes a traceback for each."""
+        self.add_error(f"errors of the event loop: {context.get('message')}", context.get("exception"))
+
+    def write(self) -> None:
+        """Write what was counted, now."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for line, count in self._counts.items():
+            self._logger.warning("%d %s in the last minute", count, line)
+        self._counts.clear()

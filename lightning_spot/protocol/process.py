@@ -9,6 +9,7 @@ import select
 import signal
 import time
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
 from lightning_spot import untrusted
 from lightning_spot.errors import MalformedError
@@ -27,9 +28,9 @@ class ProcessId:
         namespace: in which its number counts.
     """
 
-    pid: int
-    started: int
-    namespace: str
+    pid: Annotated[int, untrusted.whole(1, _MOST_PID)]
+    started: Annotated[int, untrusted.whole(0, 2**63)]
+    namespace: untrusted.Line
 
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
@@ -41,12 +42,7 @@ class ProcessId:
     def from_json(cls, text: str | bytes) -> ProcessId | None:
         """Read what :meth:`to_json` wrote; ``None`` if it is something else."""
         try:
-            fields = untrusted.read_object(text)
-            return cls(
-                untrusted.integer(fields, "pid", None, 1, _MOST_PID),
-                untrusted.integer(fields, "started", None, 0, 2**63),
-                untrusted.line(fields, "namespace", None),
-            )
+            return untrusted.decoded(cls, untrusted.read_object(text))
         except MalformedError:
             return None
 

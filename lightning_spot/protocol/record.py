@@ -1,6 +1,6 @@
 """The files of a local server in the runtime directory: where its sockets are, whether it lives, who it is.
 
-``KEY.lock`` is held while one is being started, ``KEY.alive`` by the node as long as it lives (it names its process),
+``KEY.lock`` is held while one is being started, ``KEY.alive`` by the server as long as it lives (it names its process),
 ``KEY.http`` and ``KEY.fds`` are its sockets, ``KEY.log`` is what it writes. ``KEY.attempt-0001.reached`` is how far an
 attempt got, written by its trainer. All of it is this user's alone, see :mod:`.ownership`.
 """
@@ -55,7 +55,7 @@ class NodeRecord:
 
     @property
     def alive(self) -> Path:
-        """Locked by the node while it lives."""
+        """Locked by the server while it lives."""
         return self.folder / f"{self.key}.alive"
 
     @property
@@ -65,7 +65,7 @@ class NodeRecord:
 
     @property
     def lock(self) -> Path:
-        """Locked by a trainer while it starts or replaces the node."""
+        """Locked by a trainer while it starts or replaces the server."""
         return self.folder / f"{self.key}.lock"
 
     @contextmanager
@@ -79,7 +79,7 @@ class NodeRecord:
             yield replace(self, folder=directory.here)
 
     def running(self) -> bool:
-        """Whether the node lives.
+        """Whether the server lives.
 
         Raises:
             SettingsError: if what is in the place of its file is none of this user's; of the methods below likewise.
@@ -94,7 +94,7 @@ class NodeRecord:
         return False
 
     def process(self) -> ProcessId | None:
-        """The node's process, as it noted it; ``None`` if it has not yet."""
+        """The server's process, as it noted it; ``None`` if it has not yet."""
         try:
             return ProcessId.from_json(read_file(self.alive, _LONGEST_NOTE_BYTES))
         except OSError:
@@ -108,7 +108,7 @@ class NodeRecord:
         os.pwrite(alive, json.dumps({**(asdict(process) if process is not None else {}), **how}).encode(), 0)
 
     def settings(self) -> dict[str, Any]:
-        """How the last node was run, as :meth:`note` wrote it; empty if nothing of it is left."""
+        """How the last server was run, as :meth:`note` wrote it; empty if nothing of it is left."""
         try:
             noted = read_object(read_file(self.alive, _LONGEST_NOTE_BYTES))
             return {
@@ -124,11 +124,11 @@ class NodeRecord:
         return shm_dir / f"lightning-spot-{self.key}"
 
     def left_slots(self) -> bool:
-        """Whether slots are in tmpfs: with no node running, a killed one's, which the next one takes over."""
+        """Whether slots are in tmpfs: with no server running, a killed one's, which the next one takes over."""
         return bool(self._in_areas("slot-*.json"))
 
     def left_bytes(self) -> int:
-        """Size of the slots in tmpfs, which a node checks before it answers."""
+        """Size of the slots in tmpfs, which a server checks before it answers."""
         return sum(self._in_areas("slot-*.img"))
 
     def _in_areas(self, pattern: str) -> list[int]:
@@ -137,13 +137,13 @@ class NodeRecord:
         for area in own_directories(self.area(shm_dir)) if shm_dir is not None else ():
             with area:
                 for path in area.here.glob(pattern):
-                    with contextlib.suppress(FileNotFoundError):  # a living node's, which lets them go as it likes
+                    with contextlib.suppress(FileNotFoundError):  # a living server's, which lets them go as it likes
                         sizes.append(path.lstat().st_size)
         return sizes
 
     @contextmanager
     def starting(self, within_s: float) -> Iterator[None]:
-        """Be the only one on this host who starts this node.
+        """Be the only one on this host who starts this server.
 
         Raises:
             ServerUnreachableError: if somebody else has been at it for ``within_s`` seconds.
@@ -158,7 +158,7 @@ class NodeRecord:
             os.close(fd)
 
     def remove(self) -> None:
-        """Remove what a node that has ended left here."""
+        """Remove what a server that has ended left here."""
         for path in (self.http, self.fds, self.log, self.lock, self.alive):
             path.unlink(missing_ok=True)
 
@@ -200,7 +200,7 @@ def find_record(dirpath: str) -> NodeRecord:
             f"the runtime directory cannot be used: {error}. Set LIGHTNING_SPOT_RUNTIME_DIR to a private, writable"
             " one, such as a folder below it that is not there yet"
         ) from error
-    place = os.path.realpath(dirpath) if dirpath.startswith("/") else dirpath  # one node, whatever links lead there
+    place = os.path.realpath(dirpath) if dirpath.startswith("/") else dirpath  # one server, whatever links lead there
     record = NodeRecord(folder, run_key(place))
     if len(str(record.http)) > _LONGEST_SOCKET_PATH:
         raise SettingsError(
@@ -221,7 +221,7 @@ def sweep(folder: Path) -> None:
                 path.unlink()
     for path in folder.glob("*.alive"):
         record = NodeRecord(folder, path.name.removesuffix(".alive"))
-        with contextlib.suppress(OSError, SettingsError):  # another node may be sweeping it too
+        with contextlib.suppress(OSError, SettingsError):  # another server may be sweeping it too
             fd = hold(path, 0.0) if now_s - path.lstat().st_mtime > _ABANDONED_S else None
             if fd is not None:
                 record.remove()

@@ -1,4 +1,4 @@
-"""What both ends of the node protocol share: addresses, headers, errors as JSON, and the frames of part streams.
+"""What both ends of the server protocol share: addresses, headers, errors as JSON, and the frames of part streams.
 
 A stream of parts is an HTTP connection upgraded to raw bytes. A client asks ``POST /v1/uploads/ID/stream`` with
 ``Upgrade: spot-parts``. After ``101`` it sends frames, one for each part: a :class:`Frame`, then its content. Each is
@@ -6,9 +6,9 @@ answered by the 16 bytes of the xxh3-128 of the part as it now lies there. The s
 the event loop took nearly three times as long (measured on loopback, 2 cores).
 
 A part may come in three ways. Whole. As what it differs in from the same part of the *base*, the newest snapshot of the
-run that the node holds, which it names in its answer to a request for a slot. Or not at all, if it is the same there.
-What a node makes of a base counts only if it has the checksum that the frame announces; if not, the answer says so, and
-the part is sent whole.
+run that the server holds, which it names in its answer to a request for a slot. Or not at all, if it is the same there.
+What a server makes of a base counts only if it has the checksum that the frame announces; if not, the answer says so,
+and the part is sent whole.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import re
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 from lightning_spot import errors, untrusted
@@ -51,7 +51,7 @@ ERROR_HEADER = "Spot-Error"
 """The JSON of an error where the answer has no body: to HEAD."""
 
 ATTEMPT_HEADER = "Spot-Attempt"
-"""On whose behalf a run is changed, see :func:`attempt_text`: only its attempt may, whoever has the node's secret."""
+"""On whose behalf a run is changed, see :func:`attempt_text`: only its attempt may, whoever has the server's secret."""
 
 SENDER_HEADER = "Spot-Sender"
 """Which of the hosts that send one upload opens a stream: a random name, the same for all of its streams."""
@@ -136,23 +136,31 @@ class Frame:
         return cls(PartKind(kind), start, nbytes, content_bytes, digest.hex())
 
 
+_MOST_PARTS = 2**20
+
+
+def _checksums(fields: Mapping[str, Any], name: str, _default: object) -> tuple[str, ...]:
+    checksums = untrusted.items(fields, name, _MOST_PARTS)
+    return tuple(untrusted.text({name: each}, name, None) for each in checksums)
+
+
 @dataclass(frozen=True, slots=True)
 class BaseInfo:
-    """What a node says of the snapshot from which it can make parts of the one that is sent.
+    """What a server says of the snapshot from which it can make parts of the one that is sent.
 
     Attributes:
         name: of the snapshot.
         nbytes: its size.
         part_bytes: size of its parts.
         checksums: of its parts.
-        unpacks: whether the node can read deltas that are compressed.
+        unpacks: whether the server can read deltas that are compressed.
     """
 
-    name: str
-    nbytes: int
-    part_bytes: int
-    checksums: tuple[str, ...]
-    unpacks: bool
+    name: Annotated[str, untrusted.text]
+    nbytes: Annotated[int, untrusted.whole(0, untrusted.MOST_BYTES)]
+    part_bytes: Annotated[int, untrusted.whole(1, untrusted.MOST_BYTES)]
+    checksums: Annotated[tuple[str, ...], _checksums]
+    unpacks: bool = False
 
     def has(self, start: int, stop: int, digest: str) -> bool:
         """Whether the part from ``start`` to ``stop`` is the same there."""
@@ -166,21 +174,16 @@ class BaseInfo:
 
     @classmethod
     def read(cls, fields: Any) -> BaseInfo | None:
-        """Read it from a node's answer; what is malformed counts as none."""
-        if not isinstance(fields, dict):
+        """Read it from a server's answer; what is malformed counts as none."""
+        try:
+            return untrusted.decoded(cls, untrusted.as_object(fields))
+        except MalformedError:
             return None
-        name, nbytes, part_bytes = fields.get("name"), fields.get("nbytes"), fields.get("part_bytes")
-        checksums = fields.get("checksums")
-        if not (isinstance(name, str) and type(nbytes) is int and type(part_bytes) is int and part_bytes > 0):
-            return None
-        if not isinstance(checksums, list) or not all(isinstance(each, str) for each in checksums):
-            return None
-        return cls(name, nbytes, part_bytes, tuple(checksums), fields.get("unpacks") is True)
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a node listens: a TCP host and port, or a Unix socket.
+    """Where a server listens: a TCP host and port, or a Unix socket.
 
     Attributes:
         host: host name or IP address, ``""`` for a Unix socket.
@@ -202,7 +205,7 @@ def parse_spot_url(url: str) -> tuple[Address, str]:
     Raises:
         SettingsError: if it is malformed.
     """
-    help_text = f"{without_password(url)!r} is no node URL; write it like spot://10.0.0.5:{DEFAULT_PORT} or spot://host:7070/run/last.ckpt"
+    help_text = f"{without_password(url)!r} is no server URL; write it like spot://10.0.0.5:{DEFAULT_PORT} or spot://host:7070/run/last.ckpt"
     try:
         parts = urlsplit(url)
         port = DEFAULT_PORT if parts.port is None else parts.port
@@ -260,7 +263,7 @@ def read_fault(said: object) -> ShareFault | None:
 
 
 def error_from_body(status: int, body: bytes, tier: str) -> SpotError:
-    """The error a node answered with; only classes of our own tree are ever made."""
+    """The error a server answered with; only classes of our own tree are ever made."""
     try:
         fields = untrusted.read_object(body)
         kind = getattr(errors, untrusted.text(fields, "error", None), None)
@@ -292,10 +295,10 @@ def error_from_body(status: int, body: bytes, tier: str) -> SpotError:
 
 @contextlib.contextmanager
 def answered(tier: str) -> Iterator[None]:
-    """What a node has answered is read: whatever is missing, or is something else, is one error.
+    """What a server has answered is read: whatever is missing, or is something else, is one error.
 
     Raises:
-        ServerUnreachableError: it is no answer of a node of this version.
+        ServerUnreachableError: it is no answer of a server of this version.
     """
     try:
         yield
@@ -310,7 +313,7 @@ def answered(tier: str) -> Iterator[None]:
 
 
 def file_path(said: object) -> str:
-    """The path of a file below a run, as a node says it: whoever copies it stays below where it is copied to.
+    """The path of a file below a run, as a server says it: whoever copies it stays below where it is copied to.
 
     Raises:
         MalformedError: if it is no such path.

@@ -32,8 +32,8 @@ from lightning_spot.retry import growing
 from lightning_spot.run.identity import next_attempt
 from lightning_spot.run.survey import Survey
 from lightning_spot.say import recovered, say
-from lightning_spot.tiers.claims import Claim, Owner
-from lightning_spot.tiers.filesystem import open_filesystem, tier_errors, time_of
+from lightning_spot.tiers.fences import Claim, Owner
+from lightning_spot.tiers.fsspec_client import open_filesystem, tier_errors, time_of
 from lightning_spot.tiers.store import Store
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from lightning_spot.memory.runs import check_name
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.say import say
 from lightning_spot.staging.slot import host_memory_bytes
-from lightning_spot.tiers.files import why_not_writable
+from lightning_spot.tiers.posix import why_not_writable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

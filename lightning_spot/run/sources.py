@@ -25,8 +25,8 @@ from lightning_spot.image.parts import verify_file
 from lightning_spot.memory.tier import Listed
 from lightning_spot.run.reading import OpenSnapshot, SnapshotReader
 from lightning_spot.run.receiving import has_room, receive
-from lightning_spot.tiers.files import open_regular
 from lightning_spot.tiers.local import LocalStore
+from lightning_spot.tiers.posix import open_regular
 from lightning_spot.tiers.store import Holdings, Progress, ReadsRanges, Store, newest_first
 
 HOST = "host"

@@ -41,7 +41,7 @@ from lightning_spot.run.location import Location
 from lightning_spot.run.sources import HOST, STORAGE, MemorySource, Source, StoreSource
 from lightning_spot.say import forget, recovered, say
 from lightning_spot.threads import both
-from lightning_spot.tiers.claims import Claim
+from lightning_spot.tiers.fences import Claim
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings
 from lightning_spot.untrusted import file_name, integer, line

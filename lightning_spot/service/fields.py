@@ -9,21 +9,19 @@ import re
 import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any, get_args
+from typing import Any
 
 from aiohttp import web
 
-from lightning_spot.config import MOST_NODES, MOST_PART_BYTES
+from lightning_spot.config import HIGHEST_ATTEMPT, MOST_NODES, MOST_PART_BYTES
 from lightning_spot.errors import MalformedError, ServerRefusedError, SettingsError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.packing import Compression
 from lightning_spot.image.parts import checksum
+from lightning_spot.memory.joint import MOST_SHARES, Shared
 from lightning_spot.memory.slots import Making
 from lightning_spot.protocol.wire import DIGEST_HEADER
-from lightning_spot.service.quotas import Quota, client_of
-from lightning_spot.untrusted import integer as integer
-from lightning_spot.untrusted import read_object
-from lightning_spot.untrusted import text as text
+from lightning_spot.service.limits import Quota, client_of
+from lightning_spot.untrusted import MOST_BYTES, integer, read_object, text
 
 SMALL_BODY_BYTES = 256 * 1024
 """Longest JSON body of a request that carries no checksums."""
@@ -42,16 +40,12 @@ STILL_MAY = web.RequestKey("still_may", functools.partial)
 
 BODIES_BYTES = 512 * 1024 * 1024
 
-MOST_BYTES = 2**46
 LONGEST_WAIT_S = 3600.0
 _BODY_TIMEOUT_S = 30.0
 _UNCOUNTED_BYTES = 4096  # of each body: those of most requests have no more
 _MOST_VALUES = 2**21  # in a body: each takes some 100 bytes, and a microsecond in which nobody else is answered
 _MOST_SMALL_PARTS = 4096
 _LEAST_PART_BYTES = 2**20
-LONGEST_PLACE = 1024
-"""Of directories and URLs that are listed for everybody."""
-
 _LONGEST_URL = 512  # of a run at a node: names of hosts have 255 characters at most, those of runs 128
 
 
@@ -104,7 +98,7 @@ def only_same_host(request: web.Request) -> None:
         ServerRefusedError: if it is one.
     """
     if not same_host(request):
-        raise ServerRefusedError("this request is for trainers on the node's own host (Unix socket)", status=403)
+        raise ServerRefusedError("this request is for trainers on the server's own host (Unix socket)", status=403)
 
 
 async def _collect(request: web.Request, most_bytes: int, held: ExitStack) -> bytes:
@@ -115,7 +109,7 @@ async def _collect(request: web.Request, most_bytes: int, held: ExitStack) -> by
         if (more := len(body) - counted) > 0:
             if not held.enter_context(bodies.holding(client, more)):
                 raise ServerRefusedError(
-                    "this client has its share of the requests that this node reads at once", status=503
+                    "this client has its share of the requests that this server reads at once", status=503
                 )
             counted += more
         if len(body) > most_bytes:
@@ -136,7 +130,7 @@ def seconds(fields: Mapping[str, Any], name: str, default: float, high: float) -
 
 
 def place(fields: Mapping[str, Any]) -> str:
-    """Where several hosts bring a snapshot to, see :attr:`Shared.at`: URLs of a run, at as many nodes as it may have.
+    """Where several hosts bring a snapshot to, see :attr:`Shared.at`: URLs of a run, at as many servers as it may have.
 
     Raises:
         SettingsError: if it is something else.
@@ -168,18 +162,6 @@ def identifier(fields: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def texts(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """A list of texts, as many as a run may have nodes at most.
-
-    Raises:
-        SettingsError: otherwise.
-    """
-    value = fields.get(name) or ()
-    if not isinstance(value, list | tuple) or len(value) > MOST_NODES:
-        raise SettingsError(f"malformed request: {name} is no list of at most {MOST_NODES}")
-    return tuple(text({name: item}, name, None) for item in value)
-
-
 def manifest(fields: Mapping[str, Any]) -> Manifest:
     """The manifest of a snapshot that comes over the network.
 
@@ -197,6 +179,15 @@ def manifest(fields: Mapping[str, Any]) -> Manifest:
     return read
 
 
+def attempt_of(fields: Mapping[str, Any], default: int | None = None) -> int:
+    """The number of an attempt.
+
+    Raises:
+        MalformedError: if it is none.
+    """
+    return integer(fields, "attempt", default, 0, HIGHEST_ATTEMPT)
+
+
 def making(fields: Mapping[str, Any]) -> Making:
     """Whether the memory of a slot is made for who asks; what a later version may say counts as ``"now"``.
 
@@ -207,11 +198,20 @@ def making(fields: Mapping[str, Any]) -> Making:
     return next((known for known in Making if known.value == named), Making.NOW)
 
 
-def compression(fields: Mapping[str, Any]) -> Compression:
-    """How what changed is sent on; what a later version may say counts as ``"auto"``.
+async def shared_body(request: web.Request) -> dict[str, Any]:
+    """What a request for a slot brings, a layout perhaps."""
+    return await json_body(request, LAYOUT_BODY_BYTES)
 
-    Raises:
-        SettingsError: if it is no text.
-    """
-    named = text(fields, "compression", "auto")
-    return next((each for each in get_args(Compression) if each == named), "auto")
+
+def shared_of(body: dict[str, Any]) -> Shared | None:
+    """What a request for a slot says of the ranks that will fill it; ``None`` if one does."""
+    if body.get("shares") is None:
+        return None
+    return Shared(
+        name=text(body, "name"),
+        shares=integer(body, "shares", None, 1, MOST_SHARES),
+        digest=text(body, "digest"),
+        layout=long_text(body, "layout"),
+        at=place(body),
+        image_nbytes=integer(body, "image_nbytes", 0, 0, MOST_BYTES),
+    )

@@ -1,4 +1,4 @@
-"""The node as a program: ``lightning-spot serve``, and the local server that a trainer starts by itself.
+"""The server as a program: ``lightning-spot serve``, and the local server that a trainer starts by itself.
 
 On SIGTERM or SIGINT it takes no new runs, goes on serving the trainers it has, and ends when they have left and nothing
 waits for a tier any more, or when the drain time is over. A second signal ends the waiting.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import hmac
+import json
 import logging
 import os
 import re
@@ -17,33 +19,40 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import directory_of, format_bytes, read_environment, scheme_of, why_weak
-from lightning_spot.errors import SettingsError, SpotError
+from lightning_spot.errors import SettingsError, SnapshotNotFoundError, SpotError, TierError
+from lightning_spot.goodput.records import forget_reached, newest_record, read_reached, write_record
 from lightning_spot.memory.area import remove_abandoned
 from lightning_spot.memory.node import Node
-from lightning_spot.protocol.listening import allow_descriptors
-from lightning_spot.protocol.ownership import own_directories, own_socket, remove_file
+from lightning_spot.memory.runs import RunInfo
+from lightning_spot.memory.slots import Slot
+from lightning_spot.protocol.listening import accepted, allow_descriptors
+from lightning_spot.protocol.ownership import is_own_user, own_directories, own_socket, peer_of, remove_file
+from lightning_spot.protocol.process import ProcessId, open_pidfd, wait_readable
 from lightning_spot.protocol.record import NodeRecord, hold, sweep
 from lightning_spot.retry import unless_silent
-from lightning_spot.service.channel import DescriptorChannel
-from lightning_spot.service.connections import DESCRIPTORS
-from lightning_spot.service.handlers import Service
-from lightning_spot.service.settings import NodeSettings, add_arguments, settings_from
+from lightning_spot.say import say
+from lightning_spot.service.flags import NodeSettings, add_arguments, settings_from
+from lightning_spot.service.http import Service
+from lightning_spot.service.limits import DESCRIPTORS
 from lightning_spot.threads import in_background
-from lightning_spot.tiers.files import why_not_writable
-from lightning_spot.tiers.writing import try_writing
-from lightning_spot.untrusted import LONGEST_TEXT, log_plainly, plain
+from lightning_spot.tiers.object_files import try_writing
+from lightning_spot.tiers.posix import why_not_writable
+from lightning_spot.untrusted import LONGEST_TEXT, log_plainly, plain, read_object
 
-logger = logging.getLogger("lightning_spot.node")
+logger = logging.getLogger(__name__)
 
 _CHECK_S = 0.25
 _LOOK_S = 5.0  # how often a local server looks whether it is needed where nothing tells it of a change
@@ -54,7 +63,7 @@ _ABANDONED_S = 24 * 3600.0
 _BACKLOG = 512
 _AT_ONCE = 4  # asyncio accepts its backlog in one turn: before those beyond the most are dropped, all descriptors
 _QUIET_S = 3.0  # a snapshot server's trainers have left, or moved on, when none asked for a slot for so long
-_UNCONNECTED_S = 15.0  # a draining node waits so long for who has begun to send a snapshot and is not connected now
+_UNCONNECTED_S = 15.0  # a draining server waits so long for who has begun to send a snapshot and is not connected now
 _SHUTDOWN_S = 5.0
 _SILENT_S = 20.0
 
@@ -71,7 +80,7 @@ def run_node(settings: NodeSettings) -> int:
     """
     allow_descriptors(DESCRIPTORS)
     if why := why_weak(read_environment().token):
-        logger.warning("%s", why)
+        say(logging.WARNING, "token-weak", "{why}", why=why)
     record = settings.record
     if record is None:
         for url in settings.allow:
@@ -86,7 +95,7 @@ def _run_embedded(settings: NodeSettings, record: NodeRecord) -> int:
     """Serve this host's trainers by what is in the open runtime directory."""
     alive = hold(record.alive, _HOLD_S)
     if alive is None:
-        logger.info("another node already serves %s", record.key)
+        say(logging.INFO, "server-there", "another server already serves {about}", about=record.key)
         return 0
     try:
         record.note(
@@ -97,7 +106,7 @@ def _run_embedded(settings: NodeSettings, record: NodeRecord) -> int:
         )
         _sweep(read_environment().shm_dir, record.folder)
         for leftover in (record.http, record.fds):
-            remove_file(leftover)  # a killed node's
+            remove_file(leftover)  # a killed server's
         with own_socket(record.http) as listener:
             return asyncio.run(_serve(settings, listener))
     finally:
@@ -201,11 +210,11 @@ def _announce(settings: NodeSettings, listener: socket.socket) -> None:
     if settings.allow:
         facts.append(f"writes where trainers say below {' and '.join(settings.allow)}")
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    print(f"node listening on spot://{host}:{listener.getsockname()[1]}, {', '.join(facts)}", flush=True)
+    print(f"server listening on spot://{host}:{listener.getsockname()[1]}, {', '.join(facts)}", flush=True)
 
 
 class _Signals:
-    """SIGTERM and SIGINT: the first has what is owed flushed, the second ends the node at once.
+    """SIGTERM and SIGINT: the first has what is owed flushed, the second ends the server at once.
 
     Attributes:
         woken: set with each of them, and by :meth:`wake`.
@@ -244,11 +253,11 @@ async def _until_unneeded(node: Node, service: Service, server_idle_timeout_s: f
             last_busy_s = now_s
         was_busy = is_busy
         if node.finished:
-            logger.info("the run has ended")
+            say(logging.INFO, "server-ends", "the run has ended")
             return
         left_s = server_idle_timeout_s - (now_s - max(last_busy_s, service.last_request_s))
         if left_s < 0:
-            logger.info("idle for %.0f s", server_idle_timeout_s)
+            say(logging.INFO, "server-ends", "idle for {idle_s:.0f} s", idle_s=server_idle_timeout_s)
             return
         await _wait(signals.first, _CHECK_S)
         await _wait(signals.woken, min(left_s, _LOOK_S))
@@ -269,16 +278,16 @@ async def _drain(node: Node, service: Service, drain_timeout_s: float, signals: 
     node.closing = True
     left = await _flush(node, 0.0)
     for line in left:
-        logger.error("not flushed: %s", line)
+        say(logging.ERROR, "not-flushed", "not flushed: {about}", about=line)
     return left
 
 
 async def _flush(node: Node, wait_s: float) -> list[str]:
-    """What could not be flushed in time, one line for each tier. Whatever fails, the node ends as it should."""
+    """What could not be flushed in time, one line for each tier. Whatever fails, the server ends as it should."""
     try:
         return await asyncio.to_thread(node.flush, None, wait_s)
     except Exception as error:
-        logger.exception("flushing failed unexpectedly")
+        say(logging.ERROR, "flush-failed", "flushing failed unexpectedly", exc_info=True)
         return [f"{type(error).__name__}: {error}"]
 
 
@@ -296,7 +305,7 @@ async def _end(
     *,
     keep_files: bool,
 ) -> None:
-    """Let go of everything. What could not be flushed stays in tmpfs; the next node of this run takes it over."""
+    """Let go of everything. What could not be flushed stays in tmpfs; the next server of this run takes it over."""
     if record is not None:
         for path in (record.http, record.fds):
             path.unlink(missing_ok=True)
@@ -311,7 +320,7 @@ async def _end(
     if record is not None:
         if not keep_files:
             record.log.unlink(missing_ok=True)
-        record.alive.unlink(missing_ok=True)  # last: who finds it gone may start a new node
+        record.alive.unlink(missing_ok=True)  # last: who finds it gone may start a new server
 
 
 def _area(settings: NodeSettings, shm_dir: Path | None) -> Path | None:
@@ -325,18 +334,207 @@ def _area(settings: NodeSettings, shm_dir: Path | None) -> Path | None:
 def _sweep(shm_dir: Path | None, records: Path) -> None:
     """Remove what local servers left when they were killed and whose runs nobody carried on for a day."""
     for area in own_directories(shm_dir / "lightning-spot") if shm_dir is not None else ():
-        with area, contextlib.suppress(OSError, SettingsError):  # another node may be sweeping it too
+        with area, contextlib.suppress(OSError, SettingsError):  # another server may be sweeping it too
             embedded = re.match(r"lightning-spot-([0-9a-f]{16})(-|$)", area.path.name)
             latest_s = max([area.here.stat().st_mtime, *(path.lstat().st_mtime for path in area.here.iterdir())])
             if embedded is None or time.time() - latest_s < _ABANDONED_S or NodeRecord(records, embedded[1]).running():
                 continue
             if remove_abandoned(area):
-                logger.info("removed %s, abandoned for a day", area.path)
+                say(logging.INFO, "slots-removed", "removed {about}, abandoned for a day", about=area.path)
     sweep(records)
 
 
+def note_killed(info: RunInfo) -> None:
+    """Write the record of an attempt to storage, if its trainer was killed.
+
+    Where that fails, what is left on this host stays, and the next attempt writes it.
+
+    Args:
+        info: of a run whose trainer has gone without leaving it.
+    """
+    if info.durable_url is None:
+        return
+    record = read_reached(info.durable_url, info.attempt)
+    if record is None or record.end != "killed":
+        return  # it measured nothing, or is about to write its own end
+    try:
+        written = newest_record(info.durable_url, before=info.attempt + 1)
+        if written is None or written.attempt != info.attempt:
+            return  # which alone knows the attempts before
+        write_record(info.durable_url, info.attempt, replace(record, earlier=written.earlier).as_dict())
+    except TierError as error:
+        text = "how far attempt {attempt} of {about} got was not written: {error}"
+        say(logging.WARNING, "goodput-not-written", text, about=info.text, attempt=info.attempt, error=error)
+    else:
+        forget_reached(info.durable_url, info.attempt)
+
+
+LONGEST_LINE = 65536
+_GREETING_TIMEOUT_S = 5.0
+_SEND_TIMEOUT_S = 30.0
+_EXIT_TIMEOUT_S = 30.0
+_MOST_SESSIONS = 256
+
+
+class DescriptorChannel:
+    """Accepts trainers of this host. One thread accepts, one thread per connected trainer answers.
+
+    Args:
+        node: whose slots are handed over.
+        path: of the Unix socket.
+        token: secret the greeting must carry, if any.
+    """
+
+    def __init__(self, node: Node, path: Path, token: str | None) -> None:
+        self._node = node
+        self._token = token
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._socket = own_socket(path)
+        self._socket.listen(64)
+        threading.Thread(target=self._accept, name="spot-channel", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop accepting, and end every session."""
+        with self._lock:
+            self._closed, open_now = True, list(self._open)
+        for connection in (self._socket, *open_now):
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                logger.debug("a session has ended by itself")
+        self._socket.close()
+
+    def _accept(self) -> None:
+        for connection in accepted(self._socket, lambda: self._closed):
+            if not is_own_user(connection):
+                connection.close()
+                continue
+            with self._lock:
+                full = len(self._open) >= _MOST_SESSIONS
+                if not full:
+                    self._open.add(connection)
+            if full:
+                connection.close()
+                continue
+            try:
+                threading.Thread(target=self._serve, args=(connection,), name="spot-session", daemon=True).start()
+            except RuntimeError as error:  # no more threads can be had now: others come after this one
+                say(logging.WARNING, "no-threads", "a session was refused: {error}", error=error)
+                with self._lock:
+                    self._open.discard(connection)
+                connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        session = uuid.uuid4().hex
+        begun = False
+        pid, _user = peer_of(connection) or (0, 0)
+        pidfd = open_pidfd(pid)
+        process = ProcessId.of(pid) if pidfd is not None else None
+        with ExitStack() as pins:
+            try:
+                lines = _Lines(connection, pidfd)
+                greeting = read_object(lines.next(_GREETING_TIMEOUT_S) or b"{}")
+                if self._token and not hmac.compare_digest(str(greeting.get("token")).encode(), self._token.encode()):
+                    connection.sendall(b'{"refused": "token"}\n')
+                    return
+                self._node.begin_session(session, process.to_json() if process is not None else "")
+                begun = True
+                _send(connection, {"session": session}, None)
+                while line := lines.next(None):
+                    self._answer(connection, read_object(line), pins)
+            except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+                logger.debug("a session ended: %s", error)
+            finally:
+                left = self._node.end_session(session) if begun else []
+                with self._lock:
+                    self._open.discard(connection)
+                connection.close()
+                if pidfd is not None:
+                    if left:  # the kernel closes a killed process' sockets a moment before it counts as dead
+                        wait_readable([pidfd], _EXIT_TIMEOUT_S)
+                    os.close(pidfd)
+        for info in left:
+            note_killed(info)
+
+    def _answer(self, connection: socket.socket, asked: dict[str, Any], pins: ExitStack) -> None:
+        connection.settimeout(_SEND_TIMEOUT_S)
+        if "slot" in asked:
+            with self._of_slot(int(asked["slot"])) as (told, fd):
+                _send(connection, told, fd)
+            return
+        key = self._node.registry.key(str(asked["run"]))
+        found = self._find(key, str(asked["name"]), pins)
+        if found is None:
+            _send(connection, {"missing": True}, None)
+            return
+        with self._of_slot(found.index) as (told, fd):
+            _send(connection, told, fd)
+
+    @contextmanager
+    def _of_slot(self, index: int) -> Iterator[tuple[dict[str, Any], int | None]]:
+        """What is said of a slot, and a descriptor of its memory that stays what it is until it is sent."""
+        ring = self._node.ring
+        with ring.changed:  # another thread may give the slot other memory
+            slot = ring.slot(index)
+            fd = ring.descriptor(slot) if slot is not None else None
+            told = {"capacity": slot.capacity, "generation": slot.generation} if slot is not None else {}
+        try:
+            yield (told, fd) if fd is not None else ({"missing": True}, None)
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+    def _find(self, run: str, name: str, pins: ExitStack) -> Slot | None:
+        """The slot of a snapshot or file of that name, pinned until the connection closes."""
+        ring = self._node.ring
+        for slot, manifest in ring.readable(run, name):
+            with suppress(SnapshotNotFoundError):  # it has just left
+                pins.enter_context(ring.reading(slot, manifest))
+                return slot
+        return None
+
+
+class _Lines:
+    """Lines that a trainer sends, until it ends."""
+
+    def __init__(self, connection: socket.socket, pidfd: int | None) -> None:
+        self._connection = connection
+        self._fds = [connection.fileno(), *([pidfd] if pidfd is not None else [])]
+        self._pidfd = pidfd
+        self._data = b""
+
+    def next(self, within_s: float | None) -> bytes:
+        """The next line; ``b""`` when the connection closes, the trainer's process ends, or it takes too long.
+
+        Raises:
+            ValueError: if a line is too long.
+        """
+        while b"\n" not in self._data:
+            if len(self._data) > LONGEST_LINE:
+                raise ValueError("a message is too long")
+            ready = wait_readable(self._fds, within_s)
+            if not ready or self._pidfd in ready:
+                return b""
+            piece = self._connection.recv(LONGEST_LINE)
+            if not piece:
+                return b""
+            self._data += piece
+        line, _, self._data = self._data.partition(b"\n")
+        return line
+
+
+def _send(connection: socket.socket, message: dict[str, Any], fd: int | None) -> None:
+    data = json.dumps(message).encode() + b"\n"
+    if fd is None:
+        connection.sendall(data)
+    else:
+        socket.send_fds(connection, [data], [fd])
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run a node from command-line flags."""
+    """Run a server from command-line flags."""
     parser = argparse.ArgumentParser(prog="lightning-spot serve")
     add_arguments(parser)
     log_plainly(logging.INFO, "%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import stat
@@ -20,12 +21,17 @@ from lightning_spot.image.parts import part_ranges
 from lightning_spot.image.sealing import NotedParts
 from lightning_spot.say import say
 from lightning_spot.threads import in_turn
-from lightning_spot.tiers import claims, files, store
-from lightning_spot.tiers.beneath import Beneath, opened
-from lightning_spot.tiers.claims import ATTEMPTS_DIR, Claim, Owner
-from lightning_spot.tiers.files import open_regular, tier_errors
+from lightning_spot.tiers import fences, posix, store
+from lightning_spot.tiers.fences import ATTEMPTS_DIR, Claim, Owner
+from lightning_spot.tiers.posix import (
+    Beneath,
+    open_regular,
+    opened,
+    temporary_name,
+    temporary_owner,
+    tier_errors,
+)
 from lightning_spot.tiers.store import Holdings, Progress
-from lightning_spot.tiers.temporaries import temporary_name, temporary_owner, writer_has_ended
 
 _WRITE_BYTES = 128 * 1024 * 1024  # at a time: 0.06 s of the kernel's CPU time a GiB; 0.10 s with 8 MiB, or all at once
 
@@ -37,8 +43,9 @@ class LocalStore:
 
     Args:
         root: the run's directory; made when first written to.
-        beneath: prefixes below one of which it must be, where a node acts for others: no link below leads out of that,
-            and of users' files only those that have a manifest of ours are replaced or deleted. ``None`` for no bound.
+        beneath: prefixes below one of which it must be, where a server acts for others: no link below leads out of
+            that, and of users' files only those that have a manifest of ours are replaced or deleted. ``None`` for no
+            bound.
 
     Raises:
         TierError: if it is below none of them.
@@ -62,7 +69,7 @@ class LocalStore:
         """See :meth:`Store.survey`."""
         found = Holdings()
         with tier_errors(self.url):
-            names = [name for name in files.list_directory(self.root) if snapshot_order(name) is not None]
+            names = [name for name in posix.list_directory(self.root) if snapshot_order(name) is not None]
             for name in names:
                 try:
                     if (manifest := self._committed(name)) is not None:
@@ -78,14 +85,14 @@ class LocalStore:
     def claimed(self) -> int:
         """See :meth:`Store.claimed`."""
         with tier_errors(self.url):
-            return claims.highest_claim(files.list_directory(self.root / ATTEMPTS_DIR))
+            return fences.highest_claim(posix.list_directory(self.root / ATTEMPTS_DIR))
 
     def newest_claim(self) -> Claim | None:
         """See :meth:`Store.newest_claim`."""
         with tier_errors(self.url):
             folder = self.root / ATTEMPTS_DIR
-            names = files.list_directory(folder)
-            return claims.first_readable(names, lambda name: files.read_small(folder / name), self.url)
+            names = posix.list_directory(folder)
+            return fences.first_readable(names, lambda name: posix.read_small(folder / name), self.url)
 
     def inode(self) -> int:
         """Inode of the attempts directory, by which a copied run is told from a moved one; 0 if there is none."""
@@ -129,29 +136,29 @@ class LocalStore:
         """See :meth:`Store.check_owner`."""
         if (owner := self.owner) is not None:
             with tier_errors(self.url):
-                claim = _claim_in(self.root / ATTEMPTS_DIR / claims.claim_name(owner.attempt))
-            claims.check_owner(owner, claim, self.url)
+                claim = _claim_in(self.root / ATTEMPTS_DIR / fences.claim_name(owner.attempt))
+            fences.check_owner(owner, claim, self.url)
 
     def claim(self, claim: Claim) -> None:
         """See :meth:`Store.claim`. The inode of the attempts directory is noted in it."""
-        claims.check_fence(claim.location, claim.attempt, self.claimed())
+        fences.check_fence(claim.location, claim.attempt, self.claimed())
         with tier_errors(self.url), self.inside(self.made() / ATTEMPTS_DIR, make=True) as folder:
             noted = memoryview(replace(claim, inode=self.inode()).to_json().encode())
-            path = folder / claims.claim_name(claim.attempt)
-            if not files.create_exclusively(path, noted, attempt=claim.attempt, run_id=claim.run_id):
-                claims.check_claim(claim, _claim_in(path))
-                files.sync_directory(folder)  # the attempt that wrote it may have been killed before it did
+            path = folder / fences.claim_name(claim.attempt)
+            if not posix.create_exclusively(path, noted, attempt=claim.attempt, run_id=claim.run_id):
+                fences.check_claim(claim, _claim_in(path))
+                posix.sync_directory(folder)  # the attempt that wrote it may have been killed before it did
 
     def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
         """See :meth:`Store.put`."""
         self._check_fences(manifest, attempt)
         with tier_errors(self.url):
             if self._holds_every_byte(manifest):
-                # A node that takes over from a killed one may not know that this was committed, and must not undo it.
+                # A server that takes over from a killed one may not know that this was committed, and must not undo it.
                 # Its predecessor may have been killed before it synced the names.
                 for path in (manifest.path_of(manifest.spans[0]), manifest.manifest_path):
-                    files.sync_directory((self.root / path).parent)
-                files.sync_directory(self.root)
+                    posix.sync_directory((self.root / path).parent)
+                posix.sync_directory(self.root)
                 return
             slices = (image[start:stop] for start, stop in part_ranges(len(image), _WRITE_BYTES))
             with self._aside(manifest, slices, attempt) as (folder, temporaries):
@@ -174,7 +181,7 @@ class LocalStore:
                 self._delete_file(manifest)
                 return
             folder = (self.root / manifest.manifest_path).parent
-            if not files.is_own_directory(folder):
+            if not posix.is_own_directory(folder):
                 return  # not there, or a link to somebody's place
             if store.is_another(self._noted(manifest), manifest):
                 why = "it is another one of that name"
@@ -182,13 +189,13 @@ class LocalStore:
                 return
             try:
                 with self.inside(folder) as folder:
-                    files.remove(folder / MANIFEST_FILE)
-                    files.sync_directory(folder)  # never a manifest without its bytes, also after a loss of power
+                    posix.remove(folder / MANIFEST_FILE)
+                    posix.sync_directory(folder)  # never a manifest without its bytes, also after a loss of power
                     _remove_own(folder)
-            except FileNotFoundError:  # of several nodes that have portions of it, another one deletes it, too
-                if files.is_there(self.root / manifest.manifest_path):
+            except FileNotFoundError:  # of several servers that have portions of it, another one deletes it, too
+                if posix.is_there(self.root / manifest.manifest_path):
                     raise
-            files.remove_if_empty(self.root / manifest.name)
+            posix.remove_if_empty(self.root / manifest.name)
 
     def sweep(self, current: Manifest, seen: Holdings | None = None) -> None:
         """See :meth:`Store.sweep`."""
@@ -207,7 +214,7 @@ class LocalStore:
         """Manifest of a snapshot directory, ``None`` if it has none."""
         path = self.root / name / MANIFEST_FILE
         try:
-            manifest = claims.whole(lambda: Manifest.from_json(files.read_small(path)))
+            manifest = fences.read_twice(lambda: Manifest.from_json(posix.read_small(path)))
         except (FileNotFoundError, NotADirectoryError):
             return None
         if manifest.name != name:
@@ -217,7 +224,7 @@ class LocalStore:
     def _noted(self, manifest: Manifest) -> Manifest | None:
         """What the manifest at the place of ``manifest`` says now; ``None`` if there is none that can be used."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, CorruptSnapshotError):
-            return claims.whole(lambda: Manifest.from_json(files.read_small(self.root / manifest.manifest_path)))
+            return fences.read_twice(lambda: Manifest.from_json(posix.read_small(self.root / manifest.manifest_path)))
         return None
 
     def made(self) -> Path:
@@ -233,8 +240,8 @@ class LocalStore:
             make: whether it is made if it is not there.
         """
         if make:
-            files.make_directory(folder, like_parent=folder.name == OWN_DIR and self._beneath is None)
-        if not files.is_own_directory(folder):
+            posix.make_directory(folder, like_parent=folder.name == OWN_DIR and self._beneath is None)
+        if not posix.is_own_directory(folder):
             raise TierError(f"{self.url}/{folder.name} is a link; nothing is written where it leads to", tier=self.url)
         if self._beneath is None:
             yield folder
@@ -245,11 +252,11 @@ class LocalStore:
     def _check_owner(self, run: str) -> None:
         """Refuse to delete anything for an attempt that does not hold the run any more."""
         if self.owner is not None:
-            claims.check_fence(run, self.owner.attempt, self.claimed())
+            fences.check_fence(run, self.owner.attempt, self.claimed())
             self.check_owner()
 
     def _check_fences(self, manifest: Manifest, attempt: int) -> None:
-        claims.check_fence(manifest.run, attempt, self.claimed())
+        fences.check_fence(manifest.run, attempt, self.claimed())
         self.check_owner()
         if manifest.is_file:
             with tier_errors(self.url):
@@ -260,7 +267,7 @@ class LocalStore:
         if not (self.has(manifest) and self._has_the_bytes(manifest)):
             return False  # it is written anew
         for span in manifest.spans:
-            files.sync_file(self.root / manifest.path_of(span))
+            posix.sync_file(self.root / manifest.path_of(span))
         return True
 
     def _has_the_bytes(self, manifest: Manifest) -> bool:
@@ -281,7 +288,7 @@ class LocalStore:
         """
         if self._beneath is None or self._noted(manifest) is not None:
             return
-        if files.is_there(self.root / manifest.name) and not self._has_the_bytes(manifest):
+        if posix.is_there(self.root / manifest.name) and not self._has_the_bytes(manifest):
             raise store.not_ours(self.url, manifest)
 
     @contextlib.contextmanager
@@ -295,13 +302,13 @@ class LocalStore:
             with self.inside(folder, make=True) as held:
                 try:
                     for _span, data in cut(manifest.spans, parts):
-                        temporaries.append(files.write_aside(held, data, attempt=attempt, run_id=manifest.run_id))
+                        temporaries.append(posix.write_aside(held, data, attempt=attempt, run_id=manifest.run_id))
                     yield held, temporaries
                 finally:
                     for temporary in temporaries:
-                        files.remove(temporary)
+                        posix.remove(temporary)
         except BaseException:
-            files.remove_if_empty(folder)  # a disk that is full for long would have one for each snapshot
+            posix.remove_if_empty(folder)  # a disk that is full for long would have one for each snapshot
             raise
 
     def _commit(self, manifest: Manifest, folder: Path, temporaries: list[Path], attempt: int) -> None:
@@ -309,7 +316,7 @@ class LocalStore:
         places = [self.root / manifest.name] if manifest.is_file else [folder / span.name for span in manifest.spans]
         data, commit = places[0], folder / Path(manifest.manifest_path).name
         text = memoryview(manifest.to_json().encode())
-        noted = files.write_aside(commit.parent, [text], attempt=attempt, run_id=manifest.run_id)
+        noted = posix.write_aside(commit.parent, [text], attempt=attempt, run_id=manifest.run_id)
         before: Path | None = None  # where the manifest of what is there lies, out of the way
         was: dict[Path, Path] = {}  # of several files, those that are there: all of them go back, or none
         try:
@@ -325,28 +332,28 @@ class LocalStore:
                     os.rename(commit, aside)
                     before = aside
                 if commit.parent != data.parent:
-                    files.sync_directory(commit.parent)
+                    posix.sync_directory(commit.parent)
             try:
                 for temporary, place in zip(temporaries, places, strict=True):
-                    if len(places) > 1 and files.is_there(place):
+                    if len(places) > 1 and posix.is_there(place):
                         aside = commit.parent / temporary_name(attempt, manifest.run_id)
                         os.rename(place, aside)
                         was[place] = aside
                     os.replace(temporary, place)
-                files.sync_directory(data.parent)
+                posix.sync_directory(data.parent)
                 os.replace(noted, commit)
             except OSError:
                 for place, aside in was.items():
                     os.rename(aside, place)
-                if before is not None and (len(places) > 1 or files.is_there(temporaries[0])):
+                if before is not None and (len(places) > 1 or posix.is_there(temporaries[0])):
                     os.rename(before, commit)  # what was there has its manifest again
                 raise
         finally:
             for aside in (noted, *([before] if before is not None else []), *was.values()):
-                files.remove(aside)
-        files.sync_directory(commit.parent)
+                posix.remove(aside)
+        posix.sync_directory(commit.parent)
         if not manifest.is_file:
-            files.sync_directory(self.root)
+            posix.sync_directory(self.root)
         for place, span in zip(places, manifest.spans, strict=True):
             if os.stat(place).st_size != span.nbytes:
                 raise TierError(
@@ -361,16 +368,16 @@ class LocalStore:
             why = "a later attempt has written it anew" if noted is not None else "lightning_spot has not saved it"
             say(logging.INFO, "not-deleted", "{about} stays: {why}", about=f"{self.url}/{manifest.name}", why=why)
             return
-        if files.is_own_directory(self.root / OWN_DIR):
+        if posix.is_own_directory(self.root / OWN_DIR):
             with self.inside(self.root / OWN_DIR) as folder:
-                files.remove(folder / Path(manifest.manifest_path).name)
-        files.remove(self.root / manifest.data_path)
-        files.remove_if_empty(self.root / OWN_DIR)  # unless the manifests of other files are in it
+                posix.remove(folder / Path(manifest.manifest_path).name)
+        posix.remove(self.root / manifest.data_path)
+        posix.remove_if_empty(self.root / OWN_DIR)  # unless the manifests of other files are in it
 
 
 def _claim_in(path: Path) -> Claim | None:
     try:
-        return claims.whole(lambda: Claim.from_json(files.read_small(path)))
+        return fences.read_twice(lambda: Claim.from_json(posix.read_small(path)))
     except (FileNotFoundError, CorruptSnapshotError):
         return None
 
@@ -455,28 +462,28 @@ class LocalFolder:
 
     def sizes(self) -> dict[str, int]:
         """See :meth:`Folder.sizes`."""
-        with files.tier_errors(self._store.url):
+        with posix.tier_errors(self._store.url):
             found: dict[str, int] = {}
-            if not files.is_own_directory(self._path):
+            if not posix.is_own_directory(self._path):
                 return found
-            for name in files.list_directory(self._path):
-                status = files.if_there(self._path / name, lambda name=name: os.lstat(self._path / name))  # type: ignore[misc]
+            for name in posix.list_directory(self._path):
+                status = posix.if_there(self._path / name, lambda name=name: os.lstat(self._path / name))  # type: ignore[misc]
                 if status is not None and stat.S_ISREG(status.st_mode):  # a pipe of such a name keeps nobody waiting
                     found[name] = status.st_size
             return found
 
     def write(self, name: str, data: memoryview) -> None:
         """See :meth:`Folder.write`."""
-        with files.tier_errors(self._store.url), self._left_as_it_was():
+        with posix.tier_errors(self._store.url), self._left_as_it_was():
             slices = (data[start:stop] for start, stop in part_ranges(len(data), _WRITE_BYTES))
             with self._store.inside(self._store.made() / self._name, make=True) as folder:
-                temporary = files.write_aside(folder, slices, attempt=self._attempt, run_id=self._run_id)
+                temporary = posix.write_aside(folder, slices, attempt=self._attempt, run_id=self._run_id)
                 try:
                     os.replace(temporary, folder / name)
                 except BaseException:
-                    files.remove(temporary)
+                    posix.remove(temporary)
                     raise
-                files.sync_directory(folder)
+                posix.sync_directory(folder)
 
     def write_all(
         self, contents: Mapping[str, memoryview], goes_on: Callable[[], None], done: Callable[[str], None]
@@ -493,25 +500,25 @@ class LocalFolder:
         try:
             yield
         except BaseException:
-            files.remove_if_empty(self._path)
+            posix.remove_if_empty(self._path)
             raise
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """See :meth:`Folder.read`."""
-        with files.tier_errors(self._store.url, reading=True), open(self._path / name, "rb") as file:
+        with posix.tier_errors(self._store.url, reading=True), open(self._path / name, "rb") as file:
             file.seek(start)
             return file.read(stop - start if stop is not None else -1)
 
     def remove(self, names: Sequence[str]) -> None:
         """See :meth:`Folder.remove`."""
         problem: OSError | None = None
-        with files.tier_errors(self._store.url):
-            if not files.is_own_directory(self._path):
+        with posix.tier_errors(self._store.url):
+            if not posix.is_own_directory(self._path):
                 return
             with self._store.inside(self._path) as folder:
                 for name in names:
                     try:
-                        files.remove(folder / name)
+                        posix.remove(folder / name)
                     except OSError as error:
                         problem = error
             if problem is not None:
@@ -521,9 +528,9 @@ class LocalFolder:
 def _sweep_run(local: LocalStore, current: Manifest) -> None:
     """See :meth:`Store.sweep`."""
     root, problem = local.root, None
-    for name in files.list_directory(root):
+    for name in posix.list_directory(root):
         order = snapshot_order(name)
-        if not ((name in (ATTEMPTS_DIR, OWN_DIR) or order is not None) and files.is_own_directory(root / name)):
+        if not ((name in (ATTEMPTS_DIR, OWN_DIR) or order is not None) and posix.is_own_directory(root / name)):
             continue
         try:
             with local.inside(root / name) as folder:
@@ -531,11 +538,11 @@ def _sweep_run(local: LocalStore, current: Manifest) -> None:
                 if order is not None:
                     _sweep_snapshot(folder, order, current)
                 elif name == ATTEMPTS_DIR:
-                    for old in claims.forgettable(os.listdir(folder)):
-                        files.remove(folder / old)
+                    for old in fences.forgettable(os.listdir(folder)):
+                        posix.remove(folder / old)
             if order is not None:
-                files.remove_if_empty(root / name)
-        except FileNotFoundError:  # it has ended there, or another node removes it, too
+                posix.remove_if_empty(root / name)
+        except FileNotFoundError:  # it has ended there, or another server removes it, too
             continue
         except OSError as error:  # one place that fails keeps nothing else from being swept
             problem = error
@@ -546,17 +553,17 @@ def _sweep_run(local: LocalStore, current: Manifest) -> None:
 
 def _sweep_folder(local: LocalStore) -> None:
     """See :meth:`Store.sweep_files`."""
-    _sweep_ended(local.root, files.list_directory(local.root))
-    if files.is_own_directory(local.root / OWN_DIR):
+    _sweep_temporaries(local.root)
+    if posix.is_own_directory(local.root / OWN_DIR):
         with local.inside(local.root / OWN_DIR) as folder:
-            _sweep_ended(folder, files.list_directory(folder))
+            _sweep_temporaries(folder)
 
 
 def _remove_own(folder: Path) -> None:
     """Remove our own files in a snapshot's directory; it stays, with what is somebody else's."""
     for name in os.listdir(folder):
         if is_own_file(name) or temporary_owner(name) is not None:
-            files.remove(folder / name)
+            posix.remove(folder / name)
 
 
 def _sweep_snapshot(folder: Path, order: Order, current: Manifest) -> None:
@@ -566,26 +573,18 @@ def _sweep_snapshot(folder: Path, order: Order, current: Manifest) -> None:
     newest_s = max(
         os.stat(path, follow_symlinks=path == folder).st_mtime for path in (folder, *(folder / name for name in names))
     )
-    if files.is_there(folder / MANIFEST_FILE):
+    if posix.is_there(folder / MANIFEST_FILE):
         return  # a listing may be older than the manifest
     if order[0] < current.attempt or time.time() - newest_s >= store.SETTLED_S:
         _remove_own(folder)
 
 
-def _sweep_temporaries(folder: Path, current: Manifest) -> None:
-    for name in os.listdir(folder):
-        if (owner := temporary_owner(name)) is None:
-            continue
-        run_id, attempt = owner
-        of_earlier = run_id == current.run_id and 0 < attempt < current.attempt
-        if of_earlier or writer_has_ended(name) or _is_settled(folder / name):
-            files.remove(folder / name)
-
-
-def _sweep_ended(folder: Path, names: list[str]) -> None:
-    for name in names:
-        if temporary_owner(name) is not None and (writer_has_ended(name) or _is_settled(folder / name)):
-            files.remove(folder / name)
+def _sweep_temporaries(folder: Path, current: Manifest | None = None) -> None:
+    """Remove those that have no writer any more; of attempts before that of ``current``, at once."""
+    run_id, attempt = (current.run_id, current.attempt) if current is not None else ("", 0)
+    for name in posix.list_directory(folder):
+        if posix.is_left(name, functools.partial(_is_settled, folder / name), run_id, attempt):
+            posix.remove(folder / name)
 
 
 def _is_settled(path: Path) -> bool:

@@ -9,33 +9,39 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
 
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, TierError
 from lightning_spot.image.files import FileSpan, is_own_file, pieces
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.image.sealing import NotedParts
-from lightning_spot.retry import retried
 from lightning_spot.say import say
 from lightning_spot.threads import all_at_once, both
-from lightning_spot.tiers import claims, s3, store
-from lightning_spot.tiers.claims import ATTEMPTS_DIR, Claim, Owner
-from lightning_spot.tiers.filesystem import check_bucket, make_parent, open_filesystem, speaks, tier_errors, words_of
+from lightning_spot.tiers import fences, s3, store
+from lightning_spot.tiers.fences import ATTEMPTS_DIR, Claim, Owner
+from lightning_spot.tiers.fsspec_client import (
+    Job,
+    check_bucket,
+    make_parent,
+    move,
+    speaks,
+    tier_errors,
+    words_of,
+)
+from lightning_spot.tiers.object_files import (
+    READERS,
+    ObjectFiles,
+    Parts,
+    WriteHooks,
+    write_files,
+    write_small,
+    write_whole,
+)
+from lightning_spot.tiers.posix import is_left, temporary_name, temporary_owner
 from lightning_spot.tiers.s3 import abort_dead_uploads
 from lightning_spot.tiers.store import Holdings, Progress
-from lightning_spot.tiers.temporaries import temporary_name, temporary_owner, writer_has_ended
-from lightning_spot.tiers.transfers import Job, move
-from lightning_spot.tiers.writing import Parts, ignored, nothing, write_files, write_small, write_whole
 
 logger = logging.getLogger(__name__)
-
-READERS = 8  # small requests at once
-_PAUSES_S = (0.1, 0.5)
-_ANSWERS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
-_CHANGES_WITH_CONTENT = ("size", "ETag", "etag", "LastModified", "last_modified", "mtime", "generation", "ino")
-
-Result = TypeVar("Result")
 
 _RECENT_S = 1.0
 
@@ -43,138 +49,6 @@ _Mark = dict[str, object]
 
 Piece = tuple[FileSpan, int, int]
 """A file, and a range of the image that lies in it."""
-
-
-class ObjectFiles:
-    """The objects below a URL, each named by its path from there.
-
-    Args:
-        url: such as ``s3://bucket/run-1``.
-
-    Raises:
-        SettingsError: if the URL is malformed or its file system is not installed.
-
-    Attributes:
-        url: the same, without a slash at its end.
-        fs: the file system.
-        root: path in it.
-    """
-
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
-        self.fs, self.root = open_filesystem(url)
-        self._is_s3 = speaks(self.fs, s3.S3)
-
-    def path(self, below: str) -> str:
-        """Where an object is in the file system."""
-        return f"{self.root}/{below}" if below else self.root
-
-    def names(self, below: str) -> list[str]:
-        """Names in a folder; empty if there is none."""
-        return list(self.sizes(below))
-
-    def sizes(self, below: str) -> dict[str, int]:
-        """Names in a folder, with the sizes of what are files; empty if there is none."""
-        try:
-            listed = self.twice(lambda: list_folder(self.fs, self.path(below)))
-        except FileNotFoundError:
-            return {}
-        named = ((str(item["name"]).rstrip("/").rpartition("/")[2], int(item["size"] or 0)) for item in listed)
-        return {name: nbytes for name, nbytes in named if name}
-
-    def patiently(self, action: Callable[[], Result]) -> Result:
-        """Do what only reads; try again where the library does not do that itself."""
-
-        def note(error: Exception, _pause_s: float) -> None:
-            logger.debug("%s: %s; tried again", self.url, error)
-
-        # Every library has errors of its own.
-        pauses_s = () if self._is_s3 else _PAUSES_S
-        return retried(action, pauses_s, lambda error: not isinstance(error, _ANSWERS), note)
-
-    def twice(self, action: Callable[[], Result]) -> Result:
-        """The same, and "nothing there" is asked for twice: a file server that fails over has said so wrongly.
-
-        S3 is asked once: it shows what was written as soon as it has acknowledged it.
-        """
-        try:
-            return self.patiently(action)
-        except FileNotFoundError:
-            if self._is_s3:
-                raise
-            return self.patiently(action)
-
-    def read_small(self, below: str) -> bytes:
-        """A manifest or claim.
-
-        Raises:
-            FileNotFoundError: if it is not there.
-            CorruptSnapshotError: if it is too long for one.
-        """
-        path = self.path(below)
-        data = bytes(self.twice(lambda: self.fs.cat_file(path, start=0, end=store.LONGEST_MANIFEST_BYTES + 1)))
-        if len(data) > store.LONGEST_MANIFEST_BYTES:
-            raise CorruptSnapshotError(f"{self.url}/{below} is too long for what it should be")
-        return data
-
-    def size(self, below: str) -> int | None:
-        """Bytes of an object; ``None`` if it is not there."""
-        try:
-            return int(self.twice(lambda: self.fs.info(self.path(below)))["size"])
-        except FileNotFoundError:
-            return None
-
-    def mark(self, below: str) -> dict[str, object]:
-        """What changes when an object is replaced."""
-        info = self.fs.info(self.path(below))
-        return {name: info[name] for name in _CHANGES_WITH_CONTENT if name in info}
-
-    def is_settled(self, below: str) -> bool:
-        """Whether an object was not written to for so long that it has no writer any more."""
-        try:
-            return time.time() - float(self.fs.modified(self.path(below)).timestamp()) >= store.SETTLED_S
-        except (FileNotFoundError, NotImplementedError, AttributeError, KeyError):
-            return False
-
-    def remove(self, below: str) -> None:
-        """Remove an object; nothing happens if it is gone."""
-        path = self.path(below)
-        try:
-            self.fs.rm_file(path)
-        except FileNotFoundError:
-            if self.fs.exists(path):  # a file server that fails over may have said so wrongly
-                self.fs.rm_file(path)
-
-    def remove_all(self, belows: Sequence[str]) -> None:
-        """Remove objects: at S3 by one request, elsewhere in an object store side by side.
-
-        Raises:
-            Exception: if one could not be removed.
-        """
-        if self._is_s3:
-            s3.remove_objects(self.fs, [self.path(below) for below in belows])
-        elif speaks(self.fs):
-            s3.remove_each(self.remove, belows)
-        else:
-            for below in belows:
-                self.remove(below)
-
-    def remove_directory(self, name: str) -> None:
-        """Object stores have no directories; elsewhere one that is not empty stays."""
-        if not speaks(self.fs) and not self.names(name):  # some remove one with all that is in it
-            with contextlib.suppress(OSError, NotImplementedError):
-                self.fs.rmdir(self.path(name))
-
-
-def list_folder(files: Any, path: str) -> list[dict[str, Any]]:
-    """What lies in a folder of a file system, each with its path as ``name``, and with its ``size``.
-
-    Raises:
-        FileNotFoundError: if there is no such folder, where there are folders.
-    """
-    if speaks(files, s3.S3):
-        return s3.list_folder(files, path)
-    return list(files.ls(path, detail=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +79,7 @@ class ObjectStore:
 
     Args:
         url: the run's URL, such as ``s3://bucket/run-1``.
-        is_lent: whether a node acts for others: then of users' files only those that have a manifest of ours are
+        is_lent: whether a server acts for others: then of users' files only those that have a manifest of ours are
             replaced or deleted.
 
     Raises:
@@ -240,19 +114,19 @@ class ObjectStore:
                 else:
                     found.unfinished.append(name)
         found.manifests = store.newest_first(found.manifests)
-        found.highest_attempt = store.highest_attempt(claims.highest_claim(found.attempts), names, found.manifests)
+        found.highest_attempt = store.highest_attempt(fences.highest_claim(found.attempts), names, found.manifests)
         return found
 
     def claimed(self) -> int:
         """See :meth:`Store.claimed`."""
         with tier_errors(self.url):
-            return claims.highest_claim(self._files.names(ATTEMPTS_DIR))
+            return fences.highest_claim(self._files.names(ATTEMPTS_DIR))
 
     def newest_claim(self) -> Claim | None:
         """See :meth:`Store.newest_claim`."""
         with tier_errors(self.url):
             names = self._files.names(ATTEMPTS_DIR)
-            return claims.first_readable(names, lambda name: self._files.read_small(f"{ATTEMPTS_DIR}/{name}"), self.url)
+            return fences.first_readable(names, lambda name: self._files.read_small(f"{ATTEMPTS_DIR}/{name}"), self.url)
 
     def has(self, manifest: Manifest) -> bool:
         """See :meth:`Store.has`."""
@@ -285,27 +159,27 @@ class ObjectStore:
         """See :meth:`Store.check_owner`."""
         if (owner := self.owner) is not None:
             with tier_errors(self.url):
-                claim = self._claim_in(f"{ATTEMPTS_DIR}/{claims.claim_name(owner.attempt)}")
-            claims.check_owner(owner, claim, self.url)
+                claim = self._claim_in(f"{ATTEMPTS_DIR}/{fences.claim_name(owner.attempt)}")
+            fences.check_owner(owner, claim, self.url)
 
     def claim(self, claim: Claim) -> None:
         """See :meth:`Store.claim`."""
-        below = f"{ATTEMPTS_DIR}/{claims.claim_name(claim.attempt)}"
+        below = f"{ATTEMPTS_DIR}/{fences.claim_name(claim.attempt)}"
         with tier_errors(self.url):
             # Looked at before, too: three of four servers that speak S3 create over what is there, without an error.
             claimed, existing = both(self.claimed, lambda: self._claim_in(below), "spot-ask")
-            claims.check_fence(claim.location, claim.attempt, claimed)
+            fences.check_fence(claim.location, claim.attempt, claimed)
             if existing is None:
                 make_parent(self._fs, self._files.path(below))
                 self._create(below, claim.to_json().encode(), claim)
                 existing = self._claim_in(below)  # of two writers, the last one may have won
-            claims.check_claim(claim, existing)
+            fences.check_claim(claim, existing)
 
     def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
         """See :meth:`Store.put`."""
         _, noted = both(lambda: self._check_fences(manifest, attempt), lambda: self._seen(manifest), "spot-ask")
         if noted.manifest == manifest and self.has(manifest):
-            return  # durable already: a node that takes over from a killed one may not know, and must not undo it
+            return  # durable already: a server that takes over from a killed one may not know, and must not undo it
         self._commit(manifest, image, lambda: manifest, attempt, noted)
 
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
@@ -347,7 +221,7 @@ class ObjectStore:
     def _committed(self, name: str) -> Manifest | str | None:
         """Manifest of a snapshot, ``None`` if it has none, or why it cannot be read."""
         try:
-            manifest = claims.whole(lambda: Manifest.from_json(self._files.read_small(f"{name}/{MANIFEST_FILE}")))
+            manifest = fences.read_twice(lambda: Manifest.from_json(self._files.read_small(f"{name}/{MANIFEST_FILE}")))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except Exception as error:  # every cloud library has errors of its own
@@ -403,17 +277,17 @@ class ObjectStore:
 
     def _claim_in(self, below: str) -> Claim | None:
         try:
-            return claims.whole(lambda: Claim.from_json(self._files.read_small(below)))
+            return fences.read_twice(lambda: Claim.from_json(self._files.read_small(below)))
         except (FileNotFoundError, CorruptSnapshotError):
             return None
 
     def _check_fence(self, run: str, attempt: int) -> None:
         """Refuse to act for an attempt that does not hold the run."""
         if self.owner is None:
-            claims.check_fence(run, attempt, self.claimed())
+            fences.check_fence(run, attempt, self.claimed())
             return
         claimed, _ = both(self.claimed, self.check_owner, "spot-ask")
-        claims.check_fence(run, attempt, claimed)
+        fences.check_fence(run, attempt, claimed)
 
     def _check_owner(self, run: str) -> None:
         """Refuse to delete anything for an attempt that does not hold the run any more."""
@@ -481,7 +355,7 @@ class ObjectStore:
             temporary = f"{commit.rpartition('/')[0]}/{temporary_name(attempt, manifest.run_id)}"
             try:
                 make_parent(self._fs, commit)
-                write_files(self._fs, self._root, manifest, parts, temporary=temporary, ready=ready)
+                write_files(self._fs, self._root, manifest, parts, WriteHooks(temporary=lambda: temporary, ready=ready))
                 sealed = seal()
             except BaseException:
                 with contextlib.suppress(Exception):
@@ -614,7 +488,7 @@ class ObjectFolder:
 
     def write(self, name: str, data: memoryview) -> None:
         """See :meth:`Folder.write`."""
-        self.write_all({name: data}, nothing, ignored)
+        self.write_all({name: data}, lambda: None, lambda _name: None)
 
     def write_all(
         self, contents: Mapping[str, memoryview], goes_on: Callable[[], None], done: Callable[[str], None]
@@ -623,13 +497,12 @@ class ObjectFolder:
         names = {self._path(name): name for name in contents}
         with tier_errors(self._url):
             make_parent(self._objects.fs, self._path("any"))
-            write_whole(
-                self._objects.fs,
-                {path: contents[name] for path, name in names.items()},
+            hooks = WriteHooks(
                 temporary=lambda: self._path(temporary_name(self._attempt, self._run_id)),
                 goes_on=goes_on,
                 done=lambda path: done(names[path]),
             )
+            write_whole(self._objects.fs, {path: contents[name] for path, name in names.items()}, hooks)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """See :meth:`Folder.read`."""
@@ -664,14 +537,14 @@ def _sweep_run(objects: ObjectFiles, current: Manifest, seen: Holdings, *, is_fi
     _sweep_temporaries(objects, "", names, current)
     _sweep_temporaries(objects, f"{ATTEMPTS_DIR}/", attempts, current)
     _sweep_temporaries(objects, f"{OWN_DIR}/", objects.names(OWN_DIR) if OWN_DIR in names else [], current)
-    objects.remove_all([f"{ATTEMPTS_DIR}/{name}" for name in claims.forgettable(attempts)])
+    objects.remove_all([f"{ATTEMPTS_DIR}/{name}" for name in fences.forgettable(attempts)])
 
 
 def _sweep_folder(objects: ObjectFiles) -> None:
     """Remove temporaries in a folder in which other processes may save, too."""
     for below in [*objects.names(""), *(f"{OWN_DIR}/{name}" for name in objects.names(OWN_DIR))]:
         name = below.rpartition("/")[2]
-        if temporary_owner(name) is not None and (writer_has_ended(name) or objects.is_settled(below)):
+        if is_left(name, functools.partial(objects.is_settled, below)):
             objects.remove(below)
 
 
@@ -692,8 +565,6 @@ def _sweep_snapshot(objects: ObjectFiles, name: str, names: list[str], current: 
 
 def _sweep_temporaries(objects: ObjectFiles, folder: str, names: list[str], current: Manifest) -> None:
     for name in names:
-        if (owner := temporary_owner(name)) is None:
-            continue
-        of_earlier = owner[0] == current.run_id and 0 < owner[1] < current.attempt
-        if of_earlier or writer_has_ended(name) or objects.is_settled(f"{folder}{name}"):
+        is_settled = functools.partial(objects.is_settled, f"{folder}{name}")
+        if is_left(name, is_settled, current.run_id, current.attempt):
             objects.remove(f"{folder}{name}")

@@ -19,7 +19,7 @@ from lightning_spot.image.files import is_data_file
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.threads import all_at_once
 from lightning_spot.tiers import store
-from lightning_spot.tiers.transfers import Job, move
+from lightning_spot.tiers.fsspec_client import Job, move
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ class _Block(io.RawIOBase):
         return data
 
 
-class Upload:
+class MultipartUpload:
     """One multipart upload: begun, sent block by block in any order, and completed or aborted. Thread-safe.
 
     Each request is retried by the library; S3 checks the CRC32 of each block.
@@ -269,7 +269,7 @@ def upload(files: Any, path: str, blocks: Iterable[memoryview], size: int, *, re
     Raises:
         Exception: whatever failed; the upload is aborted, what was there before is there still.
     """
-    begun = Upload(files, path)
+    begun = MultipartUpload(files, path)
 
     def jobs() -> Iterator[Job]:
         for number, block in enumerate(blocks, 1):

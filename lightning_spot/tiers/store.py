@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from lightning_spot.errors import FencedError, TierError, TierReason
 from lightning_spot.image.manifest import Manifest, snapshot_order
-from lightning_spot.tiers.claims import Claim, Owner, Standing, check_fence
+from lightning_spot.tiers.fences import Claim, Owner, Standing, check_fence
 
 Result = TypeVar("Result")
 
@@ -38,7 +38,7 @@ class Holdings:
         unreadable: name of each snapshot whose manifest is there but cannot be used, and why.
         highest_attempt: over claims, manifests and the names of snapshots, committed or not; 0 if there is none.
         unfinished: names of snapshots that are not committed.
-        portions: of snapshots that are spread over several nodes, as far as they are at this one.
+        portions: of snapshots that are spread over several servers, as far as they are at this one.
         names: what an object store has listed of the run, for :meth:`Store.sweep`; of others it lists by itself.
         attempts: and of the folder of claims.
     """
@@ -180,8 +180,8 @@ class Store(Protocol):
     def sweep_files(self) -> None:
         """Remove what killed writers of files left behind, in a folder in which other processes may save, too.
 
-        That is: temporaries, and unfinished uploads that are noted in one. At once if the writer was a process of this
-        machine that has ended, else once they have not been touched for :data:`SETTLED_S`.
+        That is: temporaries. At once if the writer was a process of this machine that has ended, else once they have
+        not been touched for :data:`SETTLED_S`.
         """
 
 
@@ -260,7 +260,7 @@ def on_behalf(store: Store, standing: Standing, action: Callable[[], Result]) ->
 
     Raises:
         FencedError: if another one has claimed it.
-        TierError: if nobody has, and this node may not.
+        TierError: if nobody has, and this server may not.
         SpotError: whatever else failed.
     """
     store.owner = standing.owner
@@ -311,3 +311,46 @@ def highest_attempt(claimed: int, names: Iterable[str], manifests: Iterable[Mani
     """Highest attempt over claims, names of snapshots (committed or not) and manifests."""
     named = (order[0] for name in names if (order := snapshot_order(name)) is not None)
     return max([claimed, *named, *(manifest.attempt for manifest in manifests)])
+
+
+def worth_keeping(line: Sequence[Manifest]) -> list[Manifest]:
+    """Snapshots, newest first, but last those whose state is there as the end of the run, too."""
+    ends = {(end.lineage, end.attempt, end.step) for end in line if end.complete}
+    twice = [item for item in line if not item.complete and (item.lineage, item.attempt, item.step) in ends]
+    return [*(item for item in line if item not in twice), *twice]
+
+
+def retain(store: Store, keep: int, current: Manifest) -> str:
+    """Delete older snapshots of the lineage of ``current`` beyond the newest ``keep``, and what killed writers left.
+
+    Nothing is deleted before the tier has shown that ``current`` is committed there: it is listed, its manifest, read
+    back, is equal, and its file has its size (that its bytes arrived, the tier has acknowledged: directories by fsync,
+    object stores by the checksum of each request). Snapshots of another lineage, newer ones and those that cannot be
+    read stay. So do the newest ``keep`` exact ones, and every exact one until another is put there. One whose state is
+    there as the end of the run, too, goes before an older one does.
+
+    Args:
+        store: the tier.
+        keep: snapshots to keep, ``current`` among them; at least 1.
+        current: a snapshot just put there.
+
+    Returns:
+        why nothing older was deleted, for people; ``""`` if the tier shows ``current``.
+
+    Raises:
+        TierError: if the tier fails; what was not deleted is deleted next time.
+    """
+    held = store.survey()
+    listed = held.manifests
+    if current.name not in [manifest.name for manifest in listed]:
+        return f"what is written to {store.url} is not listed there at once: nothing older is deleted until it is"
+    if not store.has(current):
+        return f"what is written to {store.url} is not seen there as it was written: nothing older is deleted"
+    older = [manifest for manifest in listed if manifest.lineage == current.lineage and manifest.order < current.order]
+    line = worth_keeping([current, *older])
+    kept = [*line[: max(1, keep)], *[manifest for manifest in line if manifest.exact][: max(1, keep)]]
+    for manifest in older:
+        if manifest not in kept and (current.exact or not manifest.exact):
+            store.delete(manifest)
+    store.sweep(current, held)
+    return ""

@@ -30,9 +30,9 @@ from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.tiers.claims import Claim, digest_of
+from lightning_spot.tiers.fences import Claim, digest_of
 from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.retention import retain
+from lightning_spot.tiers.store import retain
 
 HOME = Path(__file__).resolve().parents[2]
 ANSWER_S = 90.0

@@ -26,7 +26,7 @@ import pytest
 
 from lightning_spot.client.stores import open_store
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.tiers.filesystem import open_filesystem
+from lightning_spot.tiers.fsspec_client import open_filesystem
 from tests.support.oracle import HOME, claim_of
 from tests.support.waiting import kept_port, until
 

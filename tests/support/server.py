@@ -18,11 +18,11 @@ from lightning_spot.errors import FailureReason, ServerUnreachableError, Snapsho
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory.bases import FindEarlier, nothing_earlier
 from lightning_spot.memory.node import Node
+from lightning_spot.memory.ring import FindEarlier, nothing_earlier
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.tier import Listed, Sent
-from lightning_spot.service.handlers import Service
+from lightning_spot.service.http import Service
 from lightning_spot.tiers.local import LocalStore
 from tests.support import warm
 from tests.support.store import GatedStore

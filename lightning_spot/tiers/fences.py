@@ -7,12 +7,12 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 from lightning_spot.config import HIGHEST_ATTEMPT, KEEP, LARGEST
 from lightning_spot.errors import CorruptSnapshotError, FencedError, MalformedError, TierError, TierReason
 from lightning_spot.say import say
-from lightning_spot.untrusted import MOST_UNIX_S, file_name, integer, line, number, read_sealed, sealed_json
+from lightning_spot.untrusted import FileName, Line, UnixSeconds, decoded, read_sealed, sealed_json, whole
 
 Read = TypeVar("Read")
 
@@ -42,15 +42,15 @@ class Claim:
         keep: snapshots each tier keeps.
     """
 
-    attempt: int
-    run_id: str
-    digest: str
-    location: str
-    started_unix_s: float
-    inode: int = 0
-    host: str = ""
-    pid: int = 0
-    keep: int = KEEP
+    attempt: Annotated[int, whole(0, HIGHEST_ATTEMPT)]
+    run_id: FileName
+    digest: Line = ""
+    location: Line = ""
+    started_unix_s: UnixSeconds = 0.0
+    inode: Annotated[int, whole(0, 2**64)] = 0
+    host: Line = ""
+    pid: Annotated[int, whole(0, 2**32)] = 0
+    keep: Annotated[int, whole(0, LARGEST)] = KEEP
 
     def to_json(self) -> str:
         """The claim as JSON text."""
@@ -64,18 +64,7 @@ class Claim:
             CorruptSnapshotError: if it is damaged.
         """
         try:
-            fields = read_sealed(text)
-            return cls(
-                attempt=integer(fields, "attempt", None, 0, HIGHEST_ATTEMPT),
-                run_id=file_name(fields, "run_id", None),
-                digest=line(fields, "digest"),
-                location=line(fields, "location"),
-                started_unix_s=number(fields, "started_unix_s", 0.0, 0, MOST_UNIX_S),
-                inode=integer(fields, "inode", 0, 0, 2**64),
-                host=line(fields, "host"),
-                pid=integer(fields, "pid", 0, 0, 2**32),
-                keep=integer(fields, "keep", KEEP, 0, LARGEST),
-            )
+            return decoded(cls, read_sealed(text))
         except MalformedError as error:
             raise CorruptSnapshotError(f"a claim is damaged: {error}") from error
 
@@ -95,7 +84,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a node may do at the URL of a run.
+    """What a server may do at the URL of a run.
 
     Attributes:
         owner: on whose behalf it writes and deletes; ``None`` where only the attempt's number counts.
@@ -200,7 +189,7 @@ def first_readable(names: Sequence[str], read: Callable[[str], bytes], url: str)
     damage: CorruptSnapshotError | None = None
     for attempt, name in claims[:_MOST_DAMAGED]:
         try:
-            claim = whole(lambda name=name: Claim.from_json(read(name)))  # type: ignore[misc]
+            claim = read_twice(lambda name=name: Claim.from_json(read(name)))  # type: ignore[misc]
         except FileNotFoundError:
             continue  # removed meanwhile
         except CorruptSnapshotError as error:
@@ -216,7 +205,7 @@ def first_readable(names: Sequence[str], read: Callable[[str], bytes], url: str)
     return None
 
 
-def whole(read: Callable[[], Read]) -> Read:
+def read_twice(read: Callable[[], Read]) -> Read:
     """Read a manifest or claim; what seems damaged is read once more, since a read may end early.
 
     Raises:

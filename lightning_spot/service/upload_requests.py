@@ -1,33 +1,59 @@
-"""Requests that fill a slot: take one, receive the parts of a snapshot into it, make it one."""
+"""Requests that fill a slot: wait for one, receive the parts of a snapshot into it, make it one.
+
+However many trainers wait on the event loop, they hold no thread.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
 
 import xxhash
 from aiohttp import hdrs, web
 
-from lightning_spot.config import HIGHEST_ATTEMPT, MOST_PART_BYTES, PROTOCOL_VERSION, SEND_BYTES
-from lightning_spot.errors import CorruptSnapshotError, ServerRefusedError, SnapshotNotFoundError, SpotError, TierReason
+from lightning_spot.config import MOST_PART_BYTES, PROTOCOL_VERSION, SEND_BYTES
+from lightning_spot.errors import (
+    CorruptSnapshotError,
+    FailureReason,
+    ServerRefusedError,
+    SnapshotFailedError,
+    SnapshotNotFoundError,
+    SpotError,
+    TierReason,
+)
 from lightning_spot.image.floats import read_floats
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.packing import can_pack
 from lightning_spot.image.parts import checksum
+from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.image.written import read_ranges
 from lightning_spot.memory.node import Node
-from lightning_spot.memory.runs import key_of
+from lightning_spot.memory.runs import key_of, texts
 from lightning_spot.memory.slots import Making
 from lightning_spot.memory.upload import Upload
-from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, SENDER_HEADER, UPGRADE, Frame, PartKind, fill
+from lightning_spot.protocol.wire import (
+    NO_DIGEST,
+    PROTOCOL_HEADER,
+    SENDER_HEADER,
+    UPGRADE,
+    BaseInfo,
+    Frame,
+    PartKind,
+    fill,
+)
+from lightning_spot.say import say
 from lightning_spot.service.fields import (
     LONGEST_WAIT_S,
     MANIFEST_BODY_BYTES,
-    MOST_BYTES,
+    attempt_of,
     identifier,
     json_body,
     making,
@@ -35,14 +61,172 @@ from lightning_spot.service.fields import (
     only_same_host,
     same_host,
     seconds,
-    texts,
+    shared_body,
+    shared_of,
 )
-from lightning_spot.service.hosts import Lease
-from lightning_spot.service.quotas import Quota, client_at, client_of
-from lightning_spot.service.shares import base_info, leased, shared_body, shared_of
-from lightning_spot.untrusted import integer, plain, text
+from lightning_spot.service.limits import Quota, client_at, client_of
+from lightning_spot.untrusted import MOST_BYTES, integer, plain, text
 
 logger = logging.getLogger(__name__)
+
+MOST_WAITING = 2 * MOST_HOSTS
+"""All hosts of one snapshot wait until it begins, even at one address; those of others are served, too."""
+
+_LEASE_THREADS = 32  # of their own: memory is made on them, for seconds, and what else is asked is answered meanwhile
+ASKED_AGAIN_S = 10.0
+"""So long after its connection broke, the first of several hosts counts as gone unless it was heard of again."""
+
+_LOOK_S = 1.0  # how often a rank that waits for its share looks whether there will be one
+_LOOK_AGAIN_S = 0.02  # what changes often is looked at now and then
+
+
+class Waiting:
+    """Who waits for a slot of a server. Make it on the event loop; its methods are called there.
+
+    Args:
+        node: whose slots.
+
+    Attributes:
+        asked_s: when a slot was asked for last (monotonic), 0 for never.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self.asked_s = 0.0
+        self._node = node
+        self._loop = asyncio.get_running_loop()
+        self._count, self._places = 0, Quota(MOST_WAITING)
+        self._woken = False
+        self._changed: asyncio.Future[None] = self._loop.create_future()
+        self._threads = ThreadPoolExecutor(_LEASE_THREADS, thread_name_prefix="spot-lease")
+        node.ring.watch(self._notice)
+
+    async def lease(
+        self, client: str, gone: asyncio.Future[None], run: str, attempt: int, nbytes: int, wait_s: float, **more: Any
+    ) -> Upload:
+        """Take a slot, see :meth:`Begins.lease`.
+
+        Args:
+            client: who asks, see :func:`client_of`, and for which run.
+            gone: done once whoever asks has hung up: then nothing is taken.
+            run: the run.
+            attempt: who writes.
+            nbytes: size of the snapshot.
+            wait_s: how long to wait.
+            more: see :meth:`Begins.lease`.
+
+        Raises:
+            SnapshotFailedError: if no slot became free in time, or too many wait.
+            ConnectionResetError: if nobody waits for the answer any more.
+        """
+        self.asked_s = time.monotonic()
+        deadline_s = time.monotonic() + wait_s
+        ask = functools.partial(self._node.lease, run, attempt, nbytes, **more)
+        self._take_place(client)
+        try:
+            while True:
+                changed = self._changed
+                try:
+                    upload = await self._loop.run_in_executor(self._threads, ask)
+                    break
+                except SnapshotFailedError as error:
+                    left_s = deadline_s - time.monotonic()
+                    if error.reason is not FailureReason.RING_FULL or left_s <= 0 or gone.done():
+                        raise
+                await asyncio.wait([gone, changed], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.sleep(_LOOK_AGAIN_S)
+        finally:
+            self._count -= 1
+            self._places.give_back(client)
+        if gone.done():
+            if upload.is_gathered:  # only its answer may be lost, and other hosts may be at it already
+                self._loop.call_later(ASKED_AGAIN_S, self._give_up, upload, upload.touched_s)
+            else:  # nobody will ever fill it
+                self._node.abort(upload.id)
+            raise ConnectionResetError("the trainer has gone")
+        return upload
+
+    def _take_place(self, client: str) -> None:
+        if not self._places.take(client):
+            raise SnapshotFailedError(
+                f"{self._count} requests wait for a slot already, and this client has its share of them",
+                reason=FailureReason.RING_FULL,
+            )
+        self._count += 1
+
+    def _give_up(self, upload: Upload, touched_s: float) -> None:
+        """Free the slot of an upload of which nothing was heard since."""
+        if upload.touched_s == touched_s:
+            self._threads.submit(self._node.abort, upload.id)
+
+    async def join(
+        self,
+        client: str,
+        gone: asyncio.Future[None],
+        run: str,
+        attempt: int,
+        name: str,
+        share: int,
+        session: str | None,
+        digest: str,
+        is_led_here: bool = True,
+        *,
+        wait_s: float,
+        again: bool = False,
+    ) -> Upload | None:
+        """Take a share of a snapshot, see :meth:`Shares.join`; ``None`` if it has not begun, and is asked for again.
+
+        Raises:
+            SnapshotFailedError: if there will be none, or not in time.
+            ConnectionResetError: if nobody waits for the answer any more; then no share is taken.
+        """
+        deadline_s = time.monotonic() + wait_s
+        shares = self._node.uploads.shares
+        ask = functools.partial(shares.join, run, attempt, name, share, session, digest, is_led_here=is_led_here)
+        self._take_place(client)
+        try:
+            while True:
+                changed = self._changed
+                if gone.done():
+                    raise ConnectionResetError("the rank has gone")
+                upload = await asyncio.to_thread(ask)
+                if upload is not None:
+                    return upload
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 and again:
+                    return None
+                if left_s <= 0:
+                    raise await asyncio.to_thread(shares.not_begun, run, name, share, wait_s)
+                await asyncio.wait([gone, changed], timeout=min(left_s, _LOOK_S), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._count -= 1
+            self._places.give_back(client)
+
+    async def all_there(self, upload: Upload) -> None:
+        """Return when all hosts have brought their portions, or it shows that one will not.
+
+        Args:
+            upload: that they fill.
+        """
+        shares, joint = self._node.uploads.shares, upload.joint
+        self._count += 1
+        try:
+            while joint is not None and joint.missing and not (joint.failed or upload.ended):
+                shares.fail_if_silent(upload)  # here: who seals it has been heard
+                await asyncio.wait([self._changed], timeout=_LOOK_S)
+        finally:
+            self._count -= 1
+
+    def _notice(self) -> None:
+        """Something changed at the ring. Called on any thread."""
+        if self._count and not self._woken and not self._loop.is_closed():
+            self._woken = True
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._woken = False
+        changed, self._changed = self._changed, self._loop.create_future()
+        changed.set_result(None)
+
 
 FRAME_WAIT_S = 60.0
 """A sender that begins no frame for so long, or sends one more slowly than the rate below, is hung up on."""
@@ -162,7 +346,8 @@ def _make(connection: socket.socket, node: Node, upload: Upload, frame: Frame, *
                 decode(content, earlier, part)
             return checksum(part)
         except CorruptSnapshotError as error:
-            logger.warning("%s: %s; the part is sent whole", upload.name or upload.id, error)
+            text = "{about}: {error}; the part is sent whole"
+            say(logging.WARNING, "delta-damaged", text, about=upload.name or upload.id, error=error)
             return NO_DIGEST
         finally:
             earlier.release()
@@ -201,8 +386,15 @@ MOST_STREAM_THREADS = 1024
 _MOST_STREAMS_OF_A_SENDER = 16
 
 
+Lease = Callable[..., Awaitable[Upload]]
+"""See :meth:`Waiting.lease`."""
+
+Join = Callable[..., Awaitable[Upload | None]]
+"""See :meth:`Waiting.join`."""
+
+
 class UploadRequests:
-    """Handlers over the uploads of a node.
+    """Handlers over the uploads of a server.
 
     Args:
         node: whose.
@@ -240,7 +432,7 @@ class UploadRequests:
         upload = await self._wait_for_slot(
             request,
             request.match_info["run"],
-            integer(body, "attempt", None, 0, HIGHEST_ATTEMPT),
+            attempt_of(body),
             integer(body, "nbytes", None, 0, MOST_BYTES),
             seconds(body, "wait_s", 0.0, LONGEST_WAIT_S),
             session=text(body, "session") if near else "",
@@ -265,7 +457,7 @@ class UploadRequests:
         client = client_of(request)
         if not self._threads.take(client):
             raise ServerRefusedError(
-                "this client has its share of the streams that this node serves at once",
+                "this client has its share of the streams that this server serves at once",
                 reason=TierReason.TOO_MANY_STREAMS,
             )
         assert isinstance(transport, asyncio.Transport)
@@ -297,7 +489,7 @@ class UploadRequests:
         most = min(_MOST_STREAMS_OF_A_SENDER, MOST_STREAMS // senders)
         if mine and (mine >= most or self._streams.total() >= MOST_STREAMS):
             raise ServerRefusedError(
-                "this host has its part of the streams that this node serves at once",
+                "this host has its part of the streams that this server serves at once",
                 reason=TierReason.TOO_MANY_STREAMS,
             )
 
@@ -331,3 +523,35 @@ class UploadRequests:
         untouched = same_host(request) and (await json_body(request)).get("untouched") is True
         self._node.abort(request.match_info["upload"], untouched=untouched)
         return web.json_response({})
+
+
+def joined(upload: Upload, body: dict[str, Any]) -> dict[str, Any]:
+    """What who takes part in an upload is told of it; not the layout again, if that is known by its id."""
+    joint = upload.joint
+    assert joint is not None
+    shared, known = joint.shared, identifier(body, "layout_id") == joint.layout_id
+    told = {"shares": shared.shares, "digest": shared.digest, "layout_id": joint.layout_id}
+    return {**told, "layout": None if known else shared.layout}
+
+
+def base_info(upload: Upload) -> dict[str, Any] | None:
+    """What a sender has to know of the snapshot from which parts of an upload can be made; ``None`` for none."""
+    if upload.base is None:
+        return None
+    manifest = upload.base.manifest
+    return asdict(BaseInfo(manifest.name, manifest.nbytes, manifest.part_bytes, manifest.checksums, can_pack()))
+
+
+def leased(node: Node, upload: Upload) -> dict[str, Any]:
+    """What who fills a slot has to know of it."""
+    slot = upload.slot
+    return {
+        "upload": upload.id,
+        "slot": slot.index,
+        "generation": slot.generation,
+        "capacity": slot.capacity,
+        "nbytes": upload.nbytes,
+        "backing": slot.memory.backing if slot.memory else "",
+        "held": upload.held,
+        "generations": {item.index: item.generation for item in node.ring.slots if item.memory},
+    }

@@ -1,6 +1,4 @@
-"""Requests of hosts that bring one snapshot together: begin it, join it, say what is there, commit it.
-
-Some are about portions that lie at several nodes: what is here of them, and what became of them.
+"""Requests of those who bring one snapshot together: the ranks of a host, which fill one slot, and hosts.
 
 =========  ==============================  ===========================================================
 method     path                            what
@@ -11,7 +9,7 @@ POST       /v1/runs/RUN/joint/decline      there will be none of that name
 POST       /v1/uploads/ID/joint/placed     what a host brings is there, or never will be
 POST       /v1/uploads/ID/joint/seal       commit it, once all is there; the first host does
 GET        /v1/runs/RUN/portions           what is here of the run's snapshots, see :meth:`Spread.look`
-POST       /v1/runs/RUN/portions/whole     all portions of one are at nodes
+POST       /v1/runs/RUN/portions/whole     all portions of one are at servers
 POST       /v1/runs/RUN/portions/torn      one will never be whole
 POST       /v1/runs/RUN/spread             where hosts may bring the next one (this host only)
 =========  ==============================  ===========================================================
@@ -31,31 +29,33 @@ from typing import Any
 
 from aiohttp import web
 
-from lightning_spot.config import HIGHEST_ATTEMPT, MOST_NODES
-from lightning_spot.errors import FailureReason, ServerRefusedError, SnapshotFailedError
+from lightning_spot.config import MOST_NODES
+from lightning_spot.errors import FailureReason, ServerRefusedError, SettingsError, SnapshotFailedError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import MOST_HOSTS
-from lightning_spot.memory.joint import Shared
+from lightning_spot.memory.held_portions import Told
+from lightning_spot.memory.joint import MOST_SHARES, Shared, is_by_itself
 from lightning_spot.memory.node import Node
-from lightning_spot.memory.spread import Told
+from lightning_spot.memory.runs import texts
 from lightning_spot.memory.upload import Upload
 from lightning_spot.protocol.wire import read_fault
 from lightning_spot.service.fields import (
     LAYOUT_BODY_BYTES,
     LONGEST_WAIT_S,
     MANIFEST_BODY_BYTES,
-    MOST_BYTES,
+    attempt_of,
     identifier,
     json_body,
     long_text,
     manifest,
     only_same_host,
+    place,
     seconds,
-    texts,
+    shared_body,
+    shared_of,
 )
-from lightning_spot.service.shares import Join, base_info, joined
-from lightning_spot.service.waiting import ASKED_AGAIN_S
-from lightning_spot.untrusted import integer, text
+from lightning_spot.service.upload_requests import ASKED_AGAIN_S, Join, Lease, base_info, joined, leased
+from lightning_spot.untrusted import MOST_BYTES, integer, text
 
 _KEPT = 16  # seals whose outcome is still told; a run brings one snapshot at a time
 
@@ -76,7 +76,7 @@ class _Seal:
 
 
 class Seals:
-    """The seals of a node. All methods are called on the event loop.
+    """The seals of a server. All methods are called on the event loop.
 
     Args:
         node: whose.
@@ -144,7 +144,7 @@ def _look_at(done: asyncio.Task[tuple[str, ...]]) -> None:
 
 
 class PortionRequests:
-    """Handlers over the portions that a node holds.
+    """Handlers over the portions that a server holds.
 
     Args:
         node: whose.
@@ -168,9 +168,9 @@ class PortionRequests:
         return web.json_response(await asyncio.to_thread(self._node.spread.look, request.match_info["run"], name))
 
     async def whole(self, request: web.Request) -> web.Response:
-        """All portions of one are at nodes."""
+        """All portions of one are at servers."""
         body, run = await json_body(request), request.match_info["run"]
-        attempt = integer(body, "attempt", None, 0, HIGHEST_ATTEMPT)
+        attempt = attempt_of(body)
         names = texts(body, "overtaken"), texts(body, "left")
         told = Told(text(body, "name"), body.get("brings") is True, *names)
         await asyncio.to_thread(self._node.spread.whole, run, attempt, told)
@@ -179,7 +179,7 @@ class PortionRequests:
     async def torn(self, request: web.Request) -> web.Response:
         """One will never be whole."""
         body, run = await json_body(request), request.match_info["run"]
-        attempt, name = integer(body, "attempt", None, 0, HIGHEST_ATTEMPT), text(body, "name")
+        attempt, name = attempt_of(body), text(body, "name")
         why, over = text(body, "why"), body.get("over") is True
         await asyncio.to_thread(self._node.spread.torn, run, attempt, name, why, over=over)
         return web.json_response({})
@@ -192,11 +192,8 @@ class PortionRequests:
         return web.json_response({"at": place.at if place is not None else ""})
 
 
-Lease = Callable[..., Awaitable[Upload]]
-
-
-class HostRequests:
-    """Handlers over the uploads that several hosts fill.
+class JointRequests:
+    """Handlers over the uploads that several fill: ranks of this host, through shared memory, or hosts, by streams.
 
     Args:
         node: whose.
@@ -220,12 +217,54 @@ class HostRequests:
     def routes(self) -> list[web.RouteDef]:
         """Where they are asked."""
         return [
+            web.post("/v1/runs/{run}/shares", self.join_ranks),
+            web.post("/v1/runs/{run}/decline", self.decline_ranks),
+            web.post("/v1/uploads/{upload}/share", self.say),
+            web.post("/v1/uploads/{upload}/placed", self.placed),
             web.post("/v1/runs/{run}/joint", self.begin),
-            web.post("/v1/runs/{run}/joint/join", self.join),
-            web.post("/v1/runs/{run}/joint/decline", self.decline),
+            web.post("/v1/runs/{run}/joint/join", self.join_hosts),
+            web.post("/v1/runs/{run}/joint/decline", self.decline_hosts),
             web.post("/v1/uploads/{upload}/joint/placed", self.placed),
             web.post("/v1/uploads/{upload}/joint/seal", self.seal),
         ]
+
+    async def join_ranks(self, request: web.Request) -> web.Response:
+        """Take a share of a snapshot, as soon as its slot is leased."""
+        only_same_host(request)
+        body = await shared_body(request)
+        run, name = request.match_info["run"], text(body, "name")
+        attempt = attempt_of(body)
+        if at := place(body):
+            host, told = integer(body, "host", None, 1, MOST_SHARES), None
+            if is_by_itself(at):
+                layout = long_text(body, "layout")
+                told = Shared(name=name, shares=1, digest=text(body, "digest"), layout=layout, at=at)
+            layout_id, visits = identifier(body, "layout_id"), self._node.uploads.abroad.visits
+            await asyncio.to_thread(visits.join, run, attempt, name, at, host, told, layout_id)
+        upload = await self._join(
+            request,
+            run,
+            attempt,
+            name,
+            integer(body, "share", None, 1, MOST_SHARES),
+            text(body, "session"),
+            text(body, "digest"),
+            not at,
+            wait_s=seconds(body, "wait_s", 0.0, LONGEST_WAIT_S),
+        )
+        assert upload is not None
+        return web.json_response({**leased(self._node, upload), **joined(upload, body)})
+
+    async def say(self, request: web.Request) -> web.Response:
+        """A slot that was leased ahead is for a snapshot that ranks fill together."""
+        only_same_host(request)
+        body = await shared_body(request)
+        upload, shared = self._node.find_upload(request.match_info["upload"]), shared_of(body)
+        if shared is None or shared.at:  # hosts are told of theirs when it is leased
+            raise SettingsError("it is to be said how many ranks of this host fill it")
+        nbytes, layout_id = integer(body, "nbytes", None, 0, MOST_BYTES), identifier(body, "layout_id")
+        await asyncio.to_thread(self._shares.say, upload, nbytes, shared, layout_id)
+        return web.json_response({})
 
     async def begin(self, request: web.Request) -> web.Response:
         """Begin one; the first host does."""
@@ -241,7 +280,7 @@ class HostRequests:
         upload = await self._lease(
             request,
             request.match_info["run"],
-            integer(body, "attempt", None, 0, HIGHEST_ATTEMPT),
+            attempt_of(body),
             integer(body, "nbytes", None, 1, MOST_BYTES),
             seconds(body, "wait_s", 0.0, LONGEST_WAIT_S),
             name=name,
@@ -251,13 +290,13 @@ class HostRequests:
         )
         return web.json_response({"base": base_info(upload)})
 
-    async def join(self, request: web.Request) -> web.Response:
+    async def join_hosts(self, request: web.Request) -> web.Response:
         """Take part in one, as soon as it has begun."""
         body = await json_body(request)
         upload = await self._join(
             request,
             request.match_info["run"],
-            integer(body, "attempt", None, 0, HIGHEST_ATTEMPT),
+            attempt_of(body),
             text(body, "name"),
             integer(body, "host", None, 1, MOST_HOSTS),
             None,
@@ -271,12 +310,15 @@ class HostRequests:
         return web.json_response({"upload": upload.id, **told})
 
     async def placed(self, request: web.Request) -> web.Response:
-        """All that a host brings is there, or never will be."""
+        """The bytes of a rank's share, or all that a host brings, are in place, or never will be."""
         body = await json_body(request)
-        host = integer(body, "host", None, 1, MOST_HOSTS)
-        upload = self._gathered(request)
+        if "host" in body:
+            upload, number = self._gathered(request).id, integer(body, "host", None, 1, MOST_HOSTS)
+        else:
+            only_same_host(request)
+            upload, number = request.match_info["upload"], integer(body, "share", None, 1, MOST_SHARES)
         torn, fault = text(body, "torn"), read_fault(body.get("fault"))
-        await asyncio.to_thread(self._shares.placed, upload.id, host, torn, fault)
+        await asyncio.to_thread(self._shares.placed, upload, number, torn, fault)
         return web.json_response({})
 
     async def seal(self, request: web.Request) -> web.Response:
@@ -287,10 +329,25 @@ class HostRequests:
         sealed = await self._seals.seal(self._gone(request), upload_id, lambda: self._gathered(request), whole)
         return web.json_response({"checksums": list(sealed)})
 
-    async def decline(self, request: web.Request) -> web.Response:
+    async def decline_ranks(self, request: web.Request) -> web.Response:
+        """There will be no snapshot of a name."""
+        only_same_host(request)
+        body = await json_body(request)
+        attempt = attempt_of(body)
+        run, name, why, at = request.match_info["run"], text(body, "name"), text(body, "why"), place(body)
+        host, abroad = integer(body, "host", 0, 0, MOST_SHARES), self._node.uploads.abroad
+        share = integer(body, "share", 1, 1, MOST_SHARES)
+        if host and await asyncio.to_thread(self._shares.is_joined, run, name, share):
+            return web.json_response({})  # the rank has lost its connection only
+        await asyncio.to_thread(self._shares.decline, run, attempt, name, why)
+        if at:
+            abroad.decline(run, at, name, attempt, why, host)
+        return web.json_response({})
+
+    async def decline_hosts(self, request: web.Request) -> web.Response:
         """There will be none of a name."""
         body = await json_body(request)
-        attempt = integer(body, "attempt", None, 0, HIGHEST_ATTEMPT)
+        attempt = attempt_of(body)
         run, name, why = request.match_info["run"], text(body, "name"), text(body, "why")
         host = integer(body, "host", 0, 0, MOST_HOSTS)
         await asyncio.to_thread(self._shares.decline, run, attempt, name, why, by_hosts=True, host=host)

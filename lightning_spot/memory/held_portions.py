@@ -1,23 +1,27 @@
-"""Portions of snapshots that lie at this node while those of other hosts lie at others: what is known of the wholes.
+"""Portions of snapshots that several hosts bring: at a server, while those of other hosts lie at others, and at a host.
 
-A portion takes the place of an older one only when the snapshot is known to be whole, which whoever leads it says to
-all nodes once every portion is at one. So whoever is lost in between, the portions of one snapshot are there, of all
-hosts.
+At a server, a portion takes the place of an older one only when the snapshot is known to be whole, which whoever leads
+it says to all servers once every portion is at one. So whoever is lost in between, the portions of one snapshot are
+there, of all hosts. A trainer's host keeps its portion of each snapshot that it has brought to a server.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_spot.errors import SettingsError
 from lightning_spot.image.manifest import Manifest, snapshot_order
+from lightning_spot.image.portion import Portion, PortionImage
+from lightning_spot.image.written import Ranges
 from lightning_spot.memory.registry import Registry
-from lightning_spot.memory.ring import Ring
-from lightning_spot.memory.slots import Slot
-from lightning_spot.tiers.claims import check_fence
+from lightning_spot.memory.ring import Glance, Ring, glance
+from lightning_spot.memory.slots import HeldPortion, Slot, SlotState
+from lightning_spot.protocol.wire import BaseInfo
+from lightning_spot.tiers.fences import check_fence
 
 _MOST_TORN = 64
 
@@ -28,7 +32,7 @@ class Told:
 
     Attributes:
         name: of the newest that is whole.
-        brings: whether it is to be brought to the durable tier, whatever follows.
+        brings: whether it is to be brought to storage, whatever follows.
         overtaken: names of those that are not needed any more.
         left: names of those of another lineage, which are to be brought there in any case.
     """
@@ -40,12 +44,12 @@ class Told:
 
 
 class Spread:
-    """What a node knows of snapshots of which it holds portions. Methods may be called from any thread.
+    """What a server knows of snapshots of which it holds portions. Methods may be called from any thread.
 
     Args:
         ring: holds the portions.
         registry: tells who may speak for a run.
-        rests_s: how long the durable tier of a run, by its key, is still to be left alone.
+        rests_s: how long the storage of a run, by its key, is still to be left alone.
     """
 
     def __init__(self, ring: Ring, registry: Registry, rests_s: Callable[[str], float]) -> None:
@@ -170,3 +174,105 @@ def _as_json(slot: Slot) -> dict[str, Any]:
     told = {"name": slot.manifest.snapshot, "host": of.host, "hosts": of.hosts, "digest": of.digest}
     told["lineage"] = slot.manifest.lineage
     return {**told, "whole": slot.whole, "brings": slot.brings and bool(slot.dirty), "safe": list(slot.safe)}
+
+
+def hold(ring: Ring, slot: Slot, held: HeldPortion, upload: str) -> None:
+    """Give a leased slot back, and remember what is in it until it is used again.
+
+    Args:
+        ring: of the slot.
+        slot: being filled until now.
+        held: what is in it.
+        upload: as which it was filled.
+    """
+    with ring.changed:
+        ring.abort(slot)
+        slot.portion, slot.held, slot.held_as = held, upload, None
+        ring.notify()
+
+
+def find(ring: Ring, run: str, ranges: Ranges, base: BaseInfo, *, is_apart: bool) -> Glance | None:
+    """What a snapshot server has as the base of an upload, as far as it is here; ``None`` if it is not.
+
+    Args:
+        ring: of this host.
+        run: key of the run.
+        ranges: that this host brings now. It finds what it had there before, also where the file has become longer or
+            shorter since: that is the end of the last range.
+        base: as the server has it.
+        is_apart: whether portions lie in slots of their own, range after range; else each lies as in the image.
+    """
+    with ring.changed:
+        for slot in ring.slots:
+            held = slot.portion
+            if slot.state is not SlotState.FREE or held is None or slot.memory is None:
+                continue
+            if (held.run, held.name) != (run, base.name) or _begins(held.ranges) != _begins(ranges):
+                continue
+            portion = Portion(held.ranges)
+            memory = slot.view(portion.nbytes if is_apart else base.nbytes)
+            image = PortionImage(portion, memory, base.nbytes) if is_apart else memory
+            return Glance(_manifest(base), image, functools.partial(_holds, slot, held))
+    return None if is_apart else glance(ring, run, base.name)
+
+
+def find_alone(ring: Ring, run: str, portion: Manifest) -> Glance | None:
+    """A portion that lies at snapshot servers by itself, as far as it is here, too; ``None`` if it is not.
+
+    Args:
+        ring: of this host.
+        run: key of the run.
+        portion: as it was sent.
+    """
+    with ring.changed:
+        for slot in ring.slots:
+            held = slot.portion
+            if slot.state is not SlotState.FREE or held is None or slot.memory is None:
+                continue
+            if (held.run, held.name, Portion(held.ranges).nbytes) == (run, portion.snapshot, portion.nbytes):
+                return Glance(portion, slot.view(portion.nbytes), functools.partial(_holds, slot, held))
+    return None
+
+
+def _begins(ranges: Ranges) -> tuple[Ranges, int]:
+    """All of them, but for where the last one ends."""
+    return (ranges[:-1], ranges[-1][0]) if ranges else ((), 0)
+
+
+def surpass(ring: Ring, run: str, newer: Manifest) -> None:
+    """Note that a snapshot server has a newer snapshot, of which no host has all: older ones are not waited for."""
+    with ring.changed:
+        for slot in ring.committed(run):
+            manifest = slot.surpassed or slot.snapshot  # a slow server may have an older one only now
+            if manifest is not None and manifest.lineage == newer.lineage and manifest.order < newer.order:
+                slot.surpassed = newer
+        ring.refresh(run)
+        ring.notify()
+
+
+def surpassing(ring: Ring, run: str) -> Manifest | None:
+    """The snapshot at a snapshot server that is newer than all here; ``None`` if there is none."""
+    with ring.changed:
+        slots = ring.committed(run)
+        newer = [slot.surpassed for slot in slots if slot.surpassed is not None]
+        newest = max(newer, key=lambda manifest: manifest.order, default=None)
+        here = [slot.snapshot for slot in slots if slot.snapshot is not None]
+        return None if newest is None or any(manifest.order > newest.order for manifest in here) else newest
+
+
+def fall_back(ring: Ring, run: str) -> None:
+    """The snapshot server is lost, and perhaps what it had with it: what is here may be the newest again."""
+    with ring.changed:
+        for slot in ring.slots:
+            slot.surpassed = slot.surpassed if slot.run != run else None
+        ring.refresh(run)
+        ring.notify()
+
+
+def _holds(slot: Slot, held: HeldPortion) -> bool:
+    return slot.portion is held
+
+
+def _manifest(base: BaseInfo) -> Manifest:
+    plain = Manifest(run="", name=base.name, step=0, attempt=0, nbytes=base.nbytes, part_bytes=base.part_bytes)
+    return replace(plain, checksums=base.checksums)

@@ -11,16 +11,22 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
+import hashlib
 import os
+import re
+import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, SpotError, TierError
+from lightning_spot.protocol.process import ProcessId
 from lightning_spot.retry import retried
 from lightning_spot.tiers.store import LONGEST_MANIFEST_BYTES
-from lightning_spot.tiers.temporaries import temporary_name
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _ALIGNED_BYTES = 4096  # what disks and file systems ask for is this or less; who asks for more refuses, see below
@@ -313,3 +319,199 @@ def tier_errors(url: str, *, reading: bool = False) -> Iterator[None]:
             raise SnapshotNotFoundError(f"{error.filename or url} does not exist") from error
         place = f" ({error.filename})" if str(error.filename or url) != url else ""
         raise TierError(f"{url}: {error.strerror or error}{place}", tier=url) from error
+
+
+_PREFIX = ".lightning-spot-tmp-"
+_TEMPORARY = re.compile(
+    re.escape(_PREFIX) + r"(\d{1,9})-([0-9a-f]*)-([0-9a-f]{8})([0-9a-f]{8})([0-9a-f]{8})[0-9a-f]{8}"
+)
+_TICKS = 2**32
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+
+
+def temporary_name(attempt: int, run_id: str) -> str:
+    """Name of a file that this process writes on behalf of an attempt of a run."""
+    machine, pid, started = _writer(os.getpid())
+    return f"{_PREFIX}{attempt:04d}-{run_id}-{machine}{pid:08x}{started:08x}{secrets.token_hex(4)}"
+
+
+def temporary_owner(name: str) -> tuple[str, int] | None:
+    """Run id and attempt of a temporary of ours; ``("", 0)`` if another version wrote it, ``None`` if it is none."""
+    if match := _TEMPORARY.fullmatch(name):
+        return match[2], int(match[1])
+    return ("", 0) if name.startswith(_PREFIX) else None
+
+
+def is_left(name: str, is_settled: Callable[[], bool], run_id: str = "", attempt: int = 0) -> bool:
+    """Whether a file is a temporary that has no writer any more.
+
+    Args:
+        name: of the file.
+        is_settled: asked last: whether it was not written to for :data:`~lightning_spot.tiers.store.SETTLED_S`.
+        run_id: of a run whose earlier attempts are fenced.
+        attempt: of the run, before which attempts are.
+    """
+    if (owner := temporary_owner(name)) is None:
+        return False
+    is_fenced = owner[0] == run_id and 0 < owner[1] < attempt
+    return is_fenced or writer_has_ended(name) or is_settled()
+
+
+def writer_has_ended(name: str) -> bool:
+    """Whether the process that wrote a temporary is known to have ended: one of this machine, since it was started."""
+    match = _TEMPORARY.fullmatch(name)
+    if match is None or match[3] != _machine():  # also where nothing is known of other processes
+        return False
+    pid = int(match[4], 16)
+    process = ProcessId.of(pid)
+    if process is not None:
+        return process.started % _TICKS != int(match[5], 16)
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return False  # somebody else's, which is not shown to this user
+    except ProcessLookupError:
+        pass
+    return True
+
+
+@functools.lru_cache(maxsize=1)  # a forked child has another number
+def _writer(pid: int) -> tuple[str, int, int]:
+    process = ProcessId.of(pid)
+    return _machine() or secrets.token_hex(4), pid, process.started % _TICKS if process is not None else 0
+
+
+@functools.cache
+def _machine() -> str | None:
+    """Eight digits that stand for this machine, since it was started, and the namespace in which processes count.
+
+    ``None`` where nothing is known of other processes, such as where ``/proc`` is that of another namespace.
+    """
+    try:
+        with open(_BOOT_ID, encoding="ascii") as file:
+            boot = file.read().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return None
+    except OSError:
+        return None
+    return hashlib.sha256(f"{boot}:{namespace}".encode()).hexdigest()[:8]
+
+
+_OPEN = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_DESCRIPTORS = Path("/proc/self/fd")
+_NOWHERE = _DESCRIPTORS / "none"  # nothing is there, and nothing can be made there
+
+
+class Beneath:
+    """A directory below one of several prefixes. Links in a prefix, which the operator named, are followed.
+
+    Args:
+        root: the directory; it need not be there.
+        prefixes: absolute paths; others are no directories.
+
+    Raises:
+        TierError: if it is below none of them.
+    """
+
+    def __init__(self, root: Path, prefixes: Sequence[str]) -> None:
+        self._root, real = root, Path(os.path.realpath(root))
+        lent = [
+            Path(os.path.realpath(each))
+            for each in (each.removeprefix("file://") for each in prefixes)
+            if each[:1] == "/"
+        ]
+        self._prefix = next((prefix for prefix in lent if real.is_relative_to(prefix)), None)
+        if self._prefix is None:
+            raise TierError(f"{root} is below none of the directories that this server may write to", tier=str(root))
+        self._names = real.relative_to(self._prefix).parts
+        self._lock = threading.Lock()
+        self._opened: list[int] = []  # the last one is in use; a path with an earlier one may be, too
+        weakref.finalize(self, _close, self._opened)
+
+    def path(self, *, make: bool = False) -> Path:
+        """The directory, as long as this object lives.
+
+        Args:
+            make: whether it is made if it is not there; otherwise the path is one at which there is nothing.
+
+        Raises:
+            OSError: if it cannot be opened, or made.
+            TierError: if a link is on the way.
+        """
+        with self._lock:
+            found = self._walk(make=make)
+            if found is None:
+                return _NOWHERE
+            if self._opened and _is_same(self._opened[-1], found):
+                os.close(found)
+            else:
+                self._opened.append(found)
+            return _DESCRIPTORS / str(self._opened[-1])
+
+    def _walk(self, *, make: bool) -> int | None:
+        assert self._prefix is not None
+        try:
+            at = os.open(self._prefix, _OPEN)
+        except FileNotFoundError:
+            if not make:
+                return None
+            raise
+        try:
+            for name in self._names:
+                if make:
+                    _make(name, at)
+                below = os.open(name, _OPEN, dir_fd=at)
+                os.close(at)
+                at = below
+        except FileNotFoundError:
+            os.close(at)
+            if make:
+                raise
+            return None
+        except NotADirectoryError as error:
+            os.close(at)
+            raise TierError(
+                f"{self._root} leads through a link, or a file: nothing is read or written there"
+            ) from error
+        except BaseException:
+            os.close(at)
+            raise
+        return at
+
+
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[Path]:
+    """A folder that is no link, as a path that leads nowhere else until the context ends.
+
+    Raises:
+        NotADirectoryError: if it is a link, or no folder.
+        OSError: if it cannot be opened.
+    """
+    at = os.open(folder, _OPEN)
+    try:
+        yield _DESCRIPTORS / str(at)
+    finally:
+        os.close(at)
+
+
+def _make(name: str, at: int) -> None:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, dir_fd=at)
+        folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=at)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _is_same(folder: int, other: int) -> bool:
+    try:
+        return os.path.sameopenfile(folder, other)
+    except OSError:  # of a file server that has removed it
+        return False
+
+
+def _close(opened: list[int]) -> None:
+    for each in opened:
+        os.close(each)

@@ -22,7 +22,7 @@ from lightning_spot.config import (
     without_password,
 )
 from lightning_spot.errors import SettingsError
-from lightning_spot.memory.prefixes import check_prefix
+from lightning_spot.memory.runs import check_prefix
 from lightning_spot.protocol.record import NodeRecord
 from lightning_spot.protocol.wire import DEFAULT_PORT
 from lightning_spot.staging.slot import host_memory_bytes
