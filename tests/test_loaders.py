@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import random
+import sqlite3
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch.optim import lr_scheduler as rates
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from lightning_spot.errors import SettingsError
 from lightning_spot.exact.compare import differences
@@ -356,6 +359,115 @@ def test_data_that_training_or_reading_changes_comes_back_or_is_named(
     if not says:
         train(case, tmp_path / "twin", seed=11, every=1000)
         assert list(differences(final(tmp_path / "twin"), final(tmp_path / "broken"))) == []
+
+
+class Handled(m.Rows):
+    """Opens what it reads from where a sample is read first, as sets on HDF5 or LMDB do."""
+
+    file: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        self.file = self.file or sqlite3.connect(":memory:")
+        return super().__getitem__(index)
+
+
+def buffer_of(data: Any) -> Any:
+    return Kept(data, m.BATCH, **WORKERS["persistent"])
+
+
+def lasting(data: Any) -> Any:
+    return DataLoader(data, m.BATCH, shuffle=True, **WORKERS["persistent"])
+
+
+COPIES = {
+    "first epoch": (Queued, lasting, StopAt(3), ""),
+    "later epoch": (Queued, lasting, StopAt(8), "had changed dataset.filled, dataset.queue"),
+    "end of epoch": (Queued, lasting, StopIn("on_train_batch_start", 6), "had changed dataset.filled, dataset.queue"),
+    "an open file": (Handled, lasting, StopAt(8), ""),
+    "by its state": (Queued, buffer_of, StopAt(8), "workers of Kept change dataset.filled, dataset.queue"),
+    "an open file, by its state": (Handled, buffer_of, StopAt(8), "workers of Kept draw random numbers, which"),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_what_workers_change_in_their_copies_comes_back_or_is_named(name: str, tmp_path: Path) -> None:
+    data, make, stop, says = COPIES[name]
+    case = Case(loaders=lambda: make(data()), val=None, settings={"limit_val_batches": 0})
+    with pytest.raises(Stop):
+        train(case, tmp_path / "broken", stop, seed=11, every=1)
+    said = train(case, tmp_path / "broken", seed=200, every=1000)
+    assert len(said) == bool(says)
+    assert all(says in text for text in said)
+    if not says:
+        train(case, tmp_path / "twin", seed=11, every=1000)
+        assert list(differences(final(tmp_path / "twin"), final(tmp_path / "broken"))) == []
+
+
+@pytest.mark.parametrize("workers", ["0", "persistent"])
+def test_what_reading_changes_in_data_for_validation_is_named(workers: str, tmp_path: Path) -> None:
+    case = Case(loaders=m.rows, val=lambda: DataLoader(Queued(), m.BATCH, **WORKERS[workers]))
+    told: list[str] = []
+    with pytest.raises(Stop):
+        train(case, tmp_path, StopAt(8), seed=11, every=1, told=told)
+    assert not [text for text in told if "had changed" in text]
+    train(case, tmp_path, seed=200, every=1000, told=told)
+    assert len([text for text in told if "had changed dataset.filled, dataset.queue" in text]) == 1
+
+
+class Shuffling(DataLoader[Any]):
+    """Yields its batches from a buffer, in an order drawn from the numbers of the process."""
+
+    def __iter__(self) -> Any:
+        buffer: list[Any] = []
+        for batch in super().__iter__():
+            buffer.append(batch)
+            if len(buffer) == 3:
+                yield buffer.pop(random.randrange(3))
+        yield from buffer
+
+
+ITERATIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "buffer": (lambda workers: Shuffling(m.Rows(), m.BATCH, shuffle=True, **workers), "Shuffling draws from the"),
+    "sampler": (
+        lambda workers: m.Generating(m.Rows(), m.BATCH, sampler=m.Popping(), **workers),
+        "Popping draws from the",
+    ),
+    "plain": (lambda workers: m.Generating(m.Rows(), m.BATCH, shuffle=True, **workers), ""),
+}
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("name", ITERATIONS)
+def test_a_loader_that_iterates_in_its_own_way_is_exact_or_named(name: str, workers: str, tmp_path: Path) -> None:
+    make, says = ITERATIONS[name]
+    case = Case(loaders=lambda: make(WORKERS[workers]), val=None, settings={"limit_val_batches": 0})
+    with pytest.raises(Stop):
+        train(case, tmp_path / "broken", StopAt(8), seed=11, every=1)
+    said = train(case, tmp_path / "broken", seed=200, every=1000)
+    assert len(said) == bool(says)
+    assert all(says in text for text in said)
+    if not says:
+        train(case, tmp_path / "twin", seed=11, every=1000)
+        assert list(differences(final(tmp_path / "twin"), final(tmp_path / "broken"))) == []
+
+
+class Unseeded(Sampler[int]):
+    """Draws another order each time it is asked, whatever the seed."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from random.SystemRandom().sample(range(m.SAMPLES), m.SAMPLES)
+
+    def __len__(self) -> int:
+        return m.SAMPLES
+
+
+def test_an_epoch_that_begins_with_other_samples_than_before_is_named(tmp_path: Path) -> None:
+    loader = partial(DataLoader, m.Rows(), m.BATCH, sampler=Unseeded(), num_workers=2)
+    case = Case(loaders=loader, val=None, settings={"limit_val_batches": 0})
+    with pytest.raises(Stop):
+        train(case, tmp_path, StopAt(8), seed=11, every=1)
+    (said,) = train(case, tmp_path, seed=200, every=1000)
+    assert "first batch of this epoch" in said
 
 
 def other(samples: int = 20, sampler: Any = None, **more: Any) -> Callable[[], Any]:

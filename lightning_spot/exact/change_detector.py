@@ -12,7 +12,7 @@ import random
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import Any
 
@@ -36,6 +36,7 @@ _VALUES = (*_CONTAINERS, torch.Tensor, np.ndarray, np.generic, Enum, set, frozen
 _PROXIES = (weakref.ref, weakref.ProxyType, weakref.CallableProxyType)
 _CLOSED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, *_PROXIES)
 _PACKAGES = frozenset(("asyncio", "concurrent", "lightning_spot", "logging", "multiprocessing", "pathlib", "threading"))
+_LIBRARIES = frozenset(("abc", "builtins", "lightning", "pytorch_lightning", "torch", "torchmetrics", "typing"))
 _MOST_ITEMS = 100_000
 _MOST_OF_OBJECTS = 64
 """Attributes of an object that are looked at, and items of a container in there: it may be a tokenizer's vocabulary."""
@@ -50,6 +51,22 @@ _DEEPEST_NESTED = 8  # of containers
 def is_value(value: Any) -> bool:
     """Whether a value is known by what is in it, whatever holds it; no object of a class of the user's."""
     return type(value) in SCALARS or issubclass(type(value), _VALUES)
+
+
+def own_classes(kind: type) -> Iterator[type]:
+    """The classes of the user's that a class is made of."""
+    yield from (each for each in kind.__mro__ if each.__module__.split(".")[0] not in _LIBRARIES)
+
+
+def class_attributes(kind: type) -> dict[str, Any]:
+    """What a class holds for all of its instances, but for functions and the like."""
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if not name.startswith(("__", "_abc_"))
+        and not hasattr(type(value), "__get__")
+        and not isinstance(value, (type, types.ModuleType))
+    }
 
 
 class ChangeDetector:

@@ -35,8 +35,11 @@ def is_as(mark: Any, value: Any) -> bool:
 def digest_of(value: Any) -> str:
     """What a value contains, equal in every process: of large arrays by samples, of containers by items at both ends.
 
-    Objects are their class: what they hold is not looked at.
+    Objects are their class: what they hold is not looked at. An open file or connection counts as ``None``, which it
+    takes the place of where a sample is read first: every process opens its own.
     """
+    if _is_handle(value):
+        value = None
     if isinstance(value, _SCALARS):
         return repr(value)[:_ITEMS] + format(zlib.crc32(repr(value).encode()), "x")
     if isinstance(value, torch.Tensor):
@@ -50,6 +53,17 @@ def digest_of(value: Any) -> str:
     if isinstance(value, (set, frozenset)):
         return f"set{len(value)}"
     return type(value).__qualname__
+
+
+def _is_handle(value: Any) -> bool:
+    """Whether a value is something to be closed that no other process could be given, and nothing to iterate over."""
+    if not callable(getattr(value, "close", None)) or hasattr(value, "__next__"):
+        return False
+    try:
+        value.__reduce_ex__(2)
+    except Exception:
+        return True
+    return False
 
 
 def _sampled(values: Any) -> Any:

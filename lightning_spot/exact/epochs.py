@@ -9,12 +9,21 @@ from typing import Any, Literal
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_spot.exact import private
-from lightning_spot.exact.indices import Indices, draws_at_once, is_known, is_stateful, replacing, sampler_name
+from lightning_spot.exact.data_changes import digest_of
+from lightning_spot.exact.indices import (
+    Indices,
+    draws_at_once,
+    is_known,
+    is_stateful,
+    iterates_itself,
+    replacing,
+    sampler_name,
+)
 from lightning_spot.exact.made_of import made_of
 from lightning_spot.exact.order import batch_of, dealt, order_of
 from lightning_spot.exact.own_state import OwnState
 from lightning_spot.exact.randomness import State, capture_random, restore_random
-from lightning_spot.exact.workers import LastingWorkers, are_made, begin_watched, drawing_of, lasts, make_unnoticed
+from lightning_spot.exact.workers import LastingWorkers, are_made, begin_watched, lasts, make_unnoticed, watch_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +43,8 @@ def begin_epoch(loader: Any, workers: LastingWorkers | None, indices: Indices | 
     """Have a loader begin an epoch: by its workers if they persist, else with ``indices`` in its sampler's place."""
     if workers is not None:
         return workers.begin_epoch()
-    if indices is None:
-        return begin_watched(loader)
+    if indices is None or iterates_itself(loader):
+        return begin_watched(loader, indices=indices)
     with replacing(loader, {sampler_name(loader): indices}):
         return iter(loader)
 
@@ -51,9 +60,11 @@ class Epoch:
         self.data_at_iter = own.changed_data()
         self.made_of = made_of(loader)
         self.workers_draw = False
+        self.workers_changed: list[str] = []
         self.expected: int | None = None
         self.is_checked = False
         self.at_first: State | None = None
+        self.first_batch: str | None = None
         # Lightning fetches one batch ahead of loaders without a length: where they were before it must be known.
         self._ahead: Callable[[], State] | None = None if has_length(loader) else self._state
         self.before: State | None = None
@@ -77,6 +88,8 @@ class Epoch:
             self._say_if_short()
             self.exhausted = True
             raise
+        if self.yielded == 0:
+            self.first_batch = digest_of(batch)
         self.yielded += 1
         return batch
 
@@ -119,9 +132,11 @@ class Epoch:
         workers = self.workers.saved(now=done) if self.workers is not None else None
         position = {"at_iter": self.at_iter, "at_first": self.at_first, "ahead": ahead, "workers": workers}
         data: State = {"data": self.own.changed_data(), "data_at_iter": self.data_at_iter}
-        drawing = drawing_of(self.loader)
-        data |= {"made_of": self.made_of, "whole": self.whole}
-        data |= {"workers_draw": self.workers_draw or (drawing is not None and drawing.seen)}
+        watch = watch_of(self.loader)
+        data |= {"made_of": self.made_of, "whole": self.whole, "first_batch": self.first_batch}
+        data |= {"workers_draw": self.workers_draw or (watch is not None and watch.draws)}
+        changed = [*self.workers_changed, *(watch.changed if watch is not None else ())]
+        data |= {"workers_changed": sorted(set(changed))}
         along = self.indices is not None and self.indices.draws_along
         lost = self.workers is not None and self.workers.is_lost
         flags = {"exhausted": done, "ended": state["exhausted"], "draws_along": along, "workers_lost": lost}
@@ -168,9 +183,11 @@ class ResumedEpoch(Epoch):
         self.at_iter, self.at_first = resume.get("at_iter", {}), resume.get("at_first")
         self.data_at_iter = resume.get("data_at_iter", {})
         self.workers_draw = resume.get("workers_draw", False)
+        self.workers_changed = resume.get("workers_changed", [])
         self.expected = len(loader) if has_length(loader) else resume.get("whole")
         self.is_checked = True
         self.made_of = resume.get("made_of") or made_of(loader)  # an earlier version did not say
+        self.first_batch = resume.get("first_batch")
         self._ahead = None if has_length(loader) else self._state
         self.before = None
         self.resume: State | None = resume
@@ -179,7 +196,8 @@ class ResumedEpoch(Epoch):
         self._by_state = data_resume == "seek" or (data_resume == "auto" and not any(shuffle_buffers(own)))
         self._due_random = False
         self._data: dict[str, str] = resume.get("data", {})
-        self._lost: list[str] = []
+        self._lost = workers.lost() if workers is not None else []
+        self._begins_otherwise = False
         self._ended: Any = None
         self._loaded: list[tuple[Any, str, Any, Any]] = []
         self._has_loaded = False
@@ -241,7 +259,7 @@ class ResumedEpoch(Epoch):
 
     def _begin(self, resume: State) -> None:
         present = capture_random()
-        self._lost = self._lost_before()
+        self._lost += self._lost_before()
         by_state = self._goes_by_state(resume)
         if "at_iter" not in resume:  # the end of an epoch: the next one begins as it would have
             if not self._restore_step(True):
@@ -279,22 +297,24 @@ class ResumedEpoch(Epoch):
             restore_random(present)
 
     @property
-    def workers_draw_others(self) -> bool:
-        """Whether workers draw other random numbers from here on than those of the attempt before would have."""
+    def has_other_workers(self) -> bool:
+        """Whether workers go on with other random numbers and data than those of the attempt before would have."""
         resume = self.resume or {}
         goes_on = self._goes_by_state(resume) and not self.exhausted
-        return self.workers_draw and "state" in resume and (goes_on or lasts(self.loader))
+        return "state" in resume and (goes_on or lasts(self.loader))
 
     def say_what_differs(self) -> None:
         """Warn of what an attempt before had changed in the data, and that is not so now. Once."""
-        names = list(dict.fromkeys([*self._lost, *self.own.differing_data(self._data)]))
+        names = [*self._lost, *self.own.differing_data(self._data)]
         self._data, self._lost = {}, []
-        if names:
+        say_changed(names)
+        if self._begins_otherwise and not names and made_of(self.loader) == self.made_of:
             rank_zero_warn(
-                f"lightning_spot: training or reading had changed {', '.join(names)}, which no snapshot holds: the data"
-                " begin as the program makes them, and this resume is not exact. Keep such values in the state_dict of"
-                " a data module, and set them when it is loaded"
+                f"lightning_spot: the first batch of this epoch, loaded again, is another one than before:"
+                f" {type(self.loader).__name__} does not yield the same twice, and the rest of this epoch is not exact."
+                " Give it a state_dict and a load_state_dict"
             )
+        self._begins_otherwise = False
 
     def _lost_before(self) -> list[str]:
         """What earlier epochs had changed in the data, and this process has neither so nor as it was at the snapshot.
@@ -349,7 +369,10 @@ class ResumedEpoch(Epoch):
         if at_first is not None:
             self._random_was(at_first)
         for passed in range(batches):
-            if next(inner, _END) is _END:
+            batch = next(inner, _END)
+            if passed == 0:
+                self._begins_otherwise = self.first_batch not in (None, digest_of(batch))
+            if batch is _END:
                 logger.warning("lightning_spot: the data has only %d batches now; this epoch ends there", passed)
                 break
         return inner
@@ -371,6 +394,16 @@ class ResumedEpoch(Epoch):
         self.own.restore(state["own"])
 
 
+def say_changed(names: list[str]) -> None:
+    """Warn of what an attempt before had changed in the data, and that is not so now, if there is anything."""
+    if names:
+        rank_zero_warn(
+            f"lightning_spot: training or reading had changed {', '.join(sorted(set(names)))}, which no snapshot"
+            " holds: the data begin as the program makes them, and this resume is not exact. Keep such values in the"
+            " state_dict of a data module, and set them when it is loaded"
+        )
+
+
 def shuffle_buffers(own: OwnState) -> Iterator[str]:
     """Shuffle buffers in a loader's data, of which no state holds the samples: the names of their sizes, and these."""
     for path, item in own.items():
@@ -381,9 +414,11 @@ def shuffle_buffers(own: OwnState) -> Iterator[str]:
 
 
 def _indices(loader: Any, workers: LastingWorkers | None) -> Indices | None:
-    """What stands in for the loader's sampler; none where that is torch's."""
+    """What stands in for the loader's sampler; none where that is torch's, and its iteration, too."""
     if workers is not None:
         return workers.indices
+    if iterates_itself(loader):
+        return Indices(getattr(loader, sampler_name(loader)))
     sampler = getattr(loader, sampler_name(loader)) if draws_at_once(loader) else None
     return None if sampler is None or is_known(sampler) else Indices(sampler)
 

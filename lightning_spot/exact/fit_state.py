@@ -15,6 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_spot.config import format_names
 from lightning_spot.exact import buffers, builtin_callbacks, loggers, private, progress
+from lightning_spot.exact.aliases import shared_with_weights, what_is_apart_from_weights
 from lightning_spot.exact.checkpoint import checkpoint_of, checkpoint_through_save, leave_out_callbacks
 from lightning_spot.exact.dump import KEY, VERSION, Dump, read_checkpoint, with_ranks
 from lightning_spot.exact.elastic import OtherRanks
@@ -69,6 +70,8 @@ class FitState(PerTrainer):
         self._untracked = UntrackedAttributes()
         self._restoring = Restoring(self._trainer, parts)
         self._has_begun = self._has_left_out = False
+        self._dumps = 0
+        self._with_weights: list[str] = []  # states of callbacks and optimizers that hold memory of weights
 
     def attach(self) -> None:
         """Follow the training loaders, from ``setup`` on. A second call does nothing."""
@@ -131,13 +134,16 @@ class FitState(PerTrainer):
         run(private.HOOKED, lambda: self._untracked.begin(trainer, restoring.untracked))
         parts.hooked.lost.update(restoring.lost)
         reasons = why_loaders_are_not_exact(parts.loaders) if parts.loaders is not None else []
+        self._with_weights = due.get("with_weights", [])
         made = buffers.made_in_training(parts.module, due.get("buffers", {}))
         anew = [
             *builtin_callbacks.what_begins_anew(trainer),
             *self._untracked.begin_anew([*restoring.lost, *made]),
             *what_is_the_first_ranks(due.get("own_parameters", {}), due.get("own_values", {})),
+            *what_is_apart_from_weights(trainer, self._with_weights),
             *what_hooks_begin_anew(trainer),
             *parts.hooked.what_waits(),
+            *parts.hooked.what_is_apart(),
         ]
         first = [*reasons, *builtin_callbacks.what_has_a_passing_folder(trainer)]
         say_what_is_not_exact(trainer, *((reasons, anew) if due else (first, [])))
@@ -158,13 +164,16 @@ class FitState(PerTrainer):
         checkpoint = run(private.SNAPSHOTS, lambda: checkpoint_of(trainer), (AttributeError, TypeError))
         checkpoint = checkpoint or checkpoint_through_save(trainer)
         self._say_left_out(leave_out_callbacks(checkpoint))
+        self._dumps += 1
+        if self._dumps & (self._dumps - 1) == 0:  # in fewer and fewer of them: it asks for the address of each tensor
+            self._with_weights = sorted({*self._with_weights, *shared_with_weights(checkpoint)})
         added = run("skipped batches", lambda: progress.even_out(checkpoint)) or {}
         mark = progress.mark_before_validation
         total = run(private.PROGRESS, lambda: mark(checkpoint)) if before_validation else None
         places = loggers.places_of
         return Dump(
             checkpoint=checkpoint,
-            state={**self.capture(at_end=at_end), "added": added},
+            state={**self.capture(at_end=at_end), "added": added, "with_weights": self._with_weights},
             validation_progress=total,
             loggers=run(private.LOGGERS, lambda: places(trainer, before_validation=before_validation, at_end=at_end))
             or [],

@@ -2,11 +2,12 @@
 
 A resumed run does not call ``on_train_epoch_start`` of the epoch it goes on in, and never those of earlier epochs. So
 what they did is kept: which parameters are frozen, plain attributes of modules (``training``, a dropout's ``p``, a
-counter, a list of outputs), settings of the Trainer. What did not change is not kept: there the program's word counts.
-What is no plain value is named where training has changed it. A module that has made such a thing anew (a cache, a
-file) keeps all of its attributes for itself: they belong together. Where it has made a data set of another class (in
-``on_train_epoch_end``), a resumed run trains the rest of the epoch with that of its start: what modules within it have
-changed fits the next one, and comes back when that is made.
+counter, a list of outputs) and of their classes, settings of the Trainer. What did not change is not kept: there the
+program's word counts. What is no plain value is named where training has changed it. A module that has made such a
+thing anew (a cache, a file) keeps all of its attributes for itself: they belong together. Where it has made a data set
+of another class (in ``on_train_epoch_end``), a resumed run trains the rest of the epoch with that of its start: what
+modules within it have changed fits the next one, and comes back when that is made. What training has tied (weights,
+views of a tensor) is tied again.
 
 What changes in data modules, a user's callbacks and optimizers is named only.
 """
@@ -14,6 +15,7 @@ What changes in data modules, a user's callbacks and optimizers is named only.
 from __future__ import annotations
 
 import random
+from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,9 +32,10 @@ from torch.utils.data import Dataset
 from torchmetrics import Metric
 
 from lightning_spot.exact import namespaces, private
+from lightning_spot.exact.aliases import Holders, Owners, Place, Sharing, tie
 from lightning_spot.exact.buffers import Buffers, Marks, marks_of
 from lightning_spot.exact.builtin_callbacks import tuners
-from lightning_spot.exact.change_detector import SCALARS, ChangeDetector, is_value
+from lightning_spot.exact.change_detector import SCALARS, ChangeDetector, class_attributes, is_value, own_classes
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.randomness import GENERATORS, capture_generator, is_of_process, restore_generator
 from lightning_spot.patches import Patches
@@ -147,14 +150,15 @@ def is_generator(saved: Any) -> bool:
     return isinstance(saved, dict) and _GENERATOR in saved
 
 
-def put(part: nn.Module, name: str, saved: Any, device: torch.device) -> None:
+def put(part: Any, name: str, saved: Any, device: torch.device, *, is_shared: bool = False) -> None:
     """Give an attribute its value back, in place where others may hold it, too.
 
     Args:
-        part: has the attribute.
+        part: a module or a class; has the attribute.
         name: of it.
         saved: what :func:`copy_of` returned.
         device: for tensors.
+        is_shared: whether attributes have its present value in common: it gets one of its own.
     """
     present = getattr(part, name, None)
     if is_generator(saved):
@@ -162,12 +166,14 @@ def put(part: nn.Module, name: str, saved: Any, device: torch.device) -> None:
             restore_generator(present, saved["state"])
         return
     value = _whole(saved, device)
-    if type(present) is list and type(value) is list:
+    if is_shared and type(present) is type(value):
+        setattr(part, name, value)
+    elif type(present) is list and type(value) is list:
         present[:] = value
     elif type(present) is dict and type(value) is dict:
         present.clear()
         present.update(value)
-    elif type(present) in _REPLACED and not _are_equal(present, value):  # a view of a buffer has come back with it
+    elif type(present) in _REPLACED and not _are_equal(present, value):
         setattr(part, name, value)
 
 
@@ -237,10 +243,10 @@ class Names:
 
 
 class Attributes:
-    """The attributes of one module as they were.
+    """The attributes of one module, or of a class, as they were.
 
     Args:
-        part: the module.
+        part: the module, or a class of the user's.
         detector: stamps their values.
 
     Attributes:
@@ -248,9 +254,8 @@ class Attributes:
         has_made_data: whether a data set is among that, of another class than the one in its place before.
     """
 
-    def __init__(self, part: nn.Module, detector: ChangeDetector) -> None:
-        self._ignored = _own_names() if isinstance(part, namespaces.classes("", "LightningModule")) else _OF_MODULES
-        self._ignored |= {name for name in vars(part) if name.startswith(private.COMPOSABLE)}
+    def __init__(self, part: Any, detector: ChangeDetector) -> None:
+        self._ignored = _not_the_users(part)
         # Modules of torch keep nothing that their numbers would have to agree with.
         self._is_torchs = type(part).__module__.startswith("torch.nn")
         own = {name: value for name, value in vars(part).items() if name not in self._ignored}
@@ -263,11 +268,11 @@ class Attributes:
         self.lost: set[str] = set()
         self.has_made_data = False
 
-    def changed(self, part: nn.Module, before: Collection[str], detector: ChangeDetector) -> State:
+    def changed(self, part: Any, before: Collection[str], detector: ChangeDetector) -> State:
         """Copies of what has changed; of ``training`` only, where something that is not plain was made anew.
 
         Args:
-            part: the module.
+            part: the module, or the class.
             before: names of attributes that count as changed.
             detector: stamps values.
         """
@@ -295,7 +300,8 @@ class Attributes:
         if was_made:
             lost |= kept.keys() - {"training"}
             kept = {name: value for name, value in kept.items() if name == "training"}
-        self.lost |= {f"{type(part).__qualname__.rpartition('.<locals>.')[2]}.{name}" for name in lost}
+        kind = part if isinstance(part, type) else type(part)
+        self.lost |= {f"{kind.__qualname__.rpartition('.<locals>.')[2]}.{name}" for name in lost}
         return kept
 
     def _is_made(self, name: str, value: Any) -> bool:
@@ -323,6 +329,14 @@ def _is_own_method(part: nn.Module, name: str, value: Any) -> bool:
     """Whether a method was put back in its own place, as Lightning does with DDP."""
     is_of_part = type(value) is MethodType and value.__self__ is part  # to a proxy of what is gone, isinstance fails
     return is_of_part and value.__func__ is getattr(type(part), name, None)
+
+
+def _not_the_users(part: Any) -> frozenset[str]:
+    """Names of attributes of a module, or of a class, that a program does not set."""
+    if isinstance(part, type):
+        return frozenset(vars(part).keys() - class_attributes(part).keys())
+    own = _own_names() if isinstance(part, namespaces.classes("", "LightningModule")) else _OF_MODULES
+    return own | {name for name in vars(part) if name.startswith(private.COMPOSABLE)}
 
 
 def _own_names() -> frozenset[str]:
@@ -354,13 +368,16 @@ class ModuleState:
         self._makes_data: set[str] = set()  # modules of which data sets are not as they were when attributes were saved
         self._waiting: dict[str, State] = {}  # attributes of modules, until the next data sets are made
         self._kinds: dict[str, type] = {}
+        self._sharing = Sharing()
+        self._apart: list[str] = []  # of the training before
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Note how everything is, after all ``on_train_start``: a resumed run calls those, too."""
         modules = dict(trainer.lightning_module.named_modules())
         self._trains = _trains(modules.items())
         detector = ChangeDetector(modules.values())
-        self._modules = {name: Attributes(part, detector) for name, part in _without_metrics(modules.items())}
+        self._modules = {name: Attributes(part, detector) for name, part in _parts(modules.items())}
+        self._sharing.begin(_registered(trainer.lightning_module))
         self._settings = _settings(trainer)
         self._kinds = {name: type(part) for name, part in modules.items()}
 
@@ -373,19 +390,23 @@ class ModuleState:
         """
         before, known, modules = self.before, self._modules, list(modules)
         changed, detector = {}, ChangeDetector([part for _, part in modules])
-        for name, part in _without_metrics(modules):
+        for name, part in _parts(modules):
             if name in known:
                 changed[name] = known[name].changed(part, before.attributes.get(name, ()), detector)
                 self.lost |= known[name].lost
                 self._makes_data |= {name} if known[name].has_made_data else set()
         others = (name for name, part in modules if self._kinds.get(name) is not type(part))
         self.lost |= {name for name in others if not issubclass(self._kinds.get(name, object), LazyModuleMixin)}
+        kept = {(name, key) for name, own in changed.items() for key, each in own.items() if type(each) not in SCALARS}
+        shared, apart = self._shared(trainer, kept)
         for name, values in self._waiting.items():
             changed[name] = {**changed.get(name, {}), **values}
         trains, settings = _trains(modules).items(), _settings(trainer)
         return {
             "trains": {name: on for name, on in trains if self._trains.get(name, on) != on or name in before.trains},
             "attributes": {name: values for name, values in changed.items() if values},
+            "shared": shared,
+            "apart": apart,
             "made_data": sorted(self._makes_data),
             "settings": {
                 name: value
@@ -395,6 +416,10 @@ class ModuleState:
             "limits": self._limits,
             "before": before.saved(),
         }
+
+    def _shared(self, trainer: pl.Trainer, kept: Collection[Place]) -> tuple[list[State], list[str]]:
+        module = trainer.lightning_module
+        return self._sharing.noted(lambda: _owners(module), _registered(module), kept, lambda: trainer.optimizers)
 
     def restore(self, trainer: pl.Trainer, saved: State, *, untrained: bool = False) -> None:
         """Put back what :meth:`capture` returned, after :meth:`begin`.
@@ -420,6 +445,8 @@ class ModuleState:
             }
             attributes = {name: values for name, values in attributes.items() if name not in waits} | modes
         self._put(module, attributes)
+        parts = dict(_parts(module.named_modules(remove_duplicate=False)))
+        self._apart = [*saved.get("apart", ()), *tie(parts, saved.get("shared", []))]  # not of an earlier version
         for name, value in saved["settings"].items():
             if name not in _LIMITS and hasattr(trainer, name):
                 setattr(trainer, name, value)
@@ -436,6 +463,14 @@ class ModuleState:
                 " epoch is trained on those of this start. Make them in train_dataloader, from the epoch's number"
             )
 
+    def what_is_apart(self) -> Iterator[str]:
+        """One sentence on what training had tied or made anew, and is as the program makes it now, if there is any."""
+        if self._apart:
+            yield (
+                "training had changed which tensors of the module are one, or what a parameter is, and they are as the"
+                f" program makes them now: {_listed(self._apart)}. Tie or replace them where the module is made"
+            )
+
     def end_epoch(self, trainer: pl.Trainer) -> None:
         """Before hooks make the data sets of the next epoch: what fits these comes back. A second call does nothing."""
         waiting, self._waiting = self._waiting, {}
@@ -444,11 +479,15 @@ class ModuleState:
 
     @staticmethod
     def _put(module: pl.LightningModule, attributes: dict[str, State]) -> None:
-        parts = dict(_without_metrics(module.named_modules()))
+        if not attributes:
+            return
+        parts = dict(_parts(module.named_modules()))
+        holders = Holders(_owners(module))
         for name, values in attributes.items():
             for attribute, value in values.items():
                 if name in parts:
-                    put(parts[name], attribute, value, module.device)
+                    is_shared = holders.are_several(getattr(parts[name], attribute, None))
+                    put(parts[name], attribute, value, module.device, is_shared=is_shared)
 
     def note_limits(self, trainer: pl.Trainer) -> None:
         """Note how long the program has training go on, before hooks may change that."""
@@ -496,6 +535,43 @@ def _without_metrics(modules: Iterable[NamedModule]) -> Iterator[NamedModule]:
             yield name, part
 
 
+def _parts(modules: Iterable[NamedModule]) -> Iterator[tuple[str, Any]]:
+    """Modules whose attributes are the user's, and their classes that are."""
+    classes: dict[str, type] = {}
+    for name, part in _without_metrics(modules):
+        yield name, part
+        classes.update((f"class {each.__module__}.{each.__qualname__}", each) for each in own_classes(type(part)))
+    yield from classes.items()
+
+
+def _registered(module: nn.Module) -> dict[Place, torch.Tensor]:
+    """Parameters and buffers, by each of their places."""
+    return {
+        (name, key): value
+        for name, part in module.named_modules(remove_duplicate=False)
+        for table in (private.PARAMETERS.of(part), private.BUFFERS.of(part))
+        for key, value in table.items()
+        if value is not None
+    }
+
+
+def _owners(module: nn.Module) -> Owners:
+    """Parameters, buffers and attributes of all modules, by each of their names, and of classes."""
+    owners: dict[str, dict[str, Any]] = {}
+    for (name, key), value in _registered(module).items():
+        owners.setdefault(name, {})[key] = value
+    for name, part in _parts(module.named_modules(remove_duplicate=False)):
+        ignored = _not_the_users(part)
+        own = {key: value for key, value in vars(part).items() if key not in ignored and type(value) not in SCALARS}
+        owners.setdefault(name, {}).update(own)
+    return owners
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
 def _settings(trainer: pl.Trainer) -> State:
     values = {name: getattr(trainer, name, None) for name in (*_SETTINGS, *_LIMITS)}
     return {name: value for name, value in values.items() if type(value) in SCALARS}
@@ -536,12 +612,10 @@ class UntrackedAttributes:
             lost: more of them, of modules.
         """
         if names := sorted({*self._changed, *lost}):
-            more = len(names) - _MOST_NAMED
-            listed = ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
             yield (
-                f"training had changed attributes that no state_dict holds, and they begin anew: {listed}. Give the"
-                " class a state_dict and a load_state_dict (a module: get_extra_state and set_extra_state) if training"
-                " depends on them"
+                f"training had changed attributes that no state_dict holds, and they begin anew: {_listed(names)}."
+                " Give the class a state_dict and a load_state_dict (a module: get_extra_state and set_extra_state) if"
+                " training depends on them"
             )
 
 
@@ -555,7 +629,8 @@ def _attributes(trainer: pl.Trainer, without: set[str] | frozenset[str] = frozen
     for owner, saved in chain(zip(owners, repeat(())), zip(own_kinds, repeat(_OF_OPTIMIZERS))):
         kind = type(owner).__qualname__.rpartition(".<locals>.")[2]
         number = seen[kind] = seen.get(kind, 0) + 1
-        for attribute, value in vars(owner).items():
+        of_classes = ChainMap(*map(class_attributes, own_classes(type(owner))))
+        for attribute, value in {**of_classes, **vars(owner)}.items():
             name = f"{kind}.{attribute}" if number == 1 else f"{kind}#{number}.{attribute}"
             if name in without or attribute in saved:
                 continue

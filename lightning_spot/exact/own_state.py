@@ -10,6 +10,7 @@ import copy
 import functools
 import types
 import weakref
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lightning_spot.exact.change_detector import class_attributes, own_classes
 from lightning_spot.exact.data_changes import digest_of, is_as, mark_of
 from lightning_spot.exact.indices import is_stateful
 from lightning_spot.exact.randomness import GENERATORS, State, capture_generator, restore_generator
@@ -40,10 +42,12 @@ class OwnState:
 
     Args:
         roots: where the walk begins, by name.
+        by_state: whether what has a ``load_state_dict`` comes back by it.
     """
 
-    def __init__(self, roots: Mapping[str, Any]) -> None:
+    def __init__(self, roots: Mapping[str, Any], *, by_state: bool = False) -> None:
         self._roots = dict(roots)
+        self._by_state = by_state or is_stateful(roots.get(""))
         self._first = {path: _copies(_values(item)) for path, item in self.items() if _is_holder(path, item)}
         self._marks = {name: mark_of(value) for name, value in self._data()}
 
@@ -93,12 +97,13 @@ class OwnState:
 
     def _data(self) -> Iterator[tuple[str, Any]]:
         """Attributes that no snapshot holds: of data sets and collate functions, and what is not kept of samplers."""
-        by_state = is_stateful(self._roots.get(""))
         for path, item in self.items():
-            if not (_is_holder(path, item) or path == "collate_fn") or (by_state and hasattr(item, "load_state_dict")):
+            comes_back = self._by_state and hasattr(item, "load_state_dict")
+            if comes_back or not (_is_holder(path, item) or path == "collate_fn"):
                 continue
             kept = _values(item)
-            for name, value in list(getattr(item, "__dict__", {}).items()):
+            of_classes = ChainMap(*map(class_attributes, own_classes(type(item))))
+            for name, value in {**of_classes, **getattr(item, "__dict__", {})}.items():
                 if name not in kept and name != "seed" and not (_is_generator(value) or _is_holder("", value)):
                     yield f"{path}.{name}" if path else name, value
 

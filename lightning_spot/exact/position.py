@@ -8,8 +8,16 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_spot.exact.epochs import DataResume, Epoch, ResumedEpoch, begin_epoch, has_length, shuffle_buffers
-from lightning_spot.exact.indices import is_stateful, sampler_name
+from lightning_spot.exact.epochs import (
+    DataResume,
+    Epoch,
+    ResumedEpoch,
+    begin_epoch,
+    has_length,
+    say_changed,
+    shuffle_buffers,
+)
+from lightning_spot.exact.indices import is_known, is_stateful, iterates_itself, sampler_name
 from lightning_spot.exact.order import batch_of, dealt
 from lightning_spot.exact.own_state import OwnState
 from lightning_spot.exact.randomness import State
@@ -126,16 +134,20 @@ def state_of(loader: Any) -> State | None:
     own, workers = loader.__dict__["_own"], loader.__dict__["_workers"]
     were_made = loader.__dict__["_were_made"] or (workers is None and are_made(loader.__dict__["_loader"]))
     saved = workers.saved(now=True) if workers is not None else None
-    return {"own": own.capture(), "workers": saved, "were_made": were_made}
+    return {"own": own.capture(), "workers": saved, "were_made": were_made, "data": own.changed_data()}
 
 
 def restore_state(loader: Any, state: State | None) -> None:
     """Set what :func:`state_of` returned."""
     if state is not None and type(loader) in (FollowedLoader, PositionedLoader):
-        loader.__dict__["_own"].restore(state["own"])
-        if loader.__dict__["_workers"] is not None:
-            loader.__dict__["_workers"].resume(state["workers"])
-        loader.__dict__["_were_made"] = state.get("were_made", False)  # not of an earlier version
+        own, workers = loader.__dict__["_own"], loader.__dict__["_workers"]
+        own.restore(state["own"])
+        names = own.differing_data(state.get("data", {}))  # not of an earlier version
+        if workers is not None:
+            workers.resume(state["workers"])
+            names += workers.lost()
+        say_changed(names)
+        loader.__dict__["_were_made"] = state.get("were_made", False)
 
 
 def restore_owners(loader: Any) -> None:
@@ -196,7 +208,7 @@ def why_not_exact(loader: Any) -> Iterator[str]:
     if epoch is not None and epoch.indices is not None and epoch.indices.draws_along:
         yield (
             f"{_kind(epoch.loader)} draws from the random numbers of the process while training draws from them, too:"
-            " the order of the rest of an epoch is not exact. Give it a generator of its own"
+            " the rest of an epoch may not be exact. Give it a generator of its own"
         )
 
 
@@ -218,11 +230,14 @@ def _why_its_state_is_not_exact(loader: Any, inner: Any) -> Iterator[str]:
             f"the shuffle buffer of {type(data).__name__} ({buffer}) may be in no state: a resume in mid-epoch may lose"
             ' or repeat samples. Leave data_resume="seek" out: batches are loaded again'
         )
-    if isinstance(epoch, ResumedEpoch) and epoch.workers_draw_others:
-        yield (
-            f"workers of {type(inner).__name__} draw random numbers, which its state does not hold: augmentation in"
-            ' them is not exact after this resume. Set data_resume="replay", and persistent_workers=False'
-        )
+    if isinstance(epoch, ResumedEpoch) and epoch.has_other_workers:
+        what = ["draw random numbers"] if epoch.workers_draw else []
+        what += [f"change {', '.join(epoch.workers_changed)}"] if epoch.workers_changed else []
+        if what:
+            yield (
+                f"workers of {type(inner).__name__} {' and '.join(what)}, which its state does not hold: what they load"
+                ' is not exact after this resume. Set data_resume="replay", and persistent_workers=False'
+            )
 
 
 def why_workers_are_not_exact(loader: Any) -> Iterator[str]:
@@ -240,7 +255,8 @@ def why_workers_are_not_exact(loader: Any) -> Iterator[str]:
 
 
 def _kind(loader: Any) -> str:
+    """Class of what draws: of the sampler, or of the loader if that is torch's."""
     sampler = getattr(loader, sampler_name(loader))
     while type(sampler).__module__.startswith("torch.") and hasattr(sampler, "sampler"):
         sampler = sampler.sampler
-    return type(sampler).__name__
+    return type(loader if is_known(sampler) and iterates_itself(loader) else sampler).__name__

@@ -1,7 +1,8 @@
 """Workers that persist: processes of a loader that go on from epoch to epoch, with the generators they hold.
 
 Their seeds are drawn once, where the first epoch begins, and what they draw later nobody else sees. So they are asked
-for it between epochs, by a batch of no samples, and made anew after a resume with the same seeds and generators.
+for it between epochs, by a batch of no samples, and made anew after a resume with the same seeds and generators. What
+they have changed in their copies of the data is asked for, too: it is named where it does not come back.
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ class LastingWorkers:
     def resume(self, saved: State | None) -> None:
         """Have them made as they were when :meth:`saved` was called, where the next epoch begins."""
         self._pending = saved
+
+    def lost(self) -> list[str]:
+        """Names of what workers of the attempt before had changed in the data, and those to be made will not have."""
+        states: list[State] = (self._pending or {}).get("workers") or []
+        return [name for state in states for name in self._own.differing_data(state.get("data", {}))]
 
     def saved(self, *, now: bool) -> State | None:
         """How to make them again, as plain values; ``None`` if they are to be made where an epoch begins.
@@ -116,9 +122,8 @@ class LastingWorkers:
 
     def _make_iterator(self, states: list[State] | None) -> Iterator[Any]:
         """``iter(loader)`` for the first time: its iterator keeps our sampler, and its workers our function."""
-        replaced = {self._name: self.indices, "collate_fn": self._answering}
-        if states is not None:
-            replaced["worker_init_fn"] = _Going(self._loader.worker_init_fn, states, self._answering)
+        init = _Beginning(self._loader.worker_init_fn, states or [], self._answering)
+        replaced = {self._name: self.indices, "collate_fn": self._answering, "worker_init_fn": init}
         with replacing(self._loader, replaced):
             iterator = iter(self._loader)
         if self._is_made:
@@ -146,59 +151,87 @@ class LastingWorkers:
             self.indices.questions = 0
 
 
-class Drawing:
-    """Whether workers of a loader that keeps its state draw random numbers, which no such state holds.
+class WorkerWatch:
+    """What workers of a loader that keeps its state do, and no such state holds: they draw numbers, change their data.
 
     Stands in for its collate function, and by :meth:`begin` for its ``worker_init_fn``.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._collate, self._init = loader.collate_fn, loader.worker_init_fn
-        self._seen: torch.Tensor = torch.zeros(1, dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]
+        self._draws: torch.Tensor = torch.zeros(1, dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]
+        texts = torch.zeros(loader.num_workers, _MOST_TEXT, dtype=torch.uint8)
+        self._changed: torch.Tensor = texts.share_memory_()  # type: ignore[no-untyped-call]
         self._at_first: Any = None
+        self._own: OwnState | None = None
+        self._batches = 0
 
     @property
-    def seen(self) -> bool:
-        """Whether one of them was seen to draw some."""
-        return bool(self._seen)
+    def draws(self) -> bool:
+        """Whether one of them was seen to draw numbers."""
+        return bool(self._draws)
+
+    @property
+    def changed(self) -> list[str]:
+        """Names of attributes of the data that one of them was seen to change."""
+        texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in self._changed]
+        return [name for text in texts for name in text.split()]
 
     def begin(self, worker: int) -> None:
         """In a worker, before it loads anything."""
         if self._init is not None:
             self._init(worker)
         self._at_first = random_now()
+        info = get_worker_info()
+        self._own = OwnState({"dataset": info.dataset, "collate_fn": self._collate}, by_state=True) if info else None
 
     def __call__(self, samples: Any) -> Any:
-        """Collate, and note whether numbers were drawn until now."""
+        """Collate, and note what was done until now; what is changed, in fewer and fewer batches."""
         batch = self._collate(samples)
-        if get_worker_info() is not None and not self._seen and random_now() != self._at_first:
-            self._seen.fill_(True)
+        info = get_worker_info()
+        if info is None or self._own is None:
+            return batch
+        if not self._draws and random_now() != self._at_first:
+            self._draws.fill_(True)
+        self._batches += 1
+        if self._batches & (self._batches - 1) == 0 and (changed := self._own.changed_data()):
+            text = list("\n".join(changed).encode()[:_MOST_TEXT])
+            self._changed[info.id, : len(text)] = torch.tensor(text, dtype=torch.uint8)
         return batch
 
 
-_DRAWING: WeakKeyDictionary[Any, Drawing] = WeakKeyDictionary()
+_MOST_TEXT = 2**12
+_WATCHES: WeakKeyDictionary[Any, WorkerWatch] = WeakKeyDictionary()
 _MADE_LATE: WeakSet[Any] = WeakSet()
 """Loaders whose workers an earlier attempt had by now, and which make theirs where the first batch is asked for."""
 
 
-def drawing_of(loader: Any) -> Drawing | None:
-    """What is known of the random numbers of a loader's workers; ``None`` for loaders that keep no state of theirs."""
+def watch_of(loader: Any) -> WorkerWatch | None:
+    """What is known of a loader's workers; ``None`` for loaders that keep no state of theirs."""
     if not (isinstance(loader, DataLoader) and is_stateful(loader) and loader.num_workers > 0):
         return None
-    return _DRAWING.setdefault(loader, Drawing(loader))
+    return _WATCHES.setdefault(loader, WorkerWatch(loader))
 
 
-def begin_watched(loader: Any, *, apart: bool = False) -> Iterator[Any]:
-    """``iter(loader)``, with its workers watched where that has to be known.
+def begin_watched(loader: Any, *, apart: bool = False, indices: Indices | None = None) -> Iterator[Any]:
+    """``iter(loader)``, with its workers and its own iteration watched where what these draw has to be known.
 
     Args:
         loader: any.
         apart: whether one that begins only where its first batch is asked for draws the seed of workers apart from what
             training draws from: an epoch that was begun before had it already.
+        indices: stand in for the sampler of one that iterates in a way of its own.
     """
+    if indices is not None:
+        return indices.watched(loader, lambda values: _begun(loader, values, apart=apart))
+    watch = watch_of(loader)
+    return _begun(
+        loader, {"collate_fn": watch, "worker_init_fn": watch.begin} if watch is not None else {}, apart=apart
+    )
+
+
+def _begun(loader: Any, values: dict[str, Any], *, apart: bool) -> Iterator[Any]:
     apart = apart or loader in _MADE_LATE
-    drawing = drawing_of(loader)
-    values = {"collate_fn": drawing, "worker_init_fn": drawing.begin} if drawing is not None else {}
     with replacing(loader, values) if values else nullcontext():
         inner: Iterator[Any] = iter(loader)
     if not (isinstance(loader, DataLoader) and inspect.isgenerator(inner)):
@@ -221,24 +254,27 @@ _KNOWN = "_lightning_spot_workers"
 
 
 class _Answering:
-    """Stands in for a collate function, in workers: a batch of no samples is a question for their generators."""
+    """Stands in for a collate function, in workers: a batch of no samples is a question for what they have by now."""
 
     def __init__(self, collate: Any) -> None:
         self.collate = collate
+        self._own: OwnState | None = None
+
+    def begin(self, dataset: Any) -> OwnState:
+        """In a worker, before it loads anything: what its copies draw from, and how they are."""
+        self._own = OwnState({"dataset": dataset, "collate_fn": self.collate})
+        return self._own
 
     def __call__(self, samples: Any) -> Any:
         info = get_worker_info()
-        if info is None or not isinstance(samples, list) or samples:
+        if info is None or self._own is None or not isinstance(samples, list) or samples:
             return self.collate(samples)
-        return {"worker": info.id, _STATE: {**capture_random(), "own": self.own(info.dataset).capture()}}
-
-    def own(self, dataset: Any) -> OwnState:
-        """What this worker's copies draw from."""
-        return OwnState({"dataset": dataset, "collate_fn": self.collate})
+        state = {**capture_random(), "own": self._own.capture(), "data": self._own.changed_data()}
+        return {"worker": info.id, _STATE: state}
 
 
-class _Going:
-    """Stands in for a ``worker_init_fn``: a new worker goes on with the generators that its predecessor had."""
+class _Beginning:
+    """Stands in for a ``worker_init_fn``: a new worker may go on with the generators that its predecessor had."""
 
     def __init__(self, init: Any, states: list[State], answering: _Answering) -> None:
         self.init, self.states, self.answering = init, states, answering
@@ -247,9 +283,12 @@ class _Going:
         if self.init is not None:
             self.init(worker)
         info = get_worker_info()
-        if info is not None and worker < len(self.states):
+        if info is None:
+            return
+        own = self.answering.begin(info.dataset)
+        if worker < len(self.states):
             restore_random(self.states[worker])
-            self.answering.own(info.dataset).restore(self.states[worker]["own"])
+            own.restore(self.states[worker]["own"])
 
 
 def _own_copy(state: Any) -> Any:
