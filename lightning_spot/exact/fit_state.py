@@ -82,8 +82,7 @@ class FitState(PerTrainer):
         self._parts.switches.probe(self._trainer)
         run(private.HOOKED, lambda: self._parts.hooked.note_limits(self._trainer))
         run(private.LOADERS, self._follow_loaders)
-        for undo in self.once.follow_tuners():
-            self._patches.callback(undo)
+        self.once.follow_tuners(self._patches)
         follow_named(self._trainer, self._patches)
         self._callbacks = list(self._trainer.callbacks)  # type: ignore[attr-defined] # Lightning's Trainer has it
         # After on_train_start of all callbacks and of the module, which are called again in a resumed run.
@@ -135,6 +134,7 @@ class FitState(PerTrainer):
         run(private.HOOKED, lambda: self._untracked.begin(trainer, restoring.untracked))
         parts.hooked.lost.update(restoring.lost)
         reasons = why_loaders_are_not_exact(parts.loaders) if parts.loaders is not None else []
+        self._with_weights = due.get("with_weights", [])
         made = buffers.made_in_training(parts.module, due.get("buffers", {}))
         self._with_weights = due.get("with_weights", [])  # none in one of an earlier version
         anew = [

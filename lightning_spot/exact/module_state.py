@@ -38,6 +38,7 @@ from lightning_spot.exact.builtin_callbacks import tuners
 from lightning_spot.exact.change_detector import SCALARS, ChangeDetector, class_attributes, is_value, own_classes
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.randomness import GENERATORS, capture_generator, is_of_process, restore_generator
+from lightning_spot.patches import Patches
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -727,17 +728,10 @@ class PreTrainingEffects(OfTrainer):
     def _changed(self, values: ModuleState) -> Names:
         return Names.of(values.capture(self._trainer, list(self._trainer.lightning_module.named_modules())))
 
-    def follow_tuners(self) -> list[Callable[[], object]]:
-        """Note what their trials change.
-
-        Returns:
-            what takes that back.
-        """
-        undo: list[Callable[[], object]] = []
+    def follow_tuners(self, patches: Patches) -> None:
+        """Note what their trials change."""
         for tuner in tuners(self._trainer):
-            tuner.on_fit_start = partial(self._around, tuner.on_fit_start)
-            undo.append(partial(vars(tuner).pop, "on_fit_start", None))
-        return undo
+            patches.wrap(tuner, "on_fit_start", partial(partial, self._around))
 
     def _around(self, trial: Callable[..., Any], *arguments: Any) -> None:
         self.begins()

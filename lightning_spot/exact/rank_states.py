@@ -159,4 +159,5 @@ def are_these(shared: dict[str, Any], trainer: pl.Trainer) -> bool:
         shared: the exact state of the snapshot.
         trainer: that goes on from it.
     """
-    return bool(shared["world_size"] == trainer.world_size and shared["shares"] == share_of(trainer)[1])
+    shares = share_of(trainer)[1]
+    return bool(shared["world_size"] == trainer.world_size and shared.get("shares", shares) == shares)

@@ -21,6 +21,7 @@ from lightning_spot.exact import private
 from lightning_spot.exact.indices import Indices, is_stateful, random_now, replacing, sampler_name
 from lightning_spot.exact.own_state import OwnState
 from lightning_spot.exact.randomness import State, capture_random, restore_random
+from lightning_spot.trees import mapped
 
 logger = logging.getLogger(__name__)
 
@@ -292,11 +293,7 @@ class _Beginning:
 
 def _own_copy(state: Any) -> Any:
     """Tensors from another process lie in memory that it shares by a descriptor."""
-    if isinstance(state, torch.Tensor):
-        return state.clone()
-    if isinstance(state, dict):
-        return {key: _own_copy(item) for key, item in state.items()}
-    return [_own_copy(item) for item in state] if isinstance(state, list) else state
+    return mapped(lambda item: item.clone() if isinstance(item, torch.Tensor) else item, state)
 
 
 def lasts(loader: Any) -> bool:
