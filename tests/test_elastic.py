@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from lightning_spot.exact import logged_values
-from lightning_spot.exact.elastic import OtherRanks, random_of
+from lightning_spot.exact.fit_state import OtherRanks, random_of
 from lightning_spot.exact.position import PositionedLoader, batches_done, position_of
 from lightning_spot.exact.randomness import capture_random
 from lightning_spot.exact.rank_states import are_these, share_of

@@ -186,7 +186,8 @@ def _try_prefixes(prefixes: Sequence[str]) -> None:
     """Warn of prefixes below which this server cannot write: the hosts of trainers do so as long as it cannot."""
     for prefix in prefixes:
         if why := _why_not_usable(prefix):
-            logger.warning("--allow-storage %s %s; until it can be used, the trainers' hosts write there", prefix, why)
+            text = "--allow-storage {about} {why}; until it can be used, the trainers' hosts write there"
+            say(logging.WARNING, "storage-unusable", text, about=prefix, why=why)
 
 
 def _why_not_usable(url: str) -> str:
