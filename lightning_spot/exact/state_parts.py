@@ -2,8 +2,8 @@
 
 Generators, the position in the data, metric states, means of ``self.log(on_epoch=True)``, logged values, buffers that
 are in no ``state_dict``, gradients in mid-accumulation, what hooks and callbacks changed: what Lightning leaves out of
-a checkpoint and an exact resume needs. Read from Lightning 2.6; ``tests/test_exact.py`` and
-``tests/test_exact_table.py`` guard it.
+a checkpoint and an exact resume needs. Read from Lightning 2.6; ``tests/integration/test_exact.py`` and
+``tests/integration/test_exact_table.py`` guard it.
 
 What DDP keeps to itself: the order in which gradients became ready in a run's first step, and who has buffers.
 

@@ -53,7 +53,7 @@ class Holdings:
 
 
 class Store(Protocol):
-    """A tier for one run. Every implementation passes ``tests/test_stores.py``.
+    """A tier for one run. Every implementation passes ``tests/integration/test_stores.py``.
 
     Methods may be called from any thread. "Nothing there" and "could not be read" are two things: what is not there is
     an empty answer or :class:`~lightning_spot.errors.SnapshotNotFoundError`, what could not be read or written is

@@ -1,6 +1,6 @@
 """Changes a module of the package as it is imported, in every Python that finds this on its path: one mutation.
 
-What is to be changed stands in the environment, see ``tests/test_mutations.py``. Nothing on the disk is changed.
+What is to be changed stands in the environment, see ``tests/soak/test_mutations.py``. Nothing on the disk is changed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What Lightning ships, as data: each feature in a run small enough to be stopped and resumed within a second.
 
-``tests/test_exact_table.py`` trains every case, and asks that a resumed run is equal to an undisturbed one, or that a
-warning named the feature before training began.
+``test_exact_table.py`` trains every case, and asks that a resumed run is equal to an undisturbed one, or that a warning
+named the feature before training began.
 """
 
 from __future__ import annotations

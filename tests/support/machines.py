@@ -18,10 +18,10 @@ from typing import TypeVar
 import pytest
 
 from lightning_spot.exact.compare import differences
+from tests.distributed.test_sharded_fit import check_states, final
 from tests.support.link import Link
 from tests.support.network import TOKEN, Network, listening, network_or_skip
 from tests.support.waiting import until
-from tests.test_sharded_fit import check_states, final
 
 STEPS = 30
 """Of each training."""

@@ -1,0 +1,511 @@
+"""All ranks restore one snapshot: opened once on each host, agreed, and never sent through the process group."""
+
+from __future__ import annotations
+
+import io
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from lightning_spot.client.filesystem import SpotFileSystem
+from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.stores import open_store
+from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, SpotError, TierError
+from lightning_spot.fit import restore, selection
+from lightning_spot.fit.collectives import Agreement
+from lightning_spot.fit.restore import SharedOpening, fetched_once
+from lightning_spot.fit.selection import ResumedFrom, choose, own_small
+from lightning_spot.image.files import FileSpan
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.portion import Image
+from lightning_spot.memory.node import Node
+from lightning_spot.protocol import ownership
+from lightning_spot.run import export, receiving
+from lightning_spot.run.export import Exporter, ExporterAddress, NotExportedError, import_snapshot
+from lightning_spot.run.location import Location
+from lightning_spot.run.reading import OpenSnapshot
+from lightning_spot.run.sources import StoreSource, Use
+from lightning_spot.run.survey import Survey, survey
+from lightning_spot.tiers.local import LocalStore
+from lightning_spot.tiers.store import Holdings, Progress
+from tests.integration.test_stores import sharded, snapshot
+from tests.support.oracle import claim_of
+from tests.support.proxy import Proxy
+from tests.support.ranks import Group, Rank, rank_of_this_thread
+from tests.support.server import served
+
+LARGE = 400_000  # elements: more than 1 MiB
+Chosen = tuple[ResumedFrom, dict[str, Any]] | None
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> LocalStore:
+    store = LocalStore(str(tmp_path / "run"))
+    store.claim(claim_of(1))
+    for step in (3, 6):
+        put(store, step)
+    return store
+
+
+def put(store: LocalStore, step: int) -> Manifest:
+    small = torch.full((4,), step)
+    file = io.BytesIO()
+    torch.save({"step": step, "large": torch.full((LARGE,), step), "small": small, "tied": small[1:]}, file)
+    content = memoryview(file.getvalue())
+    manifest = Manifest(
+        run="run",
+        run_id="r",
+        name=snapshot_name(step, 1),
+        step=step,
+        attempt=1,
+        nbytes=len(content),
+        part_bytes=1 << 20,
+    )
+    store.put(manifest.sealed(content), content, attempt=1)
+    return manifest
+
+
+def no_shards(_image: Image, _manifest: Manifest) -> dict[str, Any]:
+    pytest.fail("this snapshot is one file")
+
+
+def restored(
+    store: LocalStore,
+    size: int = 3,
+    look: Callable[[Location], Survey] = survey,
+    then: Callable[[int, Chosen], Any] = lambda _rank, found: found,
+    group: Group | None = None,
+    load_shards: Callable[[Image, Manifest], dict[str, Any]] = no_shards,
+) -> list[Any]:
+    """What each rank gets: what it chose, or the error that it raises."""
+    group = group or Group(size)
+    location = Location.of(store.root, local_server=False)
+
+    def restore_on(rank: int) -> Any:
+        threading.current_thread().name = f"rank-{rank}"
+        trainer = Rank(group, rank)
+        ranks = Agreement(trainer)  # type: ignore[arg-type]
+        hosts = SharedOpening(ranks, location)
+        try:
+            return then(rank, choose(ranks, hosts, lambda: look(location), trusts=False, load_shards=load_shards))
+        except (SpotError, NotImplementedError) as error:
+            return error
+        finally:
+            hosts.close()
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(restore_on, range(size)))
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Where ranks have received a snapshot from."""
+    urls: list[str] = []
+    original = receiving.receive
+
+    def receive(store: Any, *arguments: Any) -> OpenSnapshot:
+        urls.append(store.url)
+        return original(store, *arguments)
+
+    monkeypatch.setattr("lightning_spot.run.sources.receive", receive)
+    return urls
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
+    before = set(os.listdir("/proc/self/fd"))
+    yield
+    for thread in threading.enumerate():
+        if thread.name.startswith("spot-giv"):
+            thread.join(5)
+            assert not thread.is_alive()
+    for number in set(os.listdir("/proc/self/fd")) - before:
+        path = Path(f"/proc/self/fd/{number}")
+        if path.exists() and "spot" in os.readlink(path):
+            assert path.stat().st_size == 0, os.readlink(path)  # what is empty is held by an error in a log
+
+
+def test_a_host_reads_once_and_its_ranks_look_at_the_same_memory(
+    run: LocalStore, fetched: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    group = Group(4)
+
+    def pages(tensor: torch.Tensor) -> str:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        spans = [(*(int(end, 16) for end in line.split()[0].split("-")), line) for line in lines]
+        return next(line for start, stop, line in spans if start <= tensor.data_ptr() < stop)
+
+    def write(rank: int, found: Chosen) -> tuple[int, int, bool, bool]:
+        resumed, checkpoint = found
+        shared = "lightning-spot-restore" in pages(checkpoint["large"])
+        checkpoint["large"] += rank  # its own, whoever else looks at that memory
+        checkpoint["small"][1] = 100 + rank
+        return resumed.step, int(checkpoint["large"].unique()), shared, int(checkpoint["tied"][0]) == 100 + rank
+
+    assert restored(run, 4, then=write, group=group) == [(6, 6 + rank, True, True) for rank in range(4)]
+    assert fetched == [run.url]
+    assert "4 ranks on one host have found and read 3.20 MB in" in caplog.text
+    assert group.moved_bytes < 64 * 1024 < LARGE
+
+
+def test_what_is_shared_cannot_be_written_to(run: LocalStore) -> None:
+    source = survey(Location.of(run.root, local_server=False)).candidates[0][1]
+    manifest = run.survey().manifests[0]
+    snapshot = source.open(manifest, use=Use.SHARE)
+    try:
+        assert snapshot.sealed
+        with pytest.raises(PermissionError):
+            os.pwrite(snapshot.fd, b"x", 0)
+        with snapshot.image() as image:
+            assert isinstance(image, memoryview)
+            assert image.readonly
+            assert bytes(image) == (run.root / manifest.data_path).read_bytes()
+    finally:
+        snapshot.close()
+
+
+def test_every_rank_gets_the_image_of_a_sharded_snapshot(run: LocalStore, fetched: list[str]) -> None:
+    manifest, content = sharded(9)
+    run.put(manifest, memoryview(content), attempt=1)
+
+    def load(image: Image, found: Manifest) -> dict[str, Any]:
+        assert found.files == manifest.files
+        return {"same": bytes(image[:]) == bytes(content), "readonly": image[:].readonly}
+
+    assert [found[1] for found in restored(run, load_shards=load)] == [{"same": True, "readonly": True}] * 3
+    assert len(fetched) == 1
+
+
+def test_without_room_in_memory_all_read_the_file_in_place(
+    run: LocalStore, monkeypatch: pytest.MonkeyPatch, fetched: list[str]
+) -> None:
+    monkeypatch.setattr(receiving, "available_bytes", lambda: 0)
+    assert [found[1]["step"] for found in restored(run)] == [6, 6, 6]
+    assert fetched == []
+
+
+def test_without_room_in_memory_each_rank_reads_what_it_needs_of_a_sharded_snapshot(
+    run: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, content = sharded(9)
+    run.put(manifest, memoryview(content), attempt=1)
+    monkeypatch.setattr(receiving, "available_bytes", lambda: 0)
+    read, preadv = [], os.preadv
+
+    def count(fd: int, buffers: Any, offset: int) -> int:
+        read.append(got := preadv(fd, buffers, offset))
+        return got
+
+    def load(image: Image, found: Manifest) -> dict[str, Any]:
+        assert len(image) == found.nbytes == len(content)
+        return {"same": all(image[at : at + 9] == content[at : at + 9] for at in (4090, 5000, len(content) - 9))}
+
+    monkeypatch.setattr(os, "preadv", count)
+    assert [found[1] for found in restored(run, load_shards=load)] == [{"same": True}] * 3
+    assert sum(read) <= 3 * 3 * manifest.part_bytes < 3 * manifest.nbytes
+
+
+@pytest.fixture
+def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 and 1 on one host, 2 and 3 on another, which does not see the first one's directories."""
+    monkeypatch.setattr(export, "this_host", lambda: f"host {rank_of_this_thread() // 2}")
+
+    def open_store(url: str) -> LocalStore:
+        assert rank_of_this_thread() == 2, "the first rank of the other host opens for it"
+        return LocalStore(url + "-of-another-host")
+
+    monkeypatch.setattr(restore, "open_store", open_store)
+
+
+@pytest.mark.usefixtures("two_hosts")
+def test_a_host_that_sees_the_tier_reads_there(
+    run: LocalStore, fetched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restore, "open_store", lambda url: LocalStore(url))
+    assert [found[1]["step"] for found in restored(run, 4)] == [6] * 4
+    assert fetched == [run.url, run.url]
+
+
+@pytest.mark.usefixtures("two_hosts")
+def test_a_host_to_which_no_tier_gives_it_is_an_error_on_all(run: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_spot.retry.time.sleep", lambda _s: None)
+    for rank, error in enumerate(restored(run, 4)):
+        assert isinstance(error, CorruptSnapshotError)  # there are snapshots, and none can be used
+        assert "on the host of rank 2" in str(error), rank
+        assert "-of-another-host" in str(error)
+
+
+@pytest.mark.usefixtures("two_hosts")
+def test_each_host_reads_a_sharded_snapshot_once_from_a_memory_node(
+    run: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restore, "open_store", open_store)
+    plain, content = snapshot(9, nbytes=4_000_000, part_bytes=1 << 20)
+    manifest = replace(
+        plain, files=(FileSpan("__0_0.distcp", 0, 2_048_000), FileSpan("__1_0.distcp", 2_048_000, 1_952_000))
+    )
+    with served(Node(slots=2, memory_bytes=2**26, open_store=lambda _url: pytest.fail("written"))) as port:
+        proxy = Proxy(f"spot://127.0.0.1:{port}", seed=0)
+        at = NodeStore(f"{proxy.url}/run")
+        at.put(manifest, memoryview(content), attempt=1)
+
+        def look(location: Location) -> Survey:
+            source = StoreSource(at, proxy.url)
+            return replace(survey(location), answers=[(source, source.survey())])
+
+        def load(image: memoryview, found: Manifest) -> dict[str, Any]:
+            return {"same": bytes(image) == content and found.files == manifest.files}
+
+        before = proxy.given_bytes
+        assert [found[1] for found in restored(run, 4, look, load_shards=load)] == [{"same": True}] * 4
+        assert 2 * len(content) < proxy.given_bytes - before < 2.1 * len(content)
+        at.client.close()
+        proxy.close()
+
+
+def test_what_is_damaged_is_passed_over_by_all(run: LocalStore) -> None:
+    path = run.root / run.survey().manifests[0].data_path
+    with open(path, "r+b") as file:
+        file.seek(LARGE)
+        file.write(b"!")
+    assert [found[0].step for found in restored(run)] == [3, 3, 3]
+
+
+def test_what_leaves_a_memory_node_before_it_is_read_is_read_where_it_is_durable_by_then(run: LocalStore) -> None:
+    """The node that listed it has brought it there since, and needed its memory."""
+    newest, older = run.survey().manifests
+
+    class Left(StoreSource):
+        def open(self, manifest: Manifest, progress: Progress | None = None, *, use: Use = Use.CHECK) -> OpenSnapshot:
+            raise SnapshotNotFoundError(f"{manifest.name} has left memory")
+
+    def look(location: Location) -> Survey:
+        found = survey(location)
+        (durable,) = [source for source, _ in found.answers]
+        found.answers = [(Left(run, "spot://node"), Holdings([newest])), (durable, Holdings([older]))]
+        return found
+
+    assert [found[0].step for found in restored(run, look=look)] == [6, 6, 6]
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_what_one_rank_cannot_use_none_uses(run: LocalStore, failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = selection._load
+
+    def load(snapshot: OpenSnapshot, **options: Any) -> Any:
+        if rank_of_this_thread() == failing and snapshot.manifest.step == 6:
+            raise CorruptSnapshotError("it went bad")
+        return original(snapshot, **options)
+
+    monkeypatch.setattr(selection, "_load", load)
+    assert [(found[0].step, found[1]["step"]) for found in restored(run)] == [(3, 3)] * 3
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_unexpected_error_on_one_rank_is_raised_on_all(
+    run: LocalStore, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(snapshot: OpenSnapshot, **options: Any) -> Any:
+        if rank_of_this_thread() == failing:
+            raise NotImplementedError("not on this machine")
+        return {}
+
+    monkeypatch.setattr(selection, "_load", load)
+    errors = restored(run, 2)
+    assert ["not on this machine" in str(error) for error in errors] == [True] * 2
+    assert any(f"rank {failing}" in str(error) for error in errors)
+
+
+def test_any_error_of_what_rank_0_does_alone_is_raised_on_all() -> None:
+    """Of errors that are not ours the others did not hear, and waited for ever."""
+    group = Group(2)
+
+    def on(rank: int) -> str:
+        def act() -> None:
+            assert rank == 0
+            raise PermissionError("not here")
+
+        threading.current_thread().name = f"rank-{rank}"
+        trainer = Rank(group, rank)  # it is not kept alive by what knows it
+        with pytest.raises((PermissionError, SpotError)) as caught:
+            Agreement(trainer).on_rank_zero(act)  # type: ignore[arg-type]
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(on, range(2))) == ["not here", "rank 0: PermissionError: not here"]
+
+
+def test_a_survey_that_fails_is_raised_on_all_and_nothing_is_a_fresh_start_on_all(
+    run: LocalStore, tmp_path: Path
+) -> None:
+    def fails(_location: Location) -> Survey:
+        raise TierError("the bucket is gone")
+
+    assert ["the bucket is gone" in str(error) for error in restored(run, look=fails)] == [True] * 3
+    assert restored(LocalStore(str(tmp_path / "empty"))) == [None, None, None]
+
+
+def test_a_rank_that_cannot_reach_the_first_of_its_host_reads_for_itself(
+    run: LocalStore, fetched: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*_: Any) -> OpenSnapshot:
+        raise NotExportedError("no way there")
+
+    monkeypatch.setattr(restore, "import_snapshot", refused)
+    assert [found[1]["step"] for found in restored(run)] == [6, 6, 6]
+    assert fetched == [run.url]  # by the first; the others have nobody to share with, and read in place
+    assert "no way there; rank 2 reads the snapshot itself" in caplog.text
+
+
+# -- a checkpoint that is named ---------------------------------------------------------------------------------------
+
+
+class Loading(Rank):
+    """A rank that loads what it is told to."""
+
+    def load_checkpoint(self, path: str, weights_only: bool = True) -> Any:
+        assert path.startswith("/proc/self/fd/"), "each rank would read it over the network"
+        return torch.load(path, weights_only=weights_only)
+
+
+def load_named(url: str, store: LocalStore) -> list[Any]:
+    group, location = Group(3), Location.of(store.root, local_server=False)
+
+    def load_on(rank: int) -> Any:
+        threading.current_thread().name = f"rank-{rank}"
+        trainer = Loading(group, rank)
+        try:
+            with fetched_once(trainer, location, url):  # type: ignore[arg-type]
+                loaded = trainer.load_checkpoint(url, weights_only=True)
+        except SpotError as error:
+            return error
+        assert "load_checkpoint" not in vars(trainer)
+        return loaded
+
+    with ThreadPoolExecutor(3) as pool:
+        return list(pool.map(load_on, range(3)))
+
+
+def test_a_checkpoint_named_at_a_node_is_fetched_once_for_the_ranks_of_a_host(
+    run: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled: list[int] = []
+    original = SpotFileSystem.fill
+
+    def fill(files: SpotFileSystem, info: dict[str, Any], start: int, into: memoryview) -> None:
+        filled.append(len(into))
+        original(files, info, start, into)
+
+    monkeypatch.setattr(SpotFileSystem, "fill", fill)
+    newest = replace(manifest_of(run), run_id="")
+    content = memoryview((run.root / newest.data_path).read_bytes())
+    with served(Node(slots=2, memory_bytes=2**26, open_store=lambda _url: pytest.fail("written"))) as port:
+        url = f"spot://127.0.0.1:{port}/run"
+        store = NodeStore(url)
+        store.put(newest, content, attempt=1)
+        assert [loaded["step"] for loaded in load_named(f"{url}/last.ckpt", run)] == [6, 6, 6]
+        assert sum(filled) == newest.nbytes
+        assert all("no-such" in str(error) for error in load_named(f"{url}/no-such.ckpt", run))
+        store.client.close()
+
+
+# -- giving and taking ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def exporter() -> Iterator[Exporter]:
+    exporter = Exporter()
+    yield exporter
+    exporter.close()
+
+
+def manifest_of(run: LocalStore) -> Manifest:
+    return run.survey().manifests[0]
+
+
+def test_a_taker_waits_until_it_is_ready_and_hears_why_it_is_not(
+    run: LocalStore, exporter: Exporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "_PULSE_S", 0.01)  # the taker hears that the exporter lives, many times
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(import_snapshot, exporter.address, 1, manifest_of(run))
+        with pytest.raises(TimeoutError):
+            waiting.result(0.1)
+        exporter.export(1, CorruptSnapshotError("part 3 is bad", part=3))
+        with pytest.raises(CorruptSnapshotError, match="part 3 is bad"):
+            waiting.result(10)
+    exporter.export(2, TierError("x"))
+    with pytest.raises(NotExportedError, match="given it up"):
+        import_snapshot(exporter.address, 1, manifest_of(run))
+
+
+def test_nobody_waits_for_a_giver_that_has_ended_or_hangs(
+    run: LocalStore, exporter: Exporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(import_snapshot, exporter.address, 1, manifest_of(run))
+        with pytest.raises(TimeoutError):
+            waiting.result(0.05)
+        exporter.close()
+        with pytest.raises(NotExportedError):
+            waiting.result(10)
+    monkeypatch.setattr(export, "_CONNECT_S", 0.05)
+    address = replace(exporter.address, name=secrets.token_hex(16))  # the other name is free when its thread has ended
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(f"\0lightning-spot-{address.name}")
+        silent.listen()
+        with pytest.raises(NotExportedError, match="cannot be reached"):
+            import_snapshot(address, 1, manifest_of(run))
+
+
+def test_strangers_get_nothing(run: LocalStore, exporter: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter.export(1, TierError("x"))
+    with pytest.raises(NotExportedError, match="hung up"):
+        import_snapshot(ExporterAddress(exporter.address.host, exporter.address.name, "guessed"), 1, manifest_of(run))
+    with monkeypatch.context() as patch:
+        patch.setattr(ownership, "is_own_user", lambda _connection: False)
+        with pytest.raises(NotExportedError, match="another user"):
+            import_snapshot(exporter.address, 1, manifest_of(run))
+    monkeypatch.setattr(export, "is_own_user", lambda _connection: False)
+    with pytest.raises(NotExportedError):
+        import_snapshot(exporter.address, 1, manifest_of(run))
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_small_tensors_get_memory_of_their_own_and_stay_tied(tmp_path: Path) -> None:
+    small, weight = torch.arange(6.0).reshape(2, 3), torch.nn.Parameter(torch.ones(2))
+    torch.save(
+        {
+            "a": [small.t(), (small,)],
+            "b": {"view": small[1]},
+            "large": torch.ones(LARGE),
+            "w": weight,
+            "0": torch.ones(0),
+        },
+        tmp_path / "x",
+    )
+    loaded = torch.load(tmp_path / "x", mmap=True, weights_only=True)
+    large = loaded["large"].data_ptr()
+    tied, (plain,) = loaded["a"]
+    mapped = plain.data_ptr()
+    own_small(loaded)
+    assert loaded["large"].data_ptr() == large
+    assert plain.data_ptr() == tied.data_ptr() != mapped
+    plain[1, 0] = 7.0
+    assert tied[0, 1] == loaded["b"]["view"][0] == 7.0
+    assert torch.equal(loaded["w"], torch.ones(2))
+    assert loaded["w"].requires_grad

@@ -1,0 +1,326 @@
+"""A thread beside training that fails at one thing, as where memory runs out for a moment, goes on with the next."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import AsyncMock, Mock
+
+import pytest
+
+from lightning_spot.capture.attempt import Ending
+from lightning_spot.capture.background import Background
+from lightning_spot.capture.following import Follower, Task
+from lightning_spot.capture.host_link import HostLink
+from lightning_spot.capture.slot_pool import SlotMaker, give_back
+from lightning_spot.capture.split import Number
+from lightning_spot.capture.writer import Across
+from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.stores import open_store
+from lightning_spot.config import PROTOCOL_VERSION
+from lightning_spot.errors import (
+    FailureReason,
+    ServerRefusedError,
+    SnapshotFailedError,
+    SnapshotNotFoundError,
+    SpotError,
+    TierReason,
+)
+from lightning_spot.goodput import records
+from lightning_spot.goodput.records import read_records
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.memory import uploads
+from lightning_spot.memory.host import Host, InProcessHost, Lease
+from lightning_spot.memory.node import Node
+from lightning_spot.protocol.wire import PROTOCOL_HEADER, Address
+from lightning_spot.retry import RetryPolicy, with_retries
+from lightning_spot.run import attempts
+from lightning_spot.service import program
+from lightning_spot.service.http import Files
+from lightning_spot.staging.copier import Copier, CopyJob
+from lightning_spot.tiers.fences import Claim
+from lightning_spot.tiers.local import LocalStore
+from tests.faults.test_harmless import fit
+from tests.support.copies import Desk as Copies
+from tests.support.ranks import Desk
+from tests.support.said import said
+from tests.support.server import named_run, served
+from tests.support.waiting import until
+
+SOON_S = 30.0
+
+
+def once(does: Callable[..., Any], failed: threading.Event) -> Callable[..., Any]:
+    """Fails when it is called for the first time."""
+    times = itertools.count()  # several threads may call it at once
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        if next(times) == 0:
+            failed.set()
+            raise MemoryError("none is left")
+        return does(*arguments, **named)
+
+    return call
+
+
+def test_a_thread_for_tasks_does_the_next_one_whatever_fails_while_it_has_nothing_to_do() -> None:
+    failed, done = threading.Event(), threading.Event()
+    tasks = Background("spot-test", idle_s=once(lambda: None, failed))
+    assert failed.wait(SOON_S)
+    tasks.put(done.set)
+    assert done.wait(SOON_S)
+    assert tasks.close(SOON_S)
+
+
+def test_copies_go_on_beside_training(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk, failed = Copies(), threading.Event()
+    copier = Copier()
+    monkeypatch.setattr(copier, "_next", once(copier._next, failed))
+    for _ in range(2):  # the thread waits within the first
+        job = copier.start(desk.pieces, desk.view)
+        until(lambda job=job: job.is_done, "copies that nobody helps with")  # type: ignore[misc]
+    assert failed.is_set()
+    copier.close()
+    said = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("where", ["_take_order", "_make"])
+def test_who_needs_a_slot_waits_for_no_thread_that_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    failed = threading.Event()
+    monkeypatch.setattr(SlotMaker, where, once(getattr(SlotMaker, where), failed))
+    with contextlib.closing(Desk(tmp_path)) as desk:
+        desk.writer.warm(3_000_000)
+        until(lambda: desk.writer.ready, "a snapshot may begin")
+        assert failed.is_set()
+        desk.begin(1, desk.checkpoint()).result(SOON_S)
+
+
+@pytest.mark.parametrize("where", [[(Across, "committed")], [(CopyJob, "wait"), (HostLink, "is_loss")]])
+def test_nobody_waits_for_a_snapshot_whose_end_has_failed(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, where: list[tuple[type, str]]
+) -> None:
+    for each in where:
+        monkeypatch.setattr(*each, once(getattr(*each), threading.Event()))
+    first = desk.begin(1, desk.checkpoint())
+    desk.writer.copied()
+    assert str(first.exception(SOON_S)) == "MemoryError: none is left"
+    assert desk.begin(2, desk.checkpoint()).result(SOON_S).step == 2
+    began_s = time.monotonic()
+    desk.writer.settle(SOON_S)
+    assert time.monotonic() - began_s < SOON_S / 2
+
+
+def test_who_waits_for_a_snapshot_that_fails_is_told_by_one_warning(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the end of a run, that was an error of its own: the end failed, too, and was said to."""
+    waits = threading.Event()
+
+    def fails(_: Any) -> None:
+        waits.wait(SOON_S)
+        raise MemoryError("none is left")
+
+    monkeypatch.setattr(CopyJob, "wait", fails)
+    done = desk.begin(1, desk.checkpoint(), complete=True)
+    threading.Timer(0.5, waits.set).start()
+    desk.writer.settle(SOON_S)
+    assert FailureReason.UNEXPECTED.caused(done.exception())
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "snapshot step-000000001-attempt-0001-complete was not committed: MemoryError: none is left"
+    ]
+
+
+class Filling(Follower[str]):
+    """A rank that has nothing to write."""
+
+    def _fill(self, host: Host, lease: Lease, task: Task[str], what: str) -> None:
+        """Nothing."""
+
+    def begin(self, name: str) -> Task[str]:
+        task = Task(name, "rank 1", Number(1, 0, 1), "", "state", 1.0)
+        self._put(task)
+        return task
+
+
+def test_a_node_that_could_not_be_told_of_a_share_sees_that_the_rank_has_gone() -> None:
+    """It would wait for that share for ten minutes, and no other snapshot could begin."""
+    failed, left = threading.Event(), threading.Event()
+    placed = once(lambda *_: None, failed)
+    host = cast(Host, SimpleNamespace(server_call_timeout_s=1.0, join=Mock(), placed=placed, disconnect=left.set))
+    rank = Filling(host, lambda: host)
+    assert rank.begin("step-1").done.result(SOON_S) is None
+    assert failed.is_set()
+    assert left.wait(SOON_S)
+    rank.settle(0.0)
+    rank.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "leaves"),
+    [
+        (ServerRefusedError("for want of memory", reason=TierReason.SERVER_FAILED), True),
+        (SnapshotFailedError("there will be none", reason=FailureReason.SHARE_MISSING), False),
+    ],
+)
+def test_a_node_that_could_not_be_asked_for_a_share_sees_that_the_rank_has_gone(error: SpotError, leaves: bool) -> None:
+    left = Mock()
+    host = cast(Host, SimpleNamespace(server_call_timeout_s=1.0, join=Mock(side_effect=error), disconnect=left))
+    rank = Filling(host, lambda: host)
+    assert rank.begin("step-1").done.exception(SOON_S) is error
+    assert left.called is leaves
+    rank.close()
+
+
+def test_a_tier_is_asked_again_whatever_fails_in_that() -> None:
+    failed, bounds = threading.Event(), RetryPolicy(first_pause_s=0.01)
+    assert with_retries(once(lambda: 7, failed), bounds, "a tier") == 7
+    with pytest.raises(SnapshotNotFoundError):  # it has answered
+        with_retries(Mock(side_effect=[SnapshotNotFoundError("none"), 7]), bounds, "a tier")
+    with pytest.raises(MemoryError):
+        with_retries(Mock(side_effect=MemoryError), bounds, "a tier")
+
+
+def test_a_slot_is_given_back_whatever_fails_in_that(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was being made ahead kept the node from making any other: no snapshot was taken after that."""
+    lease = desk.host.lease(1000, 0.0)
+    monkeypatch.setattr(desk.host, "abort", once(desk.host.abort, threading.Event()))
+    give_back(desk.host, lease)
+    assert [slot["state"] for slot in desk.host._node.status()["slots"]] == ["free"]
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    made = Node(slots=1, memory_bytes=2**26, open_store=open_store)
+    made.open_run(named_run("run"))
+    yield made
+    made.close()
+
+
+def test_a_slot_is_free_where_nobody_comes_to_know_of_it(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads, "Upload", once(uploads.Upload, threading.Event()))
+    with pytest.raises(MemoryError):
+        node.lease("run", 1, 1000)
+    assert node.lease("run", 1, 1000).nbytes == 1000
+
+
+def test_a_node_that_fails_at_a_request_says_so_and_is_asked_again(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An attempt could not begin, and a snapshot of the end was not waited for, as if no node were there."""
+    whole, body = node.flush, {"run": None, "wait_s": 0.0}
+    with served(node) as port:
+        client = NodeClient(Address(host="127.0.0.1", port=port))
+        monkeypatch.setattr(node, "flush", once(whole, threading.Event()))
+        assert client.call("POST", "/v1/flush", body, again=True) == {"unreached": []}
+        monkeypatch.setattr(node, "flush", once(whole, threading.Event()))
+        with pytest.raises(
+            ServerRefusedError,
+            match=r"^the snapshot server failed \(MemoryError: none is left\)$",
+            check=TierReason.SERVER_FAILED.caused,
+        ):
+            client.call("POST", "/v1/flush", body)
+        monkeypatch.setattr(node, "flush", Mock(side_effect=MemoryError("for good")))
+        with pytest.raises(ServerRefusedError, match="for good", check=TierReason.SERVER_FAILED.caused):
+            client.call("POST", "/v1/flush", body, again=True)
+        client.close()
+    assert [getattr(record, "spot_key", "") for record in caplog.records].count("request-failed") == 1
+
+
+def test_a_file_that_cannot_be_read_to_its_end_breaks_off(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The answer that the node had failed came in place of the rest of the file, as if it were that."""
+    manifest = Manifest(run="run", run_id="0" * 32, name=snapshot_name(1, 1), step=1, attempt=1, nbytes=400)
+
+    async def send(_files: Files, _request: Any, response: Any, *_what: Any) -> None:
+        await response.write(b"x" * 100)
+        raise MemoryError("none is left")
+
+    monkeypatch.setattr(Files, "_find", AsyncMock(return_value=(Mock(), manifest)))
+    monkeypatch.setattr(node.ring, "reading", lambda *_: contextlib.nullcontext(memoryview(bytes(400))))
+    monkeypatch.setattr(Files, "_send", send)
+    with served(node) as port:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SOON_S)
+        headers = {PROTOCOL_HEADER: str(PROTOCOL_VERSION)}
+        connection.request("GET", f"/v1/files/run/{manifest.name}/model.ckpt", headers=headers)
+        answer = connection.getresponse()
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+            answer.read()
+        connection.close()
+    assert "broke off: MemoryError: none is left" in caplog.text
+
+
+def test_a_node_ends_as_it_should_whatever_fails_in_its_last_flush(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It left the memory of its slots behind."""
+    monkeypatch.setattr(node, "flush", once(node.flush, threading.Event()))
+
+    async def drain() -> list[str]:
+        return await program._drain(node, Mock(last_upload_s=float("-inf")), 0.0, program._Signals())
+
+    assert asyncio.run(drain()) == ["MemoryError: none is left"]
+    assert node.closing
+
+
+def test_the_memory_of_a_node_is_given_back_whatever_fails_in_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(slots=1, memory_bytes=2**26, open_store=open_store, area=tmp_path / "area")
+    node.open_run(named_run("run"))
+    node.lease("run", 1, 1000)
+    monkeypatch.setattr(node.uploads, "close", once(node.uploads.close, threading.Event()))
+    with pytest.raises(MemoryError):
+        node.close()
+    assert not (tmp_path / "area").exists()
+
+
+def test_the_ring_is_left_whatever_fails_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection of a training that had ended kept its node for as long as the program."""
+    left: list[bool] = []
+    leave = InProcessHost.leave
+
+    def noted(host: InProcessHost, *, complete: bool) -> None:
+        left.append(complete)
+        leave(host, complete=complete)
+
+    monkeypatch.setattr(InProcessHost, "leave", noted)
+    monkeypatch.setattr(Ending, "_flush", Mock(side_effect=ServerRefusedError("no", status=400)))
+    fit(tmp_path / "run", min_upload_interval_s=60.0)
+    assert left == [False]
+
+
+def test_an_attempt_is_claimed_whatever_fails_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else no tier would refuse what earlier attempts write."""
+    failed = threading.Event()
+    monkeypatch.setattr(attempts, "_FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(attempts, "open_store", once(attempts.open_store, failed))
+    url = str(tmp_path / "run")
+    claim = Claim(attempt=3, run_id="1" * 32, digest="t", location=url, started_unix_s=0.0)
+    watch = attempts.ClaimWatch(url, claim, is_made=False, fenced=lambda error: pytest.fail(str(error)))
+    until(lambda: LocalStore(url).claimed() == 3, "the claim")
+    assert failed.is_set()
+    watch.close()
+
+
+def test_goodput_is_noted_at_the_next_beat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed = threading.Event()
+    monkeypatch.setattr(records, "write_record", once(records.write_record, failed))
+    kept = records.Journal(str(tmp_path), 1, heartbeat_s=0.05, begun_unix_s=time.time())
+    assert until(lambda: read_records(str(tmp_path)), "a record")[0].end == "running"
+    kept.close("complete")
+    assert read_records(str(tmp_path))[0].end == "complete"
+    assert [facts["why"] for facts in said(caplog, "goodput-failing")] == ["MemoryError: none is left"]
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1

@@ -1,0 +1,367 @@
+"""What fails in our functions on the thread that trains costs a snapshot, and not the training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.capture import unexpected
+from lightning_spot.capture.unexpected import BestEffort, UnexpectedFailures, failure_of, is_of_user
+from lightning_spot.errors import FailureReason, SnapshotFailedError
+from lightning_spot.staging.schedule import Schedule
+from lightning_spot.tiers.local import LocalStore
+from tests.distributed.test_together import check_states, manifests, run_trainer
+from tests.support.strike import Strike
+from tests.support.together_trainer import longest_fit_s
+from tests.support.trainer import Net, data, trainer
+from tests.support.waiting import new_process
+
+BATCHES = 14
+
+
+@pytest.fixture(autouse=True)
+def _no_profile() -> Iterator[None]:
+    yield
+    sys.setprofile(None)
+
+
+def fit(root: Path, *callbacks: pl.Callback, **settings: Any) -> tuple[Net, SpotCheckpoint]:
+    pl.seed_everything(1, verbose=False)
+    spot = SpotCheckpoint(str(root), local_server=False, interval=EverySteps(1), notices=None, **settings)
+    net = Net()
+    trainer(*callbacks, spot, max_epochs=1, limit_val_batches=2).fit(net, data(BATCHES), data(2))
+    return net, spot
+
+
+def is_alike(net: Net, state: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in fit(tmp_path_factory.mktemp("twin"))[0].state_dict().items()}
+
+
+WHERE = [
+    "capture/writer:SnapshotWriter.begin",
+    "capture/copying:Copying.start",
+    "capture/writer:SnapshotWriter.copied",
+    "capture/slot_pool:Leases.take",
+    "capture/contents:Unchanged.written_past_counts",
+    "exact/dump:Dump._with",
+    "exact/fit_state:FitState.capture",
+    "exact/module_state:ModuleState.capture",
+    "fit/rank_writer:Iterations.ends",
+    "fit/snapshotter:Pacing._learn",
+    "fit/rank_writer:RankWriter.warm",
+    "image/layout:_Places._add",
+    "image/pickling:TensorPickler.dump",
+    "interval/policy:EverySteps.due",
+    "staging/copier:Copier.start",
+    "staging/copier:CopyJob.settle",
+    "staging/copier:CopyJob.wait_cpu",
+    "staging/schedule:Schedule._at",
+    "goodput/journal:Journal.note",
+]
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_an_error_of_ours_ends_no_training_and_harms_no_snapshot(
+    tmp_path: Path, undisturbed: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    step = 0 if where.endswith((".warm", "._add")) else 5
+    strike = Strike(where, MemoryError("none is left"), step=step)
+    net, _ = fit(tmp_path / "run", strike, on_full="wait")
+    assert not strike.left, "it was not called"
+    assert is_alike(net, undisturbed)
+    newest = LocalStore(tmp_path / "run").survey().manifests[0]
+    assert (newest.step, newest.complete) == (BATCHES, True)
+    saved = torch.load(tmp_path / "run" / newest.data_path, weights_only=True)
+    assert is_alike(net, saved["state_dict"])
+    said = [record.getMessage() for record in caplog.records if "none is left" in record.getMessage()]
+    # What was copied had ended in the background, perhaps: then nothing is lost.
+    had_ended = where.endswith((".settle", ".wait_cpu", ".written_past_counts"))
+    assert len(said) == 1 or (had_ended and not said), said
+    assert saved["lightning_spot"]["ranks"][0]["hooked"] is not None, "a part was turned off for good"
+
+
+def test_a_snapshot_that_failed_is_counted_and_said_once_and_the_next_is_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, spot = fit(tmp_path / "run", Strike("capture/writer:SnapshotWriter.begin", MemoryError()), on_full="wait")
+    said = [record.getMessage() for record in caplog.records if "no snapshot now" in record.getMessage()]
+    assert said == ["lightning_spot: no snapshot now, training goes on: MemoryError"]
+    assert spot.num_skipped == 1
+    assert spot.last_committed_step == BATCHES
+
+
+class Settled(pl.Callback):
+    """At step 5 waits until what was begun before is committed: else that would come between two failures."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 5:
+            (own,) = [callback for callback in trainer.callbacks if isinstance(callback, SpotCheckpoint)]
+            assert own.snapshots.snapshotter is not None
+            attempt = own.snapshots.snapshotter.writing.attempt
+            assert attempt is not None
+            attempt.writer.settle(30.0)
+
+
+def test_after_some_failures_in_a_row_there_is_a_pause_and_the_last_snapshot_is_tried_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    where = "capture/writer:SnapshotWriter.begin"
+    strikes = [Strike(where, RuntimeError("no luck"), step=step) for step in (5, 6, 7, 8, 9)]
+    _, spot = fit(tmp_path / "run", Settled(), *strikes, on_full="wait")
+    assert [bool(strike.left) for strike in strikes] == [False, False, False, True, True]
+    said = [record.getMessage() for record in caplog.records]
+    assert said.count("lightning_spot: no snapshot now, training goes on: RuntimeError: no luck") == 1
+    assert sum("one snapshot after the other fails" in line for line in said) == 1
+    assert spot.last_committed_step == BATCHES
+
+
+def test_a_pause_grows_and_is_forgotten_when_one_was_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(unexpected.time, "monotonic", lambda: now_s)
+    failures, first, second = UnexpectedFailures(), object(), object()
+    assert [failures.add(first) for _ in range(3)] == [False, False, True]
+    assert failures.are_too_many
+    now_s = 60.0
+    assert not failures.are_too_many
+    assert failures.add(first)
+    now_s = 179.0
+    assert failures.are_too_many
+    now_s = 180.0
+    assert not failures.are_too_many
+    assert not failures.add(second)
+    assert not failures.are_too_many
+
+
+class Users(pl.Callback):
+    """A user's callback that fails when a checkpoint is saved."""
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 7:
+            raise MemoryError("of the user")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_error_of_the_users_code_ends_the_training_as_it_does_in_lightning(tmp_path: Path, strict: bool) -> None:
+    with pytest.raises(MemoryError, match="of the user"):
+        fit(tmp_path / "run", Users(), on_full="wait", on_error="raise" if strict else "warn")
+    assert LocalStore(tmp_path / "run").survey().manifests[0].step == 6
+    _, spot = fit(tmp_path / "run")
+    assert spot.resumed_from is not None
+    assert spot.resumed_from.step == 6
+
+
+def test_where_it_is_wished_so_an_error_of_ours_is_raised(tmp_path: Path) -> None:
+    with pytest.raises(SnapshotFailedError, match="none is left", check=FailureReason.UNEXPECTED.caused):
+        fit(
+            tmp_path / "run",
+            Strike("capture/writer:SnapshotWriter.begin", MemoryError("none is left")),
+            on_error="raise",
+        )
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
+def test_what_is_no_error_passes(end: type[BaseException]) -> None:
+    def ends() -> None:
+        raise end
+
+    with pytest.raises(end):
+        BestEffort().run("it", ends, None)
+
+
+def test_whose_error_it_is() -> None:
+    def users() -> None:
+        raise ValueError("of a test")
+
+    def caught(call: Callable[[], Any]) -> Exception:
+        try:
+            call()
+        except Exception as error:
+            return error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
+        raise AssertionError("nothing was raised")
+
+    assert is_of_user(caught(users))
+    ours = caught(lambda: None if torch.zeros(2).reshape(3) is None else 1)
+    assert is_of_user(ours)  # the lambda is this file's
+    assert failure_of(SnapshotFailedError("full", reason=FailureReason.RING_FULL)).args == ("full",)
+    left = unexpected.as_failure(MemoryError())
+    assert FailureReason.UNEXPECTED.caused(left)
+    assert str(left) == "MemoryError"
+
+
+def test_copying_is_not_spread_any_more_where_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def release(self, place: int) -> None:
+            raise AssertionError("nobody releases it")
+
+    schedule = Schedule("asymmetric")
+    schedule.begin(lambda: [])
+    schedule.attach(Broken())
+    schedule.iteration_begins()
+    schedule._profiler = None
+    schedule._profile = None
+    schedule._is_open = True
+    with caplog.at_level(logging.WARNING):
+        schedule.turn_off(MemoryError("none is left"))
+        schedule.batch_begins()
+    assert schedule.mode == "eager"
+    assert schedule.timetable([1], [2**30]) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "lightning_spot: copying is not spread over iterations any more, training goes on: MemoryError: none is left"
+    ]
+
+
+SHARED = [
+    ("auto", 0, 6, "exact/fit_state:FitState.capture"),
+    ("auto", 0, 6, "capture/writer:SnapshotWriter.begin"),
+    ("auto", 1, 0, "exact/fit_state:FitState.dump"),  # of the first one, which is sent to rank 0
+    ("auto", 1, 6, "capture/share:ShareWriter._share"),
+    ("none", 0, 6, "exact/fit_state:FitState.capture"),
+    ("none", 1, 6, "exact/fit_state:FitState.capture"),  # sent to rank 0
+]
+
+
+@pytest.mark.parametrize(
+    ("memory", "rank", "step", "where"),
+    [
+        ("auto", 1, 6, "exact/fit_state:FitState.capture"),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in SHARED),
+    ],
+)
+def test_of_several_ranks_the_others_hear_of_it_and_wait_for_nothing(
+    tmp_path: Path, warm_python: str, memory: str, rank: int, step: int, where: str
+) -> None:
+    arguments = ("--strike", rank, step, where, "--memory", memory)
+    assert run_trainer(warm_python, "tests.support.together_trainer", tmp_path / "run", *arguments) == 0
+    log = (tmp_path / "run" / "log").read_text()
+    assert longest_fit_s(log) < 50.0  # what does not come is waited for, a minute
+    assert "MemoryError: of a test" in log
+    assert ("rank 1: " in log) is (rank == 1)
+    check_states(tmp_path / "run")
+    assert [manifest.step for manifest in manifests(tmp_path / "run") if manifest.complete] == [12]
+    told = json.loads((tmp_path / "run" / "rank-0.json").read_text())  # not all of them come to a slow disk
+    assert 1 <= told["skipped"] + told["missed"] <= 3, "one was lost, and then rank 0 takes the next ones alone"
+
+
+class AtException(Strike):
+    """Strikes when an exception has ended the training."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise ArithmeticError("the program's own")
+
+    def on_exception(self, *_: Any) -> None:
+        sys.setprofile(self.strike)
+
+
+AT_THE_END = [
+    "capture/attempt:Ending.bring",
+    "capture/attempt:Ending._flush",
+    "capture/attempt:Ending._where_newest_is",
+    "fit/snapshotter:Snapshotter.close",
+    "fit/together:Together.close",
+    "fit/rank_writer:RankWriter.let_go",
+]
+
+
+@pytest.mark.parametrize("where", AT_THE_END)
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_error_of_ours_at_the_end_loses_nothing_that_is_committed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, where: str, strict: bool
+) -> None:
+    """What is in this process only is brought to the durable tier all the same, and the ring is let go."""
+    strike, before = AtException(where, MemoryError("none is left"), step=12), threads()
+    with pytest.raises((MemoryError, SnapshotFailedError) if strict else ArithmeticError):
+        fit(
+            tmp_path / "run", strike, min_upload_interval_s=60.0, on_full="wait", on_error="raise" if strict else "warn"
+        )
+    assert not strike.left, "it was not called"
+    assert LocalStore(tmp_path / "run").survey().manifests[0].step == 12
+    said = [record for record in caplog.records if "none is left" in record.getMessage()]
+    assert len(said) == 1 or strict
+    assert threads() <= before
+
+
+class AtTheEnd(Strike):
+    """Strikes when training has come to its end."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Not yet."""
+
+    def on_train_end(self, *_: Any) -> None:
+        sys.setprofile(self.strike)
+
+
+LAST = [
+    "capture/writer:SnapshotWriter.check_all",
+    "fit/snapshotter:Pacing.taken",
+    "fit/snapshotter:Snapshotter.close",
+    "capture/attempt:Attempt._manifest",
+]
+
+
+@pytest.mark.parametrize("where", LAST)
+def test_an_error_of_ours_in_the_last_snapshot_ends_no_training(
+    tmp_path: Path, undisturbed: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    strike = AtTheEnd(where, MemoryError("none is left"))
+    net, _ = fit(tmp_path / "run", strike, on_full="wait")
+    assert not strike.left, "it was not called"
+    assert is_alike(net, undisturbed)
+    assert LocalStore(tmp_path / "run").survey().manifests[0].step == BATCHES
+    (said,) = (record.getMessage() for record in caplog.records if "none is left" in record.getMessage())
+    assert "the run ends all the same" in said
+    new_process()
+    again, spot = fit(tmp_path / "run")
+    assert spot.resumed_from is not None
+    assert spot.resumed_from.step == BATCHES
+    assert is_alike(again, undisturbed)
+    assert LocalStore(tmp_path / "run").survey().manifests[0].complete
+
+
+def threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate()}
+
+
+URGENT = [
+    (0, "fit/session:_has_taken"),
+    (1, "fit/rank_writer:Iterations.end"),
+    (0, "capture/attempt:Safety.plan"),
+    (1, "capture/following:Follower.check_all"),
+]
+
+
+@pytest.mark.parametrize(
+    ("rank", "where"),
+    [
+        (1, "fit/snapshotter:CurrentState.newest"),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in URGENT),
+    ],
+)
+def test_at_a_notice_the_others_hear_of_an_error_and_all_leave(
+    tmp_path: Path, warm_python: str, rank: int, where: str
+) -> None:
+    """Without a deadline, ranks would wait in the others' agreement for as long as a process group waits."""
+    # So many steps that it is heard of before the last one, however slow its threads are.
+    arguments = ("--strike", rank, 6, where, "--notice", 1, 6, "--every", 4, "--steps", 1000)
+    assert run_trainer(warm_python, "tests.support.together_trainer", tmp_path / "run", *arguments) == 143
+    log = (tmp_path / "run" / "log").read_text()
+    assert longest_fit_s(log) < 50.0
+    failed = "the urgent snapshot failed, all ranks leave, and the run goes on from the snapshot before"
+    assert f"{failed}: MemoryError: of a test" in log
+    other = f"{failed}: rank 1: MemoryError: of a test"
+    assert (other in log) is (rank == 1)

@@ -1,0 +1,153 @@
+"""Starts beside what an earlier attempt still writes, with odd numbers and paths; what trainers hear of tiers."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from lightning_spot import SpotCheckpoint
+from lightning_spot.client import starting
+from lightning_spot.config import HIGHEST_ATTEMPT
+from lightning_spot.errors import SettingsError, TierError
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.run.identity import next_attempt
+from lightning_spot.tiers.fences import Claim
+from lightning_spot.tiers.local import LocalStore
+from lightning_spot.tiers.store import retain
+from tests.integration.test_identity import train
+from tests.support.snapshots import serverless
+from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
+from tests.support.waiting import until
+
+
+class LateWriter(Net):
+    """Its set-up takes long, and meanwhile the node of an earlier attempt ends a write that it had begun."""
+
+    def __init__(self, run: Path, newest: Manifest, image: bytes) -> None:
+        super().__init__()
+        begun, self._go, self._done = threading.Event(), threading.Event(), threading.Event()
+
+        def parts() -> Any:
+            begun.set()
+            self._go.wait(30)
+            yield memoryview(image)
+
+        def write() -> None:
+            store = LocalStore(run)
+            retain(store, 1, store.put_parts(newest, parts(), attempt=newest.attempt))
+            self._done.set()
+
+        threading.Thread(target=write, daemon=True).start()
+        assert begun.wait(30)
+
+    def setup(self, stage: str) -> None:
+        self._go.set()
+        assert self._done.wait(30)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_what_becomes_durable_while_an_attempt_begins_is_resumed_from(tmp_path: Path, keep: int) -> None:
+    run = tmp_path / "run-1"
+    train(run, 10, keep=3)
+    store = LocalStore(run)
+    newest = store.survey().manifests[0]
+    image = (run / newest.data_path).read_bytes()
+    store.delete(newest)
+    if keep == 1:
+        store.delete(store.survey().manifests[-1])
+    probe = Probe()
+    with pytest.raises(Stop):
+        trainer(serverless(run, keep=keep), probe, StopAt(11)).fit(LateWriter(run, newest, image), data())
+    assert min(probe.states) == newest.step == 9
+
+
+@pytest.mark.parametrize("stray", ["step-000000001-attempt-999999999", "attempts/attempt-999999999.json"])
+def test_a_number_above_which_there_is_none_is_an_error_not_a_snapshot_that_nobody_finds(
+    tmp_path: Path, stray: str
+) -> None:
+    (tmp_path / "run-1" / stray).mkdir(parents=True)
+    with pytest.raises(SettingsError, match="999999999"):
+        trainer(serverless(tmp_path / "run-1")).fit(Net(), data())
+    assert next_attempt([HIGHEST_ATTEMPT - 1], durable_was_read=True) == HIGHEST_ATTEMPT
+
+
+def test_a_run_has_one_node_whatever_links_lead_to_it(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "link").symlink_to("data")
+    assert starting.find_record(f"{tmp_path}/link/run") == starting.find_record(f"{tmp_path}/data/run")
+
+
+def test_who_trains_without_a_node_finds_what_an_earlier_attempts_node_holds(tmp_path: Path) -> None:
+    run = tmp_path / "run-1"
+    train(run, 10, local_server=True)
+    newest = LocalStore(run).survey().manifests[0]
+    shutil.rmtree(run / newest.name)  # in memory only, as after a kill
+    assert train(run, 11, local_server=False)[1] == newest.step == 9
+
+
+class Between(pl.Callback):
+    """Does something after step 4, and gives the node time to find out: training ends when that was said."""
+
+    def __init__(self, act: Any, caplog: pytest.LogCaptureFixture, awaited: str) -> None:
+        self.act, self.caplog, self.awaited, self.is_said = act, caplog, awaited, False
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 4:
+            (own,) = [each for each in trainer.callbacks if isinstance(each, SpotCheckpoint)]
+            until(lambda: LocalStore(own.location.url).survey().manifests, "a flush")
+            self.act()
+        if trainer.global_step > 4:
+            time.sleep(0.05)
+            self.is_said = trainer.should_stop = self.awaited in self.caplog.text
+
+
+@pytest.mark.parametrize("what", ["fails", "fenced"])
+def test_what_a_node_finds_out_the_trainer_says(tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str) -> None:
+    run = tmp_path / "run-1"
+
+    def act() -> None:
+        if what == "fails":
+            shutil.rmtree(run)
+            run.write_text("no directory")
+        else:
+            newest = LocalStore(run).newest_claim()
+            assert newest is not None
+            later = Claim(
+                attempt=2, run_id=newest.run_id, digest="x", location=newest.location, started_unix_s=time.time()
+            )
+            LocalStore(run).claim(later)
+
+    between = Between(act, caplog, f"{run} fails (" if what == "fails" else "attempt 2 has taken over")
+    trainer(serverless(run, local_server=True, upload_timeout_s=1.0), between, max_epochs=30).fit(Net(), data())
+    assert between.is_said
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_run_whose_last_snapshot_is_not_durable_ends_with_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, strict: bool
+) -> None:
+    run = tmp_path / "run-1"
+
+    class Breaks(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 3:
+                shutil.rmtree(run)
+                run.write_text("no directory")
+
+    fit = trainer(
+        serverless(run, upload_timeout_s=1.0, on_error="raise" if strict else "warn"), Breaks(), max_epochs=1
+    ).fit
+    if strict:
+        with pytest.raises(TierError, match="is not durable in"):
+            fit(Net(), data())
+    else:
+        fit(Net(), data())
+        last = [record for record in caplog.records if record.name.startswith("lightning_spot")][-1]
+        assert last.levelname == "ERROR"
+        assert "is not durable in" in last.getMessage()

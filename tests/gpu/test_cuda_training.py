@@ -1,0 +1,212 @@
+"""Trainings on a GPU: ways to step and to be compiled, kills, a lost device; and the host never waits for it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.exact.compare import differences
+from lightning_spot.staging import copier, schedule
+from lightning_spot.tiers.local import LocalStore
+from tests.support.gpus import NEEDS_GPU, ON_GPU
+from tests.support.snapshots import EachDurable, check_all, load, manifests, spot
+from tests.support.trainer import Net, Probe, data, trainer
+
+pytestmark = NEEDS_GPU
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="Triton needs a C compiler"
+)
+
+
+class Steps(Net):
+    """A network of some width, and an optimizer with ``settings``; on a GPU its state is all there."""
+
+    def __init__(self, width: int = 32, **settings: Any) -> None:
+        super().__init__(width)
+        self.settings = settings
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, **self.settings)
+
+
+@pytest.fixture
+def small_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small state is spread over an iteration as a large one is."""
+    monkeypatch.setattr(schedule, "LEAST_BYTES", 64)
+    monkeypatch.setattr(copier, "_HELD_S", 0.05)  # some of these trainings stand until a snapshot is durable
+
+
+@pytest.mark.usefixtures("small_partitions")
+@pytest.mark.parametrize("way", ["fused", "foreach", "capturable"])
+def test_ways_to_step(tmp_path: Path, way: str) -> None:
+    probe, callback = Probe(), spot(tmp_path, interval=EverySteps(1), device_buffer="1KiB")
+    trainer(callback, probe, EachDurable(tmp_path / "run-1", 5), **ON_GPU).fit(Steps(**{way: True}), data())
+    assert len(check_all(tmp_path, probe)) >= 8
+    snapshots = callback.snapshots.snapshotter
+    assert snapshots is not None
+    assert snapshots.writing.torn == 0
+
+
+@pytest.mark.usefixtures("small_partitions")
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param({"mode": "reduce-overhead"}, marks=needs_compiler, id="reduce-overhead"), {"backend": "cudagraphs"}],
+)
+def test_steps_that_are_replayed_from_graphs(tmp_path: Path, how: dict[str, str]) -> None:
+    probe, callback = Probe(), spot(tmp_path, interval=EverySteps(1), device_buffer="1KiB")
+    model: Any = torch.compile(Steps(fused=True), **how)
+    trainer(callback, probe, EachDurable(tmp_path / "run-1", 5), max_epochs=3, **ON_GPU).fit(model, data())
+    assert len(check_all(tmp_path, probe)) >= 12
+
+
+class Passing(pl.Callback):
+    """Saves a tensor of another stream that nobody else holds, and whose memory is used again at once."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        with torch.cuda.stream(self.stream):
+            checkpoint["passing"] = torch.full((1 << 24,), float(trainer.global_step), device="cuda")
+        torch.cuda.current_stream().wait_stream(self.stream)
+        torch.cuda._sleep(10**8)  # type: ignore[no-untyped-call] # what is copied comes after it
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        with torch.cuda.stream(self.stream):
+            for _ in range(4):
+                torch.full((1 << 24,), -1.0, device="cuda")
+
+
+def test_memory_that_is_used_again_at_once(tmp_path: Path) -> None:
+    callback = spot(tmp_path, keep=3)
+    trainer(callback, Passing(), max_steps=12, **ON_GPU).fit(Net(), data())
+    found = manifests(tmp_path)
+    assert found
+    for manifest in found:
+        passing = load(tmp_path, manifest)["passing"]
+        assert torch.equal(passing, torch.full_like(passing, float(manifest.step)))
+
+
+def test_no_more_memory_of_the_device_than_the_buffer(tmp_path: Path) -> None:
+    def most(*callbacks: pl.Callback) -> int:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        trainer(*callbacks, max_steps=20, **ON_GPU).fit(Steps(1 << 20, fused=True), data())
+        return torch.cuda.max_memory_allocated() - before
+
+    most()  # what libraries keep is there from now on
+    alone = most()
+    for megabytes in (0, 8):
+        callback = spot(tmp_path / str(megabytes), keep=2, device_buffer=f"{megabytes}MiB" if megabytes else None)
+        assert most(callback) <= alone + (megabytes << 20) + (1 << 20)  # losses that are read, a few bytes at a time
+
+
+class Strict(pl.Callback):
+    """From its third step on, whatever has the host wait for the device is an error, on all threads."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_train_end(self, *_: Any) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def lenient_again() -> Iterator[None]:
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.usefixtures("small_partitions", "lenient_again")
+@pytest.mark.parametrize("spots", [False, True], ids=["lightning-alone", "with-snapshots"])
+def test_the_host_never_waits_for_the_device(tmp_path: Path, spots: bool) -> None:
+    """Without snapshots it shows that nothing of Lightning's does."""
+    callbacks: list[pl.Callback] = [Strict()]
+    if spots:
+        callbacks.insert(0, spot(tmp_path, interval=EverySteps(2), on_full="skip", device_buffer="1KiB"))
+    run = trainer(*callbacks, max_epochs=4, **ON_GPU)
+    run.fit(Steps(fused=True), data())
+    assert run.global_step == 80
+    if spots:
+        assert manifests(tmp_path)
+
+
+def python(*arguments: object, directory: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def train(root: Path, *more: object) -> subprocess.CompletedProcess[str]:
+    return python("-m", "tests.support.gpu_trainer", root, *more)
+
+
+def final(root: Path) -> dict[str, Any]:
+    newest = manifests(root)[0]
+    assert (newest.complete, newest.step) == (True, 40)
+    return load(root, newest)
+
+
+def test_killed_and_without_its_device_it_goes_on_exactly(tmp_path: Path) -> None:
+    assert (alone := train(tmp_path / "whole")).returncode == 0, alone.stderr
+    root = tmp_path / "broken"
+    killed = train(root, "--kill", 13)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    began_s = time.monotonic()
+    lost = train(root, "--fault", 27)
+    assert lost.returncode == 1
+    assert "resumes at step 12" in lost.stdout + lost.stderr
+    assert "device-side assert" in lost.stderr  # the error of the training, no other in its place
+    assert time.monotonic() - began_s < 60
+    goes_on = train(root)
+    assert goes_on.returncode == 0, goes_on.stderr
+    assert "resumes at step 26" in goes_on.stdout + goes_on.stderr
+    assert list(differences(final(tmp_path / "whole"), final(root))) == []
+
+
+def test_command_line(tmp_path: Path) -> None:
+    examples = Path(__file__).resolve().parents[2] / "examples"
+    flags = [
+        "--trainer.accelerator=gpu",
+        "--trainer.devices=1",
+        "--trainer.precision=bf16-mixed",
+        "--trainer.max_steps=30",
+        "--trainer.limit_val_batches=1",
+        "--trainer.val_check_interval=8",
+        "--trainer.logger=false",
+        "--trainer.enable_progress_bar=false",
+        "--model.width=64",
+        "--model.layers=2",
+        "--data.max_bytes=100000",
+        "--trainer.callbacks+=lightning_spot.SpotCheckpoint",
+        "--trainer.callbacks.dirpath=checkpoints/gpt",
+    ]
+    done = python(examples / "stdlib_gpt.py", "fit", *flags, directory=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    newest = LocalStore(tmp_path / "checkpoints" / "gpt").survey().manifests[0]
+    assert (newest.complete, newest.step) == (True, 30)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_training_on_the_second_device_takes_nothing_of_the_first(tmp_path: Path) -> None:
+    callback = SpotCheckpoint(str(tmp_path / "run-1"), interval=EverySteps(3), on_full="wait")
+    trainer(callback, accelerator="gpu", devices=[1], max_steps=20).fit(Net(), data())
+    assert torch.cuda.memory_allocated(0) == 0

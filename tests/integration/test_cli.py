@@ -1,0 +1,479 @@
+"""The ``lightning-spot`` command, as a user calls it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
+from lightning_spot.cli import main, snapshots
+from lightning_spot.cli.command import command_parser
+from lightning_spot.cli.snapshots import Entry, Found, ask
+from lightning_spot.client.stores import open_store
+from lightning_spot.config import format_bytes
+from lightning_spot.image.manifest import PortionOf, portion_name
+from lightning_spot.tiers.fences import Claim
+from lightning_spot.tiers.local import LocalStore
+from tests.conftest import Cli
+from tests.integration.test_stores import put, sharded
+from tests.support.oracle import claim_of
+from tests.support.server import RunningNode
+from tests.support.snapshots import EachDurable
+from tests.support.trainer import Net, Stop, StopAt, data, trainer
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run that was interrupted: snapshots in memory and on disk."""
+    path = tmp_path / "run-1"
+    callback = SpotCheckpoint(str(path), interval=EverySteps(5), on_full="wait", min_upload_interval_s=0.0)
+    with pytest.raises(Stop):
+        trainer(callback, EachDurable(path, 5), StopAt(31)).fit(Net(), data())
+    return path
+
+
+Said = Callable[[], str]
+
+
+def test_ls(run_dir: Path, cli: Cli) -> None:
+    said = cli("ls", run_dir)
+    assert "step-000000030-attempt-0001" in said
+    rows = [line.split() for line in said.splitlines()[1:]]
+    assert {(row[1], row[-2]) for row in rows} >= {("30", "host"), ("30", "storage"), ("25", "storage")}
+    assert {row[-1] for row in rows} == {"replicated", "persisted"}
+
+
+def test_ls_on_a_narrow_terminal_cuts_no_name(run_dir: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are copied from there, into the next command."""
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    listed = cli("ls", run_dir)
+    assert "\x1b[" in listed
+    assert "…" not in listed
+    assert all(manifest.name in listed for manifest in LocalStore(run_dir).survey().manifests)
+
+
+def test_ls_of_portions(run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are whole in a pipe; a portion whose host does not know when it was taken is not 20,000 days old."""
+    named = argparse.Namespace(run=str(run_dir), server=[], run_name=None, json=False)
+    entry = ask(named).entries[0]
+    name = portion_name("step-000000106-attempt-0003-complete", 1)
+    of = PortionOf(1, 2, "0" * 32)
+    portion = replace(entry.manifest, name=name, portion=of, epoch=0, created_unix_s=0.0)
+    source = SimpleNamespace(tier="spot://memory-node-1.example.com:7070")
+    monkeypatch.setattr(snapshots, "ask", lambda _: Found([Entry(portion, cast(Any, source), "portion 2 of 2")]))
+    capsys.readouterr()
+    assert snapshots.ls(named) == 0
+    row = capsys.readouterr().out.splitlines()[1].split()
+    size = format_bytes(portion.nbytes).split()
+    assert row == [name, str(portion.step), "-", "1", *size, "-", source.tier, "portion", "2", "of", "2"]
+
+
+def test_ls_of_a_path_where_no_run_ever_was(tmp_path: Path, cli: Cli) -> None:
+    assert f"no run is, or ever was, at '{tmp_path / 'mistyped'}'" in cli("ls", tmp_path / "mistyped", code=2)
+    claim = Claim(attempt=1, run_id="0" * 12, digest="t", location=f"file://{tmp_path / 'begun'}", started_unix_s=0.0)
+    LocalStore(tmp_path / "begun").claim(claim)
+    assert "no snapshots of" in cli("ls", tmp_path / "begun")
+
+
+def test_ls_json(run_dir: Path, cli: Cli) -> None:
+    listed = json.loads(cli("ls", run_dir, "--json"))
+    assert listed[0]["step"] == 30
+    assert {entry["tier"] for entry in listed} == {"host", "storage"}
+
+
+def test_show(run_dir: Path, cli: Cli) -> None:
+    said = cli("show", f"{run_dir}@25")
+    for word in ("step-000000025-attempt-0001", "epoch", "xxh3-128", f"torch {torch.__version__}"):
+        assert word in said
+    assert "8.39 MB" not in said  # its one part is as long as the file
+
+
+def test_cp(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], cli: Cli) -> None:
+    capsys.readouterr()
+    target = tmp_path / "mine.ckpt"
+    assert "every checksum holds" in cli("cp", run_dir, target)
+    assert torch.load(target, weights_only=True)["global_step"] == 30
+    assert "--force" in cli("cp", run_dir, target, code=2)
+    assert main(["cp", f"{run_dir}@25", str(target), "--force"]) == 0
+    assert torch.load(target, weights_only=True)["global_step"] == 25
+    assert "no directory" in cli("cp", run_dir, tmp_path / "none" / "x.ckpt", code=2)
+    assert main(["cp", f"{run_dir}@latest", str(tmp_path / "latest.ckpt")]) == 0
+    assert main(["ls", f"{run_dir}@25"]) == 2
+
+
+def test_a_run_in_a_bucket_whose_name_ends_like_a_step(
+    s3: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, target = f"{s3}/run", tmp_path / "mine.ckpt"
+    for place, step in ((url, 5), (f"{url}@5", 9)):
+        store = open_store(place)
+        store.claim(claim_of(1))
+        put(store, step)
+    assert main(["cp", f"{url}@5", str(target), "--run-name", "run"]) == 0
+    assert "step 9" in capsys.readouterr().out
+    assert main(["cp", f"{url}@5", str(target), "--force"]) == 2  # by its URL alone it cannot be read, and nor is run's
+    assert "--run-name" in capsys.readouterr().err
+    assert main(["cp", f"{url}@step-000000005-attempt-0001", str(target), "--force"]) == 0
+    assert "step 5" in capsys.readouterr().out
+
+
+def test_what_is_good_nowhere_is_said_once_and_leaves_nothing(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its only copy was passed over, and then named once more, as the error."""
+    shutil.copytree(run_dir, copied := tmp_path / "copied")  # of which no node has anything
+    (data,) = copied.glob("step-000000025-*/model.ckpt")
+    data.write_bytes(data.read_bytes()[:-1])
+    (target := tmp_path / "pulled").mkdir()
+    capsys.readouterr()
+    assert main(["cp", f"{copied}@25", str(target)]) != 0
+    said = capsys.readouterr()
+    assert "skipped" not in said.out
+    assert said.err.count("is cut short") == 1
+    assert not list(target.iterdir())
+
+
+def test_pull_names_the_snapshot_before_a_damaged_one_and_says_what_it_could_not_read(
+    run_dir: Path, tmp_path: Path, cli: Cli
+) -> None:
+    """The error said nothing of the good one; of a newest one with an unreadable manifest nothing was said at all."""
+    shutil.copytree(run_dir, copied := tmp_path / "copied")  # of which no node has anything
+    newest, older = LocalStore(copied).survey().manifests[:2]
+    (copied / newest.data_path).write_bytes(b"damage")
+    target = tmp_path / "mine.ckpt"
+    said = " ".join(cli("cp", copied, target, code=1).split())
+    assert said.endswith(f"lightning-spot cp {copied}@{older.name} DEST")
+    assert not target.exists()
+    (copied / newest.name / "manifest.json").write_text("garbage")
+    said = cli("cp", copied, target)
+    assert f"skipped: {newest.name} at storage" in said
+    assert f"step {older.step}" in said
+
+
+def test_a_sharded_snapshot_is_pulled_into_a_directory(tmp_path: Path, cli: Cli) -> None:
+    manifest, image = sharded(5)
+    store = LocalStore(tmp_path / "run")
+    store.put(manifest, memoryview(image), attempt=1)
+    assert "a directory, of a sharded model. --consolidate makes one plain file" in cli(
+        "cp", tmp_path / "run", tmp_path
+    )
+    pulled = tmp_path / manifest.name
+    assert {path.name: path.read_bytes() for path in pulled.iterdir()} == {
+        path.name: path.read_bytes() for path in (store.root / manifest.name).iterdir()
+    }
+    assert "never replaced" in cli("cp", tmp_path / "run", tmp_path, "--force", code=2)
+    assert "3, .metadata first" in cli("show", tmp_path / "run")
+    assert main(["verify", str(tmp_path / "run")]) == 0
+    (store.root / manifest.name / "__0_0.distcp").write_bytes(b"x" * manifest.files[1].nbytes)
+    assert main(["verify", str(tmp_path / "run")]) == 1
+    assert main(["cp", str(tmp_path / "run"), str(tmp_path / "other")]) != 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", manifest.name]
+
+
+def test_verify(run_dir: Path, cli: Cli) -> None:
+    assert "BAD" not in cli("verify", run_dir)
+    newest = LocalStore(run_dir).survey().manifests[0]
+    with open(run_dir / newest.data_path, "r+b") as file:
+        file.seek(1000)
+        file.write(b"damage")
+    said = cli("verify", run_dir, code=1)
+    assert f"BAD  {newest.name} at storage" in said
+    assert f"good {newest.name} at host" in said
+    # pull takes the copy that is good
+    assert main(["cp", str(run_dir), str(run_dir / "pulled.ckpt")]) == 0
+
+
+def test_doctor_reckons_with_the_size_of_the_snapshots_that_are_there(run_dir: Path, cli: Cli) -> None:
+    """It was 1 GB for a run of any size."""
+    newest = LocalStore(run_dir).survey().manifests[0]
+    assert f"snapshots of {format_bytes(newest.nbytes)}: " in cli("doctor", run_dir, "--sample", "1MB")
+
+
+def test_what_cannot_be_read_is_listed_with_its_reason(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], cli: Cli
+) -> None:
+    folder = run_dir / LocalStore(run_dir).survey().manifests[-1].name
+    manifest = folder / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
+    capsys.readouterr()
+    assert main(["ls", str(run_dir)]) == 0
+    assert f"unreadable: {folder.name} at storage: a manifest has format 99" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert json.loads(cli("ls", run_dir, "--json"))[-1]["state"] == "unreadable"
+    assert f"BAD  {folder.name} at storage" in cli("verify", run_dir, code=1)
+    said = cli("show", run_dir)
+    assert "run-1@" in said
+    assert "lineage" in said
+
+
+def test_a_folder_of_plain_checkpoints_is_said_to_be_one(tmp_path: Path, cli: Cli) -> None:
+    one = SpotCheckpointIO(local_server=False)
+    one.save_checkpoint({"state_dict": {}}, tmp_path / "saved" / "a.ckpt")
+    one.teardown()
+    assert "SpotCheckpointIO has saved plain checkpoint files there" in cli("ls", tmp_path / "saved", code=2)
+
+
+def test_two_runs_of_one_name_at_a_node(
+    start_node: Callable[..., RunningNode], tmp_path: Path, capsys: pytest.CaptureFixture[str], cli: Cli
+) -> None:
+    node = start_node()
+    for team in "ab":
+        settings = {"servers": node.url, "interval": EverySteps(5), "on_full": "wait", "notices": None}
+        callback = SpotCheckpoint(str(tmp_path / team / "run-1"), **settings)
+        with pytest.raises(Stop):
+            trainer(callback, StopAt(11)).fit(Net(), data())
+    listed = cli("ls", f"{node.url}/run-1", code=2)
+    names = sorted({word.strip(",;.") for word in listed.split() if word.startswith("run-1@")})
+    assert len(names) == 2
+    for name in names:
+        assert main(["ls", f"{node.url}/{name}"]) == 0
+        assert "step-000000010" in capsys.readouterr().out
+
+
+def test_a_node(start_node: Callable[..., RunningNode], tmp_path: Path, cli: Cli) -> None:
+    node = start_node()
+    callback = SpotCheckpoint(str(tmp_path / "run-1"), servers=node.url, interval=EverySteps(5), on_full="wait")
+    with pytest.raises(Stop):
+        trainer(callback, StopAt(31)).fit(Net(), data())
+    assert cli("ls", f"{node.url}/run-1").split()[-1] == "local"
+    assert node.url in cli("ls", tmp_path / "run-1", "--server", node.url)
+    assert main(["verify", f"{node.url}/run-1"]) == 0
+    assert main(["cp", f"{node.url}/run-1", str(tmp_path)]) == 0
+    assert (tmp_path / "step-000000030-attempt-0001.ckpt").exists()
+    assert f"no run is, or ever was, at '{node.url}/mistyped'" in cli("ls", f"{node.url}/mistyped", code=2)
+
+
+WRONG = [
+    ([""], "'': it is empty; give a directory or URL"),
+    (["s3a:/x"], "'s3a:/x': a URL has two slashes, s3a://x; for a directory write ./s3a:/x"),
+    (["s3://"], "'s3://': it names no bucket, as s3://bucket/run-1 does"),
+    (["smb://me:secret@host/run"], "'smb://…@host/run': a URL with a password ends in logs"),
+    (["10.0.0.5:7070/run"], "'10.0.0.5:7070/run': for a snapshot server write spot://10.0.0.5:7070/run"),
+    (["x", "--server", "10.0.0.5:1"], "--server '10.0.0.5:1' is no server URL"),
+    (["x", "--server", "spot://h:99999"], "--server 'spot://h:99999' is no server URL"),
+    (["x", "--server", "spot://h:9/run"], "--server 'spot://h:9/run' names more than a server: give spot://h:9 only"),
+    (["x", "--server", "auto"], "--server 'auto' is no server URL"),
+    (["x", "--server", ""], "--server '' is no server URL"),
+    (["spot://h:9/run", "--server", "x"], "--server 'x' is no server URL"),
+    (["x", "--run-name", "a/b"], "--run-name: run name 'a/b' is not usable"),
+    (["x", "--run-name", ""], "--run-name: run name '' is not usable"),
+]
+"""Of each command that asks for a run; and what is wrong with it."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["show", "NOWHERE"], "no run is, or ever was, at 'NOWHERE': give the directory or URL of one"),
+        (["ls", "spot://127.0.0.1:9/run"], "no snapshot server answers"),
+        (
+            ["ls", "NOWHERE", "--server", "spot://127.0.0.1:9"],
+            "no tier that answers knows of a run at 'NOWHERE'",
+        ),
+        (["ls", "spot://127.0.0.1:9"], "names no run"),
+        (["ls", "spot://127.0.0.1:port/run"], "no server URL"),
+        (["ls", "nonsense://bucket/run"], "Give a directory"),
+        (["ls", "x", "--server", "10.0.0.5"], "no server URL"),
+        (["cp", "NOWHERE@3", "x"], "no run is, or ever was, at"),
+        (
+            ["ls", "runs/a/step-000000030-attempt-0001/"],
+            "write runs/a@step-000000030-attempt-0001 (for ls, its run runs/a",
+        ),
+        (["cp", "s3://b/run/step-000000030-attempt-0001/model.ckpt", "x"], "write s3://b/run@step"),
+        (["show", "spot://127.0.0.1:9/run/step-000000030-attempt-0001"], "write spot://127.0.0.1:9/run@step"),
+        (["verify", "NOWHERE"], "no run is, or ever was, at"),
+        (["ls", "ftp://127.0.0.1:9/run"], "ftp:// cannot keep snapshots: it uses one connection"),
+        (["serve", "--slots", "0"], "--slots 0"),
+        (["serve", "--memory-limit", "1.5"], "--memory-limit='1.5' is no size"),
+        (["serve", "--run-memory-limit", "x"], "--run-memory-limit='x' is no size"),
+        (["serve", "--storage", ""], "--storage '': it is empty"),
+        (["serve", "--allow-storage", " "], "--allow-storage ' ': it is empty"),
+        (["serve", "--allow-storage", "nonsense://bucket"], "'nonsense://bucket' cannot be used as a tier"),
+        (["serve", "--storage", "spot://h:7070"], "--storage spot://h:7070: a server brings runs to directories"),
+        (
+            ["serve", "--allow-storage", "spot://h:7070"],
+            "--allow-storage spot://h:7070: a server brings runs to directories",
+        ),
+        (["drill", "--limit", "0", "--", "true"], "--limit=0"),
+        (["drill", "--keep", "/dev/null", "--", "true"], "/dev/null is no empty directory"),
+        (["simulate", "--price", "nan"], "--price=nan"),
+        (["simulate", "--seed", "-1"], "--seed=-1"),
+        (["simulate", "--work", "0s"], "--work=0.0"),
+        (["simulate", "--crash-every", "0"], "--crash-every=0.0"),
+        (["simulate", "--runs", "0"], "--runs=0"),
+        (["simulate", "--runs", "1000000000"], "--runs=1000000000: at most 1000000"),
+        (["doctor", "NOWHERE", "--sample", "1000TB"], "--sample 1000TB: at most half"),
+        (["doctor", "NOWHERE", "--snapshot-size", "x"], "--snapshot-size='x'"),
+        (["doctor", "NOWHERE", "--sample", "64"], "--sample 64: that is 64 bytes. Give a unit"),
+        (["doctor", "NOWHERE", "--lifetime", "0"], "--lifetime=0.0"),
+        (["doctor", "NOWHERE", "--replicas", "0"], "--replicas=0"),
+        (["doctor", "NOWHERE", "--replicas", "2"], "--replicas=2: each replica is at a server of its own"),
+        (["doctor", "spot://127.0.0.1:9"], "spot://127.0.0.1:9 is a snapshot server: give a directory or URL"),
+        (["doctor", "NOWHERE", *2 * ("--server", "spot://h:9")], "--server names spot://h:9 twice"),
+        *(
+            (([command, *given, *more]), complaint)
+            for command, more in (("ls", []), ("show", []), ("verify", []), ("cp", ["copy"]))
+            for given, complaint in WRONG
+        ),
+        (["report", "s3a:/x"], "'s3a:/x': a URL has two slashes, s3a://x"),
+        (["report", ""], "'': it is empty; give a directory or URL"),
+        (["serve", "--storage", "s3:/b"], "--storage 's3:/b': a URL has two slashes, s3://b"),
+        (["simulate", "--hosts", "0"], "--hosts=0"),
+        (["simulate", "--hosts", "2", "--correlated", "3"], "--correlated=3: of --hosts=2, 1 to all go at a time"),
+        (["drill", "--keep", "/proc/none", "--", "true"], "--keep /proc/none cannot be made"),
+        (["report", "spot://127.0.0.1:9/run"], "keeps no records of attempts: give the run's"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], complaint: str, tmp_path: Path, cli: Cli) -> None:
+    nowhere = str(tmp_path / "nowhere")
+    said = cli(*(item.replace("NOWHERE", nowhere) for item in arguments), code=2)
+    assert complaint.replace("NOWHERE", nowhere) in said
+    assert "Traceback" not in said
+    assert not re.search(r"\b(dirpath|memory|run|replicas)=", said.replace("--", "")) or said.startswith("--")
+
+
+@pytest.mark.parametrize("time", ["nan", "5", "5 apples"])
+@pytest.mark.parametrize("flags", [["serve", "--drain-timeout"], ["drill", "--limit"], ["simulate", "--work"]])
+def test_times_have_a_unit(flags: list[str], time: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*flags, time])
+    assert f"{flags[-1]}: '{time}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("scheme", "package", "extra"),
+    [("gs", "gcsfs", "gcs"), ("abfs", "adlfs", "azure"), ("az", "adlfs", "azure")],
+)
+def test_what_to_install_for_a_url_is_said(
+    scheme: str, package: str, extra: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    assert f"{package} is not installed: pip install 'lightning_spot[{extra}]'" in cli(
+        "ls", f"{scheme}://bucket/run", code=2
+    )
+
+
+def test_a_node_that_does_not_answer_is_named_once(run_dir: Path, cli: Cli) -> None:
+    assert cli("ls", run_dir, "--server", "spot://127.0.0.1:9").count("spot://127.0.0.1:9") == 1
+
+
+def test_a_run_that_never_ends_has_no_price(capsys: pytest.CaptureFixture[str], cli: Cli) -> None:
+    never = ["simulate", "--work", "1h", "--lifetime", "1s", "--runs", "2", "--policy", "YoungDaly"]
+    assert main(never) == 0
+    assert "PRICE" not in capsys.readouterr().out
+    said = cli(*never, "--price", "2")
+    assert said.splitlines()[2].split()[-1] == "unknown"
+    assert "nan" not in said
+
+
+def test_the_command_is_installed() -> None:
+    command = Path(sys.executable).parent / "lightning-spot"
+    done = subprocess.run([str(command), "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "0.1.0"
+
+
+@pytest.mark.parametrize("module", ["lightning_spot.cli", "lightning_spot.service.program", "lightning_spot"])
+def test_light_imports(module: str) -> None:
+    code = f"import sys, {module}; print([name for name in ('torch', 'lightning', 'numpy') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
+    assert done.stdout.strip() == "[]"
+
+
+class Superseded(pl.Callback):
+    """Runs a command in mid-training, and trains on for some steps once it has asked what there is."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *command: str) -> None:
+        self.code, self.asked, self.trained = -1, threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self.call, args=(list(command),))
+        monkeypatch.setattr(snapshots, "ask", self.ask)
+
+    def call(self, command: list[str]) -> None:
+        self.code = main(command)
+
+    def ask(self, arguments: argparse.Namespace) -> Found:
+        found = ask(arguments)
+        self.asked.set()
+        assert self.trained.wait(60)
+        return found
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 10:
+            self.thread.start()
+            assert self.asked.wait(60)
+        if trainer.global_step == 18:
+            self.trained.set()
+            self.thread.join(60)
+
+
+@pytest.mark.parametrize("command", ["cp", "verify"])
+def test_snapshots_that_are_superseded_while_a_command_looks_are_not_bad(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a snapshot at every step, those that were listed have left memory when they are to be opened."""
+    path, target = tmp_path / "run-1", tmp_path / "pulled.ckpt"
+    during = Superseded(monkeypatch, command, str(path), *([str(target)] if command == "cp" else []))
+    spot = SpotCheckpoint(str(path), interval=EverySteps(1), on_full="wait", slots=2, min_upload_interval_s=1000.0)
+    trainer(spot, during, max_epochs=1).fit(Net(), data())
+    said = capsys.readouterr()
+    assert during.code == 0, said.err
+    if command == "cp":
+        assert torch.load(target, weights_only=True)["global_step"] in (17, 18)
+    else:
+        assert re.search(r"^gone step-0+\d+-attempt-0001 at host: ", said.out, re.MULTILINE)
+        assert "BAD" not in said.out
+
+
+COMMANDS = ("serve", "drill", "simulate", "report", "doctor", "ls", "show", "verify", "cp")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_exit_codes_and_examples_that_parse(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, check=lambda end: end.code == 0):
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    _, examples, codes = re.split("^examples:|^exit codes:", text, flags=re.MULTILINE)
+    assert re.findall(r"^  (\d+) ", codes, re.MULTILINE) == ["0", "1", "2", "130"]
+    lines = [shlex.split(line) for line in examples.strip().splitlines()]
+    assert lines
+    for program, *arguments in lines:
+        assert (program, arguments[0]) == ("lightning-spot", command)
+        assert command_parser().parse_args(arguments).command == command
+
+
+def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert tuple(re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)) == COMMANDS
+
+
+@pytest.mark.parametrize("command", [["simulate", "--work", "2h", "--snapshot-size", "1GB"], ["--help"]])
+def test_a_terminal_without_utf8_ends_no_command(tmp_path: Path, command: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_spot", *command],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        cwd=tmp_path,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.isascii()

@@ -1,0 +1,332 @@
+"""A run in a directory: links, names like patterns, what cannot be read, what others put there, starts after many."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.errors import CorruptSnapshotError, SpotError, TierError
+from lightning_spot.goodput.ledger import AttemptRecord, account_after
+from lightning_spot.goodput.records import newest_record, write_record
+from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_name
+from lightning_spot.image.parts import verify_file
+from lightning_spot.tiers.fences import claim_name, digest_of
+from lightning_spot.tiers.local import LocalStore
+from lightning_spot.tiers.posix import temporary_name
+from lightning_spot.tiers.store import Holdings, retain
+from tests.integration.test_stores import fetched, put, snapshot
+from tests.support import faulty
+from tests.support.faulty import Plan, faulty_calls
+from tests.support.oracle import claim_of
+from tests.support.trainer import Net, data, trainer
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "run")
+
+
+def is_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def is_garbage(path: Path) -> None:
+    path.write_text('{"format": 2, "na')
+
+
+def is_newer(path: Path) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+
+
+def is_a_loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path)
+
+
+def leads_nowhere(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.parent / "not-there")
+
+
+def is_a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def is_of_another(path: Path) -> None:
+    path.write_text(snapshot(77)[0].to_json())
+
+
+UNREADABLE: list[Callable[[Path], None]] = [
+    is_directory, is_garbage, is_newer, is_a_loop, leads_nowhere, is_a_pipe, is_of_another,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spoil", UNREADABLE)
+def test_one_manifest_that_cannot_be_read_is_named_and_hides_no_other(
+    store: LocalStore, spoil: Callable[[Path], None]
+) -> None:
+    good, bad = put(store, 1), put(store, 2)
+    spoil(store.root / bad.manifest_path)
+    found = store.survey()
+    assert found.manifests == [good]
+    assert list(found.unreadable) == [bad.name]
+    assert found.unreadable[bad.name]
+    retain(store, 1, put(store, 5))
+    assert os.path.lexists(store.root / bad.manifest_path), "what could not be read was deleted"
+    assert (store.root / bad.data_path).exists()
+
+
+@pytest.mark.parametrize("kind", ["EIO", "EACCES", "ESTALE"])
+def test_a_disk_that_fails_for_one_manifest(store: LocalStore, kind: str) -> None:
+    """One EIO on one manifest made the run start at step 0."""
+    put(store, 1)
+    put(store, 2)
+    calls = Plan()
+    with faulty_calls(calls, store.root / snapshot_name(2, 1)):
+        store.survey()
+    for at in range(1, calls.calls + 1):
+        with faulty_calls(Plan(kind, at=at, span=0), store.root / snapshot_name(2, 1)):
+            found = store.survey()
+        assert [manifest.step for manifest in found.manifests] == [1]
+        assert list(found.unreadable) == [snapshot_name(2, 1)]
+        with faulty_calls(Plan("EIO", at=at), store.root / snapshot_name(2, 1)):
+            assert [manifest.step for manifest in store.survey().manifests] == [2, 1], "once is tried again"
+
+
+@pytest.mark.parametrize("method", ["survey", "claimed", "newest_claim"])
+@pytest.mark.parametrize("kind", ["EIO", "EACCES", "ESTALE"])
+def test_what_cannot_be_listed_is_an_error_and_not_empty(store: LocalStore, method: str, kind: str) -> None:
+    store.claim(claim_of(1))
+    put(store, 1)
+    with faulty_calls(Plan(kind, span=0, only=("listdir",)), store.root), pytest.raises(TierError):
+        getattr(store, method)()
+
+
+def test_a_link_that_leads_nowhere_is_an_error_and_not_empty(tmp_path: Path) -> None:
+    (tmp_path / "run").symlink_to(tmp_path / "not-mounted" / "run")
+    store = LocalStore(tmp_path / "run")
+    with pytest.raises(TierError, match="link"):
+        store.survey()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TierError):
+        LocalStore(tmp_path / "file").survey()
+    assert LocalStore(tmp_path / "nothing").survey() == Holdings()
+
+
+def test_claims_that_are_all_damaged_are_an_error_and_not_none(store: LocalStore) -> None:
+    for attempt in (1, 2):
+        store.claim(claim_of(attempt, run_id=f"run{attempt}"))
+    (store.root / "attempts" / "attempt-0002.json").write_text("")  # killed where there are no hard links
+    newest = store.newest_claim()
+    assert newest is not None
+    assert newest.run_id == "run1"
+    assert store.claimed() == 2
+    (store.root / "attempts" / "attempt-0001.json").write_text("{")
+    with pytest.raises(SpotError):
+        store.newest_claim()
+
+
+def test_a_linked_run_is_used_and_links_in_it_are_not_followed_out(tmp_path: Path) -> None:
+    real = tmp_path / "large-disk" / "run"
+    real.mkdir(parents=True)
+    (tmp_path / "run").symlink_to(real)
+    store = LocalStore(tmp_path / "run")
+    moved = put(store, 1)
+    (tmp_path / "archive").mkdir()
+    os.rename(real / moved.name, tmp_path / "archive" / moved.name)
+    (real / moved.name).symlink_to(tmp_path / "archive" / moved.name)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "model.ckpt").write_text("not ours")
+    (real / snapshot_name(2, 1)).symlink_to(tmp_path / "elsewhere")
+    assert [manifest.step for manifest in store.survey().manifests] == [1]
+    assert fetched(store, moved) == snapshot(1)[1]
+    retain(store, 1, put(store, 5, attempt=2, by=2))
+    store.delete(moved)
+    assert sorted(path.name for path in (tmp_path / "archive" / moved.name).iterdir()) == [MANIFEST_FILE, "model.ckpt"]
+    assert (tmp_path / "elsewhere" / "model.ckpt").read_text() == "not ours"
+    with pytest.raises(TierError, match="link"):
+        put(store, 2)
+
+
+def test_the_directory_of_attempts_is_noted_in_the_claim(tmp_path: Path, store: LocalStore) -> None:
+    store.claim(claim_of(1))
+    newest = store.newest_claim()
+    assert newest is not None
+    assert newest.inode == store.inode() == os.stat(store.root / "attempts").st_ino
+    os.rename(store.root, tmp_path / "moved")
+    assert LocalStore(tmp_path / "moved").inode() == newest.inode
+
+
+def test_without_hard_links_claims_are_exclusive_all_the_same(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(*_: Any) -> None:
+        raise OSError(errno.EOPNOTSUPP, "no links here")
+
+    monkeypatch.setattr(os, "link", link)
+    store.claim(claim_of(1, token="mine"))
+    store.claim(claim_of(1, token="mine"))
+    with pytest.raises(SpotError):
+        store.claim(claim_of(1, token="other"))
+    newest = store.newest_claim()
+    assert newest is not None
+    assert newest.digest == digest_of("mine")
+
+
+def test_temporaries_of_killed_writers_are_swept_and_no_others(store: LocalStore) -> None:
+    store.claim(claim_of(1))
+    current = put(store, 5, attempt=3, by=3, run_id="aaaaaaaaaaaa")
+    folders = [store.root, store.root / "attempts", store.root / current.name]
+    dead = [folder / temporary_name(2, "aaaaaaaaaaaa") for folder in folders]
+    live = [folder / temporary_name(3, "aaaaaaaaaaaa") for folder in folders]
+    of_another_run = [store.root / temporary_name(1, "bbbbbbbbbbbb")]
+    old = [store.root / temporary_name(1, "bbbbbbbbbbbb"), store.root / ".lightning-spot-tmp-of-another-version"]
+    for path in (*dead, *live, *of_another_run, *old):
+        path.write_text("half")
+    for path in old:
+        os.utime(path, (1.0, 1.0))
+    store.sweep(current)
+    assert not [path for path in (*dead, *old) if path.exists()]
+    assert all(path.exists() for path in (*live, *of_another_run))
+
+
+def test_a_snapshot_that_is_on_its_way_is_not_swept_from_under_its_writer(store: LocalStore) -> None:
+    """Two nodes may write for one attempt for a moment, when one hands over to the other."""
+    folder = store.root / snapshot_name(4, 1)
+    folder.mkdir(parents=True)
+    (folder / "model.ckpt").write_bytes(b"about to be committed")
+    current = put(store, 5)
+    store.sweep(current)
+    assert (folder / "model.ckpt").exists()
+    for path in (folder / "model.ckpt", folder):
+        os.utime(path, (1.0, 1.0))
+    store.sweep(current)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("kind", ["EIO", "short"])
+def test_verification_reads_so_that_a_failing_disk_is_an_error(store: LocalStore, kind: str) -> None:
+    """Through a mapping it was a SIGBUS, which ends the process."""
+    manifest = put(store, 1)
+    fd = os.open(store.root / manifest.data_path, os.O_RDONLY)
+    try:
+        with faulty_calls(Plan(kind, at=2, only=("preadv",)), store.root):
+            if kind == "short":
+                verify_file(fd, manifest.nbytes, manifest.checksums, manifest.part_bytes, "here")
+            else:
+                with pytest.raises(TierError, match="cannot be read at byte"):
+                    verify_file(fd, manifest.nbytes, manifest.checksums, manifest.part_bytes, "here")
+        os.truncate(store.root / manifest.data_path, manifest.nbytes - 1)
+        with pytest.raises(CorruptSnapshotError, match="cut short"):
+            verify_file(fd, manifest.nbytes, manifest.checksums, manifest.part_bytes, "here")
+        assert not store.has(manifest)
+    finally:
+        os.close(fd)
+    store.put(*_of(1), attempt=1)  # type: ignore[misc]
+    assert fetched(store, manifest) == snapshot(1)[1]
+
+
+def _of(step: int) -> tuple[Manifest, memoryview]:
+    manifest, image = snapshot(step)
+    return manifest, memoryview(image)
+
+
+@pytest.mark.parametrize(("call", "at"), [("fsync", 1), ("fsync", 2), ("rename", 1), ("replace", 1)])
+def test_a_full_disk_leaves_a_users_file_and_its_manifest_in_agreement(store: LocalStore, call: str, at: int) -> None:
+    first = put(store, 1, name="last.ckpt", file="")
+    second, image = snapshot(2, name="last.ckpt", file="")
+    with faulty_calls(Plan("ENOSPC", at=at, span=0, only=(call,)), store.root):
+        with pytest.raises(TierError, match="No space left"):
+            store.put(second, memoryview(image), attempt=1)
+    assert store.has(first)
+    assert fetched(store, first) == snapshot(1)[1]
+    assert not [path for path in store.root.iterdir() if "tmp" in path.name]
+
+
+# -- an attempt after many --------------------------------------------------------------------------------------------
+
+
+class Begun(pl.Callback):
+    """How often the tier was read until training began."""
+
+    calls = 0
+
+    def on_train_start(self, *_: Any) -> None:
+        self.calls = faulty.plan.calls
+
+
+def test_the_thousandth_attempt_starts_like_the_second(tmp_path: Path) -> None:
+    """The record of each attempt was read, one after another: 500 at 50 ms were 25 s before training began."""
+    calls = {}
+    for attempts in (1, 1000):
+        root = tmp_path / f"after-{attempts}"
+        earlier(root, attempts)
+        begun = Begun()
+        faulty.use(Plan(only=("ls", "info", "modified", "cat_file")))  # not what is noted beside training
+        try:
+            spot = SpotCheckpoint(f"faulty://{root}", local_server=False, interval=EverySteps(1000))
+            trainer(spot, begun, max_steps=1).fit(Net(), data())
+        finally:
+            faulty.use(Plan())
+        calls[attempts] = begun.calls
+        assert spot.attempt == attempts + 1
+    assert calls[1000] <= calls[1] + 2, calls
+    newest = newest_record(f"faulty://{root}")
+    assert newest is not None
+    account = newest.earlier
+    assert account is not None
+    assert account.count == 1000
+    assert account.spent(None).total_s == pytest.approx(9999.0)
+    assert len(list((root / "attempts").iterdir())) < 2000, "old ones are forgotten"
+
+
+def earlier(root: Path, attempts: int) -> None:
+    """Claims and records of attempts of 10 s each, each carrying on what was before it."""
+    (root / "attempts").mkdir(parents=True)
+    begun_s, previous = time.time() - 10.0 * attempts, None
+    for number in range(1, attempts + 1):
+        at_s = begun_s + 10.0 * (number - 1)
+        claim = claim_of(number, run_id="0123456789ab", location=f"faulty://{root}")
+        (root / "attempts" / claim_name(number)).write_text(claim.to_json())
+        previous = AttemptRecord(
+            attempt=number, begun_unix_s=at_s, trained_unix_s=at_s + 1, from_step=number, step=number + 1,
+            unix_s=at_s + 9, restore_s=0.25, earlier=account_after(previous),
+        )  # fmt: skip
+        path = root / "attempts" / f"attempt-{number:04d}.progress.json"
+        path.write_text(json.dumps(previous.as_dict()) if number >= attempts - 3 else "{}")  # it takes its time
+
+
+def test_what_is_carried_on_is_bounded_and_adds_up(tmp_path: Path) -> None:
+    earlier(tmp_path / "run", 300)
+    newest = newest_record(str(tmp_path / "run"), before=300)
+    assert newest is not None
+    assert newest.attempt == 299
+    account = account_after(newest)
+    assert account.count == 299
+    assert len(account.latest) == 64
+    whole = account.spent(None)
+    assert whole.total_s == pytest.approx(299 * 10.0 - 1.0)
+    assert (whole.restore_s, whole.startup_s) == (pytest.approx(0.25 * 299), pytest.approx(0.75 * 299))
+    assert whole.down_s == pytest.approx(298.0)
+    assert len(json.dumps(newest.as_dict())) < 50_000
+
+
+def test_a_damaged_newest_record_is_passed_over(tmp_path: Path) -> None:
+    for number in (1, 2):
+        write_record(str(tmp_path), number, AttemptRecord(attempt=number, begun_unix_s=1.0).as_dict())
+    (tmp_path / "attempts" / "attempt-0002.progress.json").write_text("{")
+    newest = newest_record(str(tmp_path))
+    assert newest is not None
+    assert newest.attempt == 1
+    assert newest_record(str(tmp_path / "nowhere")) is None

@@ -1,0 +1,645 @@
+"""Loaders that keep their place themselves: wherever they are stopped, a resume equals an undisturbed run."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sqlite3
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.optim import lr_scheduler as rates
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+
+from lightning_spot.errors import SettingsError
+from lightning_spot.exact.compare import differences
+from tests.integration.test_exact import final
+from tests.support import exact_models as m
+from tests.support.exact_table import Case, train
+from tests.support.trainer import Stop, StopAfter, StopAt, StopIn
+
+SEEDED = 5
+
+
+class Kept(DataLoader[Any]):
+    """Keeps its place as torchdata's loader does: what it has yielded, and whether it was asked for one more."""
+
+    begun: Any = None
+    due: Any = None
+
+    def __iter__(self) -> Any:
+        due, self.due = self.due, None
+        self.begun = _Pass(super().__iter__(), self.dataset, {"yielded": 0} if due is None or due["ended"] else due)
+        return self.begun
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.begun is None:
+            iter(self)  # draws, as torchdata's does
+        return self.begun.state()  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begun, self.due = None, state or None
+
+
+class _Pass:
+    def __init__(self, inner: Any, data: Any, state: dict[str, Any]) -> None:
+        self.inner, self.data, self.yielded, self.ended = inner, data, state["yielded"], False
+        if "data" in state:
+            data.load_state_dict(state["data"])
+        else:
+            for _ in range(self.yielded):
+                next(inner, None)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self.inner)
+        except StopIteration:
+            self.ended = True
+            raise
+        self.yielded += 1
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        own = {"data": self.data.state_dict()} if hasattr(self.data, "state_dict") else {}
+        return {"yielded": self.yielded, "ended": self.ended, **own}
+
+
+class Sticky(IterableDataset[Any]):
+    """Keeps its place as streams of Hugging Face do: in an epoch it begins where it was told to, each time."""
+
+    def __init__(self) -> None:
+        self._epoch = torch.tensor(0)
+        self.start: Any = None
+        self.at = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch.fill_(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        data, epoch = m.Rows(noise=False), int(self._epoch)
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(epoch)).tolist()
+        self.at = self.start["at"] if self.start is not None and self.start["epoch"] == epoch else 0
+        for index in order[self.at :]:
+            self.at += 1
+            yield data[index]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "epoch": int(self._epoch)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = dict(state)
+
+
+class Epochs(m.Lean):
+    """Tells a stream its epoch where an epoch begins, and counts what it is given."""
+
+    def on_train_epoch_start(self) -> None:
+        data = self.trainer.train_dataloader.dataset
+        if hasattr(data, "set_epoch"):
+            data.set_epoch(self.current_epoch)
+
+
+def kept(**more: Any) -> Kept:
+    data = m.Rows(noise=False)
+    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(SEEDED))
+    return Kept(data, m.BATCH, sampler=sampler, **more)
+
+
+def torchdata(**more: Any) -> Any:
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+    return loaders.StatefulDataLoader(m.Rows(noise=False), m.BATCH, shuffle=True, **more)
+
+
+class Lazy(Kept):
+    """Begins an epoch where its first batch is asked for, as loaders do whose iteration is a generator function."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+    def state_dict(self) -> dict[str, Any]:
+        return (
+            super().state_dict()
+            if self.begun is not None
+            else {"yielded": 0, "ended": False, "data": {"at": 0, "epoch": 0}}
+        )
+
+
+class Flagged(Kept):
+    """Goes on from its state until one of its epochs is over, as litdata's does; Lightning asks for no batch more."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.restore, self.epoch_number = False, 0
+
+    def __iter__(self) -> Any:
+        if not self.restore:
+            self.due, self.epoch_number = None, self.epoch_number + 1
+        self.begun = _Flagged(self, self.due or {"yielded": 0})
+        return self.begun
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "epoch_number": self.epoch_number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.restore, self.due, self.epoch_number = True, state, state["epoch_number"]
+
+
+class _Flagged(_Pass):
+    def __init__(self, loader: Flagged, state: dict[str, Any]) -> None:
+        order = torch.randperm(m.SAMPLES, generator=torch.Generator().manual_seed(loader.epoch_number))
+        batches = [loader.collate_fn([loader.dataset[int(i)] for i in part]) for part in order.split(m.BATCH)]
+        super().__init__(iter(batches), None, state)
+        self.loader = loader
+
+    def __next__(self) -> Any:
+        try:
+            return super().__next__()
+        except StopIteration:
+            self.loader.restore = False
+            raise
+
+
+LOADERS: dict[str, Callable[..., Any]] = {
+    "torchdata": torchdata,
+    "plain": lambda **more: m.rows(**more),
+    "kept": kept,
+    "lazy": lambda **more: Lazy(Sticky(), m.BATCH, **more),
+    "stream": lambda **more: Kept(Sticky(), m.BATCH, **more),
+    "buffered": lambda **more: Kept(Buffered(), m.BATCH, **more),
+    "flagged": lambda **more: Flagged(m.Rows(noise=False), m.BATCH, **more),
+}
+
+WORKERS: dict[str, dict[str, Any]] = {
+    "0": {},
+    "2": {"num_workers": 2},
+    "persistent": {"num_workers": 2, "persistent_workers": True},
+}
+
+STOPS: dict[str, list[Callable[[], pl.Callback]]] = {
+    "mid-epoch": [lambda: StopAfter(8)],
+    "end of epoch": [lambda: StopIn("on_train_batch_start", 6)],
+    "before validation": [lambda: StopIn("on_validation_start", 1)],
+    "in validation": [lambda: StopAfter(1, in_validation=True)],
+    "twice in one epoch": [lambda: StopAfter(8), lambda: StopAfter(2)],
+}
+
+
+def cells() -> Iterator[Any]:
+    for name in LOADERS:
+        for workers in WORKERS if name in ("torchdata", "plain", "kept") else ("0",):
+            for stop in STOPS:
+                often = workers != "2" and not (name == "plain" and workers == "0") and name != "torchdata"
+                yield pytest.param(
+                    name, workers, stop, id=f"{name}-{workers}-{stop}", marks=[] if often else pytest.mark.soak
+                )
+
+
+@pytest.mark.parametrize(("name", "workers", "stop"), cells())
+def test_equal_wherever_it_is_stopped(name: str, workers: str, stop: str, tmp_path: Path) -> None:
+    case = Case(model=Epochs, loaders=lambda: LOADERS[name](**WORKERS[workers]))
+    for attempt, make in enumerate(STOPS[stop]):
+        with pytest.raises(Stop):
+            train(case, tmp_path / "broken", make(), seed=11 + attempt, every=1)
+    assert train(case, tmp_path / "broken", seed=200, every=1000) == []
+    train(case, tmp_path / "twin", seed=11, every=1000)
+    assert final(tmp_path / "broken")["global_step"] == 3 * -(-m.SAMPLES // m.BATCH)
+    found = differences(final(tmp_path / "twin"), final(tmp_path / "broken"))
+    assert [text for text in found if "_base_seed" not in text] == []  # of workers that are made anew
+
+
+def test_a_finished_run_that_is_given_more_epochs_has_whole_ones(tmp_path: Path) -> None:
+    for epochs in (1, 3):
+        train(Case(model=Epochs, loaders=kept, settings={"max_epochs": epochs}), tmp_path, seed=epochs, every=1)
+    assert final(tmp_path)["global_step"] == 3 * -(-m.SAMPLES // m.BATCH)
+
+
+class Curriculum(m.Rows):
+    """Has labels and a difficulty that training changes."""
+
+    def __init__(self) -> None:
+        super().__init__(noise=False)
+        self.difficulty, self.pool = 1.0, [0.5, 1.5]
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x * self.difficulty, y * self.pool[index % 2]
+
+
+class Queued(Curriculum):
+    """Reads from a queue that reading changes, as torchio's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: list[float] = []
+        self.filled = 0
+
+    def __getitem__(self, index: int) -> Any:
+        if not self.queue:
+            self.filled += 1
+            self.queue = [float(self.filled + number) for number in range(3)]
+        x, y = super().__getitem__(index)
+        return x + self.queue.pop(), y
+
+
+class Opaque(Curriculum):
+    """Reads from an object of which nothing is seen but its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        self.source = self.source or itertools.count()
+        x, y = super().__getitem__(index)
+        return x + 0.1 * next(self.source), y
+
+
+class Weights(RandomSampler):
+    """Draws by weights that training changes."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__(data)
+        self.weights = torch.ones(len(data))
+        self.temperature = 1.0
+        self.groups = {"first": 1.0}
+
+    def __iter__(self) -> Iterator[int]:
+        count = len(self.weights)
+        yield from torch.multinomial(self.weights**self.temperature * self.groups["first"], count).tolist()
+
+
+class Changing(m.Lean):
+    """Changes an attribute of the data set or of the sampler at the end of each epoch, or in each step."""
+
+    def __init__(self, change: Callable[[Any], None], hook: str) -> None:
+        super().__init__()
+        self.change, self.hook = change, hook
+
+    def on_train_epoch_end(self) -> None:
+        if self.hook == "epoch":
+            self.change(self.trainer.train_dataloader)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.hook == "batch":
+            self.change(self.trainer.train_dataloader)
+
+
+def nothing(loader: Any) -> None:
+    """Leaves the loader as it is."""
+
+
+def harder(loader: Any) -> None:
+    loader.dataset.difficulty *= 1.1
+
+
+def relabel(loader: Any) -> None:
+    loader.dataset.x = loader.dataset.x * 0.9
+
+
+def in_place(loader: Any) -> None:
+    loader.dataset.x.mul_(0.9)
+
+
+def pooled(loader: Any) -> None:
+    loader.dataset.pool[1] += 0.1
+
+
+def weigh(loader: Any) -> None:
+    loader.sampler.weights = loader.sampler.weights + torch.arange(float(len(loader.sampler.weights)))
+    loader.sampler.temperature *= 0.9
+
+
+def regroup(loader: Any) -> None:
+    loader.sampler.groups["first"] += 1.0
+    loader.sampler.weights[0] += 1.0
+
+
+CHANGES = [
+    (Curriculum, harder, "epoch", "dataset.difficulty"),
+    (Curriculum, harder, "batch", "dataset.difficulty"),
+    (Curriculum, relabel, "epoch", "dataset.x"),
+    (Curriculum, in_place, "epoch", "dataset.x"),
+    (Curriculum, pooled, "epoch", "dataset.pool"),
+    (Queued, nothing, "first epoch", ""),
+    (Queued, nothing, "epoch", "dataset.queue"),
+    (Opaque, nothing, "first epoch", ""),
+    (Opaque, nothing, "epoch", "dataset.source"),
+    (Curriculum, nothing, "epoch", ""),
+    (Curriculum, weigh, "epoch", ""),
+    (Curriculum, regroup, "epoch", "sampler.groups"),
+]
+
+
+@pytest.mark.parametrize(("data", "change", "hook", "says"), CHANGES)
+@pytest.mark.parametrize("ends", [False, True], ids=["mid-epoch", "end of epoch"])
+def test_data_that_training_or_reading_changes_comes_back_or_is_named(
+    data: Any, change: Any, hook: str, says: str, ends: bool, tmp_path: Path
+) -> None:
+    def loaders() -> Any:
+        made = data()
+        return DataLoader(made, m.BATCH, sampler=Weights(made))
+
+    case = Case(model=lambda: Changing(change, hook), loaders=loaders, val=None, settings={"limit_val_batches": 0})
+    at = 3 if hook == "first epoch" else 8
+    stop = StopIn("on_train_batch_start", 6 if hook == "first epoch" else 11) if ends else StopAfter(at)
+    if ends and data in (Queued, Opaque):
+        says = "dataset.queue" if data is Queued else "dataset.source"
+    with pytest.raises(Stop):
+        train(case, tmp_path / "broken", stop, seed=11, every=1)
+    said = train(case, tmp_path / "broken", seed=200, every=1000)
+    assert len(said) == bool(says)
+    assert all(says in text for text in said)
+    if not says:
+        train(case, tmp_path / "twin", seed=11, every=1000)
+        assert list(differences(final(tmp_path / "twin"), final(tmp_path / "broken"))) == []
+
+
+class Handled(m.Rows):
+    """Opens what it reads from where a sample is read first, as sets on HDF5 or LMDB do."""
+
+    file: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        self.file = self.file or sqlite3.connect(":memory:")
+        return super().__getitem__(index)
+
+
+def buffer_of(data: Any) -> Any:
+    return Kept(data, m.BATCH, **WORKERS["persistent"])
+
+
+def lasting(data: Any) -> Any:
+    return DataLoader(data, m.BATCH, shuffle=True, **WORKERS["persistent"])
+
+
+COPIES = {
+    "first epoch": (Queued, lasting, StopAt(3), ""),
+    "later epoch": (Queued, lasting, StopAt(8), "had changed dataset.filled, dataset.queue"),
+    "end of epoch": (Queued, lasting, StopIn("on_train_batch_start", 6), "had changed dataset.filled, dataset.queue"),
+    "an open file": (Handled, lasting, StopAt(8), ""),
+    "by its state": (Queued, buffer_of, StopAt(8), "workers of Kept change dataset.filled, dataset.queue"),
+    "an open file, by its state": (Handled, buffer_of, StopAt(8), "workers of Kept draw random numbers, which"),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_what_workers_change_in_their_copies_comes_back_or_is_named(name: str, tmp_path: Path) -> None:
+    data, make, stop, says = COPIES[name]
+    case = Case(loaders=lambda: make(data()), val=None, settings={"limit_val_batches": 0})
+    with pytest.raises(Stop):
+        train(case, tmp_path / "broken", stop, seed=11, every=1)
+    said = train(case, tmp_path / "broken", seed=200, every=1000)
+    assert len(said) == bool(says)
+    assert all(says in text for text in said)
+    if not says:
+        train(case, tmp_path / "twin", seed=11, every=1000)
+        assert list(differences(final(tmp_path / "twin"), final(tmp_path / "broken"))) == []
+
+
+@pytest.mark.parametrize("workers", ["0", "persistent"])
+def test_what_reading_changes_in_data_for_validation_is_named(workers: str, tmp_path: Path) -> None:
+    case = Case(loaders=m.rows, val=lambda: DataLoader(Queued(), m.BATCH, **WORKERS[workers]))
+    told: list[str] = []
+    with pytest.raises(Stop):
+        train(case, tmp_path, StopAt(8), seed=11, every=1, told=told)
+    assert not [text for text in told if "had changed" in text]
+    train(case, tmp_path, seed=200, every=1000, told=told)
+    assert len([text for text in told if "had changed dataset.filled, dataset.queue" in text]) == 1
+
+
+class Shuffling(DataLoader[Any]):
+    """Yields its batches from a buffer, in an order drawn from the numbers of the process."""
+
+    def __iter__(self) -> Any:
+        buffer: list[Any] = []
+        for batch in super().__iter__():
+            buffer.append(batch)
+            if len(buffer) == 3:
+                yield buffer.pop(random.randrange(3))
+        yield from buffer
+
+
+ITERATIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "buffer": (lambda workers: Shuffling(m.Rows(), m.BATCH, shuffle=True, **workers), "Shuffling draws from the"),
+    "sampler": (
+        lambda workers: m.Generating(m.Rows(), m.BATCH, sampler=m.Popping(), **workers),
+        "Popping draws from the",
+    ),
+    "plain": (lambda workers: m.Generating(m.Rows(), m.BATCH, shuffle=True, **workers), ""),
+}
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("name", ITERATIONS)
+def test_a_loader_that_iterates_in_its_own_way_is_exact_or_named(name: str, workers: str, tmp_path: Path) -> None:
+    make, says = ITERATIONS[name]
+    case = Case(loaders=lambda: make(WORKERS[workers]), val=None, settings={"limit_val_batches": 0})
+    with pytest.raises(Stop):
+        train(case, tmp_path / "broken", StopAt(8), seed=11, every=1)
+    said = train(case, tmp_path / "broken", seed=200, every=1000)
+    assert len(said) == bool(says)
+    assert all(says in text for text in said)
+    if not says:
+        train(case, tmp_path / "twin", seed=11, every=1000)
+        assert list(differences(final(tmp_path / "twin"), final(tmp_path / "broken"))) == []
+
+
+class Unseeded(Sampler[int]):
+    """Draws another order each time it is asked, whatever the seed."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from random.SystemRandom().sample(range(m.SAMPLES), m.SAMPLES)
+
+    def __len__(self) -> int:
+        return m.SAMPLES
+
+
+def test_an_epoch_that_begins_with_other_samples_than_before_is_named(tmp_path: Path) -> None:
+    loader = partial(DataLoader, m.Rows(), m.BATCH, sampler=Unseeded(), num_workers=2)
+    case = Case(loaders=loader, val=None, settings={"limit_val_batches": 0})
+    with pytest.raises(Stop):
+        train(case, tmp_path, StopAt(8), seed=11, every=1)
+    (said,) = train(case, tmp_path, seed=200, every=1000)
+    assert "first batch of this epoch" in said
+
+
+def other(samples: int = 20, sampler: Any = None, **more: Any) -> Callable[[], Any]:
+    data = m.Rows(noise=False, samples=samples)
+    return lambda: DataLoader(data, m.BATCH, sampler=sampler(data) if sampler else RandomSampler(data), **more)
+
+
+DIFFERENCES = [
+    ({"num_workers": 2}, {}, True, "num_workers was 2 and is 0"),
+    ({}, {"num_workers": 2}, True, "num_workers was 0 and is 2"),
+    ({"num_workers": 2}, {"num_workers": 1}, True, "num_workers was 2 and is 1"),
+    ({}, {"samples": 28}, False, "data set was 20 and is 28: this epoch goes on behind batch 3 in another order"),
+    ({}, {"samples": 16}, False, "data set was 20 and is 16"),
+    ({}, {"sampler": SequentialSampler}, False, "the sampler was RandomSampler and is SequentialSampler"),
+    ({}, {"drop_last": True}, True, "drop_last was False and is True"),
+]
+
+
+@pytest.mark.parametrize(("first", "then", "equal", "says"), DIFFERENCES)
+def test_what_an_epoch_was_made_of_is_compared(first: Any, then: Any, equal: bool, says: str, tmp_path: Path) -> None:
+    """The order of samples stays as it is where it can, and what differs is named before training."""
+
+    def case(**options: Any) -> Case:
+        return Case(loaders=other(**options), val=None, settings={"limit_val_batches": 0})
+
+    with pytest.raises(Stop):
+        train(case(**first), tmp_path / "broken", StopAfter(3), seed=11, every=1)
+    (said,) = (text for text in train(case(**then), tmp_path / "broken", seed=200, every=1000) if " was " in text)
+    assert says in said
+    if equal:
+        train(case(**first), tmp_path / "twin", seed=11, every=1000)
+        broken, twin = final(tmp_path / "broken"), final(tmp_path / "twin")
+        assert [text for text in differences(twin["state_dict"], broken["state_dict"]) if "workers" not in text] == []
+
+
+class Cycle(m.Lean):
+    """Has a scheduler for as many steps as the run takes, or for a number of its own."""
+
+    def __init__(self, make: Callable[[Any, int], Any], steps: int | None) -> None:
+        super().__init__()
+        self.make, self.steps = make, steps
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.01)
+        steps = self.steps or int(self.trainer.estimated_stepping_batches)
+        return [optimizer], [{"scheduler": self.make(optimizer, steps), "interval": "step"}]
+
+
+def cycle(optimizer: Any, steps: int) -> Any:
+    return rates.OneCycleLR(optimizer, 0.1, total_steps=steps)
+
+
+def in_turn(optimizer: Any, steps: int) -> Any:
+    return rates.SequentialLR(optimizer, [rates.ConstantLR(optimizer), cycle(optimizer, steps - 4)], [4])
+
+
+def together(optimizer: Any, steps: int) -> Any:
+    return rates.ChainedScheduler([rates.ConstantLR(optimizer), in_turn(optimizer, steps)], optimizer=optimizer)
+
+
+def first_in_turn(optimizer: Any, steps: int) -> Any:
+    """The cycle is over long before the run is."""
+    return rates.SequentialLR(optimizer, [cycle(optimizer, 5), rates.ConstantLR(optimizer)], [5])
+
+
+SCHEDULERS = [
+    (cycle, None, 4, "OneCycleLR comes back with total_steps=15, and the run is to take 20"),
+    (in_turn, None, 4, "SequentialLR[1]: OneCycleLR comes back with total_steps=11, and the run is to take 16"),
+    (together, None, 4, "ChainedScheduler[1]: SequentialLR[1]: OneCycleLR comes back with total_steps=11"),
+    (cycle, None, 3, ""),
+    (together, None, 3, ""),
+    (first_in_turn, None, 4, ""),
+    (cycle, 12, 4, ""),  # as in a run that is never stopped: that may end sooner by itself
+]
+
+
+@pytest.mark.parametrize(("make", "steps", "epochs", "says"), SCHEDULERS)
+def test_a_scheduler_that_ends_before_the_run_is_refused(
+    make: Any, steps: int | None, epochs: int, says: str, tmp_path: Path
+) -> None:
+    def case(epochs: int) -> Case:
+        return Case(model=lambda: Cycle(make, steps), settings={"max_epochs": epochs, "num_sanity_val_steps": 0})
+
+    with pytest.raises(Stop):
+        train(case(3), tmp_path, StopAfter(8), seed=11, every=1)
+    batches = StopAfter(2)
+    with pytest.raises(SettingsError if says else Stop) as raised:
+        train(case(epochs), tmp_path, batches, seed=12, every=1)
+    assert says in str(raised.value)
+    assert batches.left == (2 if says else -1)
+
+
+class Forgetful(IterableDataset[Any]):
+    """A stream with no position of its own."""
+
+    def __iter__(self) -> Iterator[Any]:
+        data = m.Rows(noise=False)
+        yield from (data[index] for index in range(len(data)))
+
+
+class Claims(Sticky):
+    """A stream that says that it has a shuffle buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffer_size = 8
+
+
+class Buffered(Claims):
+    """A stream that keeps the place of what it reads, and yields it from a shuffle buffer that no state holds."""
+
+    def __iter__(self) -> Iterator[Any]:
+        generator, buffer = torch.Generator().manual_seed(int(self._epoch)), []
+        for row in super().__iter__():
+            buffer.append(row)
+            if len(buffer) == self.buffer_size:
+                yield buffer.pop(int(torch.randint(len(buffer), (), generator=generator)))
+        yield from buffer
+
+
+def noisy(**more: Any) -> Kept:
+    return Kept(m.Rows(), m.BATCH, num_workers=2, **more)
+
+
+WARNED: dict[str, tuple[Callable[[], Any], str, int]] = {
+    "no position": (lambda: Kept(Forgetful(), m.BATCH), "Forgetful has no state_dict", 8),
+    "shuffle buffer, skipped to": (lambda: Kept(Claims(), m.BATCH), "buffer of Claims (dataset.buffer_size=8)", 8),
+    "augmentation in workers": (noisy, "workers of Kept draw random numbers", 8),
+    "augmentation in workers, end of epoch": (noisy, "", 4),
+    "augmentation in workers that persist": (lambda: noisy(persistent_workers=True), "workers of Kept draw", 4),
+}
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_what_a_state_does_not_hold_is_named(name: str, tmp_path: Path) -> None:
+    make, says, at = WARNED[name]
+    spot = {"data_resume": "seek"} if "skipped" in name else {}
+    case = Case(loaders=make, val=None, settings={"limit_val_batches": 0}, spot=spot)
+    stop = StopAfter(at) if at == 8 else StopIn("on_train_batch_start", 6)
+    with pytest.raises(Stop):
+        train(case, tmp_path, stop, seed=11, every=1)
+    said = train(case, tmp_path, seed=200, every=1000)
+    assert len(said) == bool(says)
+    assert all(says in text for text in said)
+
+
+class Astray(Kept):
+    """Comes back to another place than the one it was at."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({**state, "yielded": state["yielded"] + 1})
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_an_epoch_that_has_less_batches_than_it_must_have_is_named(sized: bool, tmp_path: Path) -> None:
+    class Stream(Astray):
+        __len__ = None  # type: ignore[assignment] # counted by the epoch before
+
+    kind = Astray if sized else Stream
+    case = Case(loaders=lambda: kind(m.Rows(noise=False), m.BATCH), val=None, settings={"limit_val_batches": 0})
+    told: list[str] = []
+    with pytest.raises(Stop):
+        train(case, tmp_path, StopAfter(8), seed=11, every=1, told=told)
+    train(case, tmp_path, seed=200, every=1000, told=told)
+    assert len([text for text in told if "an epoch ended after 4 of 5 batches" in text]) == 1
+
+
+def test_with_replay_a_loader_that_keeps_its_state_is_exact_with_augmentation_in_workers(tmp_path: Path) -> None:
+    case = Case(loaders=noisy, val=None, settings={"limit_val_batches": 0}, spot={"data_resume": "replay"})
+    with pytest.raises(Stop):
+        train(case, tmp_path / "broken", StopAfter(8), seed=11, every=1)
+    assert train(case, tmp_path / "broken", seed=200, every=1000) == []
+    train(case, tmp_path / "twin", seed=11, every=1000)
+    assert list(differences(final(tmp_path / "twin"), final(tmp_path / "broken"))) == []

@@ -1,0 +1,499 @@
+"""Who owns a run's directory: nothing is put, deleted or read on behalf of an attempt whose claim is not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from lightning_spot.client import starting
+from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.stores import open_store
+from lightning_spot.config import PROTOCOL_VERSION, take_environment
+from lightning_spot.errors import FencedError, ServerRefusedError, SpotError, TierError, TierReason
+from lightning_spot.image.manifest import OWN_DIR, Manifest, snapshot_name
+from lightning_spot.memory.host import InProcessHost
+from lightning_spot.memory.node import Node
+from lightning_spot.memory.runs import RunInfo, parse_run, refusal
+from lightning_spot.protocol.wire import ATTEMPT_HEADER, PROTOCOL_HEADER, attempt_text
+from lightning_spot.run import attempts
+from lightning_spot.run.attempts import ClaimWatch
+from lightning_spot.service.http import OPEN_PATH, Service
+from lightning_spot.tiers.fences import ATTEMPTS_DIR, Owner, claim_name, digest_of
+from lightning_spot.tiers.fsspec_client import open_filesystem, tier_errors
+from lightning_spot.tiers.local import LocalStore
+from lightning_spot.tiers.objects import ObjectStore
+from lightning_spot.tiers.posix import Beneath
+from lightning_spot.tiers.store import Store
+from tests.integration.test_node import put_file
+from tests.support.oracle import claim_of
+from tests.support.server import RunningNode, served
+from tests.support.small_trainer import image_of
+from tests.support.waiting import until
+
+DATA = b"written by the node"
+
+
+def snapshot(step: int, data: bytes = b"x" * 100, **more: Any) -> Manifest:
+    made = Manifest(run="run", name=snapshot_name(step, 1), step=step, attempt=1, nbytes=len(data), lineage="a" * 12)
+    return replace(made, **more).sealed(memoryview(data))
+
+
+class Lent:
+    """A node that may write below a directory, and who asks it to."""
+
+    def __init__(self, node: RunningNode, root: Path) -> None:
+        self.node, self.url, self.root = node, node.url, root
+        self.opened: dict[str, RunInfo] = {}
+        self.client = NodeClient(NodeStore(f"{node.url}/any").client.address)
+
+    def open(self, run: str, place: Path, *, claimed: bool) -> RunInfo:
+        info = RunInfo(
+            name=run, id="", location=f"file://{place}", attempt=1, token=f"secret of {run}", durable_url=str(place)
+        )
+        NodeStore(f"{self.url}/{run}").open_run(info)
+        self.opened[run] = info
+        if claimed:
+            LocalStore(place).claim(info.claim())
+        return info
+
+    def put(self, run: str, name: str, data: bytes = DATA) -> list[str]:
+        """Save a file, and have it brought down; what was not."""
+        put_file(self.node, run, name, data, self.opened[run])
+        return self.flush()
+
+    def delete(self, run: str, name: str) -> None:
+        self.client.speak_for(1, self.opened[run].token)
+        self.client.call("DELETE", f"/v1/files/{run}/{name}", {"unseen": True})
+        self.flush()
+
+    def flush(self) -> list[str]:
+        answer = self.client.call("POST", "/v1/flush", {"wait_s": 0.5}, timeout_s=20.0)
+        return [str(line) for line in answer["unreached"]]
+
+
+@pytest.fixture
+def lent(start_node: Callable[..., RunningNode], tmp_path: Path) -> Lent:
+    (tmp_path / "allowed").mkdir()
+    (tmp_path / "outside").mkdir()
+    return Lent(start_node("--allow-storage", str(tmp_path / "allowed"), "--drain-timeout", "0"), tmp_path / "allowed")
+
+
+def test_a_node_does_nothing_where_the_attempt_has_not_claimed(lent: Lent) -> None:
+    victim = lent.root / "victim"
+    victim.mkdir()
+    (victim / "notes.txt").write_bytes(DATA)
+    lent.open("thief", victim, claimed=False)
+    assert lent.put("thief", "new.txt") != []
+    with pytest.raises(TierError, check=TierReason.UNCLAIMED.caused):
+        lent.delete("thief", "notes.txt")
+    assert [path.name for path in victim.iterdir()] == ["notes.txt"]
+
+
+def test_a_node_does_nothing_where_another_trainer_has_claimed_that_number(lent: Lent) -> None:
+    victim = lent.root / "victim"
+    LocalStore(victim).claim(claim_of(1))
+    lent.open("thief", victim, claimed=False)
+    lent.put("thief", "new.txt")
+    assert [path.name for path in victim.iterdir()] == [ATTEMPTS_DIR]
+
+
+def test_files_that_have_no_manifest_of_ours_stay(lent: Lent) -> None:
+    place = lent.root / "run"
+    lent.open("run", place, claimed=True)
+    (place / "config.yaml").write_text("lr: 0.1")
+    (place / "notes.txt").write_text("precious")
+    lent.put("run", "config.yaml")
+    lent.delete("run", "notes.txt")
+    assert (place / "config.yaml").read_text() == "lr: 0.1"
+    assert (place / "notes.txt").read_text() == "precious"
+    assert lent.put("run", "own.txt") == []
+    assert lent.put("run", "own.txt", DATA[::-1]) == []
+    assert (place / "own.txt").read_bytes() == DATA[::-1]
+    lent.delete("run", "own.txt")
+    until(lambda: not (place / "own.txt").exists(), "it to be deleted")
+
+
+@pytest.mark.parametrize("what", ["run", "above", OWN_DIR])
+def test_a_directory_that_is_swapped_for_a_link_leads_nowhere(lent: Lent, what: str) -> None:
+    place, outside = lent.root / "above" / "run", lent.root.parent / "outside"
+    lent.open("run", place, claimed=True)
+    swapped = {"run": place, "above": place.parent, OWN_DIR: place / OWN_DIR}[what]
+    if swapped.exists():
+        os.rename(swapped, lent.root / "away")
+    if what == "above":
+        (outside / "run").mkdir()
+    LocalStore(outside if what == "run" else outside / "run").claim(claim_of(1, token="secret of run"))  # as in the run
+    before = sorted(path for path in outside.rglob("*"))
+    swapped.symlink_to(outside)
+    assert lent.put("run", "pwned.txt") != []
+    assert sorted(path for path in outside.rglob("*")) == before
+
+
+def test_a_directory_that_was_moved_away_is_not_written_to(tmp_path: Path) -> None:
+    """What is given out is a descriptor, which would follow it wherever it goes."""
+    lent, place = tmp_path / "lent", tmp_path / "lent" / "run"
+    place.mkdir(parents=True)
+    beneath = Beneath(place, [str(lent)])
+    (beneath.path() / "before").write_bytes(DATA)
+    os.rename(place, tmp_path / "moved")
+    assert not beneath.path().exists()
+    (beneath.path(make=True) / "after").write_bytes(DATA)
+    assert (place / "after").read_bytes() == DATA
+    assert [path.name for path in (tmp_path / "moved").iterdir()] == ["before"]
+
+
+@pytest.mark.parametrize("name", [OWN_DIR, ATTEMPTS_DIR, snapshot_name(1, 1)])
+def test_no_run_lies_in_a_folder_of_ours(name: str) -> None:
+    """What is saved in it would be taken for a manifest, or a claim."""
+    for place in (f"/runs/victim/{name}", f"/runs/victim/{name}/below", f"s3://bucket/victim/{name}"):
+        assert name in refusal(place, ["/runs", "s3://bucket"])
+    with pytest.raises(SpotError):
+        parse_run(name)
+
+
+def test_a_claim_holds_no_token(tmp_path: Path) -> None:
+    info = RunInfo(name="run", id="", location="file:///run", attempt=1, token="a secret")
+    LocalStore(tmp_path).claim(info.claim())
+    noted = json.loads((tmp_path / ATTEMPTS_DIR / claim_name(1)).read_text())
+    assert "a secret" not in str(noted)
+    assert noted["digest"] == digest_of("a secret")
+
+
+@pytest.fixture(params=["local", "kept", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    number = os.urandom(6).hex()
+    if request.param == "s3":
+        return f"{request.getfixturevalue('s3')}/{number}"
+    return f"kept://runs/{number}" if request.param == "kept" else str(tmp_path / number)
+
+
+def owned(url: str, token: str) -> Store:
+    store = open_store(url)
+    store.owner = Owner(1, digest_of(token))
+    return store
+
+
+def test_nobody_writes_or_deletes_without_a_claim(place: str) -> None:
+    store = owned(place, "first")
+    for act in (lambda: store.put(snapshot(1), memoryview(b"x" * 100), attempt=1), lambda: store.delete(snapshot(1))):
+        with pytest.raises(TierError, check=TierReason.UNCLAIMED.caused):
+            act()
+
+
+def test_a_node_claims_for_its_own_trainer_what_that_could_not(tmp_path: Path) -> None:
+    host = InProcessHost(slots=2, memory_bytes=2**20, open_store=open_store)
+    info = RunInfo(
+        name="run", id="", location=f"file://{tmp_path}/run", attempt=3, token="t", durable_url=str(tmp_path / "run")
+    )
+    host.open_run(info)
+    image = image_of(1, 10_000)
+    lease = host.lease(len(image), 5.0)
+    lease.map[: len(image)] = image
+    host.seal(lease, replace(snapshot(1, image), name=snapshot_name(1, 3), attempt=3, checksums=()))
+    assert host.flush(30.0) == []
+    claim = LocalStore(tmp_path / "run").newest_claim()
+    assert (claim.attempt, claim.digest) == (3, digest_of("t"))
+    host.leave(complete=True)
+
+
+class Bucket(MemoryFileSystem):
+    """Google Cloud's storage as its library shows it: an object is created exclusively if that is asked for."""
+
+    protocol = "gs"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return super()._strip_protocol(str(path).removeprefix("gs://"))
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+        if mode == "create" and self.exists(path):
+            raise FileExistsError(path)
+        super().pipe_file(path, value)
+
+
+def test_a_claim_is_created_exclusively_where_the_library_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at what is there and the creation, another trainer comes."""
+    fsspec.register_implementation("gs", Bucket, clobber=True)
+    store, url = open_store("gs://bucket/run"), "gs://bucket/run"
+    pipe = Bucket.pipe_file
+
+    def later(files: Bucket, path: str, value: bytes, **more: Any) -> None:
+        monkeypatch.setattr(Bucket, "pipe_file", pipe)
+        open_store(url).claim(claim_of(1, token="first"))
+        pipe(files, path, value, **more)
+
+    monkeypatch.setattr(Bucket, "pipe_file", later)
+    with pytest.raises(FencedError):
+        store.claim(claim_of(1, token="second"))
+    claim = store.newest_claim()
+    assert claim.digest == digest_of("first")
+
+
+class Careless(ObjectStore):
+    """A store whose creation is not exclusive, and slow: of two that look at once, both write, and the last stays."""
+
+    gate = threading.Barrier(1)
+
+    def _create(self, below: str, data: bytes, claim: Any) -> None:
+        self.gate.wait(30.0)  # all have looked
+        self._fs.pipe_file(self._files.path(below), data)
+
+
+def starts_at_once(count: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many of the trainers that start at once, and get one number, may write in the end."""
+    url = f"kept://runs/{os.urandom(6).hex()}"
+    monkeypatch.setattr(Careless, "gate", threading.Barrier(count))
+    stores, wrote, lost = [Careless(url) for _ in range(count)], list[int](), list[BaseException]()
+    mine = [claim_of(1, token=f"start {number}") for number in range(count)]
+
+    def start(number: int) -> None:
+        store = stores[number]
+        store.owner = Owner(1, mine[number].digest)
+        try:
+            store.claim(mine[number])
+        except FencedError as error:
+            lost.append(error)
+
+    threads = [threading.Thread(target=start, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    for number, store in enumerate(stores):
+        try:
+            store.put(snapshot(number), memoryview(b"x" * 100), attempt=1)
+            wrote.append(number)
+        except FencedError as error:
+            lost.append(error)
+    assert [manifest.step for manifest in stores[0].survey().manifests] == wrote
+    return len(wrote)
+
+
+@pytest.mark.parametrize("rounds", [10, pytest.param(200, marks=pytest.mark.soak)])
+def test_of_trainers_that_start_at_once_one_writes_whatever_the_store_does(
+    monkeypatch: pytest.MonkeyPatch, rounds: int
+) -> None:
+    assert [starts_at_once(8, monkeypatch) for _ in range(rounds)] == [1] * rounds
+
+
+def test_a_trainer_is_told_that_its_number_is_anothers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "_AGAIN_S", 0.01)
+    url, told = str(tmp_path / "run"), list[FencedError]()
+    mine = claim_of(1, token="mine")
+    LocalStore(url).claim(mine)
+    watch = ClaimWatch(url, mine, is_made=True, fenced=told.append)
+    path = tmp_path / "run" / ATTEMPTS_DIR / claim_name(1)
+    path.unlink()
+    until(path.exists, "the claim to be made again")
+    path.write_text(claim_of(1, token="another").to_json())
+    until(lambda: told, "it to be told")
+    watch.close()
+    assert told[0].current == 1
+
+
+def test_the_node_of_a_killed_start_goes_on_with_the_credentials_of_the_next_one(
+    s3: str, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had those with which the first one began, and nothing became durable."""
+    url, keys = f"{s3}/run", {name: os.environ[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name in keys:
+        monkeypatch.delenv(name)
+
+    def start(attempt: int) -> EmbeddedHost:
+        host = starting.start(url, "run", slots=2, memory_bytes=2**24, server_idle_timeout_s=60.0)
+        told: dict[str, Any] = {"location": url, "durable_url": url, "attempt": attempt, "token": f"t{attempt}"}
+        host.open_run(RunInfo(name="run", id="", **told))
+        return host
+
+    image, first = image_of(1, 10_000), start(1)
+    lease = first.lease(len(image), 5.0)
+    lease.map[: len(image)] = image
+    first.seal(lease, replace(snapshot(1, image), checksums=()))
+    assert "no credentials" in " ".join(first.flush(2.0))
+    first.disconnect()
+    for name, value in keys.items():
+        monkeypatch.setenv(name, value)
+    second = start(2)
+    assert second.flush(60.0) == []
+    assert [manifest.step for manifest in open_store(url).survey().manifests] == [1]
+    second.leave(complete=True)
+
+
+def test_a_trainers_environment_leaves_out_what_a_node_needs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", {"AWS_PROFILE": "old", "AWS_SESSION_TOKEN": "old", "LIGHTNING_SPOT_TOKEN": "own"})
+        assert take_environment({"AWS_PROFILE": "new", "PATH": "/elsewhere", "LIGHTNING_SPOT_TOKEN": "other"})
+        assert os.environ == {"AWS_PROFILE": "new", "LIGHTNING_SPOT_TOKEN": "own"}
+        assert not take_environment({"AWS_PROFILE": "new"})
+
+
+@pytest.mark.parametrize("error", [PermissionError("x"), OSError("ExpiredToken: The provided token has expired.")])
+def test_credentials_are_read_again_when_a_store_says_that_they_have_expired(error: Exception) -> None:
+    """A login tool renews them in a file, which a session reads once."""
+    before = open_filesystem("kept://runs/any")[0]
+    with pytest.raises(TierError), tier_errors("kept://runs/any"):
+        raise OSError("the line is broken")
+    assert open_filesystem("kept://runs/any")[0] is before
+    with pytest.raises(TierError), tier_errors("kept://runs/any"):
+        raise error
+    assert open_filesystem("kept://runs/any")[0] is not before
+
+
+# -- the attempt's own token, at nodes --------------------------------------------------------------------------------
+
+VICTIM = RunInfo(name="run", id="0123456789ab", location="", attempt=2, token="of this attempt")
+NAME = snapshot_name(1, 2)
+CHANGES: dict[tuple[str, str], dict[str, Any]] = {
+    ("POST", "/v1/runs/{run}/close"): {"session": ""},
+    ("POST", "/v1/runs/{run}/settle"): {"attempt": 2, "name": NAME, "lineage": ""},
+    ("POST", "/v1/runs/{run}/uploads"): {"attempt": 2, "nbytes": 100},
+    ("POST", "/v1/runs/{run}/shares"): {"attempt": 2, "name": NAME, "share": 1},
+    ("POST", "/v1/runs/{run}/decline"): {"attempt": 2, "name": NAME},
+    ("POST", "/v1/runs/{run}/joint"): {"attempt": 2, "nbytes": 100, "name": NAME, "hosts": 2},
+    ("POST", "/v1/runs/{run}/joint/join"): {"attempt": 2, "name": NAME, "host": 1},
+    ("POST", "/v1/runs/{run}/joint/decline"): {"attempt": 2, "name": NAME, "host": 1},
+    ("POST", "/v1/runs/{run}/portions/whole"): {"attempt": 2, "name": NAME},
+    ("POST", "/v1/runs/{run}/portions/torn"): {"attempt": 2, "name": NAME, "why": "x"},
+    ("POST", "/v1/runs/{run}/spread"): {"replicas": 1},
+    ("DELETE", "/v1/files/{run}/{path}"): {},
+}
+REFUSED, FENCED, UNKNOWN = "whose token this request does not have", "has taken over", "open the run again"
+
+
+@pytest.fixture(scope="module")
+def tokened() -> Iterator[int]:
+    """Port of a node with two runs: one whose attempt has a token, and one whose attempt has none."""
+    node = Node(slots=2, memory_bytes=2**20, open_store=lambda _url: pytest.fail("written"))
+    node.open_run(VICTIM)
+    node.open_run(replace(VICTIM, name="nobody", id="", token=""))
+    with served(node) as port:
+        yield port
+
+
+def asked(port: int, how: tuple[str, str], run: str, shown: str | None) -> tuple[int, str]:
+    """Status and text of what a node answers to one of these requests."""
+    method, path = how
+    connection = HTTPConnection("127.0.0.1", port, timeout=10)
+    headers = {PROTOCOL_HEADER: str(PROTOCOL_VERSION), **({ATTEMPT_HEADER: shown} if shown is not None else {})}
+    connection.request(method, path.format(run=run, path=NAME), json.dumps(CHANGES[how]), headers)
+    answer = connection.getresponse()
+    try:
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def test_the_table_has_every_request_that_changes_a_run() -> None:
+    node = Node(slots=2, memory_bytes=2**20, open_store=lambda _url: pytest.fail("written"))
+    routes = Service(node, None).application().router.routes()
+    known = {(each.method, each.resource.canonical) for each in routes if each.resource is not None}
+    changes = {each for each in known if each[0] not in ("GET", "HEAD") and "{run}" in each[1]}
+    assert changes - {("POST", OPEN_PATH)} == set(CHANGES)
+
+
+@pytest.mark.parametrize("how", CHANGES, ids=" ".join)
+def test_a_run_is_changed_by_its_attempt_only(tokened: int, how: tuple[str, str]) -> None:
+    for shown, status, why in (
+        (None, 403, REFUSED),
+        ("", 403, REFUSED),
+        ("2:", 403, REFUSED),
+        ("2:of another attempt", 403, REFUSED),
+        ("2:" + digest_of(VICTIM.token), 403, REFUSED),  # which a claim shows to whoever reads the directory
+        ("x:" + VICTIM.token, 403, REFUSED),
+        ("9" * 500 + ":x", 403, REFUSED),
+        (attempt_text(1, "of the one before"), 409, FENCED),
+        (attempt_text(3, "of the next one"), 404, UNKNOWN),
+    ):
+        got = asked(tokened, how, "run", shown)
+        assert got[0] == status, (shown, got)
+        assert why in got[1]
+        assert VICTIM.token not in got[1]
+    for run, right in (("run", attempt_text(2, VICTIM.token)), ("nobody", None)):
+        got = asked(tokened, how, run, right)
+        assert not any(why in got[1] for why in (REFUSED, FENCED, UNKNOWN)), got
+
+
+def test_another_run_of_the_node_is_neither_settled_nor_deleted(lent: Lent) -> None:
+    """Who has the node's token had it delete a snapshot of somebody else, here and below, and forget what it owed."""
+    victim = lent.open("run", lent.root / "victim", claimed=True)
+    store, thief = NodeStore(f"{lent.url}/run"), NodeStore(f"{lent.url}/run")
+    store.know(victim)
+    for step in (1, 2):
+        manifest = snapshot(step)
+        store.put(manifest, memoryview(b"x" * 100), attempt=1)
+    assert lent.flush() == []
+    there = sorted(str(path) for path in lent.root.rglob("*"))
+    listed = [item.manifest.name for item in store.listing()]
+    for act in (lambda: thief.settle(manifest, 1), lambda: thief.delete(manifest)):
+        with pytest.raises(ServerRefusedError, match=REFUSED):
+            act()
+    assert lent.flush() == []
+    assert [item.manifest.name for item in store.listing()] == listed
+    assert sorted(str(path) for path in lent.root.rglob("*")) == there
+    store.settle(manifest, 1)
+    store.delete(manifest)
+    assert lent.flush() == []
+    assert not (lent.root / "victim" / manifest.name).exists()
+    assert victim.token not in lent.node.log.read_text()
+
+
+def test_what_an_attempt_without_a_claim_has_left_is_never_done_for_a_later_one(lent: Lent) -> None:
+    """A stranger who opened the run as its next attempt had it done with the claim of the trainer's own next one."""
+    place = lent.root / "victim"
+    victim = lent.open("run", place, claimed=True)
+    store, thief = NodeStore(f"{lent.url}/run"), NodeStore(f"{lent.url}/run")
+    store.know(victim)
+    store.put(snapshot(1), memoryview(b"x" * 100), attempt=1)
+    assert lent.flush() == []
+    there = sorted(str(path) for path in lent.root.rglob("*"))
+    thief.open_run(replace(victim, attempt=2, token="a stranger's"))
+    with pytest.raises(TierError, check=TierReason.UNCLAIMED.caused):
+        thief.delete(snapshot(1))
+    forged = snapshot(9, name=snapshot_name(9, 2), attempt=2)
+    thief.put(forged, memoryview(b"x" * 100), attempt=2)
+    again = replace(victim, attempt=3, token="the trainer's again")
+    LocalStore(place).claim(again.claim())
+    store.open_run(again)
+    lent.flush()
+    found = {str(path) for path in lent.root.rglob("*")}
+    assert found - {str(place / ATTEMPTS_DIR / claim_name(3))} == set(there)
+
+
+def test_a_request_whose_body_comes_late_changes_nothing_of_a_later_attempt(tokened: int) -> None:
+    run, head = f"late@{'b' * 12}", b""
+    store = NodeStore(f"spot://127.0.0.1:{tokened}/{run}")
+    first = replace(VICTIM, name="late", id="b" * 12, attempt=1, token="of 1")
+    store.open_run(first)
+    with socket.create_connection(("127.0.0.1", tokened), timeout=30) as connection:
+        shown = f"{ATTEMPT_HEADER}: {attempt_text(1, 'of 1')}\r\n{PROTOCOL_HEADER}: {PROTOCOL_VERSION}"
+        head = f"POST /v1/runs/{run}/close HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 2\r\n{shown}\r\n\r\n".encode()
+        connection.sendall(head)
+        until(lambda: _is_waiting_for_a_body(connection), "the head to be looked at")
+        store.open_run(replace(first, attempt=2, token="of 2"))
+        connection.sendall(b"{}")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 409")
+
+
+def _is_waiting_for_a_body(connection: socket.socket) -> bool:
+    connection.settimeout(0.3)
+    try:
+        raise AssertionError(connection.recv(65536))
+    except TimeoutError:
+        connection.settimeout(30)
+        return True

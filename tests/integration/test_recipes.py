@@ -1,0 +1,227 @@
+"""The restart recipes, as far as they can be run here."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_spot.fit.ranks import end_restarts_here
+from tests.support.waiting import until
+
+RECIPES = Path(__file__).parents[2] / "examples" / "restart"
+
+
+def count_runs(tmp_path: Path, *codes: str) -> Path:
+    """A command that ends with each of the codes in turn (``kill``: by SIGKILL)."""
+    script = tmp_path / "train"
+    cases = "\n".join(f"  {n}) {'kill -9 $$' if code == 'kill' else f'exit {code}'} ;;" for n, code in enumerate(codes))
+    script.write_text(f"#!/bin/bash\nn=$(cat {tmp_path}/n 2>/dev/null || echo 0)\necho $((n+1)) >{tmp_path}/n\n")
+    with open(script, "a") as file:
+        file.write(f"case $n in\n{cases}\n  *) exit 99 ;;\nesac\n")
+    script.chmod(0o755)
+    return script
+
+
+def shell(tmp_path: Path, script: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PAUSE_S": "0", **more}
+    command = [str(RECIPES / "shell.sh"), str(script)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "runs"),
+    [
+        (["0"], 0, 1),
+        (["143", "143", "0"], 0, 3),
+        (["kill", "143", "0"], 0, 3),
+        (["1", "1", "0"], 0, 3),
+        (["1", "1", "1"], 1, 3),
+        (["1", "1", "143", "1", "1", "0"], 0, 6),
+    ],
+)
+def test_shell_loop(tmp_path: Path, codes: list[str], code: int, runs: int) -> None:
+    done = shell(tmp_path, count_runs(tmp_path, *codes))
+    assert done.returncode == code, done.stderr
+    assert (tmp_path / "n").read_text().strip() == str(runs)
+
+
+def test_shell_loop_is_bounded(tmp_path: Path) -> None:
+    done = shell(tmp_path, count_runs(tmp_path, *["143"] * 9), MAX_RESTARTS="4")
+    assert done.returncode == 1
+    assert (tmp_path / "n").read_text().strip() == "5"
+
+
+def test_shell_loop_passes_a_signal_on(tmp_path: Path) -> None:
+    script = tmp_path / "train"
+    script.write_text(f"#!/bin/bash\ntrap 'touch {tmp_path}/told; exit 143' TERM\ntouch {tmp_path}/up\n")
+    with open(script, "a") as file:
+        file.write("for i in $(seq 300); do sleep 0.1; done\n")
+    script.chmod(0o755)
+    process = subprocess.Popen([str(RECIPES / "shell.sh"), str(script)])
+    try:
+        until((tmp_path / "up").exists, "the training to run")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 143
+    finally:
+        process.kill()
+    assert (tmp_path / "told").exists()
+
+
+def with_torchrun(**more: str) -> dict[str, str]:
+    """The environment in which the recipe finds torchrun."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, **more}
+
+
+def torchrun(script: Path, timeout_s: float, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [str(RECIPES / "torchrun.sh"), str(script)]
+    return subprocess.run(
+        command, env=with_torchrun(**environment), capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_all_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys, pathlib\n"
+        "here = pathlib.Path(__file__).parent\n"
+        "rank, attempt = os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "(here / f'ran-{rank}-{attempt}').touch()\n"
+        "assert os.environ['LIGHTNING_SPOT_GRACE_PERIOD_S'] == '30'\n"
+        "sys.exit(143 if attempt == '0' else 0)\n"
+    )
+    done = torchrun(script, 120, RANKS="2", MAX_RESTARTS="2")
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.glob("ran-*-1")} == {"ran-0-1", "ran-1-1"}
+
+
+@pytest.mark.slow
+def test_torchrun_that_is_told_to_end_says_so(tmp_path: Path) -> None:
+    """torchrun itself ends with 1 then, as after an error: what starts it again would give up in the end."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        "(pathlib.Path(__file__).parent / ('up-' + os.environ['RANK'])).touch()\n"
+        "time.sleep(60)\n"
+    )
+    process = subprocess.Popen([str(RECIPES / "torchrun.sh"), str(script)], env=with_torchrun())
+    try:
+        until(lambda: len(list(tmp_path.glob("up-*"))) == 2, "both ranks to run", 60.0)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143
+    finally:
+        process.terminate()  # which is passed on
+        process.wait(60)
+
+
+def test_a_process_that_has_not_started_the_training_is_not_told_to_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A training outlives its script now and then, or runs in a container: the number may be anybody's."""
+    at_exit: list[Callable[[], None]] = []
+    told: list[tuple[int, int]] = []
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(atexit, "register", at_exit.append)
+            patch.setattr(os, "kill", lambda pid, number: told.append((pid, number)))
+            patch.setenv("LIGHTNING_SPOT_RESTARTER_PID", str(other.pid))
+            end_restarts_here()
+            at_exit.pop()()
+            assert not told
+            assert f"LIGHTNING_SPOT_RESTARTER_PID={other.pid} names no process that has started this one" in caplog.text
+            patch.setenv("LIGHTNING_SPOT_RESTARTER_PID", str(os.getppid()))
+            end_restarts_here()
+            at_exit.pop()()
+            assert told == [(os.getppid(), signal.SIGTERM)]
+    finally:
+        other.kill()
+        other.wait(20)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_no_ranks_again_on_a_machine_that_is_taken_away(tmp_path: Path) -> None:
+    """The cloud says so to the ranks only: each would stop again at once, until no restart is left."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, pathlib\n"
+        "here = pathlib.Path(__file__).parent\n"
+        "(here / ('ran-' + os.environ['TORCHELASTIC_RESTART_COUNT'])).touch()\n"
+        "from lightning_spot import PreemptionGuard\n"
+        "from tests.support.trainer import Net, data, trainer\n"
+        "guard = PreemptionGuard(f'file:{here}/notice', grace_period_s=120.0)\n"
+        "trainer(guard, max_epochs=10**6, max_steps=-1).fit(Net(), data())\n"
+    )
+    (tmp_path / "notice").touch()
+    done = torchrun(script, 200, RANKS="1", MAX_RESTARTS="2", PYTHONPATH=str(RECIPES.parents[1]))
+    assert done.returncode == 143, done.stderr
+    assert [path.name for path in tmp_path.glob("ran-*")] == ["ran-0"]
+
+
+def fake(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+    (tmp_path / name).chmod(0o755)
+
+
+def test_slurm_script(tmp_path: Path) -> None:
+    script = RECIPES / "slurm.sbatch"
+    options = [line.split()[1] for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
+    assert {"--requeue", "--signal=USR1@120"} <= set(options)
+    assert all(option.startswith("--") for option in options)
+    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+    fake(tmp_path, "srun", 'shift; exec "$@"')
+    fake(tmp_path, "scontrol", f"echo $@ >{tmp_path}/asked")
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "SLURM_JOB_ID": "17",
+        "SPOT_REQUEUE": "1",
+    }
+    for train, code in (("true", 0), ("bash -c 'exit'", 0), (str(count_runs(tmp_path, "143")), 143)):
+        done = subprocess.run(["bash", str(script)], env={**environment, "TRAIN": train.split(" -c")[0]}, check=False)
+        assert done.returncode == code
+    assert (tmp_path / "asked").read_text() == "requeue 17\n"
+
+
+def test_kubernetes_job() -> None:
+    job: dict[str, Any] = yaml.safe_load((RECIPES / "kubernetes-job.yaml").read_text())
+    rules = job["spec"]["podFailurePolicy"]["rules"]
+    assert {rule["action"] for rule in rules} == {"Ignore"}
+    assert rules[1]["onExitCodes"]["values"] == [143]
+    pod = job["spec"]["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"  # a podFailurePolicy needs it
+    assert int(pod["containers"][0]["env"][0]["value"]) == pod["terminationGracePeriodSeconds"]
+    assert pod["containers"][0]["name"] == rules[1]["onExitCodes"]["containerName"]
+    assert {volume["name"] for volume in pod["volumes"]} == {
+        mount["name"] for mount in pod["containers"][0]["volumeMounts"]
+    }
+
+
+def test_skypilot_task() -> None:
+    task: dict[str, Any] = yaml.safe_load((RECIPES / "skypilot.yaml").read_text())
+    assert task["resources"]["use_spot"] is True
+    assert "SNAPSHOTS" in task["envs"]
+
+
+def test_a_requeue_is_asked_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_spot.fit.ranks import requeue_slurm_job
+
+    fake(tmp_path, "scontrol", f"echo $@ >>{tmp_path}/asked")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    requeue_slurm_job()
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "20")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    requeue_slurm_job()
+    assert (tmp_path / "asked").read_text() == "requeue 17\nrequeue 20_3\n"

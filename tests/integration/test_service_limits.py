@@ -1,0 +1,657 @@
+"""Nobody spoils a node from outside: silent and slow peers, numbers that lie, requests that are not what they seem."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lightning_spot.client.encoding import OutgoingPart
+from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.stores import open_store
+from lightning_spot.config import PROTOCOL_VERSION
+from lightning_spot.errors import (
+    CorruptSnapshotError,
+    FailureReason,
+    ServerRefusedError,
+    SettingsError,
+    SnapshotFailedError,
+    SnapshotNotFoundError,
+    SpotError,
+    TierReason,
+)
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.parts import checksum
+from lightning_spot.memory.node import Node
+from lightning_spot.memory.upload import Received
+from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, Address, Frame, PartKind, parse_spot_url
+from lightning_spot.service import fields, http, upload_requests
+from lightning_spot.service.limits import Connections
+from tests.integration.test_node import client_of, put_file
+from tests.integration.test_quotas import commit, open_run
+from tests.support.server import RunningNode, image_of, manifest_of, served
+from tests.support.small_trainer import image_of as archive_of
+from tests.support.waiting import until
+
+StartNode = Callable[..., RunningNode]
+MANY = 300
+OURS = f"Host: localhost\r\n{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\n"
+
+
+def address_of(node: RunningNode) -> tuple[str, int]:
+    address = parse_spot_url(node.url)[0]
+    return address.host, address.port
+
+
+@contextmanager
+def connected(node: RunningNode, count: int, say: bytes) -> Iterator[list[socket.socket]]:
+    """So many connections that each said ``say``."""
+    with ExitStack() as stack:
+        made = []
+        for _ in range(count):
+            made.append(stack.enter_context(socket.create_connection(address_of(node), timeout=10)))
+            made[-1].sendall(say)
+        yield made
+
+
+def request(method: str, path: str, body: bytes = b"", headers: str = "", nbytes: int | None = None) -> bytes:
+    length = len(body) if nbytes is None else nbytes
+    return f"{method} {path} HTTP/1.1\r\n{OURS}Content-Length: {length}\r\n{headers}\r\n".encode() + body
+
+
+def answer(node: RunningNode, sent: bytes, timeout_s: float = 10.0) -> tuple[int, bytes]:
+    """Status and body of what a node answers to raw bytes; status 0 if it hangs up."""
+    with socket.create_connection(address_of(node), timeout=timeout_s) as connection:
+        connection.sendall(sent)
+        data = b""
+        while b"\r\n\r\n" not in data and (piece := connection.recv(65536)):
+            data += piece
+        head, _, body = data.partition(b"\r\n\r\n")
+        return (int(head.split(b" ")[1]), body) if head else (0, b"")
+
+
+# -- peers that say nothing, or little --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def descriptors() -> None:
+    """This process needs a descriptor for each of its connections, too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 4096:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+
+
+def test_idle_slow_and_waiting_peers_keep_nobody_waiting(start_node: StartNode, descriptors: None) -> None:
+    node = start_node("--slots", "1")
+    client = client_of(node)
+    open_run(client)
+    client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 100})  # the only slot
+    lease = json.dumps({"attempt": 1, "nbytes": 100, "wait_s": 60}).encode()
+    with (
+        connected(node, MANY, b""),
+        connected(node, MANY, b"GET /v1/status HTTP/1.1\r\nHost: x\r\nX-Slow: "),
+        connected(node, MANY // 3, request("POST", "/v1/runs/run/settle", b"begun", nbytes=10**5)),
+        connected(node, 2 * MANY // 3, request("POST", "/v1/runs/run/uploads", lease)),
+    ):
+        for _ in range(3):
+            assert client.call("GET", "/v1/status", timeout_s=10)["protocol"] == PROTOCOL_VERSION
+            assert client_of(node).call("GET", "/healthz", timeout_s=10) == {"status": "ok"}
+            time.sleep(0.3)
+
+
+def test_a_node_that_makes_memory_for_many_answers_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leased on the threads on which it answers: for a minute, no trainer of 64 that began at once had an answer."""
+    made, leasing = threading.Event(), threading.Semaphore(0)
+    node = Node(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
+    lease = node.lease
+
+    def slow(*what: Any, **more: Any) -> Any:
+        leasing.release()
+        assert made.wait(60)
+        return lease(*what, **more)
+
+    monkeypatch.setattr(node, "lease", slow)
+    with served(node) as port, ThreadPoolExecutor(32) as pool:
+        client = NodeClient(Address("127.0.0.1", port))
+        open_run(client)
+        asked = [
+            pool.submit(client.call, "POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 9}) for _ in range(32)
+        ]
+        try:
+            for _ in asked:
+                assert leasing.acquire(timeout=30)
+            assert [run["name"] for run in client.call("GET", "/v1/runs", timeout_s=30)["runs"]] == ["run"]
+        finally:
+            made.set()
+        assert len({answer.result(30)["upload"] for answer in asked}) == 32
+
+
+def test_who_waits_for_a_slot_and_goes_leaves_nothing(start_node: StartNode) -> None:
+    node = start_node("--slots", "1")
+    client = client_of(node)
+    open_run(client)
+    body = {"attempt": 1, "nbytes": 100}
+    upload = client.call("POST", "/v1/runs/run/uploads", body)["upload"]
+    lease = request("POST", "/v1/runs/run/uploads", json.dumps({**body, "wait_s": 60}).encode())
+    with connected(node, 5, lease):
+        time.sleep(0.3)
+    time.sleep(0.2)
+    client.call("DELETE", f"/v1/uploads/{upload}")
+    time.sleep(0.5)  # whoever still waited would have it by now
+
+    def leased() -> bool:
+        with suppress(SnapshotFailedError):  # a node that is slow has not heard yet that they have gone
+            return bool(client.call("POST", "/v1/runs/run/uploads", body))
+        return False
+
+    until(leased, "the slot to be had")
+    with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
+        client.call("POST", "/v1/runs/run/uploads", body)
+
+
+class Silent(asyncio.Protocol):
+    """A service that never answers, and says when its connection has ended."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None: ...
+
+
+async def _serving(connections: Connections) -> tuple[asyncio.AbstractServer, int]:
+    server = await asyncio.get_running_loop().create_server(connections, "127.0.0.1", 0)
+    return server, server.sockets[0].getsockname()[1]
+
+
+async def _hung_up(reader: asyncio.StreamReader) -> None:
+    """Wait until the service hangs up."""
+    with suppress(ConnectionResetError):
+        await asyncio.wait_for(reader.read(), 30)
+
+
+def test_a_head_has_its_time_and_so_has_silence() -> None:
+    async def run() -> None:
+        connections = Connections(Silent, head_timeout_s=0.5, server_idle_timeout_s=0.8)
+        server, port = await _serving(connections)
+        begun_s = time.monotonic()
+        silent, _ = await asyncio.open_connection("127.0.0.1", port)
+        slow, slowly = await asyncio.open_connection("127.0.0.1", port)
+
+        async def drip() -> None:
+            while True:
+                slowly.write(b"x")
+                await asyncio.sleep(0.05)
+
+        dripping = asyncio.create_task(drip())
+        await _hung_up(silent)
+        assert time.monotonic() - begun_s >= 0.5
+        await _hung_up(slow)  # a byte now and then gains no time
+        dripping.cancel()
+        server.close()
+
+    asyncio.run(run())
+
+
+def test_a_request_that_is_being_handled_is_no_silence() -> None:
+    async def run() -> None:
+        connections = Connections(Silent, head_timeout_s=30.0, server_idle_timeout_s=0.8)
+        server, port = await _serving(connections)
+        kept, keep = await asyncio.open_connection("127.0.0.1", port)
+        keep.write(b"a head")
+        while not connections._open:
+            await asyncio.sleep(0.01)
+        (handled,) = connections._open.values()
+        connections.head_timeout_s = 0.1
+        handled.begin_request()
+        await asyncio.sleep(1.0)
+        assert not handled.gone.done()
+        begun_s = time.monotonic()
+        handled.end_request()
+        await _hung_up(kept)
+        assert time.monotonic() - begun_s >= 0.8
+        server.close()
+
+    asyncio.run(run())
+
+
+def test_when_there_are_too_many_the_longest_idle_one_goes() -> None:
+    async def run() -> None:
+        server, port = await _serving(Connections(Silent, most=3))
+        ends = []
+        for _ in range(4):
+            ends.append(await asyncio.open_connection("127.0.0.1", port))
+            await asyncio.sleep(0.05)
+        await _hung_up(ends[0][0])
+        assert not any(reader.at_eof() for reader, _ in ends[1:])
+        server.close()
+
+    asyncio.run(run())
+
+
+def test_each_of_many_that_come_at_once_displaces_another() -> None:
+    """Those that came in one turn of the loop displaced the same one, and the others stayed: beyond all limits."""
+
+    async def run() -> None:
+        connections = Connections(Silent, most=5)
+        server, port = await _serving(connections)
+        ends = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
+        while len(connections._open) < 5:
+            await asyncio.sleep(0.01)
+        ends += await asyncio.gather(*(asyncio.open_connection("127.0.0.1", port) for _ in range(20)))
+        for reader, _ in ends[:20]:
+            await _hung_up(reader)
+        assert len(connections._open) == 5
+        server.close()
+
+    asyncio.run(run())
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Node, NodeClient]]:
+    """A node in this process that gives nobody more than two seconds."""
+    for module, name in (
+        (fields, "_BODY_TIMEOUT_S"),
+        (http, "_SEND_TIMEOUT_S"),
+        (upload_requests, "FRAME_WAIT_S"),
+    ):
+        monkeypatch.setattr(module, name, 2.0)
+    node = Node(slots=2, memory_bytes=2**28, open_store=open_store)
+    with served(node) as port:
+        client = NodeClient(Address("127.0.0.1", port))
+        open_run(client)
+        yield node, client
+        client.close()
+
+
+def _connect(client: NodeClient, sent: bytes) -> socket.socket:
+    connection = socket.create_connection((client.address.host, client.address.port), timeout=30)
+    connection.sendall(sent)
+    return connection
+
+
+def _nobody_holds_a_slot(node: Node) -> bool:
+    return not len(node.uploads) and not any(slot.readers for slot in node.ring.slots)
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(hasty: tuple[Node, NodeClient]) -> None:
+    _, client = hasty
+    with _connect(client, request("POST", OPEN, b"{", nbytes=100)) as connection:
+        assert b" 408 " in connection.recv(4096)
+
+
+def test_a_stream_that_goes_quiet_is_hung_up_on(hasty: tuple[Node, NodeClient]) -> None:
+    node, client = hasty
+    upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 1000})["upload"]
+    stream = client.stream(upload)
+    stream._socket.sendall(Frame(PartKind.WHOLE, 0, 1000, 1000, NO_DIGEST).pack() + b"half")
+    stream._socket.settimeout(30)
+    assert stream._socket.recv(16) == b""
+    stream.close()
+    client.call("DELETE", f"/v1/uploads/{upload}")
+    until(lambda: _nobody_holds_a_slot(node), "the slot to be free")
+
+
+def test_a_reader_that_does_not_read_lets_go_of_its_slot(hasty: tuple[Node, NodeClient]) -> None:
+    node, client = hasty
+    nbytes, manifest = 50 * 2**20, manifest_of(1, nbytes=50 * 2**20, run_id="")
+    upload = node.lease("run", 1, nbytes)
+    with upload.slot.view(nbytes) as view:
+        view[:] = archive_of(1, nbytes)
+    node.seal(upload.id, manifest)
+    with _connect(client, request("GET", f"/v1/files/run/{manifest.data_path}")) as connection:
+        until(lambda: any(slot.readers for slot in node.ring.slots), "the reader to begin")
+        until(lambda: _nobody_holds_a_slot(node), "the slot to be let go")
+        with suppress(ConnectionResetError):
+            while connection.recv(2**20):
+                pass
+
+
+# -- numbers that lie -------------------------------------------------------------------------------------------------
+
+HUGE = 10**15
+MANIFEST = asdict(Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=100))
+BOMB = {**MANIFEST, "nbytes": HUGE, "part_bytes": 1}
+OPEN, UPLOADS = "/v1/runs/run/open", "/v1/runs/run/uploads"
+
+
+@pytest.fixture(scope="module")
+def lasting_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    """One node for every bad request: it must live through all of them."""
+    folder = tmp_path_factory.mktemp("node")
+    flags = ["--listen", "127.0.0.1:0", "--memory-limit", "64MiB"]
+    environment = {"LIGHTNING_SPOT_SHM_DIR": "", "LIGHTNING_SPOT_RUNTIME_DIR": str(folder)}
+    node = RunningNode(flags, folder / "node.log", environment).wait_listening()
+    open_run(client_of(node))
+    yield node
+    node.stop(9)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", UPLOADS, {"attempt": 1, "nbytes": HUGE}),
+        ("POST", UPLOADS, {"attempt": 1, "nbytes": -1}),
+        ("POST", UPLOADS, {"attempt": 1, "nbytes": 1e3}),
+        ("POST", UPLOADS, {"attempt": 10**30, "nbytes": 1}),
+        ("POST", UPLOADS, {"attempt": True, "nbytes": 1}),
+        ("POST", UPLOADS, {"attempt": 1, "nbytes": 1, "wait_s": float("nan")}),
+        ("POST", UPLOADS, {"attempt": 1, "nbytes": 1, "wait_s": -1}),
+        ("POST", UPLOADS, {"attempt": 1, "nbytes": 1, "wait_s": "60"}),
+        ("POST", OPEN, {"attempt": 1, "keep": 10**30}),
+        ("POST", OPEN, {"attempt": 1, "min_upload_interval_s": float("nan")}),
+        ("POST", OPEN, {"attempt": 1, "token": "x" * 10**5}),
+        ("POST", OPEN, {"attempt": 1, "location": ["a"]}),
+        ("POST", "/v1/runs/run@zz/open", {"attempt": 1}),
+        ("POST", "/v1/flush", {"wait_s": float("nan")}),
+        ("POST", "/v1/flush", {"run": 5}),
+    ],
+)
+def test_a_number_out_of_bounds_is_refused(lasting_node: RunningNode, method: str, path: str, body: Any) -> None:
+    with pytest.raises(SpotError) as caught:
+        client_of(lasting_node).call(method, path, body, timeout_s=30)
+    assert isinstance(caught.value, SettingsError | ServerRefusedError), caught.value
+
+
+_SPOKEN = f"{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/v1/runs", f"Host: localhost\r\n{_SPOKEN}", 200),
+        ("/v1/runs", f"Host: LOCALHOST:7070\r\n{_SPOKEN}", 200),
+        ("/v1/runs", f"Host: 127.8.9.1:7070\r\n{_SPOKEN}", 200),
+        ("/v1/runs", f"Host: [::1]:7070\r\n{_SPOKEN}", 200),
+        ("/v1/runs", "Host: localhost\r\n", 403),
+        ("/readyz", "Host: localhost\r\n", 403),
+        ("/v1/runs", f"Host: evil.example:7070\r\n{_SPOKEN}", 403),
+        ("/v1/runs", f"Host: localhost.evil.example\r\n{_SPOKEN}", 403),
+        ("/v1/runs", f"Host: 127.0.0.1.nip.io\r\n{_SPOKEN}", 403),
+        ("/v1/runs", f"Host: 10.0.0.5\r\n{_SPOKEN}", 403),
+        ("/v1/runs", f"Host: \r\n{_SPOKEN}", 403),
+        ("/v1/runs", f"Host: localhost\r\n{_SPOKEN}Origin: http://evil.example\r\n", 403),
+        ("/v1/runs", f"Host: localhost\r\n{_SPOKEN}Origin: null\r\n", 403),
+        ("/healthz", "Host: evil.example\r\n", 200),
+    ],
+)
+def test_no_page_in_a_browser_of_this_host_is_served(
+    lasting_node: RunningNode, path: str, headers: str, status: int
+) -> None:
+    """Any page could open runs at a node without a token, and read them by a name that it has lead to 127.0.0.1."""
+    got, body = answer(lasting_node, f"GET {path} HTTP/1.1\r\n{headers}\r\n".encode())
+    assert got == status
+    if status == 403 and PROTOCOL_HEADER not in headers:
+        assert body.startswith(b"this server"), "a person would read JSON"
+
+
+def test_a_token_is_all_that_is_asked_for_where_there_is_one(start_node: StartNode) -> None:
+    node = start_node(environment={"LIGHTNING_SPOT_TOKEN": "0123456789abcdef"})
+    head = "Host: node.example\r\nAuthorization: Bearer 0123456789abcdef\r\n"
+    assert answer(node, f"GET /v1/runs HTTP/1.1\r\n{head}\r\n".encode())[0] == 200
+    assert answer(node, b"GET /readyz HTTP/1.1\r\nHost: node.example\r\n\r\n")[0] in (200, 503)
+    assert answer(node, f"GET /v1/runs HTTP/1.1\r\n{head}Origin: http://a.example\r\n\r\n".encode())[0] == 403
+
+
+def test_a_page_cannot_open_a_run(lasting_node: RunningNode) -> None:
+    simple = (
+        "POST /v1/runs/of-a-page/open HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: text/plain\r\nContent-Length: 14"
+    )
+    assert answer(lasting_node, f'{simple}\r\n\r\n{{"attempt": 1}}'.encode())[0] == 403
+    asking = "Origin: http://evil.example\r\nAccess-Control-Request-Method: POST\r\n"
+    status, _ = answer(lasting_node, f"OPTIONS {OPEN} HTTP/1.1\r\nHost: 127.0.0.1\r\n{asking}\r\n".encode())
+    assert status == 403
+    assert "of-a-page" not in str(client_of(lasting_node).call("GET", "/v1/runs"))
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (request("GET", "/v1/files/run/none.ckpt"), 404),
+        (request("DELETE", "/v1/files/run/none.ckpt"), 404),
+        (request("GET", "/v1/nothing"), 404),
+        (request("POST", "/v1/uploads/none/stream"), 404),
+        (request("POST", "/v1/runs/bad%20name/open", b"{}"), 400),
+        *((request("POST", UPLOADS, said), 400) for said in (b"{", b"[]", b'{"nbytes": "x", "attempt": 1}')),
+        (request("POST", UPLOADS, b'{"nbytes": 999999999999, "attempt": 1}'), 413),
+        (request("POST", OPEN, nbytes=10**12), 413),
+        (request("POST", OPEN, b"[" * 100_000), 400),
+        (request("POST", OPEN, b'{"attempt": ' + b"9" * 10_000 + b"}"), 400),
+        (request("POST", OPEN, b"\xff\xfe"), 400),
+        (request("PUT", "/v1/files/run/x", nbytes=2**45), 405),
+        (request("GET", "/v1/status", headers="X-Long: " + "x" * 5_000 + "\r\n"), 400),
+        (request("GET", "/v1/files/run/x", headers="Range: bytes=0-" + "9" * 500 + "\r\n"), 404),
+        (request("GET", "/v1/status", headers="X: y\r\n" * 50), 400),
+        (request("GET", "/v1/status", headers="X: y\r\n" * 2_000), 431),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
+    ],
+)
+def test_a_request_that_is_wrong_or_too_much_is_refused(lasting_node: RunningNode, sent: bytes, status: int) -> None:
+    assert answer(lasting_node, sent)[0] == status
+    assert client_of(lasting_node).call("GET", "/healthz") == {"status": "ok"}
+
+
+@pytest.mark.parametrize("header", ["bytes=-0", "bytes=10-5", "bytes=100-", "bytes=99999999999999999999-", "bytes=x"])
+def test_a_range_outside_a_file_is_refused(lasting_node: RunningNode, header: str) -> None:
+    put_file(lasting_node, "run", "small", b"0123456789")
+    status, _ = answer(lasting_node, request("GET", "/v1/files/run/small", headers=f"Range: {header}\r\n"))
+    assert status in (400, 416)
+
+
+def test_a_manifest_that_promises_a_petabyte_costs_nothing(lasting_node: RunningNode) -> None:
+    client, process = client_of(lasting_node), psutil.Process(lasting_node.process.pid)
+    upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 100})["upload"]
+    before = process.memory_info().rss
+    for text in (json.dumps({"manifest": BOMB}), json.dumps({"manifest": {**BOMB, "part_bytes": 0}})):
+        assert answer(lasting_node, request("POST", f"/v1/uploads/{upload}/commit", text.encode()))[0] in (400, 422)
+    assert process.memory_info().rss - before < 50 * 2**20
+    client.call("DELETE", f"/v1/uploads/{upload}")
+
+
+LYING_FRAMES = [
+    (0, 0, 0, 0),
+    (0, 0, 2**40, 2**40),
+    (0, 2**63, 2**63, 2**63),
+    (0, 90, 20, 20),
+    (0, 0, 50, 49),  # a whole part of other bytes than its own
+    (1, 0, 50, 1),
+    (2, 0, 50, 51),  # a delta longer than its part
+    (2, 0, 50, 2**50),
+    (7, 0, 50, 50),
+]
+
+
+@pytest.mark.parametrize("frame", LYING_FRAMES)
+def test_a_frame_that_lies_ends_its_stream_only(
+    lasting_node: RunningNode, frame: tuple[PartKind, int, int, int]
+) -> None:
+    client = client_of(lasting_node)
+    upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 100})["upload"]
+    stream = client.stream(upload)
+    stream._socket.sendall(Frame(*frame, NO_DIGEST).pack())
+    stream._socket.settimeout(30)
+    assert stream._socket.recv(16) == b""
+    stream.close()
+    client.call("DELETE", f"/v1/uploads/{upload}")
+
+
+# -- requests that are not what they seem -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"run": "other"}, {"run_id": "0123456789ab"}, {"attempt": 7}, {"name": "other"}, {"nbytes": 50}],
+    ids=lambda change: next(iter(change)),
+)
+def test_an_upload_commits_only_what_it_was_opened_for(lasting_node: RunningNode, change: dict[str, Any]) -> None:
+    client, data = client_of(lasting_node), bytes(100)
+    upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 100, "name": snapshot_name(1, 1)})["upload"]
+    stream = client.stream(upload)
+    halves = [OutgoingPart.whole(start, memoryview(data)[start : start + 50], checksum(data[:50])) for start in (0, 50)]
+    assert len(list(stream.send(halves))) == 2
+    stream.close()
+    manifest = {**MANIFEST, "part_bytes": 50, **change}
+    with pytest.raises((SettingsError, CorruptSnapshotError)):
+        client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": manifest})
+    for run in ("run", "other"):
+        held = client.call("GET", f"/v1/runs/{run}/snapshots")["snapshots"]
+        assert manifest["name"] not in [item["manifest"]["name"] for item in held]
+
+
+def test_nothing_is_removed_through_an_alias(lasting_node: RunningNode) -> None:
+    client = client_of(lasting_node)
+    open_run(client, "alias")
+    manifest = commit(client, 5, b"alias", "alias")
+    with pytest.raises(ServerRefusedError, match=manifest.name):
+        client.call("DELETE", "/v1/files/alias/last.ckpt")
+    assert client.head("/v1/files/alias/last.ckpt")["spot-snapshot"] == manifest.name
+    put_file(lasting_node, "alias", "last.ckpt", b"x")  # a file of its own
+    client.call("DELETE", "/v1/files/alias/last.ckpt")
+    assert client.head("/v1/files/alias/last.ckpt")["spot-snapshot"] == manifest.name
+    client.call("DELETE", f"/v1/files/alias/{manifest.name}")
+    with pytest.raises(SnapshotNotFoundError):
+        client.head("/v1/files/alias/last.ckpt")
+
+
+def test_health_and_readiness_tell_strangers_no_secret(start_node: StartNode, tmp_path: Path) -> None:
+    durable = tmp_path / "durable"
+    node = start_node(
+        "--slots", "2", "--storage", str(durable), environment={"LIGHTNING_SPOT_TOKEN": "open-sesame-to-me"}
+    )
+    trainer = client_of(node, "open-sesame-to-me")
+
+    def ready() -> tuple[int, list[str]]:
+        status, body = answer(node, request("GET", "/readyz"))
+        assert str(tmp_path).encode() not in body
+        assert b"hush" not in body
+        return status, json.loads(body)["reasons"]
+
+    assert answer(node, request("GET", "/healthz"))[0] == 200
+    assert answer(node, request("GET", "/v1/status"))[0] == 401
+    assert ready() == (200, [])
+    open_run(trainer, "hush")
+    durable.rmdir() if durable.exists() else None
+    durable.write_text("a file in the way")
+    commit(trainer, 1, b"hush", "hush")
+    until(lambda: "a tier below is failing" in ready()[1], "the tier to fail")
+    assert ready()[0] == 503
+    trainer.call("POST", "/v1/runs/hush/uploads", {"attempt": 1, "nbytes": 100})
+    assert "memory is full" in ready()[1]
+    node.process.send_signal(signal.SIGTERM)
+    until(lambda: "shutting down" in ready()[1], "the node to begin its end")
+
+
+# -- many senders at once ---------------------------------------------------------------------------------------------
+
+
+def snapshot_of(run: str, step: int, nbytes: int, part_bytes: int) -> tuple[Manifest, memoryview]:
+    image = memoryview(image_of(step, nbytes))
+    name = snapshot_name(step, 1)
+    plain = Manifest(run=run, name=name, step=step, attempt=1, nbytes=nbytes, part_bytes=part_bytes)
+    return plain.sealed(image), image
+
+
+def test_every_upload_has_a_stream_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of 64 hosts sends over four connections: the first ones must not keep the others out."""
+    monkeypatch.setattr(upload_requests, "MOST_STREAMS", 8)
+    node = Node(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
+    with served(node) as port, ExitStack() as stack:
+        client = NodeClient(Address("127.0.0.1", port))
+        open_run(client)
+        streams = []
+        for step in range(24):
+            body = {"attempt": 1, "nbytes": 4096, "name": snapshot_name(step, 1)}
+            upload = client.call("POST", "/v1/runs/run/uploads", body)["upload"]
+            streams.append(client.stream(upload))
+            stack.callback(streams[-1].close)
+            with (
+                pytest.raises(ServerRefusedError, check=TierReason.TOO_MANY_STREAMS.caused)
+                if step >= 4
+                else nullcontext()
+            ):  # 8 for 4 uploads are two for each
+                stack.callback(client.stream(upload).close)
+        for step, stream in enumerate(streams):
+            part = memoryview(image_of(step, 4096))
+            (arrived,) = stream.send([OutgoingPart.whole(0, part, checksum(part))])
+            assert arrived[1] == checksum(part)
+
+
+def test_a_sender_makes_do_with_the_connections_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload_requests, "MOST_STREAMS", 2)
+    node = Node(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
+    with served(node) as port:
+        store = NodeStore(f"spot://127.0.0.1:{port}/run")
+        open_run(store.client)
+        for step in range(3):
+            manifest, image = snapshot_of("run", step, 2**20, 2**16)
+            store.put(manifest, image, attempt=1)
+            assert bytes(node.committed("run")[0].view()) == bytes(image)
+        store.client.close()
+
+
+OTHER = b"\xee" * 50
+
+
+@pytest.mark.parametrize(
+    ("start", "sent", "announced"),
+    [(100, OTHER, OTHER), (0, OTHER, OTHER), (950, OTHER, OTHER), (0, bytes(999) + b"\1", bytes(1000))],
+    ids=["inside", "at the begin", "at the end", "damaged on its way"],
+)
+def test_what_was_checked_and_written_again_is_unchecked_again(
+    lasting_node: RunningNode, start: int, sent: bytes, announced: bytes
+) -> None:
+    client, data = client_of(lasting_node), bytes(1000)
+    manifest = Manifest(run="run", name=snapshot_name(90, 1), step=90, attempt=1, nbytes=1000).sealed(memoryview(data))
+    upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 1000})["upload"]
+    for place, what, digest in ((0, data, checksum(data)), (start, sent, checksum(announced))):
+        stream = client.stream(upload)
+        part = OutgoingPart.whole(place, memoryview(what), digest)
+        answered = [found for _, found in stream.send([part])]
+        stream.close()
+    is_refused = answered == [NO_DIGEST]
+    try:
+        client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": manifest.to_dict()})
+    except CorruptSnapshotError:
+        assert not is_refused
+        return
+    into = bytearray(1000)
+    client.receive(f"/v1/files/run/{manifest.data_path}", 0, memoryview(into))
+    assert is_refused
+    assert bytes(into) == data
+
+
+def test_a_range_that_is_being_written_is_not_checked() -> None:
+    received, (mine, other) = Received(), socket.socketpair()
+    with mine, other:
+        received.begin(0, 100, mine)
+        done = threading.Thread(target=lambda: (received.begin(0, 100), received.end(0, "b" * 32)))
+        done.start()  # which has the first connection closed, and waits for its end
+        assert other.recv(1) == b""
+        assert received.checked == {}
+        received.end(0, None)
+        done.join(10)
+        assert received.close() == {0: (100, "b" * 32)}
+        with pytest.raises(SnapshotNotFoundError):
+            received.begin(0, 100)
+
+
+def test_a_part_that_could_not_be_made_is_not_there(lasting_node: RunningNode) -> None:
+    client = client_of(lasting_node)
+    manifest = Manifest(run="run", name=snapshot_name(91, 1), step=91, attempt=1, nbytes=10, checksums=(NO_DIGEST,))
+    upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 10})["upload"]
+    stream = client.stream(upload)
+    stream._socket.sendall(Frame(PartKind.SAME, 0, 10, 0, NO_DIGEST).pack())
+    assert stream._socket.recv(16).hex() == NO_DIGEST
+    stream.close()
+    with pytest.raises(CorruptSnapshotError):
+        client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": manifest.to_dict()})

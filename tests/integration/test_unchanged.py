@@ -1,0 +1,462 @@
+"""What was not written to since a slot held it is not copied again; what was is, however it was written to."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_spot import EverySteps, RemoteSnapshot, SpotCheckpoint
+from lightning_spot.capture import contents
+from lightning_spot.capture.contents import CHECK_EVERY, ShareTurns, Unchecked, share_of
+from lightning_spot.capture.writer import SnapshotWriter
+from lightning_spot.errors import FailureReason, SnapshotFailedError
+from lightning_spot.image.manifest import snapshot_name
+from lightning_spot.sharded.reader import ImageReader, load_all, read_folder
+from lightning_spot.staging.partitions import Partition, Span
+from lightning_spot.staging.schedule import Schedule, Timetable
+from lightning_spot.tiers.local import LocalStore
+from tests.distributed.test_sharded_fit import one_rank
+from tests.support.filled import check_archive
+from tests.support.ranks import Desk, same
+from tests.support.snapshots import EachDurable
+from tests.support.trainer import Net, data, trainer
+
+__all__ = ["one_rank"]
+
+
+class FrozenDesk(Desk):
+    """Its tensors are parameters, which an optimizer owns."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.weights = [nn.Parameter(torch.randn(300, 100)) for _ in range(5)]
+        self.more: list[torch.Tensor] = []
+
+    def owned(self) -> list[torch.Tensor]:
+        return [*self.weights, *self.more]
+
+    def checkpoint(self, note: str = "", **more: Any) -> dict[str, Any]:
+        weights = [weight.detach() for weight in self.weights]
+        return {"note": note, "state": {"w": weights, "b": self.buffer}, **more}
+
+    def take(self, step: int, note: str = "", *, complete: bool = False) -> int:
+        """Bytes that were copied for a snapshot, which holds what it should."""
+        before = self.writer.copied_bytes
+        done = self.begin(step, self.checkpoint(note), complete=complete)
+        self.writer.copied()
+        done.result(30)
+        assert same(self.saved(step, complete=complete), self.weights, self.buffer)
+        path = self.store.root / snapshot_name(step, 1, complete=complete) / "model.ckpt"
+        check_archive(path)
+        return self.writer.copied_bytes - before
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[FrozenDesk]:
+    with contextlib.closing(FrozenDesk(tmp_path)) as made:
+        for step in range(6):  # each slot has been filled
+            made.take(step)
+        yield made
+
+
+WEIGHT = 300 * 100 * 4
+SMALL = 30_000  # all that is no weight
+
+
+def test_only_what_changed_is_copied(desk: FrozenDesk) -> None:
+    assert desk.take(6) < SMALL
+    with torch.no_grad():
+        desk.weights[1].add_(1)
+    assert WEIGHT < desk.take(7) < WEIGHT + SMALL
+    desk.buffer.add_(1)  # counted or not: it is always copied
+    assert desk.take(8, "a longer note" * 50) < WEIGHT + SMALL
+    copied = [desk.take(step) for step in range(9, 15)]
+    assert max(copied[-2:]) < SMALL  # every slot has the new weight by now
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda desk: desk.weights.__setitem__(2, nn.Parameter(desk.weights[2].data + 1)),
+        lambda desk: setattr(desk.weights[2], "data", desk.weights[2].data + 1),
+        lambda desk: desk.weights.pop(1),
+        lambda desk: desk.weights.insert(0, nn.Parameter(torch.ones(500))),
+        lambda desk: desk.weights[2].data.mul_(2),
+        lambda desk: desk.weights[2].detach().zero_(),
+        lambda desk: desk.weights[2].data.view(-1)[:1].copy_(torch.full((1,), 5.0)),
+        lambda desk: torch.optim.AdamW(desk.weights, foreach=True).step(),
+        lambda desk: step(torch.optim.AdamW(desk.weights, fused=True), desk),
+        lambda desk: step(torch.optim.SGD(desk.weights, lr=0.1, foreach=True), desk),
+    ],
+    ids=["new", "data", "gone", "more", "past", "counted", "at a spot", "nothing", "fused", "foreach"],
+)
+def test_whatever_is_written_is_saved(
+    desk: FrozenDesk, write: Callable[[FrozenDesk], Any], request: pytest.FixtureRequest
+) -> None:
+    # One number of many, past the counts: no glance is sure to see it, and the first snapshot is dropped then.
+    unseen = "at a spot" in request.node.name
+    for step_ in range(6, 20):
+        if step_ in (8, 9, 15):
+            write(desk)
+        try:
+            desk.take(step_)
+        except SnapshotFailedError as error:
+            if error.reason is not FailureReason.TORN:
+                raise
+            assert unseen
+            assert step_ in (8, 15)
+
+
+def test_another_parameter_on_the_same_memory_counts_anew(desk: FrozenDesk, caplog: pytest.LogCaptureFixture) -> None:
+    with torch.no_grad():
+        desk.weights[2].add_(1)
+    for step_ in range(6, 12):
+        desk.take(step_)
+    desk.weights[2] = nn.Parameter(desk.weights[2].data)
+    with torch.no_grad():
+        desk.weights[2].add_(1)  # its count is that of the one before
+    for step_ in range(12, 18):
+        desk.take(step_)
+    assert desk.writer.torn == 0
+    assert "past torch's count" not in caplog.text
+
+
+def test_a_second_tensor_on_the_same_memory_counts_too(desk: FrozenDesk) -> None:
+    """As long as it is there: its writes are those of another count."""
+    other = desk.weights[2].data
+    desk.more = [other]
+    desk.take(6)
+    for step_ in range(7, 12):
+        desk.take(step_)
+    other.mul_(2)
+    assert desk.take(12) > WEIGHT
+    for step_ in range(13, 17):
+        desk.take(step_)
+    assert desk.take(17) < SMALL
+    desk.more.clear()
+    assert desk.take(18) > WEIGHT
+    assert desk.writer.torn == 0
+
+
+def step(optimizer: torch.optim.Optimizer, desk: FrozenDesk) -> None:
+    for weight in desk.weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("all_each_time", ["small", "last", ""])
+def test_writes_past_the_counts_are_found_and_said(
+    desk: FrozenDesk, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, all_each_time: str
+) -> None:
+    """One number of a large tensor, as an update of one row does: a glance sees it once in a hundred times."""
+    monkeypatch.setattr(contents, "_SPOTS", 0)
+    if all_each_time != "small":
+        monkeypatch.setattr(contents, "CHECK_BYTES", 1)
+    if all_each_time == "last":
+        desk.writer.check_all()
+    desk.weights[3].data.view(-1)[7] = 1e9
+    torn = []
+    with caplog.at_level(logging.WARNING):
+        # A slot that is made meanwhile has nothing to compare with: that turn passes, and the next one finds it.
+        for step_ in range(6, 6 + 30 * CHECK_EVERY):
+            try:
+                done = desk.begin(step_, desk.checkpoint())
+                desk.writer.copied()
+                done.result(30)
+            except SnapshotFailedError as error:
+                if error.reason is not FailureReason.TORN:
+                    raise
+                torn.append(step_)
+            if torn and step_ >= torn[0] + 3:
+                break
+    assert desk.writer.torn == len(torn) == 1
+    assert torn == [6] or not all_each_time
+    assert caplog.text.count("past torch's count of writes") == 1
+    for later in range(step_ + 1, step_ + 6):
+        desk.weights[3].data.view(-1)[8] = later
+        assert desk.take(later) > WEIGHT  # always copied from now on
+
+
+def hold(desk: FrozenDesk, gate: threading.Event) -> None:
+    """Let the background do nothing before ``gate`` is set."""
+
+    def wait() -> None:
+        gate.wait(30)
+
+    desk.writer._tasks.put(wait)
+
+
+def test_a_write_past_the_counts_is_found_before_a_counted_one_hides_it(
+    desk: FrozenDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The optimizer steps before the background has come to compare: training compares itself."""
+    monkeypatch.setattr(contents, "_looks_alike", lambda *_: True)
+    desk.weights[3].data.view(-1)[7] = 1e9
+    gate = threading.Event()
+    hold(desk, gate)
+    done = desk.begin(6, desk.checkpoint())
+    desk.writer.copied()
+    with torch.no_grad():
+        desk.weights[3].mul_(2)
+    gate.set()
+    with pytest.raises(SnapshotFailedError, check=FailureReason.TORN.caused):
+        done.result(30)
+    desk.take(7)
+
+
+class Later(Schedule):
+    """Holds all copies back until the optimizer is about to step."""
+
+    def timetable(self, addresses: Iterable[int], sizes: Sequence[int]) -> Timetable | None:
+        spans = tuple(Span(piece, 0, nbytes) for piece, nbytes in enumerate(sizes) if nbytes)
+        return Timetable((Partition(1, 0.0, spans),), 100.0) if spans else None
+
+
+def test_what_was_written_past_the_counts_is_copied_before_training_goes_on(
+    desk: FrozenDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next such write, after a snapshot has begun, would be in it, and nothing would show it."""
+    monkeypatch.setattr(contents, "_looks_alike", lambda *_: True)
+    numbers = desk.weights[3].data.view(-1)
+    numbers[7] = 1e9
+    done = desk.begin(6, desk.checkpoint())
+    desk.writer.copied()
+    with pytest.raises(SnapshotFailedError, check=FailureReason.TORN.caused):
+        done.result(30)
+    monkeypatch.setattr(desk.writer._copying, "_schedule", Later())
+    for step_ in range(7, 10):
+        with torch.no_grad():
+            torch._foreach_add_(desk.weights, 1.0)  # as the optimizer: its count tells nothing of what comes past it
+        wanted = [weight.detach().clone() for weight in desk.weights]
+        done = desk.begin(step_, desk.checkpoint())
+        numbers[8] += 1.0
+        desk.writer.copied()
+        done.result(30)
+        assert same(desk.saved(step_), wanted, desk.buffer)
+
+
+def test_parameters_may_be_swapped(desk: FrozenDesk) -> None:
+    """As ``module.to()`` does where ``torch.__future__`` says so: torch refuses it while there is a weak reference."""
+    swap: Any = torch.utils.swap_tensors
+    swap(desk.weights[2], nn.Parameter(torch.randn(300, 100)))
+    assert desk.take(6) > WEIGHT
+    swap(desk.weights[1], desk.weights[2])
+    assert desk.take(7) > 2 * WEIGHT
+
+
+@pytest.mark.parametrize("among", [1, 2, 3, 6, CHECK_EVERY])
+def test_every_share_has_its_turn_in_every_slot(among: int) -> None:
+    turns = ShareTurns()
+    shares = [turns.next(among) for _ in range(300 * among)]
+    for start in range(0, len(shares), among):
+        assert set(shares[start : start + among]) == set(range(among))
+    for slots in (2, 3, 4):
+        for slot in range(slots):
+            assert set(shares[slot::slots]) == set(range(among))
+    assert turns.next(2) in (0, 1)  # of fewer, as the model has changed
+
+
+@pytest.mark.parametrize("sizes", [[10_000_000], [3, 1, 7, 100_000, 5, 5], [64] * 50])
+@pytest.mark.parametrize("turns", [2, 3, CHECK_EVERY])
+def test_shares_are_cut_by_bytes_and_hold_each_once(sizes: list[int], turns: int) -> None:
+    """A table of embeddings may be larger than all other tensors together: its bytes are shared out like any others."""
+    pieces: list[Any] = [SimpleNamespace(nbytes=size) for size in sizes]
+    unchecked = [Unchecked(piece, (), None, (), 0, piece.nbytes) for piece in pieces]
+    nbytes = -(-sum(sizes) // turns)
+    shares = [list(share_of(unchecked, nbytes * turn, nbytes)) for turn in range(turns)]
+    assert all(sum(item.stop - item.start for item in share) <= nbytes for share in shares)
+    for piece in pieces:
+        parts = [(item.start, item.stop) for share in shares for item in share if item.piece is piece]
+        assert [0, *(stop for _, stop in parts)] == [*(start for start, _ in parts), piece.nbytes]
+
+
+def test_a_slot_that_another_has_filled_is_filled_anew(desk: FrozenDesk) -> None:
+    lease = desk.host.lease(1000, 30.0)
+    lease.map[:2_000_000] = bytes(2_000_000)
+    desk.host.abort(lease)
+    for step_ in range(6, 12):
+        desk.take(step_)
+
+
+def test_the_last_snapshot_copies_everything(desk: FrozenDesk) -> None:
+    assert desk.take(6) < SMALL
+    assert desk.take(7, complete=True) > 5 * WEIGHT
+
+
+class Block(nn.Module):
+    """A layer with an adapter of rank 1."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.wide = nn.Linear(width, width).requires_grad_(False)
+        self.norm = nn.LayerNorm(width).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 1, bias=False), nn.Linear(1, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.wide(self.norm(x)) + self.up(self.down(x)))
+
+
+class Adapters(Net):
+    """A frozen network of which only adapters, 0.3 % of its parameters, are trained."""
+
+    def __init__(self, width: int = 672) -> None:
+        super().__init__()
+        inlet, outlet = nn.Linear(16, width), nn.Linear(width, 1)
+        self.net = nn.Sequential(inlet, *(Block(width) for _ in range(4)), outlet)
+        inlet.requires_grad_(False)
+        outlet.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([parameter for parameter in self.parameters() if parameter.requires_grad])
+
+
+def test_adapters_cost_what_they_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = []
+    begin = SnapshotWriter.begin
+
+    def counting(self: SnapshotWriter, *args: Any, **more: Any) -> Any:
+        before = self.copied_bytes
+        done = begin(self, *args, **more)
+        copied.append(self.copied_bytes - before)
+        return done
+
+    monkeypatch.setattr(SnapshotWriter, "begin", counting)
+    model = Adapters()
+    each: dict[str, Any] = {"interval": EverySteps(1), "on_full": "wait", "min_upload_interval_s": 0.0, "slots": 2}
+    snapshots = RemoteSnapshot(str(tmp_path / "run"), local_server=False, **each)
+    trainer(snapshots, EachDurable(tmp_path / "run", 1), max_epochs=1).fit(model, data(12))
+    nbytes = {True: 0, False: 0}
+    for parameter in model.parameters():
+        nbytes[parameter.requires_grad] += parameter.nbytes
+    assert 0.002 < nbytes[True] / nbytes[False] < 0.004
+    total = LocalStore(tmp_path / "run").survey().manifests[1].nbytes  # newest first; the last one holds less
+    pickled = total - nbytes[False] - 3 * nbytes[True]
+    assert max(copied[4:-1]) <= 1.1 * (3 * nbytes[True] + pickled)
+    assert copied[-1] > nbytes[False]  # the last one trusts nothing
+
+
+class Grown(Net):
+    """With a part that does not change, and is too large to be compared each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.zeros(100_000), requires_grad=False)
+
+
+class WritesPastTheCounts(pl.Callback):
+    """Writes one number of the frozen part, in the step before the validation in which the notice comes."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, _optimizer: Any) -> None:
+        if trainer.global_step == 7:
+            module.frozen.data[7] = 1e9
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def last_of(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    writes: pl.Callback,
+    model: Grown,
+    strategy: Any = "auto",
+) -> dict[str, torch.Tensor]:
+    """The model in the last snapshot of a training that gets a notice in the validation behind step 8.
+
+    A regular snapshot of that step is there by then, of which a byte was compared: another one than those written to.
+    There are two slots, each filled before: one that is made late holds nothing to compare, and is filled anew.
+    """
+    monkeypatch.setattr(contents, "CHECK_BYTES", 1)
+    monkeypatch.setattr(ShareTurns, "next", lambda _, among: among - 1)  # another share than that number's
+    monkeypatch.setattr(contents, "_looks_alike", lambda _piece, _view: True)
+    usual: dict[str, Any] = {"interval": EverySteps(1), "on_full": "wait", "slots": 2, "notices": "signal"}
+    spot = SpotCheckpoint(str(tmp_path / "run"), **usual, grace_period_s=60.0)
+    with pytest.raises(SystemExit):
+        trainer(writes, spot, val_check_interval=8, strategy=strategy).fit(model, data(12), data(2))
+    newest = LocalStore(tmp_path / "run").survey().manifests[0]
+    assert newest.step == 8
+    if newest.files:
+        in_shards: dict[str, torch.Tensor] = load_all(ImageReader(*read_folder(tmp_path / "run" / newest.name)))[
+            "state_dict"
+        ]
+        return in_shards
+    saved: dict[str, torch.Tensor] = torch.load(tmp_path / "run" / newest.data_path, weights_only=False)["state_dict"]
+    return saved
+
+
+def test_a_regular_snapshot_at_the_step_of_a_notice_is_compared_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the last one of the attempt: no later one would find what was left for its turn."""
+    saved = last_of(tmp_path, monkeypatch, WritesPastTheCounts(), Grown())
+    assert saved["frozen"][7] == 1e9
+    assert not saved["frozen"][8:].any()
+
+
+class GrownInShards(Grown):
+    """The same with its layers in shards of FSDP2."""
+
+    def configure_model(self) -> None:
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear) and not isinstance(layer.weight, DTensor):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])  # type: ignore[index] # set by the strategy
+
+    def configure_optimizers(self) -> Any:
+        """Of what an optimizer has, nothing is left out in shards."""
+        return torch.optim.Adam([parameter for parameter in self.parameters() if parameter.requires_grad])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_so_is_that_of_a_model_in_shards_and_what_differs_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """None takes its place: what nodes and tiers have of it would get into that."""
+    strategy = ModelParallelStrategy(1, 1, process_group_backend="gloo")
+    saved = last_of(tmp_path, monkeypatch, WritesPastTheCounts(), GrownInShards(), strategy)
+    assert not saved["frozen"].any()
+    assert "past torch's count of writes" in caplog.text
+
+
+class GrownTwice(Grown):
+    """With a second such part, which a hook writes in the right way first, and past the counts in the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen_too = nn.Parameter(torch.zeros(100_000), requires_grad=False)
+
+
+class WritesBoth(WritesPastTheCounts):
+    """In the other slot, which holds step 7, the second part is as it was before that write, by the same count."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
+        super().on_before_optimizer_step(trainer, module, optimizer)
+        if trainer.global_step == 7:
+            module.frozen_too.data[7] = 1e9
+        else:
+            with torch.no_grad():
+                module.frozen_too[8] += 1.0
+
+
+def test_what_is_taken_in_the_place_of_one_that_differs_is_compared_whole_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes into a slot that holds something else, of which another part may differ."""
+    saved = last_of(tmp_path, monkeypatch, WritesBoth(), GrownTwice())
+    assert saved["frozen"][7] == 1e9
+    assert saved["frozen_too"][7:9].tolist() == [1e9, 7.0]

@@ -1,0 +1,134 @@
+"""Whoever was overtaken changes nothing at a durable tier: every change is refused, whenever the other one came."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from lightning_spot.client.stores import open_store
+from lightning_spot.errors import FencedError
+from lightning_spot.tiers.fences import Owner, digest_of
+from lightning_spot.tiers.store import Store
+from tests.integration.test_stores import fetched, put, snapshot
+from tests.support.oracle import claim_of
+from tests.support.store import Kept
+
+THERE, DATA = snapshot(5)
+OTHER, MORE = snapshot(6)
+FILE, OF_FILE = snapshot(9, attempt=2, name="mine.ckpt", file="")
+
+
+@pytest.fixture(params=["local", "kept"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "run") if request.param == "local" else f"kept://runs/{os.urandom(6).hex()}"
+
+
+def mine(url: str) -> Store:
+    """The store of the first attempt."""
+    store = open_store(url)
+    store.owner = Owner(1, digest_of("mine"))
+    return store
+
+
+def take_over(url: str) -> None:
+    """Have somebody else hold the number of the first attempt."""
+    files, root = fsspec.core.url_to_fs(url)
+    files.rm_file(f"{root}/attempts/attempt-0001.json")
+    open_store(url).claim(claim_of(1, token="another"))
+
+
+def names(url: str) -> set[str]:
+    files, root = fsspec.core.url_to_fs(url)
+    return {Path(path).name for path in files.find(root)}
+
+
+CHANGES: dict[str, Callable[[Store], object]] = {
+    "put": lambda store: store.put(OTHER, memoryview(MORE), attempt=1),
+    "put-what-is-there": lambda store: store.put(THERE, memoryview(DATA), attempt=1),
+    "put-in-parts": lambda store: store.put_parts(replace(OTHER, checksums=()), iter(parts(MORE)), attempt=1),
+    "delete": lambda store: store.delete(THERE),
+    "sweep": lambda store: store.sweep(THERE),
+    "claim": lambda store: store.claim(claim_of(1, token="mine")),
+}
+
+
+def parts(data: bytes) -> Iterator[memoryview]:
+    for start in range(0, len(data), 256):
+        yield memoryview(data)[start : start + 256]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("by", ["later", "same-number"])
+def test_nothing_is_changed_for_who_was_overtaken(url: str, change: str, by: str) -> None:
+    store = mine(url)
+    if change != "claim" or by == "same-number":
+        store.claim(claim_of(1, token="mine"))
+    if by == "later":
+        open_store(url).claim(claim_of(2))
+    else:
+        take_over(url)
+    other = open_store(url)
+    put(other, 5, by=2)
+    before = names(url)
+    with pytest.raises(FencedError):
+        CHANGES[change](store)
+    assert names(url) == before
+    assert fetched(other, THERE) == DATA
+
+
+@pytest.mark.parametrize("change", ["put", "put-in-parts"])
+def test_without_an_owner_the_number_counts(url: str, change: str) -> None:
+    store = open_store(url)
+    store.claim(claim_of(2))
+    with pytest.raises(FencedError):
+        CHANGES[change](store)
+    assert store.survey().manifests == []
+
+
+def test_a_file_of_a_later_attempt_stays(url: str) -> None:
+    store = open_store(url)
+    store.put(FILE, memoryview(OF_FILE), attempt=2)
+    older, data = snapshot(7, name="mine.ckpt", file="")
+    with pytest.raises(FencedError):
+        store.put(older, memoryview(data), attempt=1)
+    with pytest.raises(FencedError):
+        store.put_parts(replace(older, checksums=()), parts(data), attempt=1)
+    assert fetched(store, FILE) == OF_FILE
+
+
+def test_who_is_overtaken_while_its_bytes_come_leaves_none(url: str) -> None:
+    store = mine(url)
+    store.claim(claim_of(1, token="mine"))
+
+    def coming() -> Iterator[memoryview]:
+        first, *rest = parts(MORE)
+        yield first
+        take_over(url)
+        yield from rest
+
+    with pytest.raises(FencedError):
+        store.put_parts(replace(OTHER, checksums=()), coming(), attempt=1)
+    assert names(url) == {"attempt-0001.json"}
+
+
+def test_who_is_overtaken_when_its_bytes_are_there_commits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"kept://runs/{os.urandom(6).hex()}"
+    store = mine(url)
+    store.claim(claim_of(1, token="mine"))
+    copy = Kept.cp_file
+
+    def then_overtaken(files: Kept, source: str, target: str, **more: Any) -> None:
+        copy(files, source, target, **more)
+        if target.endswith(OTHER.data_path):
+            take_over(url)
+
+    monkeypatch.setattr(Kept, "cp_file", then_overtaken)
+    with pytest.raises(FencedError):
+        store.put(OTHER, memoryview(MORE), attempt=1)
+    assert store.survey().manifests == []

@@ -1,0 +1,179 @@
+"""How processes of this host get at slots: by descriptor, each by that of the very memory that is meant."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_spot.client.embedded import Session
+from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.run import sources
+from lightning_spot.run.sources import MemorySource, Use
+from lightning_spot.run.survey import Survey, survey
+from lightning_spot.service import program
+from lightning_spot.tiers.local import LocalStore
+from lightning_spot.tiers.store import Holdings
+from tests.distributed.test_restore import LARGE, restored
+from tests.support.server import RUN_ID, Bench, image_of, manifest_of
+from tests.support.waiting import until
+
+RUN = f"run@{RUN_ID}"
+AHEAD = "spot-slot-ahead"
+
+
+@pytest.fixture
+def make(tmp_path: Path, runtime_dir: Path) -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def bench(**settings: Any) -> Bench:
+        made.append(Bench(tmp_path, area=runtime_dir / "area", **settings))
+        return made[-1]
+
+    yield bench
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def attached(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Bench], None]]:
+    """Makes a node of this process that of this host: trainers get at its slots by descriptor, as they always do."""
+    channels: list[program.DescriptorChannel] = []
+
+    def attach(bench: Bench) -> None:
+        path = runtime_dir / "channel"
+        channels.append(program.DescriptorChannel(bench.node, path, None))
+
+        def host(_url: str, run: str) -> SimpleNamespace:
+            session = Session(path, None, 10.0)
+
+            def open_snapshot(manifest: Manifest) -> int:
+                return session.open_snapshot(run, manifest.name)
+
+            return SimpleNamespace(open_snapshot=open_snapshot, disconnect=session.close)
+
+        monkeypatch.setattr(sources, "attach", host)
+
+    yield attach
+    for each in channels:
+        each.close()
+
+
+def test_a_slot_that_gets_other_memory_as_it_is_handed_over_is_not_taken_for_another_file(
+    make: Callable[..., Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of its descriptor goes to the next file that is opened: a trainer would have written there."""
+    ring = make(slots=1).node.ring
+    slot = ring.try_lease(RUN, 1000)
+    slot.memory.map[:4] = b"mine"
+    nbytes, send, others = slot.capacity, program._send, []
+
+    def replaced_first(connection: socket.socket, told: dict[str, Any], fd: int | None) -> None:
+        if fd is not None:
+            memory = ring._take_memory(slot)
+            memory.close()
+            others.append(open(tmp_path / "other", "wb+"))  # noqa: SIM115 - it is to stay open
+            others[0].truncate(nbytes)
+        send(connection, told, fd)
+
+    monkeypatch.setattr(program, "_send", replaced_first)
+    listening = program.DescriptorChannel(make().node, tmp_path / "channel", None)
+    listening._node = SimpleNamespace(ring=ring, begin_session=lambda *_: None, end_session=lambda _: [])  # type: ignore[assignment] # all that is asked
+    session = Session(tmp_path / "channel", None, 10.0)
+    mapped = session.map_slot(slot.index, slot.generation)
+    assert mapped[:4] == b"mine"
+    with pytest.raises(ServerUnreachableError, match="no longer has slot"):
+        session.map_slot(slot.index, slot.generation)
+    session.close()
+    listening.close()
+    others[0].close()
+
+
+def test_a_slot_that_has_got_other_memory_since_it_was_leased_is_not_mapped(
+    make: Callable[..., Bench], tmp_path: Path
+) -> None:
+    bench = make(slots=1)
+    slot = bench.node.ring.try_lease(RUN, 1000)
+    listening = program.DescriptorChannel(bench.node, tmp_path / "channel", None)
+    session = Session(tmp_path / "channel", None, 10.0)
+    session.map_slot(slot.index, slot.generation).close()
+    with pytest.raises(ServerUnreachableError, match="as it was leased"):
+        session.map_slot(slot.index, slot.generation - 1)
+    session.close()
+    listening.close()
+
+
+def test_ranks_look_at_one_copy_of_a_slot_that_is_used_again(
+    make: Callable[..., Bench], attached: Callable[[Bench], None], tmp_path: Path
+) -> None:
+    bench = make(slots=2)
+    bench.open()
+    file = io.BytesIO()
+    torch.save({"step": 1, "large": torch.arange(LARGE)}, file)
+    upload = bench.node.lease(RUN, 1, len(file.getvalue()))
+    with upload.slot.view(upload.nbytes) as view:
+        view[:] = file.getvalue()
+    sealed = bench.node.seal(upload.id, manifest_of(1, 1, upload.nbytes))
+    attached(bench)
+
+    def look(location: Any) -> Survey:
+        found = survey(location)
+        found.answers = [(MemorySource("", RUN), Holdings([sealed], {}, 1))]
+        return found
+
+    found = restored(LocalStore(str(tmp_path / "run")), 4, look=look)
+    until(lambda: not upload.slot.readers, "the slot to be let go")
+    for step in range(2, 6):
+        bench.save(step, nbytes=upload.nbytes, wait_s=30)
+        assert bench.flush() == []
+    assert len(bench.node.ring.slots) == 2
+    for rank, (resumed, checkpoint) in enumerate(found):
+        assert (resumed.step, resumed.tier) == (1, "host")
+        assert torch.equal(checkpoint["large"], torch.arange(LARGE))
+        checkpoint["large"] += rank  # its own, whoever else looks at that memory
+        assert checkpoint["large"][1] == 1 + rank
+
+
+def test_what_is_shared_cannot_be_written_to_and_what_is_read_alone_is_not_copied(
+    make: Callable[..., Bench], attached: Callable[[Bench], None]
+) -> None:
+    bench = make()
+    bench.open()
+    manifest = bench.save(1)
+    (slot,) = bench.node.committed(RUN)
+    attached(bench)
+    source = MemorySource("", RUN)
+    snapshot = source.open(manifest, use=Use.SHARE)
+    until(lambda: not slot.readers, "the slot to be let go")
+    assert snapshot.sealed
+    assert os.pread(snapshot.fd, 10_000, 0) == image_of(1, 1000)
+    with pytest.raises(PermissionError):
+        os.pwrite(snapshot.fd, b"x", 0)
+    snapshot.close()
+    alone = source.open(manifest, use=Use.LOAD)  # a single process has the slot pinned for as long as it reads
+    assert not alone.sealed
+    assert slot.readers == 1
+    alone.close()
+
+
+def test_a_slot_that_is_damaged_is_found_as_it_is_copied(
+    make: Callable[..., Bench], attached: Callable[[Bench], None]
+) -> None:
+    bench = make()
+    bench.open()
+    manifest = bench.save(1)
+    (slot,) = bench.node.committed(RUN)
+    with slot.view(1000) as view:
+        view[500] ^= 1
+    attached(bench)
+    with pytest.raises(CorruptSnapshotError):
+        MemorySource("", RUN).open(manifest, use=Use.SHARE)
+    until(lambda: not slot.readers, "the slot to be let go")
