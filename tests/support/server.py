@@ -267,7 +267,7 @@ class RunningNode:
         def announced() -> str:
             assert self.process.poll() is None, self.log.read_text()
             text = self.log.read_text()
-            return text.split("node listening on ")[1].split(",")[0] if "node listening on " in text else ""
+            return text.split("server listening on ")[1].split(",")[0] if "server listening on " in text else ""
 
         self.url = until(announced, "the node to listen")
         return self
