@@ -15,6 +15,9 @@ else
     command=("$@")
 fi
 
+# When the cloud says that this machine will be taken away, the training would be started again on it: it ends this script.
+export LIGHTNING_SPOT_RESTARTER_PID=$$
+
 child=0
 ending=0
 pass_on() {
