@@ -20,19 +20,20 @@ _SPARSE = "torch._utils._rebuild_sparse_tensor"
 _LOOKED_UP = frozenset(["_get_allowed_globals", "_get_user_allowed_globals"])
 
 
-def restricted_load(file: IO[bytes] | str, map_location: str, names: Mapping[str, Any]) -> Any:
+def restricted_load(file: IO[bytes] | str, map_location: str, names: Mapping[str, Any], takes_items: type) -> Any:
     """As ``torch.load(weights_only=True)`` does it, of a zip file; no other kind of file is read.
 
     Args:
         file: seekable. Of a path, tensors look at the mapped file, privately.
         map_location: where tensors go.
         names: what each name stands for that is not safe to torch of itself, in the place of the user's list.
+        takes_items: class of objects into which the file may put items, as into a dictionary.
 
     Raises:
         SpotError: if this torch has no such unpickler.
         Exception: what torch raises.
     """
-    unpickler = _unpickler(names)
+    unpickler = _unpickler(names, takes_items)
     mapped = torch.UntypedStorage.from_file(file, False, os.path.getsize(file)) if isinstance(file, str) else None
     return torch.serialization._load(  # type: ignore[no-untyped-call] # torch's
         torch._C.PyTorchFileReader(file),
@@ -43,7 +44,7 @@ def restricted_load(file: IO[bytes] | str, map_location: str, names: Mapping[str
     )
 
 
-def _unpickler(names: Mapping[str, Any]) -> type:
+def _unpickler(names: Mapping[str, Any], takes_items: type) -> type:
     try:
         module: Any = torch._weights_only_unpickler
         safe = {**module._get_allowed_globals(), _SPARSE: _sparse_tensor}
@@ -61,7 +62,12 @@ def _unpickler(names: Mapping[str, Any]) -> type:
             f"torch {torch.__version__} has another restricted unpickler ({error}). No snapshot is read, as none can be"
             " read safely. Install a torch that this version of lightning_spot was tested with"
         ) from error
-    return type("Unpickler", (module.Unpickler,), body)
+
+    def check_target(unpickler: Any, opcode: str) -> None:
+        if not isinstance(unpickler.stack[-1], takes_items):
+            module.Unpickler._check_set_item_target(unpickler, opcode)
+
+    return type("Unpickler", (module.Unpickler,), {**body, "_check_set_item_target": check_target})
 
 
 # -- of tensors that are in the file ----------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def safe_load(file: IO[bytes] | str, map_location: str = "cpu") -> Any:
     stand_ins = _StandIns()
     try:
         check_bounds(file)
-        loaded = _Settling(stand_ins).settled(restricted_load(file, map_location, stand_ins))
+        loaded = _Settling(stand_ins).settled(restricted_load(file, map_location, stand_ins, _StandIn))
         if stand_ins.kinds:
             remember_places(loaded)
     except (OSError, SpotError, MemoryError):
@@ -135,6 +135,15 @@ class _StandIn(Placeholder):
 
     def __setstate__(self, state: Any) -> None:
         parts_of(self).append(state)
+
+    def __setitem__(self, key: Any, item: Any) -> None:
+        """It is a dictionary of another class; its items come before its state."""
+        parts = parts_of(self)
+        if len(parts) == 1:
+            parts.append({})
+        if type(parts[1]) is not dict:
+            raise TypeError("items after a state")
+        parts[1][key] = item
 
 
 def _is_stand_in(value: Any) -> bool:
