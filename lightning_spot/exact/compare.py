@@ -30,13 +30,15 @@ from lightning_spot.sharded.reader import ImageReader, load_all, read_folder
 IGNORED = (
     "GoodputMonitor",
     "lightning_spot.loggers",
+    "lightning_spot.lost",
     "lightning_spot.untracked",
     "lightning_spot.interval",
     "lightning_spot.lineage",
     "lightning_spot.run_id",
     "pytorch-lightning_version",
 )
-"""Parts of a path that mark what is never equal in two runs: what this package measures, versions of loggers."""
+"""Parts of a path that mark what may differ in runs that are exact: what this package measures, versions of loggers,
+and names of attributes that it does not keep, of which a run without a sanity check may see others change."""
 
 _CLOCKS = frozenset(
     ["clock", "date", "datetime", "duration", "elapsed", "seconds", "secs", "started", "time", "timer", "timestamp"]

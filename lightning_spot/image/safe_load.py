@@ -230,6 +230,15 @@ class _StandIn(Placeholder):
     def __setstate__(self, state: Any) -> None:
         parts_of(self).append(state)
 
+    def __setitem__(self, key: Any, item: Any) -> None:
+        """It is a dictionary of another class; its items come before its state."""
+        parts = parts_of(self)
+        if len(parts) == 1:
+            parts.append({})
+        if type(parts[1]) is not dict:
+            raise TypeError("items after a state")
+        parts[1][key] = item
+
 
 def _is_stand_in(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, _StandIn)
@@ -667,7 +676,12 @@ def _unpickler(names: Mapping[str, Any]) -> type:
             f"torch {torch.__version__} has another restricted unpickler ({error}). No snapshot is read, as none can be"
             " read safely. Install a torch that this version of lightning_spot was tested with"
         ) from error
-    return type("Unpickler", (module.Unpickler,), body)
+
+    def check_target(unpickler: Any, opcode: str) -> None:
+        if not isinstance(unpickler.stack[-1], _StandIn):
+            module.Unpickler._check_set_item_target(unpickler, opcode)
+
+    return type("Unpickler", (module.Unpickler,), {**body, "_check_set_item_target": check_target})
 
 
 # -- of tensors that are in the file ----------------------------------------------------------------------------------

@@ -153,10 +153,11 @@ def read_file(path: Path, most_bytes: int, *, linked: bool = False) -> bytes:
 
 
 def tail_of(path: Path, most_bytes: int) -> str:
-    """The end of a file of this user's, as text."""
-    with open(open_file(path), "rb") as file:
+    """The end of a file of this user's, as text; empty if it is gone."""
+    with contextlib.suppress(FileNotFoundError), open(open_file(path), "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
         return file.read(most_bytes).decode(errors="replace")
+    return ""
 
 
 def remove_file(path: Path) -> None:

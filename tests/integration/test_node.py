@@ -416,6 +416,18 @@ def client_status(host: EmbeddedHost) -> dict[str, Any]:
     return host.client.call("GET", "/v1/status")
 
 
+def test_a_node_that_ends_and_removes_its_log_is_said_not_to_have_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "program"
+    program.write_text('#!/bin/sh\nrm "$4/$5.log"\n')
+    program.chmod(0o700)
+    monkeypatch.setattr(starting, "subprocess", subprocess)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(ServerUnreachableError, match="did not start"):
+        starting.start(str(tmp_path), "run", **SETTINGS)
+
+
 def test_a_node_that_python_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other tests fork theirs."""
     monkeypatch.setattr(starting, "subprocess", subprocess)

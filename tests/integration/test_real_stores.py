@@ -254,7 +254,8 @@ def test_a_server_that_is_gone_for_a_while(
         back_s, committed = time.monotonic(), max(int(words[0]) for words in lines(tmp_path / "oracle", "told"))
         wait_durable(store, committed + 1, process, tmp_path / "log")
         took_s = time.monotonic() - back_s
-        if how == "silent" and took_s > 18:  # else the server's end of the connections was closed
+        # Else the server's end of the connections was closed; Azure's library may have waited for so long after that.
+        if how == "silent" and took_s > 18 and server.scheme != "az":
             until(lambda: "no byte moved" in (tmp_path / "log").read_text(), "the trainer to name the store", 30)
         print(f"{server.name} {how}: durable {took_s:.0f} s after it was back")
         assert process.poll() is None

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from lightning_spot.errors import CorruptSnapshotError, NotSerializableError, SpotError
 from lightning_spot.exact.dump import KEY, read_checkpoint
 from lightning_spot.exact.rank_states import packed
-from lightning_spot.image.safe_load import Placeholder, safe_load
+from lightning_spot.image.safe_load import Placeholder, parts_of, safe_load
 from lightning_spot.sharded.file_plan import load_state
 from lightning_spot.sharded.reader import load_value
 from tests.support.pickles import (
@@ -309,6 +309,27 @@ def test_an_integer_that_torch_does_not_read_is_named() -> None:
     torch.save({"x": 10**700}, written)
     with pytest.raises(NotSerializableError, match="255 bytes"):
         safe_load(written)
+
+
+class Attributes(dict[str, Any]):
+    """As Lightning's ``AttributeDict``, which models keep among their hyperparameters."""
+
+
+def test_a_dictionary_of_another_class_is_inert_and_keeps_its_items() -> None:
+    saved, buffer = Attributes(width=3, kind=Attributes(path=PosixPath("a"))), io.BytesIO()
+    saved["itself"] = saved
+    saved.note = "of its own"  # type: ignore[attr-defined]
+    torch.save({"hyper_parameters": saved, "step": 5}, buffer)
+    buffer.seek(0)
+    loaded = safe_load(buffer)
+    found = loaded["hyper_parameters"]
+    assert loaded["step"] == 5
+    assert isinstance(found, Placeholder)
+    _, held, state = parts_of(found)
+    assert (held["width"], held["itself"], state) == (3, found, {"note": "of its own"})
+    assert parts_of(held["kind"])[1] == {"path": PosixPath("a")}
+    with pytest.raises(NotSerializableError):
+        found["width"] = 4
 
 
 def test_a_container_may_hold_itself() -> None:
