@@ -71,7 +71,7 @@ WHERE = [
     "staging/copier:CopyJob.settle",
     "staging/copier:CopyJob.wait_cpu",
     "staging/schedule:Schedule._at",
-    "goodput/journal:Journal.note",
+    "goodput/records:Journal.note",
 ]
 
 

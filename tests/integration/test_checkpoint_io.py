@@ -27,11 +27,11 @@ from lightning_spot.client.node_client import NodeClient
 from lightning_spot.config import read_environment
 from lightning_spot.errors import TierError
 from lightning_spot.exact.checkpoint import checkpoint_of
-from lightning_spot.image import files as tier_files
 from lightning_spot.image.manifest import OWN_DIR, Manifest
 from lightning_spot.protocol.record import find_record
 from lightning_spot.protocol.wire import Address
 from lightning_spot.run.attempts import folder_info
+from lightning_spot.tiers import posix as tier_files
 from lightning_spot.tiers.local import LocalStore
 from tests.support.filled import check_archive
 from tests.support.trainer import Net, data, trainer

@@ -473,7 +473,8 @@ def test_state_that_is_not_safe_to_load_is_left_alone_until_a_hook_wants_it(tmp_
     with pytest.raises(Stop):
         trainer(spot(tmp_path), StopAt(16)).fit(Odd(), data())
     with pytest.raises(
-        NotSerializableError, match=r"thing of the snapshot is a tests\.test_fit\.Thing.*weights_only=False"
+        NotSerializableError,
+        match=r"thing of the snapshot is a tests\.integration\.test_fit\.Thing.*weights_only=False",
     ):
         trainer(spot(tmp_path)).fit(Wanting(), data())
     callback = spot(tmp_path)

@@ -499,10 +499,8 @@ KILLED = """
 import os, signal, sys, time
 import lightning.pytorch as pl
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.goodput import journal
-from tests.support.trainer import Net, data, trainer
 from lightning_spot.goodput import records
-from tests.models import Net, data, trainer
+from tests.support.trainer import Net, data, trainer
 
 url, last, records.KEEP_S = sys.argv[1], int(sys.argv[2]), 0.0
 spot = SpotCheckpoint(url, interval=EverySteps(5), on_full="wait", notices=None)

@@ -51,7 +51,7 @@ def test_a_class_that_is_known_to_torch_only_in_training_is_named_at_once(
         with pytest.raises(Stop):
             fit(7)
         assert caplog.text.count("Coded is known to torch only since training has begun") == 1
-        with pytest.raises(NotSerializableError, match=r"not loaded: tests\.test_known_late\.Coded"):
+        with pytest.raises(NotSerializableError, match=r"not loaded: tests\.integration\.test_known_late\.Coded"):
             fit(9)
     finally:
         torch.serialization.clear_safe_globals()

@@ -29,10 +29,10 @@ from lightning_spot.errors import (
     SpotError,
     TierError,
 )
-from lightning_spot.image import files as local_files
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_name
 from lightning_spot.tiers import object_files, objects, posix
+from lightning_spot.tiers import posix as local_files
 from lightning_spot.tiers.fsspec_client import make_parent
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.objects import ObjectStore
