@@ -35,6 +35,8 @@ from tests.support.server import MIB, RunningNode, snapshot_server
 from tests.support.trainer import digest
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.guarantee("G10")
+
 __all__ = ["train"]
 
 Train = Callable[..., int]

@@ -32,6 +32,8 @@ from tests.support.ranks import Group, Rank, rank_of_this_thread
 from tests.support.small_trainer import info_of, take
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.guarantee("G11")
+
 
 class WithCallbacks(Rank):
     """A trainer as far as it is asked for its ranks and callbacks."""

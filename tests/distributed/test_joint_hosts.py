@@ -52,6 +52,8 @@ from tests.support.proxy import Proxy
 from tests.support.server import MIB, RUN_ID, manifest_of, served, snapshot_server
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.guarantee("G10")
+
 RUN = f"run@{RUN_ID}"
 LAST_S = 100.0  # of what never takes so long
 missed = functools.partial(pytest.raises, SnapshotFailedError, check=FailureReason.SHARE_MISSING.caused)

@@ -35,6 +35,8 @@ from tests.support.exact_cases import CASES, Model, loader, train
 from tests.support.trainer import Net, data, trainer
 from tests.support.waiting import lives, until
 
+pytestmark = pytest.mark.guarantee("G26")
+
 LATEST_S = 60.0  # of seconds, however slow the machine; who waits for a rank that has gone waits for minutes
 
 

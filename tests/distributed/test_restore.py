@@ -44,6 +44,8 @@ from tests.support.proxy import Proxy
 from tests.support.ranks import Group, Rank, rank_of_this_thread
 from tests.support.server import served
 
+pytestmark = pytest.mark.guarantee("G1")
+
 LARGE = 400_000  # elements: more than 1 MiB
 Chosen = tuple[ResumedFrom, dict[str, Any]] | None
 

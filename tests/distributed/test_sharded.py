@@ -41,6 +41,8 @@ from lightning_spot.sharded.reader import ImageReader, load, load_all, write_pla
 from tests.support.filled import check_archive
 from tests.support.ranks import Shape, Sharded, as_rank, at_rest, fill, on_rank, snapshot, whole, write
 
+pytestmark = pytest.mark.guarantee("G12")
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.uint8)
 
 

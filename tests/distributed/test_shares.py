@@ -30,6 +30,8 @@ from lightning_spot.service.upload_requests import Waiting
 from tests.support.server import RUN_ID, Bench, image_of, manifest_of
 from tests.support.small_trainer import info_of
 
+pytestmark = pytest.mark.guarantee("G10")
+
 RUN, NBYTES = f"run@{RUN_ID}", 1000
 LAST_S = 600.0  # of what never takes so long
 T = TypeVar("T")

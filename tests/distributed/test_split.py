@@ -47,6 +47,8 @@ from lightning_spot.staging.copier import Copier
 from tests.support.fake_device import FakeDevice
 from tests.support.small_trainer import RUN_ID, info_of
 
+pytestmark = pytest.mark.guarantee("G10")
+
 LAST_S = 600.0  # of what never takes so long
 
 

@@ -20,6 +20,8 @@ from tests.support.server import RUN_ID
 from tests.support.waiting import until
 from tests.support.wire_pair import RUN, Sender, state
 
+pytestmark = pytest.mark.guarantee("G20")
+
 __all__ = ["twin", "twins"]
 
 FAR = Link(delay_ms=40.0, jitter_ms=10.0, loss=0.005)

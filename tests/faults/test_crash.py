@@ -40,6 +40,8 @@ from tests.support.folders import files_below
 from tests.support.oracle import FILES, HOME, Server, check_checkpoint, file_of, image_of, lines, manifest_of, run_info
 from tests.support.waiting import lives, until
 
+pytestmark = pytest.mark.guarantee("G3")
+
 TRAINER, NODE, BOTH, MACHINE = "trainer", "node", "both", "machine"
 KINDS = (TRAINER, NODE, BOTH, MACHINE)
 Order = tuple[int, int]  # attempt, step

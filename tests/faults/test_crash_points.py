@@ -13,6 +13,8 @@ import pytest
 from lightning_spot.tiers.local import LocalStore
 from tests.support.oracle import image_of, manifest_of
 
+pytestmark = pytest.mark.guarantee("G16")
+
 
 @pytest.mark.parametrize(("step", "names"), [(1, ["model.ckpt"]), (2, [".metadata", "__0_0.distcp"])])
 def test_bytes_are_on_the_disk_before_the_name_and_the_manifest_is_last(

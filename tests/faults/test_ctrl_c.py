@@ -25,6 +25,8 @@ from tests.support.copies import Fixed
 from tests.support.ranks import Desk, same
 from tests.unit.test_copier import IN_TURN
 
+pytestmark = pytest.mark.guarantee("G22")
+
 _ENOUGH_S = 30.0
 
 

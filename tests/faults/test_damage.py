@@ -73,6 +73,8 @@ from tests.support.trainer import Net, trainer
 from tests.support.trainer import data as examples
 from tests.support.waiting import new_process, until
 
+pytestmark = pytest.mark.guarantee("G1")
+
 WRONG: tuple[Any, ...] = (None, "x", [], {}, -1, 1e308, float("nan"), float("inf"), True, 10**30, [[1]], {"a": [1]})
 HOSTILE = "\x1b]52;c;Y3VybA==\x07\x1b[2J[/nothing][link=http://evil]\nCRITICAL forged\u202e\u2028\ud800"
 

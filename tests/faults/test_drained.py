@@ -14,6 +14,8 @@ from tests.distributed.test_together import run_trainer
 from tests.support.server import RunningNode
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.guarantee("G18")
+
 STEPS = 60
 AT = 8  # a step at which snapshots have begun
 

@@ -25,6 +25,8 @@ from tests.support.snapshots import check_all
 from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.guarantee("G21")
+
 MIB = 2**20
 
 

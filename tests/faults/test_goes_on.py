@@ -56,6 +56,8 @@ from tests.support.said import said
 from tests.support.server import named_run, served
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.guarantee("G21")
+
 SOON_S = 30.0
 
 

@@ -26,6 +26,8 @@ from tests.support.together_trainer import longest_fit_s
 from tests.support.trainer import Net, data, trainer
 from tests.support.waiting import new_process
 
+pytestmark = pytest.mark.guarantee("G24")
+
 BATCHES = 14
 
 

@@ -50,6 +50,8 @@ from tests.support.store import GatedStore
 from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
 from tests.support.waiting import lives, new_process, until
 
+pytestmark = pytest.mark.guarantee("G24")
+
 
 def node_pid(callback: SpotCheckpoint) -> int:
     snapshotter = callback.snapshots.snapshotter

@@ -34,6 +34,8 @@ from tests.support.ranks import Group, Rank
 from tests.support.server import snapshot_server
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.guarantee("G24")
+
 Lacking = Callable[[str, int], None]
 
 

@@ -25,6 +25,8 @@ from lightning_spot.tiers.posix import temporary_owner
 from tests.support.oracle import claim_of, image_of, manifest_of
 from tests.support.store import Kept
 
+pytestmark = pytest.mark.guarantee("G16")
+
 NAME = manifest_of(1).name
 REAL: dict[str, Callable[..., Any]] = {
     name: getattr(os, name) for name in ("rename", "replace", "link", "unlink", "mkdir")

@@ -23,6 +23,8 @@ from lightning_spot.tiers import fsspec_client
 from tests.support.proxy import Proxy
 from tests.support.said import said_about
 
+pytestmark = [pytest.mark.guarantee("G2"), pytest.mark.guarantee("G17")]
+
 MIB = 2**20
 SILENT_S = 1.5
 

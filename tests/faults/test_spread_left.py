@@ -32,6 +32,8 @@ from tests.support.server import image_of, manifest_of
 from tests.support.small_trainer import RUN_ID, info_of
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.guarantee("G18")
+
 MANIFEST = Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=1)
 
 

@@ -24,6 +24,8 @@ from tests.support.faulty import KINDS, Plan, faulty_calls
 from tests.support.folders import files_below
 from tests.support.oracle import claim_of
 
+pytestmark = pytest.mark.guarantee("G21")
+
 PART = 1200
 NBYTES = 4800
 FILES = (FileSpan(".metadata", 0, 100), FileSpan("__0_0.distcp", 4096, NBYTES - 4096))

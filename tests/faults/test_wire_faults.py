@@ -24,6 +24,8 @@ from tests.support.server import MIB, manifest_of
 from tests.support.waiting import until
 from tests.support.wire_pair import RUN, Pair, Sender, floats, kinds, needs_zstd, pair, state, trained
 
+pytestmark = pytest.mark.guarantee("G20")
+
 __all__ = ["kinds", "pair"]
 
 

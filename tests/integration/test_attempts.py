@@ -28,6 +28,8 @@ from lightning_spot.staging.copier import LoneThread
 from tests.support.server import named_run
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.guarantee("G13")
+
 RING = RingSettings(slots=2, memory_bytes=2**20, server_idle_timeout_s=9.0, keep=1, strict=False)
 
 

@@ -29,6 +29,8 @@ from tests.support.proxy import Proxy
 from tests.support.server import MIB, RUN_ID, Bench, RunningNode, image_of, manifest_of
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.guarantee("G18")
+
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Chained]]:

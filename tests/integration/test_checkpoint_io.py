@@ -37,6 +37,8 @@ from tests.support.filled import check_archive
 from tests.support.trainer import Net, data, trainer
 from tests.support.waiting import new_process, until
 
+pytestmark = pytest.mark.guarantee("G23")
+
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:

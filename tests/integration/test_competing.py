@@ -19,6 +19,8 @@ from tests.support.snapshots import serverless
 from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
 from tests.support.waiting import new_process
 
+pytestmark = pytest.mark.guarantee("G6")
+
 SLURM = {
     "SLURM_NTASKS": "1",
     "SLURM_JOB_NAME": "train",

@@ -29,6 +29,8 @@ from tests.support.faulty import Plan, faulty_calls
 from tests.support.oracle import claim_of
 from tests.support.trainer import Net, data, trainer
 
+pytestmark = pytest.mark.guarantee("G14")
+
 
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:

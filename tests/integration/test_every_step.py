@@ -24,6 +24,8 @@ from tests.support.fake_device import Emulated
 from tests.support.snapshots import EachDurable
 from tests.support.trainer import TwoOptimizers, Unhurried, data, digest_of, trainer
 
+pytestmark = pytest.mark.guarantee("G9")
+
 WIDTH = 160  # of a frozen layer: 100 kB, more than is compared whole each time
 
 

@@ -29,6 +29,8 @@ from tests.integration.test_every_step import Adapted, RunsAhead
 from tests.support.server import MIB, served
 from tests.support.trainer import Unhurried, data, digest_of, trainer
 
+pytestmark = pytest.mark.guarantee("G3")
+
 
 class Averages(pl.Callback):
     """Puts averages in the place of the weights while a validation runs, also of a parameter that came later."""

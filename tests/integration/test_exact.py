@@ -24,6 +24,8 @@ from tests.support import exact_cases
 from tests.support.exact_cases import CASES, train
 from tests.support.trainer import Stop, StopAfter
 
+pytestmark = pytest.mark.guarantee("G5")
+
 
 @pytest.fixture(autouse=True)
 def short_epochs(monkeypatch: pytest.MonkeyPatch) -> None:

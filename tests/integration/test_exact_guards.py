@@ -21,6 +21,8 @@ from tests.support import exact_models as m
 from tests.support.exact_table import Case, train
 from tests.support.trainer import Net, Stop, StopAfter, trainer
 
+pytestmark = pytest.mark.guarantee("G5")
+
 PARTS = [
     (ModuleState, "begin", "what hooks changed"),
     (ModuleState, "capture", "what hooks changed"),

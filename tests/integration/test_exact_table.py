@@ -22,6 +22,8 @@ from tests.support.exact_table import CALLBACKS, CASES, LOADERS, SETTINGS, STREA
 from tests.support.trainer import Stop, StopAfter, StopIn
 from tests.support.waiting import new_process
 
+pytestmark = pytest.mark.guarantee("G5")
+
 NO_CALLBACKS = {"Callback", "Checkpoint", "ProgressBar", "BasePredictionWriter"}
 """Base classes, and what only predicts."""
 

@@ -47,6 +47,8 @@ from tests.support.trainer import Net, Probe, Stop, StopAt, Unsteady, trainer
 from tests.support.trainer import data as trained_data
 from tests.support.waiting import new_process, until
 
+pytestmark = pytest.mark.guarantee("G6")
+
 StartNode = Callable[..., RunningNode]
 
 data = partial(trained_data, 10)

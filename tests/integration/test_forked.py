@@ -20,6 +20,8 @@ from lightning_spot.tiers.local import LocalStore
 from tests.support.trainer import Net, data, trainer
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.guarantee("G27")
+
 LEFT = 7
 
 

@@ -67,6 +67,8 @@ from tests.support.server import RunningNode
 from tests.support.trainer import Net, Stop, StopAt, data, trainer
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.guarantee("G29")
+
 # -- the ledger -------------------------------------------------------------------------------------------------------
 
 

@@ -35,6 +35,8 @@ from tests.support.snapshots import serverless
 from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.guarantee("G4")
+
 HERE = "file:///data/run-1"
 
 

@@ -39,6 +39,8 @@ from lightning_spot.protocol.listening import (
 from tests.support.network import Network, network_or_skip
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.guarantee("G30")
+
 SECRET, NAME, AGAIN = "s" * 64, snapshot_name(1, 1), snapshot_name(2, 1)
 SILENT_S, LAST_S = 3.0, 30.0
 

@@ -23,6 +23,8 @@ from tests.support import exact_models as m
 from tests.support.exact_table import Case, train
 from tests.support.trainer import Stop, StopAfter, StopAt, StopIn
 
+pytestmark = pytest.mark.guarantee("G5")
+
 SEEDED = 5
 
 

@@ -27,6 +27,8 @@ from tests.support.snapshots import serverless
 from tests.support.trainer import Stop, StopAfter, trainer
 from tests.support.waiting import new_process
 
+pytestmark = pytest.mark.guarantee("G28")
+
 
 @pytest.fixture(autouse=True)
 def short_epochs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ from tests.support import exact_models as m
 from tests.support.exact_table import Case, train
 from tests.support.trainer import Stop
 
+pytestmark = pytest.mark.guarantee("G5")
+
 SHARDS = 4
 
 

@@ -36,6 +36,8 @@ from lightning_spot.protocol.record import NodeRecord, find_record, hold
 from lightning_spot.protocol.wire import Address
 from lightning_spot.staging.slot import SlotMemory
 
+pytestmark = pytest.mark.guarantee("G30")
+
 SOON_S = 20.0  # a start that waits for something takes 30 s
 NOBODY = 65534
 RUN = RunInfo(name="run", id="0123456789ab", location="", attempt=1, token="")

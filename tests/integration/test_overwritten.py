@@ -16,6 +16,8 @@ from tests.support.snapshots import serverless
 from tests.support.trainer import Net, Stop, StopAt, data, trainer
 from tests.support.waiting import new_process
 
+pytestmark = pytest.mark.guarantee("G9")
+
 
 class Initialises(Net):
     """In a hook at the start of training, as some projects do."""

@@ -43,6 +43,8 @@ from tests.support.server import RunningNode, served
 from tests.support.small_trainer import image_of
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.guarantee("G15")
+
 DATA = b"written by the node"
 
 

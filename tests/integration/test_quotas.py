@@ -48,6 +48,8 @@ from tests.support.server import served
 from tests.support.small_trainer import image_of as archive_of
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.guarantee("G30")
+
 RUN_ID = "0123456789ab"
 ANOTHER = "127.0.0.2"
 """An address of loopback that another client has."""

@@ -33,6 +33,8 @@ from tests.support.said import said_about
 from tests.support.server import MIB, RUN_ID, image_of, manifest_of, served
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.guarantee("G18")
+
 NODES = [f"spot://10.0.0.{number}:7070" for number in range(8)]
 
 

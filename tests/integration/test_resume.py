@@ -47,6 +47,8 @@ from tests.support.server import RunningNode
 from tests.support.snapshots import EachDurable
 from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
 
+pytestmark = pytest.mark.guarantee("G2")
+
 EIO = Path("/proc/self/mem")  # reading its first byte fails with EIO, also for root
 
 

@@ -37,6 +37,8 @@ from lightning_spot.tiers.local import LocalStore
 from tests.support.server import MIB, RUN_ID, image_of, manifest_of, served
 from tests.support.trainer import Net, Stop, data, trainer
 
+pytestmark = pytest.mark.guarantee("G13")
+
 URL = "spot://127.0.0.1:9/run"
 
 

@@ -29,6 +29,8 @@ from tests.support.snapshots import serverless
 from tests.support.trainer import Net, Stop, data, trainer
 from tests.support.waiting import new_process, until
 
+pytestmark = pytest.mark.guarantee("G7")
+
 
 class TrialPruned(Exception):
     """As Optuna's."""

@@ -47,6 +47,8 @@ from tests.support.server import RunningNode, image_of, manifest_of, served
 from tests.support.small_trainer import image_of as archive_of
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.guarantee("G30")
+
 StartNode = Callable[..., RunningNode]
 MANY = 300
 OURS = f"Host: localhost\r\n{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\n"

@@ -43,6 +43,8 @@ from tests.support.server import RunningNode, named_run
 from tests.support.small_trainer import PHASES, image_of, info_of, manifest_of, reach, take
 from tests.support.waiting import lives, until
 
+pytestmark = pytest.mark.guarantee("G3")
+
 NBYTES = 3 * 2**20
 STALL_S, PATIENT_S = 2.0, 20.0  # of who meets a node that stands still, and of who meets one that is slow at most
 LATEST_S = 30.0  # however slow the machine; who waits for the node instead waits for minutes

@@ -41,6 +41,8 @@ from tests.support.oracle import claim_of
 from tests.support.real_stores import SERVERS, Server, use, why_missing
 from tests.support.waiting import kept_port
 
+pytestmark = pytest.mark.guarantee("G14")
+
 REAL = {server.name: server for server in SERVERS}
 FILES = ["local", "kept", "s3", *(pytest.param(name, marks=pytest.mark.stores) for name in REAL)]
 

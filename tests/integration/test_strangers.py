@@ -29,6 +29,8 @@ from lightning_spot.protocol.wire import Address, error_from_body
 from tests.integration.test_service_limits import address_of
 from tests.support.server import RunningNode
 
+pytestmark = pytest.mark.guarantee("G30")
+
 StartNode = Callable[..., RunningNode]
 LAST_S = 20.0
 MANY = 200

@@ -40,6 +40,8 @@ from tests.support.ranks import Desk as WriterDesk
 from tests.support.server import MIB, manifest_of
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.guarantee("G27")
+
 
 @pytest.fixture
 def only_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,8 @@ from tests.support.ranks import Desk, same
 from tests.support.snapshots import EachDurable
 from tests.support.trainer import Net, data, trainer
 
+pytestmark = pytest.mark.guarantee("G9")
+
 __all__ = ["one_rank"]
 
 

@@ -12,6 +12,8 @@ from lightning_spot.errors import CorruptSnapshotError
 from lightning_spot.image import delta
 from lightning_spot.image.delta import LINE_BYTES, Coding, changed_ranges, decode, encode
 
+pytestmark = pytest.mark.guarantee("G20")
+
 KIB = 1024
 CODINGS = [Coding.PLAIN, *([Coding.PACKED] if delta.zstd is not None else [])]
 

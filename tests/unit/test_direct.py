@@ -17,6 +17,8 @@ import pytest
 from lightning_spot.tiers import posix
 from lightning_spot.tiers.posix import write_aside, write_parts
 
+pytestmark = pytest.mark.guarantee("G22")
+
 MIB = 2**20
 NBYTES = 3 * MIB + 1234  # neither a multiple of a page nor of a part
 

@@ -137,6 +137,12 @@ def test_generated_parts_are_generated() -> None:
     assert all(write() for write in reference.GENERATED.values())
 
 
+def test_each_guarantee_is_enforced_by_tests() -> None:
+    given = re.findall(r"^\*\*(G\d+)\.", TEXTS["docs/understand/guarantees.md"], re.MULTILINE)
+    assert given == [f"G{number}" for number in range(1, len(given) + 1)]
+    assert re.findall(r"^\| (G\d+) \|", _script("reference").guarantees(), re.MULTILINE) == given
+
+
 def test_metrics_are_documented() -> None:
     source = (Path(lightning_spot.__file__).parent / "callbacks" / "goodput_monitor.py").read_text()
     page = TEXTS["docs/reference/metrics.md"]

@@ -19,6 +19,8 @@ from tests.integration.test_stores import fetched, put, snapshot
 from tests.support.oracle import claim_of
 from tests.support.store import Kept
 
+pytestmark = pytest.mark.guarantee("G15")
+
 THERE, DATA = snapshot(5)
 OTHER, MORE = snapshot(6)
 FILE, OF_FILE = snapshot(9, attempt=2, name="mine.ckpt", file="")

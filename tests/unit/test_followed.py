@@ -23,6 +23,8 @@ from tests.support.server import RUN_ID, Bench
 from tests.support.trainer import Net, data, trainer
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.guarantee("G19")
+
 RUN = f"run@{RUN_ID}"
 TRAINER = "trainer"
 FOLLOWED_S = work.FOLLOWED_S  # which the tests change

@@ -36,6 +36,8 @@ from tests.support.server import RunningNode
 from tests.support.small_trainer import image_of as archive_of
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.guarantee("G30")
+
 TOKEN = "a-token-that-is-long-enough"
 KEPT, FUZZED = "kept@0123456789ab", "fuzzed@ba9876543210"
 MIB = 2**20

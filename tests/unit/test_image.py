@@ -16,6 +16,8 @@ from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_orde
 from lightning_spot.image.parts import checksum, checksum_parts, part_ranges, verify_parts
 from lightning_spot.image.sealing import Sealing
 
+pytestmark = pytest.mark.guarantee("G12")
+
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("part_bytes", [1000, 4096, 2**20])

@@ -21,6 +21,8 @@ from lightning_spot.interval.convergence import BREAK, WIDEST, LossCurve, Price,
 from lightning_spot.interval.costs import Costs, FailureRate, RobustMean, TierPace
 from lightning_spot.interval.policy import IntervalPolicy
 
+pytestmark = pytest.mark.guarantee("G25")
+
 STEPS = 4000
 STEP_S = 10.0
 COSTS = Costs(stall_s=2.0, mtbf_s=7200.0, total_steps=STEPS)

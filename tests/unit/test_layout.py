@@ -25,6 +25,8 @@ from lightning_spot.image import pickling
 from lightning_spot.image.layout import Layout, Layouter, filled, lay_out
 from tests.support.filled import check_archive, fill
 
+pytestmark = pytest.mark.guarantee("G12")
+
 
 def loaded(image: bytes | bytearray, **how: Any) -> Any:
     return torch.load(io.BytesIO(image), **{"weights_only": True, **how})

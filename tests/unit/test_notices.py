@@ -30,6 +30,8 @@ from tests.support.metadata_server import MetadataServer
 from tests.support.said import said_about
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.guarantee("G26")
+
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MetadataServer]:

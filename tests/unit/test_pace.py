@@ -20,6 +20,8 @@ from tests.support.chain import Chained
 from tests.support.server import MIB, OTHER_ID, RUN_ID, Bench
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.guarantee("G19")
+
 
 def errors_for(name: str, error: Exception) -> Callable[[str, Manifest], Exception | None]:
     return lambda kind, manifest: error if name in f"{kind} {manifest.name}" else None

@@ -15,6 +15,8 @@ from lightning_spot.tiers.objects import ObjectStore
 from tests.support.oracle import claim_of
 from tests.support.said import said
 
+pytestmark = pytest.mark.guarantee("G1")
+
 NBYTES = 5_000_000
 
 

@@ -45,6 +45,8 @@ from tests.support.pickles import (
     text,
 )
 
+pytestmark = pytest.mark.guarantee("G8")
+
 _WRITES = [value.__reduce__()[0] for value in (np.float64(1), np.ones(1))]  # numpy's own, by any name
 NUMPYS = [np.dtype, np.ndarray, type(np.dtype("f8")), type(np.dtype("O")), *_WRITES]  # as torch's errors advise
 POINTERS = raw(b"\x41\x41\x41\x41\0\0\0\0" * 4)

@@ -17,6 +17,8 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.run import sources
 from lightning_spot.run.sources import Streamed, StreamReader
 
+pytestmark = pytest.mark.guarantee("G1")
+
 PART_BYTES = 1 << 16
 
 

@@ -30,6 +30,8 @@ from lightning_spot.simulation.simulator import simulate
 from tests.support.server import RunningNode
 from tests.support.trainer import Net, data, trainer
 
+pytestmark = pytest.mark.guarantee("G19")
+
 DAY_S = 86400.0
 
 

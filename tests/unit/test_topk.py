@@ -33,6 +33,8 @@ from tests.support.server import MIB, RUN_ID, image_of, manifest_of
 from tests.support.waiting import until
 from tests.support.wire_pair import RUN, Pair, Sender, floats, pair
 
+pytestmark = pytest.mark.guarantee("G5")
+
 __all__ = ["pair"]
 
 NBYTES = 9 * MIB  # two parts

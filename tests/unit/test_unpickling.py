@@ -36,6 +36,8 @@ from tests.support.snapshots import manifests, spot
 from tests.support.trainer import Net, Stop, StopAt, data, trainer
 from tests.support.waiting import new_process
 
+pytestmark = pytest.mark.guarantee("G8")
+
 RAN: list[str] = []
 
 

@@ -20,6 +20,8 @@ from tests.support.fake_device import FakeDevice
 from tests.support.ranks import Desk, same
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.guarantee("G9")
+
 
 @pytest.mark.parametrize(
     "notes", [["", "", ""], ["", "x" * 1000, "y" * 30], ["x" * 5000, "", ""]], ids=["same", "longer", "shorter"]
