@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -135,6 +136,13 @@ def test_generated_parts_are_generated() -> None:
     marks = {name for text in TEXTS.values() for name in re.findall(r"<!-- generated: ([a-z-]+) -->", text)}
     assert marks == reference.GENERATED.keys()
     assert all(write() for write in reference.GENERATED.values())
+
+
+def test_the_table_of_packages_is_that_of_the_layers() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    [layers] = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    rows = re.findall(r"^\| (`[^|]+) \|", TEXTS["docs/understand/architecture.md"], flags=re.MULTILINE)
+    assert [re.findall(r"`(\w+)/?`", row) for row in rows] == [re.findall(r"\.(\w+)", layer) for layer in layers]
 
 
 def test_metrics_are_documented() -> None:
