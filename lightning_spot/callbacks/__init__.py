@@ -1,4 +1,4 @@
-"""Top floor: the callbacks. Lightning's hooks, forwarded to what one ``fit`` has of resume, snapshots and exit."""
+"""The callbacks: Lightning's hooks, forwarded to what one ``fit`` has of resume, snapshots and exit."""
 
 from lightning_spot.callbacks.auto_resume import AutoResume
 from lightning_spot.callbacks.preemption_guard import PreemptionGuard

@@ -1,1 +1,1 @@
-"""Third floor: takes snapshots of a live training state. Layout, lease, copy, guard and commit in their order."""
+"""Takes snapshots of a live training state: layout, lease, copy, guard and commit in their order."""

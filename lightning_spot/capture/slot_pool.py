@@ -276,7 +276,7 @@ class SlotMaker:
         lose: called if the ring is lost meanwhile.
 
     Attributes:
-        beyond: whether snapshots from a GPU may have slots beyond the ring's bound, see :func:`room.bound`.
+        beyond: whether snapshots from a GPU may have slots beyond the ring's bound, see :func:`.slots.bound`.
     """
 
     def __init__(self, views: SlotViews, copier: Copier, lose: Callable[[Host, SpotError], None]) -> None:

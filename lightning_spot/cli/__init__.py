@@ -1,4 +1,4 @@
-"""Top floor: the ``lightning-spot`` command. Imports neither torch nor Lightning."""
+"""The ``lightning-spot`` command. Imports neither torch nor Lightning."""
 
 from lightning_spot.cli.command import main
 

@@ -444,7 +444,7 @@ class ApproximateEncoder(PartEncoder):
 
 def _clipped(floats: Sequence[Floats], start: int, stop: int) -> Iterator[Floats]:
     """The numbers that lie wholly in a part, by their places in it."""
-    for run in itertools.islice(floats, bisect.bisect_right(floats, start, key=_stop_of), None):
+    for run in itertools.islice(floats, bisect.bisect_right(floats, start, key=lambda run: run.stop), None):
         if run.start >= stop:
             break
         width = WIDTHS[run.dtype]
@@ -452,10 +452,6 @@ def _clipped(floats: Sequence[Floats], start: int, stop: int) -> Iterator[Floats
         count = (min(run.stop, stop) - first) // width
         if count > 0:
             yield Floats(first - start, count * width, run.dtype)
-
-
-def _stop_of(run: Floats) -> int:
-    return run.stop
 
 
 def _clear(memory: memoryview, manifest: Manifest, before: Manifest | None) -> None:

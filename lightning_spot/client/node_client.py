@@ -1,6 +1,7 @@
 """Speaks to a server: a small blocking HTTP client over TCP or a Unix socket, and its end of streams of parts.
 
-Every call ends in time. The other end of a stream is ``part_receiver``; the frames are described in ``wire``.
+Every call ends in time. The other end of a stream is in ``service/upload_requests.py``; the frames are
+described in ``protocol/wire.py``.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Third floor: what an exact resume needs beyond Lightning's checkpoint. This floor and those above know Lightning."""
+"""What an exact resume needs beyond Lightning's checkpoint. This package and those above it know Lightning."""

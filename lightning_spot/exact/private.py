@@ -253,7 +253,6 @@ LAST_RELOAD = Name(LOADERS, "_last_train_dl_reload_epoch", _fit_loop, (int, floa
 LAST_VAL_RELOAD = Name(LOADERS, "_last_val_dl_reload_epoch", _val_loop, (int, float))
 LOADER_STATES = Name(LOADERS, "_combined_loader_states_to_load", _fit_loop, list)
 DATA_SOURCE = Name(REQUESTS, "_data_source", _fit_loop)
-VAL_DATA_SOURCE = Name(REQUESTS, "_data_source", _val_loop)
 REQUEST_LOADER = Name(REQUESTS, "dataloader", lambda t: DATA_SOURCE.of(_fit_loop(t)), Callable)
 EPOCH_PROGRESS = Name(REQUESTS, "epoch_progress", _fit_loop)
 WORKERS_ITERATOR = Name(WORKERS, "_iterator", lambda _: _loader())

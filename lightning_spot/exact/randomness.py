@@ -16,13 +16,12 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 """Kinds of generators whose state can be read."""
 
 
-def capture_random(device: torch.device | None = None) -> State:
+def capture_random() -> State:
     """State of every process-wide generator that training draws from, as values that load with ``weights_only=True``.
 
-    Args:
-        device: also the generator of this device, if it is a GPU.
+    But for a GPU's, see :meth:`Generators.capture`.
     """
-    return Generators().capture(device)
+    return Generators().capture()
 
 
 class Generators:

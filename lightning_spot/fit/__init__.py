@@ -1,1 +1,1 @@
-"""Fourth floor: one ``fit``. How it is resumed, when it takes snapshots, and how it ends."""
+"""One ``fit``: how it is resumed, when it takes snapshots, and how it ends."""

@@ -35,7 +35,7 @@ from lightning_spot.exact.sharded import holder_of, split
 from lightning_spot.fit.collectives import Agreement
 from lightning_spot.fit.together import GATHERED, TOGETHER, How, OwnFiles, States
 from lightning_spot.fit.topology import Topology, place_of
-from lightning_spot.image.portion import MOST_HOSTS
+from lightning_spot.image.manifest import MOST_HOSTS
 from lightning_spot.memory.runs import parse_run
 from lightning_spot.run.location import Location
 from lightning_spot.staging.copier import Copier

@@ -40,7 +40,7 @@ from lightning_spot.exact.sharded import is_sharded
 from lightning_spot.fit.collectives import Agreement, AsyncGather
 from lightning_spot.fit.ranks import Meeting, allow_ranks
 from lightning_spot.fit.topology import Topology
-from lightning_spot.image.portion import MOST_HOSTS
+from lightning_spot.image.manifest import MOST_HOSTS
 from lightning_spot.run.location import Location
 from lightning_spot.sharded.file_plan import state_archive
 from lightning_spot.staging.copier import Copier

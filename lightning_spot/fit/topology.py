@@ -13,7 +13,7 @@ from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.starting import attach, start
 from lightning_spot.errors import ServerUnreachableError, SpotError
 from lightning_spot.fit.collectives import Agreement
-from lightning_spot.image.portion import MOST_HOSTS
+from lightning_spot.image.manifest import MOST_HOSTS
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.record import find_record
 from lightning_spot.run.export import this_host

@@ -1,1 +1,1 @@
-"""Second floor: where the time of a run went. The ledger, its records beside the snapshots, the metric."""
+"""Where the time of a run went: the ledger, its records beside the snapshots, the metric."""

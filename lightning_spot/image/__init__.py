@@ -1,1 +1,1 @@
-"""Ground floor: what a snapshot is. Layout of a checkpoint file, its parts, checksums and manifest; no I/O."""
+"""What a snapshot is: layout of a checkpoint file, its parts, checksums and manifest; no I/O."""

@@ -24,7 +24,9 @@ Order = tuple[int, int, int]
 _SNAPSHOT_NAME = re.compile(r"step-(\d{1,18})-attempt-(\d{1,9})(-inexact|-complete)?")
 _RANKS = {"-inexact": 0, None: 2, "-complete": 4}
 _HOST = "-host-"
-_MOST_HOSTS = 512
+
+MOST_HOSTS = 512
+"""That bring one snapshot together: of eight GPUs each, 4,096."""
 
 # A manifest may come from a stranger: nothing is allocated, listed or compared before its numbers are within these.
 _PART_BYTES = (1, 2**30)
@@ -75,8 +77,8 @@ class PortionOf:
             portion begins with the next part.
     """
 
-    host: Annotated[int, untrusted.whole(0, _MOST_HOSTS)]
-    hosts: Annotated[int, untrusted.whole(0, _MOST_HOSTS)]
+    host: Annotated[int, untrusted.whole(0, MOST_HOSTS)]
+    hosts: Annotated[int, untrusted.whole(0, MOST_HOSTS)]
     digest: Annotated[str, untrusted.text]
     tail: Annotated[str, untrusted.short(32)] = ""
 

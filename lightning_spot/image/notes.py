@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from lightning_spot.errors import CorruptSnapshotError, MalformedError, SettingsError
 from lightning_spot.image.files import FileSpan, check_files, pieces
-from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.manifest import MOST_HOSTS, Manifest
 from lightning_spot.image.parts import checksum, part_ranges
-from lightning_spot.image.portion import MOST_HOSTS, whole_of
+from lightning_spot.image.portion import whole_of
 from lightning_spot.threads import all_at_once
 from lightning_spot.untrusted import (
     LARGE_BYTES,

@@ -15,16 +15,13 @@ from typing import Protocol
 
 from lightning_spot.errors import CorruptSnapshotError, SettingsError
 from lightning_spot.image.files import FileSpan, check_files
-from lightning_spot.image.manifest import Manifest, PortionOf, portion_name
+from lightning_spot.image.manifest import MOST_HOSTS, Manifest, PortionOf, portion_name
 from lightning_spot.image.parts import checksum
 from lightning_spot.image.written import Ranges, read_ranges
 from lightning_spot.untrusted import LARGE_BYTES, MOST_BYTES, read_object
 
 _GRAIN = 64
 _MOST_RANKS = 1024
-
-MOST_HOSTS = 512
-"""That bring one snapshot together: of eight GPUs each, 4,096."""
 
 
 class Image(Protocol):

@@ -1,4 +1,4 @@
-"""Ground floor: when to take a snapshot. Pure: clock, step and measured costs are parameters."""
+"""When to take a snapshot. Pure: clock, step and measured costs are parameters."""
 
 from lightning_spot.interval.adaptive import OverheadBudget, YoungDaly
 from lightning_spot.interval.coci import COCI

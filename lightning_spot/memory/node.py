@@ -5,7 +5,6 @@ The HTTP service puts this on a socket; with ``local_server=False`` a trainer ho
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -33,8 +32,6 @@ from lightning_spot.memory.uploads import Uploads
 from lightning_spot.tiers import fsspec_client
 from lightning_spot.tiers.fences import Owner, Standing, check_fence, digest_of
 from lightning_spot.tiers.store import Store
-
-logger = logging.getLogger(__name__)
 
 
 class Remembered:

@@ -97,13 +97,13 @@ class RunInfo:
     Attributes:
         name: of the run, for people.
         id: its identity.
-        location: its durable directory, see :class:`~lightning_spot.tiers.store.Claim`.
+        location: its durable directory, see :class:`~lightning_spot.tiers.fences.Claim`.
         attempt: the attempt that writes from now on.
         token: of the attempt.
         keep: snapshots each tier keeps.
         durable_url: durable directory as a store's URL; ``None`` if the server is not to write there.
         min_upload_interval_s: least seconds between two snapshots brought to storage; 0 for as often as it
-            can; ``None`` likewise, but for those that follow each other in moments, see :data:`work.MOST_APART_S`.
+            can; ``None`` likewise, but for those that follow each other in moments, see :data:`.work.MOST_APART_S`.
         compression: how what changed goes to the servers behind: ``"auto"`` packs it where that is faster, ``"always"``
             always, ``"off"`` never, and ``"topk"`` sends it not exactly.
         nodes: ``spot://host:port`` of the snapshot servers behind this one, in order of preference.

@@ -1,1 +1,1 @@
-"""First floor: preemption notices. Where they come from, one small file each, and how ranks agree on what they do."""
+"""Preemption notices: where they come from, one small file each, and how ranks agree on what they do."""

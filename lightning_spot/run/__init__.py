@@ -1,1 +1,1 @@
-"""Third floor: which run this is, which attempt of it, what every tier holds of it, and what to resume from."""
+"""Which run this is, which attempt of it, what every tier holds of it, and what to resume from."""

@@ -179,13 +179,13 @@ def manifest(fields: Mapping[str, Any]) -> Manifest:
     return read
 
 
-def attempt_of(fields: Mapping[str, Any], default: int | None = None) -> int:
+def attempt_of(fields: Mapping[str, Any]) -> int:
     """The number of an attempt.
 
     Raises:
         MalformedError: if it is none.
     """
-    return integer(fields, "attempt", default, 0, HIGHEST_ATTEMPT)
+    return integer(fields, "attempt", None, 0, HIGHEST_ATTEMPT)
 
 
 def making(fields: Mapping[str, Any]) -> Making:

@@ -17,8 +17,8 @@ POST       /v1/runs/RUN/shares                 take a share of one that several 
 POST       /v1/runs/RUN/decline                there will be no such snapshot to share (this host only)
 POST       /v1/uploads/ID/share                for which snapshot it was taken, if ranks fill it (this host only)
 POST       /v1/uploads/ID/placed               the bytes of a share are in place (this host only)
-POST       /v1/…/joint…                        one that several hosts bring together: see :mod:`.hosts`
-*          /v1/…/portions…                     what several servers hold together: see :mod:`.hosts`
+POST       /v1/…/joint…                        one that several hosts bring together: see :mod:`.joint_requests`
+*          /v1/…/portions…                     what several servers hold together: see :mod:`.joint_requests`
 POST       /v1/uploads/ID/stream               fill it, over a connection of its own: see ``protocol/wire.py``
 POST       /v1/uploads/ID/commit               make it a snapshot
 POST       /v1/uploads/ID/seal                 the same for a slot filled through shared memory (this host only)

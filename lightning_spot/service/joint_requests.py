@@ -31,8 +31,7 @@ from aiohttp import web
 
 from lightning_spot.config import MOST_NODES
 from lightning_spot.errors import FailureReason, ServerRefusedError, SettingsError, SnapshotFailedError
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.portion import MOST_HOSTS
+from lightning_spot.image.manifest import MOST_HOSTS, Manifest
 from lightning_spot.memory.held_portions import Told
 from lightning_spot.memory.joint import MOST_SHARES, Shared, is_by_itself
 from lightning_spot.memory.node import Node

@@ -30,10 +30,9 @@ from lightning_spot.errors import (
     TierReason,
 )
 from lightning_spot.image.floats import read_floats
-from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.manifest import MOST_HOSTS, Manifest
 from lightning_spot.image.packing import can_pack
 from lightning_spot.image.parts import checksum
-from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.image.written import read_ranges
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import key_of, texts

@@ -1,1 +1,1 @@
-"""Third floor: a job under preemptions, simulated: to compare policies, and to say what a run needs."""
+"""A job under preemptions, simulated: to compare policies, and to say what a run needs."""

@@ -1,1 +1,1 @@
-"""First floor: memory that snapshots are copied into, and the copying. No sockets, no Lightning."""
+"""Memory that snapshots are copied into, and the copying. No sockets, no Lightning."""

@@ -1,1 +1,1 @@
-"""First floor: durable places for snapshots. A store commits files with a manifest and gives them back, checked."""
+"""Durable places for snapshots: a store commits files with a manifest and gives them back, checked."""

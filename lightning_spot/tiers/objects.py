@@ -41,8 +41,6 @@ from lightning_spot.tiers.posix import is_left, temporary_name, temporary_owner
 from lightning_spot.tiers.s3 import abort_dead_uploads
 from lightning_spot.tiers.store import Holdings, Progress
 
-logger = logging.getLogger(__name__)
-
 _RECENT_S = 1.0
 
 _Mark = dict[str, object]

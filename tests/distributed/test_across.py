@@ -24,8 +24,8 @@ from lightning_spot.client.node_client import NodeClient
 from lightning_spot.exact.compare import differences
 from lightning_spot.fit.together import ALONE, TOGETHER, Together
 from lightning_spot.fit.topology import Topology
+from lightning_spot.image.manifest import MOST_HOSTS
 from lightning_spot.image.packing import Compression
-from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.memory.node import Node
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.run.location import Location

@@ -35,9 +35,9 @@ from lightning_spot.errors import (
     TierReason,
 )
 from lightning_spot.image.layout import lay_out
-from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.manifest import MOST_HOSTS, Manifest, snapshot_name
 from lightning_spot.image.pieces import Piece
-from lightning_spot.image.portion import MOST_HOSTS, Portion, Portions, cut, is_whole, joined
+from lightning_spot.image.portion import Portion, Portions, cut, is_whole, joined
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory import push, replication, uploads
 from lightning_spot.memory import uploads as uploads_module

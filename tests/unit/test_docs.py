@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -141,6 +142,13 @@ def test_each_guarantee_is_enforced_by_tests() -> None:
     given = re.findall(r"^\*\*(G\d+)\.", TEXTS["docs/understand/guarantees.md"], re.MULTILINE)
     assert given == [f"G{number}" for number in range(1, len(given) + 1)]
     assert re.findall(r"^\| (G\d+) \|", _script("reference").guarantees(), re.MULTILINE) == given
+
+
+def test_the_table_of_packages_is_that_of_the_layers() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    [layers] = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    rows = re.findall(r"^\| (`[^|]+) \|", TEXTS["docs/understand/architecture.md"], flags=re.MULTILINE)
+    assert [re.findall(r"`(\w+)/?`", row) for row in rows] == [re.findall(r"\.(\w+)", layer) for layer in layers]
 
 
 def test_metrics_are_documented() -> None:
