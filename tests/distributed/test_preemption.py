@@ -32,6 +32,7 @@ from lightning_spot.preemption.key_value import KeyValueServer
 from lightning_spot.preemption.notice import Notice
 from lightning_spot.tiers.local import LocalStore
 from tests.support.exact_cases import CASES, Model, loader, train
+from tests.support.said import said
 from tests.support.trainer import Net, data, trainer
 from tests.support.waiting import lives, until
 
@@ -486,24 +487,26 @@ def test_the_guard_alone_beside_model_checkpoint(tmp_path: Path) -> None:
     assert list(differences(expected, resumed.lightning_module.state_dict())) == []
 
 
-PASSING = "ModelCheckpoint has no dirpath.*another one in each start"
-
-
-def test_a_folder_that_the_next_start_will_not_find_is_named_before_training(tmp_path: Path) -> None:
+def test_a_folder_that_the_next_start_will_not_find_is_named_before_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def fit(*callbacks: pl.Callback, **more: Any) -> pl.Trainer:
         made = trainer(*callbacks, PreemptionGuard("signal"), ModelCheckpoint(), limit_train_batches=8, **more)
         made.fit(Model(), loader(), ckpt_path="last")
         return made
 
-    with pytest.warns(UserWarning, match=PASSING), pytest.raises(SystemExit):
+    with pytest.raises(SystemExit):
         fit(NoticeAt(11, term), logger=CSVLogger(str(tmp_path)))
+    assert said(caplog, "folder-changes")
     (saved,) = tmp_path.rglob("last-preempted.ckpt")
     assert saved.is_relative_to(tmp_path / "lightning_logs" / "version_0")
     resumed = fit(logger=CSVLogger(str(tmp_path)))
     assert resumed.ckpt_path is None
 
 
-def test_a_bucket_in_which_lightning_finds_nothing_is_named_with_the_way_on(s3: str) -> None:
+def test_a_bucket_in_which_lightning_finds_nothing_is_named_with_the_way_on(
+    s3: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """``fit(ckpt_path="last")`` began at step 0, though the file was there."""
 
     def fit(path: str, *callbacks: pl.Callback) -> pl.Trainer:
@@ -512,8 +515,9 @@ def test_a_bucket_in_which_lightning_finds_nothing_is_named_with_the_way_on(s3: 
         return made
 
     saved = f"{s3}/best/last-preempted.ckpt"
-    with pytest.warns(UserWarning, match=f"pass ckpt_path='{saved}'"), pytest.raises(SystemExit):
+    with pytest.raises(SystemExit):
         fit("last", NoticeAt(11, term))
+    assert [facts["path"] for facts in said(caplog, "last-not-found")] == [saved]
     assert fit("last").ckpt_path is None  # if it finds it one day, the warning goes
     assert fit(saved).ckpt_path == saved
 
@@ -540,8 +544,8 @@ def test_a_grace_that_fits_no_tier_is_said_early(tmp_path: Path, caplog: pytest.
             if trainer.global_step == 99:
                 until(lambda: spot.snapshots.snapshotter.writing.safe_after_s() is not None, "a measured speed")
 
-    with pytest.warns(UserWarning, match="leaves 0 s"):
-        trainer(Wait(), spot, max_epochs=5).fit(Net(), data(21))
+    trainer(Wait(), spot, max_epochs=5).fit(Net(), data(21))
+    assert len(said(caplog, "grace-too-short")) == 1
 
 
 def test_bad_settings(tmp_path: Path) -> None:
