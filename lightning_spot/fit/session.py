@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from lightning_spot.capture.unexpected import STILL_ENDS, THE_END
+from lightning_spot.config import read_environment
 from lightning_spot.errors import PreemptedError, SpotError, TierError
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import Dump
@@ -31,6 +32,7 @@ from lightning_spot.fit.together import ALONE
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.preemption.notice import Notice
+from lightning_spot.run.location import local_file_system
 from lightning_spot.say import say, show
 from lightning_spot.tiers.fsspec_client import forget_listings
 
@@ -138,6 +140,26 @@ class FitSession(PerTrainer):
             " notice, fit(ckpt_path='last') finds nothing. Set dirpath, or the logger's version",
             only_rank_zero=True,
         )
+
+    def warn_of_local_dirpath(self, cloud: str) -> None:
+        """Warn, on a VM of a cloud, of a run that is stored on the disk of the VM only.
+
+        Args:
+            cloud: that was found.
+        """
+        for snapshotter in self.snapshotters:
+            url = snapshotter.location.url
+            if (kind := local_file_system(url)) is not None and read_environment().drill_dir is None:
+                say(
+                    logging.WARNING,
+                    "dirpath-local",
+                    "dirpath {about} is on a local file system ({kind}) of a VM ({cloud}). It is lost if this VM is"
+                    " deleted. Use a bucket, or a disk that outlives the VM",
+                    about=url,
+                    only_rank_zero=True,
+                    kind=kind,
+                    cloud=cloud,
+                )
 
     def warn_of_short_grace(self, grace_period_s: float) -> bool:
         """Say early that a notice would come too late for an urgent snapshot.

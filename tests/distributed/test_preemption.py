@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import os
@@ -28,10 +29,12 @@ from lightning_spot.errors import SettingsError, TierError
 from lightning_spot.exact.compare import differences
 from lightning_spot.fit.ranks import Meeting, Ranks
 from lightning_spot.interval.deadline import plan_urgent
+from lightning_spot.preemption.aws import AwsSource
 from lightning_spot.preemption.key_value import KeyValueServer
 from lightning_spot.preemption.notice import Notice
 from lightning_spot.tiers.local import LocalStore
 from tests.support.exact_cases import CASES, Model, loader, train
+from tests.support.metadata_server import MetadataServer
 from tests.support.said import said
 from tests.support.trainer import Net, data, trainer
 from tests.support.waiting import lives, until
@@ -546,6 +549,20 @@ def test_a_grace_that_fits_no_tier_is_said_early(tmp_path: Path, caplog: pytest.
 
     trainer(Wait(), spot, max_epochs=5).fit(Net(), data(21))
     assert len(said(caplog, "grace-too-short")) == 1
+
+
+def test_a_local_dirpath_on_a_vm_of_a_cloud_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with contextlib.closing(MetadataServer()) as server:
+        trainer(stopping(tmp_path, notices=AwsSource(server.url))).fit(Net(), data())
+        (facts,) = said(caplog, "dirpath-local")
+        assert (facts["about"], facts["cloud"]) == (str(tmp_path / "run"), "aws")
+        caplog.clear()
+        trainer(stopping(tmp_path / "other", notices="signal")).fit(Net(), data())  # no cloud is known
+        monkeypatch.setattr("lightning_spot.fit.session.local_file_system", lambda _: None)
+        trainer(stopping(tmp_path / "shared", notices=AwsSource(server.url))).fit(Net(), data())
+    assert not said(caplog, "dirpath-local")
 
 
 def test_bad_settings(tmp_path: Path) -> None:
