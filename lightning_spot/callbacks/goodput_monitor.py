@@ -18,7 +18,7 @@ from lightning_spot.fit.preflight import takes_part
 from lightning_spot.fit.session import FitSession
 from lightning_spot.goodput.ledger import Spent, lost_steps
 from lightning_spot.goodput.metric import Goodput
-from lightning_spot.goodput.records import Journal
+from lightning_spot.goodput.records import Journal, begin_unix_s
 from lightning_spot.patches import Patches
 from lightning_spot.run.location import Location
 from lightning_spot.say import say
@@ -85,7 +85,7 @@ class GoodputMonitor(SpotCallback):
         snapshots = self._snapshots = next(iter(fit.callbacks(RemoteSnapshot)), None)
         if snapshots is None and self._dirpath is None:
             raise SettingsError("GoodputMonitor needs a dirpath where the trainer has no SpotCheckpoint")
-        self._begun_unix_s, self._journal, self._ended = time.time(), None, None
+        self._begun_unix_s, self._journal, self._ended = begin_unix_s(), None, None
         if snapshots is None or any(item.writing.number for item in fit.snapshotters):
             self._begin(trainer)  # else the attempt begins later in setup, or when it is decided what to resume from
 

@@ -496,6 +496,21 @@ def test_a_clock_that_was_set_is_no_training_where_no_snapshot_is_known_to_both(
     following.close("complete")
 
 
+BEGUN = """
+import time
+at_s = time.time()
+from lightning_spot.goodput.records import begin_unix_s
+print(at_s, begin_unix_s(), begin_unix_s())
+"""
+
+
+def test_the_first_attempt_of_a_process_begins_with_it() -> None:
+    before_s, tick_s = time.time(), 2 / os.sysconf("SC_CLK_TCK")
+    done = subprocess.run([sys.executable, "-c", BEGUN], capture_output=True, text=True, check=True, timeout=120)
+    at_s, first_s, second_s = map(float, done.stdout.split())
+    assert before_s - tick_s <= first_s <= at_s <= second_s
+
+
 KILLED = """
 import os, signal, sys, time
 import lightning.pytorch as pl
