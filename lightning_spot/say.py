@@ -12,6 +12,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from typing import TextIO
 
 logger = logging.getLogger("lightning_spot")
 
@@ -34,7 +35,16 @@ class Messages:
         self._said: dict[tuple[str, str], tuple[float, int]] = {}
 
     def say(
-        self, level: int, key: str, text: str, /, *, about: object = "", exc_info: bool = False, **facts: object
+        self,
+        level: int,
+        key: str,
+        text: str,
+        /,
+        *,
+        about: object = "",
+        only_rank_zero: bool = False,
+        exc_info: bool = False,
+        **facts: object,
     ) -> None:
         """Log a message.
 
@@ -44,9 +54,12 @@ class Messages:
             key: names the event, such as ``"storage-slow"``; documented in ``docs/reference/messages.md``.
             text: event, consequence, action; :meth:`str.format` fills in ``about`` and the facts.
             about: which run, server or file; with the key, it is the cause.
+            only_rank_zero: whether other ranks do not log it.
             exc_info: whether the traceback of the current exception follows.
             facts: values in the text.
         """
+        if only_rank_zero and _rank():
+            return
         count = 0
         if level >= logging.WARNING:
             cause, now_s = (key, str(about)), self._clock()
@@ -81,6 +94,21 @@ class Messages:
         prefix = f"[spot r{rank}]" if rank else "[spot]"
         extra = {"spot_key": key, "spot_facts": facts}
         logger.log(level, "%s %s", prefix, line, exc_info=exc_info, extra=extra, stacklevel=3)
+
+
+def show() -> None:
+    """Show messages of level INFO and above on standard error, as Lightning shows its own, unless the user logs."""
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not any(isinstance(handler, _Console) for handler in logger.handlers):
+        logger.addHandler(_Console())
+
+
+class _Console(logging.StreamHandler[TextIO]):
+    """Writes to standard error for as long as the program has no handlers of its own."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not logging.getLogger().handlers and bool(super().filter(record))
 
 
 def _rank() -> int:

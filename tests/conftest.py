@@ -27,6 +27,7 @@ import hypothesis
 import pytest
 
 from lightning_spot.client import starting
+from lightning_spot.goodput.records import begin_unix_s
 from tests.support import folders, warm
 from tests.support.server import Bench, RunningNode
 from tests.support.waiting import kept_port, new_process, until
@@ -126,6 +127,12 @@ def seed(request: pytest.FixtureRequest) -> int:
 def chance(seed: int) -> random.Random:
     """Randomness of a test."""
     return random.Random(seed)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def has_fitted() -> None:
+    """How long this process has been there is no time of a test's run."""
+    begin_unix_s()
 
 
 @pytest.fixture(autouse=True)

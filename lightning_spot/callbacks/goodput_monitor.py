@@ -8,26 +8,23 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info
-
 from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
 from lightning_spot.capture.unexpected import failure_of
-from lightning_spot.config import check_number, format_seconds
+from lightning_spot.config import check_number, format_bytes, format_count, format_seconds
 from lightning_spot.errors import PreemptedError, SettingsError
 from lightning_spot.exact.loggers import logged_step
 from lightning_spot.exact.namespaces import SpotCallback
 from lightning_spot.fit.preflight import takes_part
 from lightning_spot.fit.session import FitSession
-from lightning_spot.goodput.ledger import Spent
+from lightning_spot.goodput.ledger import Spent, lost_steps
 from lightning_spot.goodput.metric import Goodput
-from lightning_spot.goodput.records import Journal
+from lightning_spot.goodput.records import Journal, begin_unix_s
 from lightning_spot.patches import Patches
 from lightning_spot.run.location import Location
+from lightning_spot.say import say
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-logger = logging.getLogger(__name__)
 
 _BADPUT = ("blocked_s", "lost_s", "restore_s", "startup_s", "down_s")
 _NO_STEP = -1.0  # logged before the first snapshot: no logger gets a new column in the middle of a run
@@ -67,6 +64,7 @@ class GoodputMonitor(SpotCallback):
         self._log_every_s = float(log_every_s) if log_every_s is not None else None
         self._heartbeat_s = float(heartbeat_s)
         self._journal: Journal | None = None
+        self._ended: Journal | None = None
         self._snapshots: RemoteSnapshot | None = None
         self._is_on = False
         self._begun_unix_s = self._logged_s = 0.0
@@ -74,7 +72,7 @@ class GoodputMonitor(SpotCallback):
 
     def of_a_fit(self) -> dict[str, Any]:
         """See :class:`~lightning_spot.exact.namespaces.Copied`."""
-        return {"_journal": None, "_snapshots": None, "_patches": Patches()}
+        return {"_journal": None, "_ended": None, "_snapshots": None, "_patches": Patches()}
 
     # -- Lightning's hooks ----------------------------------------------------------------------------------------
 
@@ -87,7 +85,7 @@ class GoodputMonitor(SpotCallback):
         snapshots = self._snapshots = next(iter(fit.callbacks(RemoteSnapshot)), None)
         if snapshots is None and self._dirpath is None:
             raise SettingsError("GoodputMonitor needs a dirpath where the trainer has no SpotCheckpoint")
-        self._begun_unix_s, self._journal = time.time(), None
+        self._begun_unix_s, self._journal, self._ended = begin_unix_s(), None, None
         if snapshots is None or any(item.writing.number for item in fit.snapshotters):
             self._begin(trainer)  # else the attempt begins later in setup, or when it is decided what to resume from
 
@@ -124,9 +122,13 @@ class GoodputMonitor(SpotCallback):
     def _end_training(self, trainer: pl.Trainer, journal: Journal) -> None:
         self._note(trainer, journal)
         self._log(trainer)
-        attempts = journal.earlier.count + 1
-        rank_zero_info(f"lightning_spot: {summary(journal.spent)}; {attempts} attempt{'s' if attempts > 1 else ''}")
         self._close("complete")
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Log the summary, once everything is uploaded."""
+        if self._ended is not None:
+            FitSession.of(trainer).complete()
+            self._try(self._say_summary)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Note how it ended."""
@@ -134,7 +136,10 @@ class GoodputMonitor(SpotCallback):
             return
         if (journal := self._journal) is not None:
             self._try(lambda: self._note(trainer, journal))
-        self._try(lambda: self._close("preempted" if isinstance(exception, PreemptedError) else "failed"))
+        is_preempted = isinstance(exception, PreemptedError)
+        self._try(lambda: self._close("preempted" if is_preempted else "failed"))
+        if is_preempted:
+            self._try(self._say_summary)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Let go, if nothing did before: the run had ended before, and nothing was left to train."""
@@ -154,7 +159,8 @@ class GoodputMonitor(SpotCallback):
             do()
         except Exception as error:
             failure = failure_of(error)
-            logger.warning("lightning_spot: goodput is not measured any more, training goes on: %s", failure)
+            text = "goodput is not measured any more: {failure}. Training continues"
+            say(logging.WARNING, "goodput-stopped", text, about=self._dirpath or "", failure=failure)
             journal, self._journal, self._is_on = self._journal, None, False
             if journal is not None:
                 journal.leave()
@@ -211,10 +217,35 @@ class GoodputMonitor(SpotCallback):
         journal, self._journal = self._journal, None
         if journal is not None:
             journal.close(end)
+            self._ended = journal
 
-
-def summary(whole: Spent) -> str:
-    """One line for people."""
-    parts = {name.removesuffix("_s"): getattr(whole, name) for name in Spent.__slots__ if name != "productive_s"}
-    shares = ", ".join(f"{name} {100 * seconds / max(whole.total_s, 1e-9):.1f} %" for name, seconds in parts.items())
-    return f"goodput {100 * whole.goodput:.1f} % of {format_seconds(whole.total_s)} ({shares})"
+    def _say_summary(self) -> None:
+        """Log where the time of the run went, and what became of the snapshots of this attempt."""
+        journal, self._ended = self._ended, None
+        if journal is None or journal.record.trained_unix_s is None:
+            return
+        whole, snapshots = journal.spent, self._snapshots
+        lost = sum(lost_steps([*journal.earlier.latest, journal.record]))
+        lines = [
+            "goodput {goodput:.1%} of {total} in {attempts}",
+            "  steps      {step} done, {lost_steps} done again",
+            "  time       " + ", ".join(f"{name.removesuffix('_s')} {{{name}:.1f}} s" for name in _BADPUT),
+        ]
+        facts: dict[str, Any] = {name: getattr(whole, name) for name in _BADPUT}
+        if snapshots is not None and snapshots.snapshotter is not None:
+            writing = snapshots.snapshotter.writing
+            lines.append("  snapshots  {taken} taken, {skipped} skipped, {dropped} dropped, {uploaded} uploaded")
+            facts |= {"taken": writing.taken, "skipped": snapshots.num_skipped, "dropped": snapshots.num_dropped}
+            facts |= {"uploaded": format_bytes(writing.uploaded_bytes), "uploaded_bytes": writing.uploaded_bytes}
+        say(
+            logging.INFO,
+            "run-summary",
+            "\n".join(lines),
+            about=snapshots.location.name if snapshots is not None else self._dirpath,
+            goodput=whole.goodput,
+            total=format_seconds(whole.total_s),
+            attempts=format_count(journal.earlier.count + 1, "attempt"),
+            step=journal.record.step,
+            lost_steps=lost,
+            **facts,
+        )

@@ -73,7 +73,7 @@ class PreemptionGuard(FitCallback):
         self._watcher: Watcher | None = None
         self._ranks: Ranks | None = None
         self._stop: StopAgreement | None = None
-        self._is_advised = False
+        self._is_advised = self._is_cloud_known = False
         self._place = Place(0)
         self._patches = Patches()
         self._grace_checked = False
@@ -93,7 +93,7 @@ class PreemptionGuard(FitCallback):
         fit.begin()
         if not any(part.writes for part in fit.callbacks(FitCallback)):
             fit.warn_of_passing_folder()
-        self.notice, self._place, self._is_advised = None, Place(0), False
+        self.notice, self._place, self._is_advised, self._is_cloud_known = None, Place(0), False, False
         self._watcher = watcher = Watcher(open_sources(self.notices))
         if trainer.world_size > 1 and not FitState.of(trainer).can(private.ENVIRONMENT):
             self._watcher = None
@@ -178,6 +178,9 @@ class PreemptionGuard(FitCallback):
     def _look(self, trainer: pl.Trainer) -> None:
         if self._watcher is not None:
             self._watcher.expect_workers()
+            if not self._is_cloud_known and (cloud := self._watcher.cloud) is not None:
+                self._is_cloud_known = True
+                FitSession.of(trainer).warn_of_local_dirpath(cloud)
         if not self._is_advised and self._watcher is not None and self._watcher.advice is not None:
             self._is_advised = True
             for snapshotter in FitSession.of(trainer).snapshotters:

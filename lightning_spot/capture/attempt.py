@@ -262,6 +262,12 @@ class LastState:
         return not self.glances.are_others
 
 
+def uploaded_by(writer: SnapshotWriter) -> int:
+    """Bytes that the server of a writer has brought to snapshot servers and storage so far."""
+    unknown: dict[str, TierHealth] = {}
+    return sum(tier.flushed_bytes for tier in writer.link.ask(lambda host: host.tiers(), unknown).values())
+
+
 class Ending:
     """Brings what is committed to safety at the end of an attempt.
 
@@ -275,6 +281,7 @@ class Ending:
 
     Attributes:
         where: what was committed last is, for people; known after :meth:`bring`.
+        uploaded_bytes: that the server of this host has brought to snapshot servers and storage, ever.
     """
 
     def __init__(
@@ -294,6 +301,7 @@ class Ending:
         self._last = last
         self._untrained, self._has_left = untrained, False
         self.where = _IN_MEMORY
+        self.uploaded_bytes = 0
         self._durable = f"durable in {url}"
 
     def bring(self, wait_s: float) -> bool | None:
@@ -308,6 +316,7 @@ class Ending:
             self._commit_again(self._last, deadline_s)
         left = self._flush(deadline_s)
         elsewhere = self._past_memory.flush(within(deadline_s))
+        self.uploaded_bytes = uploaded_by(self._writer)
         durable: bool | None = None
         if self._last is not None:
             durable = self._comes(self._last.manifest.name, deadline_s)
@@ -465,6 +474,7 @@ class Attempt:
         lineage: of the training state: that of the snapshot it was resumed from, or a new one.
         writer: takes the snapshots.
         where: what was committed last is, for people; known after :meth:`finish`.
+        uploaded_bytes: to snapshot servers and storage by this attempt; known after :meth:`finish`.
         skipped: snapshots that were due and not taken, since no slot was free, or to take them failed.
         failures: of those that nobody has foreseen.
     """
@@ -481,7 +491,7 @@ class Attempt:
         self.location = found.location
         self.lineage = new_id()
         self.where = ""
-        self.skipped = 0
+        self.skipped = self.uploaded_bytes = 0
         self.failures = UnexpectedFailures()
         self._settings = settings
         self._last: LastState | None = None
@@ -502,6 +512,7 @@ class Attempt:
             fenced = functools.partial(setattr, weakref.proxy(self.writer), "fence")  # it is not kept alive
             self._claim = ClaimWatch(self.location.url, self.info.claim(), is_made=self.is_claimed, fenced=fenced)
             undo.pop_all()
+        self._uploaded_before = uploaded_by(self.writer)
         self._past_memory = PastMemory(self.writer, self.location.url, self.info)
         self.safety = Safety(self.writer, settings.min_upload_interval_s or 0.0)
 
@@ -719,7 +730,7 @@ class Attempt:
                 self._complain("finish", failure_of(error))
                 return False
             finally:
-                self.where = ending.where
+                self.where, self.uploaded_bytes = ending.where, max(0, ending.uploaded_bytes - self._uploaded_before)
 
     def _bring(self, ending: Ending, deadline_s: float) -> bool | None:
         """Bring what is committed to safety; once more if that fails in a way that nobody has foreseen.

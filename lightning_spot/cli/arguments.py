@@ -89,6 +89,11 @@ def location_of(url: str, servers: Sequence[str], run: str | None) -> Location:
     if url.startswith("spot:"):
         raise SettingsError(f"{url} is a snapshot server: give a directory or URL, and the server by --server")
     check_given(url, servers, run)
+    if not scheme_of(url) and os.path.isfile(directory_of(url)):
+        raise SettingsError(
+            f"{url} is a file, and not the directory of a run: give that. A checkpoint is read by torch.load, or named"
+            " in fit(ckpt_path=)"
+        )
     place = Location.of(url, servers=servers or None, run_name=run or "run")
     if run is not None:
         return place

@@ -16,7 +16,7 @@ from lightning_spot.goodput.ledger import AttemptRecord, Spent, history, lost_st
 from lightning_spot.goodput.records import completed, read_records
 
 _WIDE = 60
-_PARTS = {"startup_s": "-", "restore_s": "r", "productive_s": "=", "blocked_s": "s", "lost_s": "x", "down_s": "."}
+_PARTS = {"startup_s": "-", "restore_s": "r", "productive_s": "=", "blocked_s": "b", "lost_s": "x", "down_s": "."}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def report(arguments: argparse.Namespace) -> int:
     console = wide_console()
     replicated = any(record.replicas > 1 for record in records)
     copies = ("REPLICAS",) if replicated else ()
-    headings = ("ATTEMPT", "BEGUN", "STEPS", "LASTED", "SNAPSHOTS", *copies, "STALL", "LOST", "DOWN AFTER", "END")
+    headings = ("ATTEMPT", "BEGUN", "STEPS", "LASTED", "SNAPSHOTS", *copies, "BLOCKED", "LOST", "DOWN AFTER", "END")
     table = plain_table(headings, left=("BEGUN", "END"))
     for record, part, lost in zip(records, parts, lost_steps(records), strict=True):
         table.add_row(

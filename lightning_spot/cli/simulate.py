@@ -219,7 +219,7 @@ def _verdict(groups: Mapping[str, Sequence[PolicyRow]]) -> str:
 
 
 def _table(name: str, rows: Sequence[PolicyRow], priced: bool) -> Table:
-    headings = ["POLICY", "SNAPSHOTS", "TIME h", "GOODPUT", "STALL", "LOST", "FAILURES", "PROGRESS LOST"]
+    headings = ["POLICY", "SNAPSHOTS", "TIME h", "GOODPUT", "BLOCKED", "LOST", "FAILURES", "PROGRESS LOST"]
     table = plain_table([*headings, *(["PRICE"] if priced else [])], left=["POLICY"], title=name)
     for row in rows:
         hours = f"{row.total_s / 3600:.2f} ± {row.error_s / 3600:.2f}" if math.isfinite(row.total_s) else "never"

@@ -23,6 +23,7 @@ from lightning_spot.exact import private
 from lightning_spot.exact.builtin_callbacks import is_tuned
 from lightning_spot.exact.optimizers import names_of
 from lightning_spot.fit.collectives import Agreement
+from lightning_spot.say import say
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -101,12 +102,13 @@ def _saying_for_what(rank: int) -> Iterator[None]:
     """Say it if ranks are waited for that do not come, which they cannot say by themselves."""
     late = threading.Timer(
         LATE_S,
-        logger.warning,
-        (
-            "lightning_spot: rank %d has waited %.0f s for the others to begin. Each rank needs the same callbacks: one"
-            " that has no SpotCheckpoint, or none of its parts, is waited for in vain",
-            rank,
-            LATE_S,
+        lambda: say(
+            logging.WARNING,
+            "ranks-late",
+            "rank {about} has waited {seconds:.0f} s for the others to begin. A rank without SpotCheckpoint, or without"
+            " its parts, never does. Give each rank the same callbacks",
+            about=rank,
+            seconds=LATE_S,
         ),
     )
     late.daemon = True

@@ -27,14 +27,13 @@ from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.memory.host import Host
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import Survey
+from lightning_spot.say import say
 from lightning_spot.staging.device import DeviceClock
 from lightning_spot.staging.partitions import CopyMode
 from lightning_spot.staging.schedule import BUCKET_BYTES, GradientWatch, Schedule
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-logger = logging.getLogger(__name__)
 
 
 class RankWriter(OfTrainer):
@@ -71,6 +70,7 @@ class RankWriter(OfTrainer):
         self.attempt: Attempt | None = None
         self.number = 0
         self.begun_step = -1
+        self.uploaded_bytes = self._begun = 0
         self.together = Together(trainer, settings.ring)
         self.in_shards = InShards(trainer, location, settings.ring) if is_sharded(trainer) else None
         self.iterations: Iterations | None = None
@@ -94,6 +94,11 @@ class RankWriter(OfTrainer):
         return self.attempt.skipped if self.attempt is not None else self._skipped
 
     @property
+    def taken(self) -> int:
+        """Snapshots that were begun and taken, on rank 0."""
+        return max(0, self._begun - self.skipped - self.torn)
+
+    @property
     def torn(self) -> int:
         """Snapshots that were dropped, since a tensor changed while it was copied."""
         return self.attempt.writer.torn if self.attempt is not None else self._torn
@@ -114,7 +119,7 @@ class RankWriter(OfTrainer):
         """On rank 0: open the ring, and ask all tiers what they hold."""
         self._location.check()
         if why := why_weak(read_environment().token):
-            logger.warning("lightning_spot: %s", why)
+            say(logging.WARNING, "token-weak", "{why}", about=self._location.url, why=why)
         if self.in_shards is not None:
             self.in_shards.check()
         # First: it takes over what a killed server left in memory.
@@ -149,7 +154,8 @@ class RankWriter(OfTrainer):
         except ServerUnreachableError as error:  # the tiers were asked since it was opened
             if not self._location.has_local_server:
                 raise
-            logger.warning("lightning_spot: the snapshot server on this host is lost (%s); starting a new one", error)
+            text = "the snapshot server on this host is lost ({error}). A new one is started"
+            say(logging.WARNING, "local-server-lost", text, about=self._location.url, error=error)
             return self._attempt_at(open_host(self._location, self._settings.ring), schedule)
 
     def _attempt_at(self, host: Host, schedule: Schedule | None) -> Attempt:
@@ -211,6 +217,7 @@ class RankWriter(OfTrainer):
         durable = attempt.finish(wait_s, complete=complete)
         self._committed, self._where = attempt.writer.committed, attempt.where
         self._skipped, self._torn = attempt.skipped, attempt.writer.torn
+        self.uploaded_bytes = attempt.uploaded_bytes
         return durable
 
     # -- snapshots ------------------------------------------------------------------------------------------------
@@ -256,6 +263,7 @@ class RankWriter(OfTrainer):
         """
         trainer = self._trainer
         self.begun_step = trainer.global_step
+        self._begun += 1
         if self.in_shards is not None:
             waits = {"wait_s": wait_s, "commit_s": self._settings.upload_timeout_s if complete else wait_s}
             said = None if complete or urgent else how

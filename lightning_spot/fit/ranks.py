@@ -23,6 +23,7 @@ from lightning_spot.preemption.stop_agreement import StopAgreement
 from lightning_spot.protocol.listening import LOOPBACK, allow_descriptors, facing, resolved
 from lightning_spot.protocol.process import descendants
 from lightning_spot.run.export import this_host
+from lightning_spot.say import say
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -30,10 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FILES_OF_A_RANK = 4
-_NOT_THE_RESTARTER = (
-    "lightning_spot: LIGHTNING_SPOT_RESTARTER_PID=%d names no process that has started this one: it is not told that"
-    " this machine is taken away; let the script that starts the training set it, as torchrun.sh does"
-)
 
 
 def main_address(trainer: pl.Trainer) -> str:
@@ -178,9 +175,10 @@ def requeue_slurm_job() -> None:
     try:
         subprocess.run(["scontrol", "requeue", job], check=True, timeout=30, capture_output=True, text=True)
     except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("lightning_spot: SLURM did not take job %s back (%s); submit it again", job, error)
+        text = "SLURM did not take job {about} back ({error}). Submit it again"
+        say(logging.WARNING, "not-requeued", text, about=job, error=error)
     else:
-        logger.info("lightning_spot: SLURM queues job %s again", job)
+        say(logging.INFO, "requeued", "SLURM queues job {about} again", about=job)
 
 
 def end_restarts_here() -> None:
@@ -201,7 +199,13 @@ def end_restarts_here() -> None:
             if own in descendants(restarter):  # looked at when the state is secured: it takes time, and may fail
                 os.kill(restarter, signal.SIGTERM)
             else:  # its number is another process' by now, or here, in a container
-                logger.warning(_NOT_THE_RESTARTER, restarter)
+                say(
+                    logging.WARNING,
+                    "not-the-restarter",
+                    "LIGHTNING_SPOT_RESTARTER_PID={about} names no parent of this process, which is not told that this"
+                    " machine is taken away. Let the script that starts the training set it, as torchrun.sh does",
+                    about=restarter,
+                )
         except OSError as error:
             logger.debug("process %d was not told that its machine will be taken away: %s", restarter, error)
 

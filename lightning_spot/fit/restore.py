@@ -27,6 +27,7 @@ from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.receiving import receive
 from lightning_spot.run.sources import MemorySource, Source, StoreSource, Use
 from lightning_spot.run.survey import Survey
+from lightning_spot.say import say
 from lightning_spot.tiers.store import Holdings, Progress
 
 if TYPE_CHECKING:
@@ -97,7 +98,8 @@ class SharedOpening:
             try:
                 return import_snapshot(self._leader, tried.turn, manifest)
             except NotExportedError as error:
-                logger.warning("lightning_spot: %s; rank %d reads the snapshot itself", error, self._ranks.rank)
+                text = "{error}; this rank reads the snapshot itself"
+                say(logging.WARNING, "not-imported", text, about=tried.turn, error=error)
         if self._exporter is None:
             return self._open(tried, manifest, source, progress, use=Use.LOAD)
         try:

@@ -17,7 +17,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn.parameter import is_lazy
 
 from lightning_spot import retry
@@ -46,6 +45,7 @@ from lightning_spot.patches import Patches
 from lightning_spot.run.choice import doubt
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import Survey, hold, look_again, survey
+from lightning_spot.say import say
 from lightning_spot.sharded.reader import changed
 
 if TYPE_CHECKING:
@@ -117,9 +117,13 @@ class Resume(OfTrainer):
             ranks = Agreement(self._trainer)
             self._locations[named] = location = ranks.tell(run_lookup.next_at(named))
             if location != named:
-                rank_zero_info(
-                    f"lightning_spot: this program has finished a fit at {named.url}: this fit is a run of its own, in"
-                    f" {location.url}"
+                say(
+                    logging.INFO,
+                    "run-of-its-own",
+                    "this program has finished a fit at {about}: this fit is a run of its own, in {url}",
+                    about=named.url,
+                    only_rank_zero=True,
+                    url=location.url,
                 )
             if self.is_wanted():
                 bring_below(self._trainer, location)
@@ -193,7 +197,7 @@ class Resume(OfTrainer):
             if who or not checkpoint_path:
                 self._choose(location)
             if who:
-                rank_zero_warn(f"lightning_spot: {self._instead_of(checkpoint_path, who)}")
+                self._say_found(checkpoint_path, who)
             checkpoint_path = None if self.chosen is not None else checkpoint_path
             loaded = private.LOADED_CHECKPOINT.of(connector)
             with fetched_once(trainer, location, checkpoint_path):
@@ -211,29 +215,38 @@ class Resume(OfTrainer):
         private.RESUME_START.wrap(self._patches, connector, partial(partial, resume_start))
         return location
 
-    def _instead_of(self, path: Any, who: str) -> str:
-        """What to say of a checkpoint that somebody else had Lightning find."""
-        if self.chosen is not None:
-            return (
-                f"{path}, which Lightning has found for {who}, is not used: this run goes on from its newest snapshot,"
-                f" {self.chosen.name}. Remove the file; or pass resume=False to go on from it"
-            )
-        return (
-            f"this run has no snapshot and begins with {path}, which Lightning has found for {who}. Later starts go on"
+    def _say_found(self, path: Any, who: str) -> None:
+        """Log whether a checkpoint is used that somebody else had Lightning find."""
+        text = (
+            "this run has no snapshot and begins with {about}, which Lightning found for {who}. Later starts resume"
             " from snapshots. Remove the file to start afresh"
         )
+        name = self.chosen.name if self.chosen is not None else ""
+        if name:
+            text = (
+                "{about}, which Lightning found for {who}, is not used. This run resumes from its newest snapshot,"
+                " {name}. Remove the file; or pass resume=False to use it"
+            )
+        say(logging.WARNING, "checkpoint-found", text, about=path, only_rank_zero=True, who=who, name=name)
 
     def _say_named(self, path: Any) -> None:
         """Say that the user's checkpoint is taken; in each start of a program, it takes its progress away."""
         step = private.LOADED_CHECKPOINT.of(private.RESUMING_CONNECTOR.of(self._trainer)).get("global_step")
         newest = self.snapshots[0].step if self.snapshots else -1
         if isinstance(step, int) and step < newest:
-            rank_zero_warn(
-                f"lightning_spot: ckpt_path={str(path)!r} is taken, as asked, which is of step {step}; this run has a"
-                f" snapshot of step {newest}. Leave ckpt_path out to go on from that"
+            say(
+                logging.WARNING,
+                "older-checkpoint",
+                "ckpt_path={about!r} of step {step} is taken, as asked, though this run has a snapshot of step"
+                " {newest}. Leave ckpt_path out to resume from that",
+                about=str(path),
+                only_rank_zero=True,
+                step=step,
+                newest=newest,
             )
         else:
-            rank_zero_info(f"lightning_spot: resumed from ckpt_path={str(path)!r}, as asked")
+            text = "resumed from ckpt_path={about!r}, as asked"
+            say(logging.INFO, "resumed", text, about=str(path), only_rank_zero=True)
 
     def _refuse(self, location: Location) -> None:
         """No resume is possible here: a run that has snapshots must not begin anew without a word."""
@@ -266,9 +279,13 @@ class Resume(OfTrainer):
         finally:
             hosts.close()
         if found is None:
-            rank_zero_info(
-                f"lightning_spot: no snapshot of run {location.name!r} at any tier"
-                f"{', also none of its earlier attempts' if self.attempt > 1 else ''}; starting afresh"
+            say(
+                logging.INFO,
+                "started",
+                "no snapshot of run {about!r} at any tier{earlier}; starting afresh",
+                about=location.name,
+                only_rank_zero=True,
+                earlier=", also none of its earlier attempts" if self.attempt > 1 else "",
             )
             return
         chosen, checkpoint = found
@@ -276,25 +293,32 @@ class Resume(OfTrainer):
         if self._found is not None and self.info is not None:
             hold(self._found, chosen.name, self.info)
         if not chosen.exact:
-            rank_zero_warn(f"lightning_spot: {self._inexact(chosen)}")
+            self._say_inexact(chosen)
         ranks.together(lambda: self._hand_over(checkpoint, chosen))
         if self.named is not None and (error := run_lookup.what_interrupted(self.named)) is not None:
-            rank_zero_warn(
-                f"lightning_spot: a fit of this process in {self.named.url} was ended by {error}, and this one goes on"
-                " from its last snapshot. If it is another training, give it a dirpath of its own"
+            say(
+                logging.WARNING,
+                "fit-continued",
+                "an earlier fit of this process in {about} was ended by {error}, and this one resumes from its last"
+                " snapshot. If it is another training, give it a dirpath of its own",
+                about=self.named.url,
+                only_rank_zero=True,
+                error=error,
             )
 
-    def _inexact(self, chosen: ResumedFrom) -> str:
-        """What to say of a resume from an approximation; on rank 0."""
+    def _say_inexact(self, chosen: ResumedFrom) -> None:
+        """Log that the run resumes from an approximation."""
         candidates = self._found.candidates if self._found is not None else []
         exact = next((manifest for manifest, _ in candidates if manifest.exact), None)
-        other = "no tier has an exact one"
-        if exact is not None:
-            other = f"the newest exact one is {exact.name}: name its file in fit(ckpt_path=) to go on from that instead"
-        return (
-            f"{chosen.name}, from which this run goes on, is not exact (lossy='topk'): weights and optimizer"
-            f" states are approximately those of step {chosen.step}, and the run will end with other bits;"
-            f" {other}"
+        name = exact.name if exact is not None else ""
+        say(
+            logging.WARNING,
+            "resume-inexact",
+            "this run resumes from {about}, which is not exact (lossy='topk'). It will end with other bits. "
+            + ("To be exact, name the file of {exact} in fit(ckpt_path=)" if name else "No tier has an exact one"),
+            about=chosen.name,
+            only_rank_zero=True,
+            exact=name,
         )
 
     def _hand_over(self, checkpoint: dict[str, Any], chosen: ResumedFrom) -> None:
@@ -306,11 +330,14 @@ class Resume(OfTrainer):
             check_model(trainer, checkpoint, f"{chosen.name} ({chosen.url})")
             check_optimizers(trainer, f"{chosen.name} ({chosen.url})")
         if others := other_hyperparameters(trainer, checkpoint):
-            rank_zero_warn(
-                "lightning_spot: the snapshot that this fit goes on from had other hyperparameters:"
-                f" {format_names(others)}. Optimizers and schedulers go on with the settings that they had. If one of"
-                " them is drawn anew at each start, leave it out: save_hyperparameters(ignore=[…]). If the snapshot is"
-                " of another training, the weights are not this one's own: give each a dirpath of its own"
+            say(
+                logging.WARNING,
+                "hyperparameters-changed",
+                "the snapshot had other hyperparameters: {names}. Optimizers and schedulers keep the settings of the"
+                " snapshot. If it is another training, give it a dirpath of its own",
+                about=chosen.url,
+                only_rank_zero=True,
+                names=format_names(others),
             )
         home = namespaces.of(trainer, "utilities.migration")
         migrated, _ = private.MIGRATE.of(home)(checkpoint)
@@ -340,9 +367,17 @@ class Resume(OfTrainer):
         chosen, location = self.chosen, self.location
         if chosen is not None and location is not None:
             where = chosen.url if chosen.name in chosen.url else f"{chosen.url}, {chosen.name}"
-            rank_zero_info(
-                f"lightning_spot: run {location.name!r}{f' attempt {self.attempt}' if self.attempt else ''} resumes at"
-                f" step {chosen.step} (epoch {chosen.epoch}) from {chosen.tier} ({where})"
+            say(
+                logging.INFO,
+                "resumed",
+                "run {about!r}{attempt} resumes at step {step} (epoch {epoch}) from {tier} ({where})",
+                about=location.name,
+                only_rank_zero=True,
+                attempt=f" attempt {self.attempt}" if self.attempt else "",
+                step=chosen.step,
+                epoch=chosen.epoch,
+                tier=chosen.tier,
+                where=where,
             )
 
     def say_if_complete(self) -> None:
@@ -351,10 +386,16 @@ class Resume(OfTrainer):
         if chosen is None or location is None or self._has_trained:
             return
         how = "is complete" if chosen.complete else "has come as far as this fit goes"
-        rank_zero_info(
-            f"lightning_spot: run {location.name!r} {how} (epoch {chosen.epoch}, step {chosen.step}):"
-            " nothing was left to train. Raise max_epochs or max_steps to go on, or choose another dirpath for a"
-            " new run"
+        say(
+            logging.INFO,
+            "nothing-to-train",
+            "run {about!r} {how} (epoch {epoch}, step {step}): nothing was left to train. Raise max_epochs or max_steps"
+            " to continue, or choose another dirpath for a new run",
+            about=location.name,
+            only_rank_zero=True,
+            how=how,
+            epoch=chosen.epoch,
+            step=chosen.step,
         )
 
 
@@ -378,12 +419,13 @@ def bring_below(trainer: pl.Trainer, location: Location) -> None:
     everyones = ranks.gather(_late(location) if leads else [])
     for rank, late in enumerate(everyones if ranks.rank == 0 else ()):
         for line in late:
-            logger.warning(
-                "lightning_spot: the server on the host of rank %d has not uploaded all that an earlier attempt may"
-                " have left there: %s. This attempt goes on from what every host can read. To go on from that host's"
-                " snapshot, mend that and start again",
-                rank,
-                line,
+            say(
+                logging.WARNING,
+                "not-uploaded",
+                "the server on the host of rank {rank} has not uploaded all of an earlier attempt: {about}. This"
+                " attempt resumes from what every host can read. To use that host's snapshot, fix that and start again",
+                about=line,
+                rank=rank,
             )
 
 
@@ -597,14 +639,17 @@ def let_config_be_saved_again(trainer: pl.Trainer, *, was_started: bool) -> None
         if not callback.already_saved:  # its setup comes after ours, also in the starts to come
             callback.overwrite = was_started
             if was_started:
-                rank_zero_info(
-                    f"lightning_spot: this start goes on with its run: {callback.config_filename} of an earlier one"
-                    " may be overwritten"
-                )
+                text = "this start continues its run: {about} of an earlier start may be overwritten"
+                say(logging.INFO, "config-overwritten", text, about=callback.config_filename, only_rank_zero=True)
         elif trainer.logger is None or isinstance(trainer.logger.version, str):  # the same folder each time
-            rank_zero_warn(
-                f"lightning_spot: the next start of this command will end, since {callback.config_filename} is in"
-                f" {trainer.log_dir} by then. Pass save_config_kwargs={{'overwrite': True}} to LightningCLI"
+            say(
+                logging.WARNING,
+                "config-in-the-way",
+                "the next start of this command will fail, because {about} is in {folder} by then. Pass"
+                " save_config_kwargs={{'overwrite': True}} to LightningCLI",
+                about=callback.config_filename,
+                only_rank_zero=True,
+                folder=trainer.log_dir,
             )
 
 

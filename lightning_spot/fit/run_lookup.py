@@ -24,6 +24,7 @@ from lightning_spot.protocol.ownership import read_file, replace_file
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import NodeRecord, find_record
 from lightning_spot.run.location import Location
+from lightning_spot.say import say
 from lightning_spot.untrusted import SMALL_BYTES, integer, line, read_object
 
 logger = logging.getLogger(__name__)
@@ -113,11 +114,12 @@ def _tell_others(named: Location) -> None:
         with find_record(named.canonical).opened() as record:
             replace_file(_note(record), json.dumps(kept).encode())
     except (OSError, SettingsError) as error:
-        logger.warning(
-            "lightning_spot: the next fit of this program at %s will be taken for this one (%s): give it a dirpath of"
-            " its own",
-            named.url,
-            error,
+        say(
+            logging.WARNING,
+            "fit-not-noted",
+            "the next fit of this program at {about} is taken for this one ({error}). Give it a dirpath of its own",
+            about=named.url,
+            error=error,
         )
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError, SpotError
@@ -27,6 +26,7 @@ from lightning_spot.run.choice import open_newest
 from lightning_spot.run.identity import starts_between
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import Survey, look_again
+from lightning_spot.say import say
 from lightning_spot.sharded.metadata import REST_FILE
 from lightning_spot.sharded.plan import EXTRA
 
@@ -130,9 +130,16 @@ def choose(
     if ranks.size > 1:
         on = "one host" if hosts.count == 1 else f"{hosts.count} hosts"
         size = format_bytes(opened[0].manifest.stored_bytes)
-        rank_zero_info(
-            f"lightning_spot: {ranks.size} ranks on {on} have found and read {size}"
-            f" in {time.monotonic() - begun_s:.1f} s, once on each host"
+        say(
+            logging.INFO,
+            "restored-together",
+            "{ranks} ranks on {on} have found and read {size} in {took_s:.1f} s, once on each host",
+            about=opened[0].manifest.name,
+            only_rank_zero=True,
+            ranks=ranks.size,
+            on=on,
+            size=size,
+            took_s=time.monotonic() - begun_s,
         )
     return chosen, opened[1]
 
@@ -303,8 +310,15 @@ def without_failed(found: Survey, attempt: int, on_failure: OnResumeFailure) -> 
     else:
         way_on = "If this start fails, too, pass on_resume_failure='older' to try the one before, or resume=False"
     again = names[gone] if gone else "it again"
-    rank_zero_warn(
-        f"lightning_spot: {starts} ended without a snapshot since {names[0]}. This one goes on from {again}. {way_on}"
+    say(
+        logging.WARNING,
+        "resumes-failing",
+        "{starts} ended without a snapshot since {about}. This one resumes from {again}. {way_on}",
+        about=names[0],
+        only_rank_zero=True,
+        starts=starts,
+        again=again,
+        way_on=way_on,
     )
     left_out = set(names[:gone])
     answers = [
@@ -322,7 +336,7 @@ def _failed_since(found: Survey, newest: Manifest, attempt: int) -> int:
     try:
         records = read_records(found.location.url)
     except SpotError as error:  # a record is no condition of a resume
-        logger.debug("lightning_spot: records of attempts cannot be read: %s", error)
+        logger.debug("records of attempts cannot be read: %s", error)
         return count
     others = [
         record

@@ -13,9 +13,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-
 from lightning_spot.capture.unexpected import STILL_ENDS, THE_END
+from lightning_spot.config import read_environment
 from lightning_spot.errors import PreemptedError, SpotError, TierError
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import Dump
@@ -33,6 +32,8 @@ from lightning_spot.fit.together import ALONE
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.preemption.notice import Notice
+from lightning_spot.run.location import local_file_system
+from lightning_spot.say import say, show
 from lightning_spot.tiers.fsspec_client import forget_listings
 
 if TYPE_CHECKING:
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
     from lightning_spot.fit.rank_writer import RankWriter
     from lightning_spot.fit.snapshotter import Snapshotter
-
-logger = logging.getLogger(__name__)
 
 _LEAVE = "all ranks leave, and the run goes on from the snapshot before"
 
@@ -90,6 +89,7 @@ class FitSession(PerTrainer):
             SettingsError: if ranks differ.
         """
         if not self._has_begun:
+            show()
             check_alike(self._trainer)
             self._has_begun = True
         FitState.of(self._trainer).attach()
@@ -119,20 +119,47 @@ class FitSession(PerTrainer):
         found, loggers = _model_checkpoint(self._trainer), self._trainer.loggers
         if found is not None and "://" in str(found.dirpath or ""):
             # Lightning takes the scheme off what it lists, and looks for it on the disk.
-            rank_zero_warn(
-                f"lightning_spot: fit(ckpt_path='last') finds nothing in {found.dirpath}: Lightning looks on the disk."
-                f" After a notice, pass ckpt_path={_preempted(found)!r}; or use SpotCheckpoint, which resumes by itself"
+            say(
+                logging.WARNING,
+                "last-not-found",
+                "fit(ckpt_path='last') finds nothing in {about}: Lightning looks on the disk. After a notice, pass"
+                " ckpt_path={path!r}; or use SpotCheckpoint, which resumes by itself",
+                about=found.dirpath,
+                only_rank_zero=True,
+                path=_preempted(found),
             )
         if found is None or found.dirpath or not loggers:
             return
         kinds = namespaces.classes("loggers", "CSVLogger", "TensorBoardLogger")
         if isinstance(loggers[0], kinds) and isinstance(loggers[0].version, str):
             return  # the user has named it: those that the logger counts are numbers
-        rank_zero_warn(
-            "lightning_spot: ModelCheckpoint has no dirpath, so its files are in the folder of the logger, and that is"
-            " another one in each start: after a notice, fit(ckpt_path='last') would not find what was saved. Give it"
-            " one, ModelCheckpoint('checkpoints'), or the logger the same version in each start"
+        say(
+            logging.WARNING,
+            "folder-changes",
+            "ModelCheckpoint has no dirpath and writes to the logger's folder, which changes at each start. After a"
+            " notice, fit(ckpt_path='last') finds nothing. Set dirpath, or the logger's version",
+            only_rank_zero=True,
         )
+
+    def warn_of_local_dirpath(self, cloud: str) -> None:
+        """Warn, on a VM of a cloud, of a run that is stored on the disk of the VM only.
+
+        Args:
+            cloud: that was found.
+        """
+        for snapshotter in self.snapshotters:
+            url = snapshotter.location.url
+            if (kind := local_file_system(url)) is not None and read_environment().drill_dir is None:
+                say(
+                    logging.WARNING,
+                    "dirpath-local",
+                    "dirpath {about} is on a local file system ({kind}) of a VM ({cloud}). It is lost if this VM is"
+                    " deleted. Use a bucket, or a disk that outlives the VM",
+                    about=url,
+                    only_rank_zero=True,
+                    kind=kind,
+                    cloud=cloud,
+                )
 
     def warn_of_short_grace(self, grace_period_s: float) -> bool:
         """Say early that a notice would come too late for an urgent snapshot.
@@ -146,10 +173,14 @@ class FitSession(PerTrainer):
         measured = [safe_s for item in self.snapshotters if (safe_s := item.writing.safe_after_s()) is not None]
         for safe_s in measured:
             if safe_s > grace_period_s:
-                rank_zero_warn(
-                    f"lightning_spot: a notice leaves {grace_period_s:.0f} s, but a snapshot has needed {safe_s:.0f}"
-                    " s until it is safe outside this machine: after a notice the run will resume from its last regular"
-                    " snapshot. A snapshot server nearby, or a shorter interval, loses less"
+                say(
+                    logging.WARNING,
+                    "grace-too-short",
+                    "a notice leaves {grace_s:.0f} s, but a snapshot takes {safe_s:.0f} s to upload. After a notice the"
+                    " run resumes from its last regular snapshot. Use a snapshot server nearby, or a shorter interval",
+                    only_rank_zero=True,
+                    grace_s=grace_period_s,
+                    safe_s=safe_s,
                 )
         return bool(measured)
 
@@ -170,13 +201,14 @@ class FitSession(PerTrainer):
             PreemptedError: always; the process exits with :data:`EXIT_CODE`.
         """
         trainer = self._trainer
-        rank_zero_info(f"lightning_spot: {notice.text}; all ranks stop after step {trainer.global_step}")
+        text = "{notice}; all ranks stop after step {step}"
+        say(logging.INFO, "stopping", text, only_rank_zero=True, notice=notice.text, step=trainer.global_step)
         longest_s = max((item.settings.upload_timeout_s for item in self.snapshotters), default=0.0)
         self.deadline = deadline = Deadline.of(notice.deadline_s, longest_s)
         for snapshotter in self.snapshotters:
             bring = partial(secure, trainer, snapshotter, seam, deadline, cut_short)
             if safe := snapshotter.best_effort.run("the urgent snapshot", bring, "", still=_LEAVE):
-                rank_zero_info(f"lightning_spot: {safe}")
+                say(logging.INFO, "secured", "{safe}", about=snapshotter.location.url, only_rank_zero=True, safe=safe)
         if not self.snapshotters:
             _save_beside_model_checkpoint(trainer, seam)
         part(deadline.left_s if deadline.is_named else max(RANKS_WAIT_S, deadline.left_s))
@@ -232,9 +264,16 @@ class FitSession(PerTrainer):
             way_on = ". The same command goes on from the newest one" if can_go_on else ""
             if can_go_on and snapshotter.writing.committed is None and (chosen := self.resume.chosen) is not None:
                 way_on = f". The same command goes on from {chosen.name} again, as this start did"
-            rank_zero_info(
-                f"lightning_spot: {type(error).__name__} has ended run {snapshotter.location.name!r} at step"
-                f" {self._trainer.global_step}; {snapshotter.writing.what_is_safe()}{way_on}"
+            say(
+                logging.INFO,
+                "run-interrupted",
+                "{error} has ended run {about!r} at step {step}; {safe}{way_on}",
+                about=snapshotter.location.name,
+                only_rank_zero=True,
+                error=type(error).__name__,
+                step=self._trainer.global_step,
+                safe=snapshotter.writing.what_is_safe(),
+                way_on=way_on,
             )
 
     def _finish(self, *, complete: bool) -> None:
@@ -264,17 +303,23 @@ class FitSession(PerTrainer):
             f"step {step}" if step else f"the end of epoch {self._trainer.current_epoch}"
         )  # steps may not be counted
         if durable:
-            rank_zero_info(
-                f"lightning_spot: run {location.name!r} is complete at {where}; its last snapshot is in {location.url}"
+            say(
+                logging.INFO,
+                "run-complete",
+                "run {name!r} is complete at {where}; its last snapshot is in {about}",
+                about=location.url,
+                only_rank_zero=True,
+                name=location.name,
+                where=where,
             )
             return
-        why = (
-            f"run {location.name!r} has ended at {where}, but its last snapshot is not durable in {location.url}:"
-            " the end of the training may be lost. Cure what the warnings above name, then give the same command again"
+        text = (
+            "run {name!r} has ended at {where}, but its last snapshot is not durable in {about}. The end of the"
+            " training may be lost. Fix what the warnings above name, then run the same command again"
         )
         if snapshotter.settings.ring.strict:
-            raise TierError(why, tier=location.url)
-        logger.error("lightning_spot: %s", why)
+            raise TierError(text.format(about=location.url, name=location.name, where=where), tier=location.url)
+        say(logging.ERROR, "end-not-durable", text, about=location.url, name=location.name, where=where)
 
 
 def _would_come_again(error: BaseException) -> bool:
@@ -298,14 +343,16 @@ def _save_beside_model_checkpoint(trainer: pl.Trainer, seam: Seam) -> None:
     """Save what ``fit(ckpt_path="last")`` will find, in the directory of the user's ``ModelCheckpoint``."""
     found = _model_checkpoint(trainer)
     if found is None or not found.dirpath or seam not in (Seam.AFTER_BATCH, Seam.BEFORE_VALIDATION):
-        rank_zero_info("lightning_spot: nothing was saved now; the run resumes from its last checkpoint")
+        text = "nothing was saved now; the run resumes from its last checkpoint"
+        say(logging.INFO, "secured", text, only_rank_zero=True)
         return
     path = _preempted(found)
     dump = FitState.of(trainer).dump(before_validation=seam is Seam.BEFORE_VALIDATION)
     trainer.strategy.save_checkpoint(dump.gathered(trainer, Rooms()), path)
     trainer.strategy.barrier("lightning_spot.preempted")
     forget_listings(str(found.dirpath))
-    rank_zero_info(f"lightning_spot: step {trainer.global_step} is saved in {path}")
+    text = "step {step} is saved in {about}"
+    say(logging.INFO, "secured", text, about=path, only_rank_zero=True, step=trainer.global_step)
 
 
 # -- the urgent snapshot ----------------------------------------------------------------------------------------------

@@ -13,12 +13,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_spot.capture.slot_pool import AHEAD_S
 from lightning_spot.capture.unexpected import STILL_ENDS, THE_END, BestEffort, failure_of
-from lightning_spot.config import format_count, format_seconds
+from lightning_spot.config import format_bytes, format_count, format_seconds
 from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import Dump
@@ -40,12 +39,11 @@ from lightning_spot.patches import Patches
 from lightning_spot.run.choice import say_what_is_left
 from lightning_spot.run.identity import starts_between
 from lightning_spot.run.location import Location
+from lightning_spot.say import say
 from lightning_spot.staging.device import Cuda
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-logger = logging.getLogger(__name__)
 
 Tiers = tuple[TierPace, ...]
 
@@ -194,10 +192,17 @@ class Pacing:
             return
         self._warned = True
         near = difflib.get_close_matches(monitor, logged, 1)
-        rank_zero_warn(
-            f"lightning_spot: monitor={monitor!r} is not logged so far, and until it is, snapshots are taken as Young"
-            f" and Daly would.{f' Is {near[0]!r} meant?' if near else ''} Logged are:"
-            f" {', '.join(sorted(logged)) or 'none'}"
+        say(
+            logging.WARNING,
+            "monitor-not-logged",
+            "monitor={about!r} is not logged so far. Until it is, snapshots are taken at Young and Daly's interval."
+            + (" Did you mean {near!r}?" if near else "")
+            + " Logged are: {logged}",
+            about=monitor,
+            only_rank_zero=True,
+            near=near[0] if near else "",
+            logged=", ".join(sorted(logged)) or "none",
+            step=trainer.global_step,
         )
 
     # -- the decision ---------------------------------------------------------------------------------------------
@@ -304,9 +309,13 @@ class Pacing:
         self._is_refused = False
         count = self.policy.passed_over(step)
         if count and not self.passed_over:
-            rank_zero_info(
-                f"lightning_spot: skipped {format_count(count, 'snapshot')} due before that of step {step}: there was"
-                ' no slot yet (on_full="wait" waits instead)'
+            say(
+                logging.INFO,
+                "snapshots-skipped",
+                'skipped {count} due before that of step {step}: there was no slot yet (on_full="wait" waits instead)',
+                only_rank_zero=True,
+                count=format_count(count, "snapshot"),
+                step=step,
             )
         self.passed_over += count
 
@@ -321,10 +330,20 @@ class Pacing:
     def _say_budget(self, shortest_s: float) -> None:
         if not self._said_budget:
             self._said_budget = True
-            rank_zero_info(
-                f"lightning_spot: training waits {1000 * (self._stall.value or 0.0):.1f} ms for a snapshot: the"
-                f" interval grows to {format_seconds(shortest_s)}, for max_overhead, and follows what is measured"
+            say(
+                logging.INFO,
+                "interval-grows",
+                "a snapshot blocks training for {blocked_ms:.1f} ms. The interval is {interval}, for max_overhead",
+                only_rank_zero=True,
+                blocked_ms=1000 * self.blocked_each_s,
+                interval=format_seconds(shortest_s),
             )
+
+    @property
+    def interval(self) -> str:
+        """The interval between snapshots at present, for people."""
+        seconds = max(self.policy.wanted_s(self._seen_step), self.policy.shortest_s())
+        return format_seconds(seconds) if seconds > 0 else repr(self.policy)
 
     @property
     def blocked_each_s(self) -> float:
@@ -485,6 +504,7 @@ class Snapshotter(OfTrainer):
         self._steps_itself = self.has_begun = False
         self._has_counted = self._has_stepped = False  # whether global_step has moved; an optimizer, in this batch
         self._unknown, self._has_said_unknown = "", False  # class of an optimizer that Lightning was not given
+        self._has_said_first = False
         self._uncounted = 0  # batches in which an optimizer stepped, before global_step has moved
         self._patches = Patches()
 
@@ -645,9 +665,13 @@ class Snapshotter(OfTrainer):
         """Say that a resume has nothing of an optimizer, unless the module may save it by itself."""
         self._has_said_unknown = True
         if not namespaces.overrides(self._trainer.lightning_module, "on_save_checkpoint"):
-            rank_zero_warn(
-                f"lightning_spot: {self._unknown} steps weights of the model, and configure_optimizers has not returned"
-                " it. No snapshot has its state: a resume begins it again. Return it there"
+            say(
+                logging.WARNING,
+                "optimizer-not-returned",
+                "{about} updates weights of the model, and configure_optimizers does not return it. No snapshot has its"
+                " state: a resume starts it again. Return it there",
+                about=self._unknown,
+                only_rank_zero=True,
             )
 
     def _say_uncounted(self) -> None:
@@ -656,14 +680,13 @@ class Snapshotter(OfTrainer):
         Raises:
             SettingsError: with ``strict``.
         """
-        said = (
-            f"Lightning has counted no step in {self._uncounted} batches, though optimizers have stepped. NO SNAPSHOT"
-            " is taken before the end, and an interrupted run begins again. Step those of self.optimizers(), in hooks"
-            " of backward too"
+        text = (
+            "Lightning has counted no step in {batches} batches, though optimizers have stepped. NO SNAPSHOT is taken"
+            " before the end. Step those of self.optimizers(), in hooks of backward too"
         )
         if self.settings.ring.strict:
-            raise SettingsError(said)
-        rank_zero_warn(f"lightning_spot: {said}")
+            raise SettingsError(text.format(batches=self._uncounted))
+        say(logging.WARNING, "steps-not-counted", text, only_rank_zero=True, batches=self._uncounted)
 
     def _after_step(self, *, before_validation: bool) -> bool:
         trainer, run, iterations = self._trainer, self.best_effort.run, self.writing.iterations
@@ -676,9 +699,30 @@ class Snapshotter(OfTrainer):
             self._take(before_validation=before_validation, how=how)
         self.pacing.look_ahead(trainer, self._can_begin)
         run("leasing a slot ahead", self._lease_ahead, None)
+        if not self._has_said_first:
+            run("logging the first snapshot", self._say_first, None)
         if iterations is not None:
             run(_FOLLOWING, iterations.begins, None)
         return True
+
+    def _say_first(self) -> None:
+        """Log the first snapshot of the attempt, on rank 0, once it is committed."""
+        if (first := self.writing.committed) is None:
+            return
+        self._has_said_first = True
+        server = self.writing.attempt.writer.across.at if self.writing.attempt is not None else ""
+        say(
+            logging.INFO,
+            "first-snapshot",
+            "first snapshot: step {step}, {size}, training blocked for {blocked_ms:.1f} ms. It is in memory of"
+            " {server} and is uploaded to {about}. Interval: {interval}",
+            about=self.location.url,
+            step=first.step,
+            size=format_bytes(first.nbytes),
+            blocked_ms=1000 * (self.pacing.blocked_each_s or self.pacing.stall_s),
+            server=server or "this host",
+            interval=self.pacing.interval,
+        )
 
     def _lease_ahead(self) -> None:
         trainer, attempt = self._trainer, self.writing.attempt
@@ -736,6 +780,8 @@ class Snapshotter(OfTrainer):
             ends.callback(run, writing.let_go)
             ends.callback(run, writing.together.close)
             ends.callback(run, self.close)
+        if not self._has_said_first:  # a short run
+            run(self._say_first)
         return durable[0]
 
 
@@ -787,7 +833,8 @@ class CurrentState(OfTrainer):
             return kept if kept is not None and kept.is_unchanged else None
         dump = self.state(before_validation=seam is Seam.BEFORE_VALIDATION)
         if isinstance(dump, SpotError):
-            logger.warning("lightning_spot: no snapshot of step %d: %s", self._trainer.global_step, dump)
+            text = "no snapshot of step {step}: {error}"
+            say(logging.WARNING, "no-urgent-snapshot", text, step=self._trainer.global_step, error=dump)
             return None
         return dump
 

@@ -19,8 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
-
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.capture.mailbox import Mailbox, Sender
@@ -42,6 +40,7 @@ from lightning_spot.fit.ranks import Meeting, allow_ranks
 from lightning_spot.fit.topology import Topology
 from lightning_spot.image.manifest import MOST_HOSTS
 from lightning_spot.run.location import Location
+from lightning_spot.say import say
 from lightning_spot.sharded.file_plan import state_archive
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
@@ -55,7 +54,6 @@ logger = logging.getLogger(__name__)
 _NUMBER_BYTES = 20
 
 
-_BY_ITSELF = "the host of rank 0 sends every snapshot by itself, since "
 _NOT_APPROXIMATED = "what several hosts bring is not approximated. Leave lossy= out to have each host send its share"
 _MOST_FAILURES = 2
 
@@ -276,7 +274,8 @@ class Together(OfTrainer):
         if attempt is not None:
             attempt.writer.across.wanted = hosts.can_bring
             if hosts.count > 1 and location.servers and (why := self._why_by_itself(hosts)):
-                rank_zero_warn(f"lightning_spot: {_BY_ITSELF}{why}")
+                text = "the host of rank 0 sends every snapshot by itself, since {why}"
+                say(logging.WARNING, "sent-by-one-host", text, only_rank_zero=True, why=why)
         if hosts.mine is None or trainer.global_rank in (0, *self._members) or hosts.can_bring:
             return attempt is None and hosts.mine is not None
         hosts.leave()
@@ -401,20 +400,25 @@ class Together(OfTrainer):
         if self._was_across and not differ:
             self._failures, self._was_across = 0, False
             self._pause.begin()
-            rank_zero_warn(
-                f"lightning_spot: the hosts cannot bring snapshots together: {because}. For now the host of rank 0"
-                " brings them by itself; it is tried again later",
-                stacklevel=2,
+            say(
+                logging.WARNING,
+                "hosts-apart",
+                "hosts cannot send snapshots together: {because}. The host of rank 0 sends them by itself for now",
+                only_rank_zero=True,
+                because=because,
             )
             return self._alone()
         if self._was_sent and self._mail is not None and not differ:
             self._failures, self._was_sent = 0, False
             self._pause_of_mail.begin()
             self._mail.works = not is_by_one  # nothing that is sent could be put into such a file
-            rank_zero_warn(
-                f"lightning_spot: snapshots are missed: {because}. Now ranks wait at each until what only one of them"
-                " knows is gathered" + ("; to send it beside training is tried again later" if self._can_send else ""),
-                stacklevel=2,
+            say(
+                logging.WARNING,
+                "ranks-gather",
+                "snapshots were missed: {because}. Training now waits at each snapshot until rank-local state is"
+                " gathered" + (", for some minutes" if self._can_send else ""),
+                only_rank_zero=True,
+                because=because,
             )
             return ALONE
         self._end()
@@ -424,7 +428,8 @@ class Together(OfTrainer):
         why = f"ranks cannot write snapshots together: {because}"
         if self._settings.strict and differ:
             return replace(ALONE, problem=why)
-        rank_zero_warn(f"lightning_spot: {why}. From now on rank 0 writes them alone")
+        text = "{why}. From now on rank 0 writes them alone"
+        say(logging.WARNING, "ranks-apart", text, only_rank_zero=True, why=why)
         return self._alone()
 
     def _end(self) -> None:
@@ -550,9 +555,13 @@ class Mail:
         self.works = not problems
         if problems:
             self.close()
-            rank_zero_warn(
-                f"lightning_spot: where rank 0 writes a snapshot alone, ranks wait until what only one of them knows is"
-                f" gathered. {problems[0]}"
+            say(
+                logging.WARNING,
+                "rank-unreached",
+                "{problem}. Training waits at each snapshot that rank 0 writes alone, until rank-local state is"
+                " gathered",
+                only_rank_zero=True,
+                problem=problems[0],
             )
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ class AttemptRecord:
 
     Attributes:
         attempt: its number.
-        begun_unix_s: when ``fit`` began.
+        begun_unix_s: when it began: its process, or ``fit``, see :func:`~lightning_spot.goodput.records.begin_unix_s`.
         trained_unix_s: when training began, with everything restored; ``None`` if it never did.
         from_step: ``global_step`` at that time.
         step: the last one.
@@ -100,8 +100,9 @@ class Spent:
         blocked_s: waited for snapshots.
         lost_s: trained, and done again by the next attempt.
         restore_s: found and read the snapshot that an attempt went on from.
-        down_s: from the end of an attempt to the start of the next; none after one that completed the run.
-        startup_s: the rest of the time from the start of ``fit`` until training began.
+        down_s: from the end of an attempt to the start of the process of the next; none after one that completed the
+            run.
+        startup_s: the rest of the time from the start of the process until training began.
     """
 
     productive_s: UnixSeconds = 0.0

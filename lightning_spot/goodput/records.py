@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -226,6 +227,21 @@ def _path(record: NodeRecord, attempt: int) -> Path:
     return record.folder / f"{record.key}.attempt-{attempt:04d}.reached"
 
 
+_fits: set[int] = set()
+"""Numbers of the processes, this one and those it was forked from, that have begun to fit."""
+
+
+def begin_unix_s() -> float:
+    """When the attempt of a ``fit`` that begins now began: with the process, if that fits for the first time.
+
+    At a prompt, or in a notebook, a process waits for its user before that.
+    """
+    process = ProcessId.of(os.getpid())
+    is_first, now_s = os.getpid() not in _fits, time.time()
+    _fits.add(os.getpid())
+    return now_s - process.age_s if is_first and process is not None and not hasattr(sys, "ps1") else now_s
+
+
 CLOSE_S = 5.0
 """How long the end of ``fit`` waits for a record to be written, where the tier is slow."""
 KEEP_S = 1.0
@@ -240,7 +256,7 @@ class Journal:
         attempt: its number; ``None`` for one more than the newest record's.
         snapshots: of earlier attempts, at whatever tier: they tell how far one got whose machine is gone.
         heartbeat_s: seconds between two writes to storage.
-        begun_unix_s: when ``fit`` began.
+        begun_unix_s: when the attempt began, see :func:`begin_unix_s`.
 
     Attributes:
         record: of this attempt.
@@ -371,7 +387,7 @@ class Journal:
                 write_record(self._url, self.record.attempt, self.record.as_dict())
                 self._mend()
             except TierError as error:
-                logger.debug("lightning_spot: %s", error)  # the flusher tells of a tier that fails
+                logger.debug("%s", error)  # the flusher tells of a tier that fails
             except Exception as error:  # such as want of memory: there may be some again at the next beat
                 why = f"{type(error).__name__}: {error}"
                 text = "goodput cannot be recorded now: {why}"

@@ -128,7 +128,7 @@ class StopAgreement:
                     self._decide(facts)
                     return
         except RankZeroEnded as end:  # this rank is about to come to its end, too
-            logger.debug("lightning_spot: %s", end)
+            logger.debug("%s", end)
         except OSError as error:  # rank 0 has gone, and with it the run
             if not self._closed:
                 text = "the connection to the other ranks is lost ({error}). They may stop at another step"

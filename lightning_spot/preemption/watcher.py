@@ -191,6 +191,11 @@ class Watcher:
             default=None,
         )
 
+    @property
+    def cloud(self) -> str | None:
+        """The cloud that is asked; ``None`` if there is none, or before it was found out."""
+        return next((source.name for source in self._polled if source.name in CLOUDS), None)
+
     def accept(self) -> None:
         """Act on the notice: from now on it stands, even if its source takes it back."""
         with self._lock:

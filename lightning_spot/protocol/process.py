@@ -56,6 +56,12 @@ class ProcessId:
         return ProcessId.of(self.pid) == self
 
     @property
+    def age_s(self) -> float:
+        """Seconds since it began."""
+        began_s = self.started / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began_s)
+
+    @property
     def stopped(self) -> bool:
         """Whether a signal or a debugger has stopped it."""
         fields = _stat(self.pid)

@@ -116,7 +116,7 @@ def _of_the_run_there(found: Survey, info: RunInfo) -> RunInfo:
     try:
         claim = open_store(info.durable_url or "").newest_claim()
     except (TierError, CorruptSnapshotError) as error:
-        logger.debug("lightning_spot: it cannot be read which run was begun meanwhile: %s", error)
+        logger.debug("it cannot be read which run was begun meanwhile: %s", error)
         return info
     if claim is None or claim.location != info.location:
         return info
@@ -175,7 +175,7 @@ class ClaimWatch:
                 self._fenced(error)
                 return
             except Exception as error:  # whatever it is: without a claim, no earlier attempt would be kept out
-                logger.debug("lightning_spot: the claim at %s cannot be made, or read, now: %s", self._url, error)
+                logger.debug("the claim at %s cannot be made, or read, now: %s", self._url, error)
                 pause_s = next(pauses)
 
     def _look(self) -> None:

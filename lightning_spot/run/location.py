@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
@@ -148,6 +150,33 @@ class Location:
                     error=error,
                 )
         return InProcessHost(slots=slots, memory_bytes=memory_bytes, open_store=open_store)
+
+
+_LOCAL = frozenset(("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"))
+_MOUNTS = Path("/proc/self/mountinfo")
+
+
+def local_file_system(url: str, mounts: Path = _MOUNTS) -> str | None:
+    """The type of the file system that a directory is on, if that is a disk or memory of this machine.
+
+    Args:
+        url: durable directory or fsspec URL of a run.
+        mounts: what is mounted here, as Linux lists it.
+    """
+    if scheme_of(url):
+        return None
+    path = os.path.realpath(directory_of(url))
+    found, deepest = None, -1
+    try:
+        lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        mount, _, file_system = line.partition(" - ")
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), mount.split(" ")[4])
+        if os.path.commonpath([path, point]) == point and len(point) >= deepest:  # a later mount hides an earlier one
+            found, deepest = file_system.split(" ")[0], len(point)
+    return found if found in _LOCAL else None
 
 
 def check_replicas(replicas: int, servers: str | Sequence[str] | None) -> None:

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.run.location import Location
 from tests.distributed.test_together import accounts, check_ends, check_run, check_states, load, manifests, train
 from tests.support.machines import Machines, lose, started
+from tests.support.said import keys, said
 from tests.support.server import MIB, RunningNode, snapshot_server
 from tests.support.trainer import digest
 from tests.support.waiting import until
@@ -274,7 +274,7 @@ class OnTwoRanks(SimpleNamespace):
 
 
 @pytest.mark.parametrize(
-    ("hosts", "compression", "said"),
+    ("hosts", "compression", "why"),
     [
         (Topology(count=2), "topk", r".*Leave lossy="),
         (Topology(count=MOST_HOSTS + 1), "auto", f"at most {MOST_HOSTS} hosts"),
@@ -282,7 +282,12 @@ class OnTwoRanks(SimpleNamespace):
     ],
 )
 def test_where_the_first_host_sends_everything_by_itself_a_warning_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: Topology, compression: Compression, said: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hosts: Topology,
+    compression: Compression,
+    why: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(Topology, "meet", lambda *_: hosts)
     ring = RingSettings(
@@ -291,11 +296,14 @@ def test_where_the_first_host_sends_everything_by_itself_a_warning_says_why(
     trainer: Any = OnTwoRanks(strategy=DDPStrategy(), world_size=2, global_rank=0)
     attempt: Any = SimpleNamespace(writer=SimpleNamespace(across=SimpleNamespace()))
     together = Together(trainer, ring)
-    with pytest.warns(UserWarning, match=f"the host of rank 0 sends every snapshot by itself, since {said}"):
-        assert not together.begin(attempt, Location.of(tmp_path, servers="spot://a:1"), "run", 1)
+    assert not together.begin(attempt, Location.of(tmp_path, servers="spot://a:1"), "run", 1)
+    (facts,) = said(caplog, "sent-by-one-host")
+    assert re.match(why, facts["why"])
 
 
-def test_hosts_go_on_together_after_misses_that_are_noticed_late_and_ask_who_carries_the_run_on(tmp_path: Path) -> None:
+def test_hosts_go_on_together_after_misses_that_are_noticed_late_and_ask_who_carries_the_run_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     ring = RingSettings(slots=2, memory_bytes=2**20, server_idle_timeout_s=9.0, keep=1, strict=False)
     trainer: Any = OnTwoRanks(strategy=SimpleNamespace(model=None), optimizers=[], world_size=2, global_rank=0)
     together = Together(trainer, ring)
@@ -311,9 +319,8 @@ def test_hosts_go_on_together_after_misses_that_are_noticed_late_and_ask_who_car
     )  # begun before the one before it is known to be missed
     for missed in (1, 2):
         writer.missed, state.carrier = missed, carrier
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert together.how(attempt) == ALONE
+        assert together.how(attempt) == ALONE
+        assert not keys(caplog)
         assert state.carrier == ""
     assert together.how(attempt) == ALONE
     state.carrier = carrier
@@ -321,6 +328,6 @@ def test_hosts_go_on_together_after_misses_that_are_noticed_late_and_ask_who_car
     state.carrier = ""
     assert together.how(attempt) == ALONE
     writer.missed, state.carrier = 3, carrier
-    with pytest.warns(UserWarning, match="it is tried again later"):
-        assert together.how(attempt) == ALONE
+    assert together.how(attempt) == ALONE
+    assert keys(caplog) == {"hosts-apart"}
     assert together._hosts.can_bring

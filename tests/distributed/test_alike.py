@@ -29,6 +29,7 @@ from lightning_spot.tiers.local import LocalStore
 from tests.distributed.test_restore import put
 from tests.support.oracle import claim_of
 from tests.support.ranks import Group, Rank, rank_of_this_thread
+from tests.support.said import said, said_about
 from tests.support.small_trainer import info_of, take
 from tests.support.waiting import until
 
@@ -97,12 +98,12 @@ def test_a_rank_that_waits_for_one_without_our_callback_says_so(
 
     def wait(agreement: preflight.Agreement, mine: Any) -> list[Any]:
         if late:
-            until(lambda: caplog.text.count("has waited") == 2, "both ranks to say it")
+            until(lambda: sorted(said_about(caplog, "ranks-late")) == ["0", "1"], "both ranks to say it")
         return gather(agreement, mine)
 
     monkeypatch.setattr(preflight.Agreement, "gather", wait)
     assert checked(spot(), spot()) == [None, None]
-    assert caplog.text.count("Each rank needs the same callbacks") == (2 if late else 0)
+    assert sorted(said_about(caplog, "ranks-late")) == (["0", "1"] if late else [])
     assert not [
         each for each in threading.enumerate() if isinstance(each, threading.Timer) and not each.finished.is_set()
     ]
@@ -271,12 +272,13 @@ def test_what_the_host_of_a_former_rank_0_has_is_brought_before_it_is_looked_wha
     monkeypatch.setattr(resume, "place_of", lambda _: f"host {rank_of_this_thread() // 2}")
     on_ranks(8, lambda trainer: bring_below(trainer, location))  # type: ignore[arg-type]
     assert sorted(asked) == [0, 2, 4, 6]  # the first rank of each host
-    (line,) = [record.getMessage() for record in caplog.records if "on the host of rank 6" in record.getMessage()]
-    assert "may have left there: it stands still. This attempt goes on from what every host can read" in line
+    late = {facts["rank"]: facts["about"] for facts in said(caplog, "not-uploaded")}
+    assert late[6] == "it stands still"
     assert node.disconnected
     newest, _ = survey(location).candidates[0]
     assert newest.step == (3 if fails else 9)
-    assert ("on the host of rank 2" in caplog.text) == ("No space left" in caplog.text) == fails
+    assert late.keys() == ({2, 6} if fails else {6})
+    assert ("No space left" in str(late.get(2))) == fails
 
 
 def test_it_is_brought_where_the_node_knows_two_runs_of_that_name(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import os
@@ -28,10 +29,13 @@ from lightning_spot.errors import SettingsError, TierError
 from lightning_spot.exact.compare import differences
 from lightning_spot.fit.ranks import Meeting, Ranks
 from lightning_spot.interval.deadline import plan_urgent
+from lightning_spot.preemption.aws import AwsSource
 from lightning_spot.preemption.key_value import KeyValueServer
 from lightning_spot.preemption.notice import Notice
 from lightning_spot.tiers.local import LocalStore
 from tests.support.exact_cases import CASES, Model, loader, train
+from tests.support.metadata_server import MetadataServer
+from tests.support.said import said
 from tests.support.trainer import Net, data, trainer
 from tests.support.waiting import lives, until
 
@@ -488,24 +492,26 @@ def test_the_guard_alone_beside_model_checkpoint(tmp_path: Path) -> None:
     assert list(differences(expected, resumed.lightning_module.state_dict())) == []
 
 
-PASSING = "ModelCheckpoint has no dirpath.*another one in each start"
-
-
-def test_a_folder_that_the_next_start_will_not_find_is_named_before_training(tmp_path: Path) -> None:
+def test_a_folder_that_the_next_start_will_not_find_is_named_before_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def fit(*callbacks: pl.Callback, **more: Any) -> pl.Trainer:
         made = trainer(*callbacks, PreemptionGuard("signal"), ModelCheckpoint(), limit_train_batches=8, **more)
         made.fit(Model(), loader(), ckpt_path="last")
         return made
 
-    with pytest.warns(UserWarning, match=PASSING), pytest.raises(SystemExit):
+    with pytest.raises(SystemExit):
         fit(NoticeAt(11, term), logger=CSVLogger(str(tmp_path)))
+    assert said(caplog, "folder-changes")
     (saved,) = tmp_path.rglob("last-preempted.ckpt")
     assert saved.is_relative_to(tmp_path / "lightning_logs" / "version_0")
     resumed = fit(logger=CSVLogger(str(tmp_path)))
     assert resumed.ckpt_path is None
 
 
-def test_a_bucket_in_which_lightning_finds_nothing_is_named_with_the_way_on(s3: str) -> None:
+def test_a_bucket_in_which_lightning_finds_nothing_is_named_with_the_way_on(
+    s3: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """``fit(ckpt_path="last")`` began at step 0, though the file was there."""
 
     def fit(path: str, *callbacks: pl.Callback) -> pl.Trainer:
@@ -514,8 +520,9 @@ def test_a_bucket_in_which_lightning_finds_nothing_is_named_with_the_way_on(s3: 
         return made
 
     saved = f"{s3}/best/last-preempted.ckpt"
-    with pytest.warns(UserWarning, match=f"pass ckpt_path='{saved}'"), pytest.raises(SystemExit):
+    with pytest.raises(SystemExit):
         fit("last", NoticeAt(11, term))
+    assert [facts["path"] for facts in said(caplog, "last-not-found")] == [saved]
     assert fit("last").ckpt_path is None  # if it finds it one day, the warning goes
     assert fit(saved).ckpt_path == saved
 
@@ -542,8 +549,22 @@ def test_a_grace_that_fits_no_tier_is_said_early(tmp_path: Path, caplog: pytest.
             if trainer.global_step == 99:
                 until(lambda: spot.snapshots.snapshotter.writing.safe_after_s() is not None, "a measured speed")
 
-    with pytest.warns(UserWarning, match="leaves 0 s"):
-        trainer(Wait(), spot, max_epochs=5).fit(Net(), data(21))
+    trainer(Wait(), spot, max_epochs=5).fit(Net(), data(21))
+    assert len(said(caplog, "grace-too-short")) == 1
+
+
+def test_a_local_dirpath_on_a_vm_of_a_cloud_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with contextlib.closing(MetadataServer()) as server:
+        trainer(stopping(tmp_path, notices=AwsSource(server.url))).fit(Net(), data())
+        (facts,) = said(caplog, "dirpath-local")
+        assert (facts["about"], facts["cloud"]) == (str(tmp_path / "run"), "aws")
+        caplog.clear()
+        trainer(stopping(tmp_path / "other", notices="signal")).fit(Net(), data())  # no cloud is known
+        monkeypatch.setattr("lightning_spot.fit.session.local_file_system", lambda _: None)
+        trainer(stopping(tmp_path / "shared", notices=AwsSource(server.url))).fit(Net(), data())
+    assert not said(caplog, "dirpath-local")
 
 
 def test_bad_settings(tmp_path: Path) -> None:

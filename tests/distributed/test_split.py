@@ -45,7 +45,9 @@ from lightning_spot.image.portion import Portion, Portions
 from lightning_spot.memory.host import Lease
 from lightning_spot.staging.copier import Copier
 from tests.support.fake_device import FakeDevice
+from tests.support.said import keys
 from tests.support.small_trainer import RUN_ID, info_of
+from tests.support.waiting import new_process
 
 pytestmark = pytest.mark.guarantee("G10")
 
@@ -484,7 +486,7 @@ class Fit:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_ranks_go_on_together_after_what_passes(strict: bool) -> None:
+def test_ranks_go_on_together_after_what_passes(strict: bool, caplog: pytest.LogCaptureFixture) -> None:
     fit = Fit(strict=strict)
     for reason in (ShareFault(ShareProblem.OUTGROWN, 1, 9), "1 tensors changed", "rank 1 was late"):
         assert fit.how() == TOGETHER
@@ -494,8 +496,10 @@ def test_ranks_go_on_together_after_what_passes(strict: bool) -> None:
     assert fit.how(missed="rank 1 was late") == ALONE
     assert fit.how(missed="rank 1 was late") == ALONE  # begun before that was known: both count as one
     assert fit.how() == TOGETHER
-    with pytest.warns(UserWarning, match="rank 1 was late"):
-        assert fit.how(missed="rank 1 was late") == ALONE
+    new_process()
+    assert fit.how(missed="rank 1 was late") == ALONE
+    assert keys(caplog) == {"ranks-apart"}
+    caplog.clear()
     assert fit.how(taken=1) == ALONE
 
 
@@ -513,7 +517,9 @@ def test_ranks_whose_own_states_grow_go_on_together_and_drop_few_snapshots() -> 
     assert missed <= 7
 
 
-def test_hosts_bring_snapshots_together_while_a_memory_node_carries_the_run_on() -> None:
+def test_hosts_bring_snapshots_together_while_a_memory_node_carries_the_run_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     at, fit = replace(TOGETHER, at="spot://a:7070/run"), Fit()
     fit.deciding._members, fit.deciding._hosts = [], Topology(((0,), (1,)), can_bring=True)
     assert fit.how() == ALONE
@@ -531,19 +537,25 @@ def test_hosts_bring_snapshots_together_while_a_memory_node_carries_the_run_on()
     ]
     fit.across.is_under_way = True
     assert fit.how() is None
-    with pytest.warns(UserWarning, match="hosts .*: late"):
-        assert fit.how(missed="late") == ALONE
+    new_process()
+    assert fit.how(missed="late") == ALONE
+    assert keys(caplog) == {"hosts-apart"}
+    caplog.clear()
     fit.across.is_under_way = False
     assert fit.how() == ALONE  # for a while
     fit.deciding._pause._until_s = 0.0
     assert fit.how() == at
-    with pytest.warns(UserWarning, match="From now on rank 0 writes them alone"):
-        assert fit.how(missed=DIFFERS) == ALONE
+    new_process()
+    assert fit.how(missed=DIFFERS) == ALONE
+    assert keys(caplog) == {"ranks-apart"}
+    caplog.clear()
     assert fit.how() == ALONE
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_what_rank_0_writes_alone_in_between_does_not_hide_that_ranks_fail_together(hosts: int) -> None:
+def test_what_rank_0_writes_alone_in_between_does_not_hide_that_ranks_fail_together(
+    hosts: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """Else each second snapshot would be lost, for as long as training lasts, and without a word."""
     at, fit, how = replace(TOGETHER, at="spot://a:7070/run"), Fit(), TOGETHER
     fit.deciding._mail = SimpleNamespace(works=True)  # type: ignore[assignment]
@@ -558,13 +570,15 @@ def test_what_rank_0_writes_alone_in_between_does_not_hide_that_ranks_fail_toget
     assert fit.how(missed="late") == ALONE_SENT
     fit.posted += 1  # that one is committed
     assert fit.how() == how
-    with pytest.warns(UserWarning, match=": late"):
-        assert fit.how(missed="late") == ALONE_SENT
+    new_process()
+    assert fit.how(missed="late") == ALONE_SENT
+    assert keys(caplog) == {"hosts-apart" if hosts == 2 else "ranks-apart"}
+    caplog.clear()
     fit.posted += 1
     assert fit.how() == ALONE_SENT
 
 
-def test_what_one_rank_alone_can_write_costs_no_more_than_two_snapshots() -> None:
+def test_what_one_rank_alone_can_write_costs_no_more_than_two_snapshots(caplog: pytest.LogCaptureFixture) -> None:
     fit = Fit()
     fit.deciding._mail = SimpleNamespace(works=True)  # type: ignore[assignment]
     fit.deciding.rooms._rooms.clear()
@@ -572,13 +586,17 @@ def test_what_one_rank_alone_can_write_costs_no_more_than_two_snapshots() -> Non
     assert fit.how(missed=ONE_WRITER) == ALONE
     fit.deciding.rooms.put(1, b"x")
     assert fit.how() == TOGETHER
-    with pytest.warns(UserWarning, match="From now on rank 0 writes them alone"):
-        assert fit.how(missed=ONE_WRITER) == ALONE
+    new_process()
+    assert fit.how(missed=ONE_WRITER) == ALONE
+    assert keys(caplog) == {"ranks-apart"}
+    caplog.clear()
     assert [fit.how() for _ in range(4)] == [ALONE] * 4
 
 
 @pytest.mark.parametrize(("members", "sent"), [([], ALONE_SENT), ([0, 1], TOGETHER_SENT)])
-def test_what_ranks_on_other_hosts_know_is_sent_and_gathered_only_after_misses(members: list[int], sent: How) -> None:
+def test_what_ranks_on_other_hosts_know_is_sent_and_gathered_only_after_misses(
+    members: list[int], sent: How, caplog: pytest.LogCaptureFixture
+) -> None:
     fit = Fit()
     fit.world_size, fit.deciding._members = 3, members
     fit.deciding._mail = SimpleNamespace(works=True)  # type: ignore[assignment]
@@ -592,23 +610,29 @@ def test_what_ranks_on_other_hosts_know_is_sent_and_gathered_only_after_misses(m
     # Also what rank 0 writes alone after a miss is missed: it does without what is sent, before it gives that up.
     assert [fit.how(missed="late") for _ in range(3)] == [ALONE_SENT, ALONE_SENT, ALONE]
     assert fit.how() == sent
-    with pytest.warns(UserWarning, match="snapshots are missed: late"):
-        assert fit.how(missed="late") == ALONE
+    new_process()
+    assert fit.how(missed="late") == ALONE
+    assert keys(caplog) == {"ranks-gather"}
+    caplog.clear()
     assert fit.how(taken=1) == gathered  # for a while
     for fails_for_s in (120.0, 240.0):  # what was gathered meanwhile, and is committed now, says nothing of the mail
         fit.deciding._pause_of_mail._until_s = 0.0
         assert [fit.how(), fit.how(taken=1)] == [sent] * 2
         assert [fit.how(missed="late"), fit.how()] == [ALONE_SENT, sent]
-        with pytest.warns(UserWarning, match="snapshots are missed: late"):
-            assert fit.how(missed="late") == ALONE
+        new_process()
+        assert fit.how(missed="late") == ALONE
+        assert keys(caplog) == {"ranks-gather"}
+        caplog.clear()
         assert fails_for_s - 5.0 < fit.deciding._pause_of_mail._until_s - time.monotonic() <= fails_for_s
     fit.deciding._pause_of_mail._until_s = 0.0
     assert fit.how() == sent
     assert fit.sent() == sent
     assert fit.deciding._pause_of_mail._next_s == 60.0
     assert [fit.how(missed=ONE_WRITER), fit.how()] == [ALONE, sent]
-    with pytest.warns(UserWarning, match="one-writer"):
-        assert fit.how(missed=ONE_WRITER) == ALONE
+    new_process()
+    assert fit.how(missed=ONE_WRITER) == ALONE
+    assert keys(caplog) == {"ranks-gather"}
+    caplog.clear()
     fit.deciding._pause_of_mail._until_s = 0.0
     assert fit.how() == gathered  # for good: nothing can be put into such a file
 
@@ -650,10 +674,12 @@ def hosts_of(counts: tuple[int, ...]) -> list[list[int]]:
     return [list(range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
 
 
-def test_ranks_that_differ_never_write_together_again() -> None:
+def test_ranks_that_differ_never_write_together_again(caplog: pytest.LogCaptureFixture) -> None:
     fit = Fit()
-    with pytest.warns(UserWarning, match="differs"):
-        assert fit.how(missed=DIFFERS) == ALONE
+    new_process()
+    assert fit.how(missed=DIFFERS) == ALONE
+    assert keys(caplog) == {"ranks-apart"}
+    caplog.clear()
     assert fit.how(taken=1) == ALONE
     ends = Fit(strict=True).how(missed=DIFFERS)
     assert ends is not None

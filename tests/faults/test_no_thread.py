@@ -31,6 +31,7 @@ from tests.distributed.test_joint_hosts import Checkpoint, Team
 from tests.distributed.test_restore import put
 from tests.support.chain import FIRST, SECOND, Chained
 from tests.support.ranks import Group, Rank
+from tests.support.said import said
 from tests.support.server import snapshot_server
 from tests.support.waiting import until
 
@@ -198,7 +199,7 @@ def test_without_a_thread_to_give_each_rank_reads_for_itself(tmp_path: Path, lac
 
 
 def test_without_a_thread_to_send_by_mail_what_a_rank_knows_is_gathered(
-    monkeypatch: pytest.MonkeyPatch, lacking: Lacking
+    monkeypatch: pytest.MonkeyPatch, lacking: Lacking, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("lightning_spot.fit.ranks.main_address", lambda _: "127.0.0.1")
     monkeypatch.setattr(together, "allow_ranks", lambda _: None)
@@ -215,5 +216,6 @@ def test_without_a_thread_to_send_by_mail_what_a_rank_knows_is_gathered(
             attempt.writer.mailbox.close()
         return letters.works
 
-    with pytest.warns(UserWarning, match=r"rank 1 .*new thread"):
-        assert on_two_ranks(begin) == [False, False]
+    assert on_two_ranks(begin) == [False, False]
+    (facts,) = said(caplog, "rank-unreached")
+    assert "new thread" in facts["problem"]

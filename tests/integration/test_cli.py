@@ -327,6 +327,8 @@ WRONG = [
         (["doctor", "NOWHERE", "--lifetime", "0"], "--lifetime=0.0"),
         (["doctor", "NOWHERE", "--replicas", "0"], "--replicas=0"),
         (["doctor", "NOWHERE", "--replicas", "2"], "--replicas=2: each replica is at a server of its own"),
+        (["ls", __file__], f"{__file__} is a file, and not the directory of a run"),
+        (["report", __file__], f"{__file__} is a file, and not the directory of a run"),
         (["doctor", "spot://127.0.0.1:9"], "spot://127.0.0.1:9 is a snapshot server: give a directory or URL"),
         (["doctor", "NOWHERE", *2 * ("--server", "spot://h:9")], "--server names spot://h:9 twice"),
         *(

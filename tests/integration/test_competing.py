@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_spot import EverySteps
+from tests.support.said import said, said_about
 from tests.support.snapshots import serverless
 from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
 from tests.support.waiting import new_process
@@ -54,8 +54,8 @@ def last_beside_that(root: Path) -> tuple[Path, list[pl.Callback]]:
     return root / "best" / "last.ckpt", [OnExceptionCheckpoint(root), saves]
 
 
-def begins(root: Path, callbacks: list[pl.Callback], stop: int, **more: Any) -> tuple[int, list[str]]:
-    """The step from which training begins, and our warnings."""
+def begins(root: Path, callbacks: list[pl.Callback], stop: int, **more: Any) -> int:
+    """The step from which training begins."""
     new_process()
     probe = Probe()
     fits = trainer(
@@ -66,17 +66,18 @@ def begins(root: Path, callbacks: list[pl.Callback], stop: int, **more: Any) -> 
         devices=1,
         default_root_dir=root,
     )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with pytest.raises(Stop):
-            fits.fit(Net(), data(10), **more)
-    said = [str(item.message) for item in caught]
-    return min(probe.states), [text for text in said if text.startswith("lightning_spot") and ".ckpt" in text]
+    with pytest.raises(Stop):
+        fits.fit(Net(), data(10), **more)
+    return min(probe.states)
 
 
 @pytest.mark.parametrize("kind", [of_slurm, of_an_exception, last_beside_that])
 def test_the_newest_snapshot_wins_over_what_was_not_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: Path, kind: Callable[[Path], Any]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    left: Path,
+    kind: Callable[[Path], Any],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Each start went back to the same file, for ever, and nothing was said."""
     if kind is of_slurm:
@@ -85,21 +86,23 @@ def test_the_newest_snapshot_wins_over_what_was_not_asked_for(
     path, callbacks = kind(tmp_path)
     path.parent.mkdir(exist_ok=True)
     shutil.copy(left, path)
-    first, said = begins(tmp_path, callbacks, 8)
-    assert first == 3
-    assert sum(path.name in text and "begins with" in text for text in said) == 1
+    assert begins(tmp_path, callbacks, 8) == 3
+    (found,) = said(caplog, "checkpoint-found")
+    assert (Path(str(found["about"])).name, found["name"]) == (path.name, "")
+    caplog.clear()
     shutil.copy(left, path)  # OnExceptionCheckpoint has written there meanwhile
-    second, said = begins(tmp_path, callbacks, 12)
-    assert second == 8
-    assert sum(path.name in text and "is not used" in text for text in said) == 1
+    assert begins(tmp_path, callbacks, 12) == 8
+    (found,) = said(caplog, "checkpoint-found")
+    assert (Path(str(found["about"])).name, bool(found["name"])) == (path.name, True)
 
 
-def test_a_named_checkpoint_wins_and_what_that_takes_away_is_said(tmp_path: Path, left: Path) -> None:
+def test_a_named_checkpoint_wins_and_what_that_takes_away_is_said(
+    tmp_path: Path, left: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A program that looks for a checkpoint by itself passes the same one to each start."""
     for stop in (8, 12):
-        first, said = begins(tmp_path, [], stop, ckpt_path=str(left))
-        assert first == 3
-        assert len([text for text in said if "Leave ckpt_path out" in text]) == (stop == 12)
+        assert begins(tmp_path, [], stop, ckpt_path=str(left)) == 3
+        assert len(said(caplog, "older-checkpoint")) == (stop == 12)
 
 
 def start(root: Path, *callbacks: pl.Callback, ours_first: bool = True) -> None:
@@ -126,11 +129,11 @@ def test_a_second_start_of_lightning_cli_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Experiment logs directory")
-def test_the_first_start_names_what_ends_the_second(tmp_path: Path) -> None:
+def test_the_first_start_names_what_ends_the_second(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Where its callback comes before ours, as in a program that adds ours behind."""
-    said = r"config\.yaml is in .*fixed by then.*'overwrite': True"
-    with pytest.warns(UserWarning, match=said), pytest.raises(Stop):
+    with pytest.raises(Stop):
         start(tmp_path, StopAt(4), ours_first=False)
+    assert said_about(caplog, "config-in-the-way") == ["config.yaml"]
     with pytest.raises(RuntimeError, match=r"config\.yaml to NOT exist"):
         start(tmp_path, ours_first=False)
 

@@ -17,7 +17,7 @@ from lightning_spot.cli import main
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import SettingsError
 from lightning_spot.memory.runs import refusal
-from lightning_spot.run.location import Location
+from lightning_spot.run.location import Location, local_file_system
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import Cli
 from tests.integration.test_stores import FILES, REAL
@@ -145,3 +145,31 @@ def test_a_directory_is_one_however_it_is_spelled(spelled: str, tmp_path: Path) 
     assert store.root == tmp_path / "run"
     assert refusal(url, [str(tmp_path)]) == ""
     assert refusal(url, [str(tmp_path / "other")]) != ""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/data/run", "ext4"),
+        ("file:///data/run", "ext4"),
+        ("/data/with blank/run", None),  # NFS
+        ("/bucket/run", None),  # FUSE
+        ("/data-2/run", "overlay"),
+        ("/hidden/run", "xfs"),
+        ("s3://data/run", None),
+    ],
+)
+def test_the_disk_of_this_machine_is_told_from_what_is_mounted_over_a_network(
+    tmp_path: Path, path: str, kind: str | None
+) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "1 0 0:1 / / rw,relatime - overlay overlay rw\n"
+        "2 1 8:1 / /data rw shared:1 - ext4 /dev/sda1 rw\n"
+        "3 2 0:2 / /data/with\\040blank rw - nfs4 server:/export rw\n"
+        "4 1 0:3 / /bucket rw - fuse.gcsfuse bucket rw\n"
+        "5 1 0:4 / /hidden rw - nfs4 server:/export rw\n"
+        "6 1 8:2 / /hidden rw - xfs /dev/sdb1 rw\n"
+    )
+    assert local_file_system(path, mounts) == kind
+    assert local_file_system("/data/run", tmp_path / "none") is None

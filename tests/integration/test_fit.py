@@ -41,6 +41,7 @@ from lightning_spot.staging.copier import Copier
 from lightning_spot.tiers.local import LocalStore
 from tests.support.filled import check_archive
 from tests.support.oracle import claim_of
+from tests.support.said import informed
 from tests.support.server import RunningNode
 from tests.support.snapshots import EachDurable, check_all, load, manifests, spot
 from tests.support.trainer import Net, Probe, Stop, StopAt, Unsteady, trainer
@@ -149,6 +150,33 @@ def test_the_same_line_carries_on(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert again.global_step == 20
     assert "resumes at step 15 (epoch 1) from host" in caplog.text
     assert caplog.text.count("starting afresh") == 1  # the first attempt
+
+
+def test_a_healthy_run_logs_four_messages(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = spot(tmp_path)
+    trainer(first).fit(Net(), data())
+    lines = informed(caplog)
+    assert [*lines] == ["started", "first-snapshot", "run-complete", "run-summary"]
+    assert not [record for record in caplog.records if record.levelno > logging.INFO and hasattr(record, "spot_key")]
+    facts = lines["first-snapshot"]
+    assert (facts["step"], facts["about"], facts["server"]) == (3, first.location.url, "this host")
+    summary = lines["run-summary"]
+    assert [summary[name] for name in ("step", "lost_steps", "taken", "skipped", "dropped")] == [20, 0, 7, 0, 0]
+    assert summary["uploaded_bytes"] > 0
+    assert 0 < summary["goodput"] <= 1
+
+
+def test_the_summary_counts_what_earlier_attempts_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stopped(tmp_path)
+    interrupted = informed(caplog)["run-interrupted"]
+    caplog.clear()
+    trainer(spot(tmp_path)).fit(Net(), data())
+    lines = informed(caplog)
+    assert [*lines] == ["resumed", "first-snapshot", "run-complete", "run-summary"]
+    summary = lines["run-summary"]
+    assert [summary[name] for name in ("attempts", "step", "lost_steps", "taken")] == [
+        *("2 attempts", 20, interrupted["step"] - 15, 2)
+    ]
 
 
 def test_a_fresh_start_says_that_earlier_attempts_left_nothing(

@@ -63,6 +63,7 @@ from lightning_spot.protocol.process import ProcessId
 from lightning_spot.run.identity import starts_between
 from lightning_spot.service.program import DescriptorChannel, note_killed
 from tests.conftest import Cli
+from tests.support.said import said
 from tests.support.server import RunningNode
 from tests.support.trainer import Net, Stop, StopAt, data, trainer
 from tests.support.waiting import until
@@ -497,6 +498,21 @@ def test_a_clock_that_was_set_is_no_training_where_no_snapshot_is_known_to_both(
     following.close("complete")
 
 
+BEGUN = """
+import time
+at_s = time.time()
+from lightning_spot.goodput.records import begin_unix_s
+print(at_s, begin_unix_s(), begin_unix_s())
+"""
+
+
+def test_the_first_attempt_of_a_process_begins_with_it() -> None:
+    before_s, tick_s = time.time(), 2 / os.sysconf("SC_CLK_TCK")
+    done = subprocess.run([sys.executable, "-c", BEGUN], capture_output=True, text=True, check=True, timeout=120)
+    at_s, first_s, second_s = map(float, done.stdout.split())
+    assert before_s - tick_s <= first_s <= at_s <= second_s
+
+
 KILLED = """
 import os, signal, sys, time
 import lightning.pytorch as pl
@@ -636,16 +652,16 @@ def test_an_attempt_far_above_the_last_one_is_one_failure(earlier: int, attempt:
 
 
 @pytest.mark.parametrize(
-    ("monitor", "validates", "said"),
+    ("monitor", "validates", "found"),
     [
-        ("val_los", True, ["step 6: Is 'val_loss' meant? Logged are: of_step, val_loss"]),
+        ("val_los", True, [(6, "val_loss", "of_step, val_loss")]),
         ("val_loss", True, []),
         ("of_step", True, []),
-        ("no_such", False, ["step 100: Logged are: of_step"]),
+        ("no_such", False, [(100, "", "of_step")]),
     ],
 )
 def test_that_a_monitor_is_not_logged_is_said_before_the_first_epoch_is_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, monitor: str, validates: bool, said: list[str]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monitor: str, validates: bool, found: list[tuple[Any, ...]]
 ) -> None:
     """An epoch may be all of a training: it was said at its end only."""
 
@@ -654,17 +670,12 @@ def test_that_a_monitor_is_not_logged_is_said_before_the_first_epoch_is_over(
             self.log("of_step", 1.0)
             return super().training_step(batch, batch_idx)
 
-    net, found = Logs(), list[str]()
-
-    def note(text: str) -> None:
-        found.append(f"step {net.global_step}: {text.partition('would.')[2].strip()}")
-
-    monkeypatch.setattr("lightning_spot.fit.snapshotter.rank_zero_warn", note)
     spot = RemoteSnapshot(str(tmp_path / "run"), local_server=False, interval=ConvergenceAware(monitor=monitor))
     checks = {"val_check_interval": 5, "limit_val_batches": 1}
     settings = {"limit_train_batches": 15, **checks} if validates else {"limit_train_batches": 120}
-    trainer(spot, max_epochs=1, **settings).fit(net, data(120), data(1) if validates else None)
-    assert found == said
+    trainer(spot, max_epochs=1, **settings).fit(Logs(), data(120), data(1) if validates else None)
+    facts = said(caplog, "monitor-not-logged")
+    assert [(each["step"], each["near"], each["logged"]) for each in facts] == found
 
 
 def test_a_monitor_is_read_when_it_changes(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings
 from tests.support import faulty
 from tests.support.faulty import Plan
-from tests.support.said import said_about
+from tests.support.said import said, said_about
 from tests.support.server import RunningNode
 from tests.support.snapshots import EachDurable
 from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
@@ -443,11 +443,11 @@ def test_a_memory_node_that_refuses_the_token_is_not_asked_again(
     assert not said_about(caplog, "read-retried")
 
 
-def test_a_resume_from_an_approximation_says_so(run: Path) -> None:
+def test_a_resume_from_an_approximation_says_so(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Made by hand of step 9, and named as that of step 10: it is the newest, and passed over for nothing older."""
     manifest = Manifest.from_json((step_9(run) / "manifest.json").read_bytes())
     inexact = replace(replace(manifest, step=10).inexact(), checksums=manifest.checksums)
     shutil.copytree(step_9(run), run / inexact.name)
     (run / inexact.name / "manifest.json").write_text(inexact.to_json())
-    with pytest.warns(UserWarning, match=f"{inexact.name}.*{manifest.name}"):
-        assert begins(run) == 9  # what the file holds
+    assert begins(run) == 9  # what the file holds
+    assert said(caplog, "resume-inexact") == [{"about": inexact.name, "exact": manifest.name}]

@@ -25,6 +25,7 @@ from lightning_spot.fit.resume import other_hyperparameters
 from lightning_spot.goodput.records import read_records
 from lightning_spot.protocol.record import find_record
 from lightning_spot.tiers.local import LocalStore
+from tests.support.said import keys, said
 from tests.support.snapshots import serverless
 from tests.support.trainer import Net, Stop, data, trainer
 from tests.support.waiting import new_process, until
@@ -109,7 +110,9 @@ class Tried(Net):
         self.save_hyperparameters()
 
 
-def test_a_sweep_that_is_started_again_finds_its_trials_by_their_order(tmp_path: Path) -> None:
+def test_a_sweep_that_is_started_again_finds_its_trials_by_their_order(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def trial(rate: float, *callbacks: pl.Callback) -> SpotCheckpoint:
         callback = spot(tmp_path)
         trainer(callback, *callbacks, max_epochs=1).fit(Tried(rate), data(6))
@@ -121,9 +124,9 @@ def test_a_sweep_that_is_started_again_finds_its_trials_by_their_order(tmp_path:
     with pytest.raises(Stop):
         trial(0.001, EndAt(5))
     new_process()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*lightning_spot: (?!1 start)")
-        again = [trial(0.1), trial(0.01), trial(0.001), trial(0.0001)]
+    caplog.clear()
+    again = [trial(0.1), trial(0.01), trial(0.001), trial(0.0001)]
+    assert keys(caplog) <= {"resumes-failing"}
     assert [each.location.name for each in again] == ["run", "run-fit-2", "run-fit-3", "run-fit-4"]
     assert [each.resumed_from and each.resumed_from.step for each in again] == [2, 6, 4, None]
 
@@ -150,12 +153,14 @@ def test_a_program_that_leaves_a_training_out_is_given_no_others_weights(tmp_pat
     assert {each.name: (store.root / each.data_path).read_bytes() for each in store.survey().manifests} == before
 
 
-def test_hyperparameters_that_have_changed_since_a_snapshot_are_said(tmp_path: Path) -> None:
+def test_hyperparameters_that_have_changed_since_a_snapshot_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(Stop):
         trainer(spot(tmp_path), EndAt(5), max_epochs=1).fit(Tried(0.1), data(6))
     new_process()
-    with pytest.warns(UserWarning, match=r"rate 0\.1→0\.01"):
-        trainer(spot(tmp_path), max_epochs=1).fit(Tried(0.01), data(6))
+    trainer(spot(tmp_path), max_epochs=1).fit(Tried(0.01), data(6))
+    assert [facts["names"] for facts in said(caplog, "hyperparameters-changed")] == ["rate 0.1→0.01"]
 
 
 class Fold(pl.LightningDataModule):
@@ -167,12 +172,14 @@ class Fold(pl.LightningDataModule):
         return data(6)
 
 
-def test_hyperparameters_of_the_data_module_that_have_changed_are_said(tmp_path: Path) -> None:
+def test_hyperparameters_of_the_data_module_that_have_changed_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(Stop):
         trainer(spot(tmp_path), EndAt(5), max_epochs=1).fit(Net(), datamodule=Fold(1))
     new_process()
-    with pytest.warns(UserWarning, match="fold 1→2"):
-        trainer(spot(tmp_path), max_epochs=1).fit(Net(), datamodule=Fold(2))
+    trainer(spot(tmp_path), max_epochs=1).fit(Net(), datamodule=Fold(2))
+    assert [facts["names"] for facts in said(caplog, "hyperparameters-changed")] == ["fold 1→2"]
 
 
 def test_hyperparameters_that_are_new_or_gone_are_said() -> None:
@@ -199,13 +206,13 @@ def test_one_trainer_and_callback_for_two_models(tmp_path: Path) -> None:
     assert callback.location.name == "run-fit-2"
 
 
-def test_a_pruned_trial_is_over_and_another_exception_is_said(tmp_path: Path) -> None:
+def test_a_pruned_trial_is_over_and_another_exception_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(TrialPruned):
         fold(tmp_path, EndAt(5, TrialPruned), start=0.0)
     with pytest.raises(Stop):
         fold(tmp_path, EndAt(5), start=0.0)
-    with pytest.warns(UserWarning, match=r"by Stop"):
-        callback, _ = fold(tmp_path, start=0.0)
+    callback, _ = fold(tmp_path, start=0.0)
+    assert [facts["error"] for facts in said(caplog, "fit-continued")] == ["Stop"]
     assert callback.resumed_from is not None
     assert callback.location.name == "run-fit-2"
 

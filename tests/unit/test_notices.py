@@ -393,6 +393,22 @@ def test_detection_goes_on_beside_training() -> None:
     watcher.stop()
 
 
+@pytest.mark.parametrize("source", [AwsSource, GcpSource, AzureSource, AlibabaSource])
+def test_the_cloud_is_that_of_the_source(server: MetadataServer, source: Any) -> None:
+    assert Watcher([FileSource("/none")]).cloud is None
+    assert Watcher([AutoSource(lambda: None), source(server.url)]).cloud == source.name
+
+
+def test_a_cloud_that_was_found_is_known(server: MetadataServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(detect.CLOUDS, "gcp", lambda: GcpSource(server.url))
+    watcher = Watcher([AutoSource(lambda: "gcp")])
+    assert watcher.cloud is None
+    watcher.start()
+    until(lambda: watcher.cloud == "gcp", "the cloud to be found")
+    server.close()
+    watcher.stop()
+
+
 # -- ranks agree ------------------------------------------------------------------------------------------------------
 
 

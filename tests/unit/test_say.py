@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -78,6 +80,26 @@ def test_other_ranks_name_themselves(
     monkeypatch.setattr(rank_zero_only, "rank", 3, raising=False)
     messages.say(logging.INFO, "resumed", "resumed")
     assert caplog.messages == ["[spot r3] resumed"]
+
+
+def test_other_ranks_leave_out_what_rank_0_logs(
+    messages: Messages, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 3, raising=False)
+    messages.say(logging.WARNING, "resumed", "resumed", only_rank_zero=True)
+    assert not caplog.records
+
+
+def test_messages_are_shown_where_the_program_has_no_handlers(capfd: pytest.CaptureFixture[str]) -> None:
+    program = """
+import logging
+from lightning_spot.say import say, show
+show(), show(), say(logging.INFO, "resumed", "once")
+logging.basicConfig(format="mine: %(message)s", level=logging.INFO)
+say(logging.INFO, "resumed", "again")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    assert capfd.readouterr().err == "[spot] once\nmine: [spot] again\n"
 
 
 def test_causes_do_not_fill_the_memory(messages: Messages, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,7 +18,6 @@ from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError
-from lightning_spot.fit import snapshotter as snapshotter_module
 from lightning_spot.fit.snapshotter import Pacing
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.interval.policy import EverySeconds, EverySteps
@@ -343,27 +342,29 @@ def at_seams(pacing: Pacing, steps: range, can_begin: Callable[[], str]) -> None
             pacing.taken(trainer.global_step)
 
 
-def test_snapshots_that_no_slot_was_there_for_are_counted_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(snapshotter_module, "rank_zero_info", said.append)
+def skips(caplog: pytest.LogCaptureFixture) -> list[Any]:
+    found = [record for record in caplog.records if getattr(record, "spot_key", "") == "snapshots-skipped"]
+    return [record.spot_facts for record in found]  # type: ignore[attr-defined]
+
+
+def test_snapshots_that_no_slot_was_there_for_are_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     pacing = Pacing(EverySteps(1))
     at_seams(pacing, range(1, 4), lambda: "")
     at_seams(pacing, range(4, 9), lambda: "alone")
     at_seams(pacing, range(9, 10), lambda: "")
     at_seams(pacing, range(10, 12), lambda: "alone")
     assert pacing.passed_over == 4
-    assert len(said) == 1
-    assert "skipped 3 snapshots due before that of step 4" in said[0]
+    assert [(facts["count"], facts["step"]) for facts in skips(caplog)] == [("3 snapshots", 4)]
 
 
 @pytest.mark.parametrize("policy", [EverySteps(4), EverySeconds(1e-9)])
-def test_one_that_comes_late_is_not_skipped(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(snapshotter_module, "rank_zero_info", said.append)
+def test_one_that_comes_late_is_not_skipped(policy: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     pacing = Pacing(policy)
     at_seams(pacing, range(1, 7), lambda: "")
     at_seams(pacing, range(7, 30), lambda: "alone")
-    assert (pacing.passed_over, said) == (0, [])
+    assert (pacing.passed_over, skips(caplog)) == (0, [])
 
 
 def test_a_larger_slot_made_ahead_costs_no_snapshot_of_another_run() -> None:
