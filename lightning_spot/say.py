@@ -105,10 +105,19 @@ def show() -> None:
 
 
 class _Console(logging.StreamHandler[TextIO]):
-    """Writes to standard error for as long as the program has no handlers of its own."""
+    """Writes messages to standard error for as long as the program has no handlers of its own."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)  # the stream is looked up for each message: programs replace it
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override] # as logging's own last resort has it
+        """Standard error, as it is now."""
+        return sys.stderr
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not logging.getLogger().handlers and bool(super().filter(record))
+        is_message = hasattr(record, "spot_key") or record.levelno >= logging.WARNING
+        return is_message and not logging.getLogger().handlers and bool(super().filter(record))
 
 
 def _rank() -> int:
