@@ -433,12 +433,7 @@ def write_now(checkpoint: dict[str, Any], manifest: Manifest, store: Store) -> N
     Raises:
         SpotError: if it is not; what was there before is there still.
     """
-    outliner = Outliner(
-        lambda _key, message, *facts: say(
-            logging.WARNING, "saved-slowly", "{text}", about=store.url, text=message % facts
-        )
-    )
-    store_streamed(outliner.lay_out(checkpoint), manifest, store)
+    store_streamed(Outliner().lay_out(checkpoint), manifest, store)
     _sweep(store)
 
 

@@ -18,6 +18,9 @@ logger = logging.getLogger("lightning_spot")
 AGAIN_S = 600.0
 """Seconds between two messages of one cause."""
 
+UNEXPECTED = "{about} failed unexpectedly. It is retried. Report the traceback."
+"""Text of messages with the key ``unexpected``."""
+
 _MOST_CAUSES = 1024
 
 
@@ -34,7 +37,16 @@ class Messages:
         self._said: dict[tuple[str, str], tuple[float, int]] = {}
 
     def say(
-        self, level: int, key: str, text: str, /, *, about: object = "", exc_info: bool = False, **facts: object
+        self,
+        level: int,
+        key: str,
+        text: str,
+        /,
+        *,
+        about: object = "",
+        only_rank_zero: bool = False,
+        exc_info: bool = False,
+        **facts: object,
     ) -> None:
         """Log a message.
 
@@ -44,9 +56,12 @@ class Messages:
             key: names the event, such as ``"storage-slow"``; documented in ``docs/reference/messages.md``.
             text: event, consequence, action; :meth:`str.format` fills in ``about`` and the facts.
             about: which run, server or file; with the key, it is the cause.
+            only_rank_zero: whether other ranks do not log it.
             exc_info: whether the traceback of the current exception follows.
             facts: values in the text.
         """
+        if only_rank_zero and _rank():
+            return
         count = 0
         if level >= logging.WARNING:
             cause, now_s = (key, str(about)), self._clock()

@@ -42,6 +42,7 @@ from lightning_spot.fit.ranks import Meeting, allow_ranks
 from lightning_spot.fit.topology import Topology
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.run.location import Location
+from lightning_spot.say import say
 from lightning_spot.sharded.file_plan import state_archive
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
@@ -369,10 +370,7 @@ class Together(OfTrainer):
         if across and self._hosts.can_bring and self._pause.is_over:
             state = attempt.writer.across
             if state.is_under_way and not waits:
-                attempt.writer.say_once(
-                    "under way",
-                    "a snapshot that is due while the one before is on its way to the snapshot server is skipped",
-                )
+                say(logging.WARNING, "upload-under-way", "a snapshot is skipped while the one before is uploaded")
                 return None
             if state.carrier and known:
                 return replace(TOGETHER, at=state.carrier)

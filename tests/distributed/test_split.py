@@ -45,6 +45,7 @@ from lightning_spot.image.portion import Portion, Portions
 from lightning_spot.memory.host import Lease
 from lightning_spot.staging.copier import Copier
 from tests.support.fake_device import FakeDevice
+from tests.support.said import said
 from tests.support.small_trainer import RUN_ID, info_of
 
 LAST_S = 600.0  # of what never takes so long
@@ -264,7 +265,7 @@ def test_a_thread_of_ours_that_reads_from_a_gpu_says_that_it_does(desk: Desk, ca
     finally:
         writer.close()
     assert not device.used_by
-    assert "unexpectedly" not in caplog.text
+    assert not said(caplog, "unexpected")
 
 
 def test_what_did_not_change_is_not_copied_again_by_any_rank(desk: Desk) -> None:
@@ -476,9 +477,6 @@ class Fit:
         """How the next one is written, after one for which ranks have sent what they know."""
         self.posted += 1
         return self.how(taken=1)
-
-    def say_once(self, *_: Any) -> None:
-        """What a writer says."""
 
 
 @pytest.mark.parametrize("strict", [False, True])
