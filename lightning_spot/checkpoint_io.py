@@ -17,7 +17,7 @@ from lightning_spot.capture.host_link import leave
 from lightning_spot.capture.writer import Outliner, SnapshotWriter, store_streamed
 from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import SERVER_IDLE_TIMEOUT_S, check_flag, check_number, directory_of, plain_scheme, scheme_of
+from lightning_spot.config import check_flag, check_number, directory_of, plain_scheme, scheme_of
 from lightning_spot.errors import (
     FailureReason,
     ServerUnreachableError,
@@ -61,7 +61,8 @@ class SpotCheckpointIO(SpotIO):
         memory_limit: most memory for slots, such as ``"64GiB"``; default half of the host's.
         wait_timeout_s: how long a save waits for a clean slot, seconds.
         upload_timeout_s: how long reading and teardown wait for the flusher, seconds.
-        server_idle_timeout_s: the local server ends when no trainer came for so long, seconds.
+        server_idle_timeout_s: the local server ends so long after its trainer, once all files are at their paths,
+            seconds. No later trainer uses it.
 
     Raises:
         SettingsError: if an argument cannot be used.
@@ -83,7 +84,7 @@ class SpotCheckpointIO(SpotIO):
         memory_limit: str | float | None = None,
         wait_timeout_s: float = 600.0,
         upload_timeout_s: float = 600.0,
-        server_idle_timeout_s: float = SERVER_IDLE_TIMEOUT_S,
+        server_idle_timeout_s: float = 60.0,
     ) -> None:
         super().__init__()
         check_flag("local_server", local_server)
@@ -433,12 +434,7 @@ def write_now(checkpoint: dict[str, Any], manifest: Manifest, store: Store) -> N
     Raises:
         SpotError: if it is not; what was there before is there still.
     """
-    outliner = Outliner(
-        lambda _key, message, *facts: say(
-            logging.WARNING, "saved-slowly", "{text}", about=store.url, text=message % facts
-        )
-    )
-    store_streamed(outliner.lay_out(checkpoint), manifest, store)
+    store_streamed(Outliner().lay_out(checkpoint), manifest, store)
     _sweep(store)
 
 

@@ -19,6 +19,9 @@ logger = logging.getLogger("lightning_spot")
 AGAIN_S = 600.0
 """Seconds between two messages of one cause."""
 
+UNEXPECTED = "{about} failed unexpectedly. It is retried. Report the traceback."
+"""Text of messages with the key ``unexpected``."""
+
 _MOST_CAUSES = 1024
 
 

@@ -51,6 +51,7 @@ from lightning_spot.memory.tier import TierHealth
 from lightning_spot.run.attempts import ClaimWatch, begin_attempt
 from lightning_spot.run.identity import new_id
 from lightning_spot.run.survey import Survey, ask_all
+from lightning_spot.say import say
 from lightning_spot.staging.copier import Copier, Watches, watch
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.store import Holdings
@@ -61,10 +62,10 @@ _POLL_S = 0.05
 _NOTICES_S = 15.0  # a local server notices in this time, too, that the snapshot server is lost
 _LOOK_S = 10.0
 _OTHERS_S, _AGAIN_S = 30.0, 0.5
-_BEFORE = "The run goes on from the one before it"
+_BEFORE = "The run resumes from the snapshot before it"
 _IN_MEMORY = "committed in memory, and not known to be durable"
-_GOES_ON = "The server that has it goes on trying"
-_ENDS_HERE = "It is in the memory of this process only, and ends with it"
+_GOES_ON = "The server that has it retries"
+_ENDS_HERE = "It is only in the memory of this process, and lost when that ends"
 
 
 class Safety:
@@ -327,7 +328,9 @@ class Ending:
         here = _ENDS_HERE if isinstance(self._writer.host, InProcessHost) else _GOES_ON
         for lines, way_on in ((left, here), ([] if durable else elsewhere, _GOES_ON)):
             for line in lines:
-                self._writer.say_once(line, "not everything is durable yet: %s. %s", line, way_on)
+                say(
+                    logging.WARNING, "not-persisted", "not persisted yet: {about}. {effect}.", about=line, effect=way_on
+                )
         self.let_go(complete=bool(durable) or (self._untrained and not left))
         return durable
 
@@ -370,7 +373,7 @@ class Ending:
                 why = f"the newest snapshot was damaged in memory and dropped ({tier.dropped}). {_BEFORE}"
             elif tier.refused:
                 why = f"the newest snapshot, {newest.name}, was refused ({tier.refused})"
-        self._writer.say_once(why, "%s", why)
+        say(logging.WARNING, "newest-lost", "{why}", about=newest.name, why=why)
         return "lost"
 
     def _is_committed(self, last: LastState) -> bool:
@@ -385,7 +388,8 @@ class Ending:
             self._writer.begin(last.checkpoint, last.manifest, wait_s=within(deadline_s))
             self._writer.settle(within(deadline_s))
         except SpotError as error:
-            logger.warning("lightning_spot: the last snapshot goes past the memory of this host: %s", error)
+            text = "the last snapshot does not use the memory of this host, so it takes longer: {error}"
+            say(logging.WARNING, "past-memory", text, about="end", error=error)
 
     def _flush(self, deadline_s: float) -> list[str]:
         """Flush; a ring that is lost meanwhile is waited for, since it takes over what the lost one left."""
@@ -406,14 +410,15 @@ class Ending:
 
     def _say_waits(self, left: list[str], wait_s: float) -> None:
         for line in left:
-            why = "fit waits for up to %.0f s more (upload_timeout_s) until all is durable: %s"
-            self._writer.say_once(f"waits at the end: {line}", why, wait_s, line)
+            text = "fit waits for up to {wait_s:.0f} s more (upload_timeout_s) until all is persisted: {about}"
+            say(logging.WARNING, "upload-awaited", text, about=line, wait_s=wait_s)
 
     def _see(self, name: str, deadline_s: float) -> bool | None:
         """Whether storage lists a snapshot now; ``None`` if it does not answer."""
         answers, problems = ask_all({self._url: open_store(self._url).survey}, max(_LOOK_S, within(deadline_s)))
         for reason in problems.values():
-            logger.warning("lightning_spot: %s cannot be asked for the last snapshot (%s)", self._url, reason)
+            text = "{about} cannot be read ({error}), so it is unknown whether the last snapshot is there. Check it."
+            say(logging.WARNING, "last-unknown", text, about=self._url, error=reason)
         holdings: Holdings | None = answers.get(self._url)
         if holdings is None:
             return None
@@ -434,7 +439,8 @@ class Ending:
         try:
             self._past_memory.write_durably(last.checkpoint, last.manifest)
         except SpotError as error:
-            logger.warning("lightning_spot: the last snapshot could not be written to %s: %s", self._url, error)
+            text = "the last snapshot could not be written to {about}: {error}. The run resumes from the one before it."
+            say(logging.WARNING, "last-not-written", text, about=self._url, error=error)
             return False
         return True
 
@@ -623,7 +629,8 @@ class Attempt:
         """Count a snapshot that was not taken, for a reason that nobody has foreseen and that was said."""
         self.skipped += 1
         if self.failures.add(self.writer.committed):
-            self.writer.say_once("pause", "one snapshot after the other fails: none is taken for some minutes")
+            text = "one snapshot after the other fails. None is taken for some minutes, then they are tried again."
+            say(logging.WARNING, "snapshots-paused", text)
 
     def failure(self, wait_s: float) -> BaseException | None:
         """What kept the snapshot that was begun last from being committed; ``None`` if it is, or may yet be.
@@ -662,7 +669,8 @@ class Attempt:
             self.skipped += 1
             cause = "full" if self.writer.ready else "slots not made"  # another cause, later, is said too
             step = manifest.step if manifest is not None else 0
-            self.writer.say_once(cause, "snapshot of step %d is skipped, and others may be: %s", step, error)
+            text = "snapshot of step {step} skipped, others may be: {error}. Increase slots= or the interval."
+            say(logging.WARNING, "slots-full", text, about=cause, step=step, error=error)
         elif isinstance(error, FencedError):
             self.writer.fence = error
             self._complain("fenced", error)
@@ -748,12 +756,9 @@ class Attempt:
             return durable
 
     def _write_past_memory(self, checkpoint: dict[str, Any], manifest: Manifest, error: SpotError) -> None:
-        self.writer.say_once(
-            "past-memory",
-            "%s. Until then snapshots go to %s part by part, which is slower, and training waits for each",
-            error,
-            " or ".join([*self.info.nodes, self.location.url]),
-        )
+        text = "{error}. Until then snapshots go to {where} part by part, and training waits for each."
+        where = " or ".join([*self.info.nodes, self.location.url])
+        say(logging.WARNING, "past-memory", text, error=error, where=where)
         try:
             self._past_memory.write(checkpoint, manifest)
         except FencedError as fence:
@@ -766,8 +771,15 @@ class Attempt:
         if self._settings.strict:
             raise error
         if not was_said:
-            goes_on = "the run ends all the same" if self._ended else "training goes on"
-            self.writer.say_once(key, "no snapshot now, %s: %s", goes_on, error)
+            effect = "The run ends all the same" if self._ended else "Training continues"
+            say(
+                logging.WARNING,
+                "no-snapshot",
+                "no snapshot now: {error}. {effect}.",
+                about=key,
+                error=error,
+                effect=effect,
+            )
 
     def _reopen(self) -> Host:
         host = open_host(self.location, self._settings)

@@ -6,9 +6,8 @@ import logging
 import queue
 from collections.abc import Callable
 
+from lightning_spot.say import UNEXPECTED, say
 from lightning_spot.staging.copier import LoneThread
-
-logger = logging.getLogger(__name__)
 
 CLOSE_S = 10.0
 """At the end, threads beside training are waited for so long, twice: then what they wait for is broken off."""
@@ -58,7 +57,7 @@ class Background:
             try:
                 self._turn()
             except Exception:  # nobody is to wait for a thread that has ended
-                logger.exception("lightning_spot: a task beside training failed unexpectedly")
+                say(logging.ERROR, "unexpected", UNEXPECTED, about="a task during training", exc_info=True)
 
     def _turn(self) -> None:
         """Do what comes next, or what is to be done while nothing comes."""
@@ -82,5 +81,5 @@ class Background:
         try:
             return self._idle_s()
         except Exception:  # it is asked again, and not at once
-            logger.exception("lightning_spot: a pause beside training failed unexpectedly")
+            say(logging.ERROR, "unexpected", UNEXPECTED, about="a pause during training", exc_info=True)
             return _AGAIN_S

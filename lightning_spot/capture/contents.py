@@ -48,10 +48,6 @@ _LEAST_BYTES = 1024  # below, comparing costs as much as copying
 _WHOLE_BYTES = 64 * 1024  # up to here all of a storage is compared each time
 _SPOTS = 4
 _SPOT_BYTES = 64
-PAST_COUNTS = (
-    "%d tensors were written to past torch's count of writes (tensor.data, or code of your own); the last %d snapshots"
-    " may hold what they were before. From now on these are copied each time, and at once"
-)
 _PLACED = 3  # of a mark, what says where something lies
 
 
@@ -77,7 +73,7 @@ class Unchecked(NamedTuple):
 
 
 class ShareTurns:
-    """Which share is compared for a snapshot: each in its turn, in an order drawn anew each time around.
+    """Which share is compared for a snapshot: each in its turn, in an order drawn again each time around.
 
     An old byte may lie in one slot only. With a fixed order, slots that are used one after the other might meet the
     same share each time.
@@ -302,7 +298,7 @@ class SlotViews:
         self._sealed: WeakKeyDictionary[SlotView, SealedContent] = WeakKeyDictionary()
 
     def of(self, host: Host, lease: Lease) -> SlotView:
-        """The view of a leased slot; made anew if the slot has other memory than last time."""
+        """The view of a leased slot; made again if the slot has other memory than last time."""
         if host not in self._views:
             self._views[host] = {}
             host.released = functools.partial(self._release, host)

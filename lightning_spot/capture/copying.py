@@ -7,20 +7,21 @@ copy is over.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, CopyPlan, SealedContent, SlotViews, Unchanged
-from lightning_spot.capture.saying import SayOnce
+from lightning_spot.capture.contents import CHECK_EVERY, CopyPlan, SealedContent, SlotViews, Unchanged
 from lightning_spot.capture.tensors import Owners
 from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Lease
+from lightning_spot.say import say
 from lightning_spot.staging.batch import SlotView
 from lightning_spot.staging.copier import Copier, CopyJob, watch
 from lightning_spot.staging.schedule import Schedule
@@ -123,7 +124,6 @@ class Copying:
     Args:
         copier: that does.
         schedule: when what only the optimizer changes is copied; ``None`` for at once.
-        say_once: of the same writer.
 
     Attributes:
         copier: that does.
@@ -131,11 +131,11 @@ class Copying:
         unchanged: finds what a slot has already.
     """
 
-    def __init__(self, copier: Copier, schedule: Schedule | None, say_once: SayOnce) -> None:
+    def __init__(self, copier: Copier, schedule: Schedule | None) -> None:
         self.copier = copier
         self.views = SlotViews(copier)
         self.unchanged = Unchanged()
-        self._schedule, self._say_once = schedule, say_once
+        self._schedule = schedule
         self._unsteady: frozenset[int] = frozenset()
 
     # -- on the training thread -----------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Copying:
         known = self.views.take(view, lease.held)
         plan = self.unchanged.plan(layout, owners, known if trusts else None, view)
         if plan.past_counts:
-            self._say_past_counts(plan.past_counts)
+            say_past_counts(plan.past_counts)
         return plan
 
     def start(self, plan: CopyPlan, view: SlotView, owned: Owners) -> CopyJob:
@@ -184,7 +184,7 @@ class Copying:
     def newest_differs(self) -> bool:
         """See :meth:`Unchanged.newest_differs`."""
         if differs := self.unchanged.newest_differs():
-            self._say_past_counts(1)
+            say_past_counts(1)
         return differs
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ class Copying:
         pending.job.wait()
         if (torn := pending.torn(found)) is not None:
             if not pending.job.moved:
-                self._say_past_counts(found)
+                say_past_counts(found)
             raise torn
 
     def sealed(self, pending: Pending) -> None:
@@ -213,5 +213,11 @@ class Copying:
         known = SealedContent(pending.lease.id, pending.outline.frame, pending.plan.marks)
         self.views.sealed(pending.view, known)
 
-    def _say_past_counts(self, count: int) -> None:
-        self._say_once("past-counts", PAST_COUNTS, count, CHECK_EVERY)
+
+def say_past_counts(count: int) -> None:
+    """Log that so many tensors were written to in a way that torch does not count."""
+    text = (
+        "{count} tensors were written to past torch's count of writes (tensor.data). The last {checked} snapshots may"
+        " hold their earlier values. From now on they are copied each time."
+    )
+    say(logging.WARNING, "writes-uncounted", text, count=count, checked=CHECK_EVERY)

@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 from lightning_spot.capture.background import CLOSE_S, Background
 from lightning_spot.capture.contents import CopyPlan, SlotViews, Unchanged
 from lightning_spot.capture.host_link import leave, within
-from lightning_spot.capture.saying import SAY_S, SayOnce
+from lightning_spot.capture.saying import SAY_S
 from lightning_spot.capture.slot_pool import give_back, have_made
 from lightning_spot.capture.split import Number
 from lightning_spot.capture.unexpected import as_failure
@@ -36,6 +36,7 @@ from lightning_spot.errors import (
 )
 from lightning_spot.image.pieces import Piece
 from lightning_spot.memory.host import Host, Lease
+from lightning_spot.say import say
 from lightning_spot.staging.batch import SlotView
 from lightning_spot.staging.copier import Copier, CopyJob, Watches
 from lightning_spot.staging.cuda import Marks
@@ -78,9 +79,9 @@ class Declined:
         Returns:
             whether the connection is still good.
         """
-        for name, say in list(self._untold.items()):
+        for name, send in list(self._untold.items()):
             try:
-                say(host())
+                send(host())
             except (SpotError, OSError) as error:
                 if isinstance(error, OSError) or TierReason.SERVER_FAILED.caused(error):
                     logger.debug("it is told again that a rank writes nothing: %s", error)
@@ -201,7 +202,6 @@ class Follower(ABC, Generic[What]):
         self._pending: list[Task[What]] = []
         self._declined, self._entrusted = Declined(), Entrusted()
         self._is_closed = False
-        self._say_once = SayOnce()
         self._unchanged = Unchanged()
         try:
             self._tasks = Background("spot-share", self._look, self._look_s)
@@ -299,8 +299,9 @@ class Follower(ABC, Generic[What]):
         if task.late or event.wait(min(limit_s, SAY_S)):
             return
         if limit_s > SAY_S:
-            why = "%s: training waits for its slot of %s, for up to %.0f s more: it has not begun at the local server"
-            self._say_once("waits", why, task.who, task.name, limit_s - SAY_S)
+            text = "{who}: training waits for its slot of {snapshot}, for up to {left_s:.0f} s more"
+            facts: dict[str, Any] = {"who": task.who, "snapshot": task.name, "left_s": limit_s - SAY_S}
+            say(logging.WARNING, "slot-awaited", text, **facts)
             if event.wait(limit_s - SAY_S):
                 return
         task.give_up(None)

@@ -17,6 +17,7 @@ from lightning_spot.image.packing import Compression
 from lightning_spot.memory.host import Host
 from lightning_spot.retry import growing
 from lightning_spot.run.location import Location
+from lightning_spot.say import recovered, say
 
 logger = logging.getLogger(__name__)
 
@@ -114,19 +115,19 @@ class HostLink:
             logger.debug("the ring on this host: %s", error)
         return default
 
-    def tell(self, say: Callable[[Host], None]) -> None:
+    def tell(self, send: Callable[[Host], None]) -> None:
         """Tell the ring what others may wait for; one that is lost: the next one, once it is found."""
         host = self._host
         if host is not None:
-            if (error := _said(host, say)) is None:
+            if (error := _sent(host, send)) is None:
                 return
             self.lose(host, error)
         with self._changed:
             host = self._host
             if host is None and self._thread is not None:
-                self._untold.append(say)
+                self._untold.append(send)
         if host is not None:
-            _said(host, say)
+            _sent(host, send)
 
     def lose(self, host: Host, error: SpotError) -> None:
         """Let a ring go that is gone or does not answer, and look for a new one in the background."""
@@ -140,7 +141,8 @@ class HostLink:
             try:
                 thread.start()  # what it finds, it says under this lock
             except RuntimeError as problem:  # no more threads can be had now: who asks next finds it lost again
-                logger.warning("lightning_spot: no new snapshot server can be looked for now: %s", problem)
+                text = "no new snapshot server can be started now: {error}. It is retried. Raise ulimit -u."
+                say(logging.WARNING, "no-threads", text, about="reconnect", error=problem)
                 return
             self._host, self._thread = None, thread
             self.losses += 1
@@ -149,11 +151,8 @@ class HostLink:
         reason = (
             f"it did not answer within server_call_timeout_s={host.server_call_timeout_s:.1f} s" if silent else error
         )
-        logger.warning(
-            "lightning_spot: the snapshot server on this host is lost (%s); starting a new one, training goes on. Until"
-            " that is there, snapshots are missed, also those on their way",
-            reason,
-        )
+        text = "the snapshot server on this host is lost ({why}). Snapshots are missed until a new one runs."
+        say(logging.WARNING, "local-server-lost", text, why=reason)
         host.disconnect()
 
     def missing(self) -> ServerUnreachableError:
@@ -188,10 +187,20 @@ class HostLink:
                 found = reconnect()
                 prepare(found)
             except FencedError as error:
-                logger.warning("lightning_spot: %s", error)
+                say(
+                    logging.WARNING,
+                    "fenced",
+                    "{error}. This attempt saves nothing more. End this trainer.",
+                    error=error,
+                )
                 break
             except Exception as error:  # whatever it is, training goes on and it is tried again
-                logger.warning("lightning_spot: no new snapshot server yet (%s)", error)
+                say(
+                    logging.WARNING,
+                    "no-local-server",
+                    "no new snapshot server yet: {error}. It is retried.",
+                    error=error,
+                )
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed, next(pauses_s))
         with self._changed:
@@ -202,16 +211,18 @@ class HostLink:
             self._untold.clear()
             self._changed.notify_all()
         if found is not None:
-            for say in untold:
-                _said(found, say)
+            recovered("local-server-lost", "a snapshot server runs on this host again")
+            recovered("no-local-server", "a snapshot server runs on this host again")
+            for send in untold:
+                _sent(found, send)
             if unwanted:
                 leave(found)
 
 
-def _said(host: Host, say: Callable[[Host], None]) -> ServerUnreachableError | None:
-    """Say something to a ring; the error if it is not there to hear it."""
+def _sent(host: Host, send: Callable[[Host], None]) -> ServerUnreachableError | None:
+    """Send something to a ring; the error if it is not there."""
     try:
-        say(host)
+        send(host)
     except ServerUnreachableError as error:
         return error
     except SpotError as error:

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _HEAD = struct.Struct("!?HQ")  # whether it is torn, length of the name, length of what follows
 _THERE = b"\1"
 _CONNECT_S, _ANSWER_S = 5.0, 10.0
-_SILENT_S = 20.0  # then a connection is lost: who waits for that rank need not wait longer, and the rank connects anew
+_SILENT_S = 20.0  # then a connection is lost: who waits for that rank need not wait longer, and the rank connects again
 _PAUSES_S = (0.0, 0.5, 2.0)  # before each try
 _OVER = 64  # so many snapshots are remembered of which nothing is kept any more
 
@@ -111,7 +111,7 @@ class Mailbox:
             while rank not in (letters := self._letters.get(name, {})):
                 now_s = time.monotonic()
                 left_s = began_s + HOST_SILENT_S - now_s
-                if not self._connected[rank]:  # one that was lost is made anew when there is something to send
+                if not self._connected[rank]:  # one that was lost is made again when there is something to send
                     left_s = min(left_s, max(began_s, self._left_s.get(rank, 0.0)) + RECONNECT_S - now_s)
                 if self._closed or left_s <= 0:
                     why = "did not come in time" if self._connected[rank] else "did not come, and that rank has gone"

@@ -16,6 +16,7 @@ from lightning_spot.errors import FencedError, ServerUnreachableError, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.joint import SpreadPlace
 from lightning_spot.memory.runs import RunInfo
+from lightning_spot.say import say
 from lightning_spot.tiers.fences import Owner, Standing
 from lightning_spot.tiers.store import on_behalf, retain
 
@@ -66,10 +67,11 @@ class PastMemory:
         try:
             unseen = retain(store, self._info.keep, stored)
         except SpotError as error:  # the next one tries again
-            logger.warning("lightning_spot: what is older than %s stays for now: %s", stored.name, error)
+            text = "snapshots older than {snapshot} could not be deleted at {about}: {error}. The next one retries."
+            say(logging.WARNING, "retention-failed", text, about=store.url, snapshot=stored.name, error=error)
         else:
             if unseen:
-                self._writer.say_once(unseen, "%s (%s)", unseen, stored.name)
+                say(logging.WARNING, "upload-not-listed", "{about} ({snapshot})", about=unseen, snapshot=stored.name)
 
     @property
     def is_at_a_node(self) -> bool:
@@ -149,6 +151,7 @@ class PastMemory:
             raise
         except SpotError as error:
             self._away_until_s[node] = time.monotonic() + _AWAY_S
-            logger.warning("lightning_spot: %s does not take %s (%s)", node, manifest.name, error)
+            text = "{about} does not take {snapshot}: {error}. Another server or the storage gets it."
+            say(logging.WARNING, "server-failing", text, about=node, snapshot=manifest.name, error=error)
             return False
         return True

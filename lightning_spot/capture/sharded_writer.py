@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, SealedContent
-from lightning_spot.capture.copying import OpenedSnapshot, Pending
+from lightning_spot.capture.contents import SealedContent
+from lightning_spot.capture.copying import OpenedSnapshot, Pending, say_past_counts
 from lightning_spot.capture.following import Follower, Task, is_said_by_node
 from lightning_spot.capture.split import Number, SharingRanks, outgrown
 from lightning_spot.capture.tensors import Owners, copies_of
@@ -41,6 +41,7 @@ from lightning_spot.image.notes import Own
 from lightning_spot.image.portion import Portion, Portions, joined
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.memory.joint import Shared, is_by_itself
+from lightning_spot.say import say
 from lightning_spot.sharded.file_plan import (
     Places,
     ShardedImage,
@@ -231,7 +232,8 @@ class ShardedWriter(SnapshotWriter):
         """Lay the whole image out and lease its slot."""
         image, state_bytes = self._laid_out(checkpoint)
         if why := self._layouter.unreadable:
-            self.say_once("unreadable", "snapshots are taken, but NO RESUME from them will be possible: %s", why)
+            text = "snapshots are taken, but NO RESUME from them will be possible: {about}"
+            say(logging.ERROR, "not-resumable", text, about=why)
         nbytes, layout, told = image.layout.nbytes, image.layout, self._tell(image, state_bytes)
         here = len(self.across.hosts[0]) if self._at else self._world_size
         shared = Shared(name=manifest.name, shares=here, digest=image.digest, layout=told)
@@ -447,7 +449,7 @@ class Joining(Follower[_Part | SpotError]):
     def newest_differs(self) -> bool:
         """See :meth:`Follower.newest_differs`; no other rank knows of these bytes, so this one says it."""
         if differs := super().newest_differs():
-            self._say_once("past-counts", PAST_COUNTS, 1, CHECK_EVERY)
+            say_past_counts(1)
         return differs
 
     # -- on the background thread ---------------------------------------------------------------------------------
@@ -472,7 +474,8 @@ class Joining(Follower[_Part | SpotError]):
             logger.debug("the local server: %s", error)
         else:
             for line in late:
-                logger.warning("lightning_spot: %s. The local server goes on with it", line)
+                text = "not persisted yet: {about}. The local server retries."
+                say(logging.WARNING, "not-persisted", text, about=line)
 
     def _check_begun(self, task: Task[_Part | SpotError], what: _Part | SpotError) -> None:
         if isinstance(what, SpotError) and is_by_itself(task.at):  # the server is told at once, see below
@@ -513,12 +516,9 @@ class Joining(Follower[_Part | SpotError]):
         if is_by_itself(task.at):  # the other hosts have nobody else to hear it from
             self._owe(task.name, f"{task.who}: {error}", task.at)
         if not is_said_by_node(error):
-            self._say_once(
-                str(getattr(error, "reason", type(error).__name__)),
-                "this rank writes no part of %s: %s",
-                task.name,
-                error,
-            )
+            text = "this rank writes no part of {snapshot}, which is dropped: {error}. The next snapshot is tried."
+            cause = getattr(error, "reason", type(error).__name__)
+            say(logging.WARNING, "share-failed", text, about=cause, snapshot=task.name, error=error)
 
     def _check(self, lease: Lease, task: Task[_Part | SpotError], part: _Part) -> Layout:
         """What this rank writes into the slot, if all that rank 0 said of the image is so here, too."""

@@ -12,14 +12,15 @@ from typing import Any
 from lightning_spot.capture.contents import SlotViews
 from lightning_spot.capture.host_link import HostLink, within
 from lightning_spot.capture.saying import SAY_S
-from lightning_spot.config import read_environment
+from lightning_spot.config import format_bytes, read_environment
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SpotError
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.ring import LEAST_BYTES
 from lightning_spot.memory.slots import Making
+from lightning_spot.say import UNEXPECTED, say
 from lightning_spot.staging.copier import Copier
-from lightning_spot.staging.slot import most_in, slot_capacity
+from lightning_spot.staging.slot import SHM_FULL, most_in, slot_capacity
 
 logger = logging.getLogger(__name__)
 
@@ -253,15 +254,10 @@ def give_back(host: Host, lease: Lease, *, untouched: bool = False) -> None:
         break
 
 
-def say_backing(say_once: Callable[..., None], lease: Lease) -> None:
+def say_backing(lease: Lease) -> None:
     """Warn if a slot is a memory file, since tmpfs was too small for it."""
     if lease.backing == "memfd" and (shm_dir := read_environment().shm_dir) is not None:
-        say_once(
-            "memfd",
-            "%s is too small for the slots; they are memory files held by the server instead. Same speed; a new"
-            " server cannot take them over if the server itself is killed (docker: give it --shm-size)",
-            shm_dir,
-        )
+        say(logging.WARNING, "shm-full", SHM_FULL, about=shm_dir, size=format_bytes(lease.nbytes))
 
 
 class SlotMaker:
@@ -397,7 +393,8 @@ class SlotMaker:
             try:
                 self._thread.start()
             except RuntimeError as error:  # no more threads can be had: who needs the slot makes it
-                logger.warning("lightning_spot: no slot can be made in the background: %s", error)
+                text = "no slot can be made in the background: {error}. Snapshots make them. Raise ulimit -u."
+                say(logging.WARNING, "no-threads", text, about="slots", error=error)
                 self._end()
 
     def _run(self) -> None:
@@ -405,7 +402,7 @@ class SlotMaker:
             while (order := self._take_order()) is not None:
                 self._make(*order)
         except Exception:  # who needs the slot makes it
-            logger.exception("lightning_spot: a slot could not be made ahead")
+            say(logging.ERROR, "unexpected", UNEXPECTED, about="making a slot", exc_info=True)
             with self._lock:
                 self._end()
 
@@ -440,7 +437,7 @@ class SlotMaker:
         except SpotError as error:  # who needs it has it made then, and is told; or nobody does any more
             logger.debug("no slot was made ahead: %s", error)
         except Exception:
-            logger.exception("lightning_spot: a slot could not be made ahead")
+            say(logging.ERROR, "unexpected", UNEXPECTED, about="making a slot", exc_info=True)
 
     def _leased(self, host: Host, nbytes: int, making: Making) -> Lease:
         """Lease the slot to be made; where a snapshot has found none, as that would have had it made itself.
@@ -500,7 +497,7 @@ class SlotPool:
         """
         deadline_s = time.monotonic() + wait_s
         if self._maker.has_outgrown(nbytes):
-            self._leases.give_back()  # it is too small, and its memory is to be made anew
+            self._leases.give_back()  # it is too small, and its memory is to be made again
         if not self._maker.fits(host, nbytes, waits=wait_s > 0) and not (wait_s and self._maker.wait(wait_s)):
             raise SnapshotFailedError(
                 "the slots are too small for it; a larger one is being made", reason=FailureReason.RING_FULL

@@ -75,7 +75,7 @@ class SharingRanks:
         states: room in the checkpoint for what only one rank knows, by the share of each rank, from 1 on, that writes
             it by itself.
         hosts: how many ranks each host has, if several bring it to a snapshot server; shares are numbered host by host.
-        at: URL of the run at that node.
+        at: URL of the run at that server.
         sent: likewise by the rank, from 1 on, of those that send it to rank 0, which writes it.
     """
 

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
+from lightning_spot.say import say
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ T = TypeVar("T")
 
 
 class BestEffort:
-    """Tries what training does not need. Each thing that fails is said once.
+    """Tries what training does not need, and logs what fails.
 
     Args:
         strict: whether an error is raised all the same.
@@ -139,7 +140,6 @@ class BestEffort:
 
     def __init__(self, *, strict: bool = False) -> None:
         self._strict = strict
-        self._said: set[str] = set()
 
     def run(self, what: str, do: Callable[[], T], otherwise: T, *, still: str = "training goes on") -> T:
         """Do something; ``otherwise`` if it fails.
@@ -159,7 +159,6 @@ class BestEffort:
             if self._strict:
                 raise
             failure = failure_of(error)
-            if what not in self._said:
-                self._said.add(what)
-                logger.warning("lightning_spot: %s failed, %s: %s", what, still, failure)
+            text = "{about} failed, {still}: {error}. Report it if it repeats."
+            say(logging.WARNING, "extra-failed", text, about=what, still=still, error=failure)
             return otherwise

@@ -23,7 +23,7 @@ from lightning_spot.capture.background import CLOSE_S, Background
 from lightning_spot.capture.copying import Copying, OpenedSnapshot, Pending
 from lightning_spot.capture.host_link import HostLink, within
 from lightning_spot.capture.mailbox import Mailbox
-from lightning_spot.capture.saying import SAY_S, SayOnce, SayWhyNot, say_failing, say_waiting
+from lightning_spot.capture.saying import SAY_S, say_failing, say_waiting
 from lightning_spot.capture.slot_pool import Leases, SlotMaker, SlotPool, give_back, say_backing
 from lightning_spot.capture.split import Divided, Divider, SharingRanks
 from lightning_spot.capture.tensors import NOBODY, Owners, owners_of
@@ -46,6 +46,7 @@ from lightning_spot.image.pieces import Piece
 from lightning_spot.image.written import in_order
 from lightning_spot.memory.host import Host
 from lightning_spot.memory.joint import SpreadPlace, is_durable, nodes_of
+from lightning_spot.say import recovered, say
 from lightning_spot.staging.batch import SlotView
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
@@ -250,7 +251,7 @@ class Across:
         return "; the other one ".join(reasons)
 
     def _why_not_whole(self, name: str, urls: list[str], wait_s: float) -> str:
-        """The same where it is spread over the nodes."""
+        """The same where it is spread over the servers."""
         missing: set[int] | None = None
         reasons = []
         for url in urls:
@@ -277,14 +278,9 @@ _Divide = Callable[[Layout], Divided]
 
 
 class Outliner:
-    """Makes layouts.
+    """Makes layouts."""
 
-    Args:
-        say_once: warns; called with a key, a message and its facts.
-    """
-
-    def __init__(self, say_once: Callable[..., None]) -> None:
-        self._say_once = say_once
+    def __init__(self) -> None:
         self._layouter = Layouter()
 
     def lay_out(self, checkpoint: Any) -> Layout:
@@ -309,7 +305,8 @@ class Outliner:
                 f"the training state cannot be serialised ({type(error).__name__}: {error}); look at what"
                 " on_save_checkpoint, state_dict and hyperparameters put into the checkpoint"
             ) from error
-        self._say_once("layout", "%s; snapshots are serialised with plain torch.save (slower)", problem)
+        text = "checkpoints are serialized with plain torch.save, which is slower: {about}. Report it."
+        say(logging.WARNING, "saved-slowly", text, about=problem)
         return layout
 
 
@@ -362,7 +359,6 @@ class SnapshotWriter:
         posted: those for which they have sent what only they know.
         mailbox: where that comes, if any; closed with the writer.
         fence: the error that says that a later attempt has taken the run over; ``None`` as long as none did.
-        say_once: warns once for each key.
         missed: snapshots dropped because another rank's share of them did not come.
         last_miss: why the last one was.
         copied_bytes: written into slots so far; what a slot held already is not written again.
@@ -381,7 +377,6 @@ class SnapshotWriter:
         approximates: bool = False,
     ) -> None:
         self._look = look
-        self.say_once = SayOnce()
         self.link = HostLink(host, reconnect, lambda found: self._maker.again(found))
         self.mailbox: Mailbox | None = None
         self.committed: Manifest | None = None
@@ -390,23 +385,23 @@ class SnapshotWriter:
         self.torn = 0
         self.together, self.posted, self.missed = 0, 0, 0
         self.last_miss = Miss("", None)
-        self._say_why_not = SayWhyNot(self.say_once)
-        waits = functools.partial(say_waiting, self.say_once, self.link)  # a method would keep this alive
+        self._failing = ""
+        waits = functools.partial(say_waiting, self.link)  # a method would keep this alive
         self.across = Across(self.link, waits)
-        self._leases = leases = Leases(self.link, functools.partial(say_backing, self.say_once), waits)
+        self._leases = leases = Leases(self.link, say_backing, waits)
         copier = copier if copier is not None else Copier()
         try:
             self._tasks = Background("spot-writer", leases.give_back, lambda: leases.idle_s)
         except BaseException:  # nobody else closes what was given
             copier.close()
             raise
-        self._copying = copying = Copying(copier, schedule, self.say_once)
+        self._copying = copying = Copying(copier, schedule)
         self._maker = SlotMaker(copying.views, copying.copier, self.link.lose)
         self._slots = SlotPool(self._maker, leases)
         self._approximates = approximates
         self.copied_bytes = 0
         self._pending: list[Pending] = []
-        self._outliner, self._divider = Outliner(self.say_once), Divider()
+        self._outliner, self._divider = Outliner(), Divider()
 
     # -- on the training thread -----------------------------------------------------------------------------------
 
@@ -590,7 +585,7 @@ class SnapshotWriter:
     def _lay_out_anew(self, error: BaseException) -> None:
         """What was laid out in part is no base for the next one."""
         if not isinstance(error, SpotError):
-            self._outliner = Outliner(self.say_once)
+            self._outliner = Outliner()
 
     def _open(self, host: Host, checkpoint: Any, manifest: Manifest, wait_s: float, divide: _Divide) -> OpenedSnapshot:
         """Lay a snapshot out, and take the slot for it."""
@@ -608,7 +603,7 @@ class SnapshotWriter:
 
     def _look_at(self, outline: Layout) -> None:
         if (problem := self._look(outline)) is not None:
-            self.say_once(problem, "%s", problem)
+            say(logging.ERROR, "not-resumable", "{about}", about=problem)
 
     def _commit(self, host: Host, pending: Pending) -> bool:
         """All bytes are in place: make it a snapshot; whether the next one needs a slot that is still to be made."""
@@ -635,14 +630,14 @@ class SnapshotWriter:
                 self.past_memory = pending.manifest
             self.together += pending.lease.shared is not None
             self.posted += bool(pending.sent)
-            self._say_why_not.committed()
+            recovered("snapshot-failed", "snapshots are committed again", about=self._failing)
             pending.done.set_result(pending.manifest)
             if not pending.manifest.complete:
                 leases = self._leases_ahead and pending.is_here and (self._leases_shared or not pending.lease.shared)
                 self._slots.look_ahead(host, pending.outline.nbytes, is_short=is_short, leases=leases)
             self._look_at(pending.tried)
             if pending.lease.backing != "process":
-                say_failing(self.say_once, self.link)
+                say_failing(self.link)
 
     def _end(self, host: Host, pending: Pending, error: BaseException) -> None:
         """Whatever has failed beside what is expected to, nobody waits for a snapshot after, and its slot is free."""
@@ -672,7 +667,16 @@ class SnapshotWriter:
         if isinstance(error, FencedError):
             self.fence = error
         if FailureReason.TORN.caused(error):
-            self.say_once("torn", "%s", error)
-        elif not self.link.is_loss(error):  # of which it was said
-            self._say_why_not(pending.manifest.name, str(error))
+            say(logging.WARNING, "snapshot-torn", "{error}. The next snapshot is tried.", error=error)
+        elif not self.link.is_loss(error):  # which was logged
+            self._failing = str(getattr(error, "reason", type(error).__name__))
+            text = "snapshot {snapshot} was not committed: {error}. The next one is tried."
+            say(
+                logging.WARNING,
+                "snapshot-failed",
+                text,
+                about=self._failing,
+                snapshot=pending.manifest.name,
+                error=error,
+            )
         pending.done.set_exception(error)

@@ -5,13 +5,13 @@ Each has a function that captures and one that puts back; ``state_parts`` lists 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import fsspec
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric
@@ -19,6 +19,7 @@ from torchmetrics import Metric
 from lightning_spot.exact import buffers, logged_values, namespaces, private
 from lightning_spot.exact.compare import is_drawn
 from lightning_spot.patches import Patches
+from lightning_spot.say import say
 from lightning_spot.tiers.fsspec_client import forget_listings
 
 if TYPE_CHECKING:
@@ -210,10 +211,11 @@ def _keep_best(trainer: pl.Trainer, callback: Any, saved: State) -> None:
     if not paths:
         return
     if saved.get("best_model_path") not in there:
-        rank_zero_warn(
-            f"lightning_spot: ModelCheckpoint has another folder than before, {callback.dirpath}, and its best model in"
-            f" {saved['dirpath']} is gone: the best from here on counts. Give it a dirpath that stays"
+        text = (
+            "the best model of ModelCheckpoint in {about} is gone. It counts again from here on, in {now}."
+            " Give it a dirpath that stays."
         )
+        say(logging.WARNING, "best-model-gone", text, about=saved["dirpath"], only_rank_zero=True, now=callback.dirpath)
         saved["best_model_path"] = ""
         return
     best = {path: score for path, score in saved.get("best_k_models", {}).items() if path in there}

@@ -6,10 +6,9 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
-
 from lightning_spot.exact import private
 from lightning_spot.exact.data_changes import digest_of
+from lightning_spot.exact.findings import say_not_exact
 from lightning_spot.exact.indices import (
     Indices,
     draws_at_once,
@@ -24,8 +23,7 @@ from lightning_spot.exact.order import batch_of, dealt, order_of
 from lightning_spot.exact.own_state import OwnState
 from lightning_spot.exact.randomness import State, capture_random, restore_random
 from lightning_spot.exact.workers import LastingWorkers, are_made, begin_watched, lasts, make_unnoticed, watch_of
-
-logger = logging.getLogger(__name__)
+from lightning_spot.say import say
 
 DataResume = Literal["auto", "replay", "seek"]
 """How a loader comes back to its position: ``"replay"`` loads the epoch's batches again and drops them, which is exact
@@ -109,11 +107,11 @@ class Epoch:
     def _say_if_short(self) -> None:
         is_short = self.expected is not None and self.yielded < self.expected
         if is_short and self.is_checked and not (self.exhausted or self.dealt):
-            rank_zero_warn(
-                f"lightning_spot: an epoch ended after {self.yielded} of {self.expected} batches:"
-                f' {type(self.loader).__name__} is not back at its place. Set data_resume="replay": batches are loaded'
-                " again in place of its state"
+            why = (
+                f"an epoch ended after {self.yielded} of {self.expected} batches: {type(self.loader).__name__} is not"
+                ' back at its place. Set data_resume="replay": batches are loaded again in place of its state'
             )
+            say_not_exact([why])
 
     def leave(self) -> None:
         """Before the loader begins another epoch."""
@@ -241,7 +239,7 @@ class ResumedEpoch(Epoch):
         """Keep what loading a state has left behind out of the next epoch, which begins at its start.
 
         A stream may begin each epoch from the state that it was given, until it is given another one. So what iterating
-        has not changed since is as it was before; and workers, which have a copy of it, are made anew.
+        has not changed since is as it was before; and workers, which have a copy of it, are made again.
         """
         if self.resume is not None and self._goes_by_state(self.resume):  # Lightning asked for none of its batches
             present, own = capture_random(), self.own.capture()
@@ -309,11 +307,11 @@ class ResumedEpoch(Epoch):
         self._data, self._lost = {}, []
         say_changed(names)
         if self._begins_otherwise and not names and made_of(self.loader) == self.made_of:
-            rank_zero_warn(
-                f"lightning_spot: the first batch of this epoch, loaded again, is another one than before:"
-                f" {type(self.loader).__name__} does not yield the same twice, and the rest of this epoch is not exact."
-                " Give it a state_dict and a load_state_dict"
+            why = (
+                f"the first batch of this epoch, loaded again, differs: {type(self.loader).__name__} does not yield the"
+                " same twice, and the rest of this epoch is not exact. Give it a state_dict and a load_state_dict"
             )
+            say_not_exact([why])
         self._begins_otherwise = False
 
     def _lost_before(self) -> list[str]:
@@ -373,7 +371,8 @@ class ResumedEpoch(Epoch):
             if passed == 0:
                 self._begins_otherwise = self.first_batch not in (None, digest_of(batch))
             if batch is _END:
-                logger.warning("lightning_spot: the data has only %d batches now; this epoch ends there", passed)
+                text = "the data has only {batches} batches now. This epoch ends there. Resume with the data of before."
+                say(logging.WARNING, "data-shorter", text, batches=passed)
                 break
         return inner
 
@@ -397,11 +396,12 @@ class ResumedEpoch(Epoch):
 def say_changed(names: list[str]) -> None:
     """Warn of what an attempt before had changed in the data, and that is not so now, if there is anything."""
     if names:
-        rank_zero_warn(
-            f"lightning_spot: training or reading had changed {', '.join(sorted(set(names)))}, which no snapshot"
-            " holds: the data begin as the program makes them, and this resume is not exact. Keep such values in the"
-            " state_dict of a data module, and set them when it is loaded"
+        why = (
+            f"training or reading had changed {', '.join(sorted(set(names)))}, which no snapshot holds: the data begin"
+            " as the program makes them. Keep such values in the state_dict of a data module, and set them when it is"
+            " loaded"
         )
+        say_not_exact([why])
 
 
 def shuffle_buffers(own: OwnState) -> Iterator[str]:

@@ -6,12 +6,13 @@ The exact state of a snapshot that other ranks have taken, as one of the ranks t
 
 There were more of them, or fewer, or as many that had other shares of the data (another size of tensor parallelism).
 What all ranks had in common, and what each of them had for itself and this one can have, is as it was: the samples of
-the epoch that are left are dealt anew. What was gathered in it begins anew. The rest is named.
+the epoch that are left are dealt again. What was gathered in it begins again. The rest is named.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_spot.config import format_names
 from lightning_spot.exact import buffers, builtin_callbacks, loggers, order, private, progress
@@ -28,6 +28,7 @@ from lightning_spot.exact.aliases import shared_with_weights, what_is_apart_from
 from lightning_spot.exact.checkpoint import checkpoint_of, checkpoint_through_save, leave_out_callbacks
 from lightning_spot.exact.dump import KEY, VERSION, Dump, read_checkpoint, with_ranks
 from lightning_spot.exact.epochs import DataResume
+from lightning_spot.exact.findings import say_not_exact
 from lightning_spot.exact.loadability import follow_named
 from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.made_of import FixedSteps, differences
@@ -49,6 +50,7 @@ from lightning_spot.exact.seams import Seams, is_tuning
 from lightning_spot.exact.sharded import is_sharded
 from lightning_spot.exact.state_parts import Stage, StateParts
 from lightning_spot.patches import Patches
+from lightning_spot.say import say
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -77,7 +79,7 @@ class FitState(PerTrainer):
         self.fixed_steps = FixedSteps()
         self._untracked = UntrackedAttributes()
         self._restoring = Restoring(self._trainer, parts)
-        self._has_begun = self._has_left_out = False
+        self._has_begun = False
         self._dumps = 0
         self._with_weights: list[str] = []  # states of callbacks and optimizers that hold memory of weights
 
@@ -154,8 +156,10 @@ class FitState(PerTrainer):
             *parts.hooked.what_waits(),
             *parts.hooked.what_is_apart(),
         ]
-        first = [*reasons, *builtin_callbacks.what_has_a_passing_folder(trainer)]
-        say_what_is_not_exact(trainer, *((reasons, anew) if due else (first, [])))
+        clock, alone = builtin_callbacks.what_goes_by_the_clock, builtin_callbacks.what_lightning_alone_keeps
+        at_start = builtin_callbacks.what_has_a_passing_folder
+        found = [*reasons, *clock(trainer), *alone(trainer), *(anew if due else at_start(trainer))]
+        say_not_exact([*restoring.findings, *restoring.what_has_other_data(), *found])
         restoring.go_on_without_batch()
 
     # -- capture --------------------------------------------------------------------------------------------------
@@ -191,12 +195,12 @@ class FitState(PerTrainer):
         )
 
     def _say_left_out(self, names: list[str]) -> None:
-        if names and not self._has_left_out:
-            self._has_left_out = True
-            rank_zero_warn(
-                f"lightning_spot: hyperparameters that hold callbacks are not in snapshots: {', '.join(names)}. Resumes"
-                " do not need them; save_hyperparameters(ignore=[...]) leaves them out of all checkpoints"
+        if names:
+            text = (
+                "hyperparameters that hold callbacks are not in snapshots: {about}. No resume needs them. Leave them"
+                " out with save_hyperparameters(ignore=[...])."
             )
+            say(logging.WARNING, "hyperparameters-left-out", text, about=", ".join(names), only_rank_zero=True)
 
     def capture(self, *, at_end: bool = False) -> State:
         """The state of this rank, see :meth:`StateParts.capture`."""
@@ -222,6 +226,8 @@ class FitState(PerTrainer):
     def end_untrained(self) -> None:
         """At the end of ``fit``: of a run that was complete already, put back what a program may read now."""
         self._restoring.end_untrained()
+        if not self._has_begun:
+            say_not_exact(self._restoring.findings)
 
     def before_validation(self, trainer: pl.Trainer) -> None:
         """Of a run resumed in front of a validation: put back what that needs."""
@@ -243,12 +249,14 @@ class Restoring(OfTrainer):
     Attributes:
         untracked: names of attributes that the training before had changed, and that do not come back.
         lost: likewise, of modules.
+        findings: what is known not to be exact before training begins.
     """
 
     def __init__(self, trainer: pl.Trainer, parts: StateParts) -> None:
         super().__init__(trainer)
         self.untracked: list[str] = []
         self.lost: list[str] = []
+        self.findings: list[str] = []
         self._parts = parts
         self._run = parts.switches.run
         self._patches = Patches()
@@ -271,16 +279,16 @@ class Restoring(OfTrainer):
         """Take the exact state of a checkpoint, if it has one that fits; see :meth:`FitState.load`."""
         shared, trainer = checkpoint.get(KEY), self._trainer
         if shared is None:
-            rank_zero_warn(f"lightning_spot: {builtin_callbacks.why_without_exact_state(trainer)}")
+            self.findings.append(builtin_callbacks.why_without_exact_state(trainer))
             return
         is_known = shared["version"] == VERSION
         found = shared["ranks"][0]["found"] if is_known else {}
         self._run(private.TUNERS, lambda: builtin_callbacks.rest_tuners(trainer, found, self._patches))
         if not is_known:
-            rank_zero_warn(
-                f"lightning_spot: the snapshot has its exact state in form {shared['version']}, this version of"
-                f" lightning_spot has {VERSION}: weights, optimizers and loops are restored; random numbers and the"
-                " position in the data are not exact"
+            self.findings.append(
+                f"the exact state of the snapshot has version {shared['version']}, and this lightning_spot writes"
+                f" {VERSION}: weights, optimizers and loops are restored; random numbers and the position in the data"
+                " are not. Resume with the version of lightning_spot that took it"
             )
             return
         warnings.filterwarnings("ignore", message=".*ended before the epoch ended and your dataloader is")
@@ -337,11 +345,11 @@ class Restoring(OfTrainer):
         buffers.put(module, {name: value for name, (value, _) in lost.items()})
         buffers.keep_kinds(module, {**self._precise, **loaded})
         if written:
-            rank_zero_warn(
-                f"lightning_spot: hooks at the start of training have written over restored values of"
-                f" {format_names(written)}: those of the snapshot are put back. Initialise weights where the module is"
-                " made"
+            text = (
+                "hooks at the start of training overwrote restored values of {about}. Those of the snapshot are put"
+                " back. Initialise weights in __init__ or configure_model."
             )
+            say(logging.WARNING, "weights-put-back", text, about=format_names(written), only_rank_zero=True)
 
     def _keep_dtypes(self, states: list[State], dtypes: dict[str, torch.dtype]) -> None:
         """Give optimizers back what torch rounds, as soon as Lightning has had them load it: hooks look at them next.
@@ -381,9 +389,8 @@ class Restoring(OfTrainer):
         is_place = is_over or bool(done and others.is_between_batches)
         if is_place and self._val_total is None and not self._steps_are_over and self._validates(should_stop=False):
             self._val_total = self._run(private.PROGRESS, lambda: progress.validate_first(trainer, self._patches))
-        rank_zero_info(f"lightning_spot: {others.line(trainer)}")
-        for reason in dict.fromkeys(others.reasons):
-            rank_zero_warn(f"lightning_spot: {reason}")
+        say(logging.INFO, "ranks-changed", "{about}", about=others.line(trainer), only_rank_zero=True)
+        self.findings += others.reasons
 
     def go_on_without_batch(self) -> None:
         """Of a run that was to stop: maybe not one more batch is fetched, so what waits for one is put back now.
@@ -416,14 +423,26 @@ class Restoring(OfTrainer):
         if positions is None:  # they were not known
             return None
         if len(positions) != len(loaders):
-            rank_zero_warn("lightning_spot: the number of training loaders has changed: their positions are not exact")
             return None
         if self._others is not None:
             return self._others.position(loader, index)
-        changed = differences(positions[index] or {}, loader_itself(loader))
-        if reasons := [*changed, *other_batches(loader, positions[index])]:
-            rank_zero_warn(f"lightning_spot: {'. '.join(reasons)}")
         return positions[index]  # type: ignore[no-any-return]
+
+    def what_has_other_data(self) -> list[str]:
+        """Why training loaders do not begin where those of the snapshot were."""
+        loaders = self._parts.loaders.training if self._parts.loaders is not None else []
+        positions = self._positions["loaders"] if self._positions is not None else None
+        if positions is None or not loaders:
+            return []
+        if len(positions) != len(loaders):
+            return ["the number of training loaders has changed: their positions are not exact"]
+        if self._others is not None:
+            return []
+        both = zip(loaders, positions, strict=True)
+        reasons = [
+            [*differences(saved or {}, loader_itself(loader)), *other_batches(loader, saved)] for loader, saved in both
+        ]
+        return [". ".join(each) for each in reasons if each]
 
     def has_positions(self) -> bool:
         """Whether a snapshot has told where training loaders were."""
@@ -499,19 +518,6 @@ def why_loaders_are_not_exact(loaders: Loaders) -> list[str]:
     """What of the loaders does not come back to where it was; of those for validation, what their workers draw."""
     reasons = [reason for loader in loaders.training for reason in why_not_exact(loader)]
     return reasons + [reason for loader in loaders.validation for reason in why_workers_are_not_exact(loader)]
-
-
-def say_what_is_not_exact(trainer: pl.Trainer, reasons: list[str], anew: list[str]) -> None:
-    """One warning for each thing that does not come back to where it was, with what to do.
-
-    Args:
-        trainer: whose training begins.
-        reasons: what is known of its loaders.
-        anew: what is known of the rest, of a run that goes on from a snapshot.
-    """
-    clock, alone = builtin_callbacks.what_goes_by_the_clock, builtin_callbacks.what_lightning_alone_keeps
-    for reason in dict.fromkeys([*reasons, *clock(trainer), *alone(trainer), *anew]):
-        rank_zero_warn(f"lightning_spot: {reason}")
 
 
 class OtherRanks:

@@ -17,7 +17,6 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 import fsspec
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_spot.config import format_names
 from lightning_spot.errors import NotSerializableError, SettingsError
@@ -27,6 +26,7 @@ from lightning_spot.exact.rank_states import states_in_files
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.safe_load import ADVICE, Placeholder, kind_of, placeholders_in
 from lightning_spot.patches import Patches
+from lightning_spot.say import say
 from lightning_spot.tiers.fsspec_client import forget_listings
 from lightning_spot.trees import at, walk
 
@@ -86,10 +86,8 @@ def put_in_own_objects(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
         logger.debug("lightning_spot: what the model would save is not known: %s", error)
         return
     if names := list(_put_in(checkpoint, own)):
-        rank_zero_info(
-            "lightning_spot: objects of the snapshot are not loaded, and those that this process made stand for them:"
-            f" {format_names(names)}"
-        )
+        text = "objects that this process made are used instead of those in the snapshot: {about}"
+        say(logging.INFO, "objects-remade", text, about=format_names(names), only_rank_zero=True)
 
 
 def _put_in(saved: Any, own: Any) -> Iterator[str]:

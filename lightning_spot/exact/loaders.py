@@ -150,7 +150,7 @@ class Loaders:
         """What is not a position: requests, loaders for validation, which of several loaders has ended once.
 
         That last is all of them where the epoch has no batches left: Lightning asks for one more if it goes on there,
-        and one that had not ended would begin anew for that. In the next epoch, none has ended.
+        and one that had not ended would begin again for that. In the next epoch, none has ended.
         """
         fit_loop = self._trainer.fit_loop
         reloaded = {

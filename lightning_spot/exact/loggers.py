@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-
 from lightning_spot.exact import namespaces, private
 from lightning_spot.patches import Patches
+from lightning_spot.say import say
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -56,27 +56,39 @@ def continue_in(
         of_another_run: whether another run has logged there: its log stays as it is.
         is_over: whether nothing is left to train: what was logged later is of a later ``fit`` of this program.
     """
+    facts: dict[str, Any]
     for logger, place in zip(trainer.loggers, places, strict=False):
         if type(logger).__name__ != place["kind"] or logger.name != place["name"]:
             continue  # the user has chosen another one
         if _is(logger, "CSVLogger") and (_at_url(logger) or "rows" not in place):
-            rank_zero_warn(
-                f"lightning_spot: the rows of {place.get('dir')} are not carried on in {logger.log_dir}: a CSV log at a"
-                " URL begins at the snapshot. For one log, give CSVLogger a directory"
+            text = (
+                "the rows of {about} are not continued in {now}: a CSV log at a URL begins at the snapshot."
+                " For one log, give CSVLogger a directory."
+            )
+            say(
+                logging.WARNING,
+                "log-not-continued",
+                text,
+                about=place.get("dir"),
+                only_rank_zero=True,
+                now=logger.log_dir,
             )
         elif _is(logger, "CSVLogger", "TensorBoardLogger"):
             if of_another_run:
-                rank_zero_info(f"lightning_spot: {place['kind']} begins at the snapshot, in {logger.log_dir}")
+                text = "{about} begins at the snapshot, in {now}"
+                say(logging.INFO, "log-continued", text, about=place["kind"], only_rank_zero=True, now=logger.log_dir)
                 continue
             new_dir = str(logger.log_dir)
             _go_back(logger, place, is_over)
             _move_checkpoints(trainer, new_dir, str(logger.log_dir))
         elif logger.version != place["version"]:
             hint = " (WANDB_RUN_ID and WANDB_RESUME=allow)" if "Wandb" in place["kind"] else ""
-            rank_zero_warn(
-                f"lightning_spot: {place['kind']} has begun run {logger.version!r}; the snapshot was logged to"
-                f" {place['version']!r}. To go on in one run, give every attempt the same id{hint}"
+            text = (
+                "{about} has begun run {now!r}; the snapshot was logged to {before!r}. For one log, give every"
+                " attempt the same id{hint}."
             )
+            facts = {"about": place["kind"], "now": logger.version, "before": place["version"]}
+            say(logging.WARNING, "log-not-continued", text, only_rank_zero=True, hint=hint, **facts)
 
 
 def keep_whole(trainer: pl.Trainer, patches: Patches) -> None:
@@ -131,7 +143,7 @@ def _keep(file: Path, at_end: bool) -> None:
         kept.unlink(missing_ok=True)
     elif file.exists() and not (kept.exists() and kept.samefile(file)):
         kept.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # no hard links here: then a fixed version starts anew, as without us
+        with contextlib.suppress(OSError):  # no hard links here: then a fixed version starts again, as without us
             os.link(file, kept)
 
 
@@ -150,7 +162,8 @@ def _go_back(logger: Any, place: dict[str, Any], is_over: bool) -> None:
         private.TENSORBOARD_OPTIONS.of(logger)["purge_step"] = place["step"]  # where the next writer has it end
     if writer is not None and is_moved:
         _remove_if_unused(fresh)
-    rank_zero_info(f"lightning_spot: {place['kind']} goes on in {logger.log_dir}")
+    text = "{about} continues in {now}"
+    say(logging.INFO, "log-continued", text, about=place["kind"], only_rank_zero=True, now=logger.log_dir)
 
 
 def _truncate(writer: Any, folder: Path, rows: int | None) -> None:
@@ -165,7 +178,7 @@ def _truncate(writer: Any, folder: Path, rows: int | None) -> None:
 
 
 def _replace(file: Path, columns: Sequence[str], rows: list[dict[str, str]]) -> None:
-    """Write a file anew; killed meanwhile, the former one is there."""
+    """Write a file again; killed meanwhile, the former one is there."""
     temporary = file.with_name(f".{file.name}.tmp")
     with open(temporary, "w", newline="", encoding="utf-8") as output:
         out = csv.DictWriter(output, fieldnames=columns)

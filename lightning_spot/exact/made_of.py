@@ -5,15 +5,16 @@ Likewise whether schedulers, which come back with the number of steps they had, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_spot.errors import SettingsError
 from lightning_spot.exact.randomness import State
+from lightning_spot.say import say
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -89,7 +90,16 @@ class FixedSteps:
         for name, last, steps in _fixed_steps(trainer, None):
             if last < steps <= self._made.get(name, 0):
                 # The error alone may be caught by the program, which then would not know which step is meant.
-                rank_zero_warn(f"lightning_spot: the scheduler {name} ends at its step {last}, this run at {steps}")
+                text = "the scheduler {about} ends at its step {last}, this run at {steps}: the run is refused"
+                say(
+                    logging.WARNING,
+                    "scheduler-too-short",
+                    text,
+                    about=name,
+                    only_rank_zero=True,
+                    last=last,
+                    steps=steps,
+                )
                 raise SettingsError(
                     f"the scheduler {name} comes back with total_steps={last}, and the run is to take {steps} steps"
                     " with it: torch ends the training there. Give the run as many epochs and steps as before, or a"

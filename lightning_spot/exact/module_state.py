@@ -4,7 +4,7 @@ A resumed run does not call ``on_train_epoch_start`` of the epoch it goes on in,
 what they did is kept: which parameters are frozen, plain attributes of modules (``training``, a dropout's ``p``, a
 counter, a list of outputs) and of their classes, settings of the Trainer. What did not change is not kept: there the
 program's word counts. What is no plain value is named where training has changed it. A module that has made such a
-thing anew (a cache, a file) keeps all of its attributes for itself: they belong together. Where it has made a data set
+thing again (a cache, a file) keeps all of its attributes for itself: they belong together. Where it has made a data set
 of another class (in ``on_train_epoch_end``), a resumed run trains the rest of the epoch with that of its start: what
 modules within it have changed fits the next one, and comes back when that is made. What training has tied (weights,
 views of a tensor) is tied again.
@@ -269,7 +269,7 @@ class Attributes:
         self.has_made_data = False
 
     def changed(self, part: Any, before: Collection[str], detector: ChangeDetector) -> State:
-        """Copies of what has changed; of ``training`` only, where something that is not plain was made anew.
+        """Copies of what has changed; of ``training`` only, where something that is not plain was made again.
 
         Args:
             part: the module, or the class.
@@ -464,7 +464,7 @@ class ModuleState:
             )
 
     def what_is_apart(self) -> Iterator[str]:
-        """One sentence on what training had tied or made anew, and is as the program makes it now, if there is any."""
+        """One sentence on what training had tied or made again, and is as the program makes it now, if there is any."""
         if self._apart:
             yield (
                 "training had changed which tensors of the module are one, or what a parameter is, and they are as the"

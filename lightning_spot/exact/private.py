@@ -7,18 +7,19 @@ at ``setup``: a part that misses one is off, which is said once, and training go
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_spot.exact import namespaces
 from lightning_spot.patches import Patches
+from lightning_spot.say import say
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -155,10 +156,8 @@ class Switches:
     def _turn_off(self, part: str, reason: str) -> None:
         self._off.add(part)
         without = WITHOUT.get(part, "a resume is not exact there")
-        rank_zero_warn(
-            f"lightning_spot: {part}: {without} ({reason}). Training goes on; please report it with the versions of"
-            " Lightning and torch"
-        )
+        text = "{about} is off: {without} ({reason}). Report it with the versions of Lightning and torch."
+        say(logging.WARNING, "part-off", text, about=part, only_rank_zero=True, without=without, reason=reason)
 
 
 def _trainer(trainer: pl.Trainer) -> Any:

@@ -53,6 +53,7 @@ from lightning_spot.exact.own_parameters import OwnParameters, capture_values, r
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.randomness import Generators, State, restore_random
 from lightning_spot.exact.sharded import gradient_like, local_gradient
+from lightning_spot.say import say
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -141,7 +142,7 @@ def shares_buffers(trainer: pl.Trainer) -> bool | None:
     """Whether DDP gives all ranks the buffers of rank 0 before the next step; ``None`` without DDP.
 
     It does not behind a step that only gathered gradients, nor behind the first one by hand. From then on each rank has
-    statistics of its own, and a DDP that is made anew for a resume would take them away.
+    statistics of its own, and a DDP that is made again for a resume would take them away.
     """
     ddp = trainer.model
     return bool(private.SHARES_BUFFERS.of(ddp)) if isinstance(ddp, DistributedDataParallel) else None
@@ -199,7 +200,6 @@ class StateParts(OfTrainer):
         self.loaders: Loaders | None = None
         self.at_end = False
         self._modules: list[tuple[str, torch.nn.Module]] | None = None
-        self._waits_for_gradients = False
 
     @property
     def trainer(self) -> pl.Trainer:
@@ -274,14 +274,12 @@ class StateParts(OfTrainer):
             name: local_gradient(parameter.grad.detach()) for name, parameter in named if parameter.grad is not None
         }
         copies = copies_of(present)
-        if not self._waits_for_gradients and any(copies[name].device != present[name].device for name in present):
-            self._waits_for_gradients = True
-            logger.warning(
-                "lightning_spot: rank %d: its GPU has no room for copies of the gradients that are there when a"
-                " snapshot is taken: they go to the host at once, and training waits for that. With zero_grad() behind"
-                " step() there are none",
-                self._trainer.global_rank,
+        if any(copies[name].device != present[name].device for name in present):
+            text = (
+                "the GPU of rank {about} has no memory for copies of gradients. Training waits for their copies to the"
+                " host. Call zero_grad() after step(): then there are none."
             )
+            say(logging.WARNING, "no-gradient-copies", text, about=self._trainer.global_rank)
         return copies
 
     def _has_live_gradients(self) -> bool:

@@ -1,7 +1,7 @@
 """Workers that persist: processes of a loader that go on from epoch to epoch, with the generators they hold.
 
 Their seeds are drawn once, where the first epoch begins, and what they draw later nobody else sees. So they are asked
-for it between epochs, by a batch of no samples, and made anew after a resume with the same seeds and generators. What
+for it between epochs, by a batch of no samples, and made again after a resume with the same seeds and generators. What
 they have changed in their copies of the data is asked for, too: it is named where it does not come back.
 """
 
@@ -21,9 +21,8 @@ from lightning_spot.exact import private
 from lightning_spot.exact.indices import Indices, is_stateful, random_now, replacing, sampler_name
 from lightning_spot.exact.own_state import OwnState
 from lightning_spot.exact.randomness import State, capture_random, restore_random
+from lightning_spot.say import say
 from lightning_spot.trees import mapped
-
-logger = logging.getLogger(__name__)
 
 
 class LastingWorkers:
@@ -141,12 +140,11 @@ class LastingWorkers:
             self._states = [_own_copy(answer[_STATE]) for answer in sorted(answers, key=lambda item: item["worker"])]
         except Exception as error:
             self._states = None
-            logger.warning(
-                "lightning_spot: workers that persist do not say which random numbers they go on with (%s: %s): with"
-                " random augmentation in them a resume is not exact. Set persistent_workers=False",
-                type(error).__name__,
-                error,
+            text = (
+                "the random numbers of persistent workers are unknown ({error}). With random augmentation in them, a"
+                " resume is not exact. Set persistent_workers=False."
             )
+            say(logging.WARNING, "workers-unknown", text, error=f"{type(error).__name__}: {error}")
         finally:
             self.indices.questions = 0
 

@@ -8,6 +8,7 @@ named, each host brings its ranks' files to storage by itself.
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,6 +39,7 @@ from lightning_spot.fit.topology import Topology, place_of
 from lightning_spot.image.manifest import MOST_HOSTS
 from lightning_spot.memory.runs import parse_run
 from lightning_spot.run.location import Location
+from lightning_spot.say import say
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.fences import ATTEMPTS_DIR, Claim, claim_name, digest_of
@@ -54,8 +56,8 @@ _CARRIER_S = 60.0
 _HEALTH_S = 5.0
 _ASKED_S = 10.0  # so long may it take at a start until servers were asked and carry the run on
 _NO_CARRIER = (
-    "no snapshot now, training goes on: each host has a part of the model, and no server that carries the run on"
-    " is there to put them together (%s); it may be starting, or lack --allow-storage for the storage of the run"
+    "no snapshot now: no server uploads the parts of all hosts ({about}). Training continues. Start the server with"
+    " --allow-storage for the storage of the run."
 )
 
 _SEEN_S = 90.0  # a network mount may show late what another host has written
@@ -224,7 +226,13 @@ class InShards(OfTrainer):
                     raise
                 if attempt is not None:
                     attempt.skipped += 1
-                    attempt.writer.say_once("own state", "no snapshot now, training goes on: %s", error)
+                    say(
+                        logging.WARNING,
+                        "no-snapshot",
+                        "no snapshot now: {error}. Training continues.",
+                        about="state",
+                        error=error,
+                    )
                 return None
         if isinstance(mine, ShardedCheckpoint):
             mine = replace(mine, most_own_bytes=self._files.most_bytes)
@@ -376,7 +384,7 @@ class WhereTo:
         at = ""
         if across.hosts:
             if across.is_under_way and not waits:
-                writer.say_once("under way", "a snapshot that is due while the one before is on its way is skipped")
+                say(logging.WARNING, "upload-under-way", "a snapshot is skipped while the one before is uploaded")
                 self._say_why(attempt)
                 return None
             if not self._location.servers:
@@ -421,14 +429,14 @@ class WhereTo:
         return across.carrier
 
     def _say_no_carrier(self, attempt: Attempt) -> None:
-        attempt.writer.say_once("no carrier", _NO_CARRIER, ", ".join(self._location.servers))
+        say(logging.WARNING, "no-uploader", _NO_CARRIER, about=", ".join(self._location.servers))
 
     def _say_why(self, attempt: Attempt) -> None:
         """Say if a tier fails: then the one before is on its way for long."""
         now_s = time.monotonic()
         if now_s - self._looked_s > _HEALTH_S:
             self._looked_s = now_s
-            say_failing(attempt.writer.say_once, attempt.writer.link)
+            say_failing(attempt.writer.link)
 
 
 def check_read_everywhere(ranks: Agreement, location: Location, run: str, number: int, token: str) -> None:

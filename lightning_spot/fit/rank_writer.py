@@ -155,7 +155,7 @@ class RankWriter(OfTrainer):
             if not self._location.has_local_server:
                 raise
             text = "the snapshot server on this host is lost ({error}). A new one is started"
-            say(logging.WARNING, "local-server-lost", text, about=self._location.url, error=error)
+            say(logging.WARNING, "local-server-lost", text, url=self._location.url, error=error)
             return self._attempt_at(open_host(self._location, self._settings.ring), schedule)
 
     def _attempt_at(self, host: Host, schedule: Schedule | None) -> Attempt:

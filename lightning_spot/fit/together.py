@@ -368,10 +368,7 @@ class Together(OfTrainer):
         if across and self._hosts.can_bring and self._pause.is_over:
             state = attempt.writer.across
             if state.is_under_way and not waits:
-                attempt.writer.say_once(
-                    "under way",
-                    "a snapshot that is due while the one before is on its way to the snapshot server is skipped",
-                )
+                say(logging.WARNING, "upload-under-way", "a snapshot is skipped while the one before is uploaded")
                 return None
             if state.carrier and known:
                 return replace(TOGETHER, at=state.carrier)

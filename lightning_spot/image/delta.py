@@ -13,7 +13,7 @@ this gives 1.53 x.) It is arithmetic modulo 2**32: whatever the bytes mean, the 
 Where ``lossy="topk"`` asks for it, single numbers outside of the ranges follow these, see
 :mod:`~lightning_spot.image.picked`.
 
-Both ends import this module when they need it: numpy would double the time that a node takes to start.
+Both ends import this module when they need it: numpy would double the time that a server takes to start.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where floating-point numbers lie in a checkpoint file, as plain data: a trainer knows it, and tells its node."""
+"""Where floating-point numbers lie in a checkpoint file, as plain data: a trainer knows it, and tells its server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each of several hosts leaves beside the files that it has brought to a durable tier: from all of it, a manifest.
+"""What each of several hosts leaves beside the files that it has brought to storage: from all of it, a manifest.
 
 A snapshot that hosts bring there by themselves has parts of which no host has all bytes. So each notes the checksums of
 its own pieces, and who finds the notes of all hosts makes the manifest of them, whichever host that is.
@@ -164,7 +164,7 @@ def sealed(notes: Iterable[Note], read: Callable[[FileSpan, int, int], bytes]) -
     Args:
         notes: of all hosts.
         read: gives bytes of one of its files, from one place in the file to another: where a part is not one host's,
-            its checksum is made anew. Called on several threads.
+            its checksum is made again. Called on several threads.
 
     Raises:
         CorruptSnapshotError: if the notes do not fit each other, or bytes are not those that were noted.

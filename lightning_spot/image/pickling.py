@@ -136,7 +136,7 @@ class TensorPickler:
 
     def _number(self) -> int:
         if self._free:
-            return heapq.heappop(self._free)  # what is made anew each time has the same numbers each time
+            return heapq.heappop(self._free)  # what is made again each time has the same numbers each time
         self._numbers += 1
         return self._numbers - 1
 

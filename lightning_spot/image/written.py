@@ -1,4 +1,4 @@
-"""What was written into a slot since it was sealed last, as plain data: a trainer knows it, and tells its node."""
+"""What was written into a slot since it was sealed last, as plain data: a trainer knows it, and tells its server."""
 
 from __future__ import annotations
 

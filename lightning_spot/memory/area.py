@@ -31,10 +31,11 @@ from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.slots import Slot, SlotState, file_order
 from lightning_spot.protocol.ownership import OwnDirectory, make_directory, open_file, own_directories, read_file
 from lightning_spot.retry import retried
+from lightning_spot.say import recovered, say
 from lightning_spot.staging.slot import SlotMemory
 from lightning_spot.untrusted import LARGE_BYTES, as_object, decoded, read_sealed, sealed_json
 
-logger = logging.getLogger(__name__)
+_FOREIGN = "{about} is not a directory of this server's. It stays as it is: {error}"
 
 _LOCK = "lock"
 _OURS = re.compile(r"lock|slot-\d+\.(img|json(\.tmp)?)|run-.*\.json(\.tmp)?")
@@ -68,7 +69,6 @@ class SlotArea:
     """
 
     def __init__(self, path: Path) -> None:
-        self._is_failing = False
         self._name = path
         self._directory, self._lock_file = _first_free(path) or _made(path)
         self.path = self._directory.path
@@ -129,7 +129,8 @@ class SlotArea:
                 deletions = tuple((str(url), Manifest.from_dict(fields)) for url, fields in record["deletions"])
                 yield Left(info, bool(record["complete"]), deletions)
             except (OSError, ValueError, KeyError, TypeError, CorruptSnapshotError) as error:
-                logger.warning("%s is left out: %s", directory.path / path.name, error)
+                text = "{about} cannot be read. The run that an earlier server noted there is not continued: {error}"
+                say(logging.WARNING, "leftover-damaged", text, about=directory.path / path.name, error=error)
 
     def adopt(self) -> list[Slot]:
         """Slots that earlier servers committed, checked byte by byte; whatever else is here is removed.
@@ -146,7 +147,7 @@ class SlotArea:
                 try:
                     lock = _lock(other)
                 except (OSError, SettingsError) as error:
-                    logger.warning("%s is left as it is: %s", other.path, error)
+                    say(logging.WARNING, "leftover-foreign", _FOREIGN, about=other.path, error=error)
                     continue
                 if lock is not None:
                     with lock:
@@ -180,9 +181,8 @@ class SlotArea:
                 newer = max(mine, left, key=lambda each: each.info.attempt)
                 self.keep_run(newer.info, newer.complete, deletions.values())
         except OSError as error:
-            logger.warning(
-                "%s could not be brought to %s; it stays for the next server: %s", other.path, self.path, error
-            )
+            text = "{about} could not be moved to {here}. It stays for the next server: {error}"
+            say(logging.WARNING, "leftover-not-taken", text, about=other.path, here=self.path, error=error)
             return
         _remove(other)
 
@@ -212,7 +212,8 @@ class SlotArea:
         where, passes = self.path / record_path.name, (OSError, MemoryError)
 
         def note(error: Exception, _pause_s: float) -> None:
-            logger.warning("%s cannot be taken over now (%s); it is tried again", where, str(error) or repr(error))
+            text = "{about} cannot be taken over now. It is retried: {error}"
+            say(logging.WARNING, "leftover-read-again", text, about=where, error=str(error) or repr(error))
 
         try:
             return retried(
@@ -243,7 +244,8 @@ class SlotArea:
             slot.overtaken = bool(record.get("overtaken"))
             slot.sequence, slot.generation = int(record["sequence"]), 1
         except (FileNotFoundError, ValueError, KeyError, TypeError, CorruptSnapshotError) as error:
-            logger.warning("a slot left by an earlier server is dropped: %s", error)
+            text = "{about} of an earlier server is damaged. It is dropped; the snapshot before it counts: {error}"
+            say(logging.WARNING, "leftover-damaged", text, about=where, error=error)
             if slot.memory is not None:
                 slot.memory.close()
             return None
@@ -253,7 +255,8 @@ class SlotArea:
                 slot.memory.close()
             raise
         slot.manifest, slot.run, slot.state = manifest, key_of(manifest), SlotState.COMMITTED
-        logger.info("took over snapshot %s of run %s from an earlier server", manifest.name, manifest.run)
+        text = "took over snapshot {about} of run {run} from an earlier server"
+        say(logging.INFO, "leftover-taken", text, about=manifest.name, run=manifest.run)
         return slot
 
     def _write(self, name: str, record: dict[str, Any]) -> None:
@@ -265,14 +268,11 @@ class SlotArea:
             os.replace(temporary, self._here / name)
         except OSError as error:
             # Committed all the same, as with memory files; an older record only knows less of what is safe.
-            if not self._is_failing:  # once, and not for every snapshot
-                logger.warning(
-                    "no record can be written in %s (%s): what is only here ends with this server", self.path, error
-                )
-            self._is_failing = True
+            text = "{about} cannot be written: {error}. If this server ends, snapshots that only it has are lost."
+            say(logging.WARNING, "slots-not-recorded", text, about=self.path, error=error)
             temporary.unlink(missing_ok=True)
         else:
-            self._is_failing = False
+            recovered("slots-not-recorded", "{about} can be written again", about=self.path)
 
 
 def remove_abandoned(directory: OwnDirectory) -> bool:
@@ -291,7 +291,7 @@ def _first_free(path: Path) -> tuple[OwnDirectory, BinaryIO] | None:
         try:
             lock = _lock(directory)
         except SettingsError as error:  # it is none of a server's
-            logger.warning("%s is left as it is: %s", directory.path, error)
+            say(logging.WARNING, "leftover-foreign", _FOREIGN, about=directory.path, error=error)
             lock = None
         if lock is not None:
             return directory, lock

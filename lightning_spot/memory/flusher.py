@@ -30,6 +30,7 @@ from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.slots import Slot
 from lightning_spot.memory.tier import NodeTier, Sent, TierHealth
 from lightning_spot.memory.work import Job, Kind, PutOff, Work
+from lightning_spot.say import UNEXPECTED, recovered, say
 from lightning_spot.tiers.fences import Standing
 from lightning_spot.tiers.store import SETTLED_S, Store, check_claimed, on_behalf, retain
 
@@ -105,31 +106,10 @@ def _may_be_whole(there: Iterable[str], note: Note) -> bool:
     return sum(map(is_note, there)) >= note.hosts
 
 
-OVERTAKEN_AGAIN_S = 600.0
-"""Seconds between two log lines on an attempt that is overtaken."""
-
-
-class OvertakenLog:
-    """Logs that later attempts have overtaken earlier ones: once, and then how often these were refused since."""
-
-    def __init__(self) -> None:
-        self._logged: dict[tuple[str, int], tuple[float, int]] = {}
-
-    def refused(self, run: str, attempt: int, text: str) -> None:
-        """A tier takes something of an attempt of a run no more."""
-        now_s = time.monotonic()
-        logged_s, count = self._logged.get((run, attempt), (None, 0))
-        if logged_s is not None and now_s - logged_s < OVERTAKEN_AGAIN_S:
-            self._logged[run, attempt] = logged_s, count + 1
-            return
-        logger.warning("%s%s", text, f" (refused {count} times since the last such line)" if count else "")
-        self._logged[run, attempt] = now_s, 0
-
-    def forget(self, run: str) -> None:
-        """Forget a run."""
-        for key in list(self._logged):
-            if key[0] == run:
-                self._logged.pop(key, None)
+def _say_refused(run: str, attempt: int, error: FencedError) -> None:
+    """Log that a later attempt has taken over a run, so that the uploads of this one are refused."""
+    text = "{error}. Snapshots of attempt {attempt} are no longer uploaded. End its trainer."
+    say(logging.WARNING, "attempt-refused", text, about=f"{run} {attempt}", attempt=attempt, error=error)
 
 
 CHECKED_S = 5.0
@@ -144,7 +124,6 @@ class Putting:
         work: of all tiers.
         run: what is known of a run, by its key; ``None`` if nothing is.
         dropped: called with the URL of a tier, the name of a snapshot that it was to take, and why that was dropped.
-        overtaken: gets what is fenced off.
     """
 
     def __init__(
@@ -153,7 +132,6 @@ class Putting:
         work: Work,
         run: Callable[[str], RunInfo | None],
         dropped: Callable[[str, str, str], None],
-        overtaken: OvertakenLog,
     ) -> None:
         self._ring = ring
         self._work = work
@@ -161,7 +139,6 @@ class Putting:
         self._dropped = dropped
         self._earlier = functools.partial(glance, ring)
         self._swept_s: dict[tuple[str, str], float] = {}
-        self._overtaken = overtaken
 
     def put(self, store: Store, url: str, job: Job, attempt: int) -> Manifest | None:
         """Put a snapshot; what is at the tier now, ``None`` if there was nothing to put.
@@ -179,7 +156,8 @@ class Putting:
                 if error.current <= attempt or not self._is_left_over(store, job, error):
                     raise
                 attempt = error.current
-                logger.info("%s goes to %s all the same: its trainer is gone, and nothing is newer there", name, url)
+                text = "{about} is uploaded to {url} for a trainer that is gone: nothing there is newer"
+                say(logging.INFO, "orphan-uploaded", text, about=name, url=url)
 
     def _is_left_over(self, store: Store, job: Job, fence: FencedError) -> bool:
         """Whether what a later attempt fences off is the newest of its run all the same, and its trainer is gone.
@@ -196,8 +174,7 @@ class Putting:
         with self._ring.changed:
             is_left = self._work.is_left(job.run, time.monotonic())
         if not is_left:
-            text = f"{fence}. What is here of it is tried again when that trainer is gone"
-            self._overtaken.refused(job.run, job.manifest.attempt, text)
+            _say_refused(job.run, job.manifest.attempt, fence)
             raise PutOff(f"{fence}, and its trainer may live")
         return not self._has_newer(store, job.manifest)
 
@@ -297,7 +274,8 @@ class Putting:
         try:
             job.manifest.verify(image, "memory")
         except CorruptSnapshotError as error:
-            logger.error("%s. It is dropped; the one before it stands", error)
+            text = "{error}. {about} is dropped; the snapshot before it counts. Check the memory of this host."
+            say(logging.ERROR, "snapshot-dropped", text, about=job.manifest.name, error=error)
             self._dropped(url, job.manifest.name, str(error))
             slot.held = ""  # nothing that is in it counts as known
             try:
@@ -316,7 +294,8 @@ class Putting:
         try:
             store.sweep_files()
         except SpotError as error:
-            logger.warning("what killed writers left at %s stays for now: %s", store.url, error)
+            text = "files that killed writers left at {about} could not be removed. It is retried: {error}"
+            say(logging.WARNING, "leftovers-stay", text, about=store.url, error=error)
 
 
 _IDLE_S = 5.0  # a thread with nothing to do ends after so long
@@ -349,15 +328,13 @@ class Flusher:
         self._open_store = open_store
         self._run = run
         self._heard, self._standing = heard, standing
-        self._overtaken = OvertakenLog()
-        self._putting = Putting(ring, self.work, run, self._dropped, self._overtaken)
+        self._putting = Putting(ring, self.work, run, self._dropped)
         self._threads: dict[str, threading.Thread] = {}
         self._wakes: dict[str, threading.Condition] = {}  # of each thread: one change wakes one, and not hundreds
         self._delayed: set[str] = set()  # tiers whose next job is to be done later
         self._busy: set[str] = set()  # tiers at which something is being done
         self._stores: dict[str, Store] = {}
         self._refused: dict[str, dict[str, Manifest]] = {}
-        self._unseen: dict[str, set[str]] = {}  # what was said, of each run
         self._closed = False
         ring.watch(self._serve)
         with ring.changed:
@@ -379,8 +356,6 @@ class Flusher:
         """Forget a run, and how tiers did that nothing goes to any more."""
         with self._ring.changed:
             self._refused.pop(run, None)
-            self._unseen.pop(run, None)
-            self._overtaken.forget(run)
             for url in urls:
                 if url not in self._threads:
                     self.health.pop(url, None)
@@ -398,13 +373,13 @@ class Flusher:
             self._ring.notify()
 
     def keep(self, run: str, name: str) -> None:
-        """Delete nothing of that name any more: it is committed anew, and will be written over."""
+        """Delete nothing of that name any more: it is committed again, and will be written over."""
         with self._ring.changed:
             self.work.keep(run, name)
             self._refused.get(run, {}).pop(name, None)
 
     def refused(self, run: str) -> list[Manifest]:
-        """Files of a run that a tier has refused for good, and that were not saved anew since."""
+        """Files of a run that a tier has refused for good, and that were not saved again since."""
         with self._ring.changed:
             slots = self._ring.committed(run)
             refused = [slot.manifest for slot in slots if slot.manifest is not None and slot.refused]
@@ -504,10 +479,8 @@ class Flusher:
                     return
                 store = self._work_on(url, job, store)
             except Exception as error:  # such as want of memory: there may be some again in a moment
-                health, text = self.health[url], f"{type(error).__name__}: {error}"
-                if health.error != text:
-                    logger.exception("flushing to %s failed unexpectedly; it is tried again", url)
-                health.error = text
+                say(logging.ERROR, "unexpected", UNEXPECTED, about=f"uploading to {url}", exc_info=True)
+                self.health[url].error = f"{type(error).__name__}: {error}"
                 time.sleep(_AGAIN_S)
 
     def _work_on(self, url: str, job: Job, store: Store | None) -> Store | None:
@@ -525,7 +498,7 @@ class Flusher:
             self._put_off(url, job, error)
         except Exception as error:  # whatever it is, it is tried again
             if not isinstance(error, SpotError):
-                logger.exception("flushing to %s failed unexpectedly", url)
+                say(logging.ERROR, "unexpected", UNEXPECTED, about=f"uploading to {url}", exc_info=True)
             self._failed(url, job, error)
             store = None  # a new one reads credentials again, which may have been renewed
         finally:
@@ -577,8 +550,10 @@ class Flusher:
             on_behalf(store, standing, lambda: store.delete(job.manifest))
         elif job.kind is Kind.RETAIN:
             keep = info.keep if info is not None else KEEP
+            name = job.manifest.name
             if unseen := on_behalf(store, standing, lambda: retain(store, keep, job.manifest)):
-                self._say_unseen(job, unseen)
+                text = "{why} ({snapshot})"
+                say(logging.WARNING, "upload-not-listed", text, about=f"{job.run} {unseen}", why=unseen, snapshot=name)
         else:
             if standing.owner is not None and standing.is_lent and job.manifest.attempt != standing.owner.attempt:
                 check_claimed(store, job.manifest.attempt)
@@ -597,37 +572,25 @@ class Flusher:
             self._ring.notify()
         self._heard(url, None)
 
-    def _say_unseen(self, job: Job, unseen: str) -> None:
-        """Say that a tier does not show what it was brought: once of a run, however many snapshots that befalls."""
-        with self._ring.changed:
-            said = self._unseen.setdefault(job.run, set())
-            if unseen not in said:
-                said.add(unseen)
-                logger.warning("%s (%s)", unseen, job.manifest.name)
-
     def _dropped(self, url: str, name: str, why: str) -> None:
         self.health[url].dropped, self.health[url].dropped_name = why, name
 
     def _succeeded(self, url: str, job: Job) -> None:
         health = self.health[url]
         if health.failures and not self.work.backoff(url).failing:
-            logger.log(_level(health, job), "%s works again", url)
+            recovered("upload-failing", "{about} works again", about=url)
             health.failures = 0
         health.error = self.work.error(url)
 
     def _failed(self, url: str, job: Job, error: Exception) -> None:
         with self._ring.changed:
             health = self.health[url]
-            if not health.error:
-                logger.log(
-                    _level(health, job),
-                    "%s fails (%s %s: %s); it is tried again, and what is in memory stays there",
-                    url,
-                    job.kind.value,
-                    job.manifest.name,
-                    error,
-                )
-            self.work.failed(url, job, f"{job.kind.value} {job.manifest.name}: {error or type(error).__name__}")
+            why = f"{job.kind.value} {job.manifest.name}: {error or type(error).__name__}"
+            # A failing server is logged by the replication, with the number of servers that are left.
+            if health.kind != "node" or (job.slot is not None and job.slot.places is not None):
+                text = "{about} fails ({why}). It is retried; snapshots stay in memory meanwhile. Check the storage."
+                say(logging.WARNING, "upload-failing", text, about=url, why=why)
+            self.work.failed(url, job, why)
             health.error = self.work.error(url)
             health.failures, health.failures_total = health.failures + 1, health.failures_total + 1
             self._ring.notify()
@@ -641,7 +604,8 @@ class Flusher:
         with self._ring.changed:
             now_s, is_surpassed = time.monotonic(), error.is_surpassed
             if error.is_final or self.work.later(url, job, now_s, error.there, is_surpassed=is_surpassed):
-                logger.warning("%s, and nobody brings the rest: it gives way to others", error)
+                text = "{error}. No host uploads the rest; the snapshot makes room for newer ones."
+                say(logging.WARNING, "upload-abandoned", text, about=url, error=error)
                 self.work.done(url, job)
                 if job.slot is not None:
                     self._ring.forsake(job.slot, job.manifest)
@@ -653,7 +617,7 @@ class Flusher:
             with self._ring.changed:  # the later attempt has just become this server's own, which writes it at once
                 self.work.dropped(url, job)
             return
-        self._overtaken.refused(job.run, attempt, str(error))
+        _say_refused(job.run, attempt, error)
         if job.coming is not None:
             job.coming.give_up()
         with self._ring.changed:
@@ -668,9 +632,3 @@ class Flusher:
                     self._refused.setdefault(job.run, {})[job.manifest.name] = job.manifest
             self._ring.notify()
         self._heard(url, error)
-
-
-def _level(health: TierHealth, job: Job) -> int:
-    """How loud a failure is: of a server that works no more the replication says so, once, and what follows."""
-    chained = health.kind == "node" and (job.slot is None or job.slot.places is None)
-    return logging.INFO if chained else logging.WARNING

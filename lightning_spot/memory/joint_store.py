@@ -42,6 +42,7 @@ from lightning_spot.memory.ring import Glance
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.tier import Gathering, Sent
 from lightning_spot.retry import growing, retried, within
+from lightning_spot.say import recovered, say
 from lightning_spot.threads import all_at_once, both
 from lightning_spot.tiers.fences import check_fence, read_twice
 from lightning_spot.tiers.store import LONGEST_MANIFEST_BYTES, HasFolders, Store
@@ -207,7 +208,8 @@ class JointFolder:
         except TierError as error:
             if not is_left:
                 raise
-            logger.warning("lightning_spot: %s is whole, and cannot be committed there: %s", self._name, error)
+            text = "all parts of {about} are at {url}, but it cannot be committed there: {error}. A resume commits it."
+            say(logging.WARNING, "commit-failed", text, about=self._name, url=self._store.url, error=error)
             return manifest
         if written is not None:
             self.remove(filter(is_note, there))
@@ -473,9 +475,12 @@ class JointStore(ByItself):
 
     def _heard(self, why: str) -> None:
         """The tier fails, or works."""
-        if why != self.why:
-            self.why = why
-            logger.warning("%s %s", self.store.url, f"fails: {why}; it is tried again" if why else "works again")
+        self.why = why
+        if why:
+            text = "{about} fails ({why}). It is retried; snapshots stay in memory meanwhile. Check the storage."
+            say(logging.WARNING, "upload-failing", text, about=self.store.url, why=why)
+        else:
+            recovered("upload-failing", "{about} works again", about=self.store.url)
 
     def _decide(self, name: str, *, leaves_note: bool) -> bool:
         """Whether this host leaves its note of a snapshot. What was decided first stands: others act upon it."""

@@ -64,7 +64,7 @@ class Remembered:
             self._deleting.discard(key)
 
     def note_deletions(self) -> None:
-        """Note anew those runs of which a deletion may be done by now."""
+        """Note again those runs of which a deletion may be done by now."""
         for key in list(self._deleting):
             if (run := self._registry.runs.get(key)) is not None:
                 self.note(run)
@@ -75,7 +75,7 @@ class Remembered:
             self._area.forget_run(key)
 
     def take_over(self) -> None:
-        """Go on with what a killed node left; of runs of which it left nothing else, with no more than there may be."""
+        """Go on with what a killed server left; of runs without anything else, with no more than there may be."""
         runs = list(self._area.runs()) if self._area is not None else []
         for left in sorted(runs, key=self._is_empty):
             if self._is_empty(left) and len(self._registry.runs) >= MOST_RUNS:
@@ -565,7 +565,7 @@ class Routes:
             store.check_owner()
 
     def claimed(self, info: RunInfo) -> int:
-        """Highest attempt that has claimed a run, as far as this node may look; 0 if that cannot be seen from here."""
+        """Highest attempt that has claimed a run, as far as this server may look; 0 if that is not known here."""
         url = self._own_tier(info)
         return self.open_store(url).claimed() if url is not None else 0
 
@@ -617,7 +617,7 @@ class Routes:
             replication.join(_JOIN_S)
 
     def _begin(self, info: RunInfo) -> None:
-        """Look for the servers of a run anew.
+        """Look for the servers of a run again.
 
         Raises:
             RuntimeError: see :meth:`Replication.start`; who opens the run asks once more.

@@ -40,6 +40,7 @@ from lightning_spot.memory.slots import HeldPortion
 from lightning_spot.memory.tier import Changes, Gathering, HasJoint, JointTier, Sent
 from lightning_spot.memory.upload import Upload
 from lightning_spot.retry import retried, within
+from lightning_spot.say import say
 from lightning_spot.tiers.fences import Owner, check_fence
 from lightning_spot.tiers.store import Store
 
@@ -614,7 +615,8 @@ class Visits:
             goes_on = functools.partial(self._bringing.check_attempt, visit.key, visit.attempt, visit.name)
             tier.finish(gathering, visit.host, goes_on)
         except SpotError as error:
-            logger.info("%s has not come together at %s: %s", visit.name, url, error)
+            text = "{about} is not complete at {url}: {error}"
+            say(logging.INFO, "push-failed", text, about=visit.name, url=url, error=error)
         finally:
             with self._changed:
                 self.finishing -= 1
@@ -655,7 +657,8 @@ class Visits:
     def _ended(self, visit: _Visit, url: str, error: BaseException | None) -> None:
         """Nothing more is sent to a place; after the last one, free the slot."""
         if error is not None:
-            logger.info("this host brings nothing to %s at %s: %s", visit.name, url, error)
+            text = "this host sends nothing of {about} to {url}: {error}"
+            say(logging.INFO, "push-failed", text, about=visit.name, url=url, error=error)
         with self._changed:
             visit.left.discard(url)
             visit.joined.discard(url)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning_spot.errors import (
     CorruptSnapshotError,
@@ -34,8 +35,11 @@ from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Slot, Tiers, newest_of_lineages
 from lightning_spot.memory.tier import HasParts, NodeTier
 from lightning_spot.retry import pause_after
+from lightning_spot.say import UNEXPECTED, recovered, say
 from lightning_spot.threads import in_background
 from lightning_spot.tiers.store import Store
+
+_LAGS = "{about} could not be given the newest snapshot of several hosts. It is retried: {error}"
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +152,8 @@ class Peer:
         if newer is None or any(_same(newer, item.manifest) for item in self.tier().listing()):
             return
         if self._is_durable(newer) is False:
-            logger.warning("%s has lost %s, which several hosts had brought there", self.url, newer.name)
+            text = "{about} has lost {snapshot}, a snapshot of several hosts. Older snapshots are kept again."
+            say(logging.WARNING, "snapshot-lost", text, about=self.url, snapshot=newer.name)
             fall_back(self._ring, self._info.key)
 
     def waiting(self) -> Waiting:
@@ -277,7 +282,7 @@ class Missed:
                 for other in others:
                     self._try(node, other)
             except Exception:
-                logger.exception("to give %s what it has missed failed unexpectedly", url)
+                say(logging.ERROR, "unexpected", UNEXPECTED, about=f"catching up {url}", exc_info=True)
             finally:
                 with self._lock:
                     self._looked_at.discard(url)
@@ -285,7 +290,7 @@ class Missed:
         try:
             in_background(look, "spot-missed")
         except RuntimeError as error:  # no more threads can be had: it is looked at again
-            logger.info("whether %s has missed anything is not known: %s", url, error)
+            say(logging.INFO, "server-lags", _LAGS, about=url, error=error)
             with self._lock:
                 self._looked_at.discard(url)
 
@@ -293,7 +298,7 @@ class Missed:
         try:
             self._copy(node, other)
         except SpotError as error:  # it is looked at again
-            logger.info("%s cannot be given what it has missed: %s", node.url, error)
+            say(logging.INFO, "server-lags", _LAGS, about=node.url, error=error)
 
     def _copy(self, node: Peer, other: Peer) -> None:
         url, source, target = node.url, other.tier(), node.tier()
@@ -306,7 +311,7 @@ class Missed:
         sealed = target.put_parts(newest, _parts(source, newest, goes_on), attempt=self._info.attempt)
         if sealed.checksums != newest.checksums:
             raise CorruptSnapshotError(f"{newest.name} is another one at {url} than at {other.url}", where=url)
-        logger.info("%s has %s, too, which it had missed", url, newest.name)
+        say(logging.INFO, "server-caught-up", "{about} has caught up to {snapshot}", about=url, snapshot=newest.name)
 
     def _is_here(self, newest: Manifest) -> bool:
         """Whether this host has that snapshot or a newer one, which the flusher sends."""
@@ -350,7 +355,7 @@ def _parts(source: HasParts, manifest: Manifest, goes_on: Callable[[], None]) ->
 
 
 class LeftBehind(ServerUnreachableError):
-    """Another node has a snapshot that several hosts have brought, and this one, which carries the run on, has not."""
+    """Another server has a snapshot that several hosts have brought, and this one, which uploads the run, has not."""
 
 
 class Replication:
@@ -504,7 +509,8 @@ class Replication:
             try:
                 wait_s = self._find(replica) if replica.node is None else self._follow(replica, replica.node)
             except Exception:  # a bug must not end the thread: nothing would be learned any more
-                logger.exception("looking after the servers of run %s failed unexpectedly", self.info.text)
+                about = f"watching the servers of run {self.info.text}"
+                say(logging.ERROR, "unexpected", UNEXPECTED, about=about, exc_info=True)
                 wait_s = _LAST_LOOK_S
             with self._ring.changed:
                 if not self._closed and not replica.doubted and wait_s > 0:
@@ -681,28 +687,26 @@ class Replication:
     # -- what is said ---------------------------------------------------------------------------------------------
 
     def _say(self, node: Peer) -> None:
+        facts: dict[str, Any] = {"about": node.url, "run": self.info.text}
+        recovered("server-lost", "{about} works again", about=node.url)
         if self.info.spread and node.why_not:
-            logger.warning("run %s is not spread over %s: %s", self.info.text, node.url, node.why_not)
+            text = "{about} takes no part of run {run}: {why}. The other servers take more."
+            say(logging.WARNING, "server-not-used", text, why=node.why_not, **facts)
         elif self.info.spread:
-            logger.info("run %s is spread, among others over %s", self.info.text, node.url)
+            say(logging.INFO, "server-used", "{about} takes a part of each snapshot of run {run}", **facts)
         elif node is self._carrier:
-            logger.info("run %s goes to %s, which carries it on", self.info.text, node.url)
+            say(logging.INFO, "server-used", "{about} takes the snapshots of run {run} and uploads them", **facts)
         elif not node.why_not:
-            logger.info("run %s goes to %s besides", self.info.text, node.url)
+            say(logging.INFO, "server-used", "{about} takes the snapshots of run {run}, too", **facts)
         elif self.info.durable_url is not None:
-            who = "this host writes there itself"
+            who = "This host does"
             if not all(self._is_out(replica) for replica in self._replicas):
-                who = "another server is asked"
-            logger.warning(
-                "run %s goes to %s, which does not carry it on to its storage (%s): %s",
-                self.info.text,
-                node.url,
-                node.why_not,
-                who,
-            )
+                who = "Another server is asked"
+            text = "{about} does not upload run {run} to its storage: {why}. {who}."
+            say(logging.WARNING, "server-not-uploading", text, why=node.why_not, who=who, **facts)
 
     def _say_lost(self, node: Peer) -> None:
         used, wanted = sum(replica.node is not None for replica in self._replicas), len(self._replicas)
-        how = "spread over" if self.info.spread else "kept at"
-        left = f". The run is {how} {used} of {wanted} nodes until one works again" if wanted > 1 else ""
-        logger.warning("run %s: the server at %s does not work (%s)%s", self.info.text, node.url, node.why, left)
+        text = "{about} fails ({why}). Run {run} has {used} of {wanted} servers until it works again. Check it."
+        facts: dict[str, Any] = {"why": node.why, "run": self.info.text, "used": used, "wanted": wanted}
+        say(logging.WARNING, "server-lost", text, about=node.url, **facts)

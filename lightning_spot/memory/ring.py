@@ -52,6 +52,7 @@ from lightning_spot.memory.slots import (
     why_full,
 )
 from lightning_spot.protocol.listening import open_files
+from lightning_spot.say import UNEXPECTED, say
 from lightning_spot.staging.slot import SlotMemory
 from lightning_spot.tiers.store import newest_first, worth_keeping
 
@@ -238,7 +239,7 @@ class SlotTable:
             callback()
 
     def refresh(self, run: str) -> None:
-        """Work out anew what is owed of a run. Call it under the lock."""
+        """Work out again what is owed of a run. Call it under the lock."""
         newest = newest_of_lineages(slot for slot in self.slots if slot.run == run)
         for slot in self.slots:
             if slot.run == run and slot.manifest is not None:
@@ -508,7 +509,8 @@ class Ring(SlotTable):
                 if slot in unsafe and slot.memory is not None and slot.memory.path is not None:
                     assert slot.manifest is not None
                     assert self.area is not None
-                    logger.info("%s stays in %s for the next server here", slot.manifest.name, self.area.path)
+                    text = "{about} stays in {path} for the next server on this host"
+                    say(logging.INFO, "snapshot-left", text, about=slot.manifest.name, path=self.area.path)
                     slot.memory.path = None
                     continue
                 self._forget(slot)
@@ -626,7 +628,7 @@ class SlotsAhead:
         except SpotError as error:
             logger.debug("no slot was made ahead for run %s: %s", run, error)
         except Exception:  # who asks for a slot makes it then, and is told what is wrong
-            logger.exception("a slot could not be made ahead")
+            say(logging.ERROR, "unexpected", UNEXPECTED, about=f"making a slot for run {run}", exc_info=True)
         finally:
             with self._ring.changed:
                 self._making.pop(run, None)

@@ -83,7 +83,7 @@ class Slot:
         state: what it is doing.
         memory: its memory, once it has any.
         reserved_bytes: size of the memory that is being made for it.
-        generation: counts its memories, so that a peer knows when to map anew.
+        generation: counts its memories, so that a peer knows when to map again.
         run: key of the run that fills or holds it.
         manifest: the committed snapshot.
         coming: the snapshot on its way to being committed, while parts of it may go on already.
@@ -497,7 +497,7 @@ def _without_loss(
 def _free_first(
     slots: list[Slot], run: str, free: list[Slot], nbytes: int, limits: Limits, superseded: list[Slot]
 ) -> list[Slot | None]:
-    """Free slots that fit, a new one, then those that must be made anew; a small file leaves large slots alone.
+    """Free slots that fit, a new one, then those that must be made again; a small file leaves large slots alone.
 
     Superseded ones go before a new one is made.
     """

@@ -85,7 +85,7 @@ class NodeTier(Protocol):
         """
 
     def know(self, info: RunInfo) -> None:
-        """Take note of the run: its token is shown, and a node that knows it no more, restarted, is told all again."""
+        """Take note of the run: its token is shown, and a restarted server, which has forgotten it, is told all."""
 
     def listing(self) -> list[Listed]:
         """Everything it holds of the run."""

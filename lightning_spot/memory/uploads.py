@@ -42,6 +42,7 @@ from lightning_spot.memory.slots import Making, Slot
 from lightning_spot.memory.tier import Sent
 from lightning_spot.memory.upload import Upload
 from lightning_spot.retry import retried, within
+from lightning_spot.say import say
 from lightning_spot.threads import in_background
 from lightning_spot.tiers.fences import check_fence
 from lightning_spot.tiers.store import Store
@@ -280,7 +281,8 @@ class Begins:
                 is_meant = upload.host == host and (upload.coming is not None or host is not None)
                 is_left = is_meant and not upload.in_use and now - upload.touched_s > _LEFT_S
                 if upload.joint is None and is_left:
-                    logger.info("%s was left by its sender, and is given up for a newer one", upload.name)
+                    text = "{about} was abandoned by its sender. Its slot is free for a newer upload."
+                    say(logging.INFO, "upload-superseded", text, about=upload.name)
                     self._uploads.abort(upload.id)
 
 
@@ -534,7 +536,8 @@ class Uploads:
         for upload in list(self._uploads.values()):
             if not upload.session and self._is_silent(upload, now_s, unconnected_s):
                 silent_s = now_s - upload.touched_s
-                logger.warning("an upload for run %s received nothing for %.0f s; given up", upload.run, silent_s)
+                text = "an upload of run {about} got nothing for {silent_s:.0f} s. It is aborted. Check its sender."
+                say(logging.WARNING, "upload-silent", text, about=upload.run, silent_s=silent_s)
                 self.abort(upload.id)
 
     def _is_silent(self, upload: Upload, now_s: float, unconnected_s: float | None) -> bool:
@@ -788,7 +791,8 @@ def _background(work: Callable[[], T], failed: Callable[[SpotError], object] | N
         return in_background(work, "spot-joint")
     except RuntimeError as error:
         problem = SnapshotFailedError(f"it needs a thread of its own: {error}", reason=FailureReason.UNEXPECTED)
-        logger.info("what belongs to a snapshot of several hosts is not done: %s", problem)
+        text = "a snapshot of several hosts failed: {error}. Raise the limit of processes (ulimit -u)."
+        say(logging.WARNING, "no-threads", text, about="several hosts", error=problem)
         if failed is not None:
             failed(problem)
         none: Future[T] = Future()

@@ -382,7 +382,7 @@ class Work:
         self._waited_for[run] -= 1
 
     def _is_spare(self, slot: Slot, url: str) -> bool:
-        """Whether a snapshot is owed to a node as a further replica only: it is durable, and nobody waits for that."""
+        """Whether a snapshot is owed to a server as another replica only: it is durable, and nothing waits for that."""
         info = self._run(slot.run)
         return url.startswith("spot://") and info is not None and info.replicas > 1 and info.durable_url in slot.safe
 
@@ -445,7 +445,7 @@ class Work:
         return {slot.manifest.name: slot.sequence for slot in slots if slot.manifest is not None}
 
     def _deletable(self, url: str, deletions: list[_Deletion]) -> Iterator[Manifest]:
-        """What may be deleted now. What is put anew before it ever was put is waited for all the same."""
+        """What may be deleted now. What is put again before it ever was put is waited for all the same."""
         for each in deletions:
             if not each.behind or each.behind.keys().isdisjoint(self._owed_of(key_of(each.manifest), url)):
                 yield each.manifest

@@ -15,6 +15,7 @@ import torch
 
 from lightning_spot.errors import SpotError
 from lightning_spot.image.pieces import Piece
+from lightning_spot.say import UNEXPECTED, say
 from lightning_spot.staging.batch import (
     NEVER,
     NOW,
@@ -492,16 +493,13 @@ class Copier:
             self._wake.notify_all()
 
     def _work(self) -> None:
-        is_said = False
         while True:
             try:
                 if (job := self._next()) is None:
                     return
                 job.step_in_background()
             except Exception:  # such as want of memory: what is left is copied in a moment, or by who waits for it
-                if not is_said:
-                    logger.exception("lightning_spot: copying beside training failed; it is tried again")
-                is_said = True
+                say(logging.ERROR, "unexpected", UNEXPECTED, about="copying during training", exc_info=True)
                 if self._closed:
                     return
                 time.sleep(_AGAIN_S)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lightning_spot.errors import SpotError
+from lightning_spot.say import say
 from lightning_spot.staging.batch import SlotSpan, cut_at, cut_end
 from lightning_spot.staging.device import PAGE_LOCKED_BYTES, Cuda
 
@@ -38,11 +39,11 @@ class Lane:
         done: an event after which all that was ordered so far is in the slots.
     """
 
-    def __init__(self, index: int, device: Cuda, buffer_bytes: int, say: Any) -> None:
+    def __init__(self, index: int, device: Cuda, buffer_bytes: int) -> None:
         self.index = index
         self.read: Any = None
         self.done: Any = None
-        self._device, self._say = device, say
+        self._device = device
         self._stream = device.stream(index)
         self._buffer_bytes = buffer_bytes
         self._buffer: torch.Tensor | None = None
@@ -56,7 +57,8 @@ class Lane:
             self._buffer = self._device.allocate(self.index, self._buffer_bytes)
             if self._buffer is None:
                 self._buffer_bytes = 0
-                self._say("buffer", "the device has no room for device_buffer: the optimizer waits for every copy")
+                text = "GPU {about} has no memory for device_buffer. The optimizer waits for copies. Reduce it."
+                say(logging.WARNING, "no-device-buffer", text, about=self.index)
         return self._buffer
 
     def warm(self) -> None:
@@ -206,7 +208,6 @@ class CudaCopier:
         self._lanes: dict[int, Lane] = {}
         self._pinned: dict[int, bool] = {}
         """Slots that were to be page-locked, by their address, and whether they are."""
-        self._said: set[str] = set()
         self._making = threading.Lock()
         self._readers: dict[int, Any] = {}
         """A stream of each device by which a thread of ours reads from it itself."""
@@ -288,11 +289,12 @@ class CudaCopier:
                     self.device.wait(self.device.current(lane.index), lane.read)
 
     def capturing(self) -> bool:
-        """Whether nothing can be ordered now, since a CUDA graph is being recorded; said once."""
+        """Whether nothing can be ordered now, since a CUDA graph is being recorded, which is logged."""
         if not self._lanes or not self.device.is_capturing():
             return False
         self.records_graphs = True
-        self._say("graph", "a CUDA graph is recorded around the optimizer's step: copies no longer go on beside it")
+        text = "a CUDA graph is recorded around the optimizer's step. The step waits for copies from now on."
+        say(logging.WARNING, "cuda-graph", text)
         return True
 
     def pin(self, slot: torch.Tensor, index: int) -> None:
@@ -305,12 +307,11 @@ class CudaCopier:
         if code == 0:
             self._lane(index).warm()
         else:
-            logger.warning(
-                "a slot of %d bytes could not be page-locked (CUDA error %d); snapshots are right but slower:"
-                " raise the container's memlock limit (docker: --ulimit memlock=-1)",
-                slot.numel(),
-                code,
+            text = (
+                "a slot of {nbytes} bytes could not be page-locked (CUDA error {code}). Snapshots are slower."
+                " Raise the memlock limit (docker: --ulimit memlock=-1)."
             )
+            say(logging.WARNING, "slot-not-pinned", text, about=index, nbytes=slot.numel(), code=code)
 
     def unpin(self, slot: torch.Tensor) -> None:
         """Undo :meth:`pin` once the copies under way are done; call it before the slot is unmapped.
@@ -323,7 +324,8 @@ class CudaCopier:
             return
         self.synchronize()
         if self._pinned.pop(address) and (code := self.device.unpin(slot)) != 0:
-            logger.warning("a slot of %d bytes could not be let go (CUDA error %d)", slot.numel(), code)
+            text = "a slot of {nbytes} bytes could not be unlocked (CUDA error {code}). Its memory stays in use."
+            say(logging.WARNING, "slot-not-unpinned", text, nbytes=slot.numel(), code=code)
 
     def synchronize(self) -> None:
         """Have the calling thread wait for all that was ordered. To a device that has failed, nothing goes on."""
@@ -336,13 +338,8 @@ class CudaCopier:
     def _lane(self, index: int) -> Lane:
         with self._making:
             if index not in self._lanes:
-                self._lanes[index] = Lane(index, self.device, self._buffer_bytes, self._say)
+                self._lanes[index] = Lane(index, self.device, self._buffer_bytes)
             return self._lanes[index]
-
-    def _say(self, key: str, message: str) -> None:
-        if key not in self._said:
-            self._said.add(key)
-            logger.warning("lightning_spot: %s", message)
 
 
 class CudaCopy:

@@ -174,7 +174,7 @@ def _apart(index: int, calls: Sequence[Callable[[], int]]) -> int:
 
 @functools.cache
 def _kind(device: torch.device) -> str:
-    """What torch calls its kind; torch makes that anew each time, which takes four times as long as to look it up."""
+    """What torch calls its kind; torch makes that again each time, which takes four times as long as to look it up."""
     return device.type
 
 

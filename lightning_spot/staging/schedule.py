@@ -18,6 +18,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from lightning_spot import threads
+from lightning_spot.say import say
 from lightning_spot.staging.partitions import (
     BESIDE,
     LEAST_BYTES,
@@ -32,8 +33,6 @@ from lightning_spot.staging.partitions import (
     by_bucket,
     by_idle_time,
 )
-
-logger = logging.getLogger(__name__)
 
 _FORWARD_SLICES = 4
 """A forward pass has no places of its own that could be watched without touching the model: its time is cut instead."""
@@ -300,8 +299,8 @@ class Schedule:
 
     Training tells it where it is. It measures some iterations, plans from them, and with ``"auto"`` tries each mode in
     some snapshots and keeps the one with the shortest iterations. When iterations take another time than before, it
-    begins anew. A place that is not reached, or out of order, holds nothing back for long: a later one releases it, the
-    time does, or the optimizer's step.
+    begins again. A place that is not reached, or out of order, holds nothing back for long: a later one releases it,
+    the time does, or the optimizer's step.
 
     Args:
         copy_mode: the user's setting.
@@ -429,11 +428,8 @@ class Schedule:
         self.setting = "eager"
         self._jobs.clear()
         self._measure_anew()
-        logger.warning(
-            "lightning_spot: copying is not spread over iterations any more, training goes on: %s: %s",
-            type(error).__name__,
-            error,
-        )
+        text = "copies are no longer spread over iterations ({error}). Training waits longer for them. Report it."
+        say(logging.WARNING, "copying-at-once", text, error=f"{type(error).__name__}: {error}")
 
     # -- asked by whoever watches gradients -------------------------------------------------------------------------
 

@@ -16,9 +16,16 @@ from pathlib import Path
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import TierError
 from lightning_spot.protocol.ownership import open_file
+from lightning_spot.say import say
 from lightning_spot.threads import processors, work_together
 
 logger = logging.getLogger(__name__)
+
+SHM_FULL = (
+    "{about} has no room for a slot of {size}: it is a memory file, which is lost if the server is killed. Enlarge it"
+    " (docker: --shm-size)."
+)
+"""Text of messages with the key ``shm-full``."""
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROC_CGROUP = Path("/proc/self/cgroup")
@@ -192,13 +199,8 @@ class SlotMemory:
                 path.unlink(missing_ok=True)
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
                     raise
-                logger.warning(
-                    "%s has no room for a slot of %s (some of it is left to others, such as a DataLoader's workers);"
-                    " using a memory file instead (same speed, but it ends with the server). Give the container a"
-                    " larger /dev/shm (docker: --shm-size) to change that.",
-                    os.path.realpath(path.parent),
-                    format_bytes(capacity),
-                )
+                where, size = os.path.realpath(path.parent), format_bytes(capacity)
+                say(logging.WARNING, "shm-full", SHM_FULL, about=where, size=size)
             else:
                 return cls(fd, shared, "tmpfs", path)
         return cls._memory_file(capacity)

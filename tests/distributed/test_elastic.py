@@ -25,6 +25,7 @@ from lightning_spot.exact.position import PositionedLoader, batches_done, positi
 from lightning_spot.exact.randomness import capture_random
 from lightning_spot.exact.rank_states import are_these, share_of
 from tests.support.elastic_trainer import LENGTH, Numbers, train
+from tests.support.said import said
 
 State = dict[str, Any]
 
@@ -171,11 +172,14 @@ def stop_at_the_fourth(trainer: pl.Trainer, *_: Any) -> None:
         raise InterruptedError
 
 
-def test_a_rank_that_has_another_share_of_the_data_now_says_so(tmp_path: Path) -> None:
+def test_a_rank_that_has_another_share_of_the_data_now_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(InterruptedError):
         train(tmp_path, 1, "first", more=[LambdaCallback(on_before_backward=stop_at_the_fourth)])
-    with pytest.warns(UserWarning, match="the order of the samples of .* is not known over all ranks"):
-        train(tmp_path, 1, "then", max_steps=6, strategy=Half("cpu"))
+    train(tmp_path, 1, "then", max_steps=6, strategy=Half("cpu"))
+    (facts,) = said(caplog, "not-exact")
+    assert any("is not known over all ranks" in each for each in facts["findings"])
 
 
 def test_the_order_of_one_rank_with_workers_is_known_and_dealt_to_workers(seed: int) -> None:
@@ -300,6 +304,7 @@ def killed(python: str, root: Path, ranks: int, kill_at: int, *more: str) -> Non
 def test_two_ranks_are_killed_and_one_goes_on(
     warm_python: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     killed(warm_python, tmp_path, 2, 5)
     train(tmp_path, 1, "notes-last", every=50, max_epochs=1)
     notes = notes_of(tmp_path, [("notes-5", 2), ("notes-last", 1)])

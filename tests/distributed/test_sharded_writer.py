@@ -40,6 +40,7 @@ from lightning_spot.staging.batch import NEVER
 from lightning_spot.staging.copier import Copier, CopyJob
 from tests.support.fake_device import StreamOfEachThread
 from tests.support.ranks import rows
+from tests.support.said import said
 from tests.support.small_trainer import RUN_ID, info_of
 from tests.support.waiting import until
 
@@ -385,14 +386,13 @@ def test_a_fenced_rank_0_says_that_there_will_be_no_snapshot() -> None:
     assert told == [(1, "a later attempt has taken the run over", {"complete": True, "at": ""})]
 
 
-def test_a_state_that_cannot_be_saved_ends_no_training_unless_it_is_to() -> None:
-    said: list[str] = []
-    writer = SimpleNamespace(say_once=lambda key, message, *facts: said.append(message % facts))
-    attempt = cast(Any, SimpleNamespace(fenced=False, writer=writer, skipped=0))
+def test_a_state_that_cannot_be_saved_ends_no_training_unless_it_is_to(caplog: pytest.LogCaptureFixture) -> None:
+    attempt = cast(Any, SimpleNamespace(fenced=False, writer=SimpleNamespace(), skipped=0))
     trainer, bad = cast(Any, Alone()), dump_of({"bad": lambda: 0})
     how: dict[str, Any] = {"complete": False, "how": TOGETHER, "wait_s": 0.0, "commit_s": 0.0}
     InShards(trainer, Location.of("/nowhere"), ring(strict=False)).write(attempt, bad, dict, **how)
-    assert "no snapshot now, training goes on: the state of this rank cannot be serialised" in said[0]
+    (facts,) = said(caplog, "no-snapshot")
+    assert "the state of this rank cannot be serialised" in str(facts["error"])
     assert attempt.skipped == 1
     with pytest.raises(NotSerializableError):
         InShards(trainer, Location.of("/nowhere"), ring(strict=True)).write(attempt, bad, dict, **how)

@@ -45,7 +45,7 @@ from lightning_spot.image.portion import Portion, Portions
 from lightning_spot.memory.host import Lease
 from lightning_spot.staging.copier import Copier
 from tests.support.fake_device import FakeDevice
-from tests.support.said import keys
+from tests.support.said import keys, said
 from tests.support.small_trainer import RUN_ID, info_of
 from tests.support.waiting import new_process
 
@@ -268,7 +268,7 @@ def test_a_thread_of_ours_that_reads_from_a_gpu_says_that_it_does(desk: Desk, ca
     finally:
         writer.close()
     assert not device.used_by
-    assert "unexpectedly" not in caplog.text
+    assert not said(caplog, "unexpected")
 
 
 def test_what_did_not_change_is_not_copied_again_by_any_rank(desk: Desk) -> None:
@@ -480,9 +480,6 @@ class Fit:
         """How the next one is written, after one for which ranks have sent what they know."""
         self.posted += 1
         return self.how(taken=1)
-
-    def say_once(self, *_: Any) -> None:
-        """What a writer says."""
 
 
 @pytest.mark.parametrize("strict", [False, True])

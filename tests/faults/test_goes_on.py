@@ -139,9 +139,10 @@ def test_who_waits_for_a_snapshot_that_fails_is_told_by_one_warning(
     threading.Timer(0.5, waits.set).start()
     desk.writer.settle(SOON_S)
     assert FailureReason.UNEXPECTED.caused(done.exception())
-    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
-        "snapshot step-000000001-attempt-0001-complete was not committed: MemoryError: none is left"
-    ]
+    (facts,) = said(caplog, "snapshot-failed")
+    assert facts["snapshot"] == "step-000000001-attempt-0001-complete"
+    assert "none is left" in str(facts["error"])
+    assert len(caplog.records) == 1
 
 
 class Filling(Follower[str]):

@@ -21,6 +21,7 @@ from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.local import LocalStore
 from tests.distributed.test_together import check_states, manifests, run_trainer
+from tests.support.said import said
 from tests.support.strike import Strike
 from tests.support.together_trainer import longest_fit_s
 from tests.support.trainer import Net, data, trainer
@@ -90,10 +91,10 @@ def test_an_error_of_ours_ends_no_training_and_harms_no_snapshot(
     assert (newest.step, newest.complete) == (BATCHES, True)
     saved = torch.load(tmp_path / "run" / newest.data_path, weights_only=True)
     assert is_alike(net, saved["state_dict"])
-    said = [record.getMessage() for record in caplog.records if "none is left" in record.getMessage()]
+    lines = [record.getMessage() for record in caplog.records if "none is left" in record.getMessage()]
     # What was copied had ended in the background, perhaps: then nothing is lost.
     had_ended = where.endswith((".settle", ".wait_cpu", ".written_past_counts"))
-    assert len(said) == 1 or (had_ended and not said), said
+    assert len(lines) == 1 or (had_ended and not lines), lines
     assert saved["lightning_spot"]["ranks"][0]["hooked"] is not None, "a part was turned off for good"
 
 
@@ -101,8 +102,7 @@ def test_a_snapshot_that_failed_is_counted_and_said_once_and_the_next_is_taken(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, spot = fit(tmp_path / "run", Strike("capture/writer:SnapshotWriter.begin", MemoryError()), on_full="wait")
-    said = [record.getMessage() for record in caplog.records if "no snapshot now" in record.getMessage()]
-    assert said == ["lightning_spot: no snapshot now, training goes on: MemoryError"]
+    assert [str(facts["error"]) for facts in said(caplog, "no-snapshot")] == ["MemoryError"]
     assert spot.num_skipped == 1
     assert spot.last_committed_step == BATCHES
 
@@ -126,9 +126,8 @@ def test_after_some_failures_in_a_row_there_is_a_pause_and_the_last_snapshot_is_
     strikes = [Strike(where, RuntimeError("no luck"), step=step) for step in (5, 6, 7, 8, 9)]
     _, spot = fit(tmp_path / "run", Settled(), *strikes, on_full="wait")
     assert [bool(strike.left) for strike in strikes] == [False, False, False, True, True]
-    said = [record.getMessage() for record in caplog.records]
-    assert said.count("lightning_spot: no snapshot now, training goes on: RuntimeError: no luck") == 1
-    assert sum("one snapshot after the other fails" in line for line in said) == 1
+    assert [str(facts["error"]) for facts in said(caplog, "no-snapshot")] == ["RuntimeError: no luck"]
+    assert len(said(caplog, "snapshots-paused")) == 1
     assert spot.last_committed_step == BATCHES
 
 
@@ -222,9 +221,7 @@ def test_copying_is_not_spread_any_more_where_that_fails(caplog: pytest.LogCaptu
         schedule.batch_begins()
     assert schedule.mode == "eager"
     assert schedule.timetable([1], [2**30]) is None
-    assert [record.getMessage() for record in caplog.records] == [
-        "lightning_spot: copying is not spread over iterations any more, training goes on: MemoryError: none is left"
-    ]
+    assert [facts["error"] for facts in said(caplog, "copying-at-once")] == ["MemoryError: none is left"]
 
 
 SHARED = [
@@ -293,8 +290,7 @@ def test_an_error_of_ours_at_the_end_loses_nothing_that_is_committed(
         )
     assert not strike.left, "it was not called"
     assert LocalStore(tmp_path / "run").survey().manifests[0].step == 12
-    said = [record for record in caplog.records if "none is left" in record.getMessage()]
-    assert len(said) == 1 or strict
+    assert len([record for record in caplog.records if "none is left" in record.getMessage()]) == 1 or strict
     assert threads() <= before
 
 
@@ -325,8 +321,8 @@ def test_an_error_of_ours_in_the_last_snapshot_ends_no_training(
     assert not strike.left, "it was not called"
     assert is_alike(net, undisturbed)
     assert LocalStore(tmp_path / "run").survey().manifests[0].step == BATCHES
-    (said,) = (record.getMessage() for record in caplog.records if "none is left" in record.getMessage())
-    assert "the run ends all the same" in said
+    (line,) = (record.getMessage() for record in caplog.records if "none is left" in record.getMessage())
+    assert "run ends all the same" in line
     new_process()
     again, spot = fit(tmp_path / "run")
     assert spot.resumed_from is not None

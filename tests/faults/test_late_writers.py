@@ -21,6 +21,7 @@ from lightning_spot.tiers.fences import Claim
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import retain
 from tests.integration.test_identity import train
+from tests.support.said import said
 from tests.support.snapshots import serverless
 from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
 from tests.support.waiting import until
@@ -104,7 +105,7 @@ class Between(pl.Callback):
             self.act()
         if trainer.global_step > 4:
             time.sleep(0.05)
-            self.is_said = trainer.should_stop = self.awaited in self.caplog.text
+            self.is_said = trainer.should_stop = bool(said(self.caplog, self.awaited))
 
 
 @pytest.mark.parametrize("what", ["fails", "fenced"])
@@ -123,7 +124,7 @@ def test_what_a_node_finds_out_the_trainer_says(tmp_path: Path, caplog: pytest.L
             )
             LocalStore(run).claim(later)
 
-    between = Between(act, caplog, f"{run} fails (" if what == "fails" else "attempt 2 has taken over")
+    between = Between(act, caplog, "upload-failing" if what == "fails" else "attempt-refused")
     trainer(serverless(run, local_server=True, upload_timeout_s=1.0), between, max_epochs=30).fit(Net(), data())
     assert between.is_said
 

@@ -43,7 +43,7 @@ from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings, Store
 from tests.support.filled import check_archive, fill
 from tests.support.oracle import claim_of
-from tests.support.said import said
+from tests.support.said import said, said_about
 from tests.support.server import RUN_ID, RunningNode, image_of, manifest_of
 from tests.support.snapshots import check_all, spot
 from tests.support.store import GatedStore
@@ -159,10 +159,9 @@ def test_of_a_node_that_is_lost_there_is_one_warning(
     # Where a machine is slow, the next node may be silent for a second, too; that this one is killed is seen at once.
     callback = spot(tmp_path, server_call_timeout_s=20.0, notices=None, min_upload_interval_s=0)
     trainer(callback, Strike(callback, signal.SIGKILL, when)).fit(Net(), data())
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(said) == 1, said
-    assert "the snapshot server on this host is lost" in said[0]
-    assert "snapshots are missed, also those on their way" in said[0]
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(lines) == 1, lines
+    assert len(said(caplog, "local-server-lost")) == 1
 
 
 def test_a_node_that_is_lost_before_the_attempt_begins_is_replaced(
@@ -194,7 +193,7 @@ def test_a_node_that_hangs_keeps_training_no_longer_than_max_stall_s(
     run.fit(Net(), data())
     assert run.global_step == 80
     assert strike.longest_s < 30.0  # on a machine that does much else; a few seconds on a quiet one
-    assert "did not answer within server_call_timeout_s=1.0 s" in caplog.text
+    assert "did not answer within server_call_timeout_s=1.0 s" in str(said(caplog, "local-server-lost")[0]["why"])
     assert check_all(tmp_path, probe)[0].complete
     until(lambda: not lives(strike.struck[0]), "the node that hung to be gone")
 
@@ -211,8 +210,7 @@ def test_a_state_that_fits_no_memory_is_streamed(
     for manifest in found[:2]:
         path = tmp_path / "run-1" / manifest.data_path
         check_archive(path)
-    assert caplog.text.count("cannot fit this server's memory") == 1
-    assert caplog.text.count("part by part") == 1
+    assert len(said(caplog, "past-memory")) == 1
     assert not said(caplog, "no-local-server")  # it has as little memory as was said
     caplog.set_level("INFO")
     again = spot(tmp_path, local_server=local_server, memory_limit=1000, keep=2, notices=None)
@@ -263,8 +261,7 @@ def test_a_memory_node_that_cannot_take_it_is_passed_over(
     for step in (1, 2):
         past.write({}, manifest_of(step, nbytes=5000))
         assert LocalStore(durable).survey().manifests[0].step == step
-    assert caplog.text.count("may not write") == caplog.text.count("cannot fit") == 1
-    assert caplog.text.count("no snapshot server answers") == 1
+    assert sorted(said_about(caplog, "server-failing")) == sorted([strict.url, small.url, "spot://127.0.0.1:9"])
     assert past.flush(0.0) == []
 
 
@@ -317,15 +314,14 @@ def test_what_is_durable_past_memory_is_so_where_nothing_older_can_be_deleted(
     for step in (1, 2, 3, 4):
         past.write({}, manifest_of(step, nbytes=5000))
     assert len(LocalStore(tmp_path / "durable").survey().manifests) == 4
-    assert "stays for now: it may not be deleted" in caplog.text
+    assert [str(facts["error"]) for facts in said(caplog, "retention-failed")] == ["it may not be deleted"]
 
 
 def test_what_a_memory_node_lost_that_was_started_anew_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """That one has nothing to flush, and says so."""
     past = past_memory(tmp_path / "durable")
-    said: list[str] = []
     monkeypatch.setattr(NodeStore, "listing", lambda _store: [])
     monkeypatch.setattr(Parts, "past_memory", manifest_of(1, nbytes=5000))
     monkeypatch.setattr(Parts, "across", SimpleNamespace(at="spot://127.0.0.1:9/run"))
@@ -337,18 +333,18 @@ def test_what_a_memory_node_lost_that_was_started_anew_is_named(
             losses=0, wait=lambda _wait_s: None, close=lambda: None, ask=lambda _question, default: default
         ),
         settle=lambda _wait_s: None,
-        say_once=lambda _key, message, line: said.append(message % line),
     )
     ending = Ending(cast(SnapshotWriter, writer), past, str(tmp_path / "durable"), past._info, None)
     assert ending.bring(0.1) is None
-    assert "lost with the snapshot server that had it" in said[0]
-    said.clear()
+    (facts,) = said(caplog, "newest-lost")
+    assert "lost with the snapshot server that had it" in facts["why"]
+    caplog.clear()
     data = image_of(1, 5000)
     writer.committed = LocalStore(tmp_path / "durable").put_parts(
         manifest_of(1, nbytes=5000), iter([memoryview(data)]), attempt=1
     )
     assert ending.bring(0.1) is None
-    assert not said
+    assert not said(caplog, "newest-lost")
 
 
 def test_a_call_that_breaks_off_as_the_ring_is_left_starts_no_new_node(tmp_path: Path) -> None:
@@ -460,7 +456,8 @@ def test_what_was_damaged_in_memory_is_not_called_durable(tmp_path: Path, caplog
     assert ending.bring(30.0) is None
     assert run.durable() == [1]
     assert ending.where == "lost"
-    assert "the newest snapshot was damaged in memory and dropped (run/step-000000002-attempt-0001" in caplog.text
+    (facts,) = said(caplog, "newest-lost")
+    assert "damaged in memory and dropped (run/step-000000002-attempt-0001" in facts["why"]
     run.writer.close()
 
 
@@ -543,9 +540,9 @@ def test_it_is_said_how_long_the_end_waits_for_what_is_not_durable(
     run.store.fail(TierError("No space left on device"))
     run.take(3)
     run.ending(None).bring(2.0)
-    (line,) = [each.getMessage() for each in caplog.records if "fit waits for" in each.getMessage()]
-    assert "up to 2 s more (upload_timeout_s) until all is durable" in line
-    assert "No space left on device" in line
+    (facts,) = said(caplog, "upload-awaited")
+    assert facts["wait_s"] == pytest.approx(2.0, abs=0.5)
+    assert "No space left on device" in facts["about"]
     run.writer.close()
 
 
@@ -567,8 +564,8 @@ def test_what_a_later_attempt_overtook_is_not_said_to_be_lost_with_a_node(
     ending = run.ending(None)
     assert ending.bring(30.0) is None
     assert ending.where == "lost"
-    assert "step-000000003-attempt-0001, is not in storage: attempt 2 has taken over" in caplog.text
-    assert "was lost with" not in caplog.text
+    (facts,) = said(caplog, "newest-lost")
+    assert "step-000000003-attempt-0001, is not in storage: attempt 2 has taken over" in facts["why"]
     run.writer.close()
 
 

@@ -25,6 +25,7 @@ from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.staging.copier import LoneThread
+from tests.support.said import said
 from tests.support.server import named_run
 from tests.support.waiting import until
 
@@ -103,9 +104,7 @@ def test_only_what_comes_of_a_loss_that_was_said_is_not_said_again(
     finally:
         is_there.set()
         attempt.finish(0.0, complete=False)
-    said = [record.getMessage() for record in caplog.records if "no snapshot now" in record.getMessage()]
-    assert len(said) == 1
-    assert "nobody answers at 10.0.0.5" in said[0]
+    assert [str(facts["error"]) for facts in said(caplog, "no-snapshot")] == ["nobody answers at 10.0.0.5"]
 
 
 def test_ranks_hear_that_there_will_be_none_of_what_rank_0_was_fenced_from_since_it_told_them(

@@ -41,7 +41,7 @@ from lightning_spot.staging.copier import Copier
 from lightning_spot.tiers.local import LocalStore
 from tests.support.filled import check_archive
 from tests.support.oracle import claim_of
-from tests.support.said import informed
+from tests.support.said import informed, said, said_about
 from tests.support.server import RunningNode
 from tests.support.snapshots import EachDurable, check_all, load, manifests, spot
 from tests.support.trainer import Net, Probe, Stop, StopAt, Unsteady, trainer
@@ -100,7 +100,7 @@ def test_a_tensor_that_moves_is_never_committed(
     trainer(callback, probe, max_epochs=3).fit(Unsteady(), data())
     assert callback.num_dropped == 1
     found = check_all(tmp_path, probe)
-    assert caplog.text.count("was dropped: 1 tensors changed") == 1  # then it is known and copied at once
+    assert len(said(caplog, "snapshot-torn")) == 1  # then it is known and copied at once
     assert 3 not in {manifest.step for manifest in found}
     assert found[0].complete
 
@@ -415,9 +415,8 @@ def test_without_a_node_nobody_is_said_to_go_on_trying(
     for name in ("put", "put_parts"):
         monkeypatch.setattr(LocalStore, name, fail)
     trainer(spot(tmp_path, local_server=False, upload_timeout_s=0.5), max_steps=3).fit(Net(), data())
-    (line,) = [text for text in caplog.messages if "not everything is durable" in text]
-    assert "ends with it" in line
-    assert "goes on trying" not in line
+    (line,) = said_about(caplog, "not-persisted")
+    assert "it is away" in line
 
 
 def test_two_callbacks_do_not_take_each_others_place(tmp_path: Path) -> None:
@@ -575,9 +574,8 @@ def test_a_zombie_is_fenced_and_trains_on(tmp_path: Path, caplog: pytest.LogCapt
         run.fit(Net(), data())
     assert run.global_step == 20
     assert max(manifest.step for manifest in manifests(tmp_path)) <= 11
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "attempt 2 has taken over. Stop this trainer" in said[0]
-    assert any("the last snapshot could not be written" in line for line in said), "it would end as if it were there"
+    assert said(caplog, "attempt-refused")
+    assert said(caplog, "last-not-written"), "it would end as if it were there"
 
 
 def test_who_is_overtaken_where_snapshots_are_committed_hears_of_it_at_the_end_too(

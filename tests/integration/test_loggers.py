@@ -23,6 +23,7 @@ from lightning_spot.exact.compare import differences
 from tests.integration.test_exact import rows
 from tests.support import exact_cases
 from tests.support.exact_cases import Augmented, Model, loader
+from tests.support.said import said
 from tests.support.snapshots import serverless
 from tests.support.trainer import Stop, StopAfter, trainer
 from tests.support.waiting import new_process
@@ -228,7 +229,7 @@ def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("version", [None, "mine"])
 def test_a_csv_log_at_a_url_keeps_the_rows_of_earlier_attempts(
-    tmp_path: Path, version: str | None, recwarn: pytest.WarningsRecorder
+    tmp_path: Path, version: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They were deleted: the URL was opened as a local path, where there is no file, and Lightning began anew."""
     url = f"memory://{tmp_path.name}-{uuid.uuid4().hex}"
@@ -244,10 +245,10 @@ def test_a_csv_log_at_a_url_keeps_the_rows_of_earlier_attempts(
     assert len(after) > len(before) or version is not None
     first = next(csv.DictReader(io.StringIO(files.cat_file(f"{resumed.logger.log_dir}/metrics.csv").decode())))
     assert first["step"] == "10"
-    assert any("a CSV log at a URL begins at the snapshot" in str(each.message) for each in recwarn)
+    assert len(said(caplog, "log-not-continued")) == 1
 
 
-def test_others_are_told_what_to_do(tmp_path: Path) -> None:
+def test_others_are_told_what_to_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class WandbLikeLogger(DummyLogger):
         runs = 0
 
@@ -265,5 +266,7 @@ def test_others_are_told_what_to_do(tmp_path: Path) -> None:
 
     with pytest.raises(Stop):
         fit(tmp_path, WandbLikeLogger(), StopAfter(13), seed=1)
-    with pytest.warns(UserWarning, match=r"has begun run 'run-2'; the snapshot was logged to 'run-1'.*WANDB_RUN_ID"):
-        fit(tmp_path, WandbLikeLogger(), seed=1)
+    fit(tmp_path, WandbLikeLogger(), seed=1)
+    (facts,) = said(caplog, "log-not-continued")
+    assert (facts["now"], facts["before"]) == ("run-2", "run-1")
+    assert "WANDB_RUN_ID" in facts["hint"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_spot import EverySteps
+from tests.support.said import listening, points
 from tests.support.snapshots import serverless
 from tests.support.trainer import Stop, StopAt, trainer
 from tests.support.waiting import new_process
@@ -82,10 +82,9 @@ def fit(run: Path, *callbacks: pl.Callback) -> tuple[Learner, list[str]]:
     learner = Learner()
     spot = serverless(run, interval=EverySteps(1))
     fits = trainer(*callbacks, spot, max_epochs=4, reload_dataloaders_every_n_epochs=1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with listening() as logged:
         fits.fit(learner)
-    return learner, [str(item.message) for item in caught]
+    return learner, points(logged)
 
 
 def test_a_resume_in_the_middle_of_an_epoch_goes_on(tmp_path: Path) -> None:

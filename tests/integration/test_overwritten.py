@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_spot import EverySteps
+from tests.support.said import listening
 from tests.support.snapshots import serverless
 from tests.support.trainer import Net, Stop, StopAt, data, trainer
 from tests.support.waiting import new_process
@@ -74,18 +74,16 @@ def fit(run: Path, kind: type[Net], *callbacks: pl.Callback, **more: Any) -> tup
     pl.seed_everything(1, verbose=False)
     net = kind()
     fits = trainer(*callbacks, serverless(run, interval=EverySteps(1)), **more)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with listening() as logged:
         fits.fit(net, data(6))
-    said = [str(item.message) for item in caught]
-    return net, [text for text in said if text.startswith("lightning_spot: hooks at the start")]
+    return net, [item.spot_facts["about"] for item in logged if item.spot_key == "weights-put-back"]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
     ("kind", "names", "more"),
     [
-        (Initialises, "net.0.bias, net.0.weight:", {}),
-        (InitialisesEarlier, "net.3.weight:", {}),
+        (Initialises, "net.0.bias, net.0.weight", {}),
+        (InitialisesEarlier, "net.3.weight", {}),
         (LoadsItsOwn, "net.0.bias, net.0.weight, net.1.bias, net.1.num_batches_tracked", {}),
         (KeepsFull, "", {"precision": "bf16-true"}),
         (KeepsFullLater, "", {"precision": "bf16-true"}),

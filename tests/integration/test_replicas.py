@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 from collections import Counter
@@ -29,7 +28,7 @@ from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import survey
 from tests.support.chain import FIRST, RUN, SECOND, THIRD, Chained, chained
-from tests.support.said import said_about
+from tests.support.said import said, said_about
 from tests.support.server import MIB, RUN_ID, image_of, manifest_of, served
 from tests.support.waiting import until
 
@@ -52,11 +51,6 @@ def held(bench: Chained, base: str) -> list[int]:
 def at_both(bench: Chained, step: int, *bases: str) -> None:
     for base in bases or (FIRST, SECOND):
         until(lambda base=base: held(bench, base)[:1] == [step], f"{base} to have step {step}")
-
-
-def warnings(caplog: pytest.LogCaptureFixture, about: str) -> list[str]:
-    found = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    return [record.getMessage() for record in found if about in record.getMessage()]
 
 
 # -- where a run goes -------------------------------------------------------------------------------------------------
@@ -196,8 +190,7 @@ def test_a_lost_node_is_one_warning_and_is_sent_the_newest_when_it_returns(
     at_both(bench, 4)
     assert held(bench, lost) == [4, 1]
     assert not bench.node.tiers()[f"{lost}/{RUN}"].error
-    assert len(warnings(caplog, lost)) == 1
-    assert "1 of 2" in warnings(caplog, lost)[0]
+    assert [(facts["used"], facts["wanted"]) for facts in said(caplog, "server-lost")] == [(1, 2)]
     bench.save(5, wait_s=10)
     at_both(bench, 5)
     assert bench.flush() == []

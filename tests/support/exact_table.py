@@ -38,6 +38,7 @@ from tests.support import exact_kept as kept
 from tests.support import exact_models as m
 from tests.support.exact_cases import Gan, Lean, Model, Plateau
 from tests.support.exact_models import BATCH, SAMPLES, Rows, rows, validation
+from tests.support.said import listening, points
 from tests.support.waiting import new_process
 
 
@@ -600,15 +601,18 @@ def train(
             "callbacks": [*callbacks, *case.callbacks(), spot],
         }
     )
-    with warnings.catch_warnings(record=True) as caught:
+    with listening() as logged, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        first = shipped.LambdaCallback(
-            on_train_batch_start=lambda *_: said.extend(str(item.message) for item in caught) if not said else None
-        )
+
+        def ours() -> list[str]:
+            texts = [str(item.message) for item in caught]
+            return [*points(logged), *(text for text in texts if text.startswith("lightning_spot:"))]
+
+        first = shipped.LambdaCallback(on_train_batch_start=lambda *_: said.extend(ours()) if not said else None)
         trainer.callbacks.insert(0, first)  # type: ignore[attr-defined] # not a part of the run
         try:
             trainer.fit(module, loaders, val, datamodule=data)
         finally:
             if told is not None:
-                told += [str(item.message) for item in caught]
-    return [text for text in said if text.startswith("lightning_spot:")]
+                told += ours()
+    return said

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -29,3 +31,26 @@ def informed(caplog: pytest.LogCaptureFixture) -> dict[str, dict[str, Any]]:
 def said_about(caplog: pytest.LogCaptureFixture, key: str) -> list[str]:
     """What the warnings and errors with a key were about."""
     return [str(facts["about"]) for facts in said(caplog, key)]
+
+
+@contextmanager
+def listening() -> Iterator[list[logging.LogRecord]]:
+    """Warnings and errors that are logged meanwhile."""
+    logged: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = logged.append  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning_spot")
+    logger.addHandler(handler)
+    try:
+        yield logged
+    finally:
+        logger.removeHandler(handler)
+
+
+def points(records: Iterable[logging.LogRecord]) -> list[str]:
+    """What each message says; of what is not exact, each finding."""
+    texts: list[str] = []
+    for record in records:
+        facts = getattr(record, "spot_facts", {})
+        texts += facts.get("findings", [record.getMessage().partition("] ")[2]])
+    return texts

@@ -13,6 +13,7 @@ from lightning_spot.capture import tensors
 from lightning_spot.capture.tensors import copies_of
 from lightning_spot.exact import state_parts
 from lightning_spot.exact.state_parts import StateParts
+from tests.support.said import said_about
 
 GPU = torch.device("cuda:0")
 NBYTES = 400
@@ -113,4 +114,4 @@ def test_training_that_waits_for_its_gradients_says_so_once(
     )
     for _ in range(3):
         parts.gradients()
-    assert caplog.text.count("rank 3: its GPU has no room for copies of the gradients") == 1
+    assert said_about(caplog, "no-gradient-copies") == ["3"]

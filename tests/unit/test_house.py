@@ -28,8 +28,6 @@ MODULES = {
 }
 NODES = [path for path in SOURCES if path.parent.name in ("memory", "protocol", "client", "service")]
 
-# Rooms that do not log by keys yet. It only ever gets shorter.
-LOGS_WITHOUT_KEYS = {"capture", "exact", "image", "memory", "staging"}
 MOST_LINES = 800
 # Each begins something that users name: the program, a command, a public class, a cloud, a file system or store by
 # the scheme of its URL.
@@ -220,14 +218,14 @@ def test_no_two_modules_and_no_two_classes_have_one_name() -> None:
 
 
 def test_messages_have_keys_and_the_docs_list_them() -> None:
-    """What a file logs for people goes through :mod:`lightning_spot.say`. The files that do not do so get fewer."""
+    """What a file logs for people goes through :mod:`lightning_spot.say`."""
     logged = {path: _logged(path) for path in SOURCES if path.name != "say.py"}
     documented = re.findall(
         r"^\| <a id=\"([\w-]+)\"></a>`\1` \| (\w+)", (REPOSITORY / "docs/reference/messages.md").read_text(), re.M
     )
     assert sorted(documented) == sorted({found for each in logged.values() for found in each if found[0]})
     unlike = {path.parent.name for path, each in logged.items() if any(not key for key, _ in each)}
-    assert unlike <= LOGS_WITHOUT_KEYS
+    assert unlike == set()
 
 
 def _logged(path: Path) -> set[tuple[str, str]]:

@@ -18,7 +18,7 @@ def test_the_event_of_who_ordered_last_is_the_one_that_is_waited_for(monkeypatch
     device, slot = FakeDevice(), torch.zeros(8192, dtype=torch.uint8)
     tensors = [torch.full((1024,), value) for value in (1.0, 2.0)]
     device.own(tensors)
-    lane = Lane(0, device, 0, lambda *_: None)
+    lane = Lane(0, device, 0)
     record, recorded, goes_on = device.record, threading.Event(), threading.Event()
 
     def slowly(*arguments: Any, **named: Any) -> Any:

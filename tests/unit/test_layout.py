@@ -24,6 +24,7 @@ from lightning_spot.image import layout as layout_module
 from lightning_spot.image import pickling
 from lightning_spot.image.layout import Layout, Layouter, filled, lay_out
 from tests.support.filled import check_archive, fill
+from tests.support.said import said
 
 pytestmark = pytest.mark.guarantee("G12")
 
@@ -278,15 +279,15 @@ def test_a_tensor_that_is_made_anew_each_time_and_there_twice() -> None:
     assert torch.equal(found["made"][0], torch.ones(3))
 
 
-def test_what_torch_names_otherwise_one_day_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torch_names_otherwise_one_day_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(pickling, "StorageWeakRef", None)
-    warnings_said: list[str] = []
-    outliner = Outliner(lambda key, message, *facts: warnings_said.append(message % facts))
+    outliner = Outliner()
     state = {"w": torch.randn(7), "words": "x"}
     for _ in range(2):
         assert torch.equal(loaded(fill(outliner.lay_out(state)))["w"], state["w"])
-    assert warnings_said
-    assert all("plain torch.save" in line for line in warnings_said)
+    assert len(said(caplog, "saved-slowly")) == 1
 
 
 def test_no_storage_is_kept_alive() -> None:

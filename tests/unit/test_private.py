@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import io
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.exact import private
 from lightning_spot.image.safe_load import safe_load
 from lightning_spot.tiers.local import LocalStore
+from tests.support.said import listening, points
 from tests.support.trainer import Net, data, trainer
 from tests.support.waiting import new_process
 from tests.unit.test_house import PACKAGE
@@ -87,15 +87,14 @@ def fit(root: Path, *more: pl.Callback) -> list[str]:
         str(root / "run"), local_server=False, interval=EverySteps(2), on_full="wait", notices="signal"
     )
     callbacks = [StochasticWeightAveraging(0.01, swa_epoch_start=1)]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with listening() as logged:
         run = trainer(*callbacks, spot, *more, max_epochs=1, logger=CSVLogger(str(root)), default_root_dir=root)
         run.fit(Net(), data(4), data(1))
     assert run.global_step >= 4  # averaging adds one
     newest = LocalStore(root / "run").survey().manifests[0]
     assert newest.complete
     assert torch.load(root / "run" / newest.data_path, weights_only=True)["global_step"] == run.global_step
-    return [str(item.message) for item in caught if str(item.message).startswith("lightning_spot: ")]
+    return points(logged)
 
 
 class Looks(pl.Callback):
@@ -130,7 +129,7 @@ def test_training_goes_on_without_a_part(part: str, tmp_path: Path, monkeypatch:
     hide(monkeypatch, *hidden)
     said = fit(tmp_path)
     for missing in parts_with(*hidden):
-        assert len([text for text in said if text.startswith(f"lightning_spot: {missing}: ")]) == 1, said
+        assert len([text for text in said if text.startswith(f"{missing} is off: ")]) == 1, said
     assert all(any(name in text for name in hidden) for text in said), said
 
 
@@ -143,7 +142,7 @@ def test_a_name_of_another_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     shape = "_callback_metrics"
     monkeypatch.setattr(private.Name, "of", lambda self, owner: [] if self.name == shape else real(self, owner))
     (said,) = fit(tmp_path)
-    assert f"lightning_spot: {private.LOGGED}: " in said
+    assert said.startswith(f"{private.LOGGED} is off: ")
     assert "is of type list here" in said
 
 
