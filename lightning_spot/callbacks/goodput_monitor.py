@@ -123,6 +123,7 @@ class GoodputMonitor(SpotCallback):
         self._note(trainer, journal)
         self._log(trainer)
         self._close("complete")
+        FitSession.of(trainer).summarize = lambda: self._try(self._say_summary)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the summary, once everything is uploaded."""

@@ -63,11 +63,13 @@ class FitSession(PerTrainer):
         resume: what it goes on from.
         snapshotters: those who take its snapshots, one for each :class:`RemoteSnapshot`.
         deadline: by when all has to be safe; ``None`` while no notice stops the run.
+        summarize: logs the summary of the run; where the end is an error, that comes last.
     """
 
     resume: Resume
     snapshotters: list[Snapshotter]
     deadline: Deadline | None
+    summarize: Callable[[], object]
     _has_begun: bool
     _is_complete: bool
     _pid: int
@@ -81,6 +83,7 @@ class FitSession(PerTrainer):
         self.snapshotters = []
         self.resume = Resume(self._trainer)
         self.deadline = None
+        self.summarize = bool
 
     def begin(self) -> None:
         """Follow the training, from ``setup`` on. A second call does nothing. Every rank calls it.
@@ -313,6 +316,7 @@ class FitSession(PerTrainer):
                 where=where,
             )
             return
+        self.summarize()
         text = (
             "run {name!r} has ended at {where}, but its last snapshot is not durable in {about}. The end of the"
             " training may be lost. Fix what the warnings above name, then run the same command again"

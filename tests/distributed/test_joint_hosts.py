@@ -488,7 +488,7 @@ def test_a_node_that_comes_back_is_given_the_newest_that_hosts_have_brought(
     with comes_back_empty(pair, tmp_path, gone) as empty:
         until(lambda: steps_at(empty) == [2], "it to have what it had missed", LAST_S)
         pair.check(manifest, newest, gone)
-        assert f"{gone} has {manifest.name}, too, which it had missed" in caplog.text
+        assert f"{gone} has caught up to {manifest.name}" in caplog.text
         kept = functools.partial(pair.first.routes.status, RUN_ID)
         until(lambda: len(kept()["kept_at"]) == 2, "one of them to carry the run on")
         pair.at = " ".join(kept()["kept_at"])
@@ -548,7 +548,7 @@ def test_what_is_damaged_at_one_node_is_not_given_to_the_other(
         view[200] ^= 1
     caplog.set_level("INFO", "lightning_spot")
     with comes_back_empty(pair, tmp_path, other) as empty:
-        until(lambda: "cannot be given what it has missed" in caplog.text, "it to be tried", LAST_S)
+        until(lambda: "could not be given the newest snapshot" in caplog.text, "it to be tried", LAST_S)
         pair.all_free()
         assert steps_at(empty) == []
 

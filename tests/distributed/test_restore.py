@@ -42,6 +42,7 @@ from tests.integration.test_stores import sharded, snapshot
 from tests.support.oracle import claim_of
 from tests.support.proxy import Proxy
 from tests.support.ranks import Group, Rank, rank_of_this_thread
+from tests.support.said import said
 from tests.support.server import served
 
 pytestmark = pytest.mark.guarantee("G1")
@@ -368,7 +369,7 @@ def test_a_rank_that_cannot_reach_the_first_of_its_host_reads_for_itself(
     monkeypatch.setattr(restore, "import_snapshot", refused)
     assert [found[1]["step"] for found in restored(run)] == [6, 6, 6]
     assert fetched == [run.url]  # by the first; the others have nobody to share with, and read in place
-    assert "no way there; rank 2 reads the snapshot itself" in caplog.text
+    assert [str(facts["error"]) for facts in said(caplog, "not-imported")] == ["no way there"]
 
 
 # -- a checkpoint that is named ---------------------------------------------------------------------------------------

@@ -536,7 +536,7 @@ def test_hosts_bring_snapshots_together_while_a_memory_node_carries_the_run_on(
     assert fit.how() is None
     new_process()
     assert fit.how(missed="late") == ALONE
-    assert keys(caplog) == {"hosts-apart"}
+    assert keys(caplog) == {"hosts-apart", "upload-under-way"}
     caplog.clear()
     fit.across.is_under_way = False
     assert fit.how() == ALONE  # for a while

@@ -358,7 +358,10 @@ def test_a_call_that_breaks_off_as_the_ring_is_left_starts_no_new_node(tmp_path:
         raise ServerUnreachableError("Remote end closed connection without response")
 
     host = cast(
-        Host, SimpleNamespace(leave=leave, flush=lambda _wait_s: [], server_call_timeout_s=5.0, disconnect=found.clear)
+        Host,
+        SimpleNamespace(
+            leave=leave, flush=lambda _wait_s: [], tiers=dict, server_call_timeout_s=5.0, disconnect=found.clear
+        ),
     )
     link = HostLink(host, lambda: cast(Host, found.append("a new node")))
     writer = SimpleNamespace(host=host, link=link, committed=None, settle=lambda _wait_s: None)

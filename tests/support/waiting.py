@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import sys
 import threading
@@ -20,6 +21,8 @@ DEADLINE_S = 30.0
 def new_process() -> None:
     """Have what follows be as in a process that has trained nothing yet, and has logged nothing."""
     say.forget()
+    say.logger.setLevel(logging.NOTSET)
+    say.logger.handlers.clear()
     if (run_lookup := sys.modules.get("lightning_spot.fit.run_lookup")) is not None:
         run_lookup.forget()
 
