@@ -97,6 +97,7 @@ def test_with_another_batch_size_an_epoch_goes_on_after_as_many_batches_and_what
     after = fit(now)
     findings = [each for facts in said(caplog, "not-exact") for each in facts["findings"]]
     assert [what in each for each in findings].count(True) == 1
+    assert not [each for each in findings if "first batch" in each]  # it is another one, of course
     assert after.samples == {1: list(range(4 * now, 48)), 2: list(range(48))}
 
 
