@@ -340,6 +340,18 @@ CHANGES = [
 ]
 
 
+def check_resume(case: Case, stop: pl.Callback, says: str, folder: Path) -> None:
+    """Stopped and resumed: warned of once by a text, or, if that is empty, equal to a twin and not warned of."""
+    with pytest.raises(Stop):
+        train(case, folder / "broken", stop, seed=11, every=1)
+    said = train(case, folder / "broken", seed=200, every=1000)
+    assert len(said) == bool(says)
+    assert all(says in text for text in said)
+    if not says:
+        train(case, folder / "twin", seed=11, every=1000)
+        assert list(differences(final(folder / "twin"), final(folder / "broken"))) == []
+
+
 @pytest.mark.parametrize(("data", "change", "hook", "says"), CHANGES)
 @pytest.mark.parametrize("ends", [False, True], ids=["mid-epoch", "end of epoch"])
 def test_data_that_training_or_reading_changes_comes_back_or_is_named(
@@ -354,14 +366,7 @@ def test_data_that_training_or_reading_changes_comes_back_or_is_named(
     stop = StopIn("on_train_batch_start", 6 if hook == "first epoch" else 11) if ends else StopAfter(at)
     if ends and data in (Queued, Opaque):
         says = "dataset.queue" if data is Queued else "dataset.source"
-    with pytest.raises(Stop):
-        train(case, tmp_path / "broken", stop, seed=11, every=1)
-    said = train(case, tmp_path / "broken", seed=200, every=1000)
-    assert len(said) == bool(says)
-    assert all(says in text for text in said)
-    if not says:
-        train(case, tmp_path / "twin", seed=11, every=1000)
-        assert list(differences(final(tmp_path / "twin"), final(tmp_path / "broken"))) == []
+    check_resume(case, stop, says, tmp_path)
 
 
 class Handled(m.Rows):
@@ -396,14 +401,7 @@ COPIES = {
 def test_what_workers_change_in_their_copies_comes_back_or_is_named(name: str, tmp_path: Path) -> None:
     data, make, stop, says = COPIES[name]
     case = Case(loaders=lambda: make(data()), val=None, settings={"limit_val_batches": 0})
-    with pytest.raises(Stop):
-        train(case, tmp_path / "broken", stop, seed=11, every=1)
-    said = train(case, tmp_path / "broken", seed=200, every=1000)
-    assert len(said) == bool(says)
-    assert all(says in text for text in said)
-    if not says:
-        train(case, tmp_path / "twin", seed=11, every=1000)
-        assert list(differences(final(tmp_path / "twin"), final(tmp_path / "broken"))) == []
+    check_resume(case, stop, says, tmp_path)
 
 
 @pytest.mark.parametrize("workers", ["0", "persistent"])
@@ -444,14 +442,7 @@ ITERATIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
 def test_a_loader_that_iterates_in_its_own_way_is_exact_or_named(name: str, workers: str, tmp_path: Path) -> None:
     make, says = ITERATIONS[name]
     case = Case(loaders=lambda: make(WORKERS[workers]), val=None, settings={"limit_val_batches": 0})
-    with pytest.raises(Stop):
-        train(case, tmp_path / "broken", StopAt(8), seed=11, every=1)
-    said = train(case, tmp_path / "broken", seed=200, every=1000)
-    assert len(said) == bool(says)
-    assert all(says in text for text in said)
-    if not says:
-        train(case, tmp_path / "twin", seed=11, every=1000)
-        assert list(differences(final(tmp_path / "twin"), final(tmp_path / "broken"))) == []
+    check_resume(case, StopAt(8), says, tmp_path)
 
 
 class Unseeded(Sampler[int]):
