@@ -23,10 +23,13 @@ Order = tuple[int, int, int]
 
 _SNAPSHOT_NAME = re.compile(r"step-(\d{1,18})-attempt-(\d{1,9})(-inexact|-complete)?")
 _RANKS = {"-inexact": 0, None: 2, "-complete": 4}
-_HOST = "-host-"
+_HOST, _SHARD = "-host-", "-shard-"
 
 MOST_HOSTS = 512
 """That bring one snapshot together: of eight GPUs each, 4,096."""
+
+MOST_WRITERS = 65536
+"""Of one snapshot."""
 
 # A manifest may come from a stranger: nothing is allocated, listed or compared before its numbers are within these.
 _PART_BYTES = (1, 2**30)
@@ -62,7 +65,34 @@ def portion_name(name: str, host: int) -> str:
     return f"{name}{_HOST}{host:04d}"
 
 
+def shard_name(snapshot: str, writer: int) -> str:
+    """Name of the shard of a snapshot that one of its writers has."""
+    return f"{snapshot}{_SHARD}{writer:05d}"
+
+
 _Step = Annotated[int, untrusted.whole(0, _MOST_STEPS)]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardOf:
+    """What says that a manifest is that of one writer's shard of a snapshot, and not of a snapshot.
+
+    Attributes:
+        writer: number of the rank that writes it, from 0.
+        writers: how many write the snapshot.
+        digest: what all of them must agree on: a checksum of their plan.
+        start: where in its file the first of the manifest's files begins: several writers may each have a range of
+            ``model.ckpt``.
+        persist: whether storage is to have the snapshot.
+        failed: why this writer will never have its shard, ``""`` if it has: then the manifest is of no bytes.
+    """
+
+    writer: Annotated[int, untrusted.whole(0, MOST_WRITERS - 1)]
+    writers: Annotated[int, untrusted.whole(1, MOST_WRITERS)]
+    digest: Annotated[str, untrusted.short(64)] = ""
+    start: Annotated[int, untrusted.whole(0, untrusted.MOST_BYTES)] = 0
+    persist: bool = True
+    failed: Annotated[str, untrusted.text] = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +163,7 @@ class Manifest:
         versions: versions of torch, lightning and lightning_spot that wrote it.
         exact: whether it holds the very bits of the training state; not what ``lossy="topk"`` made of it.
         portion: what of a snapshot it is, if it is one host's portion of it; then :attr:`name` is that of the portion.
+        shard: likewise, if it is one writer's shard of it.
         format: version of the format that it is written in; one that was read from an earlier one has the present one.
     """
 
@@ -154,6 +185,7 @@ class Manifest:
     versions: Annotated[Mapping[str, str], _versions] = field(default_factory=dict)
     exact: bool = True
     portion: PortionOf | None = None
+    shard: ShardOf | None = None
     format: Annotated[int, _present] = MANIFEST_VERSION
 
     @property
@@ -176,8 +208,15 @@ class Manifest:
         return not self.file
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether it is of a model in shards: it has files for ``torch.distributed.checkpoint``, and no checkpoint."""
+        return bool(self.files) and all(span.name != MODEL_FILE for span in self.files)
+
+    @property
     def snapshot(self) -> str:
-        """Name of the snapshot, also of one of which this is a portion."""
+        """Name of the snapshot, also of one of which this is a shard."""
+        if self.shard is not None:
+            return self.name.removesuffix(shard_name("", self.shard.writer))
         return self.name if self.portion is None else self.name.removesuffix(portion_name("", self.portion.host))
 
     @property
@@ -259,6 +298,8 @@ class Manifest:
             del fields["exact"]
         if self.portion is None:
             del fields["portion"]
+        if self.shard is None:
+            del fields["shard"]
         return fields
 
     def to_json(self) -> str:
@@ -317,6 +358,8 @@ class Manifest:
             _require(problem is None, str(problem))
         if self.portion is not None:
             self._check_portion(self.portion)
+        if self.shard is not None:
+            self._check_shard(self.shard)
         if not self.is_file:
             _require(snapshot_order(self.snapshot) == self.order, f"{self.name} is not its name")
 
@@ -326,6 +369,13 @@ class Manifest:
         _require(bool(self.files), "it is a portion and has no files")
         is_named = self.name == portion_name(self.snapshot, portion.host)
         _require(is_named and snapshot_order(self.snapshot) is not None, "its name is no portion's")
+
+    def _check_shard(self, shard: ShardOf) -> None:
+        _require(shard.writer < shard.writers, "its writer is none of those that there are")
+        is_named = self.name == shard_name(self.snapshot, shard.writer)
+        _require(is_named and snapshot_order(self.snapshot) is not None, "its name is no shard's")
+        _require(not (shard.failed and self.nbytes), "it failed, and has bytes")
+        _require(shard.failed or self.files, "it is a shard and has no files")
 
 
 def _require(is_met: object, otherwise: str) -> None:

@@ -1,220 +1,246 @@
-"""Where the tensors of a sharded snapshot lie in its files, as JSON that anybody can read without running code.
+"""Snapshots that several processes write: what each has written, when all of it counts, and how it is one image.
 
-``.metadata`` says the same to ``torch.distributed.checkpoint``, as a pickle. Each piece of a tensor, and each plain
-value, is an archive of its own, as ``torch.save`` writes them, within one of the files.
+Each writer (a rank) fills a register of its own, once: with its shard, or with the reason why there will be none. Whether
+the snapshot is committed is a function of these registers, so whoever sees them all knows it, and no two ever disagree.
+Nothing here reads a byte: the manifest of the whole is put together from those of the shards.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from math import prod
-from typing import Any, NoReturn
+import enum
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
+from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptSnapshotError
-from lightning_spot.image.files import FileSpan
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.portion import Image
-from lightning_spot.untrusted import LARGE_BYTES, plain, read_json
+from lightning_spot.image.files import MODEL_FILE, FileSpan
+from lightning_spot.image.manifest import Manifest, Order, ShardOf
 
-SHARDS_FILE = "shards.json"
-_FORMAT = 1
-_MOST_DIMENSIONS = 64
-
-Path = tuple[str | int, ...]
-"""Keys and places in lists that lead to an item of the nested state."""
+LEAST_PART_BYTES = 64 * 1024
+_PARTS = 32  # of a shard, where it is small: what is added to the end of one is far less than the shard
 
 
-@dataclass(frozen=True, slots=True)
-class Archived:
-    """Where an archive lies.
+class Status(enum.Enum):
+    """What has become of a snapshot."""
 
-    Attributes:
-        file: that holds it.
-        offset: of its first byte in that file.
-        nbytes: its length.
+    PENDING = "pending"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+def status(registers: Mapping[int, ShardOf], order: Order, watermark: Order | None = None) -> Status:
+    """What has become of a snapshot, by the registers that are seen.
+
+    Who sees fewer of them may find it pending where another finds it committed or aborted; never the opposite of what
+    another finds, since a register is written once.
+
+    Args:
+        registers: what each writer has put, by its number; those that are not seen are missing.
+        order: of the snapshot.
+        watermark: of the newest snapshot that is known to be committed, of the same lineage.
     """
+    if any(each.failed for each in registers.values()) or len({_agreed(each) for each in registers.values()}) > 1:
+        return Status.ABORTED
+    writers = next(iter(registers.values())).writers if registers else 0
+    if registers and registers.keys() == set(range(writers)):
+        return Status.COMMITTED
+    return Status.ABORTED if watermark is not None and order < watermark else Status.PENDING
 
-    file: str
-    offset: int
-    nbytes: int
+
+def why_aborted(registers: Mapping[int, ShardOf]) -> str:
+    """Why a snapshot is aborted, by its registers, for people; ``""`` if these don't say it."""
+    for writer, each in sorted(registers.items()):
+        if each.failed:
+            return f"rank {writer}: {each.failed}"
+    if len({_agreed(each) for each in registers.values()}) > 1:
+        return "its ranks don't hold the same model and optimizers. All ranks must train one model with one optimizer"
+    return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """A box of a tensor.
+def is_evictable(order: Order, state: Status, watermark: Order | None, *, is_durable: bool) -> bool:
+    """Whether a place may let go of a shard (or whole) snapshot.
 
-    Attributes:
-        offsets: of its first element in the tensor, in each dimension.
-        sizes: of the box.
-        at: its archive.
-        data: offset of its elements in the archive, row after row.
+    The newest committed snapshot that is durable nowhere never is; neither is what may still become newer than it.
+
+    Args:
+        order: of the snapshot.
+        state: of it, as this place sees it.
+        watermark: of the newest snapshot that this place knows to be committed, of the same lineage.
+        is_durable: whether storage, or another place that is as good, has the whole snapshot.
     """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    at: Archived
-    data: int
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return prod(self.sizes)
-
-
-@dataclass(frozen=True, slots=True)
-class ShardedTensor:
-    """A tensor, in one or several boxes that make up all of it.
-
-    Attributes:
-        path: in the state.
-        dtype: such as ``"float32"``.
-        shape: of the whole tensor.
-        shards: its boxes.
-    """
-
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    shards: tuple[Shard, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredValue:
-    """Something else than a tensor.
-
-    Attributes:
-        path: in the state.
-        at: its archive.
-    """
-
-    path: Path
-    at: Archived
-
-
-@dataclass(frozen=True, slots=True)
-class Shards:
-    """All items of a sharded snapshot's state.
-
-    Attributes:
-        world_size: number of ranks that wrote it.
-        tensors: with the places of their boxes.
-        values: everything else.
-    """
-
-    world_size: int
-    tensors: tuple[ShardedTensor, ...]
-    values: tuple[StoredValue, ...]
-
-    @property
-    def paths(self) -> list[Path]:
-        """Those of all items."""
-        return [*(tensor.path for tensor in self.tensors), *(value.path for value in self.values)]
-
-    def to_json(self) -> bytes:
-        """As JSON: files by their number, paths as lists."""
-        files: dict[str, int] = {}
-
-        def place(at: Archived) -> list[int]:
-            return [files.setdefault(at.file, len(files)), at.offset, at.nbytes]
-
-        tensors = [
-            [item.path, item.dtype, item.shape, [[s.offsets, s.sizes, place(s.at), s.data] for s in item.shards]]
-            for item in self.tensors
-        ]
-        values = [[item.path, place(item.at)] for item in self.values]
-        fields = {"format": _FORMAT, "world_size": self.world_size, "tensors": tensors, "values": values}
-        return json.dumps({**fields, "files": list(files)}, separators=(",", ":")).encode()
-
-    @classmethod
-    def read(cls, image: Image, manifest: Manifest) -> Shards:
-        """Read those of a sharded snapshot; every place in them is checked.
-
-        Args:
-            image: of the snapshot.
-            manifest: of the snapshot.
-
-        Raises:
-            CorruptSnapshotError: if they are not there, or contradict themselves or the manifest.
-        """
-        files = {file.name: file for file in manifest.files}
-        if SHARDS_FILE not in files:
-            _refuse(manifest, f"it has no {SHARDS_FILE}")
-        span = files[SHARDS_FILE]
-        try:
-            return _Checked(manifest, files).read(read_json(image[span.offset : span.stop], LARGE_BYTES))
-        except (ValueError, TypeError, KeyError, IndexError) as error:
-            _refuse(manifest, f"{SHARDS_FILE} cannot be read ({type(error).__name__}: {error})")
-
-
-def archived(image: Image, manifest: Manifest, at: Archived) -> memoryview:
-    """The bytes of an archive in the image of a snapshot."""
-    span = manifest.span_of(at.file)
-    return image[span.offset + at.offset : span.offset + at.offset + at.nbytes]
-
-
-class _Checked:
-    """Reads the JSON of one snapshot: what a stranger may have written."""
-
-    def __init__(self, manifest: Manifest, files: dict[str, FileSpan]) -> None:
-        self._manifest = manifest
-        self._spans = files
-        self._files: list[str] = []
-
-    def read(self, fields: Any) -> Shards:
-        if fields["format"] != _FORMAT:
-            _refuse(self._manifest, f"{SHARDS_FILE} has format {fields['format']!r}; upgrade lightning_spot")
-        self._files = [name for name in fields["files"] if self._is(name in self._spans, f"{name!r} is not there")]
-        tensors = tuple(self._tensor(*item) for item in fields["tensors"])
-        values = tuple(StoredValue(self._path(path), self._place(*at)) for path, at in fields["values"])
-        shards = Shards(self._number(fields["world_size"]), tensors, values)
-        names = [".".join(map(str, path)) for path in shards.paths]
-        self._is(len(set(names)) == len(names), "an item is there twice")
-        return shards
-
-    def _tensor(self, path: Any, dtype: Any, shape: Any, shards: Any) -> ShardedTensor:
-        self._is(isinstance(dtype, str), "a dtype is no name")
-        whole = self._numbers(shape)
-        found = tuple(self._shard(whole, *shard) for shard in shards)
-        self._is(sum(shard.numel for shard in found) == prod(whole), f"shards of {path} do not make up all of it")
-        self._is(len({shard.offsets for shard in found}) == len(found) > 0, f"a shard of {path} is there twice")
-        return ShardedTensor(self._path(path), dtype, whole, found)
-
-    def _shard(self, shape: tuple[int, ...], offsets: Any, sizes: Any, at: Any, data: Any) -> Shard:
-        shard = Shard(self._numbers(offsets), self._numbers(sizes), self._place(*at), self._number(data))
-        self._is(len(shape) == len(shard.offsets) == len(shard.sizes), "a shard has other dimensions than its tensor")
-        ends = zip(shard.offsets, shard.sizes, shape, strict=True)
-        self._is(all(offset + size <= whole for offset, size, whole in ends), "a shard reaches beyond its tensor")
-        self._is(shard.data <= shard.at.nbytes, "a shard's elements lie beyond its archive")
-        return shard
-
-    def _place(self, file: Any, offset: Any, nbytes: Any) -> Archived:
-        name = self._files[self._number(file)]
-        at = Archived(name, self._number(offset), self._number(nbytes))
-        self._is(at.offset + at.nbytes <= self._spans[name].nbytes, f"an archive reaches beyond {name}")
-        return at
-
-    def _path(self, path: Any) -> Path:
-        keys = tuple(path)
-        self._is(all(type(key) in (str, int) for key in keys) and len(keys) > 0, "a path is no list of keys")
-        return keys
-
-    def _numbers(self, numbers: Any) -> tuple[int, ...]:
-        self._is(isinstance(numbers, list) and len(numbers) <= _MOST_DIMENSIONS, "sizes are no list of numbers")
-        return tuple(self._number(number) for number in numbers)
-
-    def _number(self, number: Any) -> int:
-        self._is(type(number) is int and 0 <= number < 2**62, f"{number!r} is no number of elements or bytes")
-        return int(number)
-
-    def _is(self, holds: bool, otherwise: str) -> bool:
-        if not holds:
-            _refuse(self._manifest, f"{SHARDS_FILE} contradicts itself or the manifest: {otherwise}")
+    if state is Status.ABORTED or (watermark is not None and order < watermark):
         return True
+    return is_durable and state is Status.COMMITTED
 
 
-def _refuse(manifest: Manifest, why: str) -> NoReturn:
-    raise CorruptSnapshotError(
-        f"{manifest.run}/{manifest.name} is no sharded snapshot that can be read: {plain(why)}; another copy is needed",
-        where=manifest.name,
+def _agreed(shard: ShardOf) -> tuple[int, str]:
+    return shard.writers, shard.digest if not shard.failed else ""
+
+
+def part_bytes_for(nbytes: int) -> int:
+    """Size of the parts of a snapshot, of whose writers each has about so many bytes: a power of two."""
+    return min(PART_BYTES, max(LEAST_PART_BYTES, 1 << max(0, (nbytes // _PARTS).bit_length() - 1)))
+
+
+# -- one image of several shards --------------------------------------------------------------------------------------
+
+
+class Section(NamedTuple):
+    """Whole parts of the image that one writer has.
+
+    Attributes:
+        place: of its first byte in the image.
+        nbytes: how long it is.
+        writer: who has it.
+        offset: of its first byte in that writer's shard.
+    """
+
+    place: int
+    nbytes: int
+    writer: int
+    offset: int
+
+
+def sections(shards: Iterable[Manifest]) -> list[Section]:
+    """Where the image of a snapshot lies in its shards: ranges of one file first, in their order, then all else.
+
+    Args:
+        shards: manifests of all writers' shards.
+
+    Raises:
+        CorruptSnapshotError: if they are not those of all writers of one snapshot, or don't fit each other.
+    """
+    by_writer = _all_of(shards)
+    ranges = sorted((each for each in by_writer if _range_of(each) is not None), key=lambda each: _shard(each).start)
+    found: list[Section] = []
+    place, file_end = 0, 0
+    for manifest in ranges:
+        span = _range_of(manifest)
+        assert span is not None
+        if _shard(manifest).start != file_end or file_end % manifest.part_bytes:
+            raise CorruptSnapshotError(f"the ranges of {span.name} in {manifest.snapshot} don't follow each other")
+        nbytes = _padded(span.nbytes, manifest.part_bytes)
+        found.append(Section(place, nbytes, _shard(manifest).writer, 0))
+        place, file_end = place + nbytes, file_end + span.nbytes
+    for manifest in by_writer:
+        span = _range_of(manifest)
+        begin = 0 if span is None else _padded(span.nbytes, manifest.part_bytes)
+        if manifest.nbytes > begin:
+            found.append(Section(place, manifest.nbytes - begin, _shard(manifest).writer, begin))
+            place += manifest.nbytes - begin
+    return found
+
+
+def assemble(shards: Iterable[Manifest]) -> Manifest:
+    """The manifest of a snapshot, of those of its shards. Whoever makes it makes the same.
+
+    Raises:
+        CorruptSnapshotError: if they are not those of all writers of one snapshot, or don't fit each other.
+    """
+    by_writer = _all_of(shards)
+    first = by_writer[0]
+    files: list[FileSpan] = []
+    checksums: list[str] = []
+    place = 0
+    for section in sections(by_writer):
+        manifest = by_writer[section.writer]
+        begin, end = section.offset, section.offset + section.nbytes
+        checksums += manifest.checksums[begin // manifest.part_bytes : end // manifest.part_bytes]
+        for span in manifest.files:
+            if not begin <= span.offset < max(end, begin + 1):
+                continue
+            if files and files[-1].name == span.name == MODEL_FILE:
+                files[-1] = replace(files[-1], nbytes=files[-1].nbytes + span.nbytes)
+            else:
+                files.append(replace(span, offset=section.place + span.offset - begin))
+        place = section.place + section.nbytes
+    if len(checksums) * first.part_bytes != place:
+        raise CorruptSnapshotError(f"the shards of {first.snapshot} have no checksums of all their parts")
+    whole = replace(
+        first, name=first.snapshot, nbytes=place, files=tuple(files), checksums=tuple(checksums), shard=None
     )
+    return Manifest.from_dict(whole.to_dict())  # what strangers' shards make is checked as any manifest is
+
+
+class Image(Protocol):
+    """The bytes of an image, wherever they lie."""
+
+    def __len__(self) -> int:
+        """Bytes of the whole image."""
+
+    def __getitem__(self, bounds: slice, /) -> memoryview:
+        """The bytes from one place in the image to another."""
+
+
+class JoinedImage:
+    """The image of a snapshot whose shards lie apart. Implements :class:`Image`.
+
+    Args:
+        shards: manifests of all writers' shards.
+        images: the bytes of each, by the number of its writer.
+
+    Raises:
+        CorruptSnapshotError: see :func:`sections`.
+    """
+
+    def __init__(self, shards: Iterable[Manifest], images: Mapping[int, Image] | Sequence[Image]) -> None:
+        self._sections, self._images = sections(shards), images
+        self._places = [section.place for section in self._sections]
+
+    def __len__(self) -> int:
+        return sum(self._sections[-1][:2]) if self._sections else 0
+
+    def __getitem__(self, bounds: slice, /) -> memoryview:
+        """The bytes in place where one shard has all of them, else a copy."""
+        start, stop, _ = bounds.indices(len(self))
+        found = [self._images[writer][first:last] for writer, first, last in self.pieces(start, stop)]
+        return found[0] if len(found) == 1 else memoryview(b"".join(found))
+
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield ``(writer, start, stop)`` of what lies in a range of the image: in whose shard, and where there."""
+        index = max(0, bisect_right(self._places, start) - 1)
+        for section in self._sections[index:]:
+            if section.place >= stop:
+                return
+            first, last = max(start, section.place), min(stop, section.place + section.nbytes)
+            if first < last:
+                offset = section.offset - section.place
+                yield section.writer, first + offset, last + offset
+
+
+def _all_of(shards: Iterable[Manifest]) -> list[Manifest]:
+    """The shards of all writers, in their order.
+
+    Raises:
+        CorruptSnapshotError: if one is missing, there twice, failed, or of something else.
+    """
+    by_writer = sorted(shards, key=lambda manifest: _shard(manifest).writer)
+    if not by_writer:
+        raise CorruptSnapshotError("there are no shards to put together")
+    first = by_writer[0]
+    agreed = {(m.run_id, m.lineage, m.snapshot, m.part_bytes, *_agreed(_shard(m))) for m in by_writer}
+    if len(agreed) > 1 or any(_shard(manifest).failed for manifest in by_writer):
+        raise CorruptSnapshotError(f"the shards of {first.snapshot} are not of one snapshot")
+    if [_shard(manifest).writer for manifest in by_writer] != list(range(_shard(first).writers)):
+        raise CorruptSnapshotError(f"the shards of {first.snapshot} are not those of all writers once")
+    if any(manifest.nbytes % manifest.part_bytes for manifest in by_writer):
+        raise CorruptSnapshotError(f"a shard of {first.snapshot} does not end with a part")
+    return by_writer
+
+
+def _shard(manifest: Manifest) -> ShardOf:
+    if manifest.shard is None:
+        raise CorruptSnapshotError(f"{manifest.name} is no shard of a snapshot")
+    return manifest.shard
+
+
+def _range_of(manifest: Manifest) -> FileSpan | None:
+    """What of the one file that several writers share is in a shard; ``None`` if nothing is."""
+    first = manifest.files[0] if manifest.files else None
+    return first if first is not None and first.name == MODEL_FILE else None
+
+
+def _padded(nbytes: int, part_bytes: int) -> int:
+    return -(-nbytes // part_bytes) * part_bytes

@@ -27,7 +27,7 @@ from lightning_spot.image.parts import checksum
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece
 from lightning_spot.image.safe_load import safe_load
-from lightning_spot.image.shards import SHARDS_FILE, Archived, Path, Shard, ShardedTensor, Shards, StoredValue
+from lightning_spot.image.tensor_index import SHARDS_FILE, Archived, Path, Shard, ShardedTensor, Shards, StoredValue
 from lightning_spot.sharded import metadata
 from lightning_spot.sharded.plan import Chunk, Plan, Planner, State, is_extra
 from lightning_spot.sharded.reader import load_value

@@ -1,6 +1,6 @@
 """What ``torch.distributed.checkpoint`` wants to know of a sharded snapshot: its ``Metadata``, made from ours.
 
-It is written as ``.metadata``, a pickle, for others; we read our own :class:`~lightning_spot.image.shards.Shards`.
+It is written as ``.metadata``, a pickle, for others; we read our own :class:`~lightning_spot.image.tensor_index.Shards`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightning_spot.errors import NotSerializableError
-from lightning_spot.image.shards import Archived, Path, ShardedTensor, Shards
+from lightning_spot.image.tensor_index import Archived, Path, ShardedTensor, Shards
 
 METADATA_FILE = ".metadata"
 REST_FILE = "meta.pt"

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lightning_spot.errors import NotSerializableError
-from lightning_spot.image.shards import Path
+from lightning_spot.image.tensor_index import Path
 from lightning_spot.sharded.dtensors import box_of, root_of, spec_of
 
 _LEAF, _MAPPING, _LIST = range(3)

@@ -39,8 +39,8 @@ from lightning_spot.errors import (
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
 from lightning_spot.image.portion import Image
 from lightning_spot.image.safe_load import kind_of, placeholders_in, safe_load
-from lightning_spot.image.shards import Path as ItemPath
-from lightning_spot.image.shards import Shard, ShardedTensor, Shards, archived
+from lightning_spot.image.tensor_index import Path as ItemPath
+from lightning_spot.image.tensor_index import Shard, ShardedTensor, Shards, archived
 from lightning_spot.sharded.dtensors import box_of, is_strided
 from lightning_spot.sharded.metadata import REST_FILE, dtype_of, metadata_of, name_of
 from lightning_spot.sharded.plan import EXTRA, State, is_extra

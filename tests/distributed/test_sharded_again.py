@@ -19,7 +19,7 @@ from lightning_spot.capture.contents import Unchanged
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.errors import NotSerializableError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.shards import Path
+from lightning_spot.image.tensor_index import Path
 from lightning_spot.sharded import file_plan
 from lightning_spot.sharded.file_plan import ShardedLayouter, state_archive
 from lightning_spot.sharded.plan import Items, Planner

@@ -18,7 +18,7 @@ from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError
 from lightning_spot.exact.compare import differences
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.image.shards import Shards
+from lightning_spot.image.tensor_index import Shards
 from lightning_spot.tiers.local import LocalStore
 from tests.distributed.test_sharded_across import LAST_S, Desk
 from tests.distributed.test_sharded_fit import check_states, final, snapshots, without_what_came_later
