@@ -91,8 +91,8 @@ class Entry:
         manifest: what it is.
         source: where it is.
         state: ``"persisted"`` in storage; of one in memory ``"replicated"`` (at another tier, too), ``"uploading"`` (on
-            its way to one) or ``"local"`` (neither). Of a rank's shard of a snapshot that is not complete there which of
-            them it is; of one whose shards are all at the tiers that were asked ``"replicated"``.
+            its way to one) or ``"local"`` (neither). Of a rank's shard of a snapshot that is not complete there, which
+            of them it is; of one whose shards are at several of the tiers that were asked ``"replicated"``.
     """
 
     manifest: Manifest
@@ -257,7 +257,7 @@ def _entries(source: Source, holdings: Holdings) -> list[Entry]:
 def _state(items: list[Listed]) -> str:
     """The state of a snapshot, by those of its shards, or that of one shard."""
     shard = items[0].manifest.shard
-    if shard is not None and len(items) < shard.writers:
+    if shard is not None and (shard.failed or len(items) < shard.writers):
         return "failed" if shard.failed else f"shard {shard.writer + 1} of {shard.writers}"
     if any(item.dirty for item in items):
         return "uploading"

@@ -224,8 +224,10 @@ class NodeStore:
     ) -> Manifest:
         """See :meth:`NodeTier.send`."""
         began_s = time.perf_counter()
-        if coming.manifest.shard is not None and coming.manifest.shard.failed:
-            return self._fail(coming.manifest, attempt)
+        if (shard := coming.manifest.shard) is not None:
+            if shard.failed:
+                return self._fail(coming.manifest, attempt)
+            floats = ()  # of several writers, some would send an approximation, and others not
         if floats and self._approximation.leads_to(coming.manifest, floats):
             exact = coming.committed()
             upload, base = self._lease(self._named(exact.inexact()), attempt)
