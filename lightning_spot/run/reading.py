@@ -14,7 +14,7 @@ from typing import IO, Any, cast
 from lightning_spot.errors import CorruptSnapshotError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum
-from lightning_spot.image.portion import Image
+from lightning_spot.image.shards import Image
 
 _KEPT_PARTS = 3  # torch reads the end of the file first, then forwards
 _MOST_KEPT_PARTS = 32  # of a snapshot of several files, one for each of them: they are read side by side
