@@ -488,11 +488,12 @@ class DescriptorChannel:
                 os.close(fd)
 
     def _find(self, run: str, name: str, pins: ExitStack) -> Slot | None:
-        """The slot of a snapshot or file of that name, pinned until the connection closes."""
+        """The slot of a snapshot, shard or file of that name, pinned until the connection closes."""
         ring = self._node.ring
-        for slot, manifest in ring.readable(run, name):
-            with suppress(SnapshotNotFoundError):  # it has just left
-                pins.enter_context(ring.reading(slot, manifest))
+        with suppress(SnapshotNotFoundError), ring.changed:
+            slot = ring.find(run, name)
+            if slot is not None and slot.manifest is not None:
+                pins.enter_context(ring.reading(slot, slot.manifest))
                 return slot
         return None
 
