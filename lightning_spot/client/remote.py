@@ -224,9 +224,7 @@ class NodeStore:
     ) -> Manifest:
         """See :meth:`NodeTier.send`."""
         began_s = time.perf_counter()
-        if (shard := coming.manifest.shard) is not None:
-            if shard.failed:
-                return self._fail(coming.manifest, attempt)
+        if coming.manifest.shard is not None:
             floats = ()  # of several writers, some would send an approximation, and others not
         if floats and self._approximation.leads_to(coming.manifest, floats):
             exact = coming.committed()
@@ -243,14 +241,14 @@ class NodeStore:
             self._approximation.begin(manifest, coming.image, floats)
         return manifest
 
-    # -- inside ---------------------------------------------------------------------------------------------------
-
-    def _fail(self, manifest: Manifest, attempt: int) -> Manifest:
-        """Put the register of a writer that will never have its shard."""
-        body = {"attempt": max(1, attempt), "manifest": self._named(manifest).to_dict()}
+    def fail(self, manifest: Manifest) -> None:
+        """See :meth:`NodeTier.fail`."""
+        attempt = self._info.attempt if self._info is not None else manifest.attempt
+        body = {"attempt": attempt, "manifest": self._named(manifest).to_dict()}
         path = f"/v1/runs/{quoted(self.run)}/fail"
         self._known(attempt, lambda: self.client.call("POST", path, body, timeout_s=_ASK_S, again=True))
-        return manifest
+
+    # -- inside ---------------------------------------------------------------------------------------------------
 
     def _send(self, upload: str, prepare: Callable[[Executor], tuple[Coming, PartEncoder]]) -> Manifest:
         """Send what is prepared as an upload, and commit it there."""
