@@ -1,4 +1,4 @@
-"""A snapshot of several writers: a range of ``model.ckpt`` from each, and what only a rank knows from all but the first."""
+"""A snapshot of several writers: a range of ``model.ckpt`` from each, and what only one rank knows from the others."""
 
 from __future__ import annotations
 
