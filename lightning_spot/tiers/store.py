@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from lightning_spot.errors import FencedError, TierError, TierReason
 from lightning_spot.image.manifest import Manifest, snapshot_order
+from lightning_spot.image.shards import Image
 from lightning_spot.tiers.fences import Claim, Owner, Standing, check_fence
 
 Result = TypeVar("Result")
@@ -38,7 +39,6 @@ class Holdings:
         unreadable: name of each snapshot whose manifest is there but cannot be used, and why.
         highest_attempt: over claims, manifests and the names of snapshots, committed or not; 0 if there is none.
         unfinished: names of snapshots that are not committed.
-        portions: of snapshots that are spread over several servers, as far as they are at this one.
         names: what an object store has listed of the run, for :meth:`Store.sweep`; of others it lists by itself.
         attempts: and of the folder of claims.
     """
@@ -47,7 +47,6 @@ class Holdings:
     unreadable: dict[str, str] = field(default_factory=dict)
     highest_attempt: int = 0
     unfinished: list[str] = field(default_factory=list)
-    portions: list[Manifest] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     attempts: list[str] = field(default_factory=list)
 
@@ -112,7 +111,7 @@ class Store(Protocol):
             TierError: if it could not be written.
         """
 
-    def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
+    def put(self, manifest: Manifest, image: Image, *, attempt: int) -> None:
         """Store a snapshot or file; when this returns it is committed and as durable as the tier is.
 
         Args:
@@ -198,19 +197,11 @@ class Folder(Protocol):
     def sizes(self) -> dict[str, int]:
         """The files that are there, with their sizes; empty if there is no such folder."""
 
-    def write(self, name: str, data: memoryview) -> None:
+    def write(self, name: str, data: Image) -> None:
         """Write a file, in place of what is there; when this returns it is as durable as the tier is."""
 
-    def write_all(
-        self, contents: Mapping[str, memoryview], goes_on: Callable[[], None], done: Callable[[str], None]
-    ) -> None:
-        """Write several files, each as by :meth:`write`; side by side in an object store.
-
-        Args:
-            contents: by name.
-            goes_on: called before each of them, and at S3 before each of their blocks; what it raises ends all of it.
-            done: told the name of each that is there. Both may be called on several threads.
-        """
+    def write_all(self, contents: Mapping[str, Image]) -> None:
+        """Write several files, by name, each as by :meth:`write`; side by side in an object store."""
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Some of a file, by default all of it.
