@@ -96,6 +96,7 @@ class Uploads:
         upload_id: str = "",
         making: Making = Making.NOW,
         writer: int = 0,
+        committed: str = "",
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Upload:
         """Take a slot for a new snapshot, shard or file.
@@ -112,6 +113,7 @@ class Uploads:
                 when the answer was lost; ``""`` has one made.
             making: whether its memory is made, see :class:`Making`.
             writer: number of the rank on this host that will fill it.
+            committed: name of the newest snapshot of the run that counts, as who asks knows; ``""`` for none.
             cancelled: asked while waiting: whether nobody wants the slot any more.
 
         Raises:
@@ -125,6 +127,7 @@ class Uploads:
             return cancelled() or self.closing or bool(session and session not in self._registry.sessions)
 
         key = self._admit(run, attempt)
+        self._ring.raise_watermark(key, committed)
         upload_id, announced = upload_id or uuid.uuid4().hex, _plain(manifest)
         if (known := self._uploads.get(upload_id)) is not None:
             return _same(known, (key, attempt, nbytes, announced))
@@ -133,7 +136,7 @@ class Uploads:
                 raise SettingsError(f"{announced.name} is not what is asked for a slot: {nbytes} bytes of {key!r}")
             writer = writer_of(announced)
             self._give_up_left(key, announced)
-            self._ahead.wait(key)
+            self._ahead.wait(key, writer)
         slot = self._slot(key, nbytes, wait_s, gone, reuse=bool(session), making=making, writer=writer)
         try:
             upload = Upload(upload_id, key, attempt, slot, nbytes, session, time.monotonic(), writer, announced)
@@ -184,7 +187,8 @@ class Uploads:
             upload.coming = Coming(manifest, upload.slot.view(upload.nbytes))
         upload.base = Base.newest(self._ring, upload.run, upload.writer if manifest.shard is not None else None)
         info = self._registry.info(upload.run)
-        self._ahead.make(upload.run, upload.nbytes, 1 + max(1, info.keep if info is not None else KEEP))
+        kept = max(1, info.keep if info is not None else KEEP)
+        self._ahead.make(upload.run, upload.nbytes, 1 + kept, upload.writer)
 
     def _begin(self, upload: Upload, gone: Callable[[], bool]) -> Upload:
         """Note an upload whose slot was leased, unless it is wanted no more.
@@ -385,8 +389,7 @@ class Uploads:
             raise SettingsError(f"{manifest.name} is no shard of attempt {attempt} of {run!r} that failed")
         with self._lock:
             check_fence(run, attempt, self._registry.highest(key))
-            if self._ring.find(key, manifest.name) is None:
-                self._ring.fail(key, manifest)
+            self._ring.fail(key, manifest)
         self._committed(key, manifest)
 
     def _commit(

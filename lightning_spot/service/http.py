@@ -57,7 +57,7 @@ from lightning_spot.config import (
 )
 from lightning_spot.errors import ServerRefusedError, SettingsError, SnapshotNotFoundError, SpotError, TierReason
 from lightning_spot.image.files import MODEL_FILE, FileSpan
-from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, order_name, snapshot_order
+from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_order
 from lightning_spot.image.parts import checksum
 from lightning_spot.image.shards import Image
 from lightning_spot.memory.node import Node
@@ -479,7 +479,7 @@ class RunRequests:
         ]
         refused = [manifest.to_dict() for manifest in self._node.flusher.refused(key)]
         claimed = await asyncio.to_thread(self._node.claimed, run)
-        committed = order_name(self._node.ring.watermark.get(key))
+        committed = self._node.ring.newest_committed(key)
         return web.json_response({"attempt": claimed, "committed": committed, "snapshots": listed, "refused": refused})
 
 
@@ -575,7 +575,7 @@ class Files:
         if request.method == hdrs.METH_HEAD:
             await response.prepare(request)
         else:
-            with self._node.ring.reading_held(held, manifest) as image:
+            with self._node.ring.reading(held) as image:
                 if with_digest:
                     response.headers[DIGEST_HEADER] = checksum(image[start:stop])
                 await response.prepare(request)

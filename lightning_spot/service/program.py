@@ -490,11 +490,10 @@ class DescriptorChannel:
     def _find(self, run: str, name: str, pins: ExitStack) -> Slot | None:
         """The slot of a snapshot, shard or file of that name, pinned until the connection closes."""
         ring = self._node.ring
-        with suppress(SnapshotNotFoundError), ring.changed:
-            slot = ring.find(run, name)
-            if slot is not None and slot.manifest is not None:
-                pins.enter_context(ring.reading(slot, slot.manifest))
-                return slot
+        for held, _ in ring.readable(run, name):
+            with suppress(SnapshotNotFoundError):  # it has just left
+                pins.enter_context(ring.reading(held))
+                return held.slots[0]
         return None
 
 

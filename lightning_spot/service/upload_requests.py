@@ -30,7 +30,7 @@ from lightning_spot.errors import (
     TierReason,
 )
 from lightning_spot.image.floats import read_floats
-from lightning_spot.image.manifest import MOST_WRITERS, Manifest, snapshot_order
+from lightning_spot.image.manifest import MOST_WRITERS, Manifest
 from lightning_spot.image.packing import can_pack
 from lightning_spot.image.parts import checksum
 from lightning_spot.image.shards import Status
@@ -381,8 +381,6 @@ class UploadRequests:
         near, run = same_host(request), request.match_info["run"]
         body = await json_body(request)
         attempt = attempt_of(body)
-        if order := snapshot_order(text(body, "committed")):
-            self._node.raise_watermark(run, attempt, order)
         upload = await self._wait_for_slot(
             request,
             run,
@@ -394,6 +392,7 @@ class UploadRequests:
             upload_id=identifier(body, "upload"),
             making=making(body) if near else Making.NOW,
             writer=integer(body, "writer", 0, 0, MOST_WRITERS) if near else 0,
+            committed=text(body, "committed"),
         )
         return web.json_response({**leased(self._node, upload), "base": base_info(upload)})
 
