@@ -402,7 +402,14 @@ def _check_target(request: web.Request) -> None:
 OPEN_PATH = "/v1/runs/{run}/open"
 
 _LONGEST_OPENING_BYTES = 4 * 2**20  # with an environment, of which Linux allows about so much
-_ONLY_NEAR = ("nodes", "replicas", "session", "is_claimed")  # said by trainers of this host, and by no others
+_ONLY_NEAR = (
+    "nodes",
+    "replicas",
+    "hosts",
+    "apart",
+    "session",
+    "is_claimed",
+)  # said by trainers of this host, and by no others
 
 
 class RunRequests:
@@ -479,7 +486,7 @@ class RunRequests:
         ]
         refused = [manifest.to_dict() for manifest in self._node.flusher.refused(key)]
         claimed = await asyncio.to_thread(self._node.claimed, run)
-        committed = self._node.ring.newest_committed(key)
+        committed = self._node.ring.newest_committed(key, elsewhere=True)
         return web.json_response({"attempt": claimed, "committed": committed, "snapshots": listed, "refused": refused})
 
 
