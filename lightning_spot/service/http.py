@@ -402,14 +402,8 @@ def _check_target(request: web.Request) -> None:
 OPEN_PATH = "/v1/runs/{run}/open"
 
 _LONGEST_OPENING_BYTES = 4 * 2**20  # with an environment, of which Linux allows about so much
-_ONLY_NEAR = (
-    "nodes",
-    "replicas",
-    "hosts",
-    "apart",
-    "session",
-    "is_claimed",
-)  # said by trainers of this host, and by no others
+# Said by trainers of this host, and by no others.
+_ONLY_NEAR = ("nodes", "replicas", "hosts", "apart", "session", "is_claimed")
 
 
 class RunRequests:
@@ -582,7 +576,7 @@ class Files:
         if request.method == hdrs.METH_HEAD:
             await response.prepare(request)
         else:
-            with self._node.ring.reading_held(held, manifest) as image:
+            with self._node.ring.reading(held) as image:
                 if with_digest:
                     response.headers[DIGEST_HEADER] = checksum(image[start:stop])
                 await response.prepare(request)
