@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_spot.image.portion import Portion, Portions
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
@@ -41,7 +42,6 @@ from lightning_spot.fit.together import ALONE, ALONE_SENT, GATHERED, TOGETHER, T
 from lightning_spot.fit.topology import Topology
 from lightning_spot.image.layout import Layout, filled, lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.image.portion import Portion, Portions
 from lightning_spot.memory.host import Lease
 from lightning_spot.staging.copier import Copier
 from tests.support.fake_device import FakeDevice

@@ -17,6 +17,7 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning_spot.memory.joint import Shared
 
 from lightning_spot import SpotCheckpoint, retry
 from lightning_spot.capture import attempt as attempt_module
@@ -33,7 +34,6 @@ from lightning_spot.image.layout import lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.memory.host import Host, InProcessHost, Lease
-from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.record import find_record
 from lightning_spot.retry import RetryPolicy
