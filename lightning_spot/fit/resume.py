@@ -37,7 +37,7 @@ from lightning_spot.fit import run_lookup
 from lightning_spot.fit.collectives import Agreement
 from lightning_spot.fit.preflight import check_one_model, parts_of
 from lightning_spot.fit.restore import SharedOpening, fetched_once
-from lightning_spot.fit.selection import OnResumeFailure, ResumedFrom, choose, load_shards, without_failed
+from lightning_spot.fit.selection import OnResumeFailure, ResumedFrom, choose, load_snapshot, without_failed
 from lightning_spot.fit.topology import place_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.runs import RunInfo
@@ -273,8 +273,7 @@ class Resume(OfTrainer):
                 ranks,
                 hosts,
                 lambda: without_failed(self._newest_survey(location), self.attempt, self.on_failure),
-                trusts=self._trusts,
-                load_shards=lambda image, manifest: load_shards(trainer, image, manifest, trusts=self._trusts),
+                partial(load_snapshot, trainer, trusts=self._trusts),
             )
         finally:
             hosts.close()
