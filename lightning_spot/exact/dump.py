@@ -14,7 +14,7 @@ from lightning_spot.capture.tensors import Glances, tensors_in
 from lightning_spot.capture.unexpected import as_failure
 from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
 from lightning_spot.exact.private import writes_of
-from lightning_spot.exact.rank_states import State, packed, share_of, unpacked
+from lightning_spot.exact.rank_states import Rooms, State, packed, share_of, unpacked
 from lightning_spot.image.safe_load import safe_load
 
 if TYPE_CHECKING:
@@ -78,18 +78,23 @@ class Dump:
         noted = self.noted
         return noted is not None and noted.versions == versions_of(self.checkpoint) and not noted.glances.are_others
 
-    def gathered(self, trainer: pl.Trainer) -> dict[str, Any]:
+    def gathered(self, trainer: pl.Trainer, rooms: Rooms) -> dict[str, Any]:
         """The checkpoint with the states of all ranks, on rank 0. Every rank calls this at the same place.
+
+        Args:
+            trainer: whose checkpoint it is.
+            rooms: for the states of the other ranks.
 
         Raises:
             SpotError: see :func:`gather`.
         """
-        others = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in gather(trainer, self.state)[1:]]
-        return self._with(trainer, [self.state, *others])
+        others = enumerate(gather(trainer, self.state)[1:], start=1)
+        return self._with(trainer, [self.state, *[rooms.put(rank, data) for rank, data in others]])
 
-    def alone(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """The checkpoint with the state of this rank; those of the others are kept in files of their own."""
-        return self._with(trainer, [self.state])
+    def shared(self, trainer: pl.Trainer, rooms: Rooms) -> dict[str, Any]:
+        """The checkpoint with room for the states of the other ranks, on rank 0; they write them by themselves."""
+        known = rooms.known
+        return self._with(trainer, [self.state, *[known[rank] for rank in range(1, trainer.world_size)]])
 
     def apart(self, trainer: pl.Trainer) -> dict[str, Any]:
         """The checkpoint without the states of the ranks, which are kept in files of their own."""

@@ -116,17 +116,16 @@ def _content(room: torch.Tensor) -> bytes:
 
 
 def states_in_files(trainer: pl.Trainer, shared: State, read: Callable[[str], memoryview]) -> list[State]:
-    """The states of the ranks of a snapshot of which each has a file: those that this rank needs, others empty.
+    """The states of the ranks of a model in shards, each in a file: those that this rank needs, others empty.
 
     Args:
         trainer: that goes on.
-        shared: what the snapshot has for all ranks; the states of the first ones may be in it.
+        shared: what the snapshot has for all ranks.
         read: a file, by its name.
     """
-    size, known = shared["world_size"], shared["ranks"]
+    size = shared["world_size"]
     wanted = (0, trainer.global_rank) if are_these(shared, trainer) else range(size)
-    others = (load_state(read(state_file(rank))) if rank in wanted else {} for rank in range(len(known), size))
-    return [*known, *others]
+    return [load_state(read(state_file(rank))) if rank in wanted else {} for rank in range(size)]
 
 
 # -- shares of the data: as many as ranks, or fewer, where ranks of tensor parallelism see the same batches ------------

@@ -18,20 +18,21 @@ from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_spot.capture.attempt import Attempt, versions
+from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import RingSettings, leave, open_host, within
 from lightning_spot.capture.layouts import (
     CheckpointLayouter,
     RankCheckpoint,
+    RankLayouter,
     ShardedCheckpoint,
     ShardedCheckpointLayouter,
 )
 from lightning_spot.capture.plan import ranges_for
-from lightning_spot.capture.tensors import Owners, by_storage, expected_nbytes, optimizer_owned, overwritten, tensors_in
+from lightning_spot.capture.tensors import Owners, by_storage, optimizer_owned, overwritten
 from lightning_spot.capture.unexpected import Pause, failure_of
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.config import read_environment, why_weak
-from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SpotError
+from lightning_spot.errors import FailureReason, ServerUnreachableError, SettingsError, SnapshotFailedError, SpotError
 from lightning_spot.exact.dump import KEY, Dump, gather
 from lightning_spot.exact.own_parameters import average_now_and_then
 from lightning_spot.exact.per_trainer import OfTrainer
@@ -39,22 +40,19 @@ from lightning_spot.exact.sharded import holder_of, is_sharded, split
 from lightning_spot.fit.collectives import Agreement
 from lightning_spot.fit.resume import Resume
 from lightning_spot.fit.topology import Topology, check_storage
-from lightning_spot.image.manifest import Manifest, ShardOf, shard_name, snapshot_name
+from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.memory.host import Host
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import Survey
 from lightning_spot.say import say
-from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.device import DeviceClock
 from lightning_spot.staging.partitions import CopyMode
 from lightning_spot.staging.schedule import BUCKET_BYTES, GradientWatch, Schedule
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-logger = logging.getLogger(__name__)
 
 _APART_S = 30.0  # between two that several places put to storage, where nothing else is asked for
 _COMMIT_S = 300.0  # until it is known whether an urgent one, or that of the end, is there
@@ -137,9 +135,8 @@ class Coordinator(OfTrainer):
 
     Attributes:
         found: what the tiers hold, on rank 0; ``None`` before they were asked.
-        attempt: that writes, on rank 0; ``None`` before it has begun and when it is finished.
-        writer: of this rank's shards; likewise.
-        number: of the attempt, from 1, on every rank; 0 before it has begun.
+        attempt: that writes; ``None`` before it has begun and when it is finished.
+        number: of the attempt, from 1; 0 before it has begun.
         begun_step: ``global_step`` of the newest snapshot that was begun, -1 before the first.
         uploaded_bytes: to snapshot servers and storage by this attempt; known after :meth:`finish`.
         iterations: tells the copying where training is.
@@ -157,7 +154,6 @@ class Coordinator(OfTrainer):
         super().__init__(trainer)
         self.found: Survey | None = None
         self.attempt: Attempt | None = None
-        self.writer: SnapshotWriter | None = None
         self.number, self.begun_step = 0, -1
         self.iterations: Iterations | None = None
         self.is_warm = False
@@ -166,12 +162,10 @@ class Coordinator(OfTrainer):
         self._is_sharded = is_sharded(trainer)
         self._hosts = Topology()
         self._host: Host | None = None
-        self._info: RunInfo | None = None
-        self._lineage = ""
         self._committed: Manifest | None = None
         self._where = ""
         self._persisted_s = float("-inf")
-        self._seen: Manifest | None = None  # of those that were committed, and aborted before it
+        self._seen: Manifest | None = None  # of those that were committed, the newest, and the aborted ones before it
         self._aborted = 0
         self._apart = Pause()
 
@@ -179,7 +173,9 @@ class Coordinator(OfTrainer):
 
     @property
     def committed(self) -> Manifest | None:
-        """The newest snapshot of this attempt that is committed in memory, on rank 0."""
+        """The newest snapshot of this attempt that is committed in memory; only rank 0 knows."""
+        if not self._trainer.is_global_zero:
+            return None
         return self.attempt.writer.committed if self.attempt is not None else self._committed
 
     @property
@@ -189,7 +185,7 @@ class Coordinator(OfTrainer):
 
     @property
     def taken(self) -> int:
-        """Snapshots that were begun and taken, on rank 0."""
+        """Snapshots that were begun and taken."""
         return max(0, self._begun - self.skipped - self.torn)
 
     @property
@@ -214,6 +210,8 @@ class Coordinator(OfTrainer):
         self._location.check()
         if why := why_weak(read_environment().token):
             say(logging.WARNING, "token-weak", "{why}", about=self._location.url, why=why)
+        if self._is_sharded and self._settings.ring.compression == "topk":
+            raise SettingsError("what several ranks write is not approximated: leave lossy= out with a sharded model")
         # First: it takes over what a killed server left in memory.
         self._host = open_host(self._location, self._settings.ring)
         self.found = self._resume.look(self._location)
@@ -225,19 +223,16 @@ class Coordinator(OfTrainer):
         self.iterations = Iterations(trainer, self._settings.copy_mode)
         self.attempt = attempt = ranks.on_rank_zero(self._begin_attempt)
         mine = (attempt.info, attempt.lineage, attempt.is_claimed) if attempt is not None else None
-        info, self._lineage, is_claimed = ranks.tell(mine)
-        self._info = info
+        info, lineage, is_claimed = ranks.tell(mine)
         self.number = resume.attempt = info.attempt
-        resume.run_id, resume.info = info.id, attempt.info if attempt is not None else None
-        if attempt is not None:
-            self.writer = attempt.writer
-        if ranks.size == 1:
-            return
-        ranks.together(self._open_ring)
-        self._hosts = Topology.meet(ranks, self._location, self._host or (self.writer.host if self.writer else None))
-        if not self._hosts.is_one_place and not self._location.servers and is_claimed:
-            check_storage(ranks, self._location, info)
-        ranks.together(self._open_writer)
+        resume.run_id, resume.info = info.id, info if attempt is not None else None
+        if ranks.size > 1:
+            host = ranks.together(lambda: attempt.writer.host if attempt is not None else self._open_ring(info))
+            self._hosts = Topology.meet(ranks, self._location, host)
+            if not self._hosts.is_one_place and not self._location.servers and is_claimed:
+                check_storage(ranks, self._location, info)
+            self.attempt = attempt or self._join(info, lineage)
+            self.attempt.safety.writers_here = len(self._hosts.here)
 
     def _begin_attempt(self) -> Attempt:
         """On rank 0: begin the attempt."""
@@ -255,46 +250,33 @@ class Coordinator(OfTrainer):
     def _attempt_at(self, host: Host) -> Attempt:
         assert self.found is not None
         assert self.iterations is not None
-        world_size = self._trainer.world_size if self._is_sharded else 0
         look, schedule = self._resume.trial(), self.iterations.schedule
-        return Attempt(self.found, host, self._settings.ring, look, schedule=schedule, sharded_over=world_size)
+        return Attempt.begin(self.found, host, self._settings.ring, self._layouter, look, schedule)
 
-    def _open_ring(self) -> None:
+    def _open_ring(self, info: RunInfo) -> Host:
         """On another rank than 0: open the ring that it writes into."""
-        if self.attempt is None:
-            self._host = self._opened()
+        self._host = open_host(self._location, self._settings.ring)
+        self._host.open_run(info)
+        return self._host
 
-    def _opened(self) -> Host:
-        assert self._info is not None
-        host = open_host(self._location, self._settings.ring)
-        try:
-            host.open_run(self._info)
-        except BaseException:
-            leave(host)
-            raise
-        return host
-
-    def _open_writer(self) -> None:
+    def _join(self, info: RunInfo, lineage: str) -> Attempt:
         """On another rank than 0: write its shards from now on."""
         host, self._host = self._host, None
-        if host is None:
-            return
-        assert self._info is not None
+        assert host is not None
         assert self.iterations is not None
-        rank, size, token = self._trainer.global_rank, self._trainer.world_size, self._info.token
-        self.writer = SnapshotWriter(
-            host,
-            self._opened if self._location.has_local_server else None,
-            ShardedCheckpointLayouter(rank, size, token) if self._is_sharded else CheckpointLayouter(token),
-            copier=Copier(buffer_bytes=self._settings.ring.device_buffer_bytes),
+        attempt = Attempt(
+            *(self._location, info, host, self._settings.ring, self._layouter(info)),
             schedule=self.iterations.schedule,
+            rank=self._trainer.global_rank,
+            is_guest=self._hosts.is_guest,
         )
+        attempt.lineage = lineage
+        return attempt
 
-    def go_on(self, lineage: str) -> None:
-        """Snapshots are of the training state of an earlier attempt. Every rank calls it."""
-        self._lineage = lineage
-        if self.attempt is not None:
-            self.attempt.lineage = lineage
+    def _layouter(self, info: RunInfo) -> RankLayouter:
+        if self._is_sharded:
+            return ShardedCheckpointLayouter(self._trainer.global_rank, self._trainer.world_size, info.token)
+        return CheckpointLayouter(info.token)
 
     def let_go(self) -> None:
         """Let go of what was found, whose connections stay open else, and of the ring if no attempt has begun."""
@@ -305,17 +287,14 @@ class Coordinator(OfTrainer):
 
     def warm(self) -> None:
         """Have slots made in the background as soon as the first step showed how large a snapshot is. Once."""
-        if self.is_warm or self.writer is None:
+        if self.is_warm or self.attempt is None:
             return
-        trainer = self._trainer
-        module, states = trainer.lightning_module, [list(each.state.values()) for each in trainer.optimizers]
-        tensors = [*module.parameters(), *module.buffers(), *tensors_in(states)]
-        gpus = (tensor.device.index for tensor in tensors if tensor.device.type == "cuda")
-        nbytes = expected_nbytes(tensors, self._share())
-        self.writer.warm(nbytes, gpu=next(gpus, None), beyond=self._settings.ring.beyond)
+        module, optimizers = self._trainer.lightning_module, self._trainer.optimizers
+        states = [list(optimizer.state.values()) for optimizer in optimizers]
+        self.attempt.warm([*module.parameters(), *module.buffers(), states], self._part())
         self.is_warm = True
 
-    def _share(self) -> float:
+    def _part(self) -> float:
         """About which part of the tensors this rank writes."""
         rank, size = self._trainer.global_rank, self._trainer.world_size
         if self._is_sharded or size == 1:
@@ -328,22 +307,6 @@ class Coordinator(OfTrainer):
         owned = optimizer_owned(self._trainer.optimizers)
         return sum(tensors[0].untyped_storage().nbytes() for tensors in owned.values())
 
-    def finish_shards(self, wait_s: float) -> None:
-        """On another rank than 0: bring what it has written to safety. A second call does nothing."""
-        if self.attempt is not None or self.writer is None:
-            return
-        writer, self.writer = self.writer, None
-        deadline_s = time.monotonic() + wait_s
-        writer.settle(wait_s)
-        is_apart = self._trainer.global_rank not in self._hosts.places[0]
-        if is_apart:  # else rank 0 sees to it
-            writer.link.ask(lambda host: host.flush(within(deadline_s)), [])
-        host = writer.host
-        writer.close()
-        if host is not None:
-            # A server ends when all that it still sends is there.
-            leave(host, complete=self._hosts.leads) if is_apart else host.disconnect()
-
     def finish(self, wait_s: float, *, complete: bool) -> bool | None:
         """Bring what the attempt has committed to safety. A second call does nothing.
 
@@ -352,14 +315,14 @@ class Coordinator(OfTrainer):
             complete: whether the run is at its end.
 
         Returns:
-            see :meth:`Attempt.finish`; ``None`` on other ranks than 0.
+            see :meth:`Attempt.finish`.
         """
         attempt, self.attempt = self.attempt, None
         if attempt is None:
             return None
-        self.writer = None
         durable = attempt.finish(wait_s, complete=complete)
-        self._committed, self._where = attempt.writer.committed, attempt.where
+        if self._trainer.is_global_zero:
+            self._committed, self._where = attempt.writer.committed, attempt.where
         self._skipped, self._torn = attempt.skipped, attempt.writer.torn
         self.uploaded_bytes = attempt.uploaded_bytes
         return durable
@@ -387,19 +350,16 @@ class Coordinator(OfTrainer):
     def decide_last(self, *, urgent: bool = False, complete: bool = False) -> Decision:
         """How an urgent snapshot is written, or that of the end. Every rank calls it, at the same place."""
 
-        def mine() -> Decision | None:
-            if self.writer is not None:
-                self.writer.check_all()
-            is_begun = self.attempt is not None
-            return replace(self._decision(), urgent=urgent, complete=complete) if is_begun else None
+        def mine() -> Decision:
+            assert self.attempt is not None
+            self.attempt.writer.check_all()
+            return replace(self._decision(), urgent=urgent, complete=complete)
 
-        found = Agreement(self._trainer).everyones(mine)[0]
-        assert found is not None
-        return found
+        return Agreement(self._trainer).everyones(mine)[0]
 
     def _decision(self) -> Decision:
         size = self._trainer.world_size
-        if size == 1 or self._settings.ring.compression == "topk":  # what several ranks write isn't approximated
+        if size == 1 or self._settings.ring.compression == "topk":  # what several ranks write is not approximated
             return Decision()
         return Decision(writers=size, ranges=() if self._is_sharded else self._ranges())
 
@@ -407,10 +367,10 @@ class Coordinator(OfTrainer):
         """The ranks that write a range of the one file: those whose shards come to one place."""
         if self.hold_their_own or not self._apart.is_over:
             return (0,)
-        none: list[str] = []
-        meet = self._hosts.is_one_place or (
-            self._location.servers and self.writer and self.writer.link.ask(lambda host: host.destinations(), none)
-        )
+        attempt, none = self.attempt, list[str]()
+        meet = self._hosts.is_one_place
+        if not meet and self._location.servers and attempt is not None:
+            meet = bool(attempt.writer.link.ask(lambda host: host.destinations(), none))
         return ranges_for(self._owned_nbytes(), range(self._trainer.world_size) if meet else self._hosts.places[0])
 
     @property
@@ -451,8 +411,8 @@ class Coordinator(OfTrainer):
 
     def copied(self) -> None:
         """Wait for what is not copied yet: weights may change now."""
-        if self.writer is not None:
-            self.writer.copied()
+        if self.attempt is not None:
+            self.attempt.writer.copied()
 
     def write(self, dump: Dump | SpotError, how: Decision, *, wait_s: float, followed: bool = False) -> None:
         """Write a snapshot. Every rank calls it, at the same place; if training ends with it, all wait for it.
@@ -463,11 +423,12 @@ class Coordinator(OfTrainer):
             wait_s: how long to wait for a slot, seconds.
             followed: whether another one is to follow in a moment.
         """
-        ranks, deadline_s = Agreement(self._trainer), time.monotonic() + wait_s
-        self._begun += self.begun_step != self._trainer.global_step
-        self.begun_step = self._trainer.global_step
-        if self.attempt is not None and not self._hosts.is_one_place and not how.is_last:
-            self.attempt.writer.settle(wait_s)  # one at a time spans several places
+        trainer, ranks, deadline_s = self._trainer, Agreement(self._trainer), time.monotonic() + wait_s
+        self._begun += self.begun_step != trainer.global_step
+        self.begun_step = trainer.global_step
+        attempt = self.attempt
+        if attempt is not None and trainer.is_global_zero and not self._hosts.is_one_place and not how.is_last:
+            attempt.writer.settle(wait_s)  # one at a time spans several places
         begin = partial(self._begin, dump, how, wait_s, followed)
         if ranks.size == 1 or not how.is_last:
             begin()
@@ -476,11 +437,10 @@ class Coordinator(OfTrainer):
         self.copied()
         commit_s = self._settings.upload_timeout_s if how.complete else wait_s
         left_s = min(within(deadline_s), commit_s, _COMMIT_S)
-        attempt = self.attempt
         ranks.on_rank_zero(lambda: attempt.failure(left_s) if attempt is not None else None)
 
     def _begin(self, dump: Dump | SpotError, how: Decision, wait_s: float, followed: bool) -> None:
-        trainer, attempt, content = self._trainer, self.attempt, self._content(dump, how)
+        trainer, content = self._trainer, self._content(dump, how)
         owned: Owners = {}
         kept: Owners = {}
         try:
@@ -492,56 +452,26 @@ class Coordinator(OfTrainer):
                 kept = by_storage(trainer.lightning_module.parameters())
         except Exception as error:
             content = failure_of(error)
-        rank, writers = trainer.global_rank, how.writers
-        shard = ShardOf(rank, writers, persist=how.persist) if writers > 1 else None
-        what: dict[str, Any] = {"owned": owned, "kept": kept, "wait_s": wait_s, "followed": followed}
-        if attempt is not None:
-            attempt.write(
-                content,
-                step=trainer.global_step,
-                epoch=trainer.current_epoch,
-                world_size=trainer.world_size,
-                complete=how.complete,
-                shard=shard,
-                **what,
-            )
-        elif self.writer is not None and shard is not None:
-            self._begin_shard(self.writer, content, shard, complete=how.complete, **what)
-
-    def _begin_shard(
-        self, writer: SnapshotWriter, content: Any, shard: ShardOf, *, complete: bool, **what: Any
-    ) -> None:
-        """On another rank than 0, which says why there is no snapshot if this one has no shard of it."""
-        trainer, info = self._trainer, self._info
-        assert info is not None
-        name = shard_name(snapshot_name(trainer.global_step, info.attempt, complete=complete), shard.writer)
-        manifest = Manifest(
-            run=info.name,
-            run_id=info.id,
-            lineage=self._lineage,
-            name=name,
+        if self.attempt is None or (how.writers == 1 and not trainer.is_global_zero):
+            return
+        self.attempt.write(
+            content,
+            owned=owned,
+            kept=kept,
             step=trainer.global_step,
-            attempt=info.attempt,
-            nbytes=0,
             epoch=trainer.current_epoch,
-            complete=complete,
-            created_unix_s=time.time(),
             world_size=trainer.world_size,
-            versions=versions(),
-            shard=shard,
+            writers=how.writers,
+            complete=how.complete,
+            persist=how.persist,
+            wait_s=wait_s,
+            followed=followed,
         )
-        try:
-            if isinstance(content, SpotError):
-                writer.fail(manifest, content)
-            else:
-                writer.begin(content, manifest, **what)
-        except Exception as error:
-            logger.debug("no shard of %s: %s", name, failure_of(error))
 
     def _content(
         self, dump: Dump | SpotError, how: Decision
     ) -> dict[str, Any] | RankCheckpoint | ShardedCheckpoint | SpotError:
-        """What this rank saves, or why it can't. Every rank calls it, at the same place."""
+        """What this rank saves, or why it cannot. Every rank calls it, at the same place."""
         trainer, attempt = self._trainer, self.attempt
         gathers = how.writers == 1 and not self._is_sharded
         try:
@@ -556,9 +486,9 @@ class Coordinator(OfTrainer):
             elif gathers:
                 content = values = dump.gathered(trainer)
             else:
-                values = dump.alone(trainer)
+                values = dump.with_own(trainer)
                 content = RankCheckpoint(values, dump.state, how.ranges)
-            if attempt is not None:
+            if attempt is not None and trainer.is_global_zero:
                 values[KEY] |= {"interval": self._interval(), **attempt.origin}
             return content
         except Exception as error:

@@ -249,7 +249,8 @@ class FitSession(PerTrainer):
 
     def _interrupt(self, error: BaseException, ends: ExitStack) -> None:
         """Say what an exception has ended, once snapshots are uploaded, and note it for the next ``fit``."""
-        begun = [snapshotter for snapshotter in self.snapshotters if snapshotter.writing.attempt is not None]
+        is_first = self._trainer.is_global_zero
+        begun = [each for each in self.snapshotters if is_first and each.writing.attempt is not None]
         for named in self.resume.all_named:
             ends.callback(run_lookup.interrupted, named, error)
         if not isinstance(error, PreemptedError):  # of that, more was said
@@ -379,7 +380,7 @@ def secure(
     # What each rank does by itself is agreed on: where it fails on one, the others would wait in what follows.
     ranks.together(partial(_stand_still, snapshotter))
     taken = ranks.everyones(lambda: _has_taken(writing, step, deadline.left_s / 2))[0]
-    differs = taken and any(ranks.everyones(lambda: writing.writer is not None and writing.writer.newest_differs()))
+    differs = taken and any(ranks.everyones(lambda: attempt is not None and attempt.writer.newest_differs()))
     # Several ranks write one snapshot of a step: what places have of it would get into a second one.
     is_one = ranks.size > 1 and writing.begun_step == step
     dump = _newest(snapshotter, ranks, seam) if (differs or not taken) and not is_one else None
@@ -430,4 +431,5 @@ def _has_taken(writing: Coordinator, step: int, wait_s: float) -> bool:
     if attempt is None or writing.begun_step != step:
         return False
     attempt.writer.settle(wait_s)
-    return writing.committed is not None and writing.committed.step == step
+    committed = writing.committed
+    return committed is not None and committed.step == step

@@ -526,8 +526,8 @@ class Snapshotter(OfTrainer):
         trainer, writing, self.has_begun = self._trainer, self.writing, True
         check_one_optimizer(trainer)
         self._seen_step = trainer.global_step
-        if self._resume.lineage is not None:
-            writing.go_on(self._resume.lineage)
+        if writing.attempt is not None and self._resume.lineage is not None:
+            writing.attempt.lineage = self._resume.lineage
         elif writing.found is not None:
             say_what_is_left(writing.found)
         self.pacing.begin(trainer, writing.number, self._resume.interval)
@@ -721,8 +721,8 @@ class Snapshotter(OfTrainer):
         )
 
     def _lease_ahead(self) -> None:
-        if (writer := self.writing.writer) is not None and self.pacing.next_within(self._trainer, AHEAD_S):
-            writer.next_comes()
+        if (attempt := self.writing.attempt) is not None and self.pacing.next_within(self._trainer, AHEAD_S):
+            attempt.writer.next_comes()
 
     def _paces(self) -> tuple[TierPace, ...]:
         attempt = self.writing.attempt
@@ -736,7 +736,8 @@ class Snapshotter(OfTrainer):
     def _take(self, how: Decision, *, before_validation: bool = False) -> None:
         """Begin a snapshot on every rank."""
         trainer, writing = self._trainer, self.writing
-        if writing.attempt is None or not writing.attempt.fenced:  # else none is, and it is not for want of a slot
+        is_fenced = trainer.is_global_zero and writing.attempt is not None and writing.attempt.fenced
+        if not is_fenced:  # else none is, and it is not for want of a slot
             self.pacing.taken(trainer.global_step)
         with self.pacing.stalling():
             dump = self.current_state.state(before_validation=before_validation, at_end=how.complete)
@@ -764,7 +765,6 @@ class Snapshotter(OfTrainer):
         durable: list[bool | None] = []
         with ExitStack() as ends:  # from the last one on, whatever fails in one
             ends.callback(lambda: durable.append(writing.finish(wait_s, complete=complete)))
-            ends.callback(run, lambda: writing.finish_shards(wait_s))
             ends.callback(run, writing.let_go)
             ends.callback(run, self.close)
         if not self._has_said_first:  # a short run

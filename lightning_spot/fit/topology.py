@@ -58,9 +58,14 @@ class Topology:
         return len(self.places) == 1
 
     @property
-    def leads(self) -> bool:
-        """Whether this is the first rank of another place than that of rank 0."""
-        return any(ranks[0] == self.rank for ranks in self.places[1:])
+    def here(self) -> tuple[int, ...]:
+        """The ranks of this place."""
+        return next(ranks for ranks in self.places if self.rank in ranks)
+
+    @property
+    def is_guest(self) -> bool:
+        """Whether this rank writes into another ring than rank 0."""
+        return self.here != self.places[0]
 
 
 def place_of(location: Location) -> str:
