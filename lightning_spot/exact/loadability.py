@@ -21,7 +21,7 @@ from lightning_spot.config import format_names
 from lightning_spot.errors import NotSerializableError, SettingsError
 from lightning_spot.exact.checkpoint import OF_DATA, OF_MODEL, as_saved
 from lightning_spot.exact.dump import KEY, read_checkpoint
-from lightning_spot.exact.rank_states import states_of
+from lightning_spot.exact.rank_states import states_in_files
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.safe_load import ADVICE, Placeholder, kind_of, placeholders_in
 from lightning_spot.patches import Patches
@@ -267,9 +267,9 @@ def _with_own_states(trainer: pl.Trainer, checkpoint: dict[str, Any], path: Any)
             return memoryview(file.read())
 
     try:
-        shared["ranks"] = states_of(trainer, shared, read)
+        shared["ranks"] = states_in_files(trainer, shared, read)
     except OSError as error:
-        raise SettingsError(f"ckpt_path={str(path)!r} is not the whole directory of a snapshot: {error}") from error
+        raise SettingsError(f"ckpt_path={str(path)!r} is not in the whole directory of a snapshot: {error}") from error
 
 
 def follow_named(trainer: pl.Trainer, patches: Patches) -> None:

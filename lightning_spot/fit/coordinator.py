@@ -486,7 +486,7 @@ class Coordinator(OfTrainer):
             elif gathers:
                 content = values = dump.gathered(trainer)
             else:
-                values = dump.with_own(trainer)
+                values = dump.with_own(trainer) if trainer.is_global_zero else dump.checkpoint
                 content = RankCheckpoint(values, dump.state, how.ranges)
             if attempt is not None and trainer.is_global_zero:
                 values[KEY] |= {"interval": self._interval(), **attempt.origin}

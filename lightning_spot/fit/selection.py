@@ -15,7 +15,7 @@ from lightning_spot.config import format_bytes
 from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError, SpotError
 from lightning_spot.exact.dump import KEY, read_checkpoint, with_ranks
 from lightning_spot.exact.loadability import check_resumable
-from lightning_spot.exact.rank_states import states_of
+from lightning_spot.exact.rank_states import states_in_files
 from lightning_spot.exact.sharded import is_sharded, put_back
 from lightning_spot.fit.collectives import Agreement, Failed
 from lightning_spot.fit.restore import Restore, SharedOpening
@@ -171,7 +171,7 @@ def load_snapshot(trainer: pl.Trainer, snapshot: OpenSnapshot, *, trusts: bool) 
     shared = checkpoint.get(KEY)
     if shared is not None and manifest.files:
         with snapshot.image() as image:
-            shared["ranks"] = states_of(trainer, shared, lambda name: _file(image, manifest, name))
+            shared["ranks"] = states_in_files(trainer, shared, lambda name: _file(image, manifest, name))
     return checkpoint
 
 
@@ -280,7 +280,7 @@ def load_shards(trainer: pl.Trainer, image: Image, manifest: Manifest, *, trusts
     check_resumable(trainer, {KEY: {EXTRA: extra}})  # the rest, once hooks have their own objects
     put_back(trainer, image, manifest, extra)
     if shared is not None:
-        shared["ranks"] = states_of(trainer, shared, lambda name: _file(image, manifest, name))
+        shared["ranks"] = states_in_files(trainer, shared, lambda name: _file(image, manifest, name))
     return rest
 
 
