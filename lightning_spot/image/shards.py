@@ -1,8 +1,8 @@
 """Snapshots that several processes write: what each has written, when all of it counts, and how it is one image.
 
-Each writer (a rank) fills a register of its own, once: with its shard, or with the reason why there will be none. Whether
-the snapshot is committed is a function of these registers, so whoever sees them all knows it, and no two ever disagree.
-Nothing here reads a byte: the manifest of the whole is put together from those of the shards.
+Each writer (a rank) fills a register of its own, once: with its shard, or with the reason why there will be none.
+Whether the snapshot is committed is a function of these registers, so whoever sees them all knows it, and no two ever
+disagree. Nothing here reads a byte: the manifest of the whole is put together from those of the shards.
 """
 
 from __future__ import annotations
@@ -60,14 +60,15 @@ def why_aborted(registers: Mapping[int, ShardOf]) -> str:
 
 
 def is_evictable(order: Order, state: Status, watermark: Order | None, *, is_durable: bool) -> bool:
-    """Whether a place may let go of a shard (or whole) snapshot.
+    """Whether a place may let go of a snapshot, or of its shard of one.
 
     The newest committed snapshot that is durable nowhere never is; neither is what may still become newer than it.
 
     Args:
         order: of the snapshot.
         state: of it, as this place sees it.
-        watermark: of the newest snapshot that this place knows to be committed, of the same lineage.
+        watermark: of the newest snapshot, of the same lineage, that this place knows to be committed over places that
+            are lost no sooner than this one: what the rings of hosts hold raises no server's watermark.
         is_durable: whether storage, or another place that is as good, has the whole snapshot.
     """
     if state is Status.ABORTED or (watermark is not None and order < watermark):

@@ -106,11 +106,12 @@ class RunInfo:
             can; ``None`` likewise, but for those that follow each other in moments, see :data:`.work.MOST_APART_S`.
         compression: how what changed goes to the servers behind: ``"auto"`` packs it where that is faster, ``"always"``
             always, ``"off"`` never, and ``"topk"`` sends it not exactly.
-        nodes: ``spot://host:port`` of the snapshot servers behind this one, in order of preference.
+        nodes: ``spot://host:port`` of the snapshot servers behind this one, in order of preference, see
+            :mod:`~lightning_spot.memory.placement`.
         replicas: how many of them each snapshot is kept at.
         carry: whether the server is to bring the run to its storage; where it is kept at several, one is.
-        spread: whether snapshots are spread over all servers behind this one: each of them is to carry the run on; or,
-            at one of these, that it is to have portions of them only.
+        committed: name of the newest snapshot that is known to be committed over snapshot servers or at storage, ``""``
+            for none: what is older gives way to what is newer.
         left: whether its trainer is gone: its host only looks after what is there of it.
         is_claimed: whether its attempts claim its durable directory. Not so a folder of users' files, each of whose
             manifests says who may write it.
@@ -131,7 +132,7 @@ class RunInfo:
     nodes: Annotated[tuple[str, ...], texts] = ()
     replicas: Annotated[int, whole(1, MOST_NODES)] = 1
     carry: bool = True
-    spread: bool = False
+    committed: _Name = ""
     left: bool = False
     is_claimed: bool = True
     session: _Name = ""
@@ -170,7 +171,7 @@ class Opened:
         attempt: the attempt that writes now.
         carries: whether this server, or one behind it, brings the run to its storage.
         why_not: if it does not, the reason, for people.
-        leaves: whether this is since it is shutting down, and is to have no further portions of snapshots.
+        leaves: whether this is since it is shutting down: another one is to have what comes next.
     """
 
     attempt: int

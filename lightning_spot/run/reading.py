@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import IO, Any, cast
 
 from lightning_spot.errors import CorruptSnapshotError, SpotError, TierError
+from lightning_spot.image.files import MODEL_FILE
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum
-from lightning_spot.image.portion import Image
+from lightning_spot.image.shards import Image
 
 _KEPT_PARTS = 3  # torch reads the end of the file first, then forwards
 _MOST_KEPT_PARTS = 32  # of a snapshot of several files, one for each of them: they are read side by side
@@ -44,9 +45,11 @@ class OpenSnapshot:
     sealed: bool = False
     release: Callable[[], None] | None = None
 
-    def reader(self) -> SnapshotReader:
-        """The file, of exactly ``manifest.nbytes`` bytes, for ``torch.load``. Close it before the snapshot."""
-        return SnapshotReader(self.fd, self.manifest, self.url, check=not self.in_memory)
+    def reader(self, *, whole: bool = False) -> SnapshotReader:
+        """The checkpoint, for ``torch.load``, or the ``whole`` image. Close it before the snapshot."""
+        checkpoint = next((span for span in self.manifest.files[:1] if span.name == MODEL_FILE), None)
+        nbytes = checkpoint.nbytes if checkpoint is not None and not whole else None
+        return SnapshotReader(self.fd, self.manifest, self.url, check=not self.in_memory, nbytes=nbytes)
 
     @contextlib.contextmanager
     def image(self) -> Iterator[Image]:
@@ -87,15 +90,24 @@ class SnapshotReader(io.BufferedIOBase):
         where: what to call the place in errors.
         check: whether to check what is read; not needed where it cannot have changed since it was checked.
         kept_parts: how many parts are kept that were read last.
+        nbytes: of the image's beginning, which is all that is shown; ``None`` for all of it.
 
     Attributes:
         problem: what a read has raised, ``None`` while all is well. A library in between may wrap or lose it.
     """
 
     def __init__(
-        self, fd: int, manifest: Manifest, where: str, *, check: bool = True, kept_parts: int = _KEPT_PARTS
+        self,
+        fd: int,
+        manifest: Manifest,
+        where: str,
+        *,
+        check: bool = True,
+        kept_parts: int = _KEPT_PARTS,
+        nbytes: int | None = None,
     ) -> None:
         super().__init__()
+        self._nbytes = manifest.nbytes if nbytes is None else nbytes
         self.problem: SpotError | None = None
         self._fd = fd
         self._manifest = manifest
@@ -125,7 +137,7 @@ class SnapshotReader(io.BufferedIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Move to an offset."""
-        self._place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._manifest.nbytes}[whence]
+        self._place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._nbytes}[whence]
         return self._place
 
     def readinto(self, buffer: Any) -> int:
@@ -136,7 +148,7 @@ class SnapshotReader(io.BufferedIOBase):
             TierError: if it cannot be read.
         """
         view = memoryview(buffer).cast("B")
-        wanted = min(len(view), max(0, self._manifest.nbytes - self._place))
+        wanted = min(len(view), max(0, self._nbytes - self._place))
         got = 0
         try:
             while got < wanted:
@@ -150,7 +162,7 @@ class SnapshotReader(io.BufferedIOBase):
 
     def read(self, size: int | None = -1) -> bytes:
         """The next ``size`` bytes, or all that are left."""
-        left = max(0, self._manifest.nbytes - self._place)
+        left = max(0, self._nbytes - self._place)
         buffer = bytearray(left if size is None or size < 0 else min(size, left))
         self.readinto(buffer)
         return bytes(buffer)
@@ -202,7 +214,7 @@ class SnapshotReader(io.BufferedIOBase):
 
 
 class ReadImage:
-    """An image of which what is asked for is read then; see :class:`~lightning_spot.image.portion.Image`.
+    """An image of which what is asked for is read then; see :class:`~lightning_spot.image.shards.Image`.
 
     Args:
         reader: of the snapshot.

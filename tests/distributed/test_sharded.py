@@ -30,7 +30,7 @@ from lightning_spot.exact.sharded import MODEL, Dtensors, _put_back_optimizer
 from lightning_spot.image.files import check_files
 from lightning_spot.image.layout import DoesNotFitError, filled
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.image.portion import Image
+from lightning_spot.image.shards import Image
 from lightning_spot.image.tensor_index import SHARDS_FILE, Shards, archived
 from lightning_spot.run.reading import ReadImage, SnapshotReader
 from lightning_spot.sharded import file_plan
