@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-
-from lightning_spot.capture import mailbox
 from lightning_spot.capture.mailbox import Mailbox, Sender
 from lightning_spot.capture.split import SharingRanks
+
+from lightning_spot.capture import mailbox
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store

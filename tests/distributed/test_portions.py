@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from lightning_spot.client.spread_store import SpreadStore
 
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.client.spread_store import SpreadStore
 from lightning_spot.errors import CorruptSnapshotError, FencedError, ServerUnreachableError, SettingsError
 from lightning_spot.image.files import FileSpan, note_name, torn_name
 from lightning_spot.image.manifest import Manifest, portion_name, snapshot_name

@@ -16,18 +16,18 @@ from typing import Any, cast
 
 import pytest
 import torch
+from lightning_spot.capture.sharded_writer import Joining
+from lightning_spot.fit.in_shards import InShards
+from lightning_spot.fit.together import How
 
 from lightning_spot.capture import contents
 from lightning_spot.capture.attempt import Attempt, LastState
 from lightning_spot.capture.host_link import RingSettings, open_host
-from lightning_spot.capture.sharded_writer import Joining
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.starting import attach
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, TierError
 from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.sharded import Dtensors
-from lightning_spot.fit.in_shards import InShards
-from lightning_spot.fit.together import How
 from lightning_spot.fit.topology import Topology, _open
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.run.location import Location

@@ -12,11 +12,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+from lightning_spot.capture.sharded_writer import Joining, ShardedCheckpoint, ShardedWriter
+from lightning_spot.fit.in_shards import InShards
+from lightning_spot.fit.together import TOGETHER
 
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.contents import SlotViews
 from lightning_spot.capture.host_link import RingSettings
-from lightning_spot.capture.sharded_writer import Joining, ShardedCheckpoint, ShardedWriter
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import starting
@@ -30,8 +32,6 @@ from lightning_spot.errors import (
 )
 from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.sharded import Dtensors
-from lightning_spot.fit.in_shards import InShards
-from lightning_spot.fit.together import TOGETHER
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.host import Lease
 from lightning_spot.run.location import Location

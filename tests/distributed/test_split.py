@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_spot.capture.share import ShareWriter
+from lightning_spot.capture.split import Divider, Number, SharingRanks, Split
+from lightning_spot.fit.together import ALONE, ALONE_SENT, GATHERED, TOGETHER, TOGETHER_SENT, How, Together
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 from lightning_spot.capture import following
-from lightning_spot.capture.share import ShareWriter
-from lightning_spot.capture.split import Divider, Number, SharingRanks, Split
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import Miss, SnapshotWriter
 from lightning_spot.client import starting
@@ -37,7 +38,6 @@ from lightning_spot.errors import (
 )
 from lightning_spot.exact import rank_states
 from lightning_spot.exact.rank_states import Packing, Rooms, packed, unpacked
-from lightning_spot.fit.together import ALONE, ALONE_SENT, GATHERED, TOGETHER, TOGETHER_SENT, How, Together
 from lightning_spot.fit.topology import Topology
 from lightning_spot.image.layout import Layout, filled, lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest, snapshot_name

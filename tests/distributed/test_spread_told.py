@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+from lightning_spot.client.spread_store import JointPortions
 
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.client.spread_store import JointPortions
 from lightning_spot.client.stores import open_store
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.memory import work

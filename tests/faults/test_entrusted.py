@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-
-from lightning_spot.capture import following
 from lightning_spot.capture.following import Follower, Task
 from lightning_spot.capture.split import Number
+
+from lightning_spot.capture import following
 from lightning_spot.errors import ServerUnreachableError
 from lightning_spot.memory.host import Host, Lease
 from tests.support.waiting import until

@@ -16,13 +16,13 @@ from typing import Any, cast
 from unittest.mock import AsyncMock, Mock
 
 import pytest
+from lightning_spot.capture.following import Follower, Task
+from lightning_spot.capture.split import Number
 
 from lightning_spot.capture.attempt import Ending
 from lightning_spot.capture.background import Background
-from lightning_spot.capture.following import Follower, Task
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.slot_pool import SlotMaker, give_back
-from lightning_spot.capture.split import Number
 from lightning_spot.capture.writer import Across
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.stores import open_store

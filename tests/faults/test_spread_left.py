@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from lightning_spot.client.spread_store import JointPortions
+
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name

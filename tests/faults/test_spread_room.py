@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning_spot.client.spread_store import JointPortions, Missing, Seen, SpreadStore
 
 from lightning_spot.client import spread_store
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.client.spread_store import JointPortions, Missing, Seen, SpreadStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError
 from lightning_spot.image.files import FileSpan

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from lightning_spot.capture.sharded_writer import Joining
+from lightning_spot.capture.share import ShareWriter
+from lightning_spot.capture.split import Number, SharingRanks
 
 from lightning_spot.capture import background
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import HostLink, RingSettings
-from lightning_spot.capture.sharded_writer import Joining
-from lightning_spot.capture.share import ShareWriter
-from lightning_spot.capture.split import Number, SharingRanks
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FencedError, ServerUnreachableError
 from lightning_spot.image.manifest import Manifest, snapshot_name

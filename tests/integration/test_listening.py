@@ -18,9 +18,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning_spot.capture.mailbox import Mailbox, Sender
 
 from lightning_spot.capture import mailbox
-from lightning_spot.capture.mailbox import Mailbox, Sender
 from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
 from lightning_spot.fit.collectives import Failed
 from lightning_spot.fit.ranks import Meeting, Ranks

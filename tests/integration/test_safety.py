@@ -14,11 +14,11 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
 
 from lightning_spot import AutoResume, EverySteps, RemoteSnapshot
 from lightning_spot.capture.attempt import Safety
 from lightning_spot.capture.host_link import HostLink
-from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
 from lightning_spot.capture.slot_pool import SlotMaker
 from lightning_spot.capture.writer import Across, SnapshotWriter
 from lightning_spot.client.remote import NodeStore
