@@ -345,7 +345,8 @@ class Coordinator(OfTrainer):
             return None
         if persist:
             self._persisted_s = time.monotonic()
-        return replace(self._decision(), persist=persist, problem=self._problem(attempt.writer))
+        problem = self._problem(attempt.writer)  # first: ranges depend on it
+        return replace(self._decision(), persist=persist, problem=problem)
 
     def decide_last(self, *, urgent: bool = False, complete: bool = False) -> Decision:
         """How an urgent snapshot is written, or that of the end. Every rank calls it, at the same place."""
