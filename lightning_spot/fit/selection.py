@@ -177,24 +177,26 @@ def load_snapshot(trainer: pl.Trainer, snapshot: OpenSnapshot, *, trusts: bool) 
 
 def _load(snapshot: OpenSnapshot, *, trusts: bool, is_shared: bool) -> Checkpoint:
     """Read the checkpoint of a snapshot. What could not be read raises as such."""
-    if is_shared and snapshot.sealed and not snapshot.manifest.files:
-        return own_small(_read(f"/proc/self/fd/{snapshot.fd}", snapshot.manifest, trusts=trusts))
+    mapped = f"/proc/self/fd/{snapshot.fd}" if is_shared and snapshot.sealed else ""
     with snapshot.reader() as reader:
         try:
-            checkpoint = _read(reader.as_file(), snapshot.manifest, trusts=trusts)
+            checkpoint = _read(reader.as_file(), snapshot.manifest, mapped, trusts=trusts)
             reader.finish()
-            return checkpoint
         except Exception:
             if reader.problem is not None:  # torch may have made something else of it
                 raise reader.problem from None
             raise
+    return own_small(checkpoint) if mapped else checkpoint
 
 
-def _read(file: IO[bytes] | str, manifest: Manifest, *, trusts: bool) -> Checkpoint:
+def _read(file: IO[bytes], manifest: Manifest, mapped: str, *, trusts: bool) -> Checkpoint:
+    """Read a checkpoint whose tensors look at the file that is ``mapped``, if there is one."""
     if trusts:
-        trusted: Checkpoint = torch.load(file, map_location="cpu", weights_only=False, mmap=isinstance(file, str))
+        by_path = bool(mapped) and not manifest.files
+        what: Any = mapped if by_path else file
+        trusted: Checkpoint = torch.load(what, map_location="cpu", weights_only=False, mmap=by_path)
         return cast(Checkpoint, with_ranks(trusted, _read_trusted))
-    checkpoint = read_checkpoint(file)
+    checkpoint = read_checkpoint(file, mapped=mapped)
     if not isinstance(checkpoint, dict):
         raise CorruptSnapshotError(f"{manifest.name} was committed so, and is no checkpoint of Lightning's")
     return checkpoint
