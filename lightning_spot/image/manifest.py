@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lightning_spot import untrusted
 from lightning_spot.config import HIGHEST_ATTEMPT, MANIFEST_VERSION, PART_BYTES
@@ -13,6 +13,9 @@ from lightning_spot.errors import CorruptSnapshotError, MalformedError
 from lightning_spot.image.files import MODEL_FILE, FileSpan, check_files, files_from_json
 from lightning_spot.image.parts import checksum_parts, part_ranges, verify_parts
 from lightning_spot.untrusted import FileName, UnixSeconds
+
+if TYPE_CHECKING:
+    from lightning_spot.image.shards import Image
 
 MANIFEST_FILE = "manifest.json"
 OWN_DIR = ".lightning_spot"
@@ -55,6 +58,14 @@ def snapshot_order(name: str) -> Order | None:
     """Sort key read from a snapshot's name, see :attr:`Manifest.order`; ``None`` for other names."""
     match = _SNAPSHOT_NAME.fullmatch(name)
     return (int(match[2]), int(match[1]), _RANKS[match[3]]) if match else None
+
+
+def order_name(order: Order | None) -> str:
+    """Name of the snapshot of that :attr:`Manifest.order`; ``""`` for none."""
+    if order is None:
+        return ""
+    attempt, step, rank = order
+    return snapshot_name(step, attempt, complete=rank == _RANKS["-complete"], exact=rank != _RANKS["-inexact"])
 
 
 def shard_name(snapshot: str, writer: int) -> str:
@@ -240,7 +251,7 @@ class Manifest:
         """Return this manifest with the checksums of ``image``, which must be the whole file."""
         return replace(self, checksums=checksum_parts(image, self.part_bytes), nbytes=len(image))
 
-    def verify(self, image: memoryview, where: str) -> None:
+    def verify(self, image: Image, where: str) -> None:
         """Check the whole file against this manifest.
 
         Raises:

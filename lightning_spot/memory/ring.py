@@ -28,13 +28,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lightning_spot.errors import CorruptSnapshotError, FencedError, SnapshotNotFoundError, SpotError
-from lightning_spot.image.manifest import Manifest, Order, ShardOf, snapshot_name, snapshot_order
+from lightning_spot.image.manifest import Manifest, Order, ShardOf, order_name, snapshot_order
 from lightning_spot.image.shards import Image, JoinedImage, Status, assemble
 from lightning_spot.memory.area import SlotArea
 from lightning_spot.memory.slots import (
@@ -67,7 +67,6 @@ from lightning_spot.tiers.store import newest_first, worth_keeping
 logger = logging.getLogger(__name__)
 
 _NOWHERE = Tiers()
-_COMPLETE = snapshot_order(snapshot_name(0, 1, complete=True))[2]  # type: ignore[index]
 _MOST_MARKS = 64  # committed snapshots of a run and lineage that are remembered: who waits for one asks soon
 
 
@@ -259,11 +258,8 @@ class SlotTable:
             self.refresh(run)
             self.notify()
 
-    def raise_watermark(self, run: str, name: str) -> None:
+    def raise_watermark(self, run: str, order: Order) -> None:
         """Note that a snapshot is committed, as who writes the run says, see :attr:`RunInfo.committed`."""
-        order = snapshot_order(name)
-        if order is None:
-            return
         with self.changed:
             for slot in self.slots:  # an attempt is of one lineage
                 if slot.run == run and slot.snapshot is not None and slot.snapshot.attempt == order[0]:
@@ -273,11 +269,8 @@ class SlotTable:
     def newest_committed(self, run: str) -> str:
         """Name of the newest snapshot that is known to be committed elsewhere, ``""`` for none."""
         with self.changed:
-            orders = [order for (of, _), orders in self.known.committed.items() if of == run for order in orders]
-            if not orders:
-                return ""
-            attempt, step, rank = max(orders)
-            return snapshot_name(step, attempt, complete=rank == _COMPLETE, exact=rank != 0)
+            found = [max(orders) for (of, _), orders in self.known.committed.items() if of == run and orders]
+            return order_name(max(found, default=None))
 
     def see(self, run: str, name: str, registers: Mapping[int, ShardOf]) -> None:
         """Note which registers of a snapshot other places have shown."""
@@ -353,8 +346,28 @@ class SlotTable:
             return os.dup(slot.memory.fd) if slot.memory is not None else None
 
     @contextmanager
-    def reading(self, held: Held) -> Iterator[Image]:
-        """Pin what can be read here, and hand out its bytes.
+    def reading(self, slot: Slot, manifest: Manifest) -> Iterator[memoryview]:
+        """Pin what a slot holds, and hand out its bytes.
+
+        Raises:
+            SnapshotNotFoundError: if the slot holds another one by now.
+        """
+        with self.pinned(Held((slot,), (manifest,))), slot.view(manifest.nbytes) as view:
+            yield view
+
+    @contextmanager
+    def reading_held(self, held: Held, _manifest: Manifest) -> Iterator[Image]:
+        """Pin what can be read here as one, and hand out its bytes.
+
+        Raises:
+            SnapshotNotFoundError: if the slots hold something else by now.
+        """
+        with self.pinned(held):
+            yield held.image()
+
+    @contextmanager
+    def pinned(self, held: Held) -> Iterator[None]:
+        """Keep what can be read here as it is.
 
         Raises:
             SnapshotNotFoundError: if the slots hold something else by now.
@@ -364,12 +377,11 @@ class SlotTable:
                 raise SnapshotNotFoundError(f"snapshot {held.manifests[0].snapshot!r} has just left memory")
             for slot in held.slots:
                 slot.readers += 1
-        with ExitStack() as pins:
+        try:
+            yield
+        finally:
             for slot in held.slots:
-                pins.callback(self.unpin, slot)
-            image = held.image()
-            yield image
-            del image
+                self.unpin(slot)
 
     def unpin(self, slot: Slot) -> None:
         """One reader of a slot, which was counted before, is done."""

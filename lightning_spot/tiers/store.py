@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from lightning_spot.errors import CorruptSnapshotError, FencedError, TierError, TierReason
 from lightning_spot.image.manifest import Manifest, ShardOf, snapshot_order
-from lightning_spot.image.shards import Status, assemble, status
+from lightning_spot.image.shards import Image, Status, assemble, status
 from lightning_spot.say import say
 from lightning_spot.tiers.fences import Claim, Owner, Standing, check_fence
 
@@ -124,7 +124,7 @@ class Store(Protocol):
             TierError: if it could not be written.
         """
 
-    def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
+    def put(self, manifest: Manifest, image: Image, *, attempt: int) -> None:
         """Store a snapshot or file; when this returns it is committed and as durable as the tier is.
 
         Args:
@@ -210,19 +210,11 @@ class Folder(Protocol):
     def sizes(self) -> dict[str, int]:
         """The files that are there, with their sizes; empty if there is no such folder."""
 
-    def write(self, name: str, data: memoryview) -> None:
+    def write(self, name: str, data: Image) -> None:
         """Write a file, in place of what is there; when this returns it is as durable as the tier is."""
 
-    def write_all(
-        self, contents: Mapping[str, memoryview], goes_on: Callable[[], None], done: Callable[[str], None]
-    ) -> None:
-        """Write several files, each as by :meth:`write`; side by side in an object store.
-
-        Args:
-            contents: by name.
-            goes_on: called before each of them, and at S3 before each of their blocks; what it raises ends all of it.
-            done: told the name of each that is there. Both may be called on several threads.
-        """
+    def write_all(self, contents: Mapping[str, Image]) -> None:
+        """Write several files, by name, each as by :meth:`write`; side by side in an object store."""
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Some of a file, by default all of it.
