@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,10 +37,10 @@ from lightning_spot.run.location import Location
 from lightning_spot.run.sources import HOST, STORAGE, MemorySource, Source, StoreSource, Union
 from lightning_spot.say import forget, recovered, say
 from lightning_spot.threads import both
-from lightning_spot.tiers.commit import commit_left, noted
+from lightning_spot.tiers.commit import commit_left, look
 from lightning_spot.tiers.fences import Claim
 from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.store import Holdings
+from lightning_spot.tiers.store import HasFolders, Holdings
 from lightning_spot.untrusted import file_name, integer, line
 
 logger = logging.getLogger(__name__)
@@ -226,12 +227,13 @@ class _Durable:
                 heard.set()  # to list snapshots, and to read all manifests, may take longer
 
         holdings, claim = both(store.survey, newest_claim, "spot-survey")
-        for name in _left_of(holdings):
+        for name in _left_of(holdings) if isinstance(store, HasFolders) else ():
             found = _committed(store, name) if commits else None
             if found is not None:
                 holdings.manifests.insert(0, found)
                 break
-            holdings.shards += noted(store, name)
+            with suppress(CorruptSnapshotError, SnapshotNotFoundError):  # the one before is there
+                holdings.shards += look(store, name).notes.values()
         return cls(holdings, claim, store.inode() if isinstance(store, LocalStore) else 0)
 
 

@@ -575,7 +575,7 @@ class Files:
         if request.method == hdrs.METH_HEAD:
             await response.prepare(request)
         else:
-            with self._node.ring.reading(held) as image:
+            with self._node.ring.reading_held(held, manifest) as image:
                 if with_digest:
                     response.headers[DIGEST_HEADER] = checksum(image[start:stop])
                 await response.prepare(request)

@@ -847,7 +847,7 @@ FENCES = [
     ),
     Mutation(
         "fence in memory",
-        "memory.upload",
+        "memory.uploads",
         "            check_fence(manifest.run, upload.attempt, self._registry.highest(upload.run))",
         "            pass",
         _TWO,
@@ -892,19 +892,11 @@ CHECKSUMS = [
     ),
     Mutation(
         "checksum at the commit of a transfer",
-        "memory.upload",
+        "memory.uploads",
         "            if received.get(start) != (stop - start, noted):",
         "            if False:",
         _DAMAGED,
         _of("ring", "parts_must_all_have_arrived"),
-    ),
-    Mutation(
-        "all of several hosts' bytes",
-        "memory.upload",
-        "    if not is_whole(upload.received.close(), upload.nbytes):",
-        "    if False:",
-        _DAMAGED,
-        _of("joint_hosts", "what_is_not_every_byte_once_is_not_committed"),
     ),
     Mutation(
         "checksum of a request",
@@ -961,6 +953,22 @@ CHECKSUMS = [
         "            if False:",
         _DAMAGED,
         _of("written", "memory_that_was_changed_by_others_is_found_in_its_turn"),
+    ),
+    Mutation(
+        "a register is written once",
+        "memory.uploads",
+        "        if known is not None and known.manifest not in (None, manifest):",
+        "        if False:",
+        "a snapshot is made of the shards of two",
+        _of("registers", "a_register_is_written_once"),
+    ),
+    Mutation(
+        "checksum of a shard that is copied on a host",
+        "run.sources",
+        "        manifest.verify_range(start, into, self.url)\n\n\nclass StoreSource",
+        "\n\nclass StoreSource",
+        _DAMAGED,
+        _of("registers", "a_shard_that_was_damaged_in_memory_is_not_read"),
     ),
     Mutation(
         "checksum at verify, and at resume from memory",
