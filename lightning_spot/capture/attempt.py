@@ -139,7 +139,9 @@ class Safety:
         if not plan.take:
             what = f"a new snapshot would take {plan.expected_s or 0:.0f} s to be safe, too long; the newest is {what}"
         if lost := self._past_memory.why_lost(deadline.left_s / 2):
-            return f"{what} is not known to be safe: {self._past_memory.newest_at}, which had it, {lost}"
+            older = writer.link.ask(lambda host: host.safe_step(), None)
+            instead = f"step {older} is safe" if older is not None else "no other one of this attempt is known to be"
+            return f"{what} is not known to be safe: {self._past_memory.newest_at}, which had it, {lost}; {instead}"
         nothing_owed = False
         while not cut_short():
             try:
@@ -538,6 +540,23 @@ class Attempt:
             attempt.is_claimed = is_claimed
             undo.pop_all()
         return attempt
+
+    @classmethod
+    def join(cls, location: Location, info: RunInfo, host: Host, settings: RingSettings, **how: Any) -> Attempt:
+        """Take part in an attempt, on another rank than 0.
+
+        Args:
+            location: of the run.
+            info: of the attempt, as rank 0 has it.
+            host: ring on this host, its run opened; let go here if this rank cannot take part.
+            settings: of the ring.
+            **how: further arguments of the class.
+        """
+        try:
+            return cls(location, info, host, settings, **how)
+        except BaseException:
+            host.disconnect()
+            raise
 
     @property
     def number(self) -> int:
