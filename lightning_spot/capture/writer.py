@@ -420,7 +420,7 @@ class SnapshotWriter:
         if not manifest.complete:
             self._slots.look_ahead(host, manifest.nbytes, is_short=is_short)
         self._look_at(pending)
-        if pending.lease.backing != "process":
+        if self._rank == 0 and pending.lease.backing != "process":
             say_failing(self.link)
 
     def _wait_until_it_counts(self, name: str) -> None:
