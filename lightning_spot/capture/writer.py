@@ -383,7 +383,7 @@ class SnapshotWriter:
             store: the tier.
         """
         laid = self.layouter.lay_out(checkpoint, manifest, NOBODY, NOBODY)
-        self.committed = self.past_memory = stored = store_streamed(laid.layout, manifest, store)
+        self.committed = self.past_memory = stored = store_streamed(laid.layout, laid.manifest, store)
         self._look_at(laid)
         return stored
 
