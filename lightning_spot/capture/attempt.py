@@ -460,6 +460,8 @@ class Attempt:
         uploaded_bytes: to snapshot servers and storage by this attempt; known after :meth:`finish`.
         skipped: snapshots that were due and not taken, since no slot was free, or to take them failed.
         failures: of those that nobody has foreseen.
+        lacks_memory: whether the shard of this rank was too large for the memory of its host: one rank can write the
+            checkpoint all the same, past memory.
     """
 
     def __init__(
@@ -477,7 +479,7 @@ class Attempt:
     ) -> None:
         self.location, self.info = location, info
         self.lineage = new_id()
-        self.is_claimed = False
+        self.is_claimed = self.lacks_memory = False
         self.where = ""
         self.skipped = self.uploaded_bytes = 0
         self.failures = UnexpectedFailures()
@@ -697,6 +699,7 @@ class Attempt:
             self._complain("fenced", error)
         elif reason in (FailureReason.TOO_LARGE, TierReason.FAILED):  # this host has no memory for it
             if checkpoint is None or manifest is None:  # no single process has all of it
+                self.lacks_memory = True
                 self._complain("past-memory-failed", error)
             else:
                 self._write_past_memory(checkpoint, manifest, error)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from lightning_spot.capture.plan import Plan, name_of, plan, sample
+from lightning_spot.capture.plan import name_of, plan, sample
 from lightning_spot.capture.tensors import Owners, owners_of, storage_address, tensors_in
 from lightning_spot.errors import FailureReason, NotSerializableError, SnapshotFailedError
 from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, MODEL_FILE, FileSpan
@@ -222,22 +222,22 @@ class CheckpointLayouter:
             return Laid(layout, replace(manifest, nbytes=layout.nbytes), outline_of(layout))
         assert isinstance(content, RankCheckpoint)
         part_bytes = part_bytes_for(_nbytes(kept) // shard.writers)
-        alike = _alike(content, owned) if len(content.ranges) > 1 else {}
-        first = [tensors[0].untyped_storage() for tensors in alike.values()]
-        agreed = self._plan(alike, first, content, part_bytes, manifest.snapshot)
-        whole: Layout | None = None
-        main, start = Layout(0, (), ()), 0
+        alike = _alike(content, owned) if len(content.ranges) > 1 else []
+        first = [tensor.untyped_storage() for tensor in alike]
+        sizes, dtypes = [storage.nbytes() for storage in first], [name_of(tensor.dtype) for tensor in alike]
+        values = sample(alike, manifest.snapshot)
+        agreed = plan(sizes, dtypes, content.ranges, part_bytes, (self._token, values))
         if len(agreed.ranges) == 1:
             first = []
+        main, whole, start = Layout(0, (), ()), None, 0
         if shard.writer == 0:
-            whole = self._outliner.lay_out(content.values, first)
+            main = whole = self._outliner.lay_out(content.values, first)
             self.why_alone = self._outliner.problem
             if self.why_alone and first:
                 raise SnapshotFailedError(
                     f"rank 0 alone can write it: it is serialised with plain torch.save ({self.why_alone})",
                     reason=FailureReason.SHARE_MISSING,
                 )
-            main = whole
         elif shard.writer in agreed.ranges:
             main = self._outliner.lay_out_first(first)
         if (bounds := agreed.range_of(shard.writer, main.nbytes)) is not None:
@@ -248,27 +248,11 @@ class CheckpointLayouter:
         layout, manifest = self._shards.put_together(manifest, main, files, own, splits=True)
         return Laid(layout, manifest, outline_of(whole) if whole is not None else None)
 
-    def _plan(
-        self,
-        alike: Owners,
-        first: Sequence[torch.UntypedStorage],
-        content: RankCheckpoint,
-        part_bytes: int,
-        name: str,
-    ) -> Plan:
-        sizes = [storage.nbytes() for storage in first]
-        dtypes = [name_of(tensors[0].dtype) for tensors in alike.values()]
-        return plan(sizes, dtypes, content.ranges, part_bytes, (self._token, sample(alike, name)))
 
-
-def _alike(content: RankCheckpoint, owned: Owners) -> Owners:
-    """What optimizers own of a checkpoint: a user's hooks may have taken some out."""
-    saved = {storage_address(tensor) for tensor in tensors_in(content.values)}
-    return {
-        address: tensors
-        for address, tensors in owned.items()
-        if address in saved and tensors[0].untyped_storage().nbytes()
-    }
+def _alike(content: RankCheckpoint, owned: Owners) -> list[torch.Tensor]:
+    """What optimizers own of a checkpoint, one tensor of each storage: a user's hooks may have taken some out."""
+    saved = {storage_address(tensor) for tensor in tensors_in(content.values)} - {0}  # which is that of empty ones
+    return [tensors[0] for address, tensors in owned.items() if address in saved]
 
 
 def _nbytes(owners: Owners) -> int:

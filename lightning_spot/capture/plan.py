@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_spot.capture.tensors import Owners
 from lightning_spot.image.parts import checksum
 
 RANGE_BYTES = 64 * 1024 * 1024
@@ -90,13 +89,13 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def sample(owned: Owners, seed: str) -> str:
+def sample(tensors: Sequence[torch.Tensor], seed: str) -> str:
     """Checksums of a few bytes of what this rank holds, at places that ``seed`` tells: equal states give equal ones.
 
     Tensors on a GPU are not looked at: that would wait for it.
     """
     dice = random.Random(seed)
-    on_cpu = [tensors[0] for tensors in owned.values() if tensors[0].is_cpu]
+    on_cpu = [tensor for tensor in tensors if tensor.is_cpu]
     sums = []
     for tensor in dice.sample(on_cpu, min(len(on_cpu), _SAMPLES)):
         storage = tensor.untyped_storage()

@@ -383,7 +383,7 @@ class SnapshotWriter:
             store: the tier.
         """
         laid = self.layouter.lay_out(checkpoint, manifest, NOBODY, NOBODY)
-        self.committed = self.past_memory = stored = store_streamed(laid.layout, manifest, store)
+        self.committed = self.past_memory = stored = store_streamed(laid.layout, laid.manifest, store)
         self._look_at(laid)
         return stored
 
@@ -420,7 +420,7 @@ class SnapshotWriter:
         if not manifest.complete:
             self._slots.look_ahead(host, manifest.nbytes, is_short=is_short)
         self._look_at(pending)
-        if pending.lease.backing != "process":
+        if self._rank == 0 and pending.lease.backing != "process":
             say_failing(self.link)
 
     def _wait_until_it_counts(self, name: str) -> None:

@@ -253,12 +253,12 @@ def filled(layout: Layout) -> bytearray:
     for piece in layout.pieces:
         if not _is_here(piece.storage):
             away.append(piece)
-        elif piece.storage.nbytes() < piece.nbytes:
+        elif piece.storage.nbytes() < piece.start + piece.nbytes:
             raise RuntimeError("a tensor's storage was resized while its checkpoint was written")
         elif not 0 <= piece.offset <= piece.offset + piece.nbytes <= layout.nbytes == len(data):
             raise RuntimeError("a tensor's place is not in the file that was laid out")
         else:  # for torch, each is some ten calls
-            ctypes.memmove(begin + piece.offset, piece.storage.data_ptr(), piece.nbytes)
+            ctypes.memmove(begin + piece.offset, piece.storage.data_ptr() + piece.start, piece.nbytes)
     for piece, elements in zip(away, _fetched_all(away), strict=True):
         place = memoryview(data)[piece.offset : piece.offset + piece.nbytes]
         torch.frombuffer(place, dtype=torch.uint8).copy_(elements)
@@ -268,7 +268,7 @@ def filled(layout: Layout) -> bytearray:
 def _fetched_all(pieces: Sequence[Piece]) -> list[torch.Tensor]:
     """Bytes of devices; small ones of one come together, in as few copies as that takes little of its memory."""
     found = [
-        torch.empty(0, dtype=torch.uint8, device=piece.storage.device).set_(piece.storage)[: piece.nbytes]
+        torch.empty(0, dtype=torch.uint8, device=piece.storage.device).set_(piece.storage)[piece.start :][: piece.nbytes]
         for piece in pieces
     ]
     for device in {piece.storage.device for piece in pieces}:

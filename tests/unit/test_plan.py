@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from lightning_spot.capture.plan import RANGE_BYTES, plan, ranges_for, sample
-from lightning_spot.capture.tensors import by_storage
 
 pytestmark = pytest.mark.guarantee("G10")
 PART = 64 * 1024
@@ -56,6 +55,6 @@ def test_a_sample_is_the_same_of_equal_states_only() -> None:
     weights = [torch.rand(100) for _ in range(50)]
     same = [weight.clone() for weight in weights]
     other = [weight + 1 for weight in weights]
-    first, second, third = (sample(by_storage(each), "step-1") for each in (weights, same, other))
+    first, second, third = (sample(each, "step-1") for each in (weights, same, other))
     assert first == second != third
-    assert sample(by_storage(weights), "step-2") != first
+    assert sample(weights, "step-2") != first
