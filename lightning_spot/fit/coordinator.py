@@ -159,7 +159,7 @@ class Coordinator(OfTrainer):
         self.is_warm = False
         self.uploaded_bytes = self._begun = self._skipped = self._torn = 0
         self._location, self._settings, self._resume, self._interval = location, settings, resume, interval
-        self._is_sharded = is_sharded(trainer)
+        self._is_sharded, self._is_first = is_sharded(trainer), trainer.is_global_zero
         self._hosts = Topology()
         self._host: Host | None = None
         self._committed: Manifest | None = None
@@ -174,7 +174,7 @@ class Coordinator(OfTrainer):
     @property
     def committed(self) -> Manifest | None:
         """The newest snapshot of this attempt that is committed in memory; only rank 0 knows."""
-        if not self._trainer.is_global_zero:
+        if not self._is_first:
             return None
         return self.attempt.writer.committed if self.attempt is not None else self._committed
 
@@ -321,7 +321,7 @@ class Coordinator(OfTrainer):
         if attempt is None:
             return None
         durable = attempt.finish(wait_s, complete=complete)
-        if self._trainer.is_global_zero:
+        if self._is_first:
             self._committed, self._where = attempt.writer.committed, attempt.where
         self._skipped, self._torn = attempt.skipped, attempt.writer.torn
         self.uploaded_bytes = attempt.uploaded_bytes
@@ -428,7 +428,7 @@ class Coordinator(OfTrainer):
         self._begun += self.begun_step != trainer.global_step
         self.begun_step = trainer.global_step
         attempt = self.attempt
-        if attempt is not None and trainer.is_global_zero and not self._hosts.is_one_place and not how.is_last:
+        if attempt is not None and self._is_first and not self._hosts.is_one_place and not how.is_last:
             attempt.writer.settle(wait_s)  # one at a time spans several places
         begin = partial(self._begin, dump, how, wait_s, followed)
         if ranks.size == 1 or not how.is_last:
@@ -453,7 +453,7 @@ class Coordinator(OfTrainer):
                 kept = by_storage(trainer.lightning_module.parameters())
         except Exception as error:
             content = failure_of(error)
-        if self.attempt is None or (how.writers == 1 and not trainer.is_global_zero):
+        if self.attempt is None or (how.writers == 1 and not self._is_first):
             return
         self.attempt.write(
             content,
@@ -487,9 +487,9 @@ class Coordinator(OfTrainer):
             elif gathers:
                 content = values = dump.gathered(trainer)
             else:
-                values = dump.with_own(trainer) if trainer.is_global_zero else dump.checkpoint
+                values = dump.with_own(trainer) if self._is_first else dump.checkpoint
                 content = RankCheckpoint(values, dump.state, how.ranges)
-            if attempt is not None and trainer.is_global_zero:
+            if attempt is not None and self._is_first:
                 values[KEY] |= {"interval": self._interval(), **attempt.origin}
             return content
         except Exception as error:
