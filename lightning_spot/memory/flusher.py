@@ -488,7 +488,7 @@ class Flusher:
         started, standing, info = time.monotonic(), self._standing(job.run, url), self._run(job.run)
         if isinstance(store, NodeTier) and info is not None:
             # Of several servers the replication says which one carries the run on; this one may have forgotten the run.
-            committed = self._ring.newest_committed(job.run)
+            committed = self._ring.newest_committed(job.run, elsewhere=True)
             store.know(replace(info, nodes=(), session="", carry=info.replicas == 1, committed=committed))
         if job.kind is Kind.DELETE:
             on_behalf(store, standing, lambda: store.delete(job.manifest))

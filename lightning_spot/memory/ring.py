@@ -208,17 +208,6 @@ class SlotTable:
 
     # -- when a snapshot of several writers counts ----------------------------------------------------------------
 
-    @property
-    def watermark(self) -> dict[str, Order]:
-        """Order of the newest snapshot of each run that is committed, as far as is known here."""
-        with self.changed:
-            found: dict[str, Order] = {}
-            marks = [(run, max(orders)) for (run, _), orders in self.known.committed.items() if orders]
-            here = [(group.slots[0].run, group.manifest.order) for group in self.groups() if group.is_here]
-            for run, order in (*marks, *here):
-                found[run] = max(order, found.get(run, order))
-            return found
-
     def registers(self, run: str, name: str) -> dict[int, Slot]:
         """The slots that hold shards of a snapshot, or why there will be none, by the number of the writer."""
         with self.changed:
@@ -235,12 +224,12 @@ class SlotTable:
             for group in self.groups(run):
                 if group.manifest.snapshot == name:
                     return group.state, group.why or "a newer snapshot is complete" * (group.state is Status.ABORTED)
-            order = snapshot_order(name) or (0, 0, 0)
-            lineages = [lineage for of, lineage in self.known.committed if of == run]
-            if any(order in self.known.committed[run, lineage] for lineage in lineages):
+            order, committed = snapshot_order(name) or (0, 0, 0), self._committed_orders(run, elsewhere=False)
+            if order in committed:
                 return Status.COMMITTED, ""
-            found = status_of(self.known, (run, name), "", order, {}, self.watermark.get(run))
-            return found[0], found[1] or "a newer snapshot is complete" * (found[0] is Status.ABORTED)
+            newest = max(committed, default=None)
+            state, why = status_of(self.known, (run, name), "", order, {}, newest)
+            return state, why or "a newer snapshot is complete" * (state is Status.ABORTED)
 
     def mark_committed(self, run: str, lineage: str, order: Order) -> None:
         """Note that a snapshot is committed over snapshot servers, or at storage: it makes older ones superfluous."""
@@ -258,19 +247,30 @@ class SlotTable:
             self.refresh(run)
             self.notify()
 
-    def raise_watermark(self, run: str, order: Order) -> None:
+    def raise_watermark(self, run: str, name: str) -> None:
         """Note that a snapshot is committed, as who writes the run says, see :attr:`RunInfo.committed`."""
+        if (order := snapshot_order(name)) is None:
+            return
         with self.changed:
             for slot in self.slots:  # an attempt is of one lineage
                 if slot.run == run and slot.snapshot is not None and slot.snapshot.attempt == order[0]:
                     self.mark_committed(run, slot.snapshot.lineage, order)
                     return
 
-    def newest_committed(self, run: str) -> str:
-        """Name of the newest snapshot that is known to be committed elsewhere, ``""`` for none."""
+    def newest_committed(self, run: str, *, elsewhere: bool = False) -> str:
+        """Name of the newest snapshot that is known to be committed, ``""`` for none.
+
+        Args:
+            run: key of the run.
+            elsewhere: whether only what is committed over snapshot servers, or at storage, counts.
+        """
         with self.changed:
-            found = [max(orders) for (of, _), orders in self.known.committed.items() if of == run and orders]
-            return order_name(max(found, default=None))
+            return order_name(max(self._committed_orders(run, elsewhere=elsewhere), default=None))
+
+    def _committed_orders(self, run: str, *, elsewhere: bool) -> list[Order]:
+        found = [order for (of, _), orders in self.known.committed.items() if of == run for order in orders]
+        here = [] if elsewhere else [group.manifest.order for group in self.groups(run) if group.is_here]
+        return found + here
 
     def see(self, run: str, name: str, registers: Mapping[int, ShardOf]) -> None:
         """Note which registers of a snapshot other places have shown."""
@@ -346,28 +346,8 @@ class SlotTable:
             return os.dup(slot.memory.fd) if slot.memory is not None else None
 
     @contextmanager
-    def reading(self, slot: Slot, manifest: Manifest) -> Iterator[memoryview]:
-        """Pin what a slot holds, and hand out its bytes.
-
-        Raises:
-            SnapshotNotFoundError: if the slot holds another one by now.
-        """
-        with self.pinned(Held((slot,), (manifest,))), slot.view(manifest.nbytes) as view:
-            yield view
-
-    @contextmanager
-    def reading_held(self, held: Held, _manifest: Manifest) -> Iterator[Image]:
-        """Pin what can be read here as one, and hand out its bytes.
-
-        Raises:
-            SnapshotNotFoundError: if the slots hold something else by now.
-        """
-        with self.pinned(held):
-            yield held.image()
-
-    @contextmanager
-    def pinned(self, held: Held) -> Iterator[None]:
-        """Keep what can be read here as it is.
+    def reading(self, held: Held) -> Iterator[Image]:
+        """Pin what can be read here, and hand out its bytes.
 
         Raises:
             SnapshotNotFoundError: if the slots hold something else by now.
@@ -378,7 +358,7 @@ class SlotTable:
             for slot in held.slots:
                 slot.readers += 1
         try:
-            yield
+            yield held.image()
         finally:
             for slot in held.slots:
                 self.unpin(slot)

@@ -11,13 +11,16 @@ from typing import Annotated, Any, get_args
 
 from lightning_spot.config import HIGHEST_ATTEMPT, KEEP, LARGEST, MOST_NODES, check_run_name, directory_of, scheme_of
 from lightning_spot.errors import ServerRefusedError, SettingsError
-from lightning_spot.image.manifest import OWN_DIR, Manifest, snapshot_order
+from lightning_spot.image.manifest import MOST_WRITERS, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.image.packing import Compression
 from lightning_spot.tiers.fences import ATTEMPTS_DIR, Claim, digest_of
 from lightning_spot.untrusted import LONGEST_NAME, items, number, short, text, whole
 
 EPOCH_UNIX_S = 1_577_836_800
 """2020-01-01: who saves files in a folder is an attempt by the clock, a number of seconds since then below 10**9."""
+
+LEFT_S = 35.0
+"""A run counts as left by its trainer if its host has not asked for so long how this server is: it does every 10 s."""
 
 _RUN_ID = re.compile(r"[0-9a-f]{12}")
 
@@ -109,6 +112,9 @@ class RunInfo:
         nodes: ``spot://host:port`` of the snapshot servers behind this one, in order of preference, see
             :mod:`~lightning_spot.memory.placement`.
         replicas: how many of them each snapshot is kept at.
+        hosts: how many hosts write it.
+        apart: number of this host, if each has shards of its own of a sharded model: they go to servers of their own.
+            ``None`` if the shards of all hosts go to the same servers.
         carry: whether the server is to bring the run to its storage; where it is kept at several, one is.
         committed: name of the newest snapshot that is known to be committed over snapshot servers or at storage, ``""``
             for none: what is older gives way to what is newer.
@@ -131,6 +137,8 @@ class RunInfo:
     compression: Annotated[Compression, _compression] = "auto"
     nodes: Annotated[tuple[str, ...], texts] = ()
     replicas: Annotated[int, whole(1, MOST_NODES)] = 1
+    hosts: Annotated[int, whole(1, MOST_WRITERS)] = 1
+    apart: Annotated[int, whole(0, MOST_WRITERS)] | None = None
     carry: bool = True
     committed: _Name = ""
     left: bool = False
@@ -189,12 +197,17 @@ class Run:
         complete: whether its trainer said that the run has ended.
         opened_s: when it was opened last (monotonic).
         client: who opened it last, ``""`` if that is not known, as of what a killed server has left.
+        sessions: connections of all ranks on this host that have opened it.
+        carried_for: when each host, by its name and trainer, asked last that the run be brought to storage from here
+            (monotonic); those of one attempt.
     """
 
     info: RunInfo
     complete: bool = False
     opened_s: float = 0.0
     client: str = ""
+    sessions: set[str] = field(default_factory=set)
+    carried_for: dict[tuple[str, int], float] = field(default_factory=dict)
 
 
 def refusal(url: str, prefixes: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing
 from lightning_spot.memory.ring import Held, Ring
-from lightning_spot.memory.runs import RunInfo, key_of
+from lightning_spot.memory.runs import LEFT_S, RunInfo, key_of
 from lightning_spot.memory.slots import Slot
 from lightning_spot.retry import pause_after
 
@@ -159,9 +159,6 @@ class Later:
 
 MOST_APART_S = 30.0
 """Storage takes one of the snapshots that follow each other in moments at least so often, if it is as fast."""
-
-LEFT_S = 35.0
-"""A run counts as left by its trainer if its host has not asked for so long how this server is: it does every 10 s."""
 
 _APART = 40  # times as long as it takes one: so much less does it cost training
 

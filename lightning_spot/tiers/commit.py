@@ -80,7 +80,7 @@ def look(store: Store, name: str, known: Mapping[int, Manifest] | None = None) -
     if MANIFEST_FILE in sizes:
         found.manifest = read_twice(lambda: Manifest.from_json(folder.read(MANIFEST_FILE)))
         return found
-    there = [file for file, nbytes in sorted(sizes.items()) if is_note(file) and nbytes <= LONGEST_MANIFEST_BYTES]
+    there = [file for file, nbytes in sizes.items() if is_note(file) and nbytes <= LONGEST_MANIFEST_BYTES]
     writers = max((shard.writers for shard in found.registers.values()), default=0)
     mine = {note_name(writer, failed=bool(shard.failed)) for writer, shard in found.registers.items()}
     # To read those of thousands takes long: as long as some are missing, only why there will be none is read.
@@ -90,6 +90,20 @@ def look(store: Store, name: str, known: Mapping[int, Manifest] | None = None) -
         if note is not None and note.shard is not None:
             found.notes[note.shard.writer] = note
     return found
+
+
+def noted(store: Store, name: str) -> list[Manifest]:
+    """Manifests of the shards that storage has of a snapshot, also if it is not complete there.
+
+    Raises:
+        TierError: if the tier fails.
+    """
+    if not isinstance(store, HasFolders):
+        return []
+    folder = _folder(store, name)
+    files = [file for file, nbytes in folder.sizes().items() if is_note(file) and nbytes <= LONGEST_MANIFEST_BYTES]
+    found = all_at_once([functools.partial(_note, folder, name, file) for file in files], "spot-note")
+    return [note for note in found if note is not None]
 
 
 def put_shards(store: Store, shards: Sequence[Shard], *, attempt: int) -> Look:
