@@ -391,6 +391,8 @@ def verify(arguments: argparse.Namespace) -> int:
     for what, why in found.unreadable.items():
         print_line(f"BAD  {what}: {why}")
     for entry in found.entries:
+        if entry.manifest.shard is not None and entry.manifest.shard.failed:
+            continue  # of no bytes
         label = f"{entry.manifest.name} at {entry.source.tier}"
         try:
             _open(entry).close()

@@ -268,7 +268,9 @@ def filled(layout: Layout) -> bytearray:
 def _fetched_all(pieces: Sequence[Piece]) -> list[torch.Tensor]:
     """Bytes of devices; small ones of one come together, in as few copies as that takes little of its memory."""
     found = [
-        torch.empty(0, dtype=torch.uint8, device=piece.storage.device).set_(piece.storage)[piece.start :][: piece.nbytes]
+        torch.empty(0, dtype=torch.uint8, device=piece.storage.device).set_(piece.storage)[piece.start :][
+            : piece.nbytes
+        ]
         for piece in pieces
     ]
     for device in {piece.storage.device for piece in pieces}:

@@ -110,7 +110,7 @@ def survey(location: Location, policy: RetryPolicy | None = None, *, commits: bo
     Args:
         location: of the run.
         policy: of reading them.
-        commits: whether a snapshot that all hosts had brought is committed, if none was left to do so.
+        commits: whether a snapshot of which storage has all shards is committed, if nobody was left to do so.
     """
     forget()  # each start names again what it could not read
     policy = policy or retry.DEFAULT_POLICY
@@ -238,7 +238,7 @@ class _Durable:
 
 
 def _committed(store: Any, left: str) -> Manifest | None:
-    """Commit a snapshot that all hosts had brought, none of which was left to commit it; ``None`` if it was not."""
+    """Commit a snapshot of which storage has all shards, if nobody was left to do so; ``None`` if it was not."""
     try:
         found = commit_left(store, left)
     except (CorruptSnapshotError, SnapshotNotFoundError) as error:  # it stays so, and the one before is there
@@ -246,7 +246,7 @@ def _committed(store: Any, left: str) -> Manifest | None:
         say(logging.WARNING, "snapshot-skipped", "snapshot {about} skipped: {reason}", about=where, reason=error)
         return None
     if found is not None:
-        text = "all hosts had uploaded {about}, and none was left to commit it. It is committed now"
+        text = "all shards of {about} were uploaded, and nobody was left to commit it. It is committed now"
         say(logging.INFO, "late-commit", text, about=left)
     return found
 
