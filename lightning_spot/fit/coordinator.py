@@ -119,7 +119,7 @@ class Decision:
         """
         writers, ranges, persist, urgent, complete, problem = values
         if problem:
-            raise SnapshotFailedError(problem, reason=FailureReason.SHARE_MISSING)
+            raise SnapshotFailedError(problem, reason=FailureReason.SHARD_MISSING)
         return cls(writers=writers, ranges=tuple(ranges), persist=persist, urgent=urgent, complete=complete)
 
 
@@ -225,7 +225,7 @@ class Coordinator(OfTrainer):
         mine = (attempt.info, attempt.lineage, attempt.is_claimed) if attempt is not None else None
         info, lineage, is_claimed = ranks.tell(mine)
         self.number = resume.attempt = info.attempt
-        resume.run_id, resume.info = info.id, info if attempt is not None else None
+        resume.run_id = info.id
         if ranks.size > 1:
             host = ranks.together(lambda: attempt.writer.host if attempt is not None else self._open_ring(info))
             self._hosts = Topology.meet(ranks, self._location, host)
