@@ -312,7 +312,7 @@ class InProcessHost:
         """See :meth:`Host.safe_step`."""
         key, ring = self._node.registry.key(self.run), self._node.ring
         held = ((manifest, held.safe) for held, manifest in ring.readable(key))
-        return newest_safe_step(held, self.attempt, snapshot_order(ring.newest_committed(key)))
+        return newest_safe_step(held, self.attempt, snapshot_order(ring.newest_committed(key, elsewhere=True)))
 
     def leave(self, *, complete: bool) -> None:
         """See :meth:`Host.leave`."""

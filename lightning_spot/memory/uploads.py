@@ -27,7 +27,7 @@ from lightning_spot.errors import (
 )
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.floats import Floats
-from lightning_spot.image.manifest import Manifest, snapshot_order
+from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import part_ranges
 from lightning_spot.image.sealing import Sealing, sealing_threads
 from lightning_spot.image.written import Ranges
@@ -127,8 +127,7 @@ class Uploads:
             return cancelled() or self.closing or bool(session and session not in self._registry.sessions)
 
         key = self._admit(run, attempt)
-        if (order := snapshot_order(committed)) is not None:
-            self._ring.raise_watermark(key, order)
+        self._ring.raise_watermark(key, committed)
         upload_id, announced = upload_id or uuid.uuid4().hex, _plain(manifest)
         if (known := self._uploads.get(upload_id)) is not None:
             return _same(known, (key, attempt, nbytes, announced))

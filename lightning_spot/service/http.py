@@ -402,7 +402,8 @@ def _check_target(request: web.Request) -> None:
 OPEN_PATH = "/v1/runs/{run}/open"
 
 _LONGEST_OPENING_BYTES = 4 * 2**20  # with an environment, of which Linux allows about so much
-_ONLY_NEAR = ("nodes", "replicas", "session", "is_claimed")  # said by trainers of this host, and by no others
+# Said by trainers of this host, and by no others.
+_ONLY_NEAR = ("nodes", "replicas", "hosts", "apart", "session", "is_claimed")
 
 
 class RunRequests:
@@ -479,7 +480,7 @@ class RunRequests:
         ]
         refused = [manifest.to_dict() for manifest in self._node.flusher.refused(key)]
         claimed = await asyncio.to_thread(self._node.claimed, run)
-        committed = self._node.ring.newest_committed(key)
+        committed = self._node.ring.newest_committed(key, elsewhere=True)
         return web.json_response({"attempt": claimed, "committed": committed, "snapshots": listed, "refused": refused})
 
 
@@ -575,7 +576,7 @@ class Files:
         if request.method == hdrs.METH_HEAD:
             await response.prepare(request)
         else:
-            with self._node.ring.reading_held(held, manifest) as image:
+            with self._node.ring.reading(held) as image:
                 if with_digest:
                     response.headers[DIGEST_HEADER] = checksum(image[start:stop])
                 await response.prepare(request)

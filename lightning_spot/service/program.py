@@ -492,7 +492,7 @@ class DescriptorChannel:
         ring = self._node.ring
         for held, _ in ring.readable(run, name):
             with suppress(SnapshotNotFoundError):  # it has just left
-                pins.enter_context(ring.pinned(held))
+                pins.enter_context(ring.reading(held))
                 return held.slots[0]
         return None
 

@@ -76,7 +76,7 @@ def test_a_snapshot_counts_once_every_shard_is_there(ranks: Ranks) -> None:
     assert ranks.status(1) == (Status.COMMITTED, "")
     ((held, manifest),) = ranks.node.ring.readable(RUN_ID)
     assert manifest == whole_of(1, 3)
-    with ranks.node.ring.reading_held(held, manifest) as image:
+    with ranks.node.ring.reading(held) as image:
         span = manifest.span_of(MODEL_FILE)
         assert bytes(image[span.offset : span.stop]) == checkpoint_of(1, 3)
 
