@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _APART_S = 30.0  # between two that several places put to storage, where nothing else is asked for
-_MADE_S = 5.0
 _COMMIT_S = 300.0  # until it is known whether an urgent one, or that of the end, is there
 _MOST_ABORTED = 2
 
@@ -456,10 +455,6 @@ class Coordinator(OfTrainer):
             content = failure_of(error)
         if self.attempt is None or (how.writers == 1 and not self._is_first):
             return
-        if not (
-            self._is_first or self.attempt.writer.ready
-        ):  # those of rank 0 are made: here they are, too, in a moment
-            wait_s = max(wait_s, _MADE_S)
         self.attempt.write(
             content,
             owned=owned,
