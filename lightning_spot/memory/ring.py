@@ -35,7 +35,7 @@ from typing import Any
 
 from lightning_spot.errors import CorruptSnapshotError, FencedError, SnapshotNotFoundError, SpotError
 from lightning_spot.image.manifest import Manifest, Order, ShardOf, order_name, snapshot_order
-from lightning_spot.image.shards import Image, JoinedImage, Status, assemble
+from lightning_spot.image.shards import Image, JoinedImage, Status, assemble, status
 from lightning_spot.memory.area import SlotArea
 from lightning_spot.memory.slots import (
     MOST_SLOTS,
@@ -54,6 +54,7 @@ from lightning_spot.memory.slots import (
     find_room,
     grouped,
     only_here,
+    registers_of,
     reusable,
     set_owed,
     status_of,
@@ -166,8 +167,14 @@ class SlotTable:
             return {url for tiers in self._tiers.values() for url in tiers.carried} - own
 
     def mark_safe(self, slot: Slot, manifest: Manifest, url: str) -> None:
-        """Clear a dirty bit; call it only after the tier said the snapshot is committed there."""
-        self._note(slot, manifest, slot.safe, url)
+        """Clear a dirty bit; call it only after the tier said the snapshot, or shard, is committed there."""
+        with self.changed:
+            self._note(slot, manifest, slot.safe, url)
+            if manifest.shard is not None and slot.manifest is manifest:
+                of_it = self.registers(slot.run, manifest.snapshot).values()
+                is_whole = status(registers_of(of_it), manifest.order) is Status.COMMITTED
+                if is_whole and all(url in each.safe for each in of_it):
+                    self.mark_committed(slot.run, manifest.lineage, manifest.order)
 
     def mark_inexact(self, slot: Slot, manifest: Manifest, url: str) -> None:
         """Note that a tier has an approximation of a snapshot, which stays owed there."""
@@ -223,13 +230,11 @@ class SlotTable:
         with self.changed:
             for group in self.groups(run):
                 if group.manifest.snapshot == name:
-                    return group.state, group.why or "a newer snapshot is complete" * (group.state is Status.ABORTED)
+                    return group.state, group.why
             order, committed = snapshot_order(name) or (0, 0, 0), self._committed_orders(run, elsewhere=False)
             if order in committed:
                 return Status.COMMITTED, ""
-            newest = max(committed, default=None)
-            state, why = status_of(self.known, (run, name), "", order, {}, newest)
-            return state, why or "a newer snapshot is complete" * (state is Status.ABORTED)
+            return status_of(self.known, (run, name), "", order, {}, max(committed, default=None))
 
     def mark_committed(self, run: str, lineage: str, order: Order) -> None:
         """Note that a snapshot is committed over snapshot servers, or at storage: it makes older ones superfluous."""

@@ -199,7 +199,7 @@ class Group:
     Attributes:
         slots: in the order of their writers.
         state: what has become of it, as far as is known here.
-        why: if it is aborted, the reason, for people; ``""`` if a newer snapshot is.
+        why: if it is aborted, the reason, for people.
         is_here: whether all of it is.
         watermark: of the newest snapshot of its lineage that is known to be committed, it may be its own.
         exact_watermark: of the newest exact one.
@@ -293,7 +293,8 @@ def status_of(
     seen = {**known.elsewhere.get(key, {}), **here}
     if why := why_aborted(seen):
         return Status.ABORTED, why
-    return status(here, order, watermark), ""
+    state = status(here, order, watermark)
+    return state, "a newer snapshot is complete" if state is Status.ABORTED else ""
 
 
 def registers_of(slots: Iterable[Slot]) -> dict[int, ShardOf]:

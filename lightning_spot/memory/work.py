@@ -16,6 +16,7 @@ from lightning_spot.errors import SpotError
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing
+from lightning_spot.image.shards import Status
 from lightning_spot.memory.ring import Held, Ring
 from lightning_spot.memory.runs import LEFT_S, RunInfo, key_of
 from lightning_spot.memory.slots import Slot
@@ -160,6 +161,7 @@ class Later:
 MOST_APART_S = 30.0
 """Storage takes one of the snapshots that follow each other in moments at least so often, if it is as fast."""
 
+_TOGETHER_S = 0.5  # so much later than another rank of a host, one may have its shard
 _APART = 40  # times as long as it takes one: so much less does it cost training
 
 
@@ -181,6 +183,7 @@ class Job:
         manifest: of the snapshot it is about, or of the first of its shards.
         held: what is to be put: a snapshot or file, or shards of a snapshot.
         is_whole: whether that is all of the snapshot.
+        state: what has become of the snapshot, as far as is known here.
         coming: if it is not committed yet, but its parts may go already.
         sequence: of the commit that is put.
     """
@@ -190,6 +193,7 @@ class Job:
     manifest: Manifest
     held: Held | None = None
     is_whole: bool = True
+    state: Status = Status.COMMITTED
     coming: Coming | None = None
     sequence: int = 0
 
@@ -395,7 +399,7 @@ class Work:
             return False
         if self.leaves_s is not None:
             return (url, Job(Kind.PUT, slot.run, slot.manifest).key) in self._later
-        return not slot.shard.persist
+        return not slot.shard.persist or bool(slot.shard.failed)
 
     def _own(self, slot: Slot) -> list[str]:
         """Tiers that this server must bring a slot to by itself."""
@@ -455,7 +459,8 @@ class Work:
             owed = [slot for slot in group.slots if slot in dirty and slot.shard is not None]
             if owed:
                 # A server has each shard by itself, and may have some of them.
-                several.append(_put(owed if url.startswith("spot://") else group.slots, is_whole=group.is_here))
+                slots = owed if url.startswith("spot://") else list(group.slots)
+                several.append(replace(_put(slots, is_whole=group.is_here), state=group.state))
                 whole |= {job.run for job in several[-1:] if job.is_whole}
         # Of a run of which something whole is to be put, what is not complete yet waits: it would never be over.
         is_server = url.startswith("spot://")
@@ -481,12 +486,25 @@ class Work:
         """When a tier may take a snapshot at the soonest, so that two are far enough apart; 0 for at once."""
         if job.kind is not Kind.PUT or not job.slots or job.manifest.is_file or url.startswith("spot://"):
             return 0.0
+        if not job.is_whole:
+            return self._apart_s(job)
         shard = job.manifest.shard
         if shard is not None and not shard.persist and not self.is_urgent(job.run):
             return self._left_s(job.run)
-        if job.manifest.complete or not job.is_whole:  # all places bring what is meant to be there, at the same time
-            return 0.0
-        return self._free_s(url, job.slots[0])
+        return 0.0 if job.manifest.complete else self._free_s(url, job.slots[0])
+
+    def _apart_s(self, job: Job) -> float:
+        """When storage may take shards of a snapshot not all of which is here, 0 for at once.
+
+        Where others are to come here, these are waited for. A host of several, whose rings never have all, does not
+        wait, but for its own ranks; a server does, until it is known that other servers have the others.
+        """
+        info, shard = self._run(job.run), job.manifest.shard
+        is_wanted = (shard is not None and shard.persist) or self.is_urgent(job.run)
+        if info is not None and info.session and info.hosts > 1 and is_wanted:
+            return max(slot.committed_s for slot in job.slots) + _TOGETHER_S
+        is_known = job.state is not Status.PENDING and (info is None or info.hosts > 1)
+        return 0.0 if is_wanted and is_known else self._left_s(job.run)
 
     def is_left(self, run: str, now_s: float) -> bool:
         """Whether a run counts as left by its trainer, see :data:`LEFT_S`."""
@@ -498,7 +516,9 @@ class Work:
         Until then its trainer says which ones these are, since all places must bring the same. A server that is about
         to end leaves its trainer as much time.
         """
-        asked_s = self._ring.opened_s.get(run, self._ring.begun_s)
+        info, asked_s = self._run(run), self._ring.opened_s.get(run, self._ring.begun_s)
+        if info is not None and info.session:
+            asked_s = float("inf")
         return min(asked_s, self.leaves_s if self.leaves_s is not None else asked_s) + LEFT_S
 
     def _free_s(self, url: str, slot: Slot) -> float:

@@ -57,3 +57,15 @@ def checkpoint_of(step: int, writers: int = 2) -> bytes:
 def whole_of(step: int, writers: int = 2) -> Manifest:
     """The manifest of the snapshot."""
     return assemble(sealed_shard(step, writer, writers) for writer in range(writers))
+
+
+def apart_shard(step: int, writer: int, writers: int = 2, *, persist: bool = True, **fields: Any) -> Manifest:
+    """The manifest of a shard of a sharded model, not sealed: it has files of its own only."""
+    files = (FileSpan(f"__{writer}_0.distcp", 0, 3000), FileSpan(f"rank-{writer:05d}.pt", 4096, OWN_BYTES))
+    shard = ShardOf(writer, writers, "plan", persist=persist)
+    return shard_manifest(step, writer, writers, **{"files": files, "nbytes": PART, "shard": shard, **fields})
+
+
+def sealed_apart(step: int, writer: int, writers: int = 2, **fields: Any) -> Manifest:
+    manifest = apart_shard(step, writer, writers, **fields)
+    return manifest.sealed(memoryview(shard_image(manifest)))
