@@ -6,13 +6,10 @@ copy is over.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
 
 from lightning_spot.capture.contents import CHECK_EVERY, CopyPlan, SealedContent, SlotViews, Unchanged
 from lightning_spot.capture.tensors import Owners
@@ -27,24 +24,6 @@ from lightning_spot.staging.copier import Copier, CopyJob, watch
 from lightning_spot.staging.schedule import Schedule
 
 
-class OpenedSnapshot(NamedTuple):
-    """A snapshot whose slot is there.
-
-    Attributes:
-        layout: what rank 0 copies.
-        lease: the slot.
-        manifest: with its size.
-        whole: the layout of the whole file.
-        sent: first byte and length of the room for what other ranks send, by rank.
-    """
-
-    layout: Layout
-    lease: Lease
-    manifest: Manifest
-    whole: Layout
-    sent: Mapping[int, tuple[int, int]]
-
-
 @dataclass(slots=True)
 class Pending:
     """A snapshot on its way.
@@ -55,10 +34,10 @@ class Pending:
         job: copies that may go on until the next optimizer step.
         done: becomes the manifest when committed, or the error.
         destinations: tiers below, if not the run's.
-        outline: of its file, without the tensors.
+        outline: of what is written, without the tensors.
+        tried: what is tried to be read back, see :class:`~lightning_spot.capture.layouts.Laid`.
         plan: what is copied.
         view: its slot, as the writer sees it.
-        sent: first byte and length of the room for what other ranks send, by rank.
         floats: where in it numbers lie that may be approximated on their way to a snapshot server.
         followed: whether another one is to follow in a moment, see :meth:`Host.seal`.
     """
@@ -69,20 +48,11 @@ class Pending:
     done: Future[Manifest]
     destinations: list[str] | None
     outline: Layout
+    tried: Layout | None
     plan: CopyPlan
     view: SlotView
-    sent: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     floats: tuple[Floats, ...] = ()
     followed: bool = False
-
-    @contextlib.contextmanager
-    def rooms(self) -> Iterator[dict[int, memoryview]]:
-        """The room for what other ranks send, by rank. It is let go of behind this: the slot may be closed then."""
-        with contextlib.ExitStack() as held:
-            whole = held.enter_context(memoryview(self.view.map))
-            yield {
-                rank: held.enter_context(whole[start : start + nbytes]) for rank, (start, nbytes) in self.sent.items()
-            }
 
     def torn(self, found: int) -> SnapshotFailedError | None:
         """Why what was copied is worthless, if it is.
@@ -90,7 +60,7 @@ class Pending:
         Args:
             found: how many tensors were left out, and are not as they were thought to be.
         """
-        name = self.manifest.name
+        name = self.manifest.snapshot
         if self.job.moved:
             return SnapshotFailedError(
                 f"snapshot {name} was dropped: {len(self.job.moved)} tensors changed between two optimizer steps while"
@@ -103,19 +73,6 @@ class Pending:
                 reason=FailureReason.TORN,
             )
         return None
-
-    @property
-    def is_here(self) -> bool:
-        """Whether no other host takes part in it."""
-        return self.lease.shared is None or not self.lease.shared.at
-
-    @property
-    def tried(self) -> Layout:
-        """What of it is tried to be read back: of a sharded one, the rest of the checkpoint, which lies behind."""
-        if not self.manifest.files:
-            return self.outline
-        rest = self.outline.frame[-1][1][: self.manifest.files[-1].nbytes]
-        return Layout(len(rest), ((0, rest),), ())
 
 
 class Copying:
