@@ -37,11 +37,8 @@ class Writer:
         self.ready, self.is_under_way, self.aborted, self.why_aborted = True, False, 0, "rank 1: other weights"
         self.committed: Any = None
         self.destinations: list[str] = []
-        self.link = SimpleNamespace(ask=lambda question, _: question(self))
-        self.host = SimpleNamespace(destinations=lambda: self.destinations)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.host, name)
+        host = SimpleNamespace(destinations=lambda: self.destinations)
+        self.link = SimpleNamespace(ask=lambda question, _: question(host))
 
 
 @pytest.fixture(autouse=True)
