@@ -21,7 +21,7 @@ from lightning_spot.fit.collectives import Agreement, Failed
 from lightning_spot.fit.restore import Restore, SharedOpening
 from lightning_spot.goodput.records import read_records
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.portion import Image
+from lightning_spot.image.shards import Image
 from lightning_spot.run.choice import open_newest
 from lightning_spot.run.identity import starts_between
 from lightning_spot.run.reading import OpenSnapshot

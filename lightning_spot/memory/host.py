@@ -10,7 +10,7 @@ from typing import Protocol
 
 from lightning_spot.config import SERVER_CALL_TIMEOUT_S
 from lightning_spot.image.floats import Floats
-from lightning_spot.image.manifest import Manifest, Order
+from lightning_spot.image.manifest import Manifest, Order, snapshot_order
 from lightning_spot.image.shards import Status
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory.node import IN_PROCESS, Node
@@ -312,7 +312,7 @@ class InProcessHost:
         """See :meth:`Host.safe_step`."""
         key, ring = self._node.registry.key(self.run), self._node.ring
         held = ((manifest, held.safe) for held, manifest in ring.readable(key))
-        return newest_safe_step(held, self.attempt, ring.watermark.get(key))
+        return newest_safe_step(held, self.attempt, snapshot_order(ring.newest_committed(key, elsewhere=True)))
 
     def leave(self, *, complete: bool) -> None:
         """See :meth:`Host.leave`."""

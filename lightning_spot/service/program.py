@@ -488,12 +488,12 @@ class DescriptorChannel:
                 os.close(fd)
 
     def _find(self, run: str, name: str, pins: ExitStack) -> Slot | None:
-        """The slot of a snapshot or file of that name, pinned until the connection closes."""
+        """The slot of a snapshot, shard or file of that name, pinned until the connection closes."""
         ring = self._node.ring
-        for slot, manifest in ring.readable(run, name):
+        for held, _ in ring.readable(run, name):
             with suppress(SnapshotNotFoundError):  # it has just left
-                pins.enter_context(ring.reading(slot, manifest))
-                return slot
+                pins.enter_context(ring.reading(held))
+                return held.slots[0]
         return None
 
 

@@ -1,6 +1,7 @@
 """What ``torch.distributed.checkpoint`` wants to know of a sharded snapshot: its ``Metadata``, made from ours.
 
-It is written as ``.metadata``, a pickle, for others; we read our own :class:`~lightning_spot.image.tensor_index.Shards`.
+It is written as ``.metadata``, a pickle, for others; we read our own
+:class:`~lightning_spot.image.tensor_index.Shards`.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from lightning_spot.fit.restore import SharedOpening, fetched_once
 from lightning_spot.fit.selection import ResumedFrom, choose, own_small
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.image.portion import Image
+from lightning_spot.image.shards import Image
 from lightning_spot.memory.node import Node
 from lightning_spot.protocol import ownership
 from lightning_spot.run import export, receiving

@@ -15,12 +15,12 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_spot.memory.joint import SpreadPlace
 
 from lightning_spot import EverySteps
 from lightning_spot.config import MOST_NODES
 from lightning_spot.fit.collectives import AsyncBroadcast, AsyncGather
 from lightning_spot.fit.snapshotter import Pacing
-from lightning_spot.memory.joint import SpreadPlace
 from tests.support.gpus import NEEDS_GPU
 
 EVERY, STEPS = 4, 50

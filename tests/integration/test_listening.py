@@ -140,29 +140,19 @@ def test_a_greeting_has_its_time_however_it_is_cut(
         assert 0.2 < time.monotonic() - began_s < LAST_S
 
 
-def key_value_server() -> tuple[Any, int, Callable[[], Any]]:
-    """A server of a trainer: it, its port, and what a rank does there."""
-    server = KeyValueServer(SECRET)
-
-    def ask() -> None:
-        with contextlib.closing(KeyValueClient(LOOPBACK, server.port, SECRET)) as rank:
-            rank.set("k", 1)
-            assert rank.get("k", LAST_S) == 1
-
-    return server, server.port, ask
-
-
 @pytest.mark.parametrize("said", [b"", b'{"secret":'], ids=["silent", "half a greeting"])
 def test_strangers_leave_the_trainer_its_descriptors_threads_and_ranks(said: bytes) -> None:
     """1,100 silent connections, and the trainer had no descriptor left."""
-    server, port, ask = key_value_server()
+    server = KeyValueServer(SECRET)
     strangers: list[socket.socket] = []
     threads = threading.active_count()
     try:
         for _ in range(5 * most_connections(2)):
-            strangers.append(socket.create_connection((LOOPBACK, port), LAST_S))
+            strangers.append(socket.create_connection((LOOPBACK, server.port), LAST_S))
             strangers[-1].sendall(said)
-        ask()  # which comes last
+        with contextlib.closing(KeyValueClient(LOOPBACK, server.port, SECRET)) as rank:  # which comes last
+            rank.set("k", 1)
+            assert rank.get("k", LAST_S) == 1
         until(lambda: sum(map(is_open, strangers)) <= most_connections(2), "those before to give way", LAST_S)
         assert threading.active_count() <= threads + 1  # the rank's own
     finally:
@@ -189,8 +179,8 @@ def test_strangers_never_displace_ranks(listening: Callable[..., tuple[str, int]
 
 def test_a_rank_that_says_nothing_is_kept_when_garbage_is_collected(caplog: pytest.LogCaptureFixture) -> None:
     """An event loop keeps no task: one that waits for a silent rank is held by nothing else."""
-    server, port, _ = key_value_server()
-    connection = greet((LOOPBACK, port))
+    server = KeyValueServer(SECRET)
+    connection = greet((LOOPBACK, server.port))
     try:
         until(lambda: server._writers, "it to be known there", LAST_S)
         for _ in range(3):
@@ -275,8 +265,8 @@ def test_of_several_addresses_of_a_host_the_one_that_faces_the_other_is_taken(ve
         assert network.there("first", lambda: facing(there)) == network.address["first"]
         assert network.there("first", lambda: facing(network.address["first"])) == network.address["first"]
         with contextlib.closing(network.there("first", lambda: KeyValueServer(SECRET, facing(there)))) as server:
-            address = (network.address["first"], server.port, SECRET)
-            network.there("second", lambda: KeyValueClient(*address)).close()
+            address = network.address["first"], server.port
+            network.there("second", lambda: KeyValueClient(*address, SECRET)).close()
             with pytest.raises(ConnectionRefusedError):
                 network.there("first", lambda: socket.create_connection((LOOPBACK, server.port), LAST_S))
 

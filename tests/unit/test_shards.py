@@ -1,0 +1,277 @@
+"""When a snapshot of several writers counts, and how their shards make one image."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from lightning_spot.errors import CorruptSnapshotError
+from lightning_spot.image.files import FileSpan
+from lightning_spot.image.manifest import Manifest, Order, ShardOf, shard_name, snapshot_name
+from lightning_spot.image.shards import (
+    LEAST_PART_BYTES,
+    JoinedImage,
+    Status,
+    assemble,
+    is_evictable,
+    part_bytes_for,
+    status,
+    why_aborted,
+)
+from tests.support.commit_model import Model, search
+
+PART = LEAST_PART_BYTES
+NAME = snapshot_name(7, 2)
+ORDER: Order = (2, 7, 2)
+
+
+def of(writer: int, writers: int = 2, digest: str = "plan", failed: str = "") -> ShardOf:
+    return ShardOf(writer, writers, digest, failed=failed)
+
+
+# -- the functions ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("registers", "watermark", "expected"),
+    [
+        ([], None, Status.PENDING),
+        ([of(0)], None, Status.PENDING),
+        ([of(0), of(1)], None, Status.COMMITTED),
+        ([of(0), of(1)], (2, 9, 2), Status.COMMITTED),  # a newer one does not undo it
+        ([of(0)], (2, 9, 2), Status.ABORTED),
+        ([of(0)], ORDER, Status.PENDING),
+        ([of(0), of(1, failed="no memory")], None, Status.ABORTED),
+        ([of(1, failed="no memory")], None, Status.ABORTED),
+        ([of(0), of(1, digest="another plan")], None, Status.ABORTED),
+        ([of(0), of(1, writers=3)], None, Status.ABORTED),
+        ([of(0, writers=1)], None, Status.COMMITTED),
+    ],
+)
+def test_status(registers: list[ShardOf], watermark: Order | None, expected: Status) -> None:
+    assert status({each.writer: each for each in registers}, ORDER, watermark) is expected
+
+
+def test_why_a_snapshot_is_aborted_names_the_rank() -> None:
+    assert "rank 1: no memory" in why_aborted({0: of(0), 1: of(1, failed="no memory")})
+    assert "same model" in why_aborted({0: of(0), 1: of(1, digest="another plan")})
+    assert not why_aborted({0: of(0)})
+
+
+@pytest.mark.parametrize(
+    ("order", "state", "watermark", "is_durable", "expected"),
+    [
+        ((1, 4, 2), Status.PENDING, (1, 5, 2), False, True),
+        ((1, 4, 2), Status.COMMITTED, (1, 5, 2), False, True),
+        ((1, 5, 2), Status.COMMITTED, (1, 5, 2), False, False),
+        ((1, 5, 2), Status.COMMITTED, (1, 5, 2), True, True),
+        ((1, 6, 2), Status.PENDING, (1, 5, 2), True, False),
+        ((1, 6, 2), Status.ABORTED, (1, 5, 2), False, True),
+        ((1, 1, 2), Status.PENDING, None, False, False),
+    ],
+)
+def test_what_may_be_evicted(
+    order: Order, state: Status, watermark: Order | None, is_durable: bool, expected: bool
+) -> None:
+    assert is_evictable(order, state, watermark, is_durable=is_durable) is expected
+
+
+def test_more_registers_never_turn_committed_into_aborted() -> None:
+    """Two observers that see different registers never disagree: one may only not know yet."""
+    values = [None, ("a", ""), ("b", ""), ("", "failed")]
+    for first in values:
+        for second in values:
+            seen = {w: of(w, digest=v[0], failed=v[1]) for w, v in enumerate((first, second)) if v is not None}
+            whole = status(seen, ORDER)
+            for left_out in seen:
+                fewer = status({w: each for w, each in seen.items() if w != left_out}, ORDER)
+                assert fewer in (Status.PENDING, whole)
+
+
+# -- the model --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Model(writers=2, servers=1, snapshots=2, attempts=1),
+        Model(writers=2, servers=2, snapshots=2, attempts=2, values=("a", "b", "")),
+        Model(writers=3, servers=2, snapshots=2, attempts=2),
+    ],
+    ids=["one server", "two servers", "three writers"],
+)
+def test_no_state_loses_or_mixes_a_snapshot(model: Model) -> None:
+    seen, problem = search(model, most=15_000)
+    assert not problem
+    assert seen >= 15_000
+
+
+def at_the_watermark(order: Order, state: Status, watermark: Order | None) -> bool:
+    return state is Status.ABORTED or (watermark is not None and order <= watermark)
+
+
+def without_digests(registers: dict[int, ShardOf], order: Order, watermark: Order | None) -> Status:
+    return status({w: replace(each, digest="") for w, each in registers.items()}, order, watermark)
+
+
+def without_failures(registers: dict[int, ShardOf], order: Order, watermark: Order | None) -> Status:
+    return status({w: replace(each, failed="", digest="a") for w, each in registers.items()}, order, watermark)
+
+
+def by_majority(registers: dict[int, ShardOf], order: Order, watermark: Order | None) -> Status:
+    return Status.COMMITTED if registers else status(registers, order, watermark)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Model(may_evict=at_the_watermark),
+        Model(values=("a", "b"), status=without_digests),
+        Model(status=without_failures),
+        Model(status=by_majority),
+        Model(write_once=False),
+    ],
+    ids=["evicts at the watermark", "no digests", "no failures", "before all are there", "a register twice"],
+)
+def test_the_model_finds_a_planted_defect(model: Model) -> None:
+    _, problem = search(model, most=60_000)
+    assert problem
+
+
+class Walk(RuleBasedStateMachine):
+    """A long walk through larger models than can be searched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model(writers=3, servers=2, snapshots=3, attempts=3, values=("a", "a", "b", ""))
+        self.state = self.model.start
+
+    @rule(choice=st.integers(0, 10_000))
+    def go(self, choice: int) -> None:
+        possible = list(self.model.steps(self.state))
+        if possible:
+            self.state = possible[choice % len(possible)][1]
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        assert not self.model.problem(self.state)
+
+
+TestWalk = Walk.TestCase
+TestWalk.settings = settings(
+    max_examples=40, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+# -- one image --------------------------------------------------------------------------------------------------------
+
+
+def shard(
+    writer: int, writers: int, files: Sequence[FileSpan], nbytes: int, start: int = 0, fill: int | None = None
+) -> tuple[Manifest, memoryview]:
+    image = bytearray(nbytes)
+    for file in files:
+        image[file.offset : file.stop] = os.urandom(file.nbytes) if fill is None else bytes([fill]) * file.nbytes
+    manifest = Manifest(
+        run="run",
+        name=shard_name(NAME, writer),
+        step=7,
+        attempt=2,
+        nbytes=nbytes,
+        files=tuple(files),
+        part_bytes=PART,
+        shard=ShardOf(writer, writers, "plan", start),
+    )
+    return manifest.sealed(memoryview(image)), memoryview(image)
+
+
+def ranges_of_one_file() -> dict[int, tuple[Manifest, memoryview]]:
+    """Rank 0 has the end of ``model.ckpt``, rank 3 none of it, and all but rank 0 a file of their own."""
+    return {
+        0: shard(0, 4, [FileSpan("model.ckpt", 0, PART + 100)], 2 * PART, start=5 * PART),
+        1: shard(1, 4, [FileSpan("model.ckpt", 0, 3 * PART), FileSpan("rank-00001.pt", 3 * PART, 500)], 4 * PART),
+        2: shard(
+            2, 4, [FileSpan("model.ckpt", 0, 2 * PART), FileSpan("rank-00002.pt", 2 * PART, 500)], 3 * PART, 3 * PART
+        ),
+        3: shard(3, 4, [FileSpan("rank-00003.pt", 0, 700)], PART),
+    }
+
+
+def test_ranges_of_one_file_lie_one_after_another_in_the_image() -> None:
+    shards = ranges_of_one_file()
+    manifests = [manifest for manifest, _ in shards.values()]
+    whole = assemble(reversed(manifests))
+    image = JoinedImage(manifests, {writer: data for writer, (_, data) in shards.items()})
+    assert whole.name == NAME
+    assert whole.shard is None
+    assert not whole.is_sharded
+    assert len(image) == whole.nbytes
+    data = image[0 : len(image)]
+    whole.verify(data, "the shards")
+    assert [span.name for span in whole.files] == ["model.ckpt", "rank-00001.pt", "rank-00002.pt", "rank-00003.pt"]
+    model = whole.span_of("model.ckpt")
+    parts = [shards[1][1][: 3 * PART], shards[2][1][: 2 * PART], shards[0][1][: PART + 100]]
+    assert data[model.offset : model.stop] == b"".join(parts)
+    last = whole.span_of("rank-00003.pt")
+    assert data[last.offset : last.stop] == shards[3][1][:700]
+    assert Manifest.from_json(whole.to_json()) == whole
+
+
+def test_a_range_within_one_shard_is_read_in_place() -> None:
+    shards = ranges_of_one_file()
+    image = JoinedImage([m for m, _ in shards.values()], {w: data for w, (_, data) in shards.items()})
+    assert image[10:20].obj is shards[1][1].obj
+    crossing = image[3 * PART - 5 : 3 * PART + 5]
+    assert crossing == bytes(shards[1][1][3 * PART - 5 : 3 * PART]) + bytes(shards[2][1][:5])
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda shards: shards[:-1],
+        lambda shards: [*shards, shards[0]],
+        lambda shards: [replace(shards[0], shard=replace(shards[0].shard, digest="other")), *shards[1:]],
+        lambda shards: [replace(shards[0], shard=replace(shards[0].shard, start=4 * PART)), *shards[1:]],
+        lambda shards: [replace(shards[0], part_bytes=2 * PART), *shards[1:]],
+        lambda shards: [replace(shards[0], lineage="0" * 12), *shards[1:]],
+        lambda shards: [replace(shards[0], checksums=()), *shards[1:]],
+        lambda shards: [replace(shards[0], shard=None, name=NAME), *shards[1:]],
+        lambda shards: [replace(shards[0], nbytes=PART + 100), *shards[1:]],
+        lambda _shards: [],
+    ],
+    ids=["missing", "twice", "plan", "gap", "parts", "lineage", "checksums", "no shard", "not padded", "none"],
+)
+def test_shards_that_do_not_fit_are_refused(spoil: Callable[[list[Manifest]], list[Manifest]]) -> None:
+    with pytest.raises(CorruptSnapshotError):
+        assemble(spoil([manifest for manifest, _ in ranges_of_one_file().values()]))
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3 * PART)), min_size=1, max_size=5), st.integers(1, PART))
+@settings(max_examples=25, deadline=None)
+def test_any_shards_make_an_image_with_their_checksums(sizes: list[tuple[int, int]], end: int) -> None:
+    writers, start, shards = len(sizes) + 1, 0, []
+    for writer, (parts, own) in enumerate(sizes, start=1):
+        files = [FileSpan("model.ckpt", 0, parts * PART)] if parts else []
+        files.append(FileSpan(f"rank-{writer:05d}.pt", parts * PART, own))
+        nbytes = -(-(parts * PART + own) // PART) * PART
+        shards.append(shard(writer, writers, files, nbytes, start, fill=writer))
+        start += parts * PART
+    shards.append(shard(0, writers, [FileSpan("model.ckpt", 0, end)], -(-end // PART) * PART, start, fill=9))
+    manifests = [manifest for manifest, _ in shards]
+    whole = assemble(manifests)
+    image = JoinedImage(manifests, {m.shard.writer: data for m, data in shards if m.shard is not None})
+    whole.verify(image[0 : len(image)], "the shards")
+    assert whole.span_of("model.ckpt").nbytes == start + end
+
+
+@given(st.integers(0, 2**40))
+def test_padding_costs_little(nbytes: int) -> None:
+    part = part_bytes_for(nbytes)
+    assert part & (part - 1) == 0
+    assert part <= max(LEAST_PART_BYTES, nbytes / 16)
