@@ -236,7 +236,7 @@ class CheckpointLayouter:
             if self.why_alone and first:
                 raise SnapshotFailedError(
                     f"rank 0 alone can write it: it is serialised with plain torch.save ({self.why_alone})",
-                    reason=FailureReason.SHARE_MISSING,
+                    reason=FailureReason.SHARD_MISSING,
                 )
         elif shard.writer in agreed.ranges:
             main = self._outliner.lay_out_first(first)

@@ -446,7 +446,7 @@ class SnapshotWriter:
             return
         self.aborted += 1
         self.why_aborted = why or f"the shards of all ranks are not there after {time.monotonic() - began_s:.0f} s"
-        raise SnapshotFailedError(self.why_aborted, reason=FailureReason.SHARE_MISSING)
+        raise SnapshotFailedError(self.why_aborted, reason=FailureReason.SHARD_MISSING)
 
     def _end(self, host: Host, pending: Pending, error: BaseException) -> None:
         """Whatever has failed beside what is expected to, nobody waits for a snapshot after, and its slot is free."""

@@ -268,8 +268,8 @@ def filled(layout: Layout) -> bytearray:
 def _fetched_all(pieces: Sequence[Piece]) -> list[torch.Tensor]:
     """Bytes of devices; small ones of one come together, in as few copies as that takes little of its memory."""
     found = [
-        torch.empty(0, dtype=torch.uint8, device=piece.storage.device).set_(piece.storage)[piece.start :][: piece.nbytes]
-        for piece in pieces
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[start : start + nbytes]
+        for storage, _, nbytes, _, start in pieces
     ]
     for device in {piece.storage.device for piece in pieces}:
         there = [number for number, piece in enumerate(pieces) if piece.storage.device == device]
