@@ -180,9 +180,9 @@ def _told(state: State | SpotError, trainer: pl.Trainer) -> torch.Tensor | SpotE
         return as_failure(error)
 
 
-def read_checkpoint(file: IO[bytes] | str, map_location: str = "cpu") -> Any:
+def read_checkpoint(file: IO[bytes] | str, map_location: str = "cpu", *, mapped: str = "") -> Any:
     """Read a checkpoint, and the states of ranks in it, as :func:`safe_load` does; see there."""
-    return with_ranks(safe_load(file, map_location), safe_load)
+    return with_ranks(safe_load(file, map_location, mapped=mapped), safe_load)
 
 
 def with_ranks(checkpoint: Any, read: Callable[[IO[bytes]], Any]) -> Any:

@@ -251,15 +251,16 @@ def load_named(load: Callable[..., Any], path: Any, *arguments: Any, **named: An
 
 
 def _with_own_states(trainer: pl.Trainer, checkpoint: dict[str, Any], path: Any) -> None:
-    """Complete what Lightning has loaded of a snapshot of several ranks: their own states are in files beside it.
+    """Complete what Lightning has loaded of a snapshot that several ranks wrote: states of ranks are files beside it.
 
     Raises:
-        SettingsError: if these are not there.
+        SettingsError: if they are not there.
     """
     shared = checkpoint.get(KEY)
-    if shared is None or len(shared["ranks"]) >= shared["world_size"]:
+    is_folder = os.path.isdir(path)
+    if shared is None or len(shared["ranks"]) >= shared["world_size"] or not (is_folder or shared["ranks"]):
         return
-    folder = str(path) if os.path.isdir(path) else str(path).rpartition("/")[0] or "."
+    folder = str(path) if is_folder else str(path).rpartition("/")[0] or "."
 
     def read(name: str) -> memoryview:
         with fsspec.open(f"{folder}/{name}", "rb") as file:

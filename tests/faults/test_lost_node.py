@@ -26,7 +26,7 @@ from lightning_spot.capture.writer import SnapshotWriter, stream_parts
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import FencedError, ServerUnreachableError, TierError
-from lightning_spot.fit.rank_writer import RankWriter
+from lightning_spot.fit.coordinator import Coordinator
 from lightning_spot.image.layout import lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.interval.deadline import Deadline
@@ -164,16 +164,16 @@ def test_of_a_node_that_is_lost_there_is_one_warning(
 def test_a_node_that_is_lost_before_the_attempt_begins_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    look, callback = RankWriter.look, spot(tmp_path, notices=None)
+    look, callback = Coordinator.look, spot(tmp_path, notices=None)
 
-    def kill_behind(beginning: RankWriter) -> Survey:
+    def kill_behind(beginning: Coordinator) -> Survey:
         found = look(beginning)
         node = find_record(callback.location.url).process()
         assert node is not None
         assert node.kill(30.0)
         return found
 
-    monkeypatch.setattr(RankWriter, "look", kill_behind)
+    monkeypatch.setattr(Coordinator, "look", kill_behind)
     probe = Probe()
     trainer(callback, probe).fit(Net(), data())
     assert check_all(tmp_path, probe)[0].complete

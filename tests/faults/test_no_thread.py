@@ -9,14 +9,12 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightning_spot.client.embedded import Session
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, TierError
-from lightning_spot.fit import together
 from lightning_spot.fit.collectives import Agreement
 from lightning_spot.fit.restore import SharedOpening
 from lightning_spot.memory import uploads
@@ -31,7 +29,6 @@ from tests.distributed.test_joint_hosts import Checkpoint, Team
 from tests.distributed.test_restore import put
 from tests.support.chain import FIRST, SECOND, Chained
 from tests.support.ranks import Group, Rank
-from tests.support.said import said
 from tests.support.server import snapshot_server
 from tests.support.waiting import until
 
@@ -196,26 +193,3 @@ def test_without_a_thread_to_give_each_rank_reads_for_itself(tmp_path: Path, lac
             return hosts.count
 
     assert on_two_ranks(begin) == [2, 2]
-
-
-def test_without_a_thread_to_send_by_mail_what_a_rank_knows_is_gathered(
-    monkeypatch: pytest.MonkeyPatch, lacking: Lacking, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("lightning_spot.fit.ranks.main_address", lambda _: "127.0.0.1")
-    monkeypatch.setattr(together, "allow_ranks", lambda _: None)
-
-    def no_sender(*_: Any) -> Any:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(together, "Sender", no_sender)
-
-    def begin(trainer: Any) -> bool:
-        attempt: Any = SimpleNamespace(writer=SimpleNamespace()) if trainer.global_rank == 0 else None
-        letters = together.Mail(trainer, attempt)
-        if attempt is not None:
-            attempt.writer.mailbox.close()
-        return letters.works
-
-    assert on_two_ranks(begin) == [False, False]
-    (facts,) = said(caplog, "rank-unreached")
-    assert "new thread" in facts["problem"]
