@@ -294,11 +294,8 @@ class ShardedCheckpointLayouter:
 
     def forget(self) -> None:
         """See :meth:`RankLayouter.forget`."""
-        self._layouter, self._own, self._shards = (
-            ShardedLayouter(*self._how),
-            Outliner("the state of this rank"),
-            _Shards(),
-        )
+        self._layouter = ShardedLayouter(self._rank, self._world_size, self._token)
+        self._own, self._shards = Outliner("the state of this rank"), _Shards()
 
     def counted(self, owned: Owners, kept: Owners) -> Owners:
         """What is in ``kept``, and nothing of the optimizers: theirs may write past the counts.

@@ -80,7 +80,7 @@ class Layouter:
                 empty. Their places depend on nothing but their sizes.
         """
         pickled = self._pickler.dump(checkpoint, first)
-        storages, places = self._take(), self._places
+        storages, places = self._take(len(first)), self._places
         last = places.all[-1] if places.all else None
         end, last_nbytes = (last.end, last.nbytes) if last is not None else (0, 0)
         tail = _tail(pickled, places.entries, last_nbytes, end)
@@ -89,14 +89,14 @@ class Layouter:
     def lay_out_first(self, first: Sequence[torch.UntypedStorage]) -> Layout:
         """Lay out how a file begins that has these storages first, see :meth:`lay_out`."""
         self._pickler.name(first)
-        storages, places = self._take(), self._places
+        storages, places = self._take(len(first)), self._places
         return Layout(places.all[-1].end if places.all else 0, tuple(places.before), places.pieces(storages))
 
-    def _take(self) -> dict[Named, torch.UntypedStorage]:
-        """The storages that were met, each with its place; they are not kept alive."""
+    def _take(self, first: int) -> dict[Named, torch.UntypedStorage]:
+        """The storages that were met, each with its place, so many of them first; they are not kept alive."""
         storages = self._pickler.storages
         self._pickler.forget()
-        self._places.place(storages)
+        self._places.place(storages, first)
         return storages
 
 
@@ -169,17 +169,22 @@ class _Places:
         self.entries: list[bytes] = []
         self._placed: dict[Named, None] = {}
 
-    def place(self, present: Mapping[Named, object]) -> None:
-        """Give the storages that are there now their places."""
+    def place(self, present: Mapping[Named, object], first: int) -> None:
+        """Give the storages that are there now their places; so many of them come first, in their order."""
         if list(present) == list(self._placed):  # so it is nearly always; to compare their keys takes ten times as long
             return
+        heads = dict.fromkeys(itertools.islice(present, first))
         gone = map(operator.not_, map(present.__contains__, self._placed))
         kept = next(itertools.compress(itertools.count(), gone), len(self.all))
-        behind = [place.named for place in self.all[kept:] if place.named in present]
-        new = list(itertools.filterfalse(self._placed.__contains__, present))
+        moved = map(operator.is_not, heads, self._placed)
+        kept_heads = next(itertools.compress(itertools.count(), moved), min(first, len(self.all)))
+        kept = kept if kept_heads == first else min(kept, kept_heads)
+        behind = [named for place in self.all[kept:] if (named := place.named) in present and named not in heads]
+        new = [named for named in present if named not in self._placed and named not in heads]
+        following = [*itertools.islice(heads, kept, None), *behind, *new]
         if kept < len(self.all):
             self._cut(kept)
-        for named in (*behind, *new):
+        for named in following:
             self._add(_Place(named, self.all[-1] if self.all else None))
 
     def pieces(self, storages: Mapping[Named, torch.UntypedStorage]) -> tuple[Piece, ...]:
@@ -268,10 +273,8 @@ def filled(layout: Layout) -> bytearray:
 def _fetched_all(pieces: Sequence[Piece]) -> list[torch.Tensor]:
     """Bytes of devices; small ones of one come together, in as few copies as that takes little of its memory."""
     found = [
-        torch.empty(0, dtype=torch.uint8, device=piece.storage.device).set_(piece.storage)[piece.start :][
-            : piece.nbytes
-        ]
-        for piece in pieces
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[start : start + nbytes]
+        for storage, _, nbytes, _, start in pieces
     ]
     for device in {piece.storage.device for piece in pieces}:
         there = [number for number, piece in enumerate(pieces) if piece.storage.device == device]

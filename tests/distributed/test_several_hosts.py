@@ -19,7 +19,7 @@ from lightning_spot.memory.runs import RunInfo
 from lightning_spot.tiers.commit import commit_left, look, noted
 from lightning_spot.tiers.local import LocalStore
 from tests.support.server import MIB, RUN_ID, NodeBehind
-from tests.support.shards import failed_shard, shard_image
+from tests.support.shards import apart_shard, failed_shard, sealed_apart, shard_image
 from tests.support.store import GatedStore
 from tests.support.waiting import until
 

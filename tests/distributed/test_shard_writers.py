@@ -38,7 +38,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.guarantee("G10")
 
 LAST_S = 60.0  # of what never takes so long
-FAILED = FailureReason.SHARE_MISSING.caused
+FAILED = FailureReason.SHARD_MISSING.caused
 
 
 def tensors(seed: int, count: int = 9, least: int = 1) -> list[torch.Tensor]:
@@ -297,7 +297,7 @@ def test_nothing_comes_into_a_slot_that_was_given_back(desk: Desk, monkeypatch: 
     """What was still to be copied came there later on, when the slot may be another snapshot's."""
 
     def refused(lease: Lease, *_: Any, **__: Any) -> bool:
-        raise SnapshotFailedError("it is not wanted", reason=FailureReason.SHARE_MISSING)
+        raise SnapshotFailedError("it is not wanted", reason=FailureReason.SHARD_MISSING)
 
     monkeypatch.setattr(desk.rings[1], "seal", refused)
     done = desk.begin(1, 1)

@@ -854,20 +854,12 @@ FENCES = [
         _of("ring", "earlier_attempts_are_refused"),
     ),
     Mutation(
-        "fence of a host's note",
-        "memory.joint_store",
-        "        folder.check_fence()\n        if not",
-        "        if not",
-        _TWO,
-        _of("joint_store", "hosts_ask_a_bucket_no_more_than_they_need"),
-    ),
-    Mutation(
-        "fence of a portion",
-        "memory.flusher",
-        "        folder.check_fence(claimed)",
+        "fence of shards",
+        "tiers.commit",
+        "        check_fence(first.run_id, attempt, found.claimed)",
         "        pass",
         _TWO,
-        _of("portions", "a_portion_that_waits_for_others_hears_of_a_later_attempt_and_that_there_will_be_none"),
+        _of("commit", "a_later_attempt_fences[directory]"),
     ),
 ]
 
@@ -917,18 +909,18 @@ CHECKSUMS = [
     Mutation(
         "checksum at flush",
         "memory.flusher",
-        '            job.manifest.verify(image, "memory")',
-        "            pass",
+        '                manifest.verify(slot.view(manifest.nbytes), "memory")',
+        "                pass",
         _DAMAGED,
         _of("ring", "a_corrupted_slot_goes_nowhere"),
     ),
     Mutation(
-        "checksum of a host's bytes after they were written",
-        "memory.joint_store",
-        "            if not is_intact():",
-        "            if False:",
+        "checksum of shards after they were written",
+        "tiers.commit",
+        "            _verify(good)  # what was damaged meanwhile may have been written so",
+        "            pass",
         _DAMAGED,
-        _of("joint_store", "what_is_damaged_in_memory_while_it_is_written_is_not_committed"),
+        _of("commit", "what_is_damaged_while_it_is_written_is_not_committed[directory]"),
     ),
     Mutation(
         "checksum of parts passed on",
@@ -937,14 +929,6 @@ CHECKSUMS = [
         "            if False:",
         _DAMAGED,
         _of("coming", "a_part_that_changes_in_memory_is_not_made_durable"),
-    ),
-    Mutation(
-        "checksum of parts of several hosts",
-        "image.notes",
-        "        if len(data) != end - begin or checksum(piece) != noted:",
-        "        if len(data) != end - begin:",
-        _DAMAGED,
-        _of("joint_store", "hosts_that_do_not_fit_each_other_and_bytes_that_were_changed_make_no_snapshot"),
     ),
     Mutation(
         "checksum of what nobody wrote to",
@@ -1041,8 +1025,8 @@ _ONLY = "the only copy of the newest snapshot is given away"
 RING = [
     Mutation(
         "newest safe nowhere stays",
-        "memory.slots",
-        "    return bool(slot.refused) if manifest is None else slot not in newest or not manifest.exact",
+        "image.shards",
+        "    return is_durable and state is Status.COMMITTED",
         "    return True",
         _ONLY,
         _of("ring", "one_slot_never_gives_its_only_snapshot_away"),
@@ -1066,7 +1050,7 @@ RING = [
     Mutation(
         "what is only here survives the node",
         "memory.ring",
-        "only_here(self.slots) if keep_unsafe else set()",
+        "only_here(self.slots, self.known) if keep_unsafe else set()",
         "set()",
         _ONLY,
         _of("ring", "an_orderly_end_keeps_what_is_safe_nowhere_else"),
@@ -1082,8 +1066,8 @@ RING = [
     Mutation(
         "newest is by its order",
         "memory.slots",
-        "if key not in newest or order > newest[key][0]:",
-        "if key not in newest:",
+        "    newest_exact = max((",
+        "    newest_exact = min((",
         _ONLY,
         _of("ring", "back_pressure_when_every_slot_is_needed"),
     ),

@@ -27,9 +27,9 @@ WRITERS = 4
 NAME = snapshot_name(1, 1)
 
 
-@pytest.fixture(params=["directory", "memory"])
+@pytest.fixture(params=["directory", "objects"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    where = str(tmp_path / "run") if request.param == "directory" else f"memory://{tmp_path}/run"
+    where = str(tmp_path / "run") if request.param == "directory" else f"kept://{tmp_path}/run"
     return open_store(where)
 
 
@@ -143,6 +143,27 @@ def test_damaged_bytes_leave_nothing(store: Store) -> None:
     shards[2][1][5] ^= 1  # type: ignore[index]
     with pytest.raises(CorruptSnapshotError):
         put_shards(store, shards, attempt=1)
+    assert sizes(store) == {}
+
+
+def test_what_is_damaged_while_it_is_written_is_not_committed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards, real = shards_of(*range(WRITERS)), store.folder  # type: ignore[attr-defined]
+
+    class Damaging:
+        def __init__(self, *args: Any, **more: Any) -> None:
+            self._folder = real(*args, **more)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._folder, name)
+
+        def write_all(self, contents: dict[str, Any]) -> None:
+            shards[2][1][5] ^= 1  # type: ignore[index]
+            self._folder.write_all(contents)
+
+    with monkeypatch.context() as damaging:
+        damaging.setattr(store, "folder", Damaging)
+        with pytest.raises(CorruptSnapshotError):
+            put_shards(store, shards, attempt=1)
     assert sizes(store) == {}
 
 
