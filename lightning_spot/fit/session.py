@@ -21,6 +21,7 @@ from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.per_trainer import PerTrainer
 from lightning_spot.exact.seams import Seam
+from lightning_spot.exact.sharded import is_sharded
 from lightning_spot.fit import run_lookup
 from lightning_spot.fit.collectives import Agreement
 from lightning_spot.fit.preflight import check_alike, parts_of
@@ -381,8 +382,8 @@ def secure(
     ranks.together(partial(_stand_still, snapshotter))
     taken = ranks.everyones(lambda: _has_taken(writing, step, deadline.left_s / 2))[0]
     differs = taken and any(ranks.everyones(lambda: attempt is not None and attempt.writer.newest_differs()))
-    # Several ranks write one snapshot of a step: what places have of it would get into a second one.
-    is_one = ranks.size > 1 and writing.begun_step == step
+    # Of several files, or several ranks': what places have of the snapshot of a step would get into a second one.
+    is_one = (ranks.size > 1 or is_sharded(trainer)) and writing.begun_step == step
     dump = _newest(snapshotter, ranks, seam) if (differs or not taken) and not is_one else None
     if not all(ranks.gather(dump is not None)):
         dump = None

@@ -488,7 +488,7 @@ def test_the_last_snapshot_that_was_damaged_and_cannot_be_taken_again_is_not_cal
 def test_what_was_damaged_before_a_deadline_is_taken_again_or_said(tmp_path: Path, can_be_taken_again: bool) -> None:
     """The notice's whole grace went by, and it was said to be in memory."""
     run = Damaging(tmp_path, complete=False)
-    safety = Safety(run.writer)
+    safety = Safety(run.writer, PastMemory(run.writer, str(run.root), run.info))
     again = (lambda: run.writer.begin(run.state, run.newest, wait_s=30.0)) if can_be_taken_again else None
     said = safety.bring(Deadline.of(None, 600.0), safety.plan(None), lambda: False, cast(Callable[[], None], again))
     if can_be_taken_again:
