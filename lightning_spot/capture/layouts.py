@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from lightning_spot.capture.plan import name_of, plan, sample
+from lightning_spot.capture.ddp_plan import name_of, plan_ranges, sample
 from lightning_spot.capture.tensors import Owners, owners_of, storage_address, tensors_in
 from lightning_spot.errors import FailureReason, NotSerializableError, SnapshotFailedError
 from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, MODEL_FILE, FileSpan
@@ -226,7 +226,7 @@ class CheckpointLayouter:
         first = [tensor.untyped_storage() for tensor in alike]
         sizes, dtypes = [storage.nbytes() for storage in first], [name_of(tensor.dtype) for tensor in alike]
         values = sample(alike, manifest.snapshot)
-        agreed = plan(sizes, dtypes, content.ranges, part_bytes, (self._token, values))
+        agreed = plan_ranges(sizes, dtypes, content.ranges, part_bytes, (self._token, values))
         if len(agreed.ranges) == 1:
             first = []
         main, whole, start = Layout(0, (), ()), None, 0

@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_spot.capture.attempt import Attempt
+from lightning_spot.capture.ddp_plan import ranges_for
 from lightning_spot.capture.host_link import RingSettings, leave, open_host, within
 from lightning_spot.capture.layouts import (
     CheckpointLayouter,
@@ -27,7 +28,6 @@ from lightning_spot.capture.layouts import (
     ShardedCheckpoint,
     ShardedCheckpointLayouter,
 )
-from lightning_spot.capture.plan import ranges_for
 from lightning_spot.capture.tensors import Owners, by_storage, optimizer_owned, overwritten
 from lightning_spot.capture.unexpected import Pause, failure_of
 from lightning_spot.capture.writer import SnapshotWriter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_spot.capture.plan import RANGE_BYTES, plan, ranges_for, sample
+from lightning_spot.capture.ddp_plan import RANGE_BYTES, plan_ranges, ranges_for, sample
 
 pytestmark = pytest.mark.guarantee("G10")
 PART = 64 * 1024
@@ -23,7 +23,7 @@ def test_no_rank_writes_a_range_for_little() -> None:
 @pytest.mark.parametrize("ranges", [(0,), (1, 0), (3, 5, 0), (1, 2, 3, 4, 5, 6, 0)])
 @pytest.mark.parametrize("nbytes", [0, 1000, PART, 5 * PART + 1, 333 * PART + 7])
 def test_ranges_begin_with_parts_and_follow_each_other(ranges: tuple[int, ...], nbytes: int) -> None:
-    found = plan([nbytes // 3, nbytes - nbytes // 3], ["float32"] * 2, ranges, PART, ("token",))
+    found = plan_ranges([nbytes // 3, nbytes - nbytes // 3], ["float32"] * 2, ranges, PART, ("token",))
     assert found.ranges[-1] == 0
     assert set(found.ranges) <= set(ranges)
     bounds = [found.range_of(rank, nbytes + 5000) for rank in found.ranges]
@@ -40,15 +40,15 @@ def test_ranges_begin_with_parts_and_follow_each_other(ranges: tuple[int, ...], 
 def test_whatever_differs_is_in_the_digest() -> None:
     sizes, dtypes = [PART, 3 * PART], ["float32", "int64"]
     digests = [
-        plan(sizes, dtypes, (1, 0), PART, ("token", "sample")).digest,
-        plan(sizes[::-1], dtypes, (1, 0), PART, ("token", "sample")).digest,
-        plan(sizes, dtypes[::-1], (1, 0), PART, ("token", "sample")).digest,
-        plan(sizes, dtypes, (1, 0), 2 * PART, ("token", "sample")).digest,
-        plan(sizes, dtypes, (1, 0), PART, ("token", "other")).digest,
-        plan(sizes, dtypes, (1, 2, 0), PART, ("token", "sample")).digest,
+        plan_ranges(sizes, dtypes, (1, 0), PART, ("token", "sample")).digest,
+        plan_ranges(sizes[::-1], dtypes, (1, 0), PART, ("token", "sample")).digest,
+        plan_ranges(sizes, dtypes[::-1], (1, 0), PART, ("token", "sample")).digest,
+        plan_ranges(sizes, dtypes, (1, 0), 2 * PART, ("token", "sample")).digest,
+        plan_ranges(sizes, dtypes, (1, 0), PART, ("token", "other")).digest,
+        plan_ranges(sizes, dtypes, (1, 2, 0), PART, ("token", "sample")).digest,
     ]
     assert len(set(digests)) == len(digests)
-    assert plan(sizes, dtypes, (1, 0), PART, ("token", "sample")).digest == digests[0]
+    assert plan_ranges(sizes, dtypes, (1, 0), PART, ("token", "sample")).digest == digests[0]
 
 
 def test_a_sample_is_the_same_of_equal_states_only() -> None:

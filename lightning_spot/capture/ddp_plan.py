@@ -37,7 +37,7 @@ def ranges_for(nbytes: int, ranks: Sequence[int], least_bytes: int = RANGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RangePlan:
     """How a file is cut.
 
     Attributes:
@@ -63,9 +63,9 @@ class Plan:
         return self.cuts[number], (*self.cuts, nbytes)[number + 1]
 
 
-def plan(
+def plan_ranges(
     sizes: Sequence[int], dtypes: Sequence[str], ranges: Sequence[int], part_bytes: int, seal: Sequence[str]
-) -> Plan:
+) -> RangePlan:
     """Plan a file.
 
     Args:
@@ -80,7 +80,7 @@ def plan(
     count = max(1, min(len(ranges), nbytes // part_bytes))
     cuts = tuple(number * nbytes // count // part_bytes * part_bytes for number in range(count))
     told = [str(part_bytes), *map(str, cuts), *map(str, sizes if count > 1 else ()), *(dtypes if count > 1 else ())]
-    return Plan((*ranges[: count - 1], 0), cuts, checksum(" ".join([*told, *seal]).encode()))
+    return RangePlan((*ranges[: count - 1], 0), cuts, checksum(" ".join([*told, *seal]).encode()))
 
 
 @functools.cache
