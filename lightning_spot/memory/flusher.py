@@ -478,7 +478,7 @@ class Flusher:
                 else:
                     self._delayed.add(url)
                     idle_until = now + _IDLE_S
-                    wake.wait(due_s - now)
+                    wake.wait(min(due_s - now, threading.TIMEOUT_MAX))  # what waits for something else has no time
             del self._threads[url], self._wakes[url]
             return None
 
