@@ -15,7 +15,6 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_spot.memory.joint import SpreadPlace
 
 from lightning_spot import EverySteps
 from lightning_spot.fit.collectives import AsyncBroadcast

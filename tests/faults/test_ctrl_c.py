@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_spot.capture.copying import Copying
+from lightning_spot.capture.contents import Copying
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.memory.host import InProcessHost, Lease
 from lightning_spot.staging import batch as batch_module
