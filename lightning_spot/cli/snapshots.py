@@ -246,7 +246,7 @@ def _entries(source: Source, holdings: Holdings) -> list[Entry]:
     for item in server.listing():
         if not item.manifest.is_file:
             listed.setdefault(item.manifest.snapshot, []).append(item)
-    entries = []
+    entries: list[Entry] = []
     for items in listed.values():
         whole = put_together(item.manifest for item in items)
         entries += (Entry(manifest, source, _state(items)) for manifest in whole)

@@ -29,6 +29,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.packing import Compression
 from lightning_spot.image.parts import checksum
 from lightning_spot.image.sealing import seal_parts
+from lightning_spot.image.shards import Image
 from lightning_spot.memory.ring import FindEarlier, nothing_earlier
 from lightning_spot.memory.runs import Opened, RunInfo, key_of, parse_run
 from lightning_spot.memory.tier import Listed, Sent
@@ -83,9 +84,9 @@ class NodeStore:
 
     # -- as a store -----------------------------------------------------------------------------------------------
 
-    def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
+    def put(self, manifest: Manifest, image: Image, *, attempt: int) -> None:
         """See :meth:`Store.put`; the server must have a slot within 30 s."""
-        self.send(Coming(manifest, image), attempt=attempt)
+        self.send(Coming(manifest, image[: len(image)]), attempt=attempt)
 
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
         """See :meth:`Store.put_parts`."""

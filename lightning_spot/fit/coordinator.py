@@ -231,7 +231,11 @@ class Coordinator(OfTrainer):
             self._hosts = Topology.meet(ranks, self._location, host)
             if not self._hosts.is_one_place and not self._location.servers and is_claimed:
                 check_storage(ranks, self._location, info)
+            if not self._hosts.is_one_place:
+                info = self._hosts.told(info, apart=self._is_sharded)
+                ranks.together(lambda: host.open_run(info) if host is not None else None)
             self.attempt = attempt or self._join(info, lineage)
+            self.attempt.info = info
             self.attempt.safety.writers_here = len(self._hosts.here)
 
     def _begin_attempt(self) -> Attempt:

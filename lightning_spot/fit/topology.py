@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.stores import open_store
@@ -66,6 +66,16 @@ class Topology:
     def is_guest(self) -> bool:
         """Whether this rank writes into another ring than rank 0."""
         return self.here != self.places[0]
+
+    def told(self, info: RunInfo, *, apart: bool) -> RunInfo:
+        """What the ring of this place is told of the run.
+
+        Args:
+            info: of the run.
+            apart: whether each place has shards of its own, of a sharded model.
+        """
+        number = self.places.index(self.here)
+        return replace(info, hosts=len(self.places), apart=number if apart else None)
 
 
 def place_of(location: Location) -> str:

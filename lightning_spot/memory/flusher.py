@@ -32,7 +32,7 @@ from lightning_spot.memory.ring import Held, Ring, glance
 from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.slots import Slot
 from lightning_spot.memory.tier import NodeTier, TierHealth
-from lightning_spot.memory.work import Job, Kind, PutOff, Work
+from lightning_spot.memory.work import FORSAKEN_S, SURPASSED_S, Job, Kind, PutOff, Work
 from lightning_spot.say import UNEXPECTED, recovered, say
 from lightning_spot.tiers import commit
 from lightning_spot.tiers.fences import Standing
@@ -111,9 +111,10 @@ class Putting:
         if not is_left:
             _say_refused(job.run, job.manifest.attempt, fence)
             raise PutOff(f"{fence}, and its trainer may live")
-        return not self._has_newer(store, job.manifest)
+        return not self.has_newer(store, job.manifest)
 
-    def _has_newer(self, store: Store, than: Manifest) -> bool:
+    def has_newer(self, store: Store, than: Manifest) -> bool:
+        """Whether storage has a newer snapshot of that run."""
         return any(m.run_id == than.run_id and m.order > than.order for m in store.survey().manifests)
 
     def _put(self, store: Store, url: str, job: Job, attempt: int) -> Manifest | None:
@@ -174,7 +175,7 @@ class Putting:
                 return None
         if whole is None:
             why = f"{job.name} is at {store.url} as far as this server has it"
-            raise PutOff(why, len(found.sizes), is_surpassed=self._has_newer(store, job.manifest))
+            raise PutOff(why, len(found.sizes))
         with self._ring.changed:
             if not whole.is_file and url not in self._ring.tiers(job.run).carried:
                 self._work.retain(url, job.run, whole)
@@ -436,7 +437,7 @@ class Flusher:
         except FencedError as error:
             self._fenced(url, job, attempt, error)
         except PutOff as error:
-            self._put_off(url, job, error)
+            self._put_off(store, url, job, error)
         except SnapshotFailedError as error:
             self._give_up(url, job, error)
         except Exception as error:  # whatever it is, it is tried again
@@ -475,7 +476,7 @@ class Flusher:
                 else:
                     self._delayed.add(url)
                     idle_until = now + _IDLE_S
-                    wake.wait(due_s - now)
+                    wake.wait(min(due_s - now, threading.TIMEOUT_MAX))  # what waits for something else has no time
             del self._threads[url], self._wakes[url]
             return None
 
@@ -540,13 +541,19 @@ class Flusher:
             self._ring.notify()
         self._heard(url, error)
 
-    def _put_off(self, url: str, job: Job, error: PutOff) -> None:
+    def _put_off(self, store: Store | None, url: str, job: Job, error: PutOff) -> None:
         """A put waits for the shards that others bring. In the end it is given up there."""
         with self._ring.changed:
-            if self.work.later(url, job, time.monotonic(), error.there, is_surpassed=error.is_surpassed):
-                self._give_up(url, job, error)
-            else:
-                self._succeeded(url, job)
+            waited_s = self.work.later(url, job, time.monotonic(), error.there)
+            self._succeeded(url, job)
+        is_over = waited_s >= FORSAKEN_S
+        if waited_s >= SURPASSED_S and store is not None and not is_over:
+            try:
+                is_over = self._putting.has_newer(store, job.manifest)
+            except SpotError as failure:  # it is looked at again
+                logger.debug("%s does not tell whether it has something newer: %s", url, failure)
+        if is_over:
+            self._give_up(url, job, error)
         self._heard(url, None)
 
     def _give_up(self, url: str, job: Job, error: SpotError) -> None:

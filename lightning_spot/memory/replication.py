@@ -442,8 +442,7 @@ class Replication:
             opened = node.open(carry=carry, left=self._is_left())
             if opened.leaves:
                 raise TierError("it is shutting down", tier=node.url)
-            if anew or not opened.carries:
-                node.find_lost(durable_too=anew)
+            node.find_lost(durable_too=anew)
         except SpotError as error:
             self._lost(replica, node, error)
             return False

@@ -615,9 +615,9 @@ class Ring(SlotTable):
             groups = grouped(slots, self._known_now())
             committed = [group.manifest for group in groups if group.state is Status.COMMITTED]
             kept = worth_keeping(newest_first(committed))[: max(1, keep)]
-            stays = {slot for group in groups if group.is_newest or group.manifest in kept for slot in group.slots}
-            idle, bases = reusable(slots, self.known), bases_of(slots)
-            old = [slot for slot in idle if slot.snapshot is not None and slot not in stays and slot not in bases]
+            over = {slot for group in groups if group.is_over and group.manifest not in kept for slot in group.slots}
+            over -= {slot for group in groups if group.is_newest for slot in group.slots} | bases_of(slots)
+            old = [slot for slot in reusable(slots, self.known) if slot in over]
             for slot in old:
                 self._forget(slot)
             if old:

@@ -226,6 +226,11 @@ class Group:
         return shard is None or shard.persist
 
     @property
+    def is_over(self) -> bool:
+        """Whether something newer of its lineage is committed."""
+        return self.watermark is not None and self.manifest.order < self.watermark
+
+    @property
     def is_newest(self) -> bool:
         """Whether a resume would miss it: nothing newer of its lineage is committed, or nothing newer that is exact."""
         marks = (self.watermark, self.exact_watermark) if self.manifest.exact else (self.watermark,)
@@ -346,10 +351,9 @@ def set_owed(slots: Sequence[Slot], tiers: Tiers, known: Known = _NOTHING) -> No
             wanted[group.manifest.lineage] = max(group.manifest.order, wanted.get(group.manifest.lineage, (0, 0, 0)))
     for group in groups:
         manifest = group.manifest
-        is_over = group.watermark is not None and manifest.order < group.watermark
         for slot in group.slots:
             if slot.shard is not None and slot.shard.failed:
-                slot.dirty = [] if is_over else _owed(slot, (*tiers.own, *tiers.carried))
+                slot.dirty = [] if group.is_over else _owed(slot, (*tiers.own, *tiers.carried))
                 continue
             urls = [*tiers.own, *tiers.carried] if group.is_newest or (manifest.complete and _may_count(group)) else []
             if not urls and group.persist and _may_count(group):

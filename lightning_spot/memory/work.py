@@ -97,12 +97,11 @@ class PutOff(SpotError):
 
     Attributes:
         there: files of the snapshot that are there, of all places.
-        is_surpassed: whether the tier has something newer.
     """
 
-    def __init__(self, why: str, there: int = 0, *, is_surpassed: bool = False) -> None:
+    def __init__(self, why: str, there: int = 0) -> None:
         super().__init__(why)
-        self.there, self.is_surpassed = there, is_surpassed
+        self.there = there
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,21 +335,19 @@ class Work:
         self._errors.setdefault(url, {})[job.key] = text
         self._later.failed((url, job.key), now_s)
 
-    def later(self, url: str, job: Job, now_s: float, there: int, *, is_surpassed: bool = False) -> bool:
-        """A put waits for what other servers put there; whether it has for so long that nobody will. The tier works.
+    def later(self, url: str, job: Job, now_s: float, there: int) -> float:
+        """A put waits for what others put there; for how long it has in vain, in a run that its trainer has left.
 
         Args:
-            url: of the tier.
+            url: of the tier, which works.
             job: the put.
             now_s: the time (monotonic).
             there: files that are there now, of all places.
-            is_surpassed: whether something newer is.
         """
         self.backoff(url).succeeded(job.key)
         self._errors.get(url, {}).pop(job.key, None)
         since_s = self._later.wait((url, job.key), now_s, there)
-        most_s = SURPASSED_S if is_surpassed else FORSAKEN_S
-        return now_s - max(since_s, self._left_s(job.run)) >= most_s
+        return now_s - max(since_s, self._left_s(job.run))
 
     def dropped(self, url: str, job: Job) -> None:
         """A put came to nothing, because there was nothing to put after all: it does not count as taken."""

@@ -373,6 +373,7 @@ class Joined:
             try:
                 place.read(shard, start, into)
                 self._silent.discard(place.url)
+                problem = None  # its traceback has views of the memory, which could not be unmapped
                 return
             except SpotError as error:
                 problem = error
@@ -409,7 +410,7 @@ class Streamed(OpenSnapshot):
         super().__init__(manifest, tier, url, fd=-1)
         self._store = store
 
-    def reader(self) -> StreamReader:
+    def reader(self, *, whole: bool = False) -> StreamReader:
         """See :meth:`OpenSnapshot.reader`."""
         return StreamReader(self._store, self.manifest, self.url)
 

@@ -15,7 +15,7 @@ from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, T
 from lightning_spot.image.files import FileSpan, is_own_file, pieces
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.image.sealing import NotedParts
-from lightning_spot.image.shards import Image
+from lightning_spot.image.shards import Image, JoinedImage, slices
 from lightning_spot.say import say
 from lightning_spot.threads import all_at_once, both
 from lightning_spot.tiers import fences, s3, store
@@ -179,7 +179,8 @@ class ObjectStore:
         _, noted = both(lambda: self._check_fences(manifest, attempt), lambda: self._seen(manifest), "spot-ask")
         if noted.manifest == manifest and self.has(manifest):
             return  # durable already: a server that takes over from a killed one may not know, and must not undo it
-        self._commit(manifest, image, lambda: manifest, attempt, noted)
+        parts = image if isinstance(image, (memoryview, JoinedImage)) else slices(image, PART_BYTES)
+        self._commit(manifest, parts, lambda: manifest, attempt, noted)
 
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
         """See :meth:`Store.put_parts`."""

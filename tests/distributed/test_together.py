@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lightning_spot.exact.compare import differences
+from lightning_spot.image.files import MODEL_FILE
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.sharded.file_plan import state_file
 from lightning_spot.tiers.local import LocalStore
@@ -43,7 +44,7 @@ def manifests(root: Path) -> list[Manifest]:
 
 def load(root: Path, manifest: Manifest) -> dict[str, Any]:
     """All of a snapshot: what only one rank knows is in a file beside the others."""
-    path = root / "run" / manifest.data_path
+    path = root / "run" / manifest.name / MODEL_FILE
     checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     for rank in range(len(checkpoint["lightning_spot"]["ranks"]), manifest.world_size):
         state = torch.load(path.with_name(state_file(rank)), map_location="cpu", weights_only=True)

@@ -37,8 +37,6 @@ from lightning_spot.errors import (
     ServerRefusedError,
     ServerUnreachableError,
     SettingsError,
-    ShareFault,
-    ShareProblem,
     SnapshotFailedError,
     SnapshotNotFoundError,
     SpotError,
@@ -387,8 +385,7 @@ def test_a_node_names_no_path_beside_its_run(path: Any) -> None:
          {"error": "FencedError", "message": HOSTILE[:-1], "facts": {"attempt": "x", "run": HOSTILE[:-1]}}
      ).encode(),
      json.dumps({"error": "PreemptedError", "message": "x" * 10**5}).encode(),
-     b'{"error": "SnapshotFailedError", "message": "x", "facts": {"fault": {"problem": "differs", "rank": -1}}}',
-     b'{"error": "SnapshotFailedError", "message": "x", "facts": {"fault": [1]}}'],
+     b'{"error": "SnapshotFailedError", "message": "x", "facts": [1]}'],
 )  # fmt: skip
 def test_an_error_from_a_node_is_one_of_ours_and_one_line(body: bytes) -> None:
     error = error_from_body(500, body, "spot://node")
@@ -399,10 +396,6 @@ def test_an_error_from_a_node_is_one_of_ours_and_one_line(body: bytes) -> None:
 
 KNOWN: list[SpotError] = [
     *(SnapshotFailedError("why", reason=reason, nbytes=2, memory_bytes=1) for reason in FailureReason),
-    *(
-        SnapshotFailedError("why", reason=FailureReason.SHARE_MISSING, fault=ShareFault(problem, rank=3, nbytes=7))
-        for problem in ShareProblem
-    ),
     *(TierError("why", tier="spot://node", reason=reason) for reason in TierReason),
     *(ServerRefusedError("why", tier="spot://node", status=500, reason=reason) for reason in TierReason),
     ServerUnreachableError("why", tier="spot://node"),
@@ -440,10 +433,10 @@ def test_an_error_comes_over_the_network_with_its_facts(error: SpotError) -> Non
             {
                 "error": "SnapshotFailedError",
                 "message": "why",
-                "facts": {"reason": "share-missing", "fault": {"problem": "later", "rank": 1}},
+                "facts": {"reason": "shard-missing", "later": {"rank": 1}},
             },
             SnapshotFailedError,
-            FailureReason.SHARE_MISSING,
+            FailureReason.SHARD_MISSING,
         ),
     ],
 )

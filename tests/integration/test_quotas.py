@@ -357,7 +357,7 @@ def test_attempts_by_the_clock_are_no_jump(tmp_path: Path) -> None:
 
 def test_one_client_does_not_keep_others_from_waiting_for_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload_requests, "MOST_WAITING", 8)
-    with asked(node_of(slots=1)) as client, ExitStack() as stack:
+    with asked(node_of(memory_bytes=10)) as client, ExitStack() as stack:
         for run in ("greedy", "other"):
             open_run(client, run)
         upload = begin(client, 10, "greedy")

@@ -31,6 +31,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import area as area_module
 from lightning_spot.memory import flusher, work
 from lightning_spot.memory.area import SlotArea
+from lightning_spot.memory.ring import Held
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.slots import Slot
 from lightning_spot.protocol.process import ProcessId
@@ -177,7 +178,7 @@ def test_making_memory_holds_nobody_up(bench: Bench, monkeypatch: pytest.MonkeyP
     assert bench.flush() == []
     slot = bench.node.ring.find(RUN_ID, sealed.name)
     assert slot is not None
-    with bench.node.ring.reading(slot, sealed):
+    with bench.node.ring.reading(Held((slot,), (sealed,))):
         bench.node.status()
     assert time.monotonic() - began < 10
     assert leasing.is_alive()
@@ -526,7 +527,7 @@ def test_readers_are_safe_from_reuse(make_bench: Callable[..., Bench]) -> None:
     first = bench.save(1)
     slot = bench.node.ring.find(RUN_ID, first.name)
     assert slot is not None
-    with bench.node.ring.reading(slot, first) as image:
+    with bench.node.ring.reading(Held((slot,), (first,))) as image:
         before = bytes(image)
         for step in range(2, 7):
             bench.save(step, wait_s=30)
