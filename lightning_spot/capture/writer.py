@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import queue
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -20,8 +21,7 @@ from typing import Any
 
 import torch
 
-from lightning_spot.capture.background import CLOSE_S, Background
-from lightning_spot.capture.copying import Copying, Pending
+from lightning_spot.capture.contents import Copying, Pending
 from lightning_spot.capture.host_link import HostLink, within
 from lightning_spot.capture.layouts import CheckpointLayouter, Laid, RankLayouter
 from lightning_spot.capture.saying import say_failing, say_waiting
@@ -35,14 +35,19 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.pieces import Piece
 from lightning_spot.image.shards import Status
 from lightning_spot.memory.host import Host, Lease
-from lightning_spot.say import recovered, say
+from lightning_spot.say import UNEXPECTED, recovered, say
 from lightning_spot.staging.batch import SlotView
-from lightning_spot.staging.copier import Copier
+from lightning_spot.staging.copier import Copier, LoneThread
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.store import Store
 
 logger = logging.getLogger(__name__)
 
+CLOSE_S = 10.0
+"""At the end, threads beside training are waited for so long, twice: then what they wait for is broken off."""
+
+_AGAIN_S = 1.0
+_Failed = Callable[[BaseException], None]
 _CHUNK_BYTES = 4 * 1024 * 1024
 _COUNTS_S, _TIMES = 60.0, 3.0  # the shards of all ranks are waited for so long, and so many times as long as last time
 _SLICE_S = 2.0
@@ -132,6 +137,75 @@ def floats_of(layout: Layout, owned: Owners) -> tuple[Floats, ...]:
         if len(names) == 1 and (name := names.pop()) is not None:
             found.append(Floats(piece.offset, piece.nbytes // WIDTHS[name] * WIDTHS[name], name))
     return tuple(found)
+
+
+class Background:
+    """Does tasks in turn on a thread of its own, until :meth:`close`.
+
+    Args:
+        name: of the thread.
+        idle: called when nothing has come for a while, and at the end.
+        idle_s: how long that is, asked each time; ``None`` for ever.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        idle: Callable[[], None] = lambda: None,
+        idle_s: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        self._idle, self._idle_s = idle, idle_s
+        self._is_over = False
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], _Failed] | None] = queue.SimpleQueue()
+        self._thread = LoneThread(target=self._run, name=name)
+        self._thread.start()
+
+    def put(self, task: Callable[[], None], failed: _Failed = lambda _error: None) -> None:
+        """Have something done after all that was put before.
+
+        Args:
+            task: what.
+            failed: called with the error if it raises one, wherever that comes up: somebody may wait for what it does.
+        """
+        self._tasks.put((task, failed))
+
+    def close(self, wait_s: float) -> bool:
+        """Do what was put so far, and no more; whether the thread has ended, after ``wait_s`` seconds at most."""
+        self._tasks.put(None)
+        self._thread.join(wait_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._is_over:
+            try:
+                self._turn()
+            except Exception:  # nobody is to wait for a thread that has ended
+                say(logging.ERROR, "unexpected", UNEXPECTED, about="a task during training", exc_info=True)
+
+    def _turn(self) -> None:
+        """Do what comes next, or what is to be done while nothing comes."""
+        try:
+            task = self._tasks.get(timeout=self._wait_s())
+        except queue.Empty:
+            self._idle()
+            return
+        if task is None:
+            self._is_over = True
+            self._idle()
+            return
+        do, failed = task
+        try:
+            do()
+        except BaseException as error:
+            failed(error)
+            raise
+
+    def _wait_s(self) -> float | None:
+        try:
+            return self._idle_s()
+        except Exception:  # it is asked again, and not at once
+            say(logging.ERROR, "unexpected", UNEXPECTED, about="a pause during training", exc_info=True)
+            return _AGAIN_S
 
 
 class SnapshotWriter:

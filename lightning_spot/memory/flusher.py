@@ -20,6 +20,7 @@ from dataclasses import replace
 from lightning_spot.config import KEEP
 from lightning_spot.errors import (
     CorruptSnapshotError,
+    FailureReason,
     FencedError,
     SnapshotFailedError,
     SnapshotNotFoundError,
@@ -438,13 +439,14 @@ class Flusher:
             self._fenced(url, job, attempt, error)
         except PutOff as error:
             self._put_off(store, url, job, error)
-        except SnapshotFailedError as error:
-            self._give_up(url, job, error)
-        except Exception as error:  # whatever it is, it is tried again
-            if not isinstance(error, SpotError):
-                say(logging.ERROR, "unexpected", UNEXPECTED, about=f"uploading to {url}", exc_info=True)
-            self._failed(url, job, error)
-            store = None  # a new one reads credentials again, which may have been renewed
+        except Exception as error:
+            if isinstance(error, SnapshotFailedError) and error.reason is FailureReason.SHARD_MISSING:
+                self._give_up(url, job, error)
+            else:  # whatever it is, it is tried again
+                if not isinstance(error, SpotError):
+                    say(logging.ERROR, "unexpected", UNEXPECTED, about=f"uploading to {url}", exc_info=True)
+                self._failed(url, job, error)
+                store = None  # a new one reads credentials again, which may have been renewed
         finally:
             with self._ring.changed:
                 self._busy.discard(url)

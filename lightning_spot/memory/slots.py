@@ -70,7 +70,7 @@ class Slot:
         reserved_bytes: size of the memory that is being made for it.
         generation: counts its memories, so that a peer knows when to map again.
         run: key of the run that fills or holds it.
-        writer: number of the rank that fills it; 0 where one writes all.
+        writer: number of the rank that fills it, or has filled it last; 0 where one writes all.
         manifest: the committed snapshot, or shard of one. A shard that failed is of no bytes, and needs no memory.
         coming: the snapshot on its way to being committed, while parts of it may go on already.
         places: URLs a user's file goes to instead of its run's tiers.
@@ -161,7 +161,7 @@ class Slot:
 
     def forget(self) -> None:
         """Hold nothing any more; the memory stays."""
-        self.state, self.run, self.writer, self.manifest, self.places = SlotState.FREE, "", 0, None, None
+        self.state, self.run, self.manifest, self.places = SlotState.FREE, "", None, None
         self.dirty, self.safe, self.refused, self.settled = [], [], [], False
         self.floats, self.inexact_at = (), []
         self.spare = self.followed = False
@@ -552,7 +552,9 @@ def find_room(
         ``None`` if no slot can be had now.
     """
     can_be_new, has_share = limits.allow_one_more(slots, run, writer), limits.has_share(slots, run, writer)
-    free = [slot for slot in slots if slot.state is SlotState.FREE and not slot.readers and has_share]
+    free = [slot for slot in slots if slot.state is SlotState.FREE and not slot.readers]
+    if not has_share:
+        free = [slot for slot in free if slot.writer == writer]
     if not reuse and limits.run_memory_bytes is None:
         room = _without_loss(slots, free, [], nbytes, capacity, limits, can_be_new=can_be_new)
         if room is not None:  # mostly there is: then nobody asks what each of hundreds of slots is worth

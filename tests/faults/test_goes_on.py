@@ -17,10 +17,10 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from lightning_spot.capture.attempt import Ending
-from lightning_spot.capture.background import Background
-from lightning_spot.capture.copying import Copying
+from lightning_spot.capture.contents import Copying
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.slot_pool import SlotMaker, give_back
+from lightning_spot.capture.writer import Background
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import PROTOCOL_VERSION

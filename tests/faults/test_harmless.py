@@ -57,7 +57,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Ten
 
 WHERE = [
     "capture/writer:SnapshotWriter.begin",
-    "capture/copying:Copying.start",
+    "capture/contents:Copying.start",
     "capture/writer:SnapshotWriter.copied",
     "capture/slot_pool:Leases.take",
     "capture/contents:Unchanged.written_past_counts",

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from lightning_spot.capture import background
+from lightning_spot.capture import writer
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import HostLink, RingSettings
 from lightning_spot.capture.layouts import CheckpointLayouter
@@ -53,7 +53,7 @@ def left_behind(begin: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> se
         raise RuntimeError("can't start new thread")
 
     before = set(threading.enumerate())
-    monkeypatch.setattr(background, "LoneThread", refused)
+    monkeypatch.setattr(writer, "LoneThread", refused)
     with pytest.raises(RuntimeError, match="new thread"):
         begin()
     return {thread for thread in set(threading.enumerate()) - before if thread.name.startswith("spot-copier")}

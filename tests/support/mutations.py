@@ -1081,7 +1081,7 @@ RING = [
     ),
     Mutation(
         "dropped if torn",
-        "capture.copying",
+        "capture.contents",
         "        if self.job.moved:\n            return Snap",
         "        if False:\n            return Snap",
         "a torn snapshot is committed",
@@ -1089,7 +1089,7 @@ RING = [
     ),
     Mutation(
         "dropped if written past counts",
-        "capture.copying",
+        "capture.contents",
         "        if found:\n",
         "        if False:\n",
         "what was thought unchanged is old",
