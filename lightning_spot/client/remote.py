@@ -51,6 +51,7 @@ _TOLD = (
     "durable_url",
     "min_upload_interval_s",
     "compression",
+    "hosts",
     "carry",
     "committed",
     "left",

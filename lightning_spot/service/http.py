@@ -403,7 +403,7 @@ OPEN_PATH = "/v1/runs/{run}/open"
 
 _LONGEST_OPENING_BYTES = 4 * 2**20  # with an environment, of which Linux allows about so much
 # Said by trainers of this host, and by no others.
-_ONLY_NEAR = ("nodes", "replicas", "hosts", "apart", "session", "is_claimed")
+_ONLY_NEAR = ("nodes", "replicas", "apart", "session", "is_claimed")
 
 
 class RunRequests:
