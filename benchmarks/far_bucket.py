@@ -16,17 +16,18 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from lightning_spot.image.notes import Own
+from lightning_spot.image.portion import Portions
+from lightning_spot.memory.joint import Shared
+from lightning_spot.memory.joint_store import JointStore
+
 from benchmarks.far import Far
 from benchmarks.measure import Result, seconds
 from benchmarks.s3_server import s3_behind
 from lightning_spot.client.stores import open_store
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.image.notes import Own
-from lightning_spot.image.portion import Portions
 from lightning_spot.image.written import Ranges
-from lightning_spot.memory.joint import Shared
-from lightning_spot.memory.joint_store import JointStore
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import look_again, survey
 from lightning_spot.tiers.fences import Claim

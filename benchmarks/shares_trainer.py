@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.blocking import Model, gpt_parameters
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.capture.writer import SnapshotWriter
+from lightning_spot.fit.coordinator import Decision
 from lightning_spot.fit.snapshotter import Snapshotter
-from lightning_spot.fit.together import ALONE, TOGETHER
 
 BY_RANK_0 = "by rank 0 alone"
 AT_ONCE = "by all ranks at once"
@@ -71,7 +71,7 @@ class Ways(pl.Callback):
         for _ in range(rounds):
             self.plan += dice.sample(ways, len(ways))
         self.costs: list[Cost] = []
-        self.number, self.how = 0, ALONE
+        self.number, self.how = 0, Decision()
         self.open = False
         self.before = (0.0, 0)
 
@@ -94,23 +94,22 @@ class Ways(pl.Callback):
     def so_far(self) -> tuple[float, int]:
         """Seconds that training has waited, and bytes that this rank has written."""
         snapshotter, attempt = self.snapshotter, self.snapshotter.writing.attempt
-        writer = attempt.writer if attempt is not None else snapshotter.writing.together.writer
-        return snapshotter.pacing.stall_s, writer.copied_bytes if writer is not None else 0
+        return snapshotter.pacing.stall_s, attempt.writer.copied_bytes if attempt is not None else 0
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         snapshotter, rank = self.snapshotter, trainer.global_rank
         # Lightning's word about SIGTERM in each step: ranks would meet there, which are to come one after the other.
         vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = lambda: None
-        take, before_step, usual = snapshotter._take, snapshotter.before_step, snapshotter.writing.together._usual
+        take, before_step, usual = snapshotter._take, snapshotter.before_step, snapshotter.writing._ranges
 
-        def in_turn(*, complete: bool = False, how: str = ALONE, **kwargs: Any) -> None:
-            if complete:
-                take(complete=complete, how=how, **kwargs)
+        def in_turn(how: Decision, **kwargs: Any) -> None:
+            if how.complete:
+                take(how, **kwargs)
                 return
             self.how, self.open = how, True
             for _ in range(self._ranks_before(rank)):
                 torch.distributed.barrier()
-            take(how=how, **kwargs)
+            take(how, **kwargs)
 
         def turn_ends() -> None:
             before_step()
@@ -122,17 +121,15 @@ class Ways(pl.Callback):
 
         snapshotter._take = in_turn  # type: ignore[method-assign]
         snapshotter.before_step = turn_ends  # type: ignore[method-assign]
-        snapshotter.writing.together._usual = (  # type: ignore[method-assign]
-            lambda attempt, **kwargs: ALONE if self.way == BY_RANK_0 else usual(attempt, **kwargs)
-        )
+        snapshotter.writing._ranges = lambda: (0,) if self.way == BY_RANK_0 else usual()  # type: ignore[method-assign]
 
     def _ranks_before(self, rank: int) -> int:
         """How many ranks come before this one, each up to its optimizer step; by rank 0 alone, others come with it."""
-        return rank if self.way == IN_TURN and self.how == TOGETHER else 0
+        return rank if self.way == IN_TURN and len(self.how.ranges) > 1 else 0
 
     def _note(self) -> None:
         now = self.so_far()
-        if self.number >= EARLY and (self.way == BY_RANK_0) == (self.how == ALONE):
+        if self.number >= EARLY and (self.way == BY_RANK_0) == (len(self.how.ranges) == 1):
             round_ = (self.number - EARLY) // len(self.ways)
             self.costs.append(Cost(self.way, round_, now[0] - self.before[0], now[1] - self.before[1]))
         self.number += 1
@@ -146,8 +143,6 @@ class Ways(pl.Callback):
             writing.attempt.writer.settle(60.0)
             if self.number < EARLY and writing.attempt.writer.host is not None:
                 writing.attempt.writer.host.flush(120.0)
-        elif writing.together.writer is not None:
-            writing.together.writer.settle(60.0)
         torch.distributed.barrier()
         self.before = self.so_far()
 
@@ -160,7 +155,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    SnapshotWriter._leases_ahead = False  # as where snapshots are more than a second apart
+    SnapshotWriter.next_comes = lambda _: None  # type: ignore[method-assign] # as where they are more than a second apart
     folder = Path(plan["folder"])
     spot = SpotCheckpoint(
         str(folder / "snapshots"),

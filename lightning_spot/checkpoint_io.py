@@ -14,7 +14,8 @@ import torch
 
 from lightning_spot._version import __version__
 from lightning_spot.capture.host_link import leave
-from lightning_spot.capture.writer import Outliner, SnapshotWriter, store_streamed
+from lightning_spot.capture.layouts import Outliner
+from lightning_spot.capture.writer import SnapshotWriter, store_streamed
 from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import check_flag, check_number, directory_of, plain_scheme, scheme_of

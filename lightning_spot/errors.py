@@ -26,7 +26,6 @@ Errors are told apart by class, and within one by its attribute ``reason``. Mess
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 
 
 class Reason(enum.Enum):
@@ -43,8 +42,8 @@ class FailureReason(Reason):
     TORN = "torn"
     """A tensor changed while it was copied."""
 
-    SHARE_MISSING = "share-missing"
-    """The bytes that one rank was to write did not come, or do not fit."""
+    SHARD_MISSING = "shard-missing"
+    """One rank did not write its shard, or has written another one."""
 
     RING_FULL = "ring-full"
     """Every slot of the ring is dirty or in use: back-pressure. Try again once the flusher has caught up."""
@@ -54,34 +53,6 @@ class FailureReason(Reason):
 
     UNEXPECTED = "unexpected"
     """Something that nobody expected (memory ran out, say)."""
-
-
-class ShareProblem(enum.Enum):
-    """What keeps a rank from writing its part of a snapshot, where rank 0 acts upon it."""
-
-    DIFFERS = "differs"
-    """Its parameters, or the states of its optimizers, are not those of rank 0."""
-
-    ONE_WRITER = "one-writer"
-    """The state is serialised with plain ``torch.save``, so that one rank alone can write it."""
-
-    OUTGROWN = "outgrown"
-    """Its own state has more bytes than there is room for."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShareFault:
-    """Why the part of one rank is missing in a snapshot.
-
-    Attributes:
-        problem: what it is.
-        rank: whose part is missing.
-        nbytes: of its own state, where that has outgrown its room.
-    """
-
-    problem: ShareProblem
-    rank: int
-    nbytes: int = 0
 
 
 class TierReason(Reason):
@@ -161,7 +132,6 @@ class SnapshotFailedError(SpotError):
         reason: why.
         nbytes: size of the snapshot in bytes, where it is too large.
         memory_bytes: the server's limit in bytes, where it is too large.
-        fault: what is known of a share that is missing; ``None`` if rank 0 need not know more.
     """
 
     def __init__(
@@ -171,11 +141,9 @@ class SnapshotFailedError(SpotError):
         reason: FailureReason,
         nbytes: int = 0,
         memory_bytes: int = 0,
-        fault: ShareFault | None = None,
     ) -> None:
         super().__init__(message)
         self.reason = reason
-        self.fault = fault
         self.nbytes = nbytes
         self.memory_bytes = memory_bytes
 
@@ -281,8 +249,3 @@ class PreemptedError(SystemExit):
     def __init__(self, notice: str, code: int) -> None:
         super().__init__(code)
         self.notice = notice
-
-
-def fault_of(error: BaseException | None) -> ShareFault | None:
-    """What an error says of a share that is missing."""
-    return error.fault if isinstance(error, SnapshotFailedError) else None

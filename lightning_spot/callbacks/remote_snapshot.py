@@ -20,8 +20,8 @@ from lightning_spot.config import (
 )
 from lightning_spot.errors import SettingsError
 from lightning_spot.exact.seams import Seams
+from lightning_spot.fit.coordinator import Iterations, OnError, SnapshotSettings
 from lightning_spot.fit.preflight import takes_part
-from lightning_spot.fit.rank_writer import Iterations, OnError, SnapshotSettings
 from lightning_spot.fit.session import FitSession
 from lightning_spot.fit.snapshotter import Snapshotter
 from lightning_spot.image.packing import chosen_compression

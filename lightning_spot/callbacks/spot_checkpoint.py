@@ -21,8 +21,8 @@ from lightning_spot.config import (
 )
 from lightning_spot.exact.epochs import DataResume
 from lightning_spot.exact.namespaces import SpotCallback
+from lightning_spot.fit.coordinator import OnError
 from lightning_spot.fit.preflight import takes_part
-from lightning_spot.fit.rank_writer import OnError
 from lightning_spot.fit.selection import OnResumeFailure, ResumedFrom
 from lightning_spot.goodput.metric import Goodput
 from lightning_spot.interval.policy import IntervalPolicy

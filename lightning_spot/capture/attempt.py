@@ -1,8 +1,8 @@
-"""One attempt of a run, on the rank that writes it: its number, its ring, its writer, and how it ends.
+"""One attempt of a run, as one rank has it: its number, its ring, its writer, and how it ends.
 
-At the end everything that was written is uploaded before a deadline, or named. A snapshot server that is lost meanwhile
-is waited for; what was lost with it is written again from the state at hand, if this rank has all of it. "Durable" is
-logged only of what storage has listed.
+Every rank has one. That of rank 0 claims storage, and sees to the end: everything that was written is uploaded before a
+deadline, or named. A snapshot server that is lost meanwhile is waited for; what was lost with it is written again from
+the state at hand, if this rank has all of it. "Durable" is logged only of what storage has listed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ import torch
 
 from lightning_spot._version import __version__
 from lightning_spot.capture.host_link import RingSettings, leave, open_host, within
+from lightning_spot.capture.layouts import CheckpointLayouter, RankLayouter
 from lightning_spot.capture.past_memory import PastMemory
 from lightning_spot.capture.saying import SAY_S
-from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
-from lightning_spot.capture.split import SharingRanks
 from lightning_spot.capture.tensors import Glances, Owners, expected_nbytes, tensors_in
 from lightning_spot.capture.unexpected import UnexpectedFailures, failure_of
 from lightning_spot.capture.writer import SnapshotWriter
@@ -36,20 +35,19 @@ from lightning_spot.errors import (
     FencedError,
     NotSerializableError,
     ServerUnreachableError,
-    SnapshotFailedError,
     SpotError,
     TierReason,
 )
 from lightning_spot.image.layout import Layout
-from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.manifest import Manifest, ShardOf, shard_name, snapshot_name
 from lightning_spot.interval.costs import Failure, TierPace
 from lightning_spot.interval.deadline import Deadline, DeadlinePlan, plan_urgent
 from lightning_spot.memory.host import Host, InProcessHost
-from lightning_spot.memory.joint import nodes_of
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.tier import TierHealth
 from lightning_spot.run.attempts import ClaimWatch, begin_attempt
 from lightning_spot.run.identity import new_id
+from lightning_spot.run.location import Location
 from lightning_spot.run.survey import Survey, ask_all
 from lightning_spot.say import say
 from lightning_spot.staging.copier import Copier, Watches, watch
@@ -59,7 +57,6 @@ from lightning_spot.tiers.store import Holdings
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_NOTICES_S = 15.0  # a local server notices in this time, too, that the snapshot server is lost
 _LOOK_S = 10.0
 _OTHERS_S, _AGAIN_S = 30.0, 0.5
 _BEFORE = "The run resumes from the snapshot before it"
@@ -73,12 +70,17 @@ class Safety:
 
     Args:
         writer: of the snapshots.
+        past_memory: where those went that fit no memory here.
         min_upload_interval_s: least seconds between two snapshots brought to storage.
+
+    Attributes:
+        writers_here: ranks of this host that write about as much of a snapshot as this one.
     """
 
-    def __init__(self, writer: SnapshotWriter, min_upload_interval_s: float = 0.0) -> None:
-        self._writer = writer
+    def __init__(self, writer: SnapshotWriter, past_memory: PastMemory, min_upload_interval_s: float = 0.0) -> None:
+        self._writer, self._past_memory = writer, past_memory
         self._durable_every_s = min_upload_interval_s
+        self.writers_here = 1
 
     def plan(self, deadline: Deadline | None) -> DeadlinePlan:
         """Plan an urgent snapshot of the size of the last one (any size fits if there was none).
@@ -88,8 +90,7 @@ class Safety:
         """
         left_s = deadline.left_s if deadline is not None and deadline.is_named else None
         newest = self._writer.committed
-        nbytes = newest.nbytes if newest is not None else 0
-        nbytes = self._writer.across.own_nbytes or nbytes  # each host sends its own at the same time
+        nbytes = self.writers_here * newest.nbytes if newest is not None else 0
         tiers = self._writer.link.ask(lambda host: host.tiers(), None)
         if tiers is None:
             return plan_urgent(nbytes, left_s, {})
@@ -97,11 +98,8 @@ class Safety:
         speeds = {
             url: tier.flushed_bytes / tier.flush_s for url, tier in tiers.items() if tier.flush_s and not tier.carried
         }
-        at = self._writer.across.at
-        carrier = self._writer.link.ask(lambda host: host.carrier(), at).partition(" ")[0]
-        is_lost = bool(at) and carrier not in at.split()
-        # What is committed and not safe yet goes first; where only a lost snapshot server had it, the one before it.
-        waits = newest is not None and (is_lost or safe_step < newest.step)
+        # What is committed and not safe yet goes first.
+        waits = newest is not None and safe_step < newest.step
         return plan_urgent(nbytes, left_s, speeds, waiting_bytes=nbytes if waits else 0)
 
     def usual_s(self) -> float | None:
@@ -140,8 +138,10 @@ class Safety:
         what = f"step {newest.step} ({format_bytes(newest.stored_bytes)})"
         if not plan.take:
             what = f"a new snapshot would take {plan.expected_s or 0:.0f} s to be safe, too long; the newest is {what}"
-        if lost := self._lost(newest, deadline):
-            return f"{what} is not known to be safe: {lost}; {self._bring_older(deadline, cut_short)}"
+        if lost := self._past_memory.why_lost(deadline.left_s / 2):
+            older = writer.link.ask(lambda host: host.safe_step(), None)
+            instead = f"step {older} is safe" if older is not None else "no other one of this attempt is known to be"
+            return f"{what} is not known to be safe: {self._past_memory.newest_at}, which had it, {lost}; {instead}"
         nothing_owed = False
         while not cut_short():
             try:
@@ -164,38 +164,13 @@ class Safety:
             time.sleep(_POLL_S)
         return f"{what} is committed in memory, and safe nowhere else after {time.monotonic() - started_s:.1f} s{of}"
 
-    def _lost(self, newest: Manifest, deadline: Deadline) -> str:
-        """Where the newest snapshot was, if only a server had it that is not known to have it now; else ``""``."""
-        across = self._writer.across
-        if not across.at:
-            return ""
-        why = across.why_lost(newest.name, deadline.left_s / 2)  # the rest is for what this host has
-        return f"{across.at}, which had it, {why}" if why else ""
-
-    def _bring_older(self, deadline: Deadline, cut_short: Callable[[], bool]) -> str:
-        """Wait until what this host has is safe: it is owed again when the local server sees that another is lost.
-
-        Returns:
-            what is safe, for people.
-        """
-        link, carrier = self._writer.link, nodes_of(self._writer.across.at)[0]
-        give_up_s = time.monotonic() + _NOTICES_S
-        owed = True
-        while owed and deadline.left_s > 0 and not cut_short():
-            now = link.ask(lambda host: host.carrier(), carrier).partition(" ")[0]
-            noticed = now != carrier or time.monotonic() > give_up_s
-            owed = bool(link.ask(lambda host: host.flush(_POLL_S), ["unknown"])) or not noticed
-            time.sleep(_POLL_S)
-        safe_step = link.ask(lambda host: host.safe_step(), None)
-        if safe_step is None:
-            return "no other snapshot of this attempt is known to be safe"
-        return f"step {safe_step} is safe"
-
     def _why_dropped(self, newest: Manifest) -> str:
         """Why the newest snapshot was dropped instead of being brought anywhere; ``""`` if it was not."""
         nothing: dict[str, TierHealth] = {}
         tiers = self._writer.link.ask(lambda host: host.tiers(), nothing)
-        return next((tier.dropped for tier in tiers.values() if tier.dropped_name == newest.name), "")
+        return next(
+            (tier.dropped for tier in tiers.values() if tier.dropped_name in (newest.name, newest.snapshot)), ""
+        )
 
     def _why_refused(self) -> str:
         """Why a tier takes nothing of this attempt any more, for good; ``""`` if none does so."""
@@ -244,15 +219,15 @@ class LastState:
         glances: at them, likewise.
     """
 
-    checkpoint: dict[str, Any] | None
+    checkpoint: Any
     manifest: Manifest
     watches: Watches
     glances: Glances
 
     @classmethod
-    def of(cls, checkpoint: dict[str, Any] | ShardedCheckpoint, manifest: Manifest) -> LastState:
+    def of(cls, content: Any, manifest: Manifest) -> LastState:
         """Keep a state."""
-        whole = None if isinstance(checkpoint, ShardedCheckpoint) else checkpoint
+        whole = content if isinstance(content, dict) else None
         return cls(whole, manifest, watch(tensors_in(whole)), Glances(tensors_in(whole)))
 
     @property
@@ -320,7 +295,7 @@ class Ending:
         self.uploaded_bytes = uploaded_by(self._writer)
         durable: bool | None = None
         if self._last is not None:
-            durable = self._comes(self._last.manifest.name, deadline_s)
+            durable = self._comes(self._last.manifest, deadline_s)
             if not durable and not any(self._url in line for line in (*left, *elsewhere)):
                 durable = self._write_here(self._last)
         if durable or not (left or elsewhere):
@@ -359,21 +334,21 @@ class Ending:
         tiers = link.ask(lambda host: host.tiers(), unknown).values()
         safe_step = link.ask(lambda host: host.safe_step(), None)
         is_known = safe_step is not None and safe_step >= newest.step and not any(tier.refused for tier in tiers)
-        in_doubt = bool(link.losses) or self._past_memory.is_at_a_node or not is_known
-        is_there = self._see(newest.name, deadline_s) if in_doubt else True
+        in_doubt = bool(link.losses) or bool(self._past_memory.newest_at) or not is_known
+        is_there = self._see(newest.snapshot, deadline_s) if in_doubt else True
         if is_there is None:
             return _IN_MEMORY
         if is_there:
             return self._durable
-        why = f"the newest snapshot, {newest.name}, was lost with the snapshot server that had it. {_BEFORE}"
+        why = f"the newest snapshot, {newest.snapshot}, was lost with the snapshot server that had it. {_BEFORE}"
         if (fence := self._writer.fence) is not None:
-            why = f"the newest snapshot, {newest.name}, is not in storage: {fence}"
+            why = f"the newest snapshot, {newest.snapshot}, is not in storage: {fence}"
         for tier in tiers:
-            if tier.dropped_name == newest.name:
+            if tier.dropped_name in (newest.name, newest.snapshot):
                 why = f"the newest snapshot was damaged in memory and dropped ({tier.dropped}). {_BEFORE}"
             elif tier.refused:
-                why = f"the newest snapshot, {newest.name}, was refused ({tier.refused})"
-        say(logging.WARNING, "newest-lost", "{why}", about=newest.name, why=why)
+                why = f"the newest snapshot, {newest.snapshot}, was refused ({tier.refused})"
+        say(logging.WARNING, "newest-lost", "{why}", about=newest.snapshot, why=why)
         return "lost"
 
     def _is_committed(self, last: LastState) -> bool:
@@ -424,11 +399,10 @@ class Ending:
             return None
         return any(manifest.name == name and manifest.run_id == self._info.id for manifest in holdings.manifests)
 
-    def _comes(self, name: str, deadline_s: float) -> bool:
-        """Whether storage lists a snapshot. If a ring was lost, another host may have to commit it yet."""
-        by_others = self._writer.link.losses > 0 and self._writer.across.is_by_itself
-        until_s = min(deadline_s, time.monotonic() + _OTHERS_S) if by_others else 0.0
-        while not (there := self._see(name, deadline_s)) and time.monotonic() < until_s:
+    def _comes(self, manifest: Manifest, deadline_s: float) -> bool:
+        """Whether storage lists a snapshot. Of several ranks', another host may have to commit it yet."""
+        until_s = min(deadline_s, time.monotonic() + _OTHERS_S) if manifest.shard is not None else 0.0
+        while not (there := self._see(manifest.snapshot, deadline_s)) and time.monotonic() < until_s:
             time.sleep(_AGAIN_S)
         return bool(there)
 
@@ -461,51 +435,99 @@ def versions() -> dict[str, str]:
 
 
 class Attempt:
-    """One attempt of a run. Made once ``fit`` begins; :meth:`finish` ends it.
+    """One attempt of a run, on one rank. Made once ``fit`` begins; :meth:`finish` ends it.
+
+    :meth:`begin` makes that of rank 0, :meth:`join` those of the others.
 
     Args:
-        found: what the tiers hold of the run.
-        host: ring on this host; let go here if the attempt cannot begin.
+        location: of the run.
+        info: what the tiers are told of the attempt.
+        host: ring on this host, its run opened.
         settings: of the ring.
-        look: looks at the outline of each snapshot, see :class:`SnapshotWriter`.
+        layouter: of what this rank writes.
+        look: looks at the outline of each checkpoint, see :class:`SnapshotWriter`.
         schedule: when the parts of each snapshot are copied; ``None`` for at once.
-        sharded_over: number of ranks that each write their part; 0 if one rank writes all.
-
-    Raises:
-        SpotError: if the attempt cannot begin.
+        rank: this one.
+        is_guest: whether it is on another host than rank 0, whose ring it has to see to at the end.
 
     Attributes:
-        info: what the tiers were told of it.
+        info: see above.
         is_claimed: whether storage was claimed when it began.
-        lineage: of the training state: that of the snapshot it was resumed from, or a new one.
+        lineage: of the training state: that of the snapshot it was resumed from, or a new one. All ranks are told.
         writer: takes the snapshots.
+        safety: what is safe outside this machine.
         where: what was committed last is, for people; known after :meth:`finish`.
         uploaded_bytes: to snapshot servers and storage by this attempt; known after :meth:`finish`.
         skipped: snapshots that were due and not taken, since no slot was free, or to take them failed.
         failures: of those that nobody has foreseen.
+        lacks_memory: whether the shard of this rank was too large for the memory of its host: one rank can write the
+            checkpoint all the same, past memory.
     """
 
     def __init__(
         self,
-        found: Survey,
+        location: Location,
+        info: RunInfo,
         host: Host,
         settings: RingSettings,
+        layouter: RankLayouter,
         look: Callable[[Layout], str | None] = lambda _outline: None,
         schedule: Schedule | None = None,
-        sharded_over: int = 0,
+        *,
+        rank: int = 0,
+        is_guest: bool = False,
     ) -> None:
-        self.location = found.location
+        self.location, self.info = location, info
         self.lineage = new_id()
+        self.is_claimed = self.lacks_memory = False
         self.where = ""
         self.skipped = self.uploaded_bytes = 0
         self.failures = UnexpectedFailures()
-        self._settings = settings
+        self._settings, self._rank, self._is_guest = settings, rank, is_guest
         self._last: LastState | None = None
         self._ended = False
         self._begun: Future[Manifest] | None = None
+        self._claim: ClaimWatch | None = None
+        self.writer = SnapshotWriter(
+            host,
+            self._reopen if location.has_local_server else None,
+            look,
+            Copier(buffer_bytes=settings.device_buffer_bytes),
+            schedule,
+            layouter,
+            rank=rank,
+            approximates=settings.compression == "topk",
+        )
+        self._uploaded_before = uploaded_by(self.writer) if not rank else 0
+        self._past_memory = PastMemory(self.writer, location.url, info)
+        self.safety = Safety(self.writer, self._past_memory, settings.min_upload_interval_s or 0.0)
+
+    @classmethod
+    def begin(
+        cls,
+        found: Survey,
+        host: Host,
+        settings: RingSettings,
+        layouter: Callable[[RunInfo], RankLayouter] = lambda info: CheckpointLayouter(info.token),
+        look: Callable[[Layout], str | None] = lambda _outline: None,
+        schedule: Schedule | None = None,
+    ) -> Attempt:
+        """Begin an attempt, on rank 0.
+
+        Args:
+            found: what the tiers hold of the run.
+            host: ring on this host; let go here if the attempt cannot begin.
+            settings: of the ring.
+            layouter: makes the layouter, once it is known what the tiers are told.
+            look: see above.
+            schedule: see above.
+
+        Raises:
+            SpotError: if the attempt cannot begin.
+        """
         with contextlib.ExitStack() as undo:
             undo.callback(leave, host)
-            self.info, self.is_claimed = begin_attempt(
+            info, is_claimed = begin_attempt(
                 found,
                 host,
                 keep=settings.keep,
@@ -513,25 +535,30 @@ class Attempt:
                 compression=settings.compression,
                 replicas=settings.replicas,
             )
-            self.writer = self._writer(host, look, schedule, sharded_over)
-            undo.callback(self.writer.close)
-            fenced = functools.partial(setattr, weakref.proxy(self.writer), "fence")  # it is not kept alive
-            self._claim = ClaimWatch(self.location.url, self.info.claim(), is_made=self.is_claimed, fenced=fenced)
+            attempt = cls(found.location, info, host, settings, layouter(info), look, schedule)
+            undo.callback(attempt.writer.close)
+            fenced = functools.partial(setattr, weakref.proxy(attempt.writer), "fence")  # it is not kept alive
+            attempt._claim = ClaimWatch(found.location.url, info.claim(), is_made=is_claimed, fenced=fenced)
+            attempt.is_claimed = is_claimed
             undo.pop_all()
-        self._uploaded_before = uploaded_by(self.writer)
-        self._past_memory = PastMemory(self.writer, self.location.url, self.info)
-        self.safety = Safety(self.writer, settings.min_upload_interval_s or 0.0)
+        return attempt
 
-    def _writer(
-        self, host: Host, look: Callable[[Layout], str | None], schedule: Schedule | None, sharded_over: int
-    ) -> SnapshotWriter:
-        copier = Copier(buffer_bytes=self._settings.device_buffer_bytes)
-        reopen = self._reopen if self.location.has_local_server else None
-        if sharded_over:
-            token = self.info.token
-            return ShardedWriter(host, reopen, copier, schedule, look, world_size=sharded_over, token=token)
-        topk = self._settings.compression == "topk"
-        return SnapshotWriter(host, reopen, look, copier, schedule, approximates=topk)
+    @classmethod
+    def join(cls, location: Location, info: RunInfo, host: Host, settings: RingSettings, **how: Any) -> Attempt:
+        """Take part in an attempt, on another rank than 0.
+
+        Args:
+            location: of the run.
+            info: of the attempt, as rank 0 has it.
+            host: ring on this host, its run opened; let go here if this rank cannot take part.
+            settings: of the ring.
+            **how: further arguments of the class.
+        """
+        try:
+            return cls(location, info, host, settings, **how)
+        except BaseException:
+            host.disconnect()
+            raise
 
     @property
     def number(self) -> int:
@@ -548,73 +575,82 @@ class Attempt:
         """What a checkpoint has of where it comes from."""
         return {"lineage": self.lineage, "run_id": self.info.id}
 
-    def warm(self, state: Any) -> None:
-        """Have slots made in the background, large enough for the tensors of ``state`` and what goes with them."""
+    def warm(self, state: Any, part: float = 1.0) -> None:
+        """Have slots made in the background, large enough for the tensors of ``state`` and what goes with them.
+
+        Args:
+            state: of the training.
+            part: which part of it this rank writes, about.
+        """
         gpus = (tensor.device.index for tensor in tensors_in(state) if tensor.device.type == "cuda")
-        nbytes = expected_nbytes(state, self.writer.across.part)
-        self.writer.warm(nbytes, gpu=next(gpus, None), beyond=self._settings.beyond)
+        self.writer.warm(expected_nbytes(state, part), gpu=next(gpus, None), beyond=self._settings.beyond)
 
     def write(
         self,
-        checkpoint: dict[str, Any] | ShardedCheckpoint | SpotError,
+        content: Any,
         *,
         owned: Owners,
         kept: Owners,
         step: int,
         epoch: int,
         world_size: int,
+        writers: int = 1,
         complete: bool = False,
+        persist: bool = True,
         wait_s: float,
-        ranks: SharingRanks | None = None,
         followed: bool = False,
     ) -> None:
-        """Begin a snapshot. What keeps it from being taken is said once, or raised with ``strict``.
+        """Begin a snapshot, or this rank's shard of it. What keeps it from being taken is said once, or raised.
+
+        (It is raised with ``strict``.)
 
         Args:
-            checkpoint: what to save; or why that is not known. (Other ranks that are to take part hear of it.)
+            content: what to save, as the layouter takes it; or, an error, why that is not known.
             owned: tensors that only the optimizer changes, by the address of their storage.
             kept: further tensors whose counts of writes tell whether they changed.
             step: Lightning's ``global_step``.
             epoch: Lightning's ``current_epoch``.
             world_size: number of ranks.
+            writers: how many of them write it.
             complete: whether the run is at its end.
+            persist: whether storage is to have it, of several ranks'.
             wait_s: how long to wait for a clean slot.
-            ranks: that fill it together with this one.
             followed: whether another one is to follow in a moment, see :meth:`Host.seal`.
         """
         manifest: Manifest | None = None
-        is_asked = False  # a writer of a state in shards tells the other ranks by itself, once it is
+        has_begun = False
         try:
             self._ended |= complete
-            manifest = self._manifest(step, epoch, world_size, complete=complete)
+            manifest = self._manifest(step, epoch, world_size, writers, complete=complete, persist=persist)
             if self.writer.fence is not None:  # heard of beside training, perhaps after the other ranks were told
                 raise self.writer.fence
-            if isinstance(checkpoint, SpotError):
-                raise checkpoint
+            if isinstance(content, SpotError):
+                raise content
             if complete:
-                self._last = LastState.of(checkpoint, manifest)
-            how: dict[str, Any] = {"owned": owned, "kept": kept, "ranks": ranks, "followed": followed}
-            is_asked = isinstance(checkpoint, ShardedCheckpoint)
-            self._begun = self.writer.begin(checkpoint, manifest, wait_s=wait_s, **how)
+                self._last = LastState.of(content, manifest)
+            has_begun = True
+            how: dict[str, Any] = {"owned": owned, "kept": kept, "wait_s": wait_s, "followed": followed}
+            self._begun = self.writer.begin(content, manifest, **how)
         except Exception as raised:
             error = failure_of(raised)
             self._begun = Future()
             self._begun.set_exception(error)
-            is_shared = ranks is not None or isinstance(self.writer, ShardedWriter)
-            if is_shared and not is_asked:
-                self.decline(step, str(error), complete=complete, at=ranks.at if ranks is not None else "")
-            whole = checkpoint if isinstance(checkpoint, dict) else None
-            self._not_begun(whole, manifest, error, ranks)
-            if self.writer.mailbox is not None:
-                self.writer.mailbox.over(snapshot_name(step, self.number, complete=complete))
+            if manifest is not None and not has_begun:
+                self.writer.fail(manifest, error)
+            self._not_begun(content if isinstance(content, dict) else None, manifest, error)
 
-    def _manifest(self, step: int, epoch: int, world_size: int, *, complete: bool) -> Manifest:
-        """What a snapshot is; size and checksums are not known yet."""
+    def _manifest(
+        self, step: int, epoch: int, world_size: int, writers: int, *, complete: bool, persist: bool
+    ) -> Manifest:
+        """What a snapshot, or this rank's shard of it, is; size and checksums are not known yet."""
+        name, shard = snapshot_name(step, self.number, complete=complete), None
+        if writers > 1:
+            name, shard = shard_name(name, self._rank), ShardOf(self._rank, writers, persist=persist)
         return Manifest(
             run=self.info.name,
             run_id=self.info.id,
             lineage=self.lineage,
-            name=snapshot_name(step, self.number, complete=complete),
+            name=name,
             step=step,
             attempt=self.number,
             nbytes=0,
@@ -623,6 +659,7 @@ class Attempt:
             created_unix_s=time.time(),
             world_size=world_size,
             versions=versions(),
+            shard=shard,
         )
 
     def count_failure(self) -> None:
@@ -642,27 +679,13 @@ class Attempt:
         begun = self._begun
         return begun.exception() if begun is not None and begun.done() else None
 
-    def decline(self, step: int, why: str, *, complete: bool, at: str = "") -> None:
-        """Of a sharded run: tell the other ranks that there will be no snapshot of a step.
-
-        Args:
-            step: of the snapshot.
-            why: for people.
-            complete: whether the run is at its end.
-            at: URL of the run at the snapshot server to which other hosts would have brought their parts.
-        """
-        self.writer.decline(snapshot_name(step, self.number, complete=complete), why, at)
-
-    def _not_begun(
-        self, checkpoint: dict[str, Any] | None, manifest: Manifest | None, error: SpotError, ranks: SharingRanks | None
-    ) -> None:
+    def _not_begun(self, checkpoint: dict[str, Any] | None, manifest: Manifest | None, error: SpotError) -> None:
         """Say why there is no snapshot, and find another way for it where there is one.
 
         Args:
-            checkpoint: what was to be saved; ``None`` where this process does not have all of it.
+            checkpoint: what was to be saved; ``None`` where this rank does not have all of it.
             manifest: of it, as far as that was made.
             error: what was in the way.
-            ranks: that were to fill it together with this one.
         """
         reason = getattr(error, "reason", None)
         if reason is FailureReason.RING_FULL:
@@ -676,36 +699,18 @@ class Attempt:
             self._complain("fenced", error)
         elif reason in (FailureReason.TOO_LARGE, TierReason.FAILED):  # this host has no memory for it
             if checkpoint is None or manifest is None:  # no single process has all of it
+                self.lacks_memory = True
                 self._complain("past-memory-failed", error)
-            elif self._has_all(manifest.name, ranks):
+            else:
                 self._write_past_memory(checkpoint, manifest, error)
-            else:  # rank 0 alone takes the next one
-                self.writer.miss(error)
         elif reason in _UNEXPECTED:
             self._complain(f"failed: {error}", error)
             self.count_failure()
         else:
             if isinstance(error, NotSerializableError):
                 self._last = None  # to try again at the end would be in vain
-            if reason is FailureReason.SHARE_MISSING:
-                self.writer.miss(error)
             # That the server is lost was said when it was.
             self._complain(str(reason or type(error).__name__), error, was_said=self.writer.link.is_loss(error))
-
-    def _has_all(self, name: str, ranks: SharingRanks | None) -> bool:
-        """Whether all of a checkpoint is here; what other ranks send is waited for, and put into its rooms."""
-        if ranks is None:
-            return True
-        if ranks.shares > 1 or self.writer.mailbox is None:
-            return False
-        try:
-            self.writer.mailbox.put_into({rank: room.numpy().data for rank, room in ranks.sent.items()}, name)
-        except SnapshotFailedError as error:
-            if error.reason is not FailureReason.SHARE_MISSING:
-                raise
-            logger.debug("%s: %s", name, error)
-            return False
-        return True
 
     def miss_end(self) -> None:
         """Note that the run is at its end, and that there is no snapshot of it: why not was said."""
@@ -719,14 +724,18 @@ class Attempt:
             complete: whether the run is at its end.
 
         Returns:
-            whether the snapshot of the end was seen in storage; ``None`` if none was to be taken.
+            on rank 0, whether the snapshot of the end was seen in storage; ``None`` if none was to be taken.
         """
+        if self._rank:
+            self._part(wait_s)
+            return None
         last = self._last if complete and not self.fenced else None
         untrained = complete and not self._ended
         ending = Ending(self.writer, self._past_memory, self.location.url, self.info, last, untrained=untrained)
         deadline_s = time.monotonic() + wait_s
         with contextlib.ExitStack() as ends:  # from the last one on, whatever fails in one
-            ends.callback(self._claim.close)
+            if self._claim is not None:
+                ends.callback(self._claim.close)
             ends.callback(self.writer.close)
             ends.callback(ending.let_go)
             try:
@@ -739,6 +748,23 @@ class Attempt:
                 return False
             finally:
                 self.where, self.uploaded_bytes = ending.where, max(0, ending.uploaded_bytes - self._uploaded_before)
+
+    def _part(self, wait_s: float) -> None:
+        """The end on another rank: what it has begun is in its ring, and a ring of another host brings it away."""
+        deadline_s, writer = time.monotonic() + wait_s, self.writer
+        with contextlib.ExitStack() as ends:
+            ends.callback(writer.close)
+            writer.settle(wait_s)
+            nothing: list[str] = []
+            late = writer.link.ask(lambda host: host.flush(within(deadline_s)), nothing) if self._is_guest else nothing
+            for line in late:
+                text = "not persisted yet: {about}. The local server retries."
+                say(logging.WARNING, "not-persisted", text, about=line)
+            writer.link.close()
+            if (host := writer.host) is not None:
+                ends.callback(host.disconnect)
+                if self._is_guest:
+                    leave(host, complete=True)
 
     def _bring(self, ending: Ending, deadline_s: float) -> bool | None:
         """Bring what is committed to safety; once more if that fails in a way that nobody has foreseen.
@@ -772,14 +798,8 @@ class Attempt:
             raise error
         if not was_said:
             effect = "The run ends all the same" if self._ended else "Training continues"
-            say(
-                logging.WARNING,
-                "no-snapshot",
-                "no snapshot now: {error}. {effect}.",
-                about=key,
-                error=error,
-                effect=effect,
-            )
+            text = "no snapshot now: {error}. {effect}."
+            say(logging.WARNING, "no-snapshot", text, about=key, error=error, effect=effect)
 
     def _reopen(self) -> Host:
         host = open_host(self.location, self._settings)

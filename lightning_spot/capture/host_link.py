@@ -102,6 +102,11 @@ class HostLink:
         """The ring, ``None`` while there is none."""
         return self._host
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether no other ring is looked for any more."""
+        return self._closed
+
     def ask(self, question: Callable[[Host], T], default: T) -> T:
         """Ask the ring; ``default`` if there is none, or it fails. One that does not answer in time counts as lost."""
         host = self._host

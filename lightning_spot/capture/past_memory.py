@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,6 @@ from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FencedError, ServerUnreachableError, SpotError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.joint import SpreadPlace
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.say import say
 from lightning_spot.tiers.fences import Owner, Standing
@@ -25,7 +23,6 @@ logger = logging.getLogger(__name__)
 _AWAY_S = 30.0  # a server that failed is not tried before; training waits for each try
 _CARRIED_S = 15.0  # for a server that alone has the newest one to be asked to carry the run on
 _LOOK_S = 0.1
-_SPREAD_S = 2.0  # one of several servers that have some of a snapshot is waited for, before it is seen what is durable
 
 
 class PastMemory:
@@ -42,6 +39,7 @@ class PastMemory:
         self._url = url
         self._info = info
         self._away_until_s: dict[str, float] = {}
+        self._at = ""
 
     def write(self, checkpoint: Any, manifest: Manifest) -> None:
         """Bring a snapshot to the first snapshot server that has room and carries the run on, else to storage.
@@ -64,6 +62,7 @@ class PastMemory:
         store, claim = open_store(self._url), self._info.claim()
         standing = Standing(Owner(claim.attempt, claim.digest), claim)
         stored = on_behalf(store, standing, lambda: self._writer.store_past_memory(checkpoint, manifest, store))
+        self._at = ""
         try:
             unseen = retain(store, self._info.keep, stored)
         except SpotError as error:  # the next one tries again
@@ -74,58 +73,43 @@ class PastMemory:
                 say(logging.WARNING, "upload-not-listed", "{about} ({snapshot})", about=unseen, snapshot=stored.name)
 
     @property
-    def is_at_a_node(self) -> bool:
-        """Whether the newest such snapshot went to a snapshot server, which may have lost it since."""
-        return bool(self._writer.across.at)
+    def newest_at(self) -> str:
+        """URL of the run at the snapshot server that got the newest snapshot; ``""`` if that is somewhere else."""
+        newest = self._writer.past_memory
+        return self._at if newest is not None and newest is self._writer.committed else ""
+
+    def why_lost(self, wait_s: float) -> str:
+        """Why the server that got the newest snapshot is not known to have it any more; ``""`` if it has it.
+
+        Args:
+            wait_s: how long to wait for its answer.
+        """
+        newest, url = self._writer.past_memory, self.newest_at
+        if not url or newest is None:
+            return ""
+        try:
+            return "" if NodeStore(url).holds(newest.name, wait_s) else "has it no more"
+        except SpotError as error:
+            return f"cannot be asked ({error})"
 
     def flush(self, wait_s: float) -> list[str]:
-        """Wait until a server that has the newest such snapshot has made it durable.
+        """Wait until a server that has the newest snapshot has made it durable.
 
         Returns:
             what was not reached in time, one line each.
         """
-        newest, deadline_s = self._writer.past_memory, time.monotonic() + wait_s
+        newest, url = self._writer.past_memory, self.newest_at
+        deadline_s = time.monotonic() + wait_s
         give_up_s = min(deadline_s, time.monotonic() + _CARRIED_S)
-        if (place := SpreadPlace.read(self._writer.across.at)) is not None:
-            return self._flush_all(place, newest.name if newest is not None else "", deadline_s)
-        while True:
-            owed, away = list[str](), list[str]()
-            for url in self._writer.across.at.split():  # it was written there, or several hosts have brought it
-                try:
-                    lines = self._owed_at(url, newest.name, deadline_s) if newest is not None else None
-                except SpotError as error:
-                    away.append(f"the snapshot server that has the newest snapshot cannot be asked: {error}")
-                    continue
-                if lines == []:
-                    return []
-                owed += lines or []
-            if not owed or time.monotonic() >= give_up_s:
-                return owed or away
-            time.sleep(_LOOK_S)
-
-    def _flush_all(self, place: SpreadPlace, name: str, deadline_s: float) -> list[str]:
-        """The same where the newest snapshot is spread over several nodes: each brings down what it has of it."""
-
-        def flush(url: str) -> list[str]:
+        while url and newest is not None:
             try:
-                return NodeStore(url).flush(min(_SPREAD_S, within(deadline_s)))
+                owed = self._owed_at(url, newest.name, deadline_s)
             except SpotError as error:
-                return [f"a snapshot server that has some of the newest snapshot cannot be asked: {error}"]
-
-        while True:
-            with ThreadPoolExecutor(len(place.urls)) as pool:
-                late = [line for lines in pool.map(flush, place.urls) for line in lines]
-            if not late or self._is_durable(name):  # of what two servers have, one brings all that is needed
-                return []
-            if time.monotonic() >= deadline_s:
-                return late
-
-    def _is_durable(self, name: str) -> bool:
-        try:
-            return any(manifest.name == name for manifest in open_store(self._url).survey().manifests)
-        except SpotError as error:
-            logger.debug("%s does not answer (%s)", self._url, error)
-            return False
+                return [f"the snapshot server that has the newest snapshot cannot be asked: {error}"]
+            if not owed or time.monotonic() >= give_up_s:
+                return owed or []
+            time.sleep(_LOOK_S)
+        return []
 
     def _owed_at(self, url: str, name: str, deadline_s: float) -> list[str] | None:
         """What a server owes of a snapshot in the end, one line each; ``None`` if it does not have it (any more)."""
@@ -147,6 +131,7 @@ class PastMemory:
             if not opened.carries:
                 raise ServerUnreachableError(opened.why_not, tier=node)
             self._writer.store_past_memory(checkpoint, manifest, store)
+            self._at = store.url
         except FencedError:
             raise
         except SpotError as error:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from lightning_spot.capture.contents import SlotViews
 from lightning_spot.capture.host_link import HostLink, within
@@ -15,7 +14,6 @@ from lightning_spot.capture.saying import SAY_S
 from lightning_spot.config import format_bytes, read_environment
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SpotError
 from lightning_spot.memory.host import Host, Lease
-from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.ring import LEAST_BYTES
 from lightning_spot.memory.slots import Making
 from lightning_spot.say import UNEXPECTED, say
@@ -46,18 +44,22 @@ class Leases:
         link: to the ring.
         leased: called with each lease.
         waits: called now and then while somebody waits for long, with why there is no slot and the seconds left.
+        writer: number of the rank that fills them.
     """
 
     def __init__(
-        self, link: HostLink, leased: Callable[[Lease], None], waits: Callable[[SnapshotFailedError, float], None]
+        self,
+        link: HostLink,
+        leased: Callable[[Lease], None],
+        waits: Callable[[SnapshotFailedError, float], None],
+        writer: int = 0,
     ) -> None:
-        self._link = link
+        self._link, self._writer = link, writer
         self._leased, self._waits = leased, waits
         self._lock = threading.Lock()  # held while a slot is leased ahead: who needs one now waits for that
         self._ahead: tuple[Host, Lease] | None = None
         self._taken_s, self._pace_s = float("-inf"), float("inf")
         self._is_awaited = False  # the next slot is for who waits for it, not to be leased ahead
-        self._unsaid: dict[str, tuple[Host, Lease]] = {}  # one at most
 
     @property
     def is_ahead(self) -> bool:
@@ -69,61 +71,46 @@ class Leases:
         """After how long a slot that nobody has asked for is given back; ``None`` if there is none."""
         return AHEAD_S if self.is_ahead else None
 
-    def take(
-        self,
-        host: Host,
-        nbytes: int,
-        wait_s: float,
-        shared: Shared | None = None,
-        making: Making = Making.NOW,
-    ) -> Lease:
+    def take(self, host: Host, nbytes: int, wait_s: float, making: Making = Making.NOW) -> Lease:
         """A slot of a ring to fill: the one that was leased ahead, or the next that can be had.
 
         It is asked for every few seconds: a ring that hangs is told from one that is full, or busy with making it.
 
         Args:
             host: the ring.
-            nbytes: size of the snapshot.
+            nbytes: size of what goes into it.
             wait_s: how long to wait for a clean slot.
-            shared: if other ranks will fill it too. Of one that was leased ahead the ring is still to be told
-                (:meth:`Host.say`); where other hosts take part, it is none of these.
             making: whether its memory is made for it.
         """
-        self.say_now()
         with self._lock:
             ahead, self._ahead, self._is_awaited = self._ahead, None, True
             now_s = time.monotonic()
             self._taken_s, self._pace_s = now_s, now_s - self._taken_s
         try:
             if ahead is not None and ahead[0] is host:  # else its ring is lost, and the slot with it
-                if nbytes <= len(ahead[1].map) and (shared is None or not shared.at):
-                    return ahead[1] if shared is None else self._for(*ahead, nbytes, shared)
+                if nbytes <= len(ahead[1].map):
+                    return replace(ahead[1], nbytes=nbytes)
                 give_back(*ahead, untouched=True)
-            return self._take_in_time(host, nbytes, wait_s, shared, lambda: making)
+            return self._take_in_time(host, nbytes, wait_s, lambda: making)
         finally:
             self._is_awaited = False
 
-    def wait(
-        self, host: Host, nbytes: int, wait_s: float, shared: Shared | None, making: Callable[[], Making]
-    ) -> Lease:
+    def wait(self, host: Host, nbytes: int, wait_s: float, making: Callable[[], Making]) -> Lease:
         """The next slot that can be had, for who has asked for one in vain. See :meth:`take`.
 
         Args:
             host: the ring.
-            nbytes: size of the snapshot.
+            nbytes: size of what goes into it.
             wait_s: how long to wait for a clean slot.
-            shared: if other ranks will fill it too.
             making: asked every few seconds: whether its memory is made for it by now.
         """
         self._is_awaited = True
         try:
-            return self._take_in_time(host, nbytes, wait_s, shared, making)
+            return self._take_in_time(host, nbytes, wait_s, making)
         finally:
             self._is_awaited = False
 
-    def _take_in_time(
-        self, host: Host, nbytes: int, wait_s: float, shared: Shared | None, making: Callable[[], Making]
-    ) -> Lease:
+    def _take_in_time(self, host: Host, nbytes: int, wait_s: float, making: Callable[[], Making]) -> Lease:
         deadline_s = time.monotonic() + wait_s
         while True:
             left_s = deadline_s - time.monotonic()
@@ -131,7 +118,7 @@ class Leases:
             try:
                 # Its memory may be still to be made, which takes long for a large one: who waits anyway waits for that.
                 limit_s = min(left_s - slice_s, _made_within_s(nbytes))
-                return self._ask(host, nbytes, slice_s, making(), shared, limit_s)
+                return self._ask(host, nbytes, slice_s, making(), limit_s)
             except SnapshotFailedError as full:
                 if full.reason is not FailureReason.RING_FULL or left_s <= _SLICE_S or time.monotonic() >= deadline_s:
                     raise
@@ -160,44 +147,6 @@ class Leases:
                 except SpotError as error:
                     logger.debug("no slot ahead: %s", error)
 
-    def say(self, host: Host, lease: Lease) -> None:
-        """Of a slot that was leased ahead: have the other ranks take part. Where that fails, nobody waits for it.
-
-        Args:
-            host: the ring.
-            lease: as :meth:`take` gave it.
-
-        Raises:
-            SpotError: if there will be no snapshot.
-        """
-        if (shared := lease.shared) is None or lease.is_said:
-            return
-        try:
-            host.say(lease)
-        except BaseException as error:
-            if isinstance(error, ServerUnreachableError):
-                self._link.lose(host, error)
-            name, why = shared.name, f"rank 0 cannot begin it ({error})"
-            self._link.tell(lambda host: host.decline(name, why))
-            raise
-        finally:
-            self._unsaid.pop(lease.id, None)
-
-    def say_now(self) -> None:
-        """Say at once what :meth:`say` is still to say: before anything is said of a later snapshot.
-
-        Who waits for a snapshot would hear that it was overtaken by a later one, or is over with one that cannot begin.
-        To say it twice is no harm; what fails here fails there, too.
-        """
-        for host, lease in list(self._unsaid.values()):
-            self._unsaid.pop(lease.id, None)
-            try:
-                host.say(lease)
-            except ServerUnreachableError as error:
-                self._link.lose(host, error)
-            except SpotError as error:
-                logger.debug("for which snapshot a slot is could not be said: %s", error)
-
     def give_back(self) -> None:
         """Let the slot go that was leased ahead."""
         with self._lock:
@@ -205,35 +154,11 @@ class Leases:
         if ahead is not None:
             give_back(*ahead, untouched=True)
 
-    def _for(self, host: Host, lease: Lease, nbytes: int, shared: Shared) -> Lease:
-        """A slot that was leased ahead, for a snapshot that is known now."""
-        lease = replace(lease, nbytes=nbytes, shared=shared, is_said=shared.shares == 1)
-        if not lease.is_said:
-            self._unsaid[lease.id] = (host, lease)
-        return lease
-
-    def _ask(
-        self,
-        host: Host,
-        nbytes: int,
-        wait_s: float,
-        making: Making,
-        shared: Shared | None = None,
-        limit_s: float = 0.0,
-    ) -> Lease:
-        more: dict[str, Any] = {"shared": shared} if shared is not None else {}
-        if making is not Making.NOW:
-            more["making"] = making
-        if limit_s > host.server_call_timeout_s:
-            more["limit_s"] = limit_s
-        lease = host.lease(nbytes, wait_s, **more)
+    def _ask(self, host: Host, nbytes: int, wait_s: float, making: Making, limit_s: float = 0.0) -> Lease:
+        limit_s = max(limit_s, host.server_call_timeout_s)
+        lease = host.lease(nbytes, wait_s, limit_s=limit_s, making=making, writer=self._writer)
         self._leased(lease)
         return lease
-
-
-def have_made(host: Host, nbytes: int, making: Making = Making.NOW) -> Lease:
-    """Lease a slot only to have its memory made, for which there is more time; see :meth:`Host.lease`."""
-    return host.lease(nbytes, 0.0, limit_s=_made_within_s(nbytes), making=making)
 
 
 def _made_within_s(nbytes: int) -> float:
@@ -270,13 +195,16 @@ class SlotMaker:
         views: of the slots.
         copier: that pins them.
         lose: called if the ring is lost meanwhile.
+        writer: number of the rank that fills them.
 
     Attributes:
         beyond: whether snapshots from a GPU may have slots beyond the ring's bound, see :func:`.slots.bound`.
     """
 
-    def __init__(self, views: SlotViews, copier: Copier, lose: Callable[[Host, SpotError], None]) -> None:
-        self._views, self._copier, self._lose = views, copier, lose
+    def __init__(
+        self, views: SlotViews, copier: Copier, lose: Callable[[Host, SpotError], None], writer: int = 0
+    ) -> None:
+        self._views, self._copier, self._lose, self._writer = views, copier, lose, writer
         self.beyond = False
         self._asked, self._has_made = 0, False
         self._size: tuple[int, int | None] | None = None
@@ -445,11 +373,15 @@ class SlotMaker:
         So what is superseded goes for it, where its slots are too small for a state that has grown.
         """
         try:
-            return have_made(host, nbytes, making)
+            return self._ask(host, nbytes, making)
         except SnapshotFailedError as error:
             if error.reason is not FailureReason.RING_FULL or not (making.is_ahead and self._asked):
                 raise
-            return have_made(host, nbytes)
+            return self._ask(host, nbytes, Making.NOW)
+
+    def _ask(self, host: Host, nbytes: int, making: Making) -> Lease:
+        """Lease a slot only to have its memory made, for which there is more time; see :meth:`Host.lease`."""
+        return host.lease(nbytes, 0.0, limit_s=_made_within_s(nbytes), making=making, writer=self._writer)
 
 
 def _with_room(nbytes: int, memory_bytes: int) -> int:
@@ -481,7 +413,7 @@ class SlotPool:
                 f"the slot for it is still being made after {wait_s:.0f} s", reason=FailureReason.RING_FULL
             )
 
-    def take(self, host: Host, nbytes: int, wait_s: float, shared: Shared | None) -> Lease:
+    def take(self, host: Host, nbytes: int, wait_s: float) -> Lease:
         """Take a slot; where there is none, a further one may be made.
 
         Who waits for a slot takes that one, or one that is clean before it is made.
@@ -490,7 +422,6 @@ class SlotPool:
             host: the ring.
             nbytes: of the snapshot.
             wait_s: how long to wait for a clean slot, in all.
-            shared: if other ranks fill it too.
 
         Raises:
             SpotError: if there is none.
@@ -506,29 +437,28 @@ class SlotPool:
         making, began_s = self._maker.making(nbytes), time.monotonic()
         if not wait_s or making is Making.NEVER:
             try:
-                return self._leases.take(host, nbytes, 0.0, shared, making)
+                return self._leases.take(host, nbytes, 0.0, making)
             except SnapshotFailedError as error:
                 if error.reason is not FailureReason.RING_FULL:
                     raise
                 self._maker.found_none(host, nbytes)
                 if not wait_s:
                     raise
-                return self._leases.wait(host, nbytes, within(deadline_s), shared, lambda: self._maker.now)
-        lease = self._leases.take(host, nbytes, wait_s, shared)
+                return self._leases.wait(host, nbytes, within(deadline_s), lambda: self._maker.now)
+        lease = self._leases.take(host, nbytes, wait_s)
         if time.monotonic() - began_s > _LONG_S:
             self._maker.found_none(host, nbytes)
         return lease
 
-    def look_ahead(self, host: Host, nbytes: int, *, is_short: bool, leases: bool) -> None:
+    def look_ahead(self, host: Host, nbytes: int, *, is_short: bool) -> None:
         """A snapshot is committed: have the slot of the next one made, or lease it.
 
         Args:
             host: the ring.
-            nbytes: of the next one, about; of several hosts, this one's portion.
+            nbytes: of the next one, about.
             is_short: whether it needs a slot that is still to be made.
-            leases: whether one that is made may be leased ahead.
         """
-        if not (is_short and self._maker.another(host, nbytes)) and leases:
+        if not (is_short and self._maker.another(host, nbytes)):
             self.lease_ahead(host, nbytes)
 
     def lease_ahead(self, host: Host, nbytes: int, *, comes: bool = False) -> None:

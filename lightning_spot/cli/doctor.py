@@ -68,9 +68,7 @@ def why_not_carried(server: str, durable_url: str) -> str:
     Raises:
         SpotError: if it does not answer.
     """
-    run = RunInfo(
-        name="doctor", id=secrets.token_hex(6), location="", attempt=1, token="", durable_url=durable_url, spread=True
-    )
+    run = RunInfo(name="doctor", id=secrets.token_hex(6), location="", attempt=1, token="", durable_url=durable_url)
     store = NodeStore(f"{server.rstrip('/')}/{run_text(run.name, run.id)}")
     try:
         return store.open_run(run).why_not
@@ -383,11 +381,7 @@ def _print(facts: dict[str, Any], outlooks: dict[str, Outlook], snapshot_bytes: 
     if (speed := facts.get("servers_together_bytes_per_s")) is not None:
         console.print(f"stored at all snapshot servers at the same time: {format_bytes(speed)}/s")
     for server, why in facts["not_carried"].items():
-        console.print(
-            f"{server} brings no run to its durable directory, and no sharded model on several hosts is spread over it:"
-            f" {why}",
-            markup=False,
-        )
+        console.print(f"{server} brings no run to its durable directory: {why}", markup=False)
     for problem in facts["problems"]:
         console.print(problem, style="red")
     for label, found in outlooks.items():

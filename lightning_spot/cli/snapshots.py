@@ -12,6 +12,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from lightning_spot.cli.arguments import LATEST, check_given, location_of, split_run
 from lightning_spot.cli.output import error_console, plain_table, print_line, wide_console
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.client.spread_store import SpreadStore
 from lightning_spot.config import PART_BYTES, format_bytes, format_count
 from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.image.files import cut
@@ -28,10 +28,10 @@ from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snap
 from lightning_spot.memory.tier import Listed
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.retry import RetryPolicy
-from lightning_spot.run.reading import OpenSnapshot
-from lightning_spot.run.sources import MemorySource, Source, StoreSource
-from lightning_spot.run.survey import of_tier, spread_over, survey
-from lightning_spot.tiers.store import Holdings
+from lightning_spot.run.reading import OpenSnapshot, SnapshotReader
+from lightning_spot.run.sources import MemorySource, Source, StoreSource, Union
+from lightning_spot.run.survey import of_tier, survey, union
+from lightning_spot.tiers.store import Holdings, put_together
 from lightning_spot.untrusted import plain
 
 _LIKE_AN_ADDRESS = re.compile(r"[^/:]+:\d+(/|$)")
@@ -91,8 +91,8 @@ class Entry:
         manifest: what it is.
         source: where it is.
         state: ``"persisted"`` in storage; of one in memory ``"replicated"`` (at another tier, too), ``"uploading"`` (on
-            its way to one) or ``"local"`` (neither). Of one host's portion of a snapshot which of them it is; of one
-            whose portions are all at the servers that were asked ``"replicated"``: it outlives the machines that train.
+            its way to one) or ``"local"`` (neither). Of a rank's shard of a snapshot that is not complete there, which
+            of them it is; of one whose shards are at several of the tiers that were asked ``"replicated"``.
     """
 
     manifest: Manifest
@@ -164,14 +164,13 @@ def pick(found: Found, wanted: str | None) -> Entry:
     Raises:
         SnapshotNotFoundError: if there is none; names what there is.
     """
-    whole = [entry for entry in found.entries if entry.manifest.portion is None]
+    whole = [entry for entry in found.entries if entry.manifest.shard is None]
     for entry in whole:
         if wanted in (None, LATEST, entry.manifest.name, str(entry.manifest.step)):
             return entry
     names = ", ".join(sorted({entry.manifest.name for entry in whole})) or "nothing"
     if len(whole) < len(found.entries):
-        names += " that is whole; portions of hosts, which lie at several snapshot servers, are one if all are given"
-        names += " (--server)"
+        names += " that is complete; shards, which lie at several snapshot servers, are one if all are given (--server)"
     what = f"no snapshot {wanted!r}" if wanted is not None else "no snapshot"
     bad = [f"{item} cannot be used ({why})" for item, why in found.unreadable.items()]
     raise SnapshotNotFoundError(
@@ -202,18 +201,18 @@ def _ask_servers(url: str, arguments: argparse.Namespace) -> Found:
     servers = [str(address), *(str(parse_spot_url(item)[0]) for item in arguments.server)]
     answers: list[tuple[Source, Holdings]] = []
     for server in servers:
-        source = StoreSource(NodeStore(f"{server}/{run}"), server)
+        at_server = StoreSource(NodeStore(f"{server}/{run}"), server)
         try:
-            holdings = source.survey()
-            answers.append((source, holdings))
+            holdings = at_server.survey()
+            answers.append((at_server, holdings))
             found.is_known = found.is_known or holdings.highest_attempt > 0
-            found.entries.extend(_entries(source, holdings))
+            found.entries.extend(_entries(at_server, holdings))
         except SettingsError:
             raise
         except SpotError as error:
             found.problems.append(of_tier(server, str(error)))
-    for spread, holdings in spread_over(answers):
-        found.entries[:0] = _entries(spread, holdings)
+    for source, holdings in union(answers):
+        found.entries[:0] = _entries(source, holdings)
     if len(found.problems) == len(servers):
         raise SnapshotNotFoundError("; ".join(found.problems))
     return found
@@ -240,17 +239,29 @@ def _ask_run(url: str, arguments: argparse.Namespace) -> Found:
 def _entries(source: Source, holdings: Holdings) -> list[Entry]:
     """The snapshots a tier holds, with their state; a server says of each where it is safe."""
     server = source if isinstance(source, MemorySource) else getattr(source, "store", None)
-    if isinstance(server, (MemorySource, NodeStore)):
-        listed = [item for item in server.listing() if not item.manifest.is_file]
-        return [Entry(item.manifest, source, _state(item)) for item in listed]
-    state = "replicated" if isinstance(source, StoreSource) and isinstance(source.store, SpreadStore) else "persisted"
-    return [Entry(manifest, source, state) for manifest in holdings.manifests]
+    if not isinstance(server, (MemorySource, NodeStore)):
+        state = "replicated" if isinstance(source, Union) else "persisted"
+        return [Entry(manifest, source, state) for manifest in holdings.manifests]
+    listed: dict[str, list[Listed]] = {}
+    for item in server.listing():
+        if not item.manifest.is_file:
+            listed.setdefault(item.manifest.snapshot, []).append(item)
+    entries: list[Entry] = []
+    for items in listed.values():
+        whole = put_together(item.manifest for item in items)
+        entries += (Entry(manifest, source, _state(items)) for manifest in whole)
+        entries += (Entry(item.manifest, source, _state([item])) for item in items if not whole)
+    return entries
 
 
-def _state(item: Listed) -> str:
-    if (portion := item.manifest.portion) is not None:
-        return f"portion {portion.host + 1} of {portion.hosts}"
-    return "uploading" if item.dirty else "replicated" if item.safe else "local"
+def _state(items: list[Listed]) -> str:
+    """The state of a snapshot, by those of its shards, or that of one shard."""
+    shard = items[0].manifest.shard
+    if shard is not None and (shard.failed or len(items) < shard.writers):
+        return "failed" if shard.failed else f"shard {shard.writer + 1} of {shard.writers}"
+    if any(item.dirty for item in items):
+        return "uploading"
+    return "replicated" if all(item.safe for item in items) else "local"
 
 
 def ls(arguments: argparse.Namespace) -> int:
@@ -267,11 +278,8 @@ def ls(arguments: argparse.Namespace) -> int:
     table = plain_table(headings, left=("SNAPSHOT", "TIER", "STATE"))
     for entry in found.entries:
         manifest = entry.manifest
-        epoch, age = str(manifest.epoch), _age(manifest.created_unix_s)
-        if manifest.portion is not None:  # only the first host's knows when, and in which epoch
-            epoch, age = "-", age if manifest.created_unix_s else "-"
-        numbers = (str(manifest.step), epoch, str(manifest.attempt), format_bytes(manifest.stored_bytes))
-        table.add_row(manifest.name, *numbers, age, entry.source.tier, entry.state)
+        numbers = (str(manifest.step), str(manifest.epoch), str(manifest.attempt), format_bytes(manifest.stored_bytes))
+        table.add_row(manifest.name, *numbers, _age(manifest.created_unix_s), entry.source.tier, entry.state)
     if found.entries:
         console.print(table)
     else:
@@ -349,15 +357,19 @@ def copy(arguments: argparse.Namespace) -> int:
     snapshot = _open_newest(found) if found.selected is None else _open_somewhere(found, wanted.name)
     try:
         wanted = snapshot.manifest
-        target, one_file = _target(arguments, wanted), arguments.consolidate or not wanted.files
-        if wanted.files and one_file:
+        target, one_file = _target(arguments, wanted), arguments.consolidate or not wanted.is_sharded
+        if wanted.is_sharded and one_file:
             _consolidate(snapshot, target)
+        elif one_file:
+            _copy_file(snapshot, target)
         else:
             _copy(snapshot, target)
     finally:
         snapshot.close()
     nbytes = target.stat().st_size if one_file else wanted.stored_bytes
     print_line(f"{target}: {format_bytes(nbytes)}, step {wanted.step}, from {snapshot.tier}, every checksum holds")
+    if one_file and wanted.files and not wanted.is_sharded:
+        print_line("That is the checkpoint. What only one rank knows (generators, data position) is not in it")
     if not one_file:
         print_line("That is a directory, of a sharded model. --consolidate makes one plain file of it")
     return 0
@@ -379,6 +391,8 @@ def verify(arguments: argparse.Namespace) -> int:
     for what, why in found.unreadable.items():
         print_line(f"BAD  {what}: {why}")
     for entry in found.entries:
+        if entry.manifest.shard is not None and entry.manifest.shard.failed:
+            continue  # of no bytes
         label = f"{entry.manifest.name} at {entry.source.tier}"
         try:
             _open(entry).close()
@@ -404,7 +418,7 @@ def _open_newest(found: Found) -> OpenSnapshot:
     """
     looks = 0
     while True:
-        newest = pick(found, None)  # of portions alone there is nothing to open
+        newest = pick(found, None)  # of shards alone there is nothing to open
         try:
             return _open_somewhere(found, newest.manifest.name)
         except SnapshotNotFoundError:
@@ -415,7 +429,7 @@ def _open_newest(found: Found) -> OpenSnapshot:
         except (
             CorruptSnapshotError
         ) as error:  # older weights than those asked for are no answer; how to have them is said
-            names = (entry.manifest.name for entry in found.entries if entry.manifest.portion is None)
+            names = (entry.manifest.name for entry in found.entries if entry.manifest.shard is None)
             older = next((name for name in names if name != newest.manifest.name), None)
             if older is None:
                 raise
@@ -455,11 +469,12 @@ def _has_left(entry: Entry) -> bool:
     except SpotError:  # not known: what was wrong with the snapshot stands
         return False
     name = entry.manifest.name
-    return name not in holdings.unreadable and all(manifest.name != name for manifest in holdings.manifests)
+    there = [*holdings.manifests, *holdings.shards]
+    return name not in holdings.unreadable and all(manifest.name != name for manifest in there)
 
 
 def _target(arguments: argparse.Namespace, wanted: Manifest) -> Path:
-    target, name, one_file = Path(arguments.dest), wanted.name, arguments.consolidate or not wanted.files
+    target, name, one_file = Path(arguments.dest), wanted.name, arguments.consolidate or not wanted.is_sharded
     if target.is_dir():
         target = target / (name if not one_file or name.endswith(".ckpt") else f"{name}.ckpt")
     if target.exists() and not one_file:
@@ -485,20 +500,30 @@ def _consolidate(snapshot: OpenSnapshot, target: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _copy_file(snapshot: OpenSnapshot, target: Path) -> None:
+    """Write the checkpoint beside the target, then rename: a broken copy never stands under the final name."""
+    with _temporary(target) as temporary, _progress() as progress:
+        task = progress.add_task(f"writing {target}", total=snapshot.manifest.spans[0].nbytes)
+        _write(temporary, _parts(snapshot.reader(), lambda nbytes: progress.update(task, advance=nbytes)))
+
+
 def _copy(snapshot: OpenSnapshot, target: Path) -> None:
-    """Write beside the target, then rename: a broken copy never stands under the final name."""
-    temporary, manifest = target.parent / f".{target.name}.{uuid.uuid4().hex}", snapshot.manifest
+    """Write the files of a snapshot, and its manifest, likewise."""
+    manifest = snapshot.manifest
+    with _temporary(target) as temporary, _progress() as progress:
+        task = progress.add_task(f"writing {target}", total=manifest.nbytes)
+        temporary.mkdir()
+        parts = _parts(snapshot.reader(whole=True), lambda nbytes: progress.update(task, advance=nbytes))
+        for span, data in cut(manifest.spans, parts):
+            _write(temporary / span.name, data)
+        _write(temporary / MANIFEST_FILE, [memoryview(manifest.to_json().encode())])
+
+
+@contextmanager
+def _temporary(target: Path) -> Iterator[Path]:
+    temporary = target.parent / f".{target.name}.{uuid.uuid4().hex}"
     try:
-        with _progress() as progress:
-            task = progress.add_task(f"writing {target}", total=manifest.nbytes)
-            if manifest.files:
-                temporary.mkdir()
-            for span, data in cut(
-                manifest.spans, _parts(snapshot, lambda nbytes: progress.update(task, advance=nbytes))
-            ):
-                _write(temporary / span.name if manifest.files else temporary, data)
-            if manifest.files:
-                _write(temporary / MANIFEST_FILE, [memoryview(manifest.to_json().encode())])
+        yield temporary
         os.replace(temporary, target)
     except OSError as error:
         raise TierError(f"{target} cannot be written: {error.strerror}", tier=str(target)) from error
@@ -508,9 +533,8 @@ def _copy(snapshot: OpenSnapshot, target: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _parts(snapshot: OpenSnapshot, advance: Callable[[int], None]) -> Iterator[memoryview]:
-    reader = snapshot.reader()  # which checks again what it reads
-    while part := reader.read(PART_BYTES):
+def _parts(reader: SnapshotReader, advance: Callable[[int], None]) -> Iterator[memoryview]:
+    while part := reader.read(PART_BYTES):  # which checks again what it reads
         yield memoryview(part)
         advance(len(part))
 

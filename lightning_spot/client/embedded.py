@@ -28,7 +28,6 @@ from lightning_spot.errors import (
     FailureReason,
     ServerRefusedError,
     ServerUnreachableError,
-    ShareFault,
     SnapshotFailedError,
     SnapshotNotFoundError,
     SpotError,
@@ -36,16 +35,16 @@ from lightning_spot.errors import (
     TierReason,
 )
 from lightning_spot.image.floats import Floats
-from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.manifest import Manifest, snapshot_order
+from lightning_spot.image.shards import Status
 from lightning_spot.image.written import Ranges
-from lightning_spot.memory.host import Lease, newest_safe_step
-from lightning_spot.memory.joint import KnownLayout, Shared
+from lightning_spot.memory.host import Lease, failed, newest_safe_step
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Making
 from lightning_spot.memory.tier import Listed, TierHealth
 from lightning_spot.protocol.process import wait_readable
 from lightning_spot.protocol.record import NodeRecord
-from lightning_spot.protocol.wire import Address, fault_body
+from lightning_spot.protocol.wire import Address
 from lightning_spot.staging.slot import map_shared
 from lightning_spot.tiers.store import newest_first
 from lightning_spot.untrusted import read_object
@@ -56,7 +55,6 @@ _LONGEST_LINE = 65536
 
 _OPEN_TIMEOUT_S = 15.0  # a server may have to ask the tiers below
 _SEAL_TIMEOUT_S = 3600.0  # as long as the server answers pings meanwhile
-_LONGEST_REASON = 2000
 _MAY_HAVE_BEGUN = (TierReason.FAILED, TierReason.SERVER_FAILED)
 _PING_SHARE = 0.75  # of server_call_timeout_s: pings are a second apart
 
@@ -229,7 +227,6 @@ class EmbeddedHost:
         self.released: Callable[[mmap.mmap], None] | None = None
         self.client = NodeClient(Address(socket_path=str(record.http)))
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
-        self._layout = KnownLayout()
         self.session = Session(record.fds, read_environment().token, server_call_timeout_s)
         try:
             self._ping()  # the session is served by a thread: this asks whether the event loop turns, too
@@ -246,26 +243,16 @@ class EmbeddedHost:
         return Opened(self.attempt, bool(opened["carries"]), str(opened["why_not"]))
 
     def lease(
-        self,
-        nbytes: int,
-        wait_s: float,
-        *,
-        limit_s: float | None = None,
-        shared: Shared | None = None,
-        making: Making = Making.NOW,
+        self, nbytes: int, wait_s: float, *, limit_s: float | None = None, making: Making = Making.NOW, writer: int = 0
     ) -> Lease:
         """See :meth:`Host.lease`."""
         upload = uuid.uuid4().hex
         body = {"attempt": self.attempt, "nbytes": nbytes, "wait_s": wait_s, "session": self.session.id}
-        body |= {"upload": upload, "making": making.value}
-        if shared is not None:
-            body |= {"name": shared.name, "shares": shared.shares, "digest": shared.digest, "at": shared.at}
-            body |= {"image_nbytes": shared.image_nbytes, **self._layout.to_send(shared.layout)}
+        body |= {"upload": upload, "making": making.value, "writer": writer}
         try:
-            leased = self._wait_for_slot(upload, body, wait_s, limit_s or self.server_call_timeout_s)
-            if shared is not None:
-                self._note(shared)
-            return self._mapped(leased, nbytes, 0, shared)
+            return self._mapped(
+                self._wait_for_slot(upload, body, wait_s, limit_s or self.server_call_timeout_s), nbytes
+            )
         except BaseException as error:
             if not isinstance(error, SpotError) or getattr(error, "reason", None) in _MAY_HAVE_BEGUN:
                 # It cannot be mapped, the server failed after that, or Ctrl-C came with its answer under way.
@@ -285,59 +272,13 @@ class EmbeddedHost:
                 f"the slot for it is still being made after {wait_s + limit_s:.0f} s", reason=FailureReason.RING_FULL
             ) from error
 
-    def say(self, lease: Lease) -> None:
-        """See :meth:`Host.say`."""
-        shared = lease.shared
-        assert shared is not None
-        body = {"nbytes": lease.nbytes, "name": shared.name, "shares": shared.shares, "digest": shared.digest}
-        body |= self._layout.to_send(shared.layout)
-        self._call("POST", f"/v1/uploads/{lease.id}/share", body, again=True)
-        self._note(shared)
-
-    def join(
-        self, name: str, *, share: int, digest: str = "", wait_s: float, at: str = "", host: int = 0, told: str = ""
-    ) -> Lease:
-        """See :meth:`Host.join`."""
-        self.session.check()  # a server that has not seen yet that it is over would count on a share that cannot come
-        body = {"attempt": self.attempt, "name": name, "share": share, "digest": digest, "wait_s": wait_s}
-        body |= {"session": self.session.id, "at": at, "host": host}
-        body |= self._layout.to_send(told) if told else {"layout_id": self._layout.id}
-        limit_s = wait_s + self.server_call_timeout_s
-        joined = self._call("POST", f"/v1/runs/{quoted(self.run)}/shares", body, limit_s=limit_s, again=True)
-        if joined["layout"] is not None:
-            self._layout = KnownLayout(str(joined["layout_id"]), str(joined["layout"]))
-        shares, agreed = int(joined["shares"]), str(joined["digest"])
-        shared = Shared(name=name, shares=shares, digest=agreed, layout=self._layout.text)
-        try:
-            return self._mapped(joined, int(joined["nbytes"]), share, shared)
-        except BaseException as error:  # the server counts on this share from now on, and keeps the slot for it
-            try:
-                self._place(str(joined["upload"]), share, f"rank {share}: {error}")
-            except SpotError as problem:
-                logger.debug("the server could not be told that a share is torn: %s", problem)
-            raise
-
-    def placed(self, lease: Lease, torn: str = "", fault: ShareFault | None = None) -> None:
-        """See :meth:`Host.placed`."""
-        self._place(lease.id, lease.share, torn, fault)
-
-    def _place(self, upload: str, share: int, torn: str, fault: ShareFault | None = None) -> None:
-        body = {"share": share, "torn": torn[:_LONGEST_REASON], "fault": fault_body(fault)}
-        self._call("POST", f"/v1/uploads/{upload}/placed", body, again=True)
-
-    def decline(self, name: str, why: str, at: str = "", host: int = 0, share: int = 1) -> None:
-        """See :meth:`Host.decline`."""
-        body = {"attempt": self.attempt, "name": name, "why": why[:_LONGEST_REASON], "at": at, "host": host}
-        body |= {"share": share}
-        self._call("POST", f"/v1/runs/{quoted(self.run)}/decline", body, again=True)
-
-    def _mapped(self, leased: dict[str, Any], nbytes: int, share: int, shared: Shared | None) -> Lease:
+    def _mapped(self, leased: dict[str, Any], nbytes: int) -> Lease:
         self._let_go({int(slot): int(generation) for slot, generation in leased["generations"].items()})
         key = (int(leased["slot"]), int(leased["generation"]))
         if key not in self._maps:
             self._maps[key] = self.session.map_slot(*key)
         backing, held = str(leased["backing"]), str(leased["held"])
-        return Lease(str(leased["upload"]), self._maps[key], nbytes, backing, key[0], held, share, shared)
+        return Lease(str(leased["upload"]), self._maps[key], nbytes, backing, key[0], held)
 
     def seal(
         self,
@@ -359,6 +300,17 @@ class EmbeddedHost:
         }
         sealed = self._call("POST", f"/v1/uploads/{lease.id}/seal", body, limit_s=_SEAL_TIMEOUT_S)
         return sealed["short"] is True
+
+    def fail(self, manifest: Manifest, why: str) -> None:
+        """See :meth:`Host.fail`."""
+        body = {"attempt": self.attempt, "manifest": failed(manifest, why).to_dict()}
+        self._call("POST", f"/v1/runs/{quoted(self.run)}/fail", body, again=True)
+
+    def awaited(self, name: str, wait_s: float) -> tuple[Status, str]:
+        """See :meth:`Host.awaited`."""
+        path, limit_s = f"/v1/runs/{quoted(self.run)}/awaited", wait_s + self.server_call_timeout_s
+        answer = self._call("POST", path, {"name": name, "wait_s": wait_s}, limit_s=limit_s, again=True)
+        return Status(answer["status"]), str(answer["why"])
 
     def abort(self, lease: Lease, *, untouched: bool = False) -> None:
         """See :meth:`Host.abort`."""
@@ -383,13 +335,10 @@ class EmbeddedHost:
         """See :meth:`Host.tiers`."""
         return {url: TierHealth.from_dict(health) for url, health in self._call("GET", "/v1/status")["tiers"].items()}
 
-    def carrier(self, spread: int = 0) -> str:
-        """See :meth:`Host.carrier`."""
-        if spread:
-            body = {"replicas": spread}
-            return str(self._call("POST", f"/v1/runs/{quoted(self.run)}/spread", body, again=True)["at"])
+    def destinations(self) -> list[str]:
+        """See :meth:`Host.destinations`."""
         runs = self._call("GET", "/v1/status")["runs"]
-        return " ".join(map(str, runs.get(self.run, {}).get("kept_at", [])))
+        return [str(url) for url in runs.get(self.run, {}).get("kept_at", [])]
 
     def refused(self) -> list[Manifest]:
         """See :meth:`Host.refused`."""
@@ -397,7 +346,9 @@ class EmbeddedHost:
 
     def safe_step(self) -> int | None:
         """See :meth:`Host.safe_step`."""
-        return newest_safe_step(((item.manifest, item.safe) for item in self.listing()), self.attempt)
+        listed = self._snapshots()
+        held = ((item.manifest, item.safe) for item in Listed.all_of(listed))
+        return newest_safe_step(held, self.attempt, snapshot_order(str(listed["committed"])))
 
     def listing(self) -> list[Listed]:
         """Everything the server holds of the run."""
@@ -450,11 +401,6 @@ class EmbeddedHost:
             again=again,
             pulse=self._ping if longer else None,
         )
-
-    def _note(self, shared: Shared) -> None:
-        """The server knows of a layout now."""
-        if shared.layout is not self._layout.text:  # it is long
-            self._layout = KnownLayout.of(shared.layout)
 
     def _ping(self) -> None:
         self.client.ping(_PING_SHARE * self.server_call_timeout_s)

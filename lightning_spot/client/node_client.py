@@ -28,7 +28,6 @@ from lightning_spot.protocol.wire import (
     ERROR_HEADER,
     LONGEST_DIGESTED_BYTES,
     PROTOCOL_HEADER,
-    SENDER_HEADER,
     TARGET_HEADER,
     UPGRADE,
     WANT_DIGEST_HEADER,
@@ -62,14 +61,13 @@ class PartStream:
         address: the server (TCP).
         token: secret to send, if any.
         upload: id of the upload.
-        sender: of several hosts that send it: names this one, which has a stream in any case.
 
     Raises:
         ServerUnreachableError: if no server answers.
         SpotError: whatever the server answered with.
     """
 
-    def __init__(self, address: Address, token: str | None, upload: str, sender: str = "") -> None:
+    def __init__(self, address: Address, token: str | None, upload: str) -> None:
         self._busy_s = self._lap_s = 0.0
         self._name = str(address)
         path = f"/v1/uploads/{upload}/stream"
@@ -81,7 +79,6 @@ class PartStream:
             f"{PROTOCOL_HEADER}: {PROTOCOL_VERSION}",
             f"{TARGET_HEADER}: {target_of('POST', path)}",
             "Content-Length: 0",
-            *([f"{SENDER_HEADER}: {sender}"] if sender else []),
             *([f"Authorization: Bearer {token}"] if token else []),
         ]
         try:
@@ -263,9 +260,9 @@ class NodeClient:
         """
         self.call("GET", "/healthz", timeout_s=timeout_s)
 
-    def stream(self, upload: str, sender: str = "") -> PartStream:
+    def stream(self, upload: str) -> PartStream:
         """Open a connection of its own for the parts of an upload; see :class:`PartStream`."""
-        return PartStream(self.address, self._token, upload, sender)
+        return PartStream(self.address, self._token, upload)
 
     def receive(self, path: str, start: int, into: memoryview, etag: str | None = None) -> None:
         """Read ``len(into)`` bytes of a file, from byte ``start`` on.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -34,7 +33,6 @@ class PartLanes:
 
     def __init__(self, client: NodeClient, url: str) -> None:
         self._client, self._url = client, url
-        self._sender = uuid.uuid4().hex
 
     def send(self, upload: str, parts: Iterator[Part], count: int, encoder: PartEncoder) -> Sent:
         """Send all parts of an upload, each over the connection that is free first.
@@ -52,7 +50,7 @@ class PartLanes:
             ServerUnreachableError: if the server does not answer any more.
             CorruptSnapshotError: if a part arrives damaged again and again.
         """
-        open_stream = functools.partial(self._client.stream, upload, self._sender)
+        open_stream = functools.partial(self._client.stream, upload)
         shared, sent = _Shared(parts), Sent()
         lanes = [_Lane(open_stream, self._url, shared, encoder) for _ in range(min(CONNECTIONS, count))]
         with ThreadPoolExecutor(max(1, len(lanes))) as pool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.client.spread_store import SpreadStore
 from lightning_spot.config import directory_of, scheme_of
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.objects import ObjectStore
@@ -23,8 +22,6 @@ def open_store(url: str, beneath: Sequence[str] | None = None) -> Store:
         SettingsError: if the URL is malformed or its file system is not installed.
         TierError: if a directory is below none of these prefixes.
     """
-    if url.startswith("spread:"):
-        return SpreadStore(url)
     scheme = scheme_of(url)
     if scheme == "spot":
         return NodeStore(url)

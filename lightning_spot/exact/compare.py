@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from lightning_spot.capture.tensors import shape_of
-from lightning_spot.exact.dump import read_checkpoint, with_ranks
+from lightning_spot.exact.dump import KEY, read_checkpoint, with_ranks
+from lightning_spot.image.files import MODEL_FILE
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.safe_load import SHORT, Placeholder, kind_of, parts_of
 from lightning_spot.sharded.file_plan import state_file
@@ -251,15 +252,29 @@ def shown(value: Any) -> str:
 
 
 def _read(path: Path) -> Any:
-    """A checkpoint; of one in shards, which is a directory, all shards put together, and what each rank knew."""
-    if not path.is_dir():
-        with open(path, "rb") as file:
-            return read_checkpoint(file)
+    """A checkpoint with what each rank knew; of one in shards, which is a directory, all shards put together."""
+    model = path / MODEL_FILE if path.is_dir() else path
+    if model.exists():
+        checkpoint = _load(model)
+        beside = [model.with_name(state_file(rank)) for rank in range(1, _world_size(checkpoint))]
+        if beside and all(file.exists() for file in beside):
+            checkpoint[KEY]["ranks"] += map(_load, beside)
+        return checkpoint
     image, manifest = read_folder(path)
     rest = read_checkpoint(io.BytesIO(_file(image, manifest, REST_FILE)))
     ranks = [file.name for file in manifest.files if file.name in map(state_file, range(manifest.world_size))]
     states = {name: read_checkpoint(io.BytesIO(_file(image, manifest, name))) for name in ranks}
     return {**load_all(ImageReader(image, manifest)), **rest, "ranks": states}
+
+
+def _load(path: Path) -> Any:
+    with open(path, "rb") as file:
+        return read_checkpoint(file)
+
+
+def _world_size(checkpoint: Any) -> int:
+    exact = checkpoint.get(KEY) if isinstance(checkpoint, dict) else None
+    return int(exact["world_size"]) if isinstance(exact, dict) and len(exact.get("ranks", ())) == 1 else 1
 
 
 def _file(image: memoryview, manifest: Manifest, name: str) -> memoryview:

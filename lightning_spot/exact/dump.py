@@ -14,7 +14,7 @@ from lightning_spot.capture.tensors import Glances, tensors_in
 from lightning_spot.capture.unexpected import as_failure
 from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
 from lightning_spot.exact.private import writes_of
-from lightning_spot.exact.rank_states import Rooms, State, packed, share_of, unpacked
+from lightning_spot.exact.rank_states import State, packed, share_of, unpacked
 from lightning_spot.image.safe_load import safe_load
 
 if TYPE_CHECKING:
@@ -78,23 +78,20 @@ class Dump:
         noted = self.noted
         return noted is not None and noted.versions == versions_of(self.checkpoint) and not noted.glances.are_others
 
-    def gathered(self, trainer: pl.Trainer, rooms: Rooms) -> dict[str, Any]:
+    def gathered(self, trainer: pl.Trainer) -> dict[str, Any]:
         """The checkpoint with the states of all ranks, on rank 0. Every rank calls this at the same place.
 
         Args:
             trainer: whose checkpoint it is.
-            rooms: for the states of the other ranks.
 
         Raises:
             SpotError: see :func:`gather`.
         """
-        others = enumerate(gather(trainer, self.state)[1:], start=1)
-        return self._with(trainer, [self.state, *[rooms.put(rank, data) for rank, data in others]])
+        return self._with(trainer, [self.state, *gather(trainer, self.state)[1:]])
 
-    def shared(self, trainer: pl.Trainer, rooms: Rooms) -> dict[str, Any]:
-        """The checkpoint with room for the states of the other ranks, on rank 0; they write them by themselves."""
-        known = rooms.known
-        return self._with(trainer, [self.state, *[known[rank] for rank in range(1, trainer.world_size)]])
+    def with_own(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """The checkpoint with the state of this rank, rank 0; those of the others are kept in files of their own."""
+        return self._with(trainer, [self.state])
 
     def apart(self, trainer: pl.Trainer) -> dict[str, Any]:
         """The checkpoint without the states of the ranks, which are kept in files of their own."""
@@ -148,7 +145,7 @@ def _with_own_containers(value: Any, made: dict[int, Any]) -> Any:
     return copy.copy(value) if kind in (set, deque, bytearray) else value
 
 
-def gather(trainer: pl.Trainer, state: State | SpotError) -> list[bytes]:
+def gather(trainer: pl.Trainer, state: State | SpotError) -> list[Any]:
     """The packed states of all ranks, on rank 0; its own is left out. Every rank calls this at the same place.
 
     Args:
@@ -161,7 +158,7 @@ def gather(trainer: pl.Trainer, state: State | SpotError) -> list[bytes]:
     if trainer.world_size == 1:
         if isinstance(state, SpotError):
             raise state
-        return [b""]
+        return [None]
     mine = _told(state, trainer)
     states: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
     torch.distributed.gather_object(str(mine) if isinstance(mine, SpotError) else mine, states)
@@ -173,19 +170,19 @@ def gather(trainer: pl.Trainer, state: State | SpotError) -> list[bytes]:
     return states if states is not None else []
 
 
-def _told(state: State | SpotError, trainer: pl.Trainer) -> bytes | SpotError:
+def _told(state: State | SpotError, trainer: pl.Trainer) -> torch.Tensor | SpotError | None:
     """What a rank tells rank 0, which waits for it whatever fails here."""
     if isinstance(state, SpotError):
         return state
     try:
-        return b"" if trainer.is_global_zero else packed(state)
+        return None if trainer.is_global_zero else packed(state)
     except Exception as error:  # of values of ours: no code of the user's is at work
         return as_failure(error)
 
 
-def read_checkpoint(file: IO[bytes] | str, map_location: str = "cpu") -> Any:
+def read_checkpoint(file: IO[bytes] | str, map_location: str = "cpu", *, mapped: str = "") -> Any:
     """Read a checkpoint, and the states of ranks in it, as :func:`safe_load` does; see there."""
-    return with_ranks(safe_load(file, map_location), safe_load)
+    return with_ranks(safe_load(file, map_location, mapped=mapped), safe_load)
 
 
 def with_ranks(checkpoint: Any, read: Callable[[IO[bytes]], Any]) -> Any:

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from pickle import UnpicklingError
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -252,18 +251,25 @@ def load_named(load: Callable[..., Any], path: Any, *arguments: Any, **named: An
 
 
 def _with_own_states(trainer: pl.Trainer, checkpoint: dict[str, Any], path: Any) -> None:
-    """Complete what Lightning has loaded of the directory of a snapshot in shards: each rank's own state is beside it.
+    """Complete what Lightning has loaded of a snapshot that several ranks wrote: states of ranks are files beside it.
 
     Raises:
-        SettingsError: if it is not.
+        SettingsError: if they are not there.
     """
     shared = checkpoint.get(KEY)
-    if shared is None or shared["ranks"] or not os.path.isdir(path):
+    is_folder = os.path.isdir(path)
+    if shared is None or len(shared["ranks"]) >= shared["world_size"] or not (is_folder or shared["ranks"]):
         return
+    folder = str(path) if is_folder else str(path).rpartition("/")[0] or "."
+
+    def read(name: str) -> memoryview:
+        with fsspec.open(f"{folder}/{name}", "rb") as file:
+            return memoryview(file.read())
+
     try:
-        shared["ranks"] = states_in_files(trainer, shared, lambda name: memoryview(Path(path, name).read_bytes()))
+        shared["ranks"] = states_in_files(trainer, shared, read)
     except OSError as error:
-        raise SettingsError(f"ckpt_path={str(path)!r} is not the whole directory of a snapshot: {error}") from error
+        raise SettingsError(f"ckpt_path={str(path)!r} is not in the whole directory of a snapshot: {error}") from error
 
 
 def follow_named(trainer: pl.Trainer, patches: Patches) -> None:

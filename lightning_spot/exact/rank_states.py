@@ -1,7 +1,7 @@
-"""The exact state of each rank beside one checkpoint: rank 0's as values, that of every other rank as bytes of its own.
+"""The exact state of each rank beside one checkpoint: rank 0's as values in it, others' in files of their own.
 
-So another rank can write its state into the file by itself: the file holds room for it, a tensor of bytes. Whoever
-reads a checkpoint gets values in place of the bytes.
+A checkpoint in one file that no snapshot holds (a user's, or one of an earlier version) has the others' as bytes: a
+tensor with a file of ``torch.save``. Whoever reads it gets values in place of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lightning_spot.image.layout import Layout, filled, lay_out
 from lightning_spot.sharded.file_plan import load_state, state_file
 
 if TYPE_CHECKING:
@@ -23,49 +22,16 @@ if TYPE_CHECKING:
 State = dict[str, Any]
 
 _LENGTH_BYTES = 8
-_PAGE = 4096
 
 
-def packed(state: State) -> bytes:
-    """A rank's state as it lies in its room."""
+def packed(state: State) -> torch.Tensor:
+    """A rank's state as bytes, for a checkpoint in one file."""
     buffer = io.BytesIO()
     buffer.write(bytes(_LENGTH_BYTES))
     torch.save(state, buffer)
     data = buffer.getbuffer()
     data[:_LENGTH_BYTES] = (len(data) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little")
-    return bytes(data)
-
-
-class Packing:
-    """What :func:`packed` makes of a state, as it is when this is made. Its length is known at once.
-
-    ``bytes()`` of it may be asked for later, on any thread: until then, no tensor on a GPU is waited for.
-
-    Args:
-        state: values of its own, which nothing changes any more.
-    """
-
-    def __init__(self, state: State) -> None:
-        self._layout: Layout | None = None
-        layout = lay_out(state)
-        if any(_waits_for(piece.storage) for piece in layout.pieces):
-            self._layout = layout
-        else:
-            self._data = _with_length(filled(layout))
-
-    def __len__(self) -> int:
-        return _LENGTH_BYTES + self._layout.nbytes if self._layout is not None else len(self._data)
-
-    def __bytes__(self) -> bytes:
-        return _with_length(filled(self._layout)) if self._layout is not None else self._data
-
-
-def _waits_for(storage: torch.UntypedStorage) -> bool:
-    return storage.device.type != "cpu"
-
-
-def _with_length(data: bytearray) -> bytes:
-    return len(data).to_bytes(_LENGTH_BYTES, "little") + data
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def unpacked(states: list[Any], read: Callable[[IO[bytes]], Any]) -> list[Any]:
@@ -75,57 +41,30 @@ def unpacked(states: list[Any], read: Callable[[IO[bytes]], Any]) -> list[Any]:
         states: of all ranks, as they were read.
         read: reads a file of ``torch.save``.
     """
-    return [read(io.BytesIO(_content(state))) if _is_room(state) else state for state in states]
+    return [read(io.BytesIO(_content(state))) if _is_packed(state) else state for state in states]
 
 
-class Rooms:
-    """Room for the states of the ranks but the first, kept from one snapshot to the next; on rank 0."""
-
-    def __init__(self) -> None:
-        self._rooms: dict[int, torch.Tensor] = {}
-
-    @property
-    def known(self) -> dict[int, torch.Tensor]:
-        """The rooms there are, by rank: twice as large as the last state for which one was made."""
-        return dict(self._rooms)
-
-    def make(self, rank: int, nbytes: int) -> torch.Tensor:
-        """Have room for a state of so many bytes: that which is there, if it is large enough."""
-        room = self._rooms.get(rank)
-        if room is None or room.numel() < nbytes:
-            # States of metrics grow with each batch: with less room, every second snapshot would be dropped.
-            size = -(-(2 * nbytes + _PAGE) // _PAGE) * _PAGE
-            room = self._rooms[rank] = torch.zeros(size, dtype=torch.uint8)
-        return room
-
-    def put(self, rank: int, data: bytes) -> torch.Tensor:
-        """A room with a state in it."""
-        room = self.make(rank, len(data))
-        room[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return room
-
-
-def _is_room(state: Any) -> bool:
+def _is_packed(state: Any) -> bool:
     return isinstance(state, torch.Tensor) and state.dtype == torch.uint8 and state.device.type == "cpu"
 
 
-def _content(room: torch.Tensor) -> bytes:
-    data = room.numpy().tobytes()
+def _content(state: torch.Tensor) -> bytes:
+    data = state.numpy().tobytes()
     nbytes = int.from_bytes(data[:_LENGTH_BYTES], "little")
     return data[_LENGTH_BYTES : _LENGTH_BYTES + nbytes]
 
 
 def states_in_files(trainer: pl.Trainer, shared: State, read: Callable[[str], memoryview]) -> list[State]:
-    """The states of the ranks of a model in shards, each in a file: those that this rank needs, others empty.
+    """The states of the ranks of a snapshot, as far as this rank needs them; others are empty.
 
     Args:
         trainer: that goes on.
-        shared: what the snapshot has for all ranks.
-        read: a file, by its name.
+        shared: what the snapshot has for all ranks; those of some may be in it.
+        read: a file of the snapshot, by its name.
     """
-    size = shared["world_size"]
+    known, size = shared.get("ranks") or [], shared["world_size"]
     wanted = (0, trainer.global_rank) if are_these(shared, trainer) else range(size)
-    return [load_state(read(state_file(rank))) if rank in wanted else {} for rank in range(size)]
+    return [*known, *(load_state(read(state_file(rank))) if rank in wanted else {} for rank in range(len(known), size))]
 
 
 # -- shares of the data: as many as ranks, or fewer, where ranks of tensor parallelism see the same batches ------------

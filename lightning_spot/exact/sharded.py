@@ -23,7 +23,7 @@ from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.optimizers import clean, keep_dtypes, names_of
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.portion import Image
+from lightning_spot.image.shards import Image
 from lightning_spot.image.tensor_index import ShardedTensor
 from lightning_spot.patches import Patches
 from lightning_spot.sharded.metadata import dtype_of

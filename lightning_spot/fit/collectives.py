@@ -1,7 +1,7 @@
-"""What the ranks of a ``fit`` tell each other through the process group: agreements, broadcasts and gathers.
+"""What the ranks of a ``fit`` tell each other through the process group: agreements and broadcasts.
 
 An error of one rank is an error of all. Only names, places, errors and small facts travel so, never a checkpoint: under
-NCCL it would go through the memory of the GPUs. A broadcast or gather that is begun a step ahead holds no rank up.
+NCCL it would go through the memory of the GPUs. A broadcast that is begun a step ahead holds no rank up.
 """
 
 from __future__ import annotations
@@ -142,19 +142,25 @@ class AsyncBroadcast(OfTrainer):
         self.is_under_way = False
         self._said: Any = None
         self._told: _OnCpu | _OnGpu | None = None
-        self._begun = _Begun(trainer)
+        self._stream: torch.cuda.Stream | None = None
 
     def say(self, said: Any) -> None:
         """Begin to tell all ranks what rank 0 says, as plain values; that of the others is not looked at."""
         trainer = self._trainer
         self.is_under_way, self._said = True, said
+        device = _device_of(trainer)
+        if device is None:
+            return
         told = _packed(said) if trainer.is_global_zero else b""
-
-        def put(data: torch.Tensor) -> None:
-            if len(told) <= _NBYTES - _LENGTH_BYTES:
-                _put(data, told)
-
-        self._told = self._begun.of(_NBYTES, put, lambda data: dist.broadcast(data, 0, async_op=True))
+        data = torch.zeros(_NBYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        if len(told) <= _NBYTES - _LENGTH_BYTES:
+            whole = len(told).to_bytes(_LENGTH_BYTES, "little") + told
+            data[: len(whole)] = torch.frombuffer(bytearray(whole), dtype=torch.uint8)
+        if device.type == "cpu":
+            self._told = _OnCpu(data)
+            return
+        self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's
+        self._told = _OnGpu(data, self._stream)
 
     def hear(self) -> Any:
         """What rank 0 has said."""
@@ -167,57 +173,6 @@ class AsyncBroadcast(OfTrainer):
         return self._trainer.strategy.broadcast(said)  # it is too long, or could not be told ahead
 
 
-class AsyncGather(OfTrainer):
-    """What each rank shows all others, one thing at a time. Every rank calls the same methods in the same order.
-
-    Where ranks do not talk by ``torch.distributed``, or in a way that is not known here, they wait for each other when
-    it is shown.
-
-    Args:
-        trainer: whose ranks they are.
-        most_bytes: that a rank shows; of one that has more to show, nothing is seen.
-    """
-
-    def __init__(self, trainer: pl.Trainer, most_bytes: int) -> None:
-        super().__init__(trainer)
-        self._row_bytes = _LENGTH_BYTES + most_bytes
-        self._shown: _OnCpu | _OnGpu | None = None
-        self._seen: list[bytes | None] = []
-        self._begun = _Begun(trainer)
-
-    def show(self, mine: bytes) -> None:
-        """Begin to show something, in place of what was shown before and not seen yet."""
-        rank, size, row_bytes = self._trainer.global_rank, self._trainer.world_size, self._row_bytes
-
-        def put(data: torch.Tensor) -> None:
-            row = data[rank * row_bytes : (rank + 1) * row_bytes]
-            if len(mine) <= row_bytes - _LENGTH_BYTES:
-                _put(row, mine)
-            else:
-                row[:_LENGTH_BYTES] = 255
-
-        # Each rank adds its row to the zeros of the others.
-        self._shown = self._begun.of(size * row_bytes, put, lambda data: dist.all_reduce(data, async_op=True))
-        if self._shown is None:
-            self._seen = list(Agreement(self._trainer).gather(mine))
-
-    def seen(self) -> list[bytes | None] | None:
-        """What ranks have shown since this was called last, in their order; ``None`` if nothing was.
-
-        ``None`` in place of what one rank has shown says that it was too long.
-        """
-        seen, shown = self._seen, self._shown
-        self.forget()
-        if shown is not None:
-            data = shown.heard().numpy().tobytes()
-            seen = [_row(data[start : start + self._row_bytes]) for start in range(0, len(data), self._row_bytes)]
-        return seen or None
-
-    def forget(self) -> None:
-        """What was shown is not looked at any more."""
-        self._seen, self._shown = [], None
-
-
 def _packed(said: Any) -> bytes:
     text = json.dumps(said).encode()
     return text if len(text) <= _NOT_PACKED_BYTES else _PACKED + zlib.compress(text, 1)
@@ -227,51 +182,12 @@ def _unpacked(data: bytes) -> Any:
     return read_json(zlib.decompress(data[1:]) if data.startswith(_PACKED) else data, LARGE_BYTES)
 
 
-def _put(data: torch.Tensor, said: bytes) -> None:
-    whole = len(said).to_bytes(_LENGTH_BYTES, "little") + said
-    data[: len(whole)] = torch.frombuffer(bytearray(whole), dtype=torch.uint8)
-
-
-def _row(data: bytes) -> bytes | None:
-    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
-    return data[_LENGTH_BYTES : _LENGTH_BYTES + length] if length <= len(data) - _LENGTH_BYTES else None
-
-
-Collective = Callable[[torch.Tensor], "dist.Work | None"]
-
-
-class _Begun(OfTrainer):
-    """Begins collectives of the ranks of a trainer."""
-
-    def __init__(self, trainer: pl.Trainer) -> None:
-        super().__init__(trainer)
-        self._stream: torch.cuda.Stream | None = None
-
-    def of(self, nbytes: int, put: Callable[[torch.Tensor], None], begin: Collective) -> _OnCpu | _OnGpu | None:
-        """Begin one; ``None`` where there is no process group that is known to do it.
-
-        Args:
-            nbytes: that ranks tell each other.
-            put: puts into as many zeros what this rank tells.
-            begin: the collective.
-        """
-        device = _device_of(self._trainer)
-        if device is None:
-            return None
-        data = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        put(data)
-        if device.type == "cpu":
-            return _OnCpu(data, begin)
-        self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's
-        return _OnGpu(data, begin, self._stream)
-
-
 class _OnCpu:
     """Some bytes on their way, by Gloo."""
 
-    def __init__(self, data: torch.Tensor, begin: Collective) -> None:
+    def __init__(self, data: torch.Tensor) -> None:
         self._data = data
-        self._work = begin(data)
+        self._work = dist.broadcast(data, 0, async_op=True)
 
     def heard(self) -> torch.Tensor:
         """What came, once it is there."""
@@ -283,11 +199,11 @@ class _OnCpu:
 class _OnGpu:
     """The same by NCCL. On a stream of its own: who asks waits for nothing that training has queued since."""
 
-    def __init__(self, data: torch.Tensor, begin: Collective, stream: torch.cuda.Stream) -> None:
+    def __init__(self, data: torch.Tensor, stream: torch.cuda.Stream) -> None:
         self._data = data
         with torch.cuda.stream(stream):
             self._there = data.to(stream.device, non_blocking=True)
-            work = begin(self._there)
+            work = dist.broadcast(self._there, 0, async_op=True)
             assert work is not None
             work.wait()  # the stream does, not the host
             data.copy_(self._there, non_blocking=True)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FILES_OF_A_RANK = 4
+_FILES_OF_A_RANK = 3  # a connection to the key-value channel, besides its own
 
 
 def main_address(trainer: pl.Trainer) -> str:
@@ -79,15 +79,6 @@ class Meeting:
         return listen if self.hosts[self.rank] == self.hosts[0] else self.main
 
 
-def allow_ranks(agreement: Agreement) -> None:
-    """Let rank 0 have two connections of each rank, to the key-value channel and for mail, besides its own files.
-
-    What most systems allow a process at first, 1,024, does for 256 ranks.
-    """
-    if agreement.rank == 0:
-        allow_descriptors(_FILES_OF_A_RANK * agreement.size)
-
-
 class Ranks:
     """A key-value channel of the run's own, beside the process group; nothing at all for a single rank.
 
@@ -100,7 +91,8 @@ class Ranks:
         self._stops: list[StopAgreement] = []
         self._server: KeyValueServer | None = None
         if agreement.size > 1:
-            allow_ranks(agreement)
+            if agreement.rank == 0:  # what most systems allow a process at first, 1,024, does for 340 ranks
+                allow_descriptors(_FILES_OF_A_RANK * agreement.size)
             secret, meeting = secrets.token_hex(16), Meeting.of(trainer)
             self._server = agreement.on_rank_zero(lambda: KeyValueServer(secret, meeting.listen(), agreement.size))
             mine = (meeting.listen(), self._server.port, secret) if self._server is not None else None

@@ -37,14 +37,13 @@ from lightning_spot.fit import run_lookup
 from lightning_spot.fit.collectives import Agreement
 from lightning_spot.fit.preflight import check_one_model, parts_of
 from lightning_spot.fit.restore import SharedOpening, fetched_once
-from lightning_spot.fit.selection import OnResumeFailure, ResumedFrom, choose, load_shards, without_failed
+from lightning_spot.fit.selection import OnResumeFailure, ResumedFrom, choose, load_snapshot, without_failed
 from lightning_spot.fit.topology import place_of
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.runs import RunInfo
 from lightning_spot.patches import Patches
 from lightning_spot.run.choice import doubt
 from lightning_spot.run.location import Location
-from lightning_spot.run.survey import Survey, hold, look_again, survey
+from lightning_spot.run.survey import Survey, look_again, survey
 from lightning_spot.say import say
 from lightning_spot.sharded.reader import changed
 
@@ -69,7 +68,6 @@ class Resume(OfTrainer):
         location: where that run is; ``None`` likewise.
         chosen: the snapshot it goes on from; ``None`` before the choice, for a fresh start, or with a ``ckpt_path``.
         attempt: number of the attempt that goes on, 0 while it is not known.
-        info: of that attempt; on rank 0.
         run_id: identity of the run; ``""`` while it is not known, or where no snapshots are taken.
         snapshots: what the tiers had of the run when this ``fit`` began, newest first; on rank 0.
         took_s: seconds that finding and reading the snapshot took; 0 for a fresh start.
@@ -84,7 +82,6 @@ class Resume(OfTrainer):
         self.location: Location | None = None
         self.chosen: ResumedFrom | None = None
         self.attempt = 0
-        self.info: RunInfo | None = None
         self.run_id = ""
         self.snapshots: list[Manifest] = []
         self.took_s = 0.0
@@ -273,8 +270,7 @@ class Resume(OfTrainer):
                 ranks,
                 hosts,
                 lambda: without_failed(self._newest_survey(location), self.attempt, self.on_failure),
-                trusts=self._trusts,
-                load_shards=lambda image, manifest: load_shards(trainer, image, manifest, trusts=self._trusts),
+                partial(load_snapshot, trainer, trusts=self._trusts),
             )
         finally:
             hosts.close()
@@ -290,8 +286,6 @@ class Resume(OfTrainer):
             return
         chosen, checkpoint = found
         self.chosen = chosen
-        if self._found is not None and self.info is not None:
-            hold(self._found, chosen.name, self.info)
         if not chosen.exact:
             self._say_inexact(chosen)
         ranks.together(lambda: self._hand_over(checkpoint, chosen))

@@ -21,7 +21,7 @@ from lightning_spot.fit.collectives import Agreement, Failed
 from lightning_spot.fit.restore import Restore, SharedOpening
 from lightning_spot.goodput.records import read_records
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.portion import Image
+from lightning_spot.image.shards import Image
 from lightning_spot.run.choice import open_newest
 from lightning_spot.run.identity import starts_between
 from lightning_spot.run.reading import OpenSnapshot
@@ -88,9 +88,7 @@ def choose(
     ranks: Agreement,
     hosts: SharedOpening,
     look: Callable[[], Survey],
-    *,
-    trusts: bool,
-    load_shards: Callable[[Image, Manifest], Checkpoint],
+    load: Callable[[OpenSnapshot], Checkpoint],
 ) -> tuple[ResumedFrom, Checkpoint] | None:
     """Read the newest snapshot that is whole, on all ranks; see :func:`open_newest`. Every rank calls it.
 
@@ -98,19 +96,12 @@ def choose(
         ranks: all of them.
         hosts: theirs.
         look: what the tiers have; on rank 0.
-        trusts: whether to load objects of any class.
-        load_shards: reads a sharded snapshot from its image into the model; what it returns is the rest of it.
+        load: reads a snapshot, see :func:`load_snapshot`.
 
     Returns:
         the snapshot and its checkpoint; ``None`` if there is none.
     """
     begun_s = time.monotonic()
-
-    def load(snapshot: OpenSnapshot) -> Checkpoint:
-        if snapshot.manifest.files:
-            with snapshot.image() as image:
-                return load_shards(image, snapshot.manifest)
-        return _load(snapshot, trusts=trusts, is_shared=ranks.size > 1)
 
     restore = Restore(ranks, hosts, load)
     if ranks.rank != 0:
@@ -158,26 +149,54 @@ def _newest(found: Survey, restore: Restore[Checkpoint]) -> tuple[OpenSnapshot, 
         return open_newest(restore.announced(again), restore.use)
 
 
+def load_snapshot(trainer: pl.Trainer, snapshot: OpenSnapshot, *, trusts: bool) -> Checkpoint:
+    """Read a snapshot on this rank; one of a sharded model into the model and its optimizers.
+
+    Args:
+        trainer: that goes on from it.
+        snapshot: which.
+        trusts: whether to load objects of any class; else nothing in it runs code.
+
+    Returns:
+        the checkpoint; of a sharded model, the rest of it.
+
+    Raises:
+        SpotError: if it can't be read or used, see :func:`load_shards`.
+    """
+    manifest = snapshot.manifest
+    if manifest.is_sharded:
+        with snapshot.image() as image:
+            return load_shards(trainer, image, manifest, trusts=trusts)
+    checkpoint = _load(snapshot, trusts=trusts, is_shared=trainer.world_size > 1)
+    shared = checkpoint.get(KEY)
+    if shared is not None and manifest.files:
+        with snapshot.image() as image:
+            shared["ranks"] = states_in_files(trainer, shared, lambda name: _file(image, manifest, name))
+    return checkpoint
+
+
 def _load(snapshot: OpenSnapshot, *, trusts: bool, is_shared: bool) -> Checkpoint:
-    """Read a snapshot; unless the user trusts it, nothing in it runs code. What could not be read raises as such."""
-    if is_shared and snapshot.sealed:
-        return own_small(_read(f"/proc/self/fd/{snapshot.fd}", snapshot.manifest, trusts=trusts))
+    """Read the checkpoint of a snapshot. What could not be read raises as such."""
+    mapped = f"/proc/self/fd/{snapshot.fd}" if is_shared and snapshot.sealed else ""
     with snapshot.reader() as reader:
         try:
-            checkpoint = _read(reader.as_file(), snapshot.manifest, trusts=trusts)
+            checkpoint = _read(reader.as_file(), snapshot.manifest, mapped, trusts=trusts)
             reader.finish()
-            return checkpoint
         except Exception:
             if reader.problem is not None:  # torch may have made something else of it
                 raise reader.problem from None
             raise
+    return own_small(checkpoint) if mapped else checkpoint
 
 
-def _read(file: IO[bytes] | str, manifest: Manifest, *, trusts: bool) -> Checkpoint:
+def _read(file: IO[bytes], manifest: Manifest, mapped: str, *, trusts: bool) -> Checkpoint:
+    """Read a checkpoint whose tensors look at the file that is ``mapped``, if there is one."""
     if trusts:
-        trusted: Checkpoint = torch.load(file, map_location="cpu", weights_only=False, mmap=isinstance(file, str))
+        by_path = bool(mapped) and not manifest.files
+        what: Any = mapped if by_path else file
+        trusted: Checkpoint = torch.load(what, map_location="cpu", weights_only=False, mmap=by_path)
         return cast(Checkpoint, with_ranks(trusted, _read_trusted))
-    checkpoint = read_checkpoint(file)
+    checkpoint = read_checkpoint(file, mapped=mapped)
     if not isinstance(checkpoint, dict):
         raise CorruptSnapshotError(f"{manifest.name} was committed so, and is no checkpoint of Lightning's")
     return checkpoint

@@ -20,16 +20,14 @@ from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.per_trainer import PerTrainer
-from lightning_spot.exact.rank_states import Rooms
 from lightning_spot.exact.seams import Seam
+from lightning_spot.exact.sharded import is_sharded
 from lightning_spot.fit import run_lookup
 from lightning_spot.fit.collectives import Agreement
 from lightning_spot.fit.preflight import check_alike, parts_of
 from lightning_spot.fit.ranks import is_requeued_by_slurm, requeue_slurm_job
 from lightning_spot.fit.resume import Resume
 from lightning_spot.fit.snapshotter import Snapshotter
-from lightning_spot.fit.together import ALONE
-from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.preemption.notice import Notice
 from lightning_spot.run.location import local_file_system
@@ -39,7 +37,7 @@ from lightning_spot.tiers.fsspec_client import forget_listings
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_spot.fit.rank_writer import RankWriter
+    from lightning_spot.fit.coordinator import Coordinator
     from lightning_spot.fit.snapshotter import Snapshotter
 
 _LEAVE = "all ranks leave, and the run goes on from the snapshot before"
@@ -252,7 +250,8 @@ class FitSession(PerTrainer):
 
     def _interrupt(self, error: BaseException, ends: ExitStack) -> None:
         """Say what an exception has ended, once snapshots are uploaded, and note it for the next ``fit``."""
-        begun = [snapshotter for snapshotter in self.snapshotters if snapshotter.writing.attempt is not None]
+        is_first = self._trainer.is_global_zero
+        begun = [each for each in self.snapshotters if is_first and each.writing.attempt is not None]
         for named in self.resume.all_named:
             ends.callback(run_lookup.interrupted, named, error)
         if not isinstance(error, PreemptedError):  # of that, more was said
@@ -352,7 +351,7 @@ def _save_beside_model_checkpoint(trainer: pl.Trainer, seam: Seam) -> None:
         return
     path = _preempted(found)
     dump = FitState.of(trainer).dump(before_validation=seam is Seam.BEFORE_VALIDATION)
-    trainer.strategy.save_checkpoint(dump.gathered(trainer, Rooms()), path)
+    trainer.strategy.save_checkpoint(dump.gathered(trainer), path)
     trainer.strategy.barrier("lightning_spot.preempted")
     forget_listings(str(found.dirpath))
     text = "step {step} is saved in {about}"
@@ -382,9 +381,9 @@ def secure(
     # What each rank does by itself is agreed on: where it fails on one, the others would wait in what follows.
     ranks.together(partial(_stand_still, snapshotter))
     taken = ranks.everyones(lambda: _has_taken(writing, step, deadline.left_s / 2))[0]
-    differs = taken and any(ranks.everyones(lambda: _differs(writing)))
-    # Of a model in shards there is one of a step: what servers and tiers have of it would get into a second one.
-    is_one = writing.in_shards is not None and writing.begun_step == step
+    differs = taken and any(ranks.everyones(lambda: attempt is not None and attempt.writer.newest_differs()))
+    # Of several files, or several ranks': what places have of the snapshot of a step would get into a second one.
+    is_one = (ranks.size > 1 or is_sharded(trainer)) and writing.begun_step == step
     dump = _newest(snapshotter, ranks, seam) if (differs or not taken) and not is_one else None
     if not all(ranks.gather(dump is not None)):
         dump = None
@@ -393,17 +392,16 @@ def secure(
     again: Callable[[], None] | None = None
     if dump is not None and take:
         ranks.together(writing.warm)  # of a run that was resumed in front of a validation there was no step yet
-        former = attempt.writer.committed if attempt is not None else None
-        how = writing.together.how_last(attempt)
-        # In the place of one that differs, rank 0 takes it alone: the others' shares of that name are over.
-        writing.write(dump, urgent=True, wait_s=deadline.wait_s, how=ALONE if differs else how)
-        writing.together.copied()
-        if writing.in_shards is None and attempt is not None:
-            again = partial(writing.store, dump.checkpoint, wait_s=deadline.wait_s, ranks=None)
-            # A share was missing, the server was lost, or more was found that differs.
-            if not _has_taken(writing, step, deadline.left_s, former):
+        former = writing.committed
+        write = partial(writing.write, dump, writing.decide_last(urgent=True), wait_s=deadline.wait_s)
+        write()
+        writing.copied()
+        if ranks.size == 1 and attempt is not None:
+            again = write
+            # The server was lost, or more was found that differs.
+            if not _has_taken(writing, step, deadline.left_s) or writing.committed is former:
                 attempt.writer.link.wait(deadline.left_s)
-                again()
+                write()
     if attempt is None or plan is None:
         return ""
     return attempt.safety.bring(deadline, plan, cut_short, again)
@@ -419,32 +417,20 @@ def _newest(snapshotter: Snapshotter, ranks: Agreement, seam: Seam) -> Dump | No
     """The newest state of this rank, see :meth:`CurrentState.newest`; an error of one rank is an error of all."""
     take = partial(snapshotter.current_state.newest, seam)
     # Where ranks wait for each other within their optimizers' states, the others do not come to what would follow.
-    return take() if snapshotter.writing.together.hold_their_own else ranks.together(take)
+    return take() if snapshotter.writing.hold_their_own else ranks.together(take)
 
 
-def _has_taken(writing: RankWriter, step: int, wait_s: float, former: Manifest | None = None) -> bool:
+def _has_taken(writing: Coordinator, step: int, wait_s: float) -> bool:
     """Whether a snapshot of a step is committed. One that was begun may have been skipped, or be dropped yet.
 
     Args:
         writing: of this rank.
         step: of the snapshot.
         wait_s: how long to wait for one that is on its way, seconds.
-        former: the newest one before, in whose place it comes if it is of the same step.
     """
     attempt = writing.attempt
     if attempt is None or writing.begun_step != step:
         return False
-    if writing.in_shards is not None:
-        return attempt.failure(wait_s) is None
     attempt.writer.settle(wait_s)
-    committed = attempt.writer.committed
-    return committed is not None and committed.step == step and committed is not former
-
-
-def _differs(writing: RankWriter) -> bool:
-    """Whether the snapshot that was just taken is not as this rank's state is. It was not meant to be the last."""
-    attempt = writing.attempt
-    if writing.in_shards is not None:
-        return writing.in_shards.newest_differs(attempt)
-    writer = attempt.writer if attempt is not None else writing.together.writer
-    return writer is not None and writer.newest_differs()
+    committed = writing.committed
+    return committed is not None and committed.step == step

@@ -28,10 +28,9 @@ from lightning_spot.exact.private import writes_of
 from lightning_spot.exact.seams import Seam, Seams
 from lightning_spot.fit import run_lookup
 from lightning_spot.fit.collectives import Agreement, AsyncBroadcast
+from lightning_spot.fit.coordinator import Coordinator, Decision, SnapshotSettings
 from lightning_spot.fit.preflight import check_one_optimizer
-from lightning_spot.fit.rank_writer import RankWriter, SnapshotSettings
 from lightning_spot.fit.resume import Resume
-from lightning_spot.fit.together import ALONE, How, Together
 from lightning_spot.interval.costs import Costs, FailureRate, RobustMean, TierPace
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.memory.work import FOLLOWED_S
@@ -215,49 +214,49 @@ class Pacing:
         self.policy.taken(step, self._taken_s)
         self._stalled_s = 0.0
 
-    def due(self, trainer: pl.Trainer, can_begin: Callable[[], str], tiers: Callable[[], Tiers]) -> str:
-        """Whether all ranks take a snapshot now, and how: on all of them, what ``can_begin`` says on rank 0.
+    def due(self, trainer: pl.Trainer, decide: Callable[[], Any], tiers: Callable[[], Tiers]) -> Any:
+        """Whether all ranks take a snapshot now, and how: on all of them, what ``decide`` says on rank 0.
 
         Args:
             trainer: that is at a seam after an optimizer step.
-            can_begin: whether there is a slot for it, and how it is taken; ``""`` if not. Asked on rank 0.
+            decide: how it is taken, as plain values; ``None`` if there is no slot for it. Asked on rank 0.
             tiers: how fast each tier takes snapshots; asked on rank 0, now and then.
 
         Returns:
-            ``""`` if none is taken.
+            ``None`` if none is taken.
         """
         step, now_s = trainer.global_step, time.monotonic()
         self._note_step(step, now_s)
         if trainer.is_global_zero:  # here, since the step after a snapshot has waited for the rest of it by now
             self._best_effort.run("learning what snapshots cost", partial(self._learn, now_s, tiers), None)
         if trainer.world_size == 1:
-            return self._decide(step, now_s, can_begin)
+            return self._decide(step, now_s, decide)
         if self.policy.by_step:
             if not self.policy.due(step, now_s):
-                return ""
+                return None
             if not self._word.is_under_way:  # the first one, or training has made larger steps than before
-                self._say(trainer, step, now_s, can_begin)
+                self._say(trainer, step, now_s, decide)
         elif not self._word.is_under_way:
-            return ""
-        how, self._next_talk = self._word.hear()
-        if how is None:  # something was in its way, which may be over by now
-            self._say(trainer, step, now_s, can_begin)
-            how, self._next_talk = self._word.hear()
-        return str(how)
+            return None
+        how, is_refused, self._next_talk = self._word.hear()
+        if is_refused:  # something was in its way, which may be over by now
+            self._say(trainer, step, now_s, decide)
+            how, _, self._next_talk = self._word.hear()
+        return how
 
-    def look_ahead(self, trainer: pl.Trainer, can_begin: Callable[[], str]) -> None:
+    def look_ahead(self, trainer: pl.Trainer, decide: Callable[[], Any]) -> None:
         """Have rank 0 say what all ranks do at the next seam. Called at the end of each, if there are several ranks.
 
         Args:
             trainer: see :meth:`due`.
-            can_begin: likewise.
+            decide: likewise.
         """
         if trainer.world_size == 1 or self._word.is_under_way:
             return
         step, now_s = trainer.global_step, time.monotonic()
         if self.policy.due(step + self._stride, now_s) if self.policy.by_step else step >= self._next_talk:
             # A validation, or what the first step compiles, makes one step long, and all of them on the average.
-            self._say(trainer, step + self._stride, now_s + self._stride * min(self._laps_s), can_begin)
+            self._say(trainer, step + self._stride, now_s + self._stride * min(self._laps_s), decide)
 
     def next_within(self, trainer: pl.Trainer, most_s: float, *, seams: int = 1) -> bool:
         """Whether a snapshot is due at one of the next seams, and that comes in time; known of intervals in steps only.
@@ -282,25 +281,26 @@ class Pacing:
             self._laps_s = (self._laps_s[1], (now_s - self._seen_s) / steps)
         self._stride, self._seen_step, self._seen_s = max(self._stride, steps), step, now_s
 
-    def _say(self, trainer: pl.Trainer, step: int, at_s: float, can_begin: Callable[[], str]) -> None:
+    def _say(self, trainer: pl.Trainer, step: int, at_s: float, decide: Callable[[], Any]) -> None:
         """Have rank 0 say how a snapshot is taken at ``step``, to which training comes at ``at_s``."""
-        word: tuple[str | None, int] = ("", 0)
+        word: tuple[Any, bool, int] = (None, False, 0)
         if trainer.is_global_zero:
             was_refused = self._is_refused
-            how: str | None = self._decide(step, at_s, can_begin)
-            if self._is_refused and not was_refused and step > trainer.global_step:
-                how = None  # what is in its way may be over when it is due: all ask once more then, and wait for that
-            word = (how, 0 if self.policy.by_step else trainer.global_step + self._apart(trainer.global_step))
+            how = self._decide(step, at_s, decide)
+            # What is in its way may be over when it is due: all ask once more then, and wait for that.
+            asks_again = self._is_refused and not was_refused and step > trainer.global_step
+            next_talk = 0 if self.policy.by_step else trainer.global_step + self._apart(trainer.global_step)
+            word = (how, asks_again, next_talk)
         self._word.say(word)
 
-    def _decide(self, step: int, at_s: float, can_begin: Callable[[], str]) -> str:
-        """How a snapshot is taken at a step, ``""`` if none is; on rank 0, for whose word the others wait."""
-        return self._best_effort.run("deciding on a snapshot", partial(self._decision, step, at_s, can_begin), "")
+    def _decide(self, step: int, at_s: float, decide: Callable[[], Any]) -> Any:
+        """How a snapshot is taken at a step, ``None`` if none is; on rank 0, for whose word the others wait."""
+        return self._best_effort.run("deciding on a snapshot", partial(self._decision, step, at_s, decide), None)
 
-    def _decision(self, step: int, at_s: float, can_begin: Callable[[], str]) -> str:
+    def _decision(self, step: int, at_s: float, decide: Callable[[], Any]) -> Any:
         if not self.policy.due(step, at_s) or (self.policy.by_step and not self._affords(at_s)):
-            return ""
-        how = can_begin()
+            return None
+        how = decide()
         self._is_refused = self._is_refused or (self.policy.by_step and not how)
         return how
 
@@ -497,8 +497,8 @@ class Snapshotter(OfTrainer):
         self.settings = settings
         self.best_effort = BestEffort(strict=settings.ring.strict)
         self.pacing = Pacing(settings.policy, self.best_effort)
-        self.writing = writing = RankWriter(trainer, location, settings, resume, self.pacing.state_dict)
-        self.current_state = CurrentState(trainer, writing.together, self.best_effort, strict=settings.ring.strict)
+        self.writing = writing = Coordinator(trainer, location, settings, resume, self.pacing.state_dict)
+        self.current_state = CurrentState(trainer, writing, self.best_effort, strict=settings.ring.strict)
         self._resume = resume
         self._seen_step = -1
         self._steps_itself = self.has_begun = False
@@ -531,7 +531,6 @@ class Snapshotter(OfTrainer):
         elif writing.found is not None:
             say_what_is_left(writing.found)
         self.pacing.begin(trainer, writing.number, self._resume.interval)
-        writing.together.begin_training(writing.attempt)
         Seams.of(trainer).add(self)
         self._patches.callback(lambda: Seams.of(trainer).remove(self))
         if writing.iterations is not None:
@@ -633,14 +632,15 @@ class Snapshotter(OfTrainer):
         attempt = self.writing.attempt
 
         def take() -> bool:
-            self._take(complete=True)
-            return True
+            agree = partial(self.writing.decide_last, complete=True)
+            how = self.best_effort.run("agreeing on the last snapshot", agree, None, still=STILL_ENDS)
+            if how is not None:  # where a rank can't say so, all of them know
+                self._take(how)
+            return how is not None
 
-        if self._trainer.world_size > 1:
-            take()
-        elif (
-            not self.best_effort.run("taking the last snapshot", take, False, still=STILL_ENDS) and attempt is not None
-        ):
+        run = partial(self.best_effort.run, "taking the last snapshot", still=STILL_ENDS)
+        is_taken = take() if self._trainer.world_size > 1 else run(take, False)
+        if not is_taken and attempt is not None:
             attempt.miss_end()
 
     def _at_seam(self, *, before_validation: bool) -> None:
@@ -693,11 +693,9 @@ class Snapshotter(OfTrainer):
         if iterations is not None:
             run(_FOLLOWING, iterations.ends, None)
         run(_AHEAD, self.writing.warm, None)
-        with self.pacing.stalling():
-            self.writing.show_once()
-        if how := How.heard(self.pacing.due(trainer, self._can_begin, self._paces)):
-            self._take(before_validation=before_validation, how=how)
-        self.pacing.look_ahead(trainer, self._can_begin)
+        if (how := self.pacing.due(trainer, self._decide, self._paces)) is not None:
+            self._take(Decision.heard(how), before_validation=before_validation)
+        self.pacing.look_ahead(trainer, self._decide)
         run("leasing a slot ahead", self._lease_ahead, None)
         if not self._has_said_first:
             run("logging the first snapshot", self._say_first, None)
@@ -710,51 +708,42 @@ class Snapshotter(OfTrainer):
         if (first := self.writing.committed) is None:
             return
         self._has_said_first = True
-        server = self.writing.attempt.writer.across.at if self.writing.attempt is not None else ""
         say(
             logging.INFO,
             "first-snapshot",
-            "first snapshot: step {step}, {size}, training blocked for {blocked_ms:.1f} ms. It is in memory of"
-            " {server} and is uploaded to {about}. Interval: {interval}",
+            "first snapshot: step {step}, {size}, training blocked for {blocked_ms:.1f} ms. It is in memory of this"
+            " host and is uploaded to {about}. Interval: {interval}",
             about=self.location.url,
             step=first.step,
             size=format_bytes(first.nbytes),
             blocked_ms=1000 * (self.pacing.blocked_each_s or self.pacing.stall_s),
-            server=server or "this host",
             interval=self.pacing.interval,
         )
 
     def _lease_ahead(self) -> None:
-        trainer, attempt = self._trainer, self.writing.attempt
-        is_known = trainer.world_size == 1 or self.writing.in_shards is not None
-        if attempt is not None and is_known and self.pacing.next_within(trainer, AHEAD_S):
+        if (attempt := self.writing.attempt) is not None and self.pacing.next_within(self._trainer, AHEAD_S):
             attempt.writer.next_comes()
 
     def _paces(self) -> tuple[TierPace, ...]:
         attempt = self.writing.attempt
         return attempt.safety.paces() if attempt is not None else ()
 
-    def _can_begin(self) -> str:
-        """See :meth:`RankWriter.how`."""
-        how = self.best_effort.run("asking whether a snapshot can begin", self.writing.how, None)
-        return how.word() if how is not None else ""
+    def _decide(self) -> list[Any] | None:
+        """See :meth:`Coordinator.decide`."""
+        how = self.best_effort.run("asking whether a snapshot can begin", self.writing.decide, None)
+        return how.plain() if how is not None else None
 
-    def _take(self, *, before_validation: bool = False, complete: bool = False, how: How = ALONE) -> None:
+    def _take(self, how: Decision, *, before_validation: bool = False) -> None:
         """Begin a snapshot on every rank."""
         trainer, writing = self._trainer, self.writing
-        if writing.attempt is None or not writing.attempt.fenced:  # else none is, and it is not for want of a slot
+        is_fenced = trainer.is_global_zero and writing.attempt is not None and writing.attempt.fenced
+        if not is_fenced:  # else none is, and it is not for want of a slot
             self.pacing.taken(trainer.global_step)
         with self.pacing.stalling():
-            dump = self.current_state.state(before_validation=before_validation, at_end=complete)
-            wait_s = WAIT_FOR_SLOT_S if self.settings.on_full == "wait" or complete else 0.0
-            how = self._how_last() if complete else how
-            followed = how == ALONE and not complete and self.pacing.next_within(trainer, FOLLOWED_S, seams=_SEAMS)
-            writing.write(dump, complete=complete, wait_s=wait_s, how=how, followed=followed)
-
-    def _how_last(self) -> How:
-        """How the last snapshot is written. Where a rank cannot say so, all of them know."""
-        ask = partial(self.writing.together.how_last, self.writing.attempt)
-        return self.best_effort.run("agreeing on the last snapshot", ask, ALONE, still=STILL_ENDS)
+            dump = self.current_state.state(before_validation=before_validation, at_end=how.complete)
+            wait_s = WAIT_FOR_SLOT_S if self.settings.on_full == "wait" or how.complete else 0.0
+            followed = not how.complete and self.pacing.next_within(trainer, FOLLOWED_S, seams=_SEAMS)
+            writing.write(dump, how, wait_s=wait_s, followed=followed)
 
     # -- end ------------------------------------------------------------------------------------------------------
 
@@ -776,9 +765,7 @@ class Snapshotter(OfTrainer):
         durable: list[bool | None] = []
         with ExitStack() as ends:  # from the last one on, whatever fails in one
             ends.callback(lambda: durable.append(writing.finish(wait_s, complete=complete)))
-            ends.callback(run, lambda: writing.finish_part(wait_s))
             ends.callback(run, writing.let_go)
-            ends.callback(run, writing.together.close)
             ends.callback(run, self.close)
         if not self._has_said_first:  # a short run
             run(self._say_first)
@@ -795,7 +782,7 @@ class CurrentState(OfTrainer):
 
     Args:
         trainer: whose state it is.
-        together: writes snapshots with other ranks.
+        writing: has its snapshots written.
         best_effort: runs what training can do without.
         strict: whether an error is raised that would only cost a snapshot.
 
@@ -803,10 +790,10 @@ class CurrentState(OfTrainer):
         keeps: whether the state in front of a validation is kept, for a stop in the middle.
     """
 
-    def __init__(self, trainer: pl.Trainer, together: Together, best_effort: BestEffort, *, strict: bool) -> None:
+    def __init__(self, trainer: pl.Trainer, writing: Coordinator, best_effort: BestEffort, *, strict: bool) -> None:
         super().__init__(trainer)
         self.keeps = False
-        self._together, self._best_effort, self._strict = together, best_effort, strict
+        self._writing, self._best_effort, self._strict = writing, best_effort, strict
         self._kept: Dump | None = None
 
     def state(self, *, before_validation: bool, at_end: bool = False) -> Dump | SpotError:
@@ -820,7 +807,7 @@ class CurrentState(OfTrainer):
             return FitState.of(self._trainer).dump(before_validation=before_validation, at_end=at_end)
         except Exception as error:
             # Where ranks wait for each other in their optimizers' states, the others do not wait for what comes next.
-            if self._strict or (self._trainer.world_size > 1 and self._together.hold_their_own):
+            if self._strict or (self._trainer.world_size > 1 and self._writing.hold_their_own):
                 raise
             return failure_of(error)
 

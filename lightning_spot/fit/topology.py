@@ -1,143 +1,81 @@
-"""Which ranks share a host, and how each reaches the server of its host, or starts one there."""
+"""Which ranks share a place for their shards, and whether storage is the same place for all hosts."""
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+import time
+from dataclasses import dataclass, replace
 
-from lightning_spot.capture.attempt import Attempt
-from lightning_spot.capture.host_link import RingSettings, leave
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.client.starting import attach, start
-from lightning_spot.errors import ServerUnreachableError, SpotError
+from lightning_spot.client.stores import open_store
+from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.fit.collectives import Agreement
-from lightning_spot.image.manifest import MOST_HOSTS
+from lightning_spot.memory.host import Host
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.record import find_record
 from lightning_spot.run.export import this_host
 from lightning_spot.run.location import Location
+from lightning_spot.tiers.fences import ATTEMPTS_DIR, Claim, claim_name, digest_of
+from lightning_spot.tiers.store import HasFolders, Store
 
 logger = logging.getLogger(__name__)
 
+_LOOK_S = 0.05
+_SEEN_S = 90.0  # a network mount may show late what another host has written
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class Topology:
-    """The ranks of a ``fit`` by their hosts.
+    """The ranks of a ``fit`` by the rings that they write into.
 
     Attributes:
-        ranks: that reach the server of their host, by host, that of rank 0 first.
-        can_bring: whether all do, on several hosts, and may bring snapshots together to a snapshot server or, of a
-            model in shards, to storage.
-        mine: connection of this rank, from 1 on, to the server of its host; ``None`` if it has none.
-        is_guest: whether this rank is on another host than rank 0.
-        connect: makes the connection once more.
-        count: how many hosts there are.
-        token: of the attempt.
-        why_not: of the first rank that reaches no server, why; ``""`` if all do.
-        spread: where the snapshots of a model in shards are spread over snapshot servers: at how many each host's
-            portion is to be kept; else 0.
+        places: the ranks of each ring, that of rank 0 first: those of one host, or one whose ring is in its process.
+        rank: this one.
     """
 
-    ranks: tuple[tuple[int, ...], ...] = ((),)
-    can_bring: bool = False
-    mine: EmbeddedHost | None = None
-    is_guest: bool = False
-    connect: Callable[[], EmbeddedHost] = lambda: _nobody()
-    count: int = 1
-    token: str = field(default="", repr=False)
-    why_not: str = ""
-    spread: int = 0
+    places: tuple[tuple[int, ...], ...] = ((0,),)
+    rank: int = 0
 
     @classmethod
-    def meet(
-        cls,
-        agreement: Agreement,
-        location: Location,
-        settings: RingSettings,
-        attempt: Attempt | None,
-        run: str,
-        number: int,
-        *,
-        in_shards: bool = False,
-    ) -> Topology:
-        """Find out who is where. Every rank calls it, when the attempt has begun.
+    def meet(cls, ranks: Agreement, location: Location, host: Host | None) -> Topology:
+        """Find out who is where. Every rank calls it.
 
         Args:
-            agreement: of the ranks.
+            ranks: all of them.
             location: of the run.
-            settings: of the ring.
-            attempt: on rank 0.
-            run: the run, as ``NAME@ID``.
-            number: of the attempt.
-            in_shards: whether each rank has a part of the model.
+            host: the ring that this rank writes into.
         """
-        info = agreement.tell(attempt.info if attempt is not None else None)
-        places = agreement.gather(place_of(location))
-        is_guest = places[agreement.rank] != places[0]
-        may_bring = settings.compression != "topk" if location.servers else in_shards
-
-        def connect() -> EmbeddedHost:
-            if is_guest:
-                return _open(location, settings, info)
-            host = attach(location.url, location.name, settings.server_call_timeout_s, revive=False)
-            if host is None:
-                raise ServerUnreachableError("there is no snapshot server on this host at present")
-            host.run, host.attempt = run, number
-            return host
-
-        mine: EmbeddedHost | None = None
-        problem = "it is on another host than rank 0" if attempt is None else "its server is not reached by other ranks"
-        if attempt is None and (may_bring or not is_guest):
-            try:
-                mine = connect()
-            except (SpotError, OSError) as error:
-                logger.debug("no share of snapshots is written here: %s", error)
-                problem = str(error)
-        here = isinstance(attempt.writer.host, EmbeddedHost) if attempt is not None else mine is not None
-        problems = agreement.gather("" if here else problem)
-        everyones = [not each for each in problems]
+        mine = place_of(location) if isinstance(host, EmbeddedHost) else secrets.token_hex(16)
         by_place: dict[str, list[int]] = {}
-        for rank, (place, is_there) in enumerate(zip(places, everyones, strict=True)):
-            if is_there and everyones[0]:
-                by_place.setdefault(place, []).append(rank)
-        ranks = tuple(map(tuple, by_place.values())) or ((),)
-        can_bring = may_bring and all(everyones) and 1 < len(ranks) <= MOST_HOSTS
-        why_not = next((f"rank {rank}: {each}" for rank, each in enumerate(problems) if each), "")
-        spread = info.replicas if in_shards and can_bring and len(info.nodes) > info.replicas else 0
-        return cls(ranks, can_bring, mine, is_guest, connect, len(set(places)), info.token, why_not, spread)
+        for rank, place in enumerate(ranks.gather(mine)):
+            by_place.setdefault(place, []).append(rank)
+        return cls(tuple(map(tuple, by_place.values())), ranks.rank)
 
-    def warmed_by(self, rank: int) -> float:
-        """About the part of a snapshot for which a rank is to have a slot made, as the first one of another host."""
-        ranks = next((each for each in self.ranks[1:] if self.can_bring and each[0] == rank), ())
-        return len(ranks) / sum(map(len, self.ranks)) if ranks else 0.0
+    @property
+    def is_one_place(self) -> bool:
+        """Whether all ranks write into one ring."""
+        return len(self.places) == 1
 
-    def leave(self) -> None:
-        """On a rank that writes no share: let the server of its host go."""
-        if self.mine is not None:
-            if self.is_guest:
-                leave(self.mine, complete=True)
-            self.mine.disconnect()
-            self.mine = None
+    @property
+    def here(self) -> tuple[int, ...]:
+        """The ranks of this place."""
+        return next(ranks for ranks in self.places if self.rank in ranks)
 
+    @property
+    def is_guest(self) -> bool:
+        """Whether this rank writes into another ring than rank 0."""
+        return self.here != self.places[0]
 
-def _open(location: Location, settings: RingSettings, info: RunInfo) -> EmbeddedHost:
-    """The server of a host that rank 0 is not on; it brings nothing anywhere but what the ranks here write."""
-    host = start(
-        location.url,
-        location.name,
-        slots=settings.slots,
-        memory_bytes=settings.memory_bytes,
-        server_idle_timeout_s=settings.server_idle_timeout_s,
-        server_call_timeout_s=settings.server_call_timeout_s,
-    )
-    try:
-        host.open_run(replace(info, nodes=(), durable_url=None, carry=False))
-    except BaseException:
-        host.disconnect()
-        raise
-    return host
+    def told(self, info: RunInfo, *, apart: bool) -> RunInfo:
+        """What the ring of this place is told of the run.
+
+        Args:
+            info: of the run.
+            apart: whether each place has shards of its own, of a sharded model.
+        """
+        number = self.places.index(self.here)
+        return replace(info, hosts=len(self.places), apart=number if apart else None)
 
 
 def place_of(location: Location) -> str:
@@ -150,5 +88,50 @@ def place_of(location: Location) -> str:
     return f"{this_host().partition(' ')[0]} {folder.st_dev} {folder.st_ino}"
 
 
-def _nobody() -> EmbeddedHost:
-    raise ServerUnreachableError("there is no snapshot server on this host")
+def check_storage(ranks: Agreement, location: Location, info: RunInfo) -> None:
+    """Refuse storage that is not one place for all hosts, each of which puts its shards there. Every rank calls it.
+
+    Args:
+        ranks: all of them.
+        location: of the run.
+        info: of the attempt, whose claim rank 0 has written there.
+
+    Raises:
+        SettingsError: if one host doesn't see there what rank 0 has written, or can't write there itself.
+    """
+    hosts = ranks.gather(place_of(location))
+    leads = hosts[ranks.rank] != hosts[0] and hosts.index(hosts[ranks.rank]) == ranks.rank
+    ranks.together(lambda: _check_storage(location.url, info) if leads else None)
+
+
+def _check_storage(url: str, info: RunInfo) -> None:
+    store, deadline_s = open_store(url), time.monotonic() + _SEEN_S
+    while True:
+        try:
+            if _is_claimed(store, info):
+                return
+            problem = f"the claim of attempt {info.attempt}, which rank 0 has written there, is not seen"
+        except TierError as error:
+            problem = str(error)
+        if time.monotonic() > deadline_s:
+            break
+        time.sleep(_LOOK_S)
+    raise SettingsError(
+        f"{url} cannot be used from every host ({problem}): without a snapshot server, each host writes its part of a"
+        " snapshot there, so it must be one place for all of them. Give a bucket, or a directory that all hosts mount;"
+        " or start a snapshot server that all hosts reach, and name it (servers='spot://host:7070')"
+    )
+
+
+def _is_claimed(store: Store, info: RunInfo) -> bool:
+    """Whether this attempt's claim is seen, by its name: a mount may list it late. Then it is written once more."""
+    assert isinstance(store, HasFolders)
+    folder = store.folder(ATTEMPTS_DIR, attempt=info.attempt, run_id=info.id)
+    try:
+        claim = Claim.from_json(folder.read(claim_name(info.attempt)))
+    except (SnapshotNotFoundError, CorruptSnapshotError):
+        return False
+    if claim.digest != digest_of(info.token):
+        return False
+    store.claim(claim)  # which changes nothing, and shows that this host may write
+    return True

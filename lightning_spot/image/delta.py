@@ -29,7 +29,7 @@ import numpy.typing as npt
 from lightning_spot.errors import CorruptSnapshotError
 from lightning_spot.image.packing import zstd
 from lightning_spot.image.picked import put
-from lightning_spot.image.portion import Image
+from lightning_spot.image.shards import Image
 
 Range = tuple[int, int]
 Buffer = memoryview | bytes | bytearray

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ FILE_ALIGNMENT_BYTES = 4096
 
 _CHECKED_BYTES = 1024 * 1024
 _MOST_FILES = 2**16
-_NOTE, _TORN = re.compile(r"portion-\d{4}\.json"), re.compile(r"torn-[0-9a-f]{8}\.json")
+_NOTE = re.compile(r"(shard|failed)-\d{5}\.json")
 _SHARDED_FILE = re.compile(r"\.metadata|meta\.pt|shards\.json|rank-\d{4,6}\.pt|__\d{1,6}_\d{1,6}\.distcp")
 
 
@@ -28,29 +27,19 @@ def is_data_file(name: str) -> bool:
     return name == MODEL_FILE or _SHARDED_FILE.fullmatch(name) is not None
 
 
-def note_name(host: int) -> str:
-    """Name of what a host leaves beside the files that it has brought, until the manifest is there."""
-    return f"portion-{host:04d}.json"
-
-
-def torn_name() -> str:
-    """Name of what says that a snapshot which hosts bring together will never be; no two are the same."""
-    return f"torn-{secrets.token_hex(4)}.json"
+def note_name(writer: int, *, failed: bool = False) -> str:
+    """Name of what says, beside the files of a writer's shard, that they are there; or that they never will be."""
+    return f"{'failed' if failed else 'shard'}-{writer:05d}.json"
 
 
 def is_note(name: str) -> bool:
-    """Whether a name is that of a host's note."""
+    """Whether a name is that of a writer's note."""
     return _NOTE.fullmatch(name) is not None
-
-
-def is_torn_note(name: str) -> bool:
-    """Whether a name is that of a note which says that there will be no snapshot."""
-    return _TORN.fullmatch(name) is not None
 
 
 def is_own_file(name: str) -> bool:
     """Whether a file in a snapshot's directory, beside its manifest, is ours."""
-    return is_data_file(name) or is_note(name) or is_torn_note(name)
+    return is_data_file(name) or is_note(name)
 
 
 @dataclass(frozen=True, slots=True)

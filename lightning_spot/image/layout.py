@@ -12,13 +12,13 @@ torch writes after ``torch.serialization.set_crc32_options(False)``: a snapshot'
 from __future__ import annotations
 
 import ctypes
-import functools
 import io
 import itertools
 import logging
 import operator
 import struct
 import sys
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,10 +43,6 @@ _RECORDS = (
 
 Entry = tuple[int, bytes | bytearray]
 """Some bytes of a file that are no tensor's, and where they begin. Nobody changes them."""
-
-
-class DoesNotFitError(Exception):
-    """A file needs more bytes than it is to have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,28 +71,87 @@ class Layouter:
         self._pickler = TensorPickler()
         self._places = _Places()
 
-    def lay_out(self, checkpoint: Any, nbytes: int | None = None) -> Layout:
+    def lay_out(self, checkpoint: Any, first: Sequence[torch.UntypedStorage] = ()) -> Layout:
         """Lay ``checkpoint`` out.
 
         Args:
             checkpoint: anything ``torch.save`` takes, usually Lightning's checkpoint dict.
-            nbytes: size that the file is to have; ``None`` for no more than it needs. A record of zeros fills it up.
-
-        Raises:
-            DoesNotFitError: if it needs more than ``nbytes``.
+            first: storages that come first, in this order, whether or not the checkpoint has them; each once, and none
+                empty. Their places depend on nothing but their sizes.
         """
-        pickled = self._pickler.dump(checkpoint)
-        storages, places = self._pickler.storages, self._places
-        self._pickler.forget()
-        places.place(storages)
+        pickled = self._pickler.dump(checkpoint, first)
+        storages, places = self._take(len(first)), self._places
         last = places.all[-1] if places.all else None
         end, last_nbytes = (last.end, last.nbytes) if last is not None else (0, 0)
-        if nbytes is None:
-            tail = _tail(pickled, places.entries, last_nbytes, end)
-        else:
-            tail = _filled_up(pickled, places.entries, last_nbytes, end, nbytes)
-        frame = (*places.before, (end, tail))
-        return Layout(end + len(tail), frame, places.pieces(storages))
+        tail = _tail(pickled, places.entries, last_nbytes, end)
+        return Layout(end + len(tail), (*places.before, (end, tail)), places.pieces(storages))
+
+    def lay_out_first(self, first: Sequence[torch.UntypedStorage]) -> Layout:
+        """Lay out how a file begins that has these storages first, see :meth:`lay_out`."""
+        self._pickler.name(first)
+        storages, places = self._take(len(first)), self._places
+        return Layout(places.all[-1].end if places.all else 0, tuple(places.before), places.pieces(storages))
+
+    def _take(self, first: int) -> dict[Named, torch.UntypedStorage]:
+        """The storages that were met, each with its place, so many of them first; they are not kept alive."""
+        storages = self._pickler.storages
+        self._pickler.forget()
+        self._places.place(storages, first)
+        return storages
+
+
+class FileRange:
+    """Cuts a range out of one layout after the other; what stays is the same object."""
+
+    def __init__(self) -> None:
+        self._bounds = (0, 0)
+        self._frame: dict[int, tuple[Entry, Entry]] = {}  # by place in the file: what is there, and what is cut of it
+        self._whole: tuple[Entry, ...] = ()
+        self._cut: tuple[Entry, ...] = ()
+
+    def of(self, layout: Layout, start: int, stop: int) -> Layout:
+        """What of a file lies in a range of it, as a file of its own.
+
+        Args:
+            layout: of the file.
+            start: first byte of the range.
+            stop: behind its last byte.
+        """
+        if (start, stop) == (0, layout.nbytes):
+            return layout
+        if self._bounds != (start, stop):
+            self._bounds, self._frame, self._whole = (start, stop), {}, ()
+        if len(layout.frame) != len(self._whole) or not all(map(operator.is_, layout.frame, self._whole)):
+            known, self._frame, cut = self._frame, {}, list[Entry]()
+            for entry in layout.frame:
+                at, data = entry
+                if start < at + len(data) and at < stop:
+                    before = known.get(at)
+                    if before is None or before[0] is not entry:
+                        first = max(at, start)
+                        before = (entry, (first - start, data[first - at : stop - at]))
+                    self._frame[at] = before
+                    cut.append(before[1])
+            self._whole, self._cut = layout.frame, tuple(cut)
+        pieces = layout.pieces
+        begin = bisect_right(pieces, start, key=_end_of)
+        end = bisect_left(pieces, stop, lo=begin, key=_start_of)
+        return Layout(stop - start, self._cut, tuple([_cut(piece, start, stop) for piece in pieces[begin:end]]))
+
+
+def _start_of(piece: Piece) -> int:
+    return piece.offset
+
+
+def _end_of(piece: Piece) -> int:
+    return piece.offset + piece.nbytes
+
+
+def _cut(piece: Piece, start: int, stop: int) -> Piece:
+    """What of a piece lies in a range of its file, counted from there."""
+    storage, offset, nbytes, named, at = piece
+    skipped = max(0, start - offset)
+    return Piece(storage, offset + skipped - start, min(offset + nbytes, stop) - offset - skipped, named, at + skipped)
 
 
 class _Places:
@@ -114,17 +169,22 @@ class _Places:
         self.entries: list[bytes] = []
         self._placed: dict[Named, None] = {}
 
-    def place(self, present: Mapping[Named, object]) -> None:
-        """Give the storages that are there now their places."""
+    def place(self, present: Mapping[Named, object], first: int) -> None:
+        """Give the storages that are there now their places; so many of them come first, in their order."""
         if list(present) == list(self._placed):  # so it is nearly always; to compare their keys takes ten times as long
             return
+        heads = dict.fromkeys(itertools.islice(present, first))
         gone = map(operator.not_, map(present.__contains__, self._placed))
         kept = next(itertools.compress(itertools.count(), gone), len(self.all))
-        behind = [place.named for place in self.all[kept:] if place.named in present]
-        new = list(itertools.filterfalse(self._placed.__contains__, present))
+        moved = map(operator.is_not, heads, self._placed)
+        kept_heads = next(itertools.compress(itertools.count(), moved), min(first, len(self.all)))
+        kept = kept if kept_heads == first else min(kept, kept_heads)
+        behind = [named for place in self.all[kept:] if (named := place.named) in present and named not in heads]
+        new = [named for named in present if named not in self._placed and named not in heads]
+        following = [*itertools.islice(heads, kept, None), *behind, *new]
         if kept < len(self.all):
             self._cut(kept)
-        for named in (*behind, *new):
+        for named in following:
             self._add(_Place(named, self.all[-1] if self.all else None))
 
     def pieces(self, storages: Mapping[Named, torch.UntypedStorage]) -> tuple[Piece, ...]:
@@ -198,12 +258,12 @@ def filled(layout: Layout) -> bytearray:
     for piece in layout.pieces:
         if not _is_here(piece.storage):
             away.append(piece)
-        elif piece.storage.nbytes() < piece.nbytes:
+        elif piece.storage.nbytes() < piece.start + piece.nbytes:
             raise RuntimeError("a tensor's storage was resized while its checkpoint was written")
         elif not 0 <= piece.offset <= piece.offset + piece.nbytes <= layout.nbytes == len(data):
             raise RuntimeError("a tensor's place is not in the file that was laid out")
         else:  # for torch, each is some ten calls
-            ctypes.memmove(begin + piece.offset, piece.storage.data_ptr(), piece.nbytes)
+            ctypes.memmove(begin + piece.offset, piece.storage.data_ptr() + piece.start, piece.nbytes)
     for piece, elements in zip(away, _fetched_all(away), strict=True):
         place = memoryview(data)[piece.offset : piece.offset + piece.nbytes]
         torch.frombuffer(place, dtype=torch.uint8).copy_(elements)
@@ -213,8 +273,8 @@ def filled(layout: Layout) -> bytearray:
 def _fetched_all(pieces: Sequence[Piece]) -> list[torch.Tensor]:
     """Bytes of devices; small ones of one come together, in as few copies as that takes little of its memory."""
     found = [
-        torch.empty(0, dtype=torch.uint8, device=piece.storage.device).set_(piece.storage)[: piece.nbytes]
-        for piece in pieces
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[start : start + nbytes]
+        for storage, _, nbytes, _, start in pieces
     ]
     for device in {piece.storage.device for piece in pieces}:
         there = [number for number, piece in enumerate(pieces) if piece.storage.device == device]
@@ -252,21 +312,7 @@ def _is_here(storage: torch.UntypedStorage) -> bool:
     return storage.device.type == "cpu"
 
 
-def _filled_up(pickled: bytes, entries: list[bytes], last_nbytes: int, start: int, stop: int) -> bytes:
-    """What follows the last storage, as :func:`_tail`, of a file that ends at ``stop``."""
-    least = start + _least_tail(len(pickled), sum(map(len, entries)), last_nbytes, start)
-    if least > stop:
-        raise DoesNotFitError(f"a file of {least} bytes does not fit into {stop}")
-    return _tail(pickled, entries, last_nbytes, start, 1 + stop - least)
-
-
-@functools.lru_cache(maxsize=64)  # what varies from one snapshot to the next seldom takes more bytes
-def _least_tail(pickled_nbytes: int, entries_nbytes: int, last_nbytes: int, start: int) -> int:
-    """Length of what follows the last storage, filled up by one byte; that depends on lengths and places only."""
-    return len(_tail(bytes(pickled_nbytes), [bytes(entries_nbytes)], last_nbytes, start, 1))
-
-
-def _tail(pickled: bytes, entries: list[bytes], last_nbytes: int, start: int, filling: int = 0) -> bytes:
+def _tail(pickled: bytes, entries: list[bytes], last_nbytes: int, start: int) -> bytes:
     """What follows the last storage.
 
     Args:
@@ -274,13 +320,11 @@ def _tail(pickled: bytes, entries: list[bytes], last_nbytes: int, start: int, fi
         entries: in the directory, of the storages.
         last_nbytes: size of the last storage.
         start: where it ends.
-        filling: size of a last record, of zeros.
     """
     parts = [_descriptor(last_nbytes)]
     at = start + len(parts[0])
     own = []
-    records = [("data.pkl", pickled), *_RECORDS, *([("filling", bytes(filling))] if filling else [])]
-    for name, data in records:
+    for name, data in (("data.pkl", pickled), *_RECORDS):
         path, crc = f"{_FOLDER}/{name}", crc32(data)
         record = [_header(path, len(data), at), data, _descriptor(len(data), crc)]
         own.append(_directory_entry(path, len(data), at, crc))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lightning_spot import untrusted
 from lightning_spot.config import HIGHEST_ATTEMPT, MANIFEST_VERSION, PART_BYTES
@@ -13,6 +13,9 @@ from lightning_spot.errors import CorruptSnapshotError, MalformedError
 from lightning_spot.image.files import MODEL_FILE, FileSpan, check_files, files_from_json
 from lightning_spot.image.parts import checksum_parts, part_ranges, verify_parts
 from lightning_spot.untrusted import FileName, UnixSeconds
+
+if TYPE_CHECKING:
+    from lightning_spot.image.shards import Image
 
 MANIFEST_FILE = "manifest.json"
 OWN_DIR = ".lightning_spot"
@@ -23,10 +26,7 @@ Order = tuple[int, int, int]
 
 _SNAPSHOT_NAME = re.compile(r"step-(\d{1,18})-attempt-(\d{1,9})(-inexact|-complete)?")
 _RANKS = {"-inexact": 0, None: 2, "-complete": 4}
-_HOST, _SHARD = "-host-", "-shard-"
-
-MOST_HOSTS = 512
-"""That bring one snapshot together: of eight GPUs each, 4,096."""
+_SHARD = "-shard-"
 
 MOST_WRITERS = 65536
 """Of one snapshot."""
@@ -60,9 +60,12 @@ def snapshot_order(name: str) -> Order | None:
     return (int(match[2]), int(match[1]), _RANKS[match[3]]) if match else None
 
 
-def portion_name(name: str, host: int) -> str:
-    """Name, at snapshot servers, of what one of several hosts brings of a snapshot that is spread over them."""
-    return f"{name}{_HOST}{host:04d}"
+def order_name(order: Order | None) -> str:
+    """Name of the snapshot of that :attr:`Manifest.order`; ``""`` for none."""
+    if order is None:
+        return ""
+    attempt, step, rank = order
+    return snapshot_name(step, attempt, complete=rank == _RANKS["-complete"], exact=rank != _RANKS["-inexact"])
 
 
 def shard_name(snapshot: str, writer: int) -> str:
@@ -93,24 +96,6 @@ class ShardOf:
     start: Annotated[int, untrusted.whole(0, untrusted.MOST_BYTES)] = 0
     persist: bool = True
     failed: Annotated[str, untrusted.text] = ""
-
-
-@dataclass(frozen=True, slots=True)
-class PortionOf:
-    """What says that a manifest is that of one host's portion of a snapshot, and not of a snapshot.
-
-    Attributes:
-        host: number of the host that has brought it, from 0.
-        hosts: how many bring the snapshot.
-        digest: what all of them agree on: a checksum of the layout.
-        tail: checksum of its last part with zeros behind it, up to the size of a part: in the whole snapshot, the next
-            portion begins with the next part.
-    """
-
-    host: Annotated[int, untrusted.whole(0, MOST_HOSTS)]
-    hosts: Annotated[int, untrusted.whole(0, MOST_HOSTS)]
-    digest: Annotated[str, untrusted.text]
-    tail: Annotated[str, untrusted.short(32)] = ""
 
 
 def manifest_path_of(file: str) -> str:
@@ -162,8 +147,7 @@ class Manifest:
         world_size: number of ranks that trained.
         versions: versions of torch, lightning and lightning_spot that wrote it.
         exact: whether it holds the very bits of the training state; not what ``lossy="topk"`` made of it.
-        portion: what of a snapshot it is, if it is one host's portion of it; then :attr:`name` is that of the portion.
-        shard: likewise, if it is one writer's shard of it.
+        shard: what of a snapshot it is, if it is one writer's shard of it; then :attr:`name` is that of the shard.
         format: version of the format that it is written in; one that was read from an earlier one has the present one.
     """
 
@@ -184,7 +168,6 @@ class Manifest:
     lineage: FileName = ""
     versions: Annotated[Mapping[str, str], _versions] = field(default_factory=dict)
     exact: bool = True
-    portion: PortionOf | None = None
     shard: ShardOf | None = None
     format: Annotated[int, _present] = MANIFEST_VERSION
 
@@ -217,7 +200,7 @@ class Manifest:
         """Name of the snapshot, also of one of which this is a shard."""
         if self.shard is not None:
             return self.name.removesuffix(shard_name("", self.shard.writer))
-        return self.name if self.portion is None else self.name.removesuffix(portion_name("", self.portion.host))
+        return self.name
 
     @property
     def data_path(self) -> str:
@@ -261,13 +244,14 @@ class Manifest:
     def inexact(self) -> Manifest:
         """That of an approximation of this snapshot, not sealed yet."""
         name = snapshot_name(self.step, self.attempt, exact=False)
+        name = shard_name(name, self.shard.writer) if self.shard is not None else name
         return replace(self, name=name, exact=False, checksums=())
 
     def sealed(self, image: memoryview) -> Manifest:
         """Return this manifest with the checksums of ``image``, which must be the whole file."""
         return replace(self, checksums=checksum_parts(image, self.part_bytes), nbytes=len(image))
 
-    def verify(self, image: memoryview, where: str) -> None:
+    def verify(self, image: Image, where: str) -> None:
         """Check the whole file against this manifest.
 
         Raises:
@@ -296,8 +280,6 @@ class Manifest:
             del fields["files"]
         if self.exact:
             del fields["exact"]
-        if self.portion is None:
-            del fields["portion"]
         if self.shard is None:
             del fields["shard"]
         return fields
@@ -356,19 +338,10 @@ class Manifest:
             _require(not self.is_file, "it is one file and has several")
             problem = check_files(self.files, self.nbytes)
             _require(problem is None, str(problem))
-        if self.portion is not None:
-            self._check_portion(self.portion)
         if self.shard is not None:
             self._check_shard(self.shard)
         if not self.is_file:
             _require(snapshot_order(self.snapshot) == self.order, f"{self.name} is not its name")
-
-    def _check_portion(self, portion: PortionOf) -> None:
-        _require(portion.host < portion.hosts, "its host is none of those that there are")
-        _require(len(portion.tail) in (0, 32), "the checksum of its end is none")
-        _require(bool(self.files), "it is a portion and has no files")
-        is_named = self.name == portion_name(self.snapshot, portion.host)
-        _require(is_named and snapshot_order(self.snapshot) is not None, "its name is no portion's")
 
     def _check_shard(self, shard: ShardOf) -> None:
         _require(shard.writer < shard.writers, "its writer is none of those that there are")

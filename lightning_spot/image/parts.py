@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from lightning_spot.errors import CorruptSnapshotError, TierError
+
+if TYPE_CHECKING:
+    from lightning_spot.image.shards import Image
 
 _READ_BYTES = 512 * 1024  # stays in the processor's cache until it is checksummed
 
@@ -29,7 +33,7 @@ def checksum_parts(image: memoryview, part_bytes: int) -> tuple[str, ...]:
     return tuple(checksum(image[start:stop]) for start, stop in part_ranges(len(image), part_bytes))
 
 
-def verify_parts(image: memoryview, checksums: tuple[str, ...], part_bytes: int, where: str, first: int = 0) -> None:
+def verify_parts(image: Image, checksums: tuple[str, ...], part_bytes: int, where: str, first: int = 0) -> None:
     """Compare every part of ``image`` with its checksum.
 
     Args:

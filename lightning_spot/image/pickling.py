@@ -7,7 +7,7 @@ import heapq
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -71,20 +71,41 @@ class TensorPickler:
     def __init__(self) -> None:
         self._reset()
 
-    def _reset(self) -> None:
+    def _reset(self, first: int = 0) -> None:
         self.storages: dict[Named, UntypedStorage] = {}
         self._named: dict[int, Named] = {}  # by identity
         self._dtypes: dict[int, torch.dtype] = {}  # of the memory of this checkpoint, by address
-        self._numbers = 0
+        self._first = self._numbers = first
         self._free: list[int] = []
 
-    def dump(self, checkpoint: Any) -> bytes:
+    def name(self, first: Sequence[UntypedStorage]) -> None:
+        """Begin a checkpoint with these storages, whether or not it will have them; their numbers are their places.
+
+        Args:
+            first: each once; none is empty.
+        """
+        if len(first) != self._first:
+            self._reset(len(first))
+        self.storages, self._dtypes = {}, {}
+        for number, storage in enumerate(first):
+            named = self._named.get(storage._cdata)
+            if named is None or named.number != number or named.nbytes != storage.nbytes():
+                if named is not None:
+                    self._drop(named)
+                named = self._named[storage._cdata] = Named(number, storage)
+            self.storages[named] = storage
+
+    def dump(self, checkpoint: Any, first: Sequence[UntypedStorage] = ()) -> bytes:
         """Pickle a checkpoint; what :mod:`pickle` raises here, it raises in ``torch.save``, too.
+
+        Args:
+            checkpoint: what to pickle.
+            first: see :meth:`name`.
 
         Raises:
             RuntimeError: what ``torch.save`` raises here too.
         """
-        self.storages, self._dtypes = {}, {}
+        self.name(first)
         data = io.BytesIO()
         try:
             _Pickler(data, self._persistent_id).dump(checkpoint)
@@ -142,7 +163,8 @@ class TensorPickler:
 
     def _drop(self, named: Named) -> None:
         del self._named[named.identity]
-        heapq.heappush(self._free, named.number)
+        if named.number >= self._first:
+            heapq.heappush(self._free, named.number)
 
 
 class _OfPlain(NamedTuple):

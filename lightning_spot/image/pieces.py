@@ -25,9 +25,3 @@ class Piece(NamedTuple):
     nbytes: int
     named: Named | None = None
     start: int = 0
-
-    def cut(self, start: int, nbytes: int) -> Piece:
-        """Some bytes of it, from byte ``start`` on."""
-        if (start, nbytes) == (0, self.nbytes):
-            return self
-        return self._replace(offset=self.offset + start, start=self.start + start, nbytes=nbytes)

@@ -125,13 +125,14 @@ def _remember_places(value: Any) -> None:
         placeholder._where = placeholder._where or where
 
 
-def safe_load(file: IO[bytes] | str, map_location: str = "cpu") -> Any:
+def safe_load(file: IO[bytes] | str, map_location: str = "cpu", *, mapped: str = "") -> Any:
     """Load a file without running anything of a class that torch does not deem safe.
 
     Args:
         file: as ``torch.save`` wrote it; seekable. Of a path, tensors look at the mapped file, privately: a page is
             copied when it is written to.
         map_location: where tensors go; ``"meta"`` reads none of their bytes.
+        mapped: path of a file that begins with the same bytes: tensors look at that, likewise.
 
     Returns:
         what was saved, with a :class:`Placeholder` for each object of another class. Each knows its place.
@@ -146,7 +147,7 @@ def safe_load(file: IO[bytes] | str, map_location: str = "cpu") -> Any:
     stand_ins = _StandIns()
     try:
         _check_bounds(file)
-        loaded = _Settling(stand_ins).settled(_restricted_load(file, map_location, stand_ins))
+        loaded = _Settling(stand_ins).settled(_restricted_load(file, map_location, stand_ins, mapped))
         if stand_ins.kinds:
             _remember_places(loaded)
     except (OSError, SpotError, MemoryError):
@@ -519,18 +520,22 @@ def _check_bounds(file: IO[bytes] | str) -> None:
     """
     with zipfile.ZipFile(file) as archive:
         inside = sum(record.file_size for record in archive.infolist())
-    if isinstance(file, str):
-        nbytes = os.path.getsize(file)
-    else:
-        file.seek(0, io.SEEK_END)
-        nbytes = file.tell()
-        file.seek(0)
-    if inside > nbytes:
+    if inside > (nbytes := _nbytes(file)):
         raise _refused(f"claims to hold {inside} bytes and has {nbytes}")
     pickled = torch._C.PyTorchFileReader(file).get_record("data.pkl")  # the very bytes that torch will read
     if not isinstance(file, str):
         file.seek(0)
     _follow(pickled)
+
+
+def _nbytes(file: IO[bytes] | str) -> int:
+    """Length of a file, which is at its beginning then."""
+    if isinstance(file, str):
+        return os.path.getsize(file)
+    file.seek(0, io.SEEK_END)
+    nbytes = file.tell()
+    file.seek(0)
+    return nbytes
 
 
 def _follow(pickled: bytes) -> None:
@@ -635,25 +640,27 @@ _SPARSE = "torch._utils._rebuild_sparse_tensor"
 _LOOKED_UP = frozenset(["_get_allowed_globals", "_get_user_allowed_globals"])
 
 
-def _restricted_load(file: IO[bytes] | str, map_location: str, names: Mapping[str, Any]) -> Any:
+def _restricted_load(file: IO[bytes] | str, map_location: str, names: Mapping[str, Any], mapped: str) -> Any:
     """As ``torch.load(weights_only=True)`` does it, of a zip file; no other kind of file is read.
 
     Args:
         file: seekable. Of a path, tensors look at the mapped file, privately.
         map_location: where tensors go.
         names: what each name stands for that is not safe to torch of itself, in the place of the user's list.
+        mapped: path of a file that begins with the same bytes, at which tensors look; ``""`` if there is none.
 
     Raises:
         SpotError: if this torch has no such unpickler.
         Exception: what torch raises.
     """
     unpickler = _unpickler(names)
-    mapped = torch.UntypedStorage.from_file(file, False, os.path.getsize(file)) if isinstance(file, str) else None
+    mapped = file if isinstance(file, str) else mapped
+    memory = torch.UntypedStorage.from_file(mapped, False, _nbytes(file)) if mapped else None
     return torch.serialization._load(  # type: ignore[no-untyped-call] # torch's
         torch._C.PyTorchFileReader(file),
         map_location,
         types.SimpleNamespace(Unpickler=unpickler),
-        overall_storage=mapped,
+        overall_storage=memory,
         encoding="utf-8",
     )
 

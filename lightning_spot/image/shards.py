@@ -114,11 +114,11 @@ def sections(shards: Iterable[Manifest]) -> list[Section]:
         CorruptSnapshotError: if they are not those of all writers of one snapshot, or don't fit each other.
     """
     by_writer = _all_of(shards)
-    ranges = sorted((each for each in by_writer if _range_of(each) is not None), key=lambda each: _shard(each).start)
+    ranges = sorted((each for each in by_writer if range_of(each) is not None), key=lambda each: _shard(each).start)
     found: list[Section] = []
     place, file_end = 0, 0
     for manifest in ranges:
-        span = _range_of(manifest)
+        span = range_of(manifest)
         assert span is not None
         if _shard(manifest).start != file_end or file_end % manifest.part_bytes:
             raise CorruptSnapshotError(f"the ranges of {span.name} in {manifest.snapshot} don't follow each other")
@@ -126,7 +126,7 @@ def sections(shards: Iterable[Manifest]) -> list[Section]:
         found.append(Section(place, nbytes, _shard(manifest).writer, 0))
         place, file_end = place + nbytes, file_end + span.nbytes
     for manifest in by_writer:
-        span = _range_of(manifest)
+        span = range_of(manifest)
         begin = 0 if span is None else _padded(span.nbytes, manifest.part_bytes)
         if manifest.nbytes > begin:
             found.append(Section(place, manifest.nbytes - begin, _shard(manifest).writer, begin))
@@ -176,7 +176,7 @@ class Image(Protocol):
 
 
 class JoinedImage:
-    """The image of a snapshot whose shards lie apart. Implements :class:`Image`.
+    """The image of a snapshot whose shards lie apart, or some of it. Implements :class:`Image`.
 
     Args:
         shards: manifests of all writers' shards.
@@ -189,6 +189,17 @@ class JoinedImage:
     def __init__(self, shards: Iterable[Manifest], images: Mapping[int, Image] | Sequence[Image]) -> None:
         self._sections, self._images = sections(shards), images
         self._places = [section.place for section in self._sections]
+
+    @classmethod
+    def of(cls, found: Iterable[Section], images: Mapping[int, Image] | Sequence[Image]) -> JoinedImage:
+        """The image that some sections make, one after the other."""
+        joined = cls.__new__(cls)
+        joined._sections, joined._images, joined._places = [], images, []
+        for section in found:
+            place = len(joined)
+            joined._sections.append(section._replace(place=place))
+            joined._places.append(place)
+        return joined
 
     def __len__(self) -> int:
         return sum(self._sections[-1][:2]) if self._sections else 0
@@ -209,6 +220,50 @@ class JoinedImage:
             if first < last:
                 offset = section.offset - section.place
                 yield section.writer, first + offset, last + offset
+
+    def cut_out(self, start: int, stop: int) -> JoinedImage:
+        """A range of it, of which no byte is copied."""
+        found = (Section(0, last - first, writer, first) for writer, first, last in self.pieces(start, stop))
+        return JoinedImage.of(found, self._images)
+
+    def slices(self, most: int) -> Iterator[memoryview]:
+        """Yield all of it in order, in slices of at most so many bytes, none of which is a copy."""
+        for section in self._sections:
+            for start in range(section.offset, section.offset + section.nbytes, most):
+                stop = min(start + most, section.offset + section.nbytes)
+                yield self._images[section.writer][start:stop]
+
+
+def cut_out(image: Image, start: int, stop: int) -> Image:
+    """A range of an image, of which no byte is copied."""
+    return image.cut_out(start, stop) if isinstance(image, JoinedImage) else image[start:stop]
+
+
+def slices(image: Image, most: int) -> Iterator[memoryview]:
+    """Yield an image in order, in slices of at most so many bytes, none of which is a copy."""
+    if isinstance(image, JoinedImage):
+        yield from image.slices(most)
+        return
+    for start in range(0, len(image), most):
+        yield image[start : start + most]
+
+
+def shared_file(shards: Iterable[Manifest], images: Mapping[int, Image]) -> JoinedImage | None:
+    """The file of which several writers have a range each, if all of its ranges are here; the last one is writer 0's.
+
+    Args:
+        shards: manifests of the shards that are here.
+        images: the bytes of each, by the number of its writer.
+    """
+    ranges = sorted(
+        (_shard(each).start, _shard(each).writer, span.nbytes)
+        for each in shards
+        if (span := range_of(each)) is not None
+    )
+    ends = [0, *(start + nbytes for start, _, nbytes in ranges)]
+    if not ranges or ranges[-1][1] != 0 or ends[:-1] != [start for start, _, _ in ranges]:
+        return None
+    return JoinedImage.of((Section(start, nbytes, writer, 0) for start, writer, nbytes in ranges), images)
 
 
 def _all_of(shards: Iterable[Manifest]) -> list[Manifest]:
@@ -237,7 +292,7 @@ def _shard(manifest: Manifest) -> ShardOf:
     return manifest.shard
 
 
-def _range_of(manifest: Manifest) -> FileSpan | None:
+def range_of(manifest: Manifest) -> FileSpan | None:
     """What of the one file that several writers share is in a shard; ``None`` if nothing is."""
     first = manifest.files[0] if manifest.files else None
     return first if first is not None and first.name == MODEL_FILE else None

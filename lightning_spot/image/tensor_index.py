@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from lightning_spot.errors import CorruptSnapshotError
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.portion import Image
+from lightning_spot.image.shards import Image
 from lightning_spot.untrusted import LARGE_BYTES, plain, read_json
 
 SHARDS_FILE = "shards.json"

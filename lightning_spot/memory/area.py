@@ -20,6 +20,7 @@ import logging
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -94,9 +95,6 @@ class SlotArea:
                 "refused": slot.refused,
                 "settled": slot.settled,
                 "sequence": slot.sequence,
-                "whole": slot.whole,
-                "overtaken": slot.overtaken,
-                "brings": slot.brings,
             },
         )
 
@@ -240,8 +238,6 @@ class SlotArea:
             slot.places = tuple(record["places"]) if record["places"] is not None else None
             slot.safe, slot.refused = list(record["safe"]), list(record["refused"])
             slot.settled = bool(record.get("settled"))
-            slot.whole, slot.brings = bool(record.get("whole")), bool(record.get("brings"))
-            slot.overtaken = bool(record.get("overtaken"))
             slot.sequence, slot.generation = int(record["sequence"]), 1
         except (FileNotFoundError, ValueError, KeyError, TypeError, CorruptSnapshotError) as error:
             text = "{about} of an earlier server is damaged. It is dropped; the snapshot before it counts: {error}"
@@ -255,6 +251,8 @@ class SlotArea:
                 slot.memory.close()
             raise
         slot.manifest, slot.run, slot.state = manifest, key_of(manifest), SlotState.COMMITTED
+        slot.writer = manifest.shard.writer if manifest.shard is not None else 0
+        slot.committed_s = time.monotonic()
         text = "took over snapshot {about} of run {run} from an earlier server"
         say(logging.INFO, "leftover-taken", text, about=manifest.name, run=manifest.run)
         return slot

@@ -1,11 +1,11 @@
 """The flusher: brings to each tier below what it is owed, one thread a tier, each at its own pace.
 
-A tier takes the newest snapshot when it is free: from its slot or while it still comes in, checked before it leaves
+A tier takes the newest snapshot when it is free: from its slots or while it still comes in, checked before it leaves
 this server. What fails is retried with back-off on its own (a snapshot, a file, a deletion, a retention) and holds
 nothing else up; when several things fail in a row, the tier as a whole is given time.
 
-One host's portion of a snapshot is brought to storage as hosts without snapshot servers do it: files, then a
-note.
+A snapshot server has each shard of a snapshot by itself. Storage has a snapshot of which all shards are here as one; of
+another one, each place brings what it has, see :mod:`~lightning_spot.tiers.commit`.
 """
 
 from __future__ import annotations
@@ -14,96 +14,32 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from lightning_spot.config import KEEP
-from lightning_spot.errors import CorruptSnapshotError, FencedError, SnapshotNotFoundError, SpotError
+from lightning_spot.errors import (
+    CorruptSnapshotError,
+    FailureReason,
+    FencedError,
+    SnapshotFailedError,
+    SnapshotNotFoundError,
+    SpotError,
+)
 from lightning_spot.image.coming import Coming
-from lightning_spot.image.files import FileSpan, is_note, note_name
-from lightning_spot.image.floats import Floats
-from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
-from lightning_spot.image.notes import Note
-from lightning_spot.memory.joint_store import JointFolder
-from lightning_spot.memory.ring import Ring, glance
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.shards import assemble
+from lightning_spot.memory.ring import Held, Ring, glance
 from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.slots import Slot
-from lightning_spot.memory.tier import NodeTier, Sent, TierHealth
-from lightning_spot.memory.work import Job, Kind, PutOff, Work
+from lightning_spot.memory.tier import NodeTier, TierHealth
+from lightning_spot.memory.work import FORSAKEN_S, SURPASSED_S, Job, Kind, PutOff, Work
 from lightning_spot.say import UNEXPECTED, recovered, say
+from lightning_spot.tiers import commit
 from lightning_spot.tiers.fences import Standing
 from lightning_spot.tiers.store import SETTLED_S, Store, check_claimed, on_behalf, retain
 
 logger = logging.getLogger(__name__)
-
-
-class NotWhole(PutOff):
-    """A portion is at storage, and those of other hosts are not yet, or will never be."""
-
-
-def put_portion(store: Store, portion: Manifest, image: memoryview, *, attempt: int) -> Manifest:
-    """Bring a portion there, and commit the snapshot if it is the last one.
-
-    Args:
-        store: storage.
-        portion: its sealed manifest.
-        image: its bytes.
-        attempt: on whose behalf.
-
-    Returns:
-        the manifest of the snapshot, which is committed.
-
-    Raises:
-        NotWhole: if other portions are still to come, or will never be, or make another snapshot.
-        FencedError: if a later attempt has claimed the run.
-        CorruptSnapshotError: if the bytes are not those of the manifest (any more): nothing of them stays there.
-        TierError: if the tier fails.
-    """
-    note = Note.of_portion(portion)
-    folder = JointFolder(store, portion.run_id, portion.snapshot, pauses_s=(), attempt=attempt)
-    there, claimed = folder.look()
-    if MANIFEST_FILE not in there:
-        folder.check_fence(claimed)
-        if why := folder.why_torn(there):
-            raise NotWhole(f"{portion.snapshot} will not be at {store.url}: {why}", len(there), is_final=True)
-        missing = [file for file in portion.files if there.get(file.name) != file.nbytes]
-        if missing or note_name(note.host) not in there:
-            _write(folder, portion, image, missing)
-            folder.write(note_name(note.host), memoryview(note.to_json().encode()))
-            there = folder.sizes()
-    if MANIFEST_FILE not in there:
-        found: dict[int, Note] = {}
-        is_whole = _may_be_whole(there, note) and folder.read_notes(there, found)
-        try:
-            committed = folder.commit(there, found) if is_whole else None
-        except CorruptSnapshotError as error:  # no host is left to say that another one has another model
-            raise NotWhole(str(error), len(there), is_final=True) from error
-        if committed is None:
-            raise NotWhole(f"{portion.snapshot} is at {store.url} as far as this server has it", len(there))
-        return committed
-    committed = folder.manifest()
-    names = {(span.name, span.nbytes) for span in committed.files}
-    if any((file.name, file.nbytes) not in names for file in portion.files):
-        raise NotWhole(f"{committed.name} at {store.url} is another one of that name", len(there), is_final=True)
-    return committed
-
-
-def _write(folder: JointFolder, portion: Manifest, image: memoryview, missing: Sequence[FileSpan]) -> None:
-    """Write the files that are not there: another server with this portion may have written some."""
-    portion.verify(image, "memory")
-    folder.write_all(
-        {file.name: image[file.offset : file.stop] if file.nbytes else memoryview(b"") for file in missing}
-    )
-    try:
-        portion.verify(image, "memory")  # what was damaged meanwhile may have been written so
-    except CorruptSnapshotError:
-        folder.remove(file.name for file in missing)
-        raise
-
-
-def _may_be_whole(there: Iterable[str], note: Note) -> bool:
-    """Whether there are as many notes as hosts: to read those of hundreds takes long."""
-    return sum(map(is_note, there)) >= note.hosts
 
 
 def _say_refused(run: str, attempt: int, error: FencedError) -> None:
@@ -148,7 +84,7 @@ class Putting:
             FencedError: if a later attempt has claimed the run there, and this is not what a trainer has left that is
                 gone.
         """
-        name = job.manifest.name
+        name = job.name
         while True:  # one more attempt may claim the run meanwhile
             try:
                 return self._put(store, url, job, attempt)
@@ -168,7 +104,7 @@ class Putting:
             PutOff: if that is not known yet.
         """
         info = self._run(job.run)
-        is_snapshot = job.slot is not None and job.coming is None and not job.manifest.is_file
+        is_snapshot = job.held is not None and job.coming is None and not job.manifest.is_file
         if not is_snapshot or isinstance(store, NodeTier) or (info is not None and info.session):
             return False
         with self._ring.changed:
@@ -176,114 +112,137 @@ class Putting:
         if not is_left:
             _say_refused(job.run, job.manifest.attempt, fence)
             raise PutOff(f"{fence}, and its trainer may live")
-        return not self._has_newer(store, job.manifest)
+        return not self.has_newer(store, job.manifest)
 
-    def _has_newer(self, store: Store, than: Manifest) -> bool:
+    def has_newer(self, store: Store, than: Manifest) -> bool:
+        """Whether storage has a newer snapshot of that run."""
         return any(m.run_id == than.run_id and m.order > than.order for m in store.survey().manifests)
 
     def _put(self, store: Store, url: str, job: Job, attempt: int) -> Manifest | None:
-        slot, info = job.slot, self._run(job.run)
-        assert slot is not None
-        with self._ring.changed:
-            floats = () if self._work.must_be_exact(job.run, job.manifest) else slot.floats
-        if job.manifest.portion is not None:
-            return self._portion(store, url, job, slot, attempt)
+        assert job.held is not None
         if job.coming is not None:
-            brought = self._while_it_comes(store, job.coming, attempt, floats)
-        else:
-            brought = self._from_slot(store, url, job, slot, attempt, floats)
-        if brought is None:
+            return self._while_it_comes(store, url, job, job.coming, attempt)
+        if not job.held.is_here:
+            return None  # some of it has just left memory
+        fresh_s = time.monotonic() - CHECKED_S
+        # A snapshot server checks every part that it receives anyway.
+        is_checked = url.startswith("spot://") or all(slot.checked_s > fresh_s for slot in job.slots)
+        if not is_checked and not self._is_intact(url, job, job.held):
             return None
-        manifest = job.manifest if job.coming is None else job.coming.committed()
-        if manifest.exact and not brought.exact:
-            self._ring.mark_inexact(slot, manifest, url)
-            return brought
-        with self._ring.changed:
-            if url not in self._ring.tiers(job.run).carried and not url.startswith("spot://") and not manifest.is_file:
-                self._work.retain(url, job.run, manifest)
-            self._ring.mark_safe(slot, manifest, url)
-        if manifest.is_file:
-            self._sweep_files(store, job.run)
-        elif info is not None:
-            self._ring.trim(job.run, info.keep)
-        return manifest
-
-    def _portion(self, store: Store, url: str, job: Job, slot: Slot, attempt: int) -> Manifest | None:
-        """Bring one host's portion to storage, to which other servers bring the others; see :meth:`put`.
-
-        Raises:
-            NotWhole: if these are still to come.
-        """
-        manifest = job.manifest
-        with slot.view(manifest.nbytes) as image:
-            if slot.manifest is not manifest:
-                return None
-            try:
-                whole = put_portion(store, manifest, image, attempt=attempt)
-            except NotWhole as error:
-                error.is_surpassed = self._has_newer(store, manifest)
-                raise
-            except CorruptSnapshotError:
-                if not self._is_intact(url, image, job, slot):
-                    return None
-                raise
-        with self._ring.changed:
-            self._work.retain(url, job.run, whole)
-            self._ring.mark_safe(slot, manifest, url)
-        return manifest
-
-    def _while_it_comes(
-        self, store: Store, coming: Coming, attempt: int, floats: tuple[Floats, ...]
-    ) -> Manifest | None:
-        """Bring a file to a tier while it is still coming in; it is committed there once it is here."""
         try:
             if isinstance(store, NodeTier):
-                return store.send(coming, attempt=attempt, earlier=self._earlier, floats=floats)
-            store.put_parts(coming.manifest, coming.parts_in_order(), attempt=attempt)
-            return coming.committed()
+                return self._to_server(store, url, job, job.held, attempt)
+            return self._to_storage(store, url, job, job.held, attempt)
+        except CorruptSnapshotError:
+            if not self._is_intact(url, job, job.held):
+                return None
+            raise
+
+    def _to_server(self, store: NodeTier, url: str, job: Job, held: Held, attempt: int) -> Manifest:
+        """Bring what slots hold to a snapshot server, one after the other; shards exactly."""
+        with self._ring.changed:
+            is_exact = job.manifest.shard is not None or self._work.must_be_exact(job.run, job.manifest)
+        nbytes, brought = 0, job.manifest
+        for slot, manifest in zip(held.slots, held.manifests, strict=True):
+            if manifest.shard is not None and manifest.shard.failed:
+                store.fail(manifest)
+            else:
+                coming, floats = Coming(manifest, slot.view(manifest.nbytes)), () if is_exact else slot.floats
+                brought = store.send(coming, attempt=attempt, earlier=self._earlier, floats=floats)
+                nbytes += brought.nbytes
+            self._note(slot, manifest, brought, url)
+        self._trim(job)
+        return replace(brought, nbytes=nbytes)
+
+    def _to_storage(self, store: Store, url: str, job: Job, held: Held, attempt: int) -> Manifest | None:
+        """Bring what slots hold to storage: as one if that is all of a snapshot; ``None`` if it is aborted.
+
+        Raises:
+            PutOff: if other shards are still to come there.
+            SnapshotFailedError: if they never will.
+        """
+        whole: Manifest | None
+        if job.is_whole:
+            whole = job.manifest if job.manifest.shard is None else assemble(held.manifests)
+            store.put(whole, held.image(), attempt=attempt)
+        else:
+            views = [slot.view(manifest.nbytes) for slot, manifest in zip(held.slots, held.manifests, strict=True)]
+            found = commit.put_shards(store, list(zip(held.manifests, views, strict=True)), attempt=attempt)
+            self._ring.see(job.run, job.name, found.registers)
+            whole = found.manifest
+            if found.why_aborted:
+                for slot, manifest in zip(held.slots, held.manifests, strict=True):
+                    self._ring.mark_refused(slot, manifest, url)
+                return None
+        if whole is None:
+            why = f"{job.name} is at {store.url} as far as this server has it"
+            raise PutOff(why, len(found.sizes))
+        with self._ring.changed:
+            if not whole.is_file and url not in self._ring.tiers(job.run).carried:
+                self._work.retain(url, job.run, whole)
+            for slot, manifest in zip(held.slots, held.manifests, strict=True):
+                self._ring.mark_safe(slot, manifest, url)
+            if job.manifest.shard is not None:
+                self._ring.mark_committed(job.run, whole.lineage, whole.order)
+        if whole.is_file:
+            self._sweep_files(store, job.run)
+        else:
+            self._trim(job)
+        return whole
+
+    def _while_it_comes(self, store: Store, url: str, job: Job, coming: Coming, attempt: int) -> Manifest | None:
+        """Bring a file to a tier while it is still coming in; it is committed there once it is here."""
+        slot = job.slots[0]
+        with self._ring.changed:
+            is_exact = self._work.must_be_exact(job.run, job.manifest)
+            floats = () if is_exact else slot.floats
+        try:
+            if isinstance(store, NodeTier):
+                brought = store.send(coming, attempt=attempt, earlier=self._earlier, floats=floats)
+            else:
+                store.put_parts(coming.manifest, coming.parts_in_order(), attempt=attempt)
+                brought = coming.committed()
         except SnapshotNotFoundError:
             if coming.given_up:
                 return None
             raise
+        manifest = coming.committed()
+        if not url.startswith("spot://"):
+            with self._ring.changed:
+                self._work.retain(url, job.run, manifest)
+        self._note(slot, manifest, brought, url)
+        if manifest.exact == brought.exact:
+            self._trim(job)
+        return brought
 
-    def _from_slot(
-        self, store: Store, url: str, job: Job, slot: Slot, attempt: int, floats: tuple[Floats, ...]
-    ) -> Manifest | None:
-        """Bring a committed file to a tier."""
-        manifest = job.manifest
-        with slot.view(manifest.nbytes) as image:
-            if slot.manifest is not manifest:
-                return None  # it has just left memory
-            fresh = time.monotonic() - slot.checked_s < CHECKED_S
-            # A snapshot server checks every part that it receives anyway.
-            if not (fresh or url.startswith("spot://")) and not self._is_intact(url, image, job, slot):
-                return None
-            try:
-                if isinstance(store, NodeTier):
-                    coming = Coming(manifest, image)
-                    return store.send(coming, attempt=attempt, earlier=self._earlier, floats=floats)
-                store.put(manifest, image, attempt=attempt)
-                return manifest
-            except CorruptSnapshotError:
-                if not self._is_intact(url, image, job, slot):
-                    return None
-                raise
+    def _note(self, slot: Slot, manifest: Manifest, brought: Manifest, url: str) -> None:
+        """A tier has what a slot holds, or an approximation of it."""
+        if manifest.exact and not brought.exact:
+            self._ring.mark_inexact(slot, manifest, url)
+        else:
+            self._ring.mark_safe(slot, manifest, url)
 
-    def _is_intact(self, url: str, image: memoryview, job: Job, slot: Slot) -> bool:
-        """Whether a slot still holds what was committed; if not it is dropped, never carried further."""
-        try:
-            job.manifest.verify(image, "memory")
-        except CorruptSnapshotError as error:
-            text = "{error}. {about} is dropped; the snapshot before it counts. Check the memory of this host."
-            say(logging.ERROR, "snapshot-dropped", text, about=job.manifest.name, error=error)
-            self._dropped(url, job.manifest.name, str(error))
-            slot.held = ""  # nothing that is in it counts as known
+    def _trim(self, job: Job) -> None:
+        if (info := self._run(job.run)) is not None and not job.manifest.is_file:
+            self._ring.trim(job.run, info.keep)
+
+    def _is_intact(self, url: str, job: Job, held: Held) -> bool:
+        """Whether slots still hold what was committed; what is not is dropped, never carried further."""
+        is_intact = True
+        for slot, manifest in zip(held.slots, held.manifests, strict=True):
             try:
-                self._ring.drop(job.run, job.manifest.name)
-            except SnapshotNotFoundError:
-                logger.debug("%s has left memory already", job.manifest.name)
-            return False
-        return True
+                manifest.verify(slot.view(manifest.nbytes), "memory")
+            except CorruptSnapshotError as error:
+                text = "{error}. {about} is dropped; the snapshot before it counts. Check the memory of this host."
+                say(logging.ERROR, "snapshot-dropped", text, about=manifest.name, error=error)
+                self._dropped(url, manifest.name, str(error))
+                slot.held = ""  # nothing that is in it counts as known
+                is_intact = False
+                try:
+                    self._ring.drop(job.run, manifest.name)
+                except SnapshotNotFoundError:
+                    logger.debug("%s has left memory already", manifest.name)
+        return is_intact
 
     def _sweep_files(self, store: Store, run: str) -> None:
         """Remove what killed writers left beside a user's files: with the first put there, and now and then."""
@@ -361,17 +320,6 @@ class Flusher:
                     self.health.pop(url, None)
                     self._stores.pop(url, None)
 
-    def took(self, url: str, put: Manifest, seconds: float, sent: Sent | None) -> None:
-        """Note that something was brought to a tier in another way: how fast it is."""
-        with self._ring.changed:
-            self.health.setdefault(url, TierHealth.of(url)).took(put, seconds, sent)
-
-    def retain(self, url: str, run: str, current: Manifest) -> None:
-        """Have old snapshots deleted at a tier to which ``current`` was brought in another way."""
-        with self._ring.changed:
-            self.work.retain(url, run, current)
-            self._ring.notify()
-
     def keep(self, run: str, name: str) -> None:
         """Delete nothing of that name any more: it is committed again, and will be written over."""
         with self._ring.changed:
@@ -395,11 +343,6 @@ class Flusher:
         """Whether somebody waits for a run to be safe."""
         with self._ring.changed:
             return self.work.is_urgent(run)
-
-    def rests_s(self, run: str) -> float:
-        """How long the storage of a run is still to be left alone, see :meth:`Work.rests_s`."""
-        with self._ring.changed:
-            return self.work.rests_s(run, time.monotonic())
 
     @property
     def leaves(self) -> bool:
@@ -495,17 +438,20 @@ class Flusher:
         except FencedError as error:
             self._fenced(url, job, attempt, error)
         except PutOff as error:
-            self._put_off(url, job, error)
-        except Exception as error:  # whatever it is, it is tried again
-            if not isinstance(error, SpotError):
-                say(logging.ERROR, "unexpected", UNEXPECTED, about=f"uploading to {url}", exc_info=True)
-            self._failed(url, job, error)
-            store = None  # a new one reads credentials again, which may have been renewed
+            self._put_off(store, url, job, error)
+        except Exception as error:
+            if isinstance(error, SnapshotFailedError) and error.reason is FailureReason.SHARD_MISSING:
+                self._give_up(url, job, error)
+            else:  # whatever it is, it is tried again
+                if not isinstance(error, SpotError):
+                    say(logging.ERROR, "unexpected", UNEXPECTED, about=f"uploading to {url}", exc_info=True)
+                self._failed(url, job, error)
+                store = None  # a new one reads credentials again, which may have been renewed
         finally:
             with self._ring.changed:
                 self._busy.discard(url)
-                if job.slot is not None:
-                    job.slot.readers -= 1
+                for slot in job.slots:
+                    slot.readers -= 1
                 self._ring.notify()
         return store
 
@@ -520,8 +466,8 @@ class Flusher:
                 self._delayed.discard(url)
                 if job is not None:
                     self._busy.add(url)
-                    if job.slot is not None:
-                        job.slot.readers += 1
+                    for slot in job.slots:
+                        slot.readers += 1
                     return job
                 if due_s is None:
                     self.health[url].error = ""  # what failed is not wanted any more
@@ -532,7 +478,7 @@ class Flusher:
                 else:
                     self._delayed.add(url)
                     idle_until = now + _IDLE_S
-                    wake.wait(due_s - now)
+                    wake.wait(min(due_s - now, threading.TIMEOUT_MAX))  # what waits for something else has no time
             del self._threads[url], self._wakes[url]
             return None
 
@@ -545,12 +491,13 @@ class Flusher:
         started, standing, info = time.monotonic(), self._standing(job.run, url), self._run(job.run)
         if isinstance(store, NodeTier) and info is not None:
             # Of several servers the replication says which one carries the run on; this one may have forgotten the run.
-            store.know(replace(info, nodes=(), session="", carry=info.replicas == 1))
+            committed = self._ring.newest_committed(job.run, elsewhere=True)
+            store.know(replace(info, nodes=(), session="", carry=info.replicas == 1, committed=committed))
         if job.kind is Kind.DELETE:
             on_behalf(store, standing, lambda: store.delete(job.manifest))
         elif job.kind is Kind.RETAIN:
             keep = info.keep if info is not None else KEEP
-            name = job.manifest.name
+            name = job.name
             if unseen := on_behalf(store, standing, lambda: retain(store, keep, job.manifest)):
                 text = "{why} ({snapshot})"
                 say(logging.WARNING, "upload-not-listed", text, about=f"{job.run} {unseen}", why=unseen, snapshot=name)
@@ -585,9 +532,9 @@ class Flusher:
     def _failed(self, url: str, job: Job, error: Exception) -> None:
         with self._ring.changed:
             health = self.health[url]
-            why = f"{job.kind.value} {job.manifest.name}: {error or type(error).__name__}"
+            why = f"{job.kind.value} {job.name}: {error or type(error).__name__}"
             # A failing server is logged by the replication, with the number of servers that are left.
-            if health.kind != "node" or (job.slot is not None and job.slot.places is not None):
+            if health.kind != "node" or any(slot.places is not None for slot in job.slots):
                 text = "{about} fails ({why}). It is retried; snapshots stay in memory meanwhile. Check the storage."
                 say(logging.WARNING, "upload-failing", text, about=url, why=why)
             self.work.failed(url, job, why)
@@ -596,21 +543,31 @@ class Flusher:
             self._ring.notify()
         self._heard(url, error)
 
-    def _put_off(self, url: str, job: Job, error: PutOff) -> None:
-        """A put waits, as that of a portion that is there, for those of other hosts. In the end it gives way to others.
-
-        Until then, and as long as there is room, it stays: a resume may find the others' at servers that reach no tier.
-        """
+    def _put_off(self, store: Store | None, url: str, job: Job, error: PutOff) -> None:
+        """A put waits for the shards that others bring. In the end it is given up there."""
         with self._ring.changed:
-            now_s, is_surpassed = time.monotonic(), error.is_surpassed
-            if error.is_final or self.work.later(url, job, now_s, error.there, is_surpassed=is_surpassed):
-                text = "{error}. No host uploads the rest; the snapshot makes room for newer ones."
-                say(logging.WARNING, "upload-abandoned", text, about=url, error=error)
-                self.work.done(url, job)
-                if job.slot is not None:
-                    self._ring.forsake(job.slot, job.manifest)
+            waited_s = self.work.later(url, job, time.monotonic(), error.there)
             self._succeeded(url, job)
+        is_over = waited_s >= FORSAKEN_S
+        if waited_s >= SURPASSED_S and store is not None and not is_over:
+            try:
+                is_over = self._putting.has_newer(store, job.manifest)
+            except SpotError as failure:  # it is looked at again
+                logger.debug("%s does not tell whether it has something newer: %s", url, failure)
+        if is_over:
+            self._give_up(url, job, error)
         self._heard(url, None)
+
+    def _give_up(self, url: str, job: Job, error: SpotError) -> None:
+        """A tier will never have the whole of a snapshot."""
+        with self._ring.changed:
+            text = "{error}. No host uploads the rest; the snapshot makes room for newer ones."
+            say(logging.WARNING, "upload-abandoned", text, about=url, error=error)
+            self.work.done(url, job)
+            for slot in job.slots:
+                if slot.manifest is not None:
+                    self._ring.mark_refused(slot, slot.manifest, url)
+            self._succeeded(url, job)
 
     def _fenced(self, url: str, job: Job, attempt: int, error: FencedError) -> None:
         if self._attempt(job) >= error.current > attempt:
@@ -622,12 +579,10 @@ class Flusher:
             job.coming.give_up()
         with self._ring.changed:
             self.work.done(url, job)
-            if job.slot is not None and job.kind is Kind.PUT:
+            if job.held is not None and job.kind is Kind.PUT:
                 self.health[url].refuses(error, job.run, attempt)
-                self._ring.mark_refused(job.slot, job.manifest, url)
-                # Nothing newer need come to this server. But the later attempt may go on from what is whole.
-                if job.manifest.portion is not None and not job.slot.whole:
-                    self._ring.forsake(job.slot, job.manifest)
+                for slot, manifest in zip(job.slots, job.held.manifests, strict=True):
+                    self._ring.mark_refused(slot, manifest, url)
                 if job.manifest.is_file:
                     self._refused.setdefault(job.run, {})[job.manifest.name] = job.manifest
             self._ring.notify()

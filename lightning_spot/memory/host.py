@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import mmap
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from lightning_spot.config import SERVER_CALL_TIMEOUT_S
-from lightning_spot.errors import FailureReason, SettingsError, ShareFault, SnapshotFailedError
 from lightning_spot.image.floats import Floats
-from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.manifest import Manifest, Order, snapshot_order
+from lightning_spot.image.shards import Status
 from lightning_spot.image.written import Ranges
-from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import IN_PROCESS, Node
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Making
 from lightning_spot.memory.tier import TierHealth
 from lightning_spot.tiers.store import Store
+from lightning_spot.untrusted import LONGEST_TEXT, plain
+
+_LOOK_S = 0.25  # how often who waits for a snapshot to count looks by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +30,11 @@ class Lease:
     Attributes:
         id: of the upload.
         map: the slot's memory, shared with the server; at least ``nbytes`` long.
-        nbytes: size of the snapshot.
+        nbytes: size of the snapshot, or of the shard of it.
         backing: ``"tmpfs"``, ``"memfd"``, or ``"process"`` for a ring inside the trainer.
         slot: its place in the ring.
         held: id of the upload as which the slot was filled before, if nothing else was written into it since; else
             ``""``.
-        share: which of several ranks' shares this is, 0 for the rank that leased the slot.
-        shared: what that one said of the snapshot, if several ranks fill it.
-        is_said: whether the ring knows of that: a slot may be leased before it is known for which snapshot.
     """
 
     id: str
@@ -43,13 +43,13 @@ class Lease:
     backing: str
     slot: int = 0
     held: str = ""
-    share: int = 0
-    shared: Shared | None = None
-    is_said: bool = True
 
 
 class Host(Protocol):
-    """A ring on this host, as its trainer sees it. Methods may be called from any thread.
+    """A ring on this host, as one rank sees it, over a connection of its own. Methods may be called from any thread.
+
+    Several ranks write a snapshot as shards, each into slots of its own. A shard of a writer is there, or failed, once
+    and for all; when all are there, the snapshot counts. Nobody waits for another rank, but who calls :meth:`awaited`.
 
     Every call ends: one that is not answered within ``server_call_timeout_s``, beyond what it was told to wait, raises
     :class:`~lightning_spot.errors.ServerUnreachableError`. Only :meth:`seal` may take longer, by the snapshot's size.
@@ -78,75 +78,19 @@ class Host(Protocol):
         """
 
     def lease(
-        self,
-        nbytes: int,
-        wait_s: float,
-        *,
-        limit_s: float | None = None,
-        shared: Shared | None = None,
-        making: Making = Making.NOW,
+        self, nbytes: int, wait_s: float, *, limit_s: float | None = None, making: Making = Making.NOW, writer: int = 0
     ) -> Lease:
         """Take a slot, waiting up to ``wait_s`` for a clean one.
 
         Args:
-            nbytes: size of the snapshot.
+            nbytes: size of the snapshot, or of the shard.
             wait_s: how long to wait for a slot to become clean.
             limit_s: how long the answer may take beyond that; default ``server_call_timeout_s``.
-            shared: if other ranks of this host, each with a connection of its own, will fill it too.
             making: whether its memory is made for it, see :class:`Making`.
+            writer: number of the rank that will fill it: each has as many slots as the ring has for a run.
 
         Raises:
             SnapshotFailedError: if there is none in time.
-        """
-
-    def say(self, lease: Lease) -> None:
-        """Say for which snapshot a slot was leased, and have the other ranks of this host join it.
-
-        To say it again does nothing. Who leased the slot with ``shared`` has said it.
-        """
-
-    def join(
-        self, name: str, *, share: int, digest: str = "", wait_s: float, at: str = "", host: int = 0, told: str = ""
-    ) -> Lease:
-        """Take a share of a snapshot whose slot another rank leases; it may be asked for before.
-
-        Args:
-            name: of the snapshot.
-            share: from 1; 0 is the rank's that leases the slot.
-            digest: must be the one that rank has given; ``""`` if the caller compares it.
-            wait_s: how long to wait until the slot is leased.
-            at: if another host leads it: URL of the run at the snapshot server, or storage, to which the hosts
-                bring it. The slot then holds the portion of this host.
-            host: number of this host among these, from 1.
-            told: at storage: the layout, which says what this host brings; all its ranks say the same.
-
-        Raises:
-            SnapshotFailedError: if there will be no such snapshot: given up, declined, overtaken by a later one, begun
-                with another digest, or not in time.
-        """
-
-    def placed(self, lease: Lease, torn: str = "", fault: ShareFault | None = None) -> None:
-        """Say that the bytes of a share are in place, or, with ``torn``, why they never will be.
-
-        It must be said of every lease that :meth:`join` gave: until then the slot is not used for anything else.
-        Nothing may be written into it any more.
-
-        Args:
-            lease: of the share.
-            torn: why, for people.
-            fault: what rank 0 has to know of that.
-        """
-
-    def decline(self, name: str, why: str, at: str = "", host: int = 0, share: int = 1) -> None:
-        """Say that there will be no snapshot of that name, so that no rank waits for its share.
-
-        Args:
-            name: of the snapshot.
-            why: for people.
-            at: URL of the run where other hosts would have brought their portions.
-            host: number of this one, if the ring was lost that was to bring its portion.
-            share: in that portion, of the rank that says so: nothing comes of it if that share is in this ring, or the
-                portion is there.
         """
 
     def seal(
@@ -159,7 +103,7 @@ class Host(Protocol):
         *,
         followed: bool = False,
     ) -> bool:
-        """Commit a filled slot in memory; when this returns the snapshot counts.
+        """Commit a filled slot in memory; when this returns the snapshot counts, or the shard is there.
 
         Args:
             lease: of the slot.
@@ -174,7 +118,28 @@ class Host(Protocol):
             whether the next snapshot would need a slot that is still to be made.
 
         Raises:
-            SnapshotFailedError: if other ranks fill it too, and the bytes of one of them will not come.
+            SnapshotFailedError: if that writer has failed, or written something else, already.
+        """
+
+    def fail(self, manifest: Manifest, why: str) -> None:
+        """Say that a shard will never be there, so that nobody waits for its snapshot.
+
+        Nothing happens if that writer has said so already, or its shard is there.
+
+        Args:
+            manifest: of the shard, as far as it is known; ``manifest.shard`` says whose it is.
+            why: for people.
+        """
+
+    def awaited(self, name: str, wait_s: float) -> tuple[Status, str]:
+        """Wait until a snapshot counts or never will, as this ring and the tiers below it know.
+
+        Args:
+            name: of the snapshot.
+            wait_s: how long to wait.
+
+        Returns:
+            how it is then, and why it was aborted, for people; else ``""``.
         """
 
     def abort(self, lease: Lease, *, untouched: bool = False) -> None:
@@ -196,17 +161,8 @@ class Host(Protocol):
     def tiers(self) -> dict[str, TierHealth]:
         """How each tier below is doing, by its URL."""
 
-    def carrier(self, spread: int = 0) -> str:
-        """Where several hosts may bring the next snapshot: URLs of the run at snapshot servers, separated by spaces.
-
-        The first is that of the one that carries the run on to its storage. Its other replicas follow; the ring
-        goes past those to which an earlier snapshot is still on its way when that one begins. ``""`` while none carries
-        it on.
-
-        Args:
-            spread: if snapshots are spread over all snapshot servers: at how many of them each portion is to be kept;
-                the answer is a :class:`~lightning_spot.memory.joint.SpreadPlace`.
-        """
+    def destinations(self) -> list[str]:
+        """URLs of the run at the snapshot servers that its snapshots go to at present; none if they go to storage."""
 
     def refused(self) -> list[Manifest]:
         """Files of the run that a tier has refused for good, since a newer one is at their place."""
@@ -221,7 +177,21 @@ class Host(Protocol):
         """Close every connection, so that calls under way fail at once: the ring counts as lost."""
 
 
-def newest_safe_step(held: Iterable[tuple[Manifest, Sequence[str]]], attempt: int) -> int | None:
+def failed(manifest: Manifest, why: str) -> Manifest:
+    """The register of a writer that will never have its shard.
+
+    Args:
+        manifest: of the shard, as far as it is known.
+        why: for people.
+    """
+    assert manifest.shard is not None
+    shard = replace(manifest.shard, start=0, failed=plain(why or "unknown", LONGEST_TEXT))
+    return replace(manifest, nbytes=0, files=(), checksums=(), shard=shard)
+
+
+def newest_safe_step(
+    held: Iterable[tuple[Manifest, Sequence[str]]], attempt: int, committed: Order | None
+) -> int | None:
     """Newest step of which an attempt has a snapshot that is safe; ``None`` if there is none.
 
     What an earlier attempt left may be of a later step, and is another state; a user's file is no snapshot.
@@ -229,9 +199,19 @@ def newest_safe_step(held: Iterable[tuple[Manifest, Sequence[str]]], attempt: in
     Args:
         held: what a ring holds, with the tiers at which it is safe.
         attempt: its number.
+        committed: the newest snapshot that counts, as far as the ring knows: a shard says nothing of the others.
     """
-    own = (manifest for manifest, safe in held if safe and manifest.attempt == attempt and not manifest.is_file)
+    own = (
+        manifest
+        for manifest, safe in held
+        if safe and manifest.attempt == attempt and not manifest.is_file and counts(manifest, committed)
+    )
     return max((manifest.step for manifest in own), default=None)
+
+
+def counts(manifest: Manifest, committed: Order | None) -> bool:
+    """Whether what a ring holds is a snapshot, or a shard of one that is known to count."""
+    return manifest.shard is None or (committed is not None and manifest.order <= committed)
 
 
 class InProcessHost:
@@ -263,47 +243,15 @@ class InProcessHost:
         return opened
 
     def lease(
-        self,
-        nbytes: int,
-        wait_s: float,
-        *,
-        limit_s: float | None = None,
-        shared: Shared | None = None,
-        making: Making = Making.NOW,
+        self, nbytes: int, wait_s: float, *, limit_s: float | None = None, making: Making = Making.NOW, writer: int = 0
     ) -> Lease:
-        """See :meth:`Host.lease`. No other process gets at this ring."""
-        if shared is not None and (shared.shares > 1 or shared.at):
-            raise SettingsError("a ring inside the trainer (local_server=False) cannot be filled by several ranks")
-        upload = self._node.lease(self.run, self.attempt, nbytes, wait_s=wait_s, session=IN_PROCESS, making=making)
+        """See :meth:`Host.lease`."""
+        upload = self._node.lease(
+            self.run, self.attempt, nbytes, wait_s=wait_s, session=IN_PROCESS, making=making, writer=writer
+        )
         memory = upload.slot.memory
         assert memory is not None
-        return Lease(upload.id, memory.map, nbytes, "process", upload.slot.index, upload.held, 0, shared)
-
-    def say(self, lease: Lease) -> None:
-        """See :meth:`Host.say`."""
-        raise SettingsError("a ring inside the trainer (local_server=False) cannot be filled by several ranks")
-
-    def join(
-        self, name: str, *, share: int, digest: str = "", wait_s: float, at: str = "", host: int = 0, told: str = ""
-    ) -> Lease:
-        """See :meth:`Host.join`."""
-        raise SnapshotFailedError(
-            f"there is no share of {name} to write: its slot is in another process' memory",
-            reason=FailureReason.SHARE_MISSING,
-        )
-
-    def placed(self, lease: Lease, torn: str = "", fault: ShareFault | None = None) -> None:
-        """See :meth:`Host.placed`."""
-        raise SnapshotFailedError(
-            "a ring inside the trainer (local_server=False) has no shares", reason=FailureReason.SHARE_MISSING
-        )
-
-    def decline(self, name: str, why: str, at: str = "", host: int = 0, share: int = 1) -> None:
-        """See :meth:`Host.decline`; nobody waits."""
-
-    def carrier(self, spread: int = 0) -> str:
-        """See :meth:`Host.carrier`; it is not asked for, since other ranks cannot fill this ring."""
-        return ""
+        return Lease(upload.id, memory.map, nbytes, "process", upload.slot.index, upload.held)
 
     def seal(
         self,
@@ -318,6 +266,20 @@ class InProcessHost:
         """See :meth:`Host.seal`."""
         self._node.seal(lease.id, manifest, destinations, floats, written, followed=followed)
         return self._node.ring.is_short(self._node.registry.key(self.run), lease.nbytes)
+
+    def fail(self, manifest: Manifest, why: str) -> None:
+        """See :meth:`Host.fail`."""
+        self._node.fail(self.run, self.attempt, failed(manifest, why))
+
+    def awaited(self, name: str, wait_s: float) -> tuple[Status, str]:
+        """See :meth:`Host.awaited`."""
+        deadline_s = time.monotonic() + wait_s
+        with self._node.ring.changed:
+            while True:
+                found, left_s = self._node.status_of(self.run, name), deadline_s - time.monotonic()
+                if found[0] is not Status.PENDING or left_s <= 0:
+                    return found
+                self._node.ring.changed.wait(min(left_s, _LOOK_S))
 
     def abort(self, lease: Lease, *, untouched: bool = False) -> None:
         """See :meth:`Host.abort`."""
@@ -338,14 +300,19 @@ class InProcessHost:
         """See :meth:`Host.tiers`."""
         return self._node.tiers()
 
+    def destinations(self) -> list[str]:
+        """See :meth:`Host.destinations`."""
+        return self._node.destinations(self.run)
+
     def refused(self) -> list[Manifest]:
         """See :meth:`Host.refused`."""
         return self._node.flusher.refused(self._node.registry.key(self.run))
 
     def safe_step(self) -> int | None:
         """See :meth:`Host.safe_step`."""
-        committed = self._node.committed(self.run)
-        return newest_safe_step(((slot.manifest, slot.safe) for slot in committed if slot.manifest), self.attempt)
+        key, ring = self._node.registry.key(self.run), self._node.ring
+        held = ((manifest, held.safe) for held, manifest in ring.readable(key))
+        return newest_safe_step(held, self.attempt, snapshot_order(ring.newest_committed(key, elsewhere=True)))
 
     def leave(self, *, complete: bool) -> None:
         """See :meth:`Host.leave`."""

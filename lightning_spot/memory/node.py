@@ -14,20 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spot.config import KEEP
-from lightning_spot.errors import ServerUnreachableError, SettingsError, SnapshotNotFoundError, TierError
+from lightning_spot.errors import SettingsError, SnapshotNotFoundError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_order
+from lightning_spot.image.shards import Status
 from lightning_spot.memory.area import Left
 from lightning_spot.memory.flusher import Flusher
-from lightning_spot.memory.held_portions import Spread
-from lightning_spot.memory.joint import SpreadPlace
-from lightning_spot.memory.push import Below
+from lightning_spot.memory.placement import placed_apart
 from lightning_spot.memory.registry import MOST_RUNS, Registry
 from lightning_spot.memory.replication import Replication
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import Opened, Run, RunInfo, check_name, check_prefix, file_name, refusal
 from lightning_spot.memory.slots import Slot, Tiers
-from lightning_spot.memory.tier import Sent, TierHealth
-from lightning_spot.memory.upload import Commits
+from lightning_spot.memory.tier import TierHealth
 from lightning_spot.memory.uploads import Uploads
 from lightning_spot.tiers import fsspec_client
 from lightning_spot.tiers.fences import Owner, Standing, check_fence, digest_of
@@ -109,9 +107,6 @@ class Node:
         allow: prefixes of durable URLs that a trainer may have this server write to (and ``flush_to``); ``None`` for
             any, at the server of the trainer's own host.
         run_memory_bytes: most bytes that the slots of one run may hold; ``None`` for no such limit.
-
-    Attributes:
-        spread: what is known of snapshots of which portions are here.
     """
 
     def __init__(
@@ -127,28 +122,19 @@ class Node:
     ) -> None:
         self.ring = Ring(slots=slots, memory_bytes=memory_bytes, area=area, run_memory_bytes=run_memory_bytes)
         self.registry = Registry(self.ring, lambda info: self.routes.claimed(info))
-        self.spread = Spread(self.ring, self.registry, lambda key: self.flusher.rests_s(key))
         self._not_needed = False  # a trainer has come and gone whose attempt could not begin
-        below = Below(
-            refuses=lambda url: self.routes.allowed(url),
-            committed=lambda url, key, manifest: self.flusher.retain(url, key, manifest),
-            owner=lambda url, key: self.routes.standing(key, url).owner,
-        )
-        self.uploads = Uploads(self.ring, self.registry, open_store, self._brought, below)
-        # Uploads are part of what a server does; see the methods of Begins, Uploads and Commits.
-        self.lease, self.find_upload = self.uploads.begins.lease, self.uploads.find
+        self.uploads = Uploads(self.ring, self.registry, self._committed)
+        self.lease, self.find_upload, self.streaming = self.uploads.lease, self.uploads.find, self.uploads.streaming
+        self.seal, self.commit, self.fail = self.uploads.seal, self.uploads.commit, self.uploads.fail
+        self.abort = self.uploads.abort
         self.flusher = Flusher(
             self.ring, open_store, self.registry.info, self._heard, lambda key, url: self.routes.standing(key, url)
         )
-        commits = Commits(self.uploads, self.ring, self.registry, self._committed)
-        self.seal, self.commit, self.abort = commits.seal, commits.commit, self.uploads.abort
-        self.streaming = self.uploads.streaming
         self._lock = self.registry.lock
         self.routes = Routes(
             self.ring,
             self.flusher,
             open_store,
-            self.uploads.abroad.busy,
             self.registry.info,
             flush_to=flush_to,
             allow=allow,
@@ -184,13 +170,13 @@ class Node:
                 self.ring.forget_refusals(info.key)
             self._not_needed = False
             self.uploads.fence(info.key, info.attempt)
-            self.uploads.abroad.bringing.calm(info.key)
+            self.ring.raise_watermark(info.key, info.committed)
             self.routes.open(run.info)
             self._remembered.note(run)
             for key in (*forgotten, *self.registry.under_other_names(info), *self.registry.stale()):
                 self._forget(key)
         opened = self.routes.opened(run.info)
-        if self.draining and info.spread:
+        if self.draining and not info.session:
             return replace(opened, carries=False, why_not="it is shutting down", leaves=True)
         return opened
 
@@ -205,9 +191,10 @@ class Node:
             except SnapshotNotFoundError:  # its attempt could not begin
                 self._not_needed = True
                 return
-            if self.registry.held_by_another(known.info, session):
+            if session not in known.sessions and self.registry.held_by_another(known.info, session):
                 return
-            known.info, known.complete = replace(known.info, session=""), complete
+            self.registry.leave(known, session)
+            known.complete = complete
             self._remembered.note(known)
         self._wake()
 
@@ -236,28 +223,23 @@ class Node:
         """Slots with the committed snapshots and files of a run, newest first."""
         return self.ring.committed(self.registry.key(run))
 
-    def spread_over(self, run: str, replicas: int) -> SpreadPlace | None:
-        """Where the snapshots of a run are to be spread from now on; ``None`` while no server takes portions.
+    def status_of(self, run: str, name: str) -> tuple[Status, str]:
+        """What has become of a snapshot, as far as is known here, and why it is aborted, for people."""
+        return self.ring.status_of(self.registry.key(run), name)
 
-        Args:
-            run: as in URLs.
-            replicas: at how many servers each portion is to be kept.
-        """
-        with self._lock:
-            replication = self.routes.spread(self.registry.find(run).info)
-        if replication is None or not (used := replication.used):
-            return None
-        return SpreadPlace(replicas, tuple(used), tuple(replication.besides))
+    def destinations(self, run: str) -> list[str]:
+        """URLs of a run at the snapshot servers that its snapshots go to at present; none if they go to storage."""
+        return self.routes.servers(self.registry.key(run))
 
     def begin_session(self, session: str, owner: str = "") -> None:
         """A trainer on this host is connected, see :meth:`Registry.begin_session`."""
         self.registry.begin_session(session, owner)
 
     def end_session(self, session: str) -> list[RunInfo]:
-        """The connection of a trainer has closed (it ended or was killed): its half-filled slots are freed.
+        """The connection of a rank has closed (it ended or was killed): its half-filled slots are freed.
 
         Returns:
-            the runs that it had not left, as one does that was killed.
+            the runs that it had not left, as one does that was killed, if no other rank is connected for them.
         """
         left = self.registry.end_session(session)
         for info in left:  # what a tier refused for a later attempt may be the newest that there is all the same
@@ -349,9 +331,7 @@ class Node:
         key = self.registry.key(run) if run else None
         if key is not None:
             self.routes.ask_soon(key)
-        deadline_s = time.monotonic() + wait_s
-        late = self.uploads.abroad.wait_brought(key, wait_s)
-        return [*late, *self.flusher.wait_clean(key, max(0.0, deadline_s - time.monotonic()))]
+        return self.flusher.wait_clean(key, wait_s)
 
     def close(self, *, keep_unsafe: bool = False) -> None:
         """Stop flushing and give the memory back."""
@@ -363,7 +343,7 @@ class Node:
     def tiers(self) -> dict[str, TierHealth]:
         """How each tier below is doing, by its URL."""
         carried = self.ring.carried()
-        wrong = {**self.routes.away(), **self.uploads.abroad.bringing.failing()}
+        wrong = self.routes.away()
         unused = {url: TierHealth.of(url) for url in wrong}
         return {
             url: replace(
@@ -389,7 +369,6 @@ class Node:
         return {
             **self.ring.status(),
             "flush_to": self.routes.flush_to,
-            "busy": sorted(self.uploads.abroad.busy()),
             "runs": {
                 run.info.text: {
                     "attempt": run.info.attempt,
@@ -414,23 +393,11 @@ class Node:
         self.flusher.keep(key, manifest.name)  # a file of that name may have been removed just before
         info = self.registry.info(key)
         self.ring.trim(key, info.keep if info is not None else KEEP)
-        self.spread.arrived(key, manifest)
-
-    def _brought(
-        self, url: str, portion: Manifest | None, seconds: float, sent: Sent | None, error: Exception | None
-    ) -> None:
-        """Several hosts have put a snapshot together at a snapshot server, or have not; this one has led."""
-        if portion is not None:
-            self.flusher.took(url, portion, seconds, sent)
-        if error is None or isinstance(error, ServerUnreachableError):
-            self._heard(url, error)
 
     def _forget(self, key: str) -> None:
         """A run of which nothing is held has not been opened for long: keep nothing of it."""
         tiers = self.ring.tiers(key)
         self.routes.forget(key)
-        self.uploads.shares.forget(key)
-        self.uploads.abroad.bringing.forget(key)
         self.ring.set_tiers(key, None)
         self.flusher.forget(key, (*tiers.own, *tiers.carried))
         self._remembered.forget(key)
@@ -451,7 +418,6 @@ class Routes:
         ring: is told where the runs go.
         flusher: tells how tiers are doing.
         open_store: makes the store of a tier's URL.
-        busy: URLs of runs to which a snapshot that several hosts bring is on its way.
         run: what is known of a run, by its key; ``None`` if nothing is.
         flush_to: see :class:`~lightning_spot.memory.node.Node`.
         allow: likewise.
@@ -465,7 +431,6 @@ class Routes:
         ring: Ring,
         flusher: Flusher,
         open_store: Callable[[str], Store],
-        busy: Callable[[], set[str]],
         run: Callable[[str], RunInfo | None],
         *,
         flush_to: str | None,
@@ -476,7 +441,7 @@ class Routes:
         self.prefixes = [*self._allow, *filter(None, [self.flush_to])] if self._allow is not None else None
         self._ring = ring
         self._flusher = flusher
-        self._busy, self._run = busy, run
+        self._run = run
         self.open_store = open_store
         self._replications: dict[str, Replication] = {}
         self._refusals: dict[str, str] = {}
@@ -492,7 +457,7 @@ class Routes:
             return
         self._refusals[key] = refused
         if info.nodes:
-            known = self._replications.get(key)
+            info, known = _placed(info), self._replications.get(key)
             if known is None or not _same(known.info, info):
                 self._begin(info)
             return
@@ -501,18 +466,14 @@ class Routes:
         url = self._own_tier(info)
         self._ring.set_tiers(key, Tiers(own=(url,) if url is not None else ()))
 
-    def spread(self, info: RunInfo) -> Replication | None:
-        """Have the snapshots of a run spread over its trainer's servers, if there are any."""
-        known = self._replications.get(info.key)
-        if known is not None and not known.info.spread:
-            self._begin(replace(known.info, spread=True))
-        return self._replications.get(info.key)
+    def servers(self, key: str) -> list[str]:
+        """URLs of a run at the servers that it is kept at, see :attr:`Replication.used`."""
+        replication = self._replications.get(key)
+        return replication.used if replication is not None else []
 
     def opened(self, info: RunInfo) -> Opened:
         """What to answer who opens a run: whether it is brought to its storage from here."""
         replication, refused = self._replications.get(info.key), self._refusals[info.key]
-        if info.spread and not info.nodes:  # a tier that fails is tried again, and portions are safe here meanwhile
-            return Opened(info.attempt, not refused, refused)
         if replication is not None:
             carries = replication.carries or not refused
             return Opened(info.attempt, carries, "" if carries else replication.why_not)
@@ -628,7 +589,6 @@ class Routes:
             self.open_store,
             info,
             is_urgent=lambda: self._flusher.is_urgent(key),
-            is_busy=lambda url: url in self._busy(),
             is_left=lambda: self._is_left(key),
         )
         with self._ring.changed:
@@ -651,5 +611,12 @@ class Routes:
 
 def _same(known: RunInfo, info: RunInfo) -> bool:
     """Whether a run is opened once more by the same attempt, with the same tiers."""
-    one, other = (replace(each, session="", pid=0, host="", spread=False, left=False) for each in (known, info))
+    one, other = (replace(each, session="", pid=0, host="", committed="", left=False) for each in (known, info))
     return one == other
+
+
+def _placed(info: RunInfo) -> RunInfo:
+    """The run, with its servers in the order in which this host's shards go to them."""
+    if info.apart is None or info.apart >= info.hosts:
+        return info
+    return replace(info, nodes=placed_apart(info.nodes, info.id, info.hosts, info.replicas)[info.apart])

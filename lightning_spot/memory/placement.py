@@ -20,18 +20,18 @@ def placed(nodes: Iterable[str], run_id: str) -> tuple[str, ...]:
     return tuple(sorted(nodes, key=lambda node: (_weight(node, run_id), node), reverse=True))
 
 
-def placed_portions(nodes: Iterable[str], run_id: str, hosts: int, replicas: int) -> list[tuple[str, ...]]:
-    """For each of several hosts, the servers in the order in which its portion of a snapshot goes to them.
+def placed_apart(nodes: Iterable[str], run_id: str, hosts: int, replicas: int) -> list[tuple[str, ...]]:
+    """For each of several hosts, the servers in the order in which its shards of a snapshot go to them.
 
     The order of each host is one of its own, by rendezvous hashing. But a server is the first choice of no more hosts
     than its even part of them, with each replica: with few hosts, chance alone would leave one with far more than
     another, and its memory is what bounds the snapshot. Everybody who is given the same finds the same.
 
     Args:
-        nodes: that work, in any order.
+        nodes: all that may be used, in any order.
         run_id: identity of the run.
-        hosts: how many bring a snapshot.
-        replicas: how many servers each portion is kept at.
+        hosts: how many have shards of a snapshot.
+        replicas: how many servers each shard is kept at.
     """
     nodes = sorted(nodes)
     replicas = min(replicas, len(nodes))
@@ -39,7 +39,7 @@ def placed_portions(nodes: Iterable[str], run_id: str, hosts: int, replicas: int
     found: list[tuple[str, ...]] = []
     for host in range(hosts):
         order = placed(nodes, f"{run_id}\n{host}")
-        left = hosts - host  # who has room for a portion of each of these gets this one, or would not fill up
+        left = hosts - host  # who has room for each of these gets this one, or would not fill up
         chosen = sorted(order, key=lambda node: (room[node] <= 0, room[node] < left))[:replicas]
         for node in chosen:
             room[node] -= 1

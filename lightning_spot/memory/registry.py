@@ -19,7 +19,7 @@ from lightning_spot.errors import (
     SnapshotNotFoundError,
 )
 from lightning_spot.memory.ring import Ring
-from lightning_spot.memory.runs import EPOCH_UNIX_S, Run, RunInfo, files_name, parse_run
+from lightning_spot.memory.runs import EPOCH_UNIX_S, LEFT_S, Run, RunInfo, files_name, parse_run
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.tiers.fences import check_fence, digest_of
 
@@ -91,10 +91,24 @@ class Registry:
         check_fence(info.name, info.attempt, self.highest(info.key))
         forgotten = self._make_room(client) if known is None else []
         run = Run(replace(info, keep=max(1, info.keep)), opened_s=time.monotonic(), client=client)
+        if known is not None and known.info.attempt == info.attempt:  # other ranks and hosts have opened it, too
+            run.sessions, run.carried_for = known.sessions, known.carried_for
+        if info.session:
+            run.sessions.add(info.session)
+        self._note_carrying(run)
         self.runs[info.key] = run
         if not info.left:
             self._ring.opened_s[info.key] = run.opened_s
         return run, forgotten
+
+    def _note_carrying(self, run: Run) -> None:
+        """A run is brought to storage from here as long as one of the hosts that bring snapshots here asks for it."""
+        run.carried_for.pop((run.info.host, run.info.pid), None)
+        if run.info.carry:
+            run.carried_for[run.info.host, run.info.pid] = run.opened_s
+        for who in [who for who, asked_s in run.carried_for.items() if run.opened_s - asked_s > LEFT_S]:
+            del run.carried_for[who]
+        run.info = replace(run.info, carry=bool(run.carried_for))
 
     def under_other_names(self, info: RunInfo) -> list[str]:
         """Keys of runs that the same attempt has opened before; they are forgotten. Call it under the lock.
@@ -193,13 +207,18 @@ class Registry:
             self.sessions[session] = owner
 
     def end_session(self, session: str) -> list[RunInfo]:
-        """The connection of a trainer has closed: it ended or was killed; the runs that it had not left."""
+        """The connection of a rank has closed: it ended or was killed; the runs that no rank is connected for now."""
         with self.lock:
             self.sessions.pop(session, None)
-            left = [run for run in self.runs.values() if run.info.session == session]
-            for run in left:
-                run.info = replace(run.info, session="")
-            return [run.info for run in left]
+            return [run.info for run in self.runs.values() if self.leave(run, session)]
+
+    def leave(self, run: Run, session: str) -> bool:
+        """A rank leaves a run; whether it was the last one on this host. Call it under the lock."""
+        was_live = bool(run.info.session)
+        run.sessions.discard(session)
+        if run.info.session == session:
+            run.info = replace(run.info, session=next(iter(run.sessions), ""))
+        return was_live and not run.info.session
 
     def stale(self) -> list[str]:
         """Keys of runs of which nothing is held and which nobody opened for a day; they are forgotten."""

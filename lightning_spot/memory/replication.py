@@ -4,9 +4,8 @@ A server on a trainer's host sends to the first of the trainer's servers that wo
 few. One of these is asked to carry the run on to its storage: if it says that it does, this host does not write there,
 and learns from it what is safe. When it fails or refuses, another is asked; while none does, this host writes there.
 
-What a server has missed, since it was away or takes another one's place, it is given. What this host has as a whole,
-the flusher sends. Of a snapshot that several hosts have brought, each has its portion only: it is copied from a server
-that has all of it, part by part, each checked, through this host, which both servers know.
+What a server has missed, since it was away or takes another one's place, the flusher sends from the slots of this host.
+Of a snapshot whose other shards come from other hosts, it is looked up at all servers whether all of them are there.
 """
 
 from __future__ import annotations
@@ -15,31 +14,22 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_spot.errors import (
-    CorruptSnapshotError,
-    FailureReason,
-    ServerUnreachableError,
-    SnapshotFailedError,
-    SpotError,
-)
+from lightning_spot.errors import ServerUnreachableError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.parts import part_ranges
-from lightning_spot.memory.held_portions import fall_back, surpassing
+from lightning_spot.image.shards import Status, status
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Slot, Tiers, newest_of_lineages
-from lightning_spot.memory.tier import HasParts, NodeTier
-from lightning_spot.retry import pause_after
+from lightning_spot.memory.tier import Listed, NodeTier
+from lightning_spot.retry import growing, pause_after
 from lightning_spot.say import UNEXPECTED, recovered, say
-from lightning_spot.threads import in_background
+from lightning_spot.threads import all_at_once
+from lightning_spot.tiers import commit
 from lightning_spot.tiers.store import Store
-
-_LAGS = "{about} could not be given the newest snapshot of several hosts. It is retried: {error}"
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +62,6 @@ class Peer:
         away_until_s: not tried before (monotonic).
         why: what was wrong last.
         why_not: why it does not carry the run on, ``""`` if it was not asked to, or does.
-        carries: whether it carries the run on, as it said last.
-        leaves: whether it is shutting down, and takes no portions of snapshots any more.
         asked_s: when it was asked last (monotonic).
     """
 
@@ -83,7 +71,6 @@ class Peer:
         self.away_until_s = 0.0
         self.why = ""
         self.why_not = ""
-        self.carries = self.leaves = False
         self.asked_s = 0.0
         self._info = info
         self._ring = ring
@@ -112,14 +99,9 @@ class Peer:
             left: whether the trainer is gone.
         """
         self.asked_s = time.monotonic()
-        return self.tier().open_run(replace(self._info, nodes=(), replicas=1, session="", carry=carry, left=left))
-
-    def hurry(self) -> None:
-        """Have it bring down what it has; nothing happens if it does not answer."""
-        try:
-            self.tier().flush(_HURRIED_S)
-        except SpotError as error:
-            logger.debug("%s cannot be asked to bring down what it has: %s", self.url, error)
+        committed = self._ring.newest_committed(self._info.key, elsewhere=True)
+        told = replace(self._info, nodes=(), replicas=1, session="", committed=committed, carry=carry, left=left)
+        return self.tier().open_run(told)
 
     def forget_told(self) -> None:
         """It is used anew: it may have forgotten what it was told."""
@@ -134,8 +116,9 @@ class Peer:
         with self._ring.changed:
             held = [
                 (slot, slot.manifest)
-                for slot in newest_of_lineages(self._ring.committed(self._info.key))
+                for slot in newest_of_lineages(self._ring.committed(self._info.key), self._ring.known)
                 if slot.manifest is not None
+                and not (slot.shard is not None and slot.shard.failed)
                 and self.url in slot.safe
                 and (durable_too or not (slot.settled or self._info.durable_url in slot.safe))
             ]
@@ -145,16 +128,6 @@ class Peer:
         for slot, manifest in held:
             if (manifest.name, manifest.checksums) not in listed:
                 self._ring.mark_lost(slot, manifest, self.url)
-
-    def find_surpassing(self) -> None:
-        """Have older snapshots count again if the newer one is lost that several hosts had brought here."""
-        newer = surpassing(self._ring, self._info.key)
-        if newer is None or any(_same(newer, item.manifest) for item in self.tier().listing()):
-            return
-        if self._is_durable(newer) is False:
-            text = "{about} has lost {snapshot}, a snapshot of several hosts. Older snapshots are kept again."
-            say(logging.WARNING, "snapshot-lost", text, about=self.url, snapshot=newer.name)
-            fall_back(self._ring, self._info.key)
 
     def waiting(self) -> Waiting:
         """Snapshots that the server has, and of which it is not known yet that they are durable."""
@@ -166,6 +139,7 @@ class Peer:
                 and slot.places is None
                 and self.url in slot.safe
                 and self._info.durable_url in slot.dirty
+                and (slot.shard is None or slot.shard.persist)
             ]
 
     def tell(self) -> None:
@@ -178,17 +152,18 @@ class Peer:
                 if slot.manifest is not None
                 and slot.manifest.exact  # another one says nothing of the exact ones before it
                 and (slot.settled or self._info.durable_url in slot.safe)
+                and not (slot.shard is not None and slot.shard.failed)
             ]
             known = [
                 (slot.manifest, (slot.manifest.name, self.url in slot.safe))
-                for slot in newest_of_lineages(slots)
+                for slot in newest_of_lineages(slots, self._ring.known)
                 if slot.manifest is not None
             ]
         for manifest, fact in known:
             if fact in self._informed_of:
                 continue
             try:
-                self.tier().settle(manifest, self._info.attempt)
+                self.tier().settle(replace(manifest, name=manifest.snapshot, shard=None), self._info.attempt)
             except SpotError as error:
                 logger.debug("%s could not be told what is durable: %s", self.url, error)
                 return
@@ -204,7 +179,7 @@ class Peer:
         for slot, manifest in waiting:
             safe = listed.get((manifest.name, manifest.checksums))
             if safe is not None and durable_url in safe:
-                self._ring.mark_safe(slot, manifest, durable_url)
+                self._mark_durable(slot, manifest, durable_url)
             elif safe is None:
                 self._ask_durable(slot, manifest, durable_url)
 
@@ -212,23 +187,28 @@ class Peer:
         """A snapshot left the server's memory: because it is durable, or because the server lost it."""
         durable = self._is_durable(manifest)
         if durable:
-            self._ring.mark_safe(slot, manifest, durable_url)
+            self._mark_durable(slot, manifest, durable_url)
         elif durable is not None:
             self._ring.mark_lost(slot, manifest, self.url)
+
+    def _mark_durable(self, slot: Slot, manifest: Manifest, durable_url: str) -> None:
+        self._ring.mark_safe(slot, manifest, durable_url)
+        if manifest.shard is not None:
+            self._ring.mark_committed(self._info.key, manifest.lineage, manifest.order)
 
     def _is_durable(self, manifest: Manifest) -> bool | None:
         """Whether the storage has a snapshot; ``None`` if it does not answer: it is asked again."""
         if self._info.durable_url is None:
             return False
         try:
-            return self._open_store(self._info.durable_url).has(manifest)
+            store = self._open_store(self._info.durable_url)
+            if manifest.shard is None:
+                return store.has(manifest)
+            whole = commit.look(store, manifest.snapshot).manifest
+            return whole is not None and commit.contains(whole, manifest)
         except SpotError as error:
             logger.debug("%s does not answer (%s)", self._info.durable_url, error)
             return None
-
-
-def _same(one: Manifest, other: Manifest) -> bool:
-    return (one.name, one.checksums) == (other.name, other.checksums)
 
 
 @dataclass(eq=False, slots=True)
@@ -239,123 +219,54 @@ class Replica:
         node: which one it is now; ``None`` while none works.
         trying: the one that is being asked whether it works; no other replica asks it meanwhile.
         doubted: whether something is to be asked of it at once.
-        is_behind: whether it is to be let go, see :class:`LeftBehind`.
         look_s: until it is asked next what is durable.
     """
 
     node: Peer | None = None
     trying: Peer | None = None
     doubted: bool = False
-    is_behind: bool = False
     look_s: float = FIRST_LOOK_S
 
 
-class Missed:
-    """Gives the servers that a run is kept at what they have missed. Methods may be called from any thread.
+class Registers:
+    """Looks up at the servers of a run whether snapshots of which other hosts have shards are complete there.
 
     Args:
-        ring: of this host: what is in it is not copied from elsewhere.
-        info: of the run.
-        stops: whether nothing is to be sent now to a URL of the run, since something newer is on its way there.
+        ring: of this host.
+        key: of the run.
+        nodes: all servers that hosts of the run may use.
     """
 
-    def __init__(self, ring: Ring, info: RunInfo, stops: Callable[[str], bool]) -> None:
-        self._ring, self._info, self._stops = ring, info, stops
-        self._lock = threading.Lock()
-        self._looked_at: set[str] = set()
+    def __init__(self, ring: Ring, key: str, nodes: list[Peer]) -> None:
+        self._ring, self._key, self._nodes = ring, key, nodes
 
-    def look(self, node: Peer, others: Sequence[Peer]) -> None:
-        """Have a server given the newest snapshot, in the background, if it has missed that one.
+    def wanted(self) -> set[str]:
+        """Names of the snapshots that are looked for; call it under the ring's lock."""
+        return {group.manifest.snapshot for group in self._ring.groups(self._key) if group.state is Status.PENDING}
 
-        Args:
-            node: which one.
-            others: the other servers in use, which may have it.
-        """
-        url = node.url
-        with self._lock:
-            if not others or url in self._looked_at or self._stops(url):
-                return
-            self._looked_at.add(url)
+    def look(self, names: set[str]) -> None:
+        """Ask all servers for snapshots, and tell the ring. One that does not answer may have what is missing."""
+        now_s = time.monotonic()
+        nodes = [node for node in self._nodes if node.away_until_s <= now_s]
+        seen: dict[str, dict[int, Manifest]] = {}
+        for listed in all_at_once([functools.partial(self._listing, node) for node in nodes], "spot-registers"):
+            for manifest in (item.manifest for item in listed):
+                if manifest.shard is not None:
+                    seen.setdefault(manifest.snapshot, {})[manifest.shard.writer] = manifest
+        for name, found in seen.items():
+            registers = {writer: each.shard for writer, each in found.items() if each.shard is not None}
+            first = next(iter(found.values()))
+            if status(registers, first.order) is Status.COMMITTED:
+                self._ring.mark_committed(self._key, first.lineage, first.order)
+            elif name in names:
+                self._ring.see(self._key, name, registers)
 
-        def look() -> None:
-            try:
-                for other in others:
-                    self._try(node, other)
-            except Exception:
-                say(logging.ERROR, "unexpected", UNEXPECTED, about=f"catching up {url}", exc_info=True)
-            finally:
-                with self._lock:
-                    self._looked_at.discard(url)
-
+    def _listing(self, node: Peer) -> list[Listed]:
         try:
-            in_background(look, "spot-missed")
-        except RuntimeError as error:  # no more threads can be had: it is looked at again
-            say(logging.INFO, "server-lags", _LAGS, about=url, error=error)
-            with self._lock:
-                self._looked_at.discard(url)
-
-    def _try(self, node: Peer, other: Peer) -> None:
-        try:
-            self._copy(node, other)
-        except SpotError as error:  # it is looked at again
-            say(logging.INFO, "server-lags", _LAGS, about=node.url, error=error)
-
-    def _copy(self, node: Peer, other: Peer) -> None:
-        url, source, target = node.url, other.tier(), node.tier()
-        if not (isinstance(source, HasParts) and isinstance(target, HasParts)):
-            return
-        newest, there = _newest(source), _newest(target)
-        if newest is None or self._is_here(newest) or (there is not None and there.order >= newest.order):
-            return
-        goes_on = functools.partial(self._check, newest, url)
-        sealed = target.put_parts(newest, _parts(source, newest, goes_on), attempt=self._info.attempt)
-        if sealed.checksums != newest.checksums:
-            raise CorruptSnapshotError(f"{newest.name} is another one at {url} than at {other.url}", where=url)
-        say(logging.INFO, "server-caught-up", "{about} has caught up to {snapshot}", about=url, snapshot=newest.name)
-
-    def _is_here(self, newest: Manifest) -> bool:
-        """Whether this host has that snapshot or a newer one, which the flusher sends."""
-        with self._ring.changed:
-            here = [slot.snapshot for slot in self._ring.committed(self._info.key)]
-        return any(manifest is not None and manifest.order >= newest.order for manifest in here)
-
-    def _check(self, manifest: Manifest, url: str) -> None:
-        """Raise if a snapshot is not to be copied any further."""
-        if self._stops(url):
-            raise SnapshotFailedError(
-                f"{manifest.name} is not copied any further: a newer one comes, or the run has ended",
-                reason=FailureReason.SHARE_MISSING,
-            )
-
-
-def _newest(node: NodeTier) -> Manifest | None:
-    """The newest snapshot that a server has, as a whole and exactly."""
-    held = [item.manifest for item in node.listing()]
-    snapshots = [each for each in held if each.exact and not each.is_file and each.portion is None]
-    return max(snapshots, key=lambda manifest: manifest.order, default=None)
-
-
-def _parts(source: HasParts, manifest: Manifest, goes_on: Callable[[], None]) -> Iterator[memoryview]:
-    """The parts of a snapshot at a server, each read while the one before is sent, and checked."""
-
-    def read(bounds: tuple[int, int]) -> memoryview:
-        start, stop = bounds
-        part = memoryview(bytearray(stop - start))
-        source.read(manifest, start, part)
-        return part
-
-    bounds = part_ranges(manifest.nbytes, manifest.part_bytes)
-    with ThreadPoolExecutor(1, thread_name_prefix="spot-missed") as reading:
-        reads = (reading.submit(read, each) for each in bounds)
-        following = next(reads, None)
-        while following is not None:
-            part, following = following.result(), next(reads, None)
-            goes_on()
-            yield part
-
-
-class LeftBehind(ServerUnreachableError):
-    """Another server has a snapshot that several hosts have brought, and this one, which uploads the run, has not."""
+            return node.tier().listing()
+        except SpotError as error:
+            logger.debug("%s does not tell what it has: %s", node.url, error)
+            return []
 
 
 class Replication:
@@ -366,7 +277,6 @@ class Replication:
         open_store: makes the stores of servers and of storage.
         info: of the run; its ``nodes`` may be used, in order of preference, and ``replicas`` of them are.
         is_urgent: tells whether somebody waits for the run to be safe.
-        is_busy: tells whether a snapshot that several hosts bring is on its way to a URL of the run.
         is_left: tells whether the trainer on this host is gone.
     """
 
@@ -377,7 +287,6 @@ class Replication:
         info: RunInfo,
         *,
         is_urgent: Callable[[], bool] = lambda: False,
-        is_busy: Callable[[str], bool] = lambda _url: False,
         is_left: Callable[[], bool] = lambda: False,
     ) -> None:
         self.info = info
@@ -385,16 +294,16 @@ class Replication:
         self._ring = ring
         self._is_urgent, self._is_left = is_urgent, is_left
         self._nodes = [Peer(f"{node.rstrip('/')}/{info.text}", info, ring, open_store) for node in info.nodes]
-        count = len(self._nodes) if info.spread else min(max(1, info.replicas), len(self._nodes))
-        self._replicas = [Replica() for _ in range(count)]
+        self._replicas = [Replica() for _ in range(min(max(1, info.replicas), len(self._nodes)))]
         self._carrier: Peer | None = None
         self._asked: Peer | None = None  # to carry the run on; it has not answered yet
         self._closed = False
-        self._missed = Missed(ring, info, lambda url: self._closed or is_busy(url))
+        name = f"spot-replication-{info.text}"
         self._threads = [
-            threading.Thread(target=self._work, args=(replica,), name=f"spot-replication-{info.text}", daemon=True)
-            for replica in self._replicas
+            threading.Thread(target=self._work, args=(replica,), name=name, daemon=True) for replica in self._replicas
         ]
+        if info.hosts > 1:
+            self._threads.append(threading.Thread(target=self._watch, name=f"spot-registers-{info.text}", daemon=True))
 
     def start(self) -> None:
         """Begin to look for servers, in the place of an earlier one of the run, if there is one.
@@ -426,24 +335,13 @@ class Replication:
     def used(self) -> list[str]:
         """URLs of the run at the servers that it is kept at, the carrier's first; none while none carries it on.
 
-        Of snapshots that are spread over servers, all that carry on what they hold.
-
         A server that has just failed, and was not asked since, is none of them.
         """
         with self._ring.changed:
             sound = [each.node for each in self._replicas if not (each.doubted and each.node and each.node.failures)]
-            if self.info.spread:
-                return [node.url for node in sound if node is not None and node.carries]
             if self._carrier is None or self._carrier not in sound:
                 return []
             return [self._carrier.url, *(node.url for node in sound if node and node is not self._carrier)]
-
-    @property
-    def besides(self) -> list[str]:
-        """Of snapshots that are spread over nodes: URLs of the run at those that answer, and take none (any more)."""
-        with self._ring.changed:
-            answer = [each.node for each in self._replicas if each.node is not None and self.info.spread]
-            return [node.url for node in answer if not node.carries]
 
     def away(self) -> dict[str, str]:
         """URLs of the run at servers that do not work, and what was wrong."""
@@ -457,7 +355,7 @@ class Replication:
             used, away = [replica.node for replica in self._replicas], self.away()
             return {
                 node.url: "carries it on"
-                if node is self._carrier or (self.info.spread and node.carries and node in used)
+                if node is self._carrier
                 else "holds it"
                 if node in used
                 else f"away: {away[node.url]}"
@@ -479,7 +377,6 @@ class Replication:
                     replica.node.failures += 1
                     replica.node.why = str(error)
                     replica.doubted = True
-                    replica.is_behind |= isinstance(error, LeftBehind) and replica.node is self._carrier
                 self._ring.notify()
 
     def ask_soon(self) -> None:
@@ -543,10 +440,9 @@ class Replication:
                 self._asked = node
         try:
             opened = node.open(carry=carry, left=self._is_left())
-            if anew or not opened.carries:
-                node.find_lost(durable_too=anew)
-            if carry:
-                node.find_surpassing()  # another replica may be behind
+            if opened.leaves:
+                raise TierError("it is shutting down", tier=node.url)
+            node.find_lost(durable_too=anew)
         except SpotError as error:
             self._lost(replica, node, error)
             return False
@@ -555,24 +451,17 @@ class Replication:
                 self._asked = None if self._asked is node else self._asked
         with self._ring.changed:
             before, refused = self._carrier, bool(node.why_not)
-            node.leaves = opened.leaves
             node.why_not = (opened.why_not or "it does not say why") if carry and not opened.carries else ""
-            node.carries = carry and opened.carries
             if anew:
                 node.forget_told()
-            replica.node, replica.doubted = node, replica.is_behind
+            replica.node, replica.doubted = node, False
             if carry:
                 self._carrier = node if opened.carries else None
                 self.why_not = node.why_not
-            if self.info.spread:
-                self._carrier = self._any_carrier()
             self._apply()
             if anew or self._carrier is not before or (node.why_not and not refused):
                 self._say(node)
             self._ask_others(replica, before)
-            used = [each.node for each in self._replicas if each.node is not None and each.node is not node]
-        if not self.info.spread:
-            self._missed.look(node, used)  # also the carrier: it may have been away for a moment only
         return True
 
     def _lost(self, replica: Replica, node: Peer, error: Exception) -> None:
@@ -583,12 +472,10 @@ class Replication:
             node.away_until_s = now_s + pause_after(node.failures, FIRST_AWAY_S, LAST_AWAY_S)
             said, node.why, node.why_not = bool(node.why) and not was_used, str(error), ""
             if was_used:
-                replica.node, replica.doubted, replica.is_behind = None, False, False
+                replica.node, replica.doubted = None, False
             is_last = not any(other.node is not None for other in self._replicas)
-            if was_used and is_last:  # else another one has what this one had, or it shows when that is asked to carry
-                fall_back(self._ring, self.info.key)
             if before is node or is_last:
-                self._carrier, self.why_not = self._any_carrier(), f"{node.url}: {error}"
+                self._carrier, self.why_not = None, f"{node.url}: {error}"
             self._apply()
             if not said:
                 self._say_lost(node)
@@ -597,19 +484,15 @@ class Replication:
     def _follow(self, replica: Replica, node: Peer) -> float:
         """Learn from the server what is safe, or tell it; how long to wait before the next look."""
         if replica.doubted:
-            if node.failures >= _MOST_FAILURES or replica.is_behind:
+            if node.failures >= _MOST_FAILURES:
                 self._lost(replica, node, ServerUnreachableError(node.why, tier=node.url))
                 return 0.0
             # One failed put may be a broken connection: the server is lost only if it does not answer either.
             return FIRST_LOOK_S if self._open(replica, node) else 0.0
         # Also where nothing is owed: a server that was stopped breaks no connection, and one that is lost has lost what
         # counted as safe there.
-        if time.monotonic() - node.asked_s >= ASK_AGAIN_S:
-            left = node.leaves
-            if not self._open(replica, node):
-                return 0.0
-            if left and node.leaves:
-                self._hurry()
+        if time.monotonic() - node.asked_s >= ASK_AGAIN_S and not self._open(replica, node):
+            return 0.0
         if node is not self._carrier:
             node.tell()
         waiting = node.waiting() if node is self._carrier else []
@@ -623,30 +506,36 @@ class Replication:
         replica.look_s = min(_LAST_LOOK_S, replica.look_s * 1.5)
         return 0.0 if self._is_urgent() else replica.look_s
 
-    def _hurry(self) -> None:
-        """One leaves, and waits for the newest snapshot, if no other was taken since: all bring it down."""
-        with self._ring.changed:
-            nodes = [replica.node for replica in self._replicas if replica.node is not None]
-        with ThreadPoolExecutor(len(nodes) or 1) as pool:
-            list(pool.map(Peer.hurry, nodes))
+    def _watch(self) -> None:
+        """Look for snapshots of which other hosts have shards, as long as some are not complete."""
+        registers = Registers(self._ring, self.info.key, self._nodes)
+        looked_for: set[str] = set()
+        pauses = growing(FIRST_LOOK_S, _LAST_LOOK_S, 1.5)
+        while True:
+            with self._ring.changed:
+                while not self._closed and not (names := registers.wanted()):
+                    self._ring.changed.wait(ASK_AGAIN_S)
+                if self._closed:
+                    return
+            if names != looked_for:
+                looked_for, pauses = names, growing(FIRST_LOOK_S, _LAST_LOOK_S, 1.5)
+            try:
+                registers.look(names)
+            except Exception:  # a bug must not end the thread: nothing would be learned any more
+                about = f"looking for shards of run {self.info.text}"
+                say(logging.ERROR, "unexpected", UNEXPECTED, about=about, exc_info=True)
+            due_s = time.monotonic() + next(pauses)
+            with self._ring.changed:
+                while not self._closed and names == registers.wanted() and (left_s := due_s - time.monotonic()) > 0:
+                    self._ring.changed.wait(left_s)
 
     # -- decisions, under the ring's lock -------------------------------------------------------------------------
-
-    def _any_carrier(self) -> Peer | None:
-        """Where all servers carry the run on: one that does."""
-        used = [replica.node for replica in self._replicas if self.info.spread]
-        return next((node for node in used if node is not None and node.carries), None)
 
     def _is_taken(self, node: Peer) -> bool:
         return any(node in (replica.node, replica.trying) for replica in self._replicas)
 
     def _is_to_carry(self, replica: Replica, node: Peer) -> bool:
-        """Whether a server is to be asked to carry the run on: one only does, so that the bytes leave it once.
-
-        Of snapshots that are spread over servers, each carries what it holds.
-        """
-        if self.info.spread:
-            return True
+        """Whether a server is to be asked to carry the run on: one only does, so that the bytes leave it once."""
         if self._carrier is not None or self._asked is not None:
             return self._carrier is node
         before = self._replicas[: self._replicas.index(replica)]
@@ -689,12 +578,7 @@ class Replication:
     def _say(self, node: Peer) -> None:
         facts: dict[str, Any] = {"about": node.url, "run": self.info.text}
         recovered("server-lost", "{about} works again", about=node.url)
-        if self.info.spread and node.why_not:
-            text = "{about} takes no part of run {run}: {why}. The other servers take more."
-            say(logging.WARNING, "server-not-used", text, why=node.why_not, **facts)
-        elif self.info.spread:
-            say(logging.INFO, "server-used", "{about} takes a part of each snapshot of run {run}", **facts)
-        elif node is self._carrier:
+        if node is self._carrier:
             say(logging.INFO, "server-used", "{about} takes the snapshots of run {run} and uploads them", **facts)
         elif not node.why_not:
             say(logging.INFO, "server-used", "{about} takes the snapshots of run {run}, too", **facts)

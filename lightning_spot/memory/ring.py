@@ -3,10 +3,14 @@
 Rules, in the order in which they bind:
 
 1. A slot that is being filled or read is never taken.
-2. The newest committed snapshot of a run's lineage is never taken, unless it is safe at a tier below, or durable.
+2. The newest committed snapshot of a run's lineage is never taken, unless it is safe at a tier below, or durable. What
+   may still become newer is not either: shards of a snapshot whose other shards are still to come.
 3. Each tier is owed the newest snapshot, those that ended a run, and files that a user named. What was superseded
    before a tier came to it is not owed to that tier any more.
 4. Otherwise the oldest goes first.
+
+A slot holds a snapshot, a user's file, or what one of several writers has written of a snapshot: its shard. Where the
+shards of all writers are here, they are read as one.
 
 Memory is made, checked and given back outside the lock: gigabytes take seconds.
 
@@ -23,20 +27,23 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_spot.errors import FencedError, SnapshotNotFoundError, SpotError
-from lightning_spot.image.manifest import Manifest, Order
-from lightning_spot.image.portion import Image
+from lightning_spot.errors import CorruptSnapshotError, FencedError, SnapshotNotFoundError, SpotError
+from lightning_spot.image.manifest import Manifest, Order, ShardOf, order_name, snapshot_order
+from lightning_spot.image.shards import Image, JoinedImage, Status, assemble, status
 from lightning_spot.memory.area import SlotArea
 from lightning_spot.memory.slots import (
     MOST_SLOTS,
+    Group,
+    Known,
     Limits,
     Making,
+    Room,
     Slot,
     SlotState,
     Tiers,
@@ -45,10 +52,12 @@ from lightning_spot.memory.slots import (
     capacity_for,
     file_order,
     find_room,
-    newest_of_lineages,
+    grouped,
     only_here,
-    owed,
+    registers_of,
     reusable,
+    set_owed,
+    status_of,
     why_full,
 )
 from lightning_spot.protocol.listening import open_files
@@ -59,6 +68,48 @@ from lightning_spot.tiers.store import newest_first, worth_keeping
 logger = logging.getLogger(__name__)
 
 _NOWHERE = Tiers()
+_MOST_MARKS = 64  # committed snapshots of a run and lineage that are remembered: who waits for one asks soon
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """What can be read here as one: a snapshot or file in one slot, or a snapshot whose shards are in several.
+
+    Attributes:
+        slots: that hold it; of several, in the order of their writers.
+        manifests: of what each of them holds.
+    """
+
+    slots: tuple[Slot, ...]
+    manifests: tuple[Manifest, ...]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is still what the slots hold."""
+        return all(slot.manifest is manifest for slot, manifest in zip(self.slots, self.manifests, strict=True))
+
+    @property
+    def dirty(self) -> list[str]:
+        """URLs at which some of it is owed."""
+        return list(dict.fromkeys(url for slot in self.slots for url in slot.dirty))
+
+    @property
+    def safe(self) -> list[str]:
+        """URLs at which all of it is."""
+        return [url for url in self.slots[0].safe if all(url in slot.safe for slot in self.slots)]
+
+    def image(self) -> Image:
+        """Its bytes. The caller must have it pinned."""
+        views = [slot.view(manifest.nbytes) for slot, manifest in zip(self.slots, self.manifests, strict=True)]
+        return views[0] if len(views) == 1 else JoinedImage(self.manifests, views)
+
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[Slot, int, int]]:
+        """Yield ``(slot, start, stop)`` of what lies in a range of its image: in which slot, and where there."""
+        if len(self.slots) == 1:
+            yield self.slots[0], start, stop
+            return
+        for writer, first, last in JoinedImage(self.manifests, ()).pieces(start, stop):
+            yield self.slots[writer], first, last
 
 
 class SlotTable:
@@ -77,6 +128,7 @@ class SlotTable:
         begun_s: when the table was made (monotonic); what was left in the area may be asked for soon.
         opened_s: when each run was opened last, or was asked for by the host of its trainer, as long as that lives
             (monotonic).
+        known: of snapshots, beyond what is in the slots.
     """
 
     def __init__(self, area: SlotArea | None) -> None:
@@ -87,6 +139,8 @@ class SlotTable:
         self.changes = 0
         self.begun_s = time.monotonic()
         self.opened_s: dict[str, float] = {}
+        self.known = Known()
+        self._assembled: dict[tuple[str, str], tuple[tuple[Manifest, ...], Manifest]] = {}
         self._tiers: dict[str, Tiers] = {}
         self._watchers: list[Callable[[], None]] = []
 
@@ -113,8 +167,14 @@ class SlotTable:
             return {url for tiers in self._tiers.values() for url in tiers.carried} - own
 
     def mark_safe(self, slot: Slot, manifest: Manifest, url: str) -> None:
-        """Clear a dirty bit; call it only after the tier said the snapshot is committed there."""
-        self._note(slot, manifest, slot.safe, url)
+        """Clear a dirty bit; call it only after the tier said the snapshot, or shard, is committed there."""
+        with self.changed:
+            self._note(slot, manifest, slot.safe, url)
+            if manifest.shard is not None and slot.manifest is manifest:
+                of_it = self.registers(slot.run, manifest.snapshot).values()
+                is_whole = status(registers_of(of_it), manifest.order) is Status.COMMITTED
+                if is_whole and all(url in each.safe for each in of_it):
+                    self.mark_committed(slot.run, manifest.lineage, manifest.order)
 
     def mark_inexact(self, slot: Slot, manifest: Manifest, url: str) -> None:
         """Note that a tier has an approximation of a snapshot, which stays owed there."""
@@ -139,13 +199,6 @@ class SlotTable:
                 slot.safe.remove(url)
                 self._written(slot)
 
-    def forsake(self, slot: Slot, manifest: Manifest) -> None:
-        """Have one host's portion of a snapshot owed nowhere any more, and give way where its room is needed."""
-        with self.changed:
-            if slot.manifest is manifest:
-                slot.forsaken = True
-                self._written(slot)
-
     def settle(self, run: str, lineage: str, order: Order) -> None:
         """Note that a snapshot is durable although nobody brought it there from here: it, and older ones, may go."""
         with self.changed:
@@ -160,6 +213,78 @@ class SlotTable:
                     slot.settled = True
                     self._written(slot)
 
+    # -- when a snapshot of several writers counts ----------------------------------------------------------------
+
+    def registers(self, run: str, name: str) -> dict[int, Slot]:
+        """The slots that hold shards of a snapshot, or why there will be none, by the number of the writer."""
+        with self.changed:
+            found = (slot for slot in self.slots if slot.run == run and slot.shard is not None)
+            return {slot.writer: slot for slot in found if slot.manifest is not None and slot.manifest.snapshot == name}
+
+    def groups(self, run: str | None = None) -> list[Group]:
+        """The snapshots of a run that are here, whole or not. Call it under the lock."""
+        return grouped((slot for slot in self.slots if run in (None, slot.run)), self.known)
+
+    def status_of(self, run: str, name: str) -> tuple[Status, str]:
+        """What has become of a snapshot, as far as is known here, and why it is aborted, for people."""
+        with self.changed:
+            for group in self.groups(run):
+                if group.manifest.snapshot == name:
+                    return group.state, group.why
+            order, committed = snapshot_order(name) or (0, 0, 0), self._committed_orders(run, elsewhere=False)
+            if order in committed:
+                return Status.COMMITTED, ""
+            return status_of(self.known, (run, name), "", order, {}, max(committed, default=None))
+
+    def mark_committed(self, run: str, lineage: str, order: Order) -> None:
+        """Note that a snapshot is committed over snapshot servers, or at storage: it makes older ones superfluous."""
+        with self.changed:
+            orders = self.known.committed.setdefault((run, lineage), set())
+            if order in orders or (len(orders) >= _MOST_MARKS and order < min(orders)):
+                return
+            orders.add(order)
+            while len(orders) > _MOST_MARKS:
+                orders.remove(min(orders))
+            newest = max(orders)
+            for key in [key for key in self.known.elsewhere if key[0] == run]:
+                if (snapshot_order(key[1]) or newest) < newest:
+                    del self.known.elsewhere[key]
+            self.refresh(run)
+            self.notify()
+
+    def raise_watermark(self, run: str, name: str) -> None:
+        """Note that a snapshot is committed, as who writes the run says, see :attr:`RunInfo.committed`."""
+        if (order := snapshot_order(name)) is None:
+            return
+        with self.changed:
+            for slot in self.slots:  # an attempt is of one lineage
+                if slot.run == run and slot.snapshot is not None and slot.snapshot.attempt == order[0]:
+                    self.mark_committed(run, slot.snapshot.lineage, order)
+                    return
+
+    def newest_committed(self, run: str, *, elsewhere: bool = False) -> str:
+        """Name of the newest snapshot that is known to be committed, ``""`` for none.
+
+        Args:
+            run: key of the run.
+            elsewhere: whether only what is committed over snapshot servers, or at storage, counts.
+        """
+        with self.changed:
+            return order_name(max(self._committed_orders(run, elsewhere=elsewhere), default=None))
+
+    def _committed_orders(self, run: str, *, elsewhere: bool) -> list[Order]:
+        found = [order for (of, _), orders in self.known.committed.items() if of == run for order in orders]
+        here = [] if elsewhere else [group.manifest.order for group in self.groups(run) if group.is_here]
+        return found + here
+
+    def see(self, run: str, name: str, registers: Mapping[int, ShardOf]) -> None:
+        """Note which registers of a snapshot other places have shown."""
+        with self.changed:
+            if self.known.elsewhere.get((run, name)) != registers:
+                self.known.elsewhere[run, name] = dict(registers)
+                self.refresh(run)
+                self.notify()
+
     # -- what is committed ----------------------------------------------------------------------------------------
 
     def committed(self, run: str | None = None) -> list[Slot]:
@@ -168,19 +293,44 @@ class SlotTable:
             found = [slot for slot in self.slots if slot.manifest and run in (None, slot.run)]
             return sorted(found, key=lambda slot: slot.sequence, reverse=True)
 
-    def readable(self, run: str, name: str | None = None) -> list[tuple[Slot, Manifest]]:
-        """What anybody may read of a run: what is committed, newest first.
+    def readable(self, run: str, name: str | None = None) -> list[tuple[Held, Manifest]]:
+        """What anybody may read of a run, newest first; a snapshot whose shards are all here as one.
+
+        Of a snapshot that is not complete here, its shards are listed, and those that failed, too.
 
         Args:
             run: key of the run.
-            name: of a snapshot or file, if only that is meant.
+            name: of a snapshot, a shard or a file, if only that is meant.
         """
         with self.changed:
-            return [
-                (slot, slot.manifest)
-                for slot in self.committed(run)
-                if slot.manifest is not None and name in (None, slot.manifest.name)
-            ]
+            found: list[tuple[Held, Manifest]] = []
+            slots = [slot for slot in self.committed(run) if slot.manifest is not None]
+            together: dict[Slot, tuple[Held, Manifest]] = {}
+            for group in grouped((slot for slot in slots if slot.shard is not None), self.known):
+                if group.is_here and (whole := self._as_one(group)) is not None:
+                    together.update(dict.fromkeys(group.slots, whole))
+            for slot in slots:
+                assert slot.manifest is not None
+                alone = Held((slot,), (slot.manifest,)), slot.manifest
+                shown = together.get(slot, alone) if name != slot.manifest.name else alone
+                if name in (None, shown[1].name) and shown not in found:
+                    found.append(shown)
+            return found
+
+    def _as_one(self, group: Group) -> tuple[Held, Manifest] | None:
+        """A snapshot of which all shards are here; ``None`` if they do not fit each other."""
+        manifests = tuple(slot.manifest for slot in group.slots if slot.manifest is not None)
+        key = group.slots[0].run, group.manifest.snapshot
+        known = self._assembled.get(key)
+        if known is None or known[0] != manifests:
+            try:
+                known = self._assembled[key] = manifests, assemble(manifests)
+            except CorruptSnapshotError as error:
+                logger.debug("%s: %s", key[1], error)
+                return None
+            here = {(slot.run, slot.manifest.snapshot) for slot in self.slots if slot.manifest is not None}
+            self._assembled = {key: each for key, each in self._assembled.items() if key in here}
+        return Held(group.slots, manifests), known[1]
 
     def find(self, run: str, name: str) -> Slot | None:
         """The slot that holds a committed snapshot, if any."""
@@ -201,22 +351,22 @@ class SlotTable:
             return os.dup(slot.memory.fd) if slot.memory is not None else None
 
     @contextmanager
-    def reading(self, slot: Slot, manifest: Manifest) -> Iterator[memoryview]:
-        """Pin a committed snapshot and hand out its bytes.
+    def reading(self, held: Held) -> Iterator[Image]:
+        """Pin what can be read here, and hand out its bytes.
 
         Raises:
-            SnapshotNotFoundError: if the slot holds another one by now.
+            SnapshotNotFoundError: if the slots hold something else by now.
         """
         with self.changed:
-            if slot.manifest is not manifest:
-                raise SnapshotNotFoundError(f"snapshot {manifest.name!r} has just left memory")
-            slot.readers += 1
-        view = slot.view(manifest.nbytes)
+            if not held.is_here:
+                raise SnapshotNotFoundError(f"snapshot {held.manifests[0].snapshot!r} has just left memory")
+            for slot in held.slots:
+                slot.readers += 1
         try:
-            yield view
+            yield held.image()
         finally:
-            view.release()
-            self.unpin(slot)
+            for slot in held.slots:
+                self.unpin(slot)
 
     def unpin(self, slot: Slot) -> None:
         """One reader of a slot, which was counted before, is done."""
@@ -240,10 +390,7 @@ class SlotTable:
 
     def refresh(self, run: str) -> None:
         """Work out again what is owed of a run. Call it under the lock."""
-        newest = newest_of_lineages(slot for slot in self.slots if slot.run == run)
-        for slot in self.slots:
-            if slot.run == run and slot.manifest is not None:
-                slot.dirty = owed(slot, self.tiers(run), newest=slot in newest)
+        set_owed([slot for slot in self.slots if slot.run == run], self.tiers(run), self.known)
 
     # -- inside, under the lock -----------------------------------------------------------------------------------
 
@@ -311,7 +458,14 @@ class Ring(SlotTable):
     # -- who fills a slot -----------------------------------------------------------------------------------------
 
     def try_lease(
-        self, run: str, nbytes: int, *, only_new: bool = False, reuse: bool = False, making: Making = Making.NOW
+        self,
+        run: str,
+        nbytes: int,
+        *,
+        only_new: bool = False,
+        reuse: bool = False,
+        making: Making = Making.NOW,
+        writer: int = 0,
     ) -> Slot | None:
         """Take a slot if one can be had now; making its memory may take seconds.
 
@@ -321,21 +475,23 @@ class Ring(SlotTable):
             only_new: whether only one in unused memory will do.
             reuse: whether memory is made only if what was superseded leaves none, and for one slot at a time.
             making: whether memory is made at all; ahead of who needs it, only if what was superseded leaves none.
+            writer: number of the rank that fills it.
         """
         capacity, spare = capacity_for(nbytes, self._limits), making.is_ahead
         with self.changed:
-            limits = bound(self.slots, run, self._limits) if making is Making.BEYOND else self._limits
+            limits = bound(self.slots, run, writer, self._limits) if making is Making.BEYOND else self._limits
             if limits is self._limits and self._found_full(nbytes) is not None:
                 return None
-            found = find_room(self.slots, run, max(1, nbytes), capacity, limits, reuse=reuse or spare)
+            found = self._room(run, nbytes, limits, writer=writer, reuse=reuse or spare)
             has_share = limits.has_files(self.slots, run) or not limits.has_files(self.slots, "")
-            if found is None and has_share:  # what is full for this run is so for any
+            if found is None and has_share and limits.slots is None:  # what is full for this run is so for any
                 self._full = _Full(self.changes, nbytes)
             if found is None or (only_new and not found.is_new) or (spare and not found.is_spare):
                 return None
             if making is Making.NEVER and not (found.slot is not None and found.slot.takes(nbytes)):
                 return None
-            if found.is_spare and (reuse or spare) and any(slot.spare and slot.run == run for slot in self.slots):
+            making_one = any(slot.spare and (slot.run, slot.writer) == (run, writer) for slot in self.slots)
+            if found.is_spare and (reuse or spare) and making_one:
                 return None
             for other in found.forget:
                 self._forget(other)
@@ -343,7 +499,7 @@ class Ring(SlotTable):
             slot = found.slot or self._new_slot()
             if slot.state is SlotState.COMMITTED:
                 self._forget(slot)
-            slot.state, slot.run, slot.portion = SlotState.FILLING, run, None
+            slot.state, slot.run, slot.writer = SlotState.FILLING, run, writer
             slot.reserved_bytes = capacity if slot.memory is None else 0
             slot.spare = spare
             if found.forget:
@@ -354,11 +510,10 @@ class Ring(SlotTable):
             self._make_memory(slot, capacity)
         return slot
 
-    def is_short(self, run: str, nbytes: int) -> bool:
-        """Whether one more snapshot of a run would need new memory, and there is some for it."""
+    def is_short(self, run: str, nbytes: int, writer: int = 0) -> bool:
+        """Whether one more snapshot of a writer of a run would need new memory, and there is some for it."""
         with self.changed:
-            capacity = capacity_for(nbytes, self._limits)
-            found = find_room(self.slots, run, max(1, nbytes), capacity, self._limits, reuse=True)
+            found = self._room(run, nbytes, self._limits, writer=writer, reuse=True)
             return found is not None and found.is_spare
 
     def why_full(self, run: str, nbytes: int) -> str:
@@ -366,8 +521,9 @@ class Ring(SlotTable):
         with self.changed:
             full = self._found_full(nbytes)
             if full is None:
-                return why_full(self.slots, run, nbytes, self._limits, is_known=False)
-            full.why = full.why or why_full(self.slots, run, nbytes, self._limits, is_known=True)
+                return why_full(self.slots, run, nbytes, self._limits, is_known=False, known=self._known_now())
+            known = self._known_now()
+            full.why = full.why or why_full(self.slots, run, nbytes, self._limits, is_known=True, known=known)
             return full.why
 
     @property
@@ -377,7 +533,7 @@ class Ring(SlotTable):
             nbytes = max((slot.manifest.nbytes for slot in self.slots if slot.manifest is not None), default=1)
             # One that a larger server has left here may fit no bound of this one.
             nbytes = min(nbytes, self._limits.memory_bytes, self._limits.run_memory_bytes or nbytes)
-            return find_room(self.slots, "", max(1, nbytes), capacity_for(nbytes, self._limits), self._limits) is None
+            return self._room("", nbytes, self._limits) is None
 
     @property
     def files(self) -> tuple[int, int]:
@@ -403,8 +559,6 @@ class Ring(SlotTable):
             FencedError: if it is a file, and a newer one of its name is here.
         """
         with self.changed:
-            safe: list[str] = []
-            whole = overtaken = brings = False
             older = self._named(slot.run, manifest.name)
             for other in older:
                 if other.manifest is not None and file_order(other.manifest) > file_order(manifest):
@@ -414,19 +568,35 @@ class Ring(SlotTable):
                         attempt=manifest.attempt,
                         current=other.manifest.attempt,
                     )
-                if other.manifest == manifest:
-                    safe, slot.settled = other.safe, other.settled  # its sender never heard that it had arrived
-                    whole, overtaken, brings = other.whole, other.overtaken, other.brings
+                if other.manifest == manifest:  # its sender never heard that it had arrived
+                    slot.safe, slot.settled = list(other.safe), other.settled
             self._sequence += 1
-            slot.safe = list(safe)
-            slot.whole, slot.overtaken, slot.brings = whole, overtaken, brings
             slot.manifest, slot.sequence, slot.places = manifest, self._sequence, places
             slot.state, slot.committed_s = SlotState.COMMITTED, time.monotonic()
+            slot.writer = manifest.shard.writer if manifest.shard is not None else slot.writer
             if self.area is not None:
                 self.area.record(slot)
             for other in older:  # only now: killed between the two, both are left, never none
                 self._forget(other)
             self.refresh(slot.run)
+            self.notify()
+
+    def fail(self, run: str, manifest: Manifest) -> None:
+        """Note why a shard will never be there. Nothing happens if something is known of that shard already.
+
+        Args:
+            run: key of the run.
+            manifest: of the shard, of no bytes; its ``shard.failed`` says why.
+        """
+        with self.changed:
+            if manifest.shard is None or self._named(run, manifest.name):
+                return
+            free = (slot for slot in self.slots if slot.state is SlotState.FREE and not (slot.capacity or slot.readers))
+            slot = next(free, None) or self._new_slot()
+            self._sequence += 1
+            slot.run, slot.writer, slot.manifest, slot.sequence = run, manifest.shard.writer, manifest, self._sequence
+            slot.state, slot.committed_s = SlotState.COMMITTED, time.monotonic()
+            self.refresh(run)
             self.notify()
 
     def abort(self, slot: Slot) -> None:
@@ -439,19 +609,15 @@ class Ring(SlotTable):
     # -- what is committed ----------------------------------------------------------------------------------------
 
     def trim(self, run: str, keep: int) -> None:
-        """Forget all but the newest ``keep`` snapshots of a run, as far as they may be reused.
-
-        Of portions of hosts, those of the newest snapshot that is whole, and of what may be newer, stay.
-        """
+        """Forget all but the newest ``keep`` snapshots of a run, as far as they may be reused."""
         with self.changed:
-            held = {
-                slot: manifest for slot in self.slots if slot.run == run and (manifest := slot.snapshot) is not None
-            }
-            snapshots = [manifest for manifest in held.values() if manifest.portion is None]
-            kept = worth_keeping(newest_first(snapshots))[: max(1, keep)]
-            idle, bases = reusable(list(held)), bases_of(held)
-            stays = newest_of_lineages(slot for slot in held if slot.of_host is not None) | bases
-            old = [slot for slot in idle if held[slot] not in kept and slot not in stays]
+            slots = [slot for slot in self.slots if slot.run == run]
+            groups = grouped(slots, self._known_now())
+            committed = [group.manifest for group in groups if group.state is Status.COMMITTED]
+            kept = worth_keeping(newest_first(committed))[: max(1, keep)]
+            over = {slot for group in groups if group.is_over and group.manifest not in kept for slot in group.slots}
+            over -= {slot for group in groups if group.is_newest for slot in group.slots} | bases_of(slots)
+            old = [slot for slot in reusable(slots, self.known) if slot in over]
             for slot in old:
                 self._forget(slot)
             if old:
@@ -467,30 +633,36 @@ class Ring(SlotTable):
             SnapshotNotFoundError: if it is not here.
         """
         with self.changed:
-            for slot in self._named(run, name):
-                assert slot.manifest is not None
-                tiers = self.tiers(run)
-                below = slot.places if slot.places is not None else (*tiers.own, *tiers.carried)
-                manifest, urls = slot.manifest, list(dict.fromkeys([*below, *slot.safe]))
+            if not (slots := self._named(run, name) or list(self.registers(run, name).values())):
+                raise SnapshotNotFoundError(f"no snapshot {name!r} of run {run!r} in memory")
+            found = self.readable(run, name)
+            first = slots[0].manifest
+            assert first is not None
+            manifest = found[0][1] if found else replace(first, name=name, shard=None, files=(), checksums=())
+            tiers, places = self.tiers(run), slots[0].places
+            below = places if places is not None else (*tiers.own, *tiers.carried)
+            urls = list(dict.fromkeys([*below, *(url for slot in slots for url in slot.safe)]))
+            for slot in slots:
                 self._forget(slot)
-                self.refresh(run)
-                self.notify()
-                return manifest, urls
-            raise SnapshotNotFoundError(f"no snapshot {name!r} of run {run!r} in memory")
+            self.refresh(run)
+            self.notify()
+            return manifest, urls
 
     def held(self) -> tuple[set[str], set[str]]:
         """Keys of runs that have slots here, and of those among them of which one must stay, or is being filled."""
         with self.changed:
             held = [slot for slot in self.slots if slot.state is not SlotState.FREE]
-            idle = set(reusable(held))
+            idle = set(reusable(held, self._known_now()))
             return {slot.run for slot in held}, {slot.run for slot in held if slot not in idle}
 
     def forget_run(self, run: str) -> None:
         """Forget all snapshots of a run, as far as they may be reused."""
         with self.changed:
-            for slot in reusable(self.slots):
-                if slot.run == run:
-                    self._forget(slot)
+            for slot in reusable([slot for slot in self.slots if slot.run == run], self._known_now()):
+                self._forget(slot)
+            for known in (self.known.committed, self.known.elsewhere):
+                for key in [key for key in known if key[0] == run]:
+                    del known[key]
             self.notify()
 
     # -- the whole ------------------------------------------------------------------------------------------------
@@ -504,7 +676,7 @@ class Ring(SlotTable):
         """Give all memory back; with ``keep_unsafe``, leave what is safe nowhere else in tmpfs for the next server."""
         released = []
         with self.changed:
-            unsafe = only_here(self.slots) if keep_unsafe else set()
+            unsafe = only_here(self.slots, self.known) if keep_unsafe else set()
             for slot in self.slots:
                 if slot in unsafe and slot.memory is not None and slot.memory.path is not None:
                     assert slot.manifest is not None
@@ -523,6 +695,15 @@ class Ring(SlotTable):
             self.area.close()
 
     # -- inside, under the lock -----------------------------------------------------------------------------------
+
+    def _known_now(self) -> Known:
+        self.known.now_s = time.monotonic()
+        return self.known
+
+    def _room(self, run: str, nbytes: int, limits: Limits, *, writer: int = 0, reuse: bool = False) -> Room | None:
+        capacity = capacity_for(nbytes, self._limits)
+        known = self._known_now()
+        return find_room(self.slots, run, max(1, nbytes), capacity, limits, reuse=reuse, writer=writer, known=known)
 
     def _found_full(self, nbytes: int) -> _Full | None:
         """That there was no room for so much, or less, if nothing has changed since. A run's own bound is looked at."""
@@ -582,35 +763,37 @@ class SlotsAhead:
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
-        self._making: dict[str, threading.Thread] = {}
+        self._making: dict[tuple[str, int], threading.Thread] = {}
         self._closed = False
 
-    def make(self, run: str, nbytes: int, count: int) -> None:
-        """Have one more slot made in the background, unless a run has ``count`` of them.
+    def make(self, run: str, nbytes: int, count: int, writer: int = 0) -> None:
+        """Have one more slot made in the background, unless a writer of a run has ``count`` of them.
 
         Args:
             run: key of the run.
-            nbytes: size of its snapshots.
+            nbytes: size of its snapshots, or shards.
             count: slots that it will use in turn.
+            writer: number of the rank that writes them.
         """
         if nbytes < LEAST_BYTES:
             return
         with self._ring.changed:
             fitting = [slot for slot in self._ring.slots if slot.takes(nbytes)]
-            usable = sum(slot.run == run or slot.state is SlotState.FREE for slot in fitting)
-            if usable >= count or run in self._making or self._closed:
+            mine = (run, writer)
+            usable = sum((slot.run, slot.writer) == mine or slot.state is SlotState.FREE for slot in fitting)
+            if usable >= count or mine in self._making or self._closed:
                 return
-            thread = threading.Thread(target=self._make, args=(run, nbytes), name="spot-slot-ahead", daemon=True)
-            self._making[run] = thread
+            thread = threading.Thread(target=self._make, args=(*mine, nbytes), name="spot-slot-ahead", daemon=True)
+            self._making[mine] = thread
             try:
                 thread.start()
             except RuntimeError as error:  # no more threads can be had now: who asks for the slot makes it
-                del self._making[run]
+                del self._making[mine]
                 logger.debug("no slot is made ahead for run %s: %s", run, error)
 
-    def wait(self, run: str) -> None:
-        """Wait for the slot that is being made for a run, if one is: to make another one would take longer."""
-        if (thread := self._making.get(run)) is not None:
+    def wait(self, run: str, writer: int = 0) -> None:
+        """Wait for the slot that is being made for a writer, if one is: to make another one would take longer."""
+        if (thread := self._making.get((run, writer))) is not None:
             thread.join(_WAIT_S)
 
     def close(self) -> None:
@@ -621,9 +804,9 @@ class SlotsAhead:
         for thread in threads:
             thread.join(_WAIT_S)
 
-    def _make(self, run: str, nbytes: int) -> None:
+    def _make(self, run: str, writer: int, nbytes: int) -> None:
         try:
-            if (slot := self._ring.try_lease(run, nbytes, only_new=True)) is not None:
+            if (slot := self._ring.try_lease(run, nbytes, only_new=True, writer=writer)) is not None:
                 self._ring.abort(slot)
         except SpotError as error:
             logger.debug("no slot was made ahead for run %s: %s", run, error)
@@ -631,7 +814,7 @@ class SlotsAhead:
             say(logging.ERROR, "unexpected", UNEXPECTED, about=f"making a slot for run {run}", exc_info=True)
         finally:
             with self._ring.changed:
-                self._making.pop(run, None)
+                self._making.pop((run, writer), None)
 
 
 class Base:
@@ -649,17 +832,20 @@ class Base:
         self._ring, self._slot = ring, slot
 
     @classmethod
-    def newest(cls, ring: Ring, run: str, host: int | None = None) -> Base | None:
+    def newest(cls, ring: Ring, run: str, writer: int | None = None) -> Base | None:
         """Pin the snapshot of a run that was committed last; ``None`` if there is none.
 
         Args:
             ring: that holds it.
             run: key of the run.
-            host: if the portion of a host is meant, its number.
+            writer: if the shard of a writer is meant, its number.
         """
         with ring.changed:
-            for slot, manifest in ring.readable(run):
-                if not manifest.is_file and (manifest.portion.host if manifest.portion else None) == host:
+            for slot in ring.committed(run):
+                manifest, shard = slot.snapshot, slot.shard
+                if manifest is None or (shard.writer if shard is not None else None) != writer:
+                    continue
+                if shard is None or not shard.failed:
                     slot.readers += 1
                     return cls(ring, slot, manifest)
         return None
@@ -697,10 +883,10 @@ def nothing_earlier(_run: str, _name: str) -> Glance | None:
 def glance(ring: Ring, run: str, name: str) -> Glance | None:
     """Look at a snapshot; ``None`` if it is not here."""
     with ring.changed:
-        for slot, manifest in ring.readable(run, name):
-            if not manifest.is_file:
-                return Glance(manifest, slot.view(manifest.nbytes), functools.partial(_holds, slot, manifest))
-    return None
+        slot = ring.find(run, name)
+        if slot is None or (manifest := slot.snapshot) is None:
+            return None
+        return Glance(manifest, slot.view(manifest.nbytes), functools.partial(_holds, slot, manifest))
 
 
 def _holds(slot: Slot, manifest: Manifest) -> bool:

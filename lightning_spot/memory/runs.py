@@ -11,13 +11,16 @@ from typing import Annotated, Any, get_args
 
 from lightning_spot.config import HIGHEST_ATTEMPT, KEEP, LARGEST, MOST_NODES, check_run_name, directory_of, scheme_of
 from lightning_spot.errors import ServerRefusedError, SettingsError
-from lightning_spot.image.manifest import OWN_DIR, Manifest, snapshot_order
+from lightning_spot.image.manifest import MOST_WRITERS, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.image.packing import Compression
 from lightning_spot.tiers.fences import ATTEMPTS_DIR, Claim, digest_of
 from lightning_spot.untrusted import LONGEST_NAME, items, number, short, text, whole
 
 EPOCH_UNIX_S = 1_577_836_800
 """2020-01-01: who saves files in a folder is an attempt by the clock, a number of seconds since then below 10**9."""
+
+LEFT_S = 35.0
+"""A run counts as left by its trainer if its host has not asked for so long how this server is: it does every 10 s."""
 
 _RUN_ID = re.compile(r"[0-9a-f]{12}")
 
@@ -106,11 +109,15 @@ class RunInfo:
             can; ``None`` likewise, but for those that follow each other in moments, see :data:`.work.MOST_APART_S`.
         compression: how what changed goes to the servers behind: ``"auto"`` packs it where that is faster, ``"always"``
             always, ``"off"`` never, and ``"topk"`` sends it not exactly.
-        nodes: ``spot://host:port`` of the snapshot servers behind this one, in order of preference.
+        nodes: ``spot://host:port`` of the snapshot servers behind this one, in order of preference, see
+            :mod:`~lightning_spot.memory.placement`.
         replicas: how many of them each snapshot is kept at.
+        hosts: how many hosts write it.
+        apart: number of this host, if each has shards of its own of a sharded model: they go to servers of their own.
+            ``None`` if the shards of all hosts go to the same servers.
         carry: whether the server is to bring the run to its storage; where it is kept at several, one is.
-        spread: whether snapshots are spread over all servers behind this one: each of them is to carry the run on; or,
-            at one of these, that it is to have portions of them only.
+        committed: name of the newest snapshot that is known to be committed over snapshot servers or at storage, ``""``
+            for none: what is older gives way to what is newer.
         left: whether its trainer is gone: its host only looks after what is there of it.
         is_claimed: whether its attempts claim its durable directory. Not so a folder of users' files, each of whose
             manifests says who may write it.
@@ -130,8 +137,10 @@ class RunInfo:
     compression: Annotated[Compression, _compression] = "auto"
     nodes: Annotated[tuple[str, ...], texts] = ()
     replicas: Annotated[int, whole(1, MOST_NODES)] = 1
+    hosts: Annotated[int, whole(1, MOST_WRITERS)] = 1
+    apart: Annotated[int, whole(0, MOST_WRITERS)] | None = None
     carry: bool = True
-    spread: bool = False
+    committed: _Name = ""
     left: bool = False
     is_claimed: bool = True
     session: _Name = ""
@@ -170,7 +179,7 @@ class Opened:
         attempt: the attempt that writes now.
         carries: whether this server, or one behind it, brings the run to its storage.
         why_not: if it does not, the reason, for people.
-        leaves: whether this is since it is shutting down, and is to have no further portions of snapshots.
+        leaves: whether this is since it is shutting down: another one is to have what comes next.
     """
 
     attempt: int
@@ -188,12 +197,17 @@ class Run:
         complete: whether its trainer said that the run has ended.
         opened_s: when it was opened last (monotonic).
         client: who opened it last, ``""`` if that is not known, as of what a killed server has left.
+        sessions: connections of all ranks on this host that have opened it.
+        carried_for: when each host, by its name and trainer, asked last that the run be brought to storage from here
+            (monotonic); those of one attempt.
     """
 
     info: RunInfo
     complete: bool = False
     opened_s: float = 0.0
     client: str = ""
+    sessions: set[str] = field(default_factory=set)
+    carried_for: dict[tuple[str, int], float] = field(default_factory=dict)
 
 
 def refusal(url: str, prefixes: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,8 +15,8 @@ from lightning_spot.config import format_bytes
 from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.floats import Floats
-from lightning_spot.image.manifest import Manifest, Order, PortionOf, snapshot_order
-from lightning_spot.image.written import Ranges
+from lightning_spot.image.manifest import Manifest, Order, ShardOf
+from lightning_spot.image.shards import Status, is_evictable, status, why_aborted
 from lightning_spot.staging.slot import SlotMemory, slot_capacity
 
 
@@ -59,21 +59,6 @@ class Tiers:
     carried: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class HeldPortion:
-    """What of a snapshot lies in a free slot.
-
-    Attributes:
-        run: key of its run.
-        name: of the snapshot.
-        ranges: of its image.
-    """
-
-    run: str
-    name: str
-    ranges: Ranges
-
-
 @dataclass(eq=False, slots=True)
 class Slot:
     """One slot of the ring; its fields change only under the ring's lock.
@@ -85,12 +70,13 @@ class Slot:
         reserved_bytes: size of the memory that is being made for it.
         generation: counts its memories, so that a peer knows when to map again.
         run: key of the run that fills or holds it.
-        manifest: the committed snapshot.
+        writer: number of the rank that fills it, or has filled it last; 0 where one writes all.
+        manifest: the committed snapshot, or shard of one. A shard that failed is of no bytes, and needs no memory.
         coming: the snapshot on its way to being committed, while parts of it may go on already.
         places: URLs a user's file goes to instead of its run's tiers.
         dirty: URLs at which the snapshot is owed (the dirty bits).
         safe: URLs at which it is.
-        refused: URLs that refuse it for good (a fence).
+        refused: URLs that refuse it for good (a fence), or will never have the rest of the snapshot.
         settled: whether its sender said that it, or a newer one of its lineage, is durable.
         sequence: order of commits.
         readers: how many are reading it now.
@@ -100,13 +86,6 @@ class Slot:
         checked_s: when its bytes were read last, and had the checksums of its manifest (monotonic).
         floats: where in it numbers lie that may be approximated on their way to a server behind.
         inexact_at: URLs at which an approximation of the snapshot is.
-        surpassed: a newer snapshot of the lineage that a snapshot server has, and this host a portion of only.
-        whole: of one host's portion of a snapshot: whether the portions of all hosts are known to be at snapshot
-            servers.
-        overtaken: likewise: whether a newer snapshot is known to be whole.
-        brings: likewise: whether it is to be brought to storage, also if a newer one is whole.
-        forsaken: likewise: whether the others' are not expected at storage any more.
-        portion: the ranges of a snapshot at a snapshot server that the memory holds; all else in it is something else.
         spare: whether it is made ready before anybody needs it: who does waits for it, and makes no other.
         followed: whether another snapshot was to follow in a moment when this one was committed.
         committed_s: when the snapshot was committed (monotonic).
@@ -118,6 +97,7 @@ class Slot:
     reserved_bytes: int = 0
     generation: int = 0
     run: str = ""
+    writer: int = 0
     manifest: Manifest | None = None
     coming: Coming | None = None
     places: tuple[str, ...] | None = None
@@ -133,12 +113,6 @@ class Slot:
     checked_s: float = float("-inf")
     floats: tuple[Floats, ...] = ()
     inexact_at: list[str] = field(default_factory=list)
-    surpassed: Manifest | None = None
-    whole: bool = False
-    overtaken: bool = False
-    brings: bool = False
-    forsaken: bool = False
-    portion: HeldPortion | None = None
     spare: bool = False
     followed: bool = False
     committed_s: float = 0.0
@@ -154,13 +128,18 @@ class Slot:
 
     @property
     def snapshot(self) -> Manifest | None:
-        """The committed snapshot, if it holds one that is no user's file."""
+        """The committed snapshot, or shard of one, if it holds one that is no user's file."""
         return self.manifest if self.manifest is not None and not self.manifest.is_file else None
 
     @property
-    def of_host(self) -> PortionOf | None:
-        """What of a snapshot it holds, if that is one host's portion of it."""
-        return self.manifest.portion if self.manifest is not None else None
+    def shard(self) -> ShardOf | None:
+        """What of a snapshot it holds, if that is one writer's shard of it."""
+        return self.manifest.shard if self.manifest is not None else None
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether what it holds is safe elsewhere, or something newer."""
+        return bool(self.safe or self.settled)
 
     def status(self) -> dict[str, Any]:
         """The slot, as JSON-ready values."""
@@ -177,45 +156,166 @@ class Slot:
 
     def view(self, nbytes: int | None = None) -> memoryview:
         """The slot's bytes; by default those of its snapshot. The caller must have it leased or pinned."""
-        assert self.memory is not None
-        return self.memory.view(nbytes if nbytes is not None else self.manifest.nbytes if self.manifest else 0)
+        wanted = nbytes if nbytes is not None else self.manifest.nbytes if self.manifest else 0
+        return self.memory.view(wanted) if self.memory is not None else memoryview(b"")
 
     def forget(self) -> None:
         """Hold nothing any more; the memory stays."""
         self.state, self.run, self.manifest, self.places = SlotState.FREE, "", None, None
         self.dirty, self.safe, self.refused, self.settled = [], [], [], False
-        self.floats, self.inexact_at, self.surpassed = (), [], None
-        self.spare = self.followed = self.whole = self.overtaken = self.brings = self.forsaken = False
+        self.floats, self.inexact_at = (), []
+        self.spare = self.followed = False
 
 
-def newest_of_lineages(slots: Iterable[Slot]) -> set[Slot]:
-    """The slots that hold the newest exact snapshot of each lineage of each run, or a newer one that is not exact.
+# -- snapshots, and what is known of them beyond what is here ---------------------------------------------------------
 
-    Where a snapshot server has a newer one, this host has none of these. Of portions of hosts, which lie at several
-    servers, each counts that is not known to be of an older snapshot than a whole one.
+
+@dataclass(slots=True)
+class Known:
+    """What is known of snapshots beyond what the slots here hold.
+
+    Attributes:
+        committed: orders of the newest snapshots that are known to be committed over snapshot servers, or at storage,
+            by run and lineage. What the rings of hosts hold does not count: it is lost sooner.
+        elsewhere: registers that other places have shown, by run and name of the snapshot.
+        now_s: the time (monotonic): a snapshot that is not complete after :data:`ORPHANED_S` gives way to others.
     """
-    slots = list(slots)
-    portions = {slot for slot in slots if slot.of_host is not None and not slot.overtaken}
-    newest: dict[tuple[str, str, bool], tuple[Order, Slot]] = {}
+
+    committed: dict[tuple[str, str], set[Order]] = field(default_factory=dict)
+    elsewhere: dict[tuple[str, str], dict[int, ShardOf]] = field(default_factory=dict)
+    now_s: float = 0.0
+
+
+ORPHANED_S = 3600.0
+"""A shard whose snapshot is not complete after so long gives way to others: its trainer is gone."""
+
+_NOTHING = Known()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """A snapshot, as far as it is here: in one slot, or in those of several writers' shards.
+
+    Attributes:
+        slots: in the order of their writers.
+        state: what has become of it, as far as is known here.
+        why: if it is aborted, the reason, for people.
+        is_here: whether all of it is.
+        watermark: of the newest snapshot of its lineage that is known to be committed, it may be its own.
+        exact_watermark: of the newest exact one.
+    """
+
+    slots: tuple[Slot, ...]
+    state: Status
+    why: str
+    is_here: bool
+    watermark: Order | None = None
+    exact_watermark: Order | None = None
+
+    @property
+    def manifest(self) -> Manifest:
+        """That of the snapshot, or of the first of the shards that are here."""
+        manifest = self.slots[0].manifest
+        assert manifest is not None
+        return manifest
+
+    @property
+    def persist(self) -> bool:
+        """Whether storage is to have it."""
+        shard = self.manifest.shard
+        return shard is None or shard.persist
+
+    @property
+    def is_over(self) -> bool:
+        """Whether something newer of its lineage is committed."""
+        return self.watermark is not None and self.manifest.order < self.watermark
+
+    @property
+    def is_newest(self) -> bool:
+        """Whether a resume would miss it: nothing newer of its lineage is committed, or nothing newer that is exact."""
+        marks = (self.watermark, self.exact_watermark) if self.manifest.exact else (self.watermark,)
+        return self.state is not Status.ABORTED and any(mark is None or self.manifest.order >= mark for mark in marks)
+
+    def is_evictable(self, now_s: float) -> bool:
+        """Whether its slots may be reused, see :func:`~lightning_spot.image.shards.is_evictable`."""
+        is_old = now_s - max(slot.committed_s for slot in self.slots) > ORPHANED_S
+        if self.state is Status.PENDING or (not self.is_here and all(slot.refused for slot in self.slots)):
+            return is_old
+        if self.state is Status.COMMITTED and self.is_newest and not self.manifest.exact:
+            return True  # it takes no memory from others
+        is_durable = all(slot.is_safe for slot in self.slots)
+        mark = self.exact_watermark if self.manifest.exact else self.watermark
+        return is_evictable(self.manifest.order, self.state, mark, is_durable=is_durable)
+
+
+def grouped(slots: Iterable[Slot], known: Known = _NOTHING) -> list[Group]:
+    """The snapshots that slots hold, or hold shards of."""
+    found: dict[tuple[str, str], list[Slot]] = {}
     for slot in slots:
-        if (manifest := slot.snapshot) is not None and not slot.surpassed and slot.of_host is None:
-            order = manifest.order
-            for only_exact in (False, True) if manifest.exact else (False,):
-                key = (slot.run, manifest.lineage, only_exact)
-                if key not in newest or order > newest[key][0]:
-                    newest[key] = (order, slot)
-    return {slot for _, slot in newest.values()} | portions
+        if (manifest := slot.snapshot) is not None:
+            found.setdefault((slot.run, manifest.snapshot), []).append(slot)
+    marks: dict[tuple[str, str], list[Order]] = {key: list(orders) for key, orders in known.committed.items()}
+    whole: dict[tuple[str, str], bool] = {}
+    for key, held in found.items():
+        first = held[0].snapshot
+        assert first is not None
+        whole[key] = status(registers_of(held), first.order) is Status.COMMITTED if first.shard is not None else True
+        if whole[key]:
+            marks.setdefault((key[0], first.lineage), []).append(first.order)
+    return [_group(key, held, whole[key], marks, known) for key, held in found.items()]
 
 
-def left_if_lost(slots: Iterable[Slot]) -> set[Slot]:
-    """The slots whose snapshot is nowhere else, if only a snapshot server has a newer one: that server may be lost."""
-    return {slot for slot in slots if slot.surpassed and not (slot.safe or slot.settled)}
+def _group(
+    key: tuple[str, str], held: list[Slot], is_here: bool, marks: dict[tuple[str, str], list[Order]], known: Known
+) -> Group:
+    first = held[0].snapshot
+    assert first is not None
+    orders = marks.get((key[0], first.lineage), [])
+    newest = max(orders, default=None)
+    newest_exact = max((order for order in orders if order[2]), default=None)
+    state, why = Status.COMMITTED, ""
+    if first.shard is not None:
+        state, why = status_of(known, key, first.lineage, first.order, registers_of(held), newest)
+        held.sort(key=lambda slot: slot.writer)
+    return Group(tuple(held), state, why, is_here, newest, newest_exact)
+
+
+def status_of(
+    known: Known, key: tuple[str, str], lineage: str, order: Order, here: dict[int, ShardOf], watermark: Order | None
+) -> tuple[Status, str]:
+    """What has become of a snapshot, and why it is aborted.
+
+    Args:
+        known: beyond what is here.
+        key: of the run, and name of the snapshot.
+        lineage: of it.
+        order: of it.
+        here: registers that are here. It counts where all of them are, here or elsewhere: not some here and some there.
+        watermark: see :func:`~lightning_spot.image.shards.status`.
+    """
+    if order in known.committed.get((key[0], lineage), ()):
+        return Status.COMMITTED, ""
+    seen = {**known.elsewhere.get(key, {}), **here}
+    if why := why_aborted(seen):
+        return Status.ABORTED, why
+    state = status(here, order, watermark)
+    return state, "a newer snapshot is complete" if state is Status.ABORTED else ""
+
+
+def registers_of(slots: Iterable[Slot]) -> dict[int, ShardOf]:
+    """What slots hold of a snapshot, by the number of the writer."""
+    return {slot.shard.writer: slot.shard for slot in slots if slot.shard is not None}
+
+
+def newest_of_lineages(slots: Iterable[Slot], known: Known = _NOTHING) -> set[Slot]:
+    """The slots of the newest exact snapshot of each lineage of each run, and of what is newer, or may become so."""
+    return {slot for group in grouped(slots, known) if group.is_newest for slot in group.slots}
 
 
 def bases_of(slots: Iterable[Slot]) -> set[Slot]:
-    """The slots that hold the newest snapshot of each run that is at a server behind this one, for each such server."""
+    """The slots that hold the newest of each writer of a run that is at a server behind this one, for each of these."""
     newest = {
-        (slot.run, url): slot
+        (slot.run, slot.writer, url): slot
         for slot in sorted((slot for slot in slots if slot.safe), key=lambda slot: slot.sequence)
         for url in slot.safe
         if slot.snapshot is not None and url.startswith("spot://")
@@ -223,42 +323,76 @@ def bases_of(slots: Iterable[Slot]) -> set[Slot]:
     return set(newest.values())
 
 
-def only_here(slots: list[Slot]) -> set[Slot]:
+def only_here(slots: Sequence[Slot], known: Known = _NOTHING) -> set[Slot]:
     """The slots whose snapshot or file is still owed to a tier, or is the newest and safe nowhere."""
-    newest = newest_of_lineages(slots)
+    newest = newest_of_lineages(slots, known)
     return {
         slot
         for slot in slots
         if slot.manifest is not None
-        and (
-            slot.dirty
-            or (not (slot.safe or slot.refused or slot.settled) and (slot in newest or slot.manifest.is_file))
-        )
+        and (slot.dirty or (not (slot.is_safe or slot.refused) and (slot in newest or slot.manifest.is_file)))
     }
 
 
-def owed(slot: Slot, tiers: Tiers, *, newest: bool) -> list[str]:
-    """URLs at which a committed snapshot is owed: what was superseded is not, unless it ended the run or is a file."""
-    manifest = slot.manifest
-    if manifest is None or not (newest or manifest.complete or manifest.is_file or slot.brings):
-        return []
-    urls = slot.places if slot.places is not None else (*tiers.own, *tiers.carried)
-    if slot.of_host is not None:
-        is_over = slot.forsaken or (slot.overtaken and not slot.whole)
-        urls = tuple(url for url in tiers.own if not (is_over or url.startswith("spot:")))
+def set_owed(slots: Sequence[Slot], tiers: Tiers, known: Known = _NOTHING) -> None:
+    """Work out at which tiers the snapshots and files of a run are owed.
+
+    A tier is owed the newest snapshot, those that ended the run, and users' files: what was superseded is not. Of
+    snapshots that not all of which is here, storage is to have each that its writers want there, until it has a newer
+    one: all places must bring the same. Why a shard failed is owed everywhere, until something newer is committed.
+    """
+    groups = grouped(slots, known)
+    for slot in slots:
+        if slot.manifest is not None and slot.manifest.is_file:
+            slot.dirty = _owed(slot, (*tiers.own, *tiers.carried) if slot.places is None else slot.places)
+    wanted: dict[str, Order] = {}
+    for group in groups:
+        if group.is_here and group.persist and group.manifest.exact:
+            wanted[group.manifest.lineage] = max(group.manifest.order, wanted.get(group.manifest.lineage, (0, 0, 0)))
+    for group in groups:
+        manifest = group.manifest
+        for slot in group.slots:
+            if slot.shard is not None and slot.shard.failed:
+                slot.dirty = [] if group.is_over else _owed(slot, (*tiers.own, *tiers.carried))
+                continue
+            urls = [*tiers.own, *tiers.carried] if group.is_newest or (manifest.complete and _may_count(group)) else []
+            if not urls and group.persist and _may_count(group):
+                storage = [url for url in (*tiers.own, *tiers.carried) if not url.startswith("spot:")]
+                if group.is_here:
+                    urls = storage if manifest.order == wanted.get(manifest.lineage) else []
+                else:
+                    urls = [url for url in storage if not _has_newer(groups, manifest, url)]
+            slot.dirty = _owed(slot, urls)
+
+
+def _owed(slot: Slot, urls: Iterable[str]) -> list[str]:
     return [url for url in urls if url not in slot.safe and url not in slot.refused]
 
 
-def reusable(slots: list[Slot]) -> list[Slot]:
+def _may_count(group: Group) -> bool:
+    """Whether it is committed, or was before something newer was."""
+    return group.state is Status.COMMITTED
+
+
+def _has_newer(groups: Iterable[Group], than: Manifest, url: str) -> bool:
+    """Whether a tier has something newer of that lineage."""
+    return any(
+        url in group.slots[0].safe and group.manifest.lineage == than.lineage and group.manifest.order > than.order
+        for group in groups
+    )
+
+
+def reusable(slots: Sequence[Slot], known: Known = _NOTHING) -> list[Slot]:
     """Committed slots that may be reused, in the order in which they should be: the newest of a run last.
 
     A slot may be reused when nobody reads it and it is owed to no tier. The newest snapshot of a lineage, and a file,
     must be safe somewhere below besides, or its sender have said that it is durable, or the file have been refused
-    there, since a newer one is at its place; or the other hosts' portions of it are not expected any more. What a
-    server behind holds goes late: only changes to it need to be sent.
-    One that is not exact takes no memory from others.
+    there, since a newer one is at its place. What may still become the newest stays. What a server behind holds goes
+    late: only changes to it need to be sent.
     """
-    newest = newest_of_lineages(slots)
+    groups = grouped(slots, known)
+    newest = {slot for group in groups if group.is_newest for slot in group.slots}
+    may_go = {slot for group in groups if group.is_evictable(known.now_s) for slot in group.slots}
     bases = bases_of(slots)
     idle = [
         slot
@@ -266,15 +400,9 @@ def reusable(slots: list[Slot]) -> list[Slot]:
         if slot.state is SlotState.COMMITTED
         and not slot.readers
         and not slot.dirty
-        and (slot.safe or slot.settled or slot.forsaken or _may_go(slot, newest))
+        and (slot in may_go or (slot.snapshot is None and (slot.is_safe or slot.refused)))
     ]
     return sorted(idle, key=lambda slot: (slot in newest, slot in bases, slot.sequence))
-
-
-def _may_go(slot: Slot, newest: set[Slot]) -> bool:
-    """Whether what a slot holds need not be safe elsewhere."""
-    manifest = slot.snapshot
-    return bool(slot.refused) if manifest is None else slot not in newest or not manifest.exact
 
 
 def file_order(manifest: Manifest | None) -> tuple[int, int, float]:
@@ -298,7 +426,7 @@ class Limits:
     """What bounds a ring.
 
     Attributes:
-        slots: most slots; ``None`` for no bound but memory.
+        slots: most slots of each writer of a run; ``None`` for no bound but memory.
         memory_bytes: most bytes of all slots together.
         run_memory_bytes: most bytes of the slots of one run; ``None`` for no such bound.
         files: slots for which this process may have files open.
@@ -309,9 +437,19 @@ class Limits:
     run_memory_bytes: int | None
     files: int = MOST_SLOTS
 
-    def allow_one_more(self, slots: list[Slot], run: str) -> bool:
-        """Whether one more slot may be made for a run, as far as their number goes."""
-        return (self.slots is None or len(slots) < self.slots) and self.has_files(slots, run)
+    def has_share(self, slots: list[Slot], run: str, writer: int) -> bool:
+        """Whether a writer of a run has fewer slots than it may have."""
+        used = sum((slot.run, slot.writer) == (run, writer) and slot.capacity > 0 for slot in slots)
+        return self.slots is None or used < self.slots
+
+    def allow_one_more(self, slots: list[Slot], run: str, writer: int = 0) -> bool:
+        """Whether one more slot may be made for a writer of a run, as far as their number goes."""
+        if self.slots is not None:
+            made = [(slot.run, slot.writer) for slot in slots if slot.capacity]
+            writers = {each for each in made if each[0]} | {(run, writer)}
+            if len(made) >= self.slots * len(writers) or not self.has_share(slots, run, writer):
+                return False
+        return self.has_files(slots, run)
 
     def has_files(self, slots: list[Slot], run: str) -> bool:
         """Whether files are left for one more slot of a run: it has no more than are left for others."""
@@ -351,14 +489,15 @@ class Room:
         return not drops and (self.is_new or bool(self.release))
 
 
-def bound(slots: list[Slot], run: str, limits: Limits) -> Limits:
-    """The limits for a slot that is made because a snapshot of a run found none.
+def bound(slots: list[Slot], run: str, writer: int, limits: Limits) -> Limits:
+    """The limits for a slot that is made because a snapshot of a writer of a run found none.
 
     On a GPU, which is a step behind its host, three are under way at each step: the newest has its slot, one is copied,
     one is sealed. With two on the way, one more slot is of use. With three, snapshots are sealed more slowly than they
     come, or the host is too far ahead: more slots would only hold older ones.
     """
-    on_the_way = sum(slot.state is SlotState.FILLING and slot.run == run and not slot.spare for slot in slots)
+    filling = (slot for slot in slots if slot.state is SlotState.FILLING and not slot.spare)
+    on_the_way = sum((slot.run, slot.writer) == (run, writer) for slot in filling)
     if limits.slots is None or on_the_way != _OVERLAPPING:
         return limits
     return replace(limits, slots=limits.slots + _MOST_BEYOND)
@@ -387,7 +526,15 @@ def capacity_for(nbytes: int, limits: Limits) -> int:
 
 
 def find_room(
-    slots: list[Slot], run: str, nbytes: int, capacity: int, limits: Limits, *, reuse: bool = False
+    slots: list[Slot],
+    run: str,
+    nbytes: int,
+    capacity: int,
+    limits: Limits,
+    *,
+    reuse: bool = False,
+    writer: int = 0,
+    known: Known = _NOTHING,
 ) -> Room | None:
     """Choose a slot for a snapshot: a free one, a new one, or the one whose snapshot is missed least.
 
@@ -398,24 +545,32 @@ def find_room(
         capacity: memory to give it, if none that is there fits.
         limits: of the ring.
         reuse: whether a superseded snapshot, of which nobody needs the bytes, goes before new memory is used.
+        writer: number of the rank that fills it.
+        known: of snapshots, beyond what is in the slots.
 
     Returns:
         ``None`` if no slot can be had now.
     """
+    can_be_new, has_share = limits.allow_one_more(slots, run, writer), limits.has_share(slots, run, writer)
     free = [slot for slot in slots if slot.state is SlotState.FREE and not slot.readers]
+    if not has_share:
+        free = [slot for slot in free if slot.writer == writer]
     if not reuse and limits.run_memory_bytes is None:
-        room = _without_loss(slots, run, free, [], nbytes, capacity, limits)
+        room = _without_loss(slots, free, [], nbytes, capacity, limits, can_be_new=can_be_new)
         if room is not None:  # mostly there is: then nobody asks what each of hundreds of slots is worth
             return room
-    idle = reusable(slots)
+    idle = [slot for slot in reusable(slots, known) if slot.capacity]
+    if not has_share:
+        idle = [slot for slot in idle if (slot.run, slot.writer) == (run, writer)]
     forget = _within_quota(slots, idle, run, capacity, limits)
     if forget is None:
         return None
     free += forget
     idle = [slot for slot in idle if slot not in forget]
-    superseded = _superseded(slots, idle) if reuse and not forget else []
+    superseded = _superseded(slots, idle, known) if reuse and not forget else []
     fitting = [slot for slot in superseded if slot.takes(nbytes)]
-    if (room := _without_loss(slots, run, free, fitting, nbytes, capacity, limits)) is not None:
+    room = _without_loss(slots, free, fitting, nbytes, capacity, limits, can_be_new=can_be_new)
+    if room is not None:
         return Room(room.slot, forget, room.release)
     for candidate in idle:
         if (room := _try(slots, candidate, free, idle, nbytes, capacity, limits)) is not None:
@@ -424,7 +579,9 @@ def find_room(
     return None
 
 
-def why_full(slots: list[Slot], run: str, nbytes: int, limits: Limits, *, is_known: bool) -> str:
+def why_full(
+    slots: list[Slot], run: str, nbytes: int, limits: Limits, *, is_known: bool, known: Known = _NOTHING
+) -> str:
     """Why no slot can be had now, for people.
 
     Args:
@@ -433,8 +590,9 @@ def why_full(slots: list[Slot], run: str, nbytes: int, limits: Limits, *, is_kno
         nbytes: size of its snapshot.
         limits: of the ring.
         is_known: whether it is known that there is no room: else there may be some, but no memory made in it.
+        known: of snapshots, beyond what is in the slots.
     """
-    idle = reusable(slots)
+    idle = reusable(slots, known)
     share = ""
     if _within_quota(slots, idle, run, capacity_for(nbytes, limits), limits) is None:
         most = format_bytes(limits.run_memory_bytes or 0)
@@ -451,9 +609,9 @@ def why_full(slots: list[Slot], run: str, nbytes: int, limits: Limits, *, is_kno
         elif slot.readers:
             reasons["being read"] += 1
         elif slot.state is SlotState.COMMITTED and slot not in idle:
-            reasons["the newest of its run and safe nowhere else, since nobody carries that run on from here"] += 1
+            reasons["the newest of its run and safe nowhere else, or not complete yet"] += 1
     if not is_known and not reasons["being made"]:
-        room = find_room(slots, run, max(1, nbytes), capacity_for(nbytes, limits), limits)
+        room = find_room(slots, run, max(1, nbytes), capacity_for(nbytes, limits), limits, known=known)
         reasons += Counter({"still to be made": int(room is not None)})
     if not limits.has_files(slots, run):
         share += f"; open files allow for {limits.files} slots, half of them for a run: raise the server's ulimit -n"
@@ -475,51 +633,46 @@ def _within_quota(slots: list[Slot], idle: list[Slot], run: str, capacity: int, 
     return forget if over <= 0 else None
 
 
-def _superseded(slots: list[Slot], idle: list[Slot]) -> list[Slot]:
-    """Slots that hold what neither a resume nor a server behind would miss: older snapshots.
-
-    What would be left if a snapshot server is lost goes only once there is no memory for more.
-    """
-    missed = newest_of_lineages(slots) | bases_of(slots) | left_if_lost(slots)
+def _superseded(slots: list[Slot], idle: list[Slot], known: Known) -> list[Slot]:
+    """Slots that hold what neither a resume nor a server behind would miss: older snapshots."""
+    missed = newest_of_lineages(slots, known) | bases_of(slots)
     return [slot for slot in idle if slot.snapshot and slot not in missed]
 
 
 def _without_loss(
-    slots: list[Slot], run: str, free: list[Slot], superseded: list[Slot], nbytes: int, capacity: int, limits: Limits
+    slots: list[Slot],
+    free: list[Slot],
+    superseded: list[Slot],
+    nbytes: int,
+    capacity: int,
+    limits: Limits,
+    *,
+    can_be_new: bool,
 ) -> Room | None:
     """Room that costs no snapshot which anybody would miss."""
-    for candidate in _free_first(slots, run, free, nbytes, limits, superseded):
+    for candidate in _free_first(free, nbytes, superseded, can_be_new=can_be_new):
         if (room := _try(slots, candidate, free, [], nbytes, capacity, limits)) is not None:
             return room
     return None
 
 
-def _free_first(
-    slots: list[Slot], run: str, free: list[Slot], nbytes: int, limits: Limits, superseded: list[Slot]
-) -> list[Slot | None]:
+def _free_first(free: list[Slot], nbytes: int, superseded: list[Slot], *, can_be_new: bool) -> list[Slot | None]:
     """Free slots that fit, a new one, then those that must be made again; a small file leaves large slots alone.
 
     Superseded ones go before a new one is made.
     """
-    fitting = sorted((slot for slot in free if slot.takes(nbytes)), key=lambda slot: (slot.capacity, _kept(slot)))
+    fitting = sorted((slot for slot in free if slot.takes(nbytes)), key=lambda slot: slot.capacity)
     wasted = [slot for slot in fitting if _is_much_larger(slot, nbytes)]
     superseded = [slot for slot in superseded if not _is_much_larger(slot, nbytes)]
-    new: list[Slot | None] = [None] if limits.allow_one_more(slots, run) else []
+    new: list[Slot | None] = [None] if can_be_new else []
     without = [slot for slot in free if not slot.capacity]
     unfit = [slot for slot in free if slot.capacity and not slot.takes(nbytes)]
-    base = max((slot for slot in fitting if slot.portion is not None), key=_kept, default=None)
-    last = [slot for slot in fitting if slot is base]  # of the next snapshot, only what changed since it is sent
-    rest = [slot for slot in fitting if slot not in wasted and slot is not base]
-    return [*rest, *superseded, *without, *new, *last, *unfit, *(slot for slot in wasted if slot is not base)]
+    rest = [slot for slot in fitting if slot not in wasted]
+    return [*rest, *superseded, *(without if can_be_new else []), *new, *unfit, *wasted]
 
 
 def _is_much_larger(slot: Slot, nbytes: int) -> bool:
     return slot.capacity > _MUCH_LARGER * nbytes + _SMALL_BYTES
-
-
-def _kept(slot: Slot) -> Order:
-    """Sort key: the portion of the newest snapshot is missed most, if its slot is taken."""
-    return (snapshot_order(slot.portion.name) if slot.portion is not None else None) or (0, 0, 0)
 
 
 def _try(

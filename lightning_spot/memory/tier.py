@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from lightning_spot.errors import FencedError, ShareFault
+from lightning_spot.errors import FencedError
 from lightning_spot.image.coming import Coming
-from lightning_spot.image.files import FileSpan
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.packing import Compression
-from lightning_spot.image.portion import Image
-from lightning_spot.image.written import Ranges
-from lightning_spot.memory.joint import Shared
-from lightning_spot.memory.ring import FindEarlier, Glance, nothing_earlier
+from lightning_spot.memory.ring import FindEarlier, nothing_earlier
 from lightning_spot.memory.runs import Opened, RunInfo, key_of
-from lightning_spot.protocol.wire import BaseInfo
-from lightning_spot.tiers.store import ReadsRanges
 
 
 @dataclass(slots=True)
@@ -51,7 +44,7 @@ class Listed(NamedTuple):
     """What a server says of a snapshot or file that it holds.
 
     Attributes:
-        manifest: of the snapshot.
+        manifest: of the snapshot; or of a shard, or why there will be none, of one of which not all is there.
         dirty: URLs of the tiers to which it is still to be brought.
         safe: URLs of those that have it.
     """
@@ -116,123 +109,11 @@ class NodeTier(Protocol):
             SnapshotNotFoundError: if the file was given up meanwhile.
         """
 
+    def fail(self, manifest: Manifest) -> None:
+        """Note there why a shard will never be, see :attr:`ShardOf.failed`. Nothing happens if that is known there."""
+
     def flush(self, wait_s: float) -> list[str]:
         """Have everything of the run brought further down; what was not reached in time, one line each."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gathering:
-    """An upload at a snapshot server to which several hosts send.
-
-    Attributes:
-        upload: its id.
-        nbytes: size of the image.
-        base: the snapshot that the server has, and from which it can make ranges of this one.
-        shared: what the first host has said of it.
-        files: that this host writes by itself; empty for those that the layout says.
-        manifest: of the snapshot, without checksums, as the first host knows it.
-        earlier: finds a portion that this host has brought to snapshot servers before, as far as it is here.
-    """
-
-    upload: str
-    nbytes: int
-    base: BaseInfo | None
-    shared: Shared
-    files: tuple[FileSpan, ...] = ()
-    manifest: Manifest | None = None
-    earlier: Callable[[Manifest], Glance | None] = lambda _portion: None
-
-
-class JointTier(Protocol):
-    """A snapshot server at which several hosts put one snapshot together. Methods may be called from any thread."""
-
-    def know(self, info: RunInfo) -> None:
-        """Take note of the attempt that brings what comes next: servers ask for its token."""
-
-    def begin(self, shared: Shared, nbytes: int, *, attempt: int, hosts: int) -> Gathering:
-        """Begin a snapshot that so many hosts will send; called by the first of them.
-
-        Raises:
-            TierError: if the server does not answer, has no slot, or cannot do it.
-        """
-
-    def join(self, name: str, *, attempt: int, host: int, wait_s: float) -> Gathering:
-        """Take part in one, as host number ``host`` from 1 on, once it has begun.
-
-        Raises:
-            SnapshotFailedError: if there will be none, or not within ``wait_s`` seconds.
-        """
-
-    def bring(
-        self,
-        gathering: Gathering,
-        image: Image,
-        ranges: Ranges,
-        earlier: Glance | None,
-        goes_on: Callable[[], None],
-        compression: Compression = "auto",
-    ) -> Sent:
-        """Send ranges of the image; how these, and all that was brought before, went.
-
-        Args:
-            gathering: where to.
-            image: of which these ranges are here.
-            ranges: what to send.
-            earlier: the base, as far as it is here.
-            goes_on: called now and then; what it raises ends this.
-            compression: how what changed is sent, see :class:`RunInfo`.
-        """
-
-    def placed(self, gathering: Gathering, host: int, torn: str = "", fault: ShareFault | None = None) -> None:
-        """Say that all a host brings is there, or, with ``torn`` and what rank 0 has to know, why it never will be."""
-
-    def seal(self, gathering: Gathering, manifest: Manifest, goes_on: Callable[[], None]) -> Manifest:
-        """Commit it there once all hosts have said so; called by the first host. The sealed manifest.
-
-        Raises:
-            SnapshotFailedError: if what another host brings will not come.
-        """
-
-    def give_up(self, gathering: Gathering) -> None:
-        """There will be no such snapshot. Nothing happens if the server does not answer: it notices by itself."""
-
-    def decline(self, name: str, *, attempt: int, why: str, host: int = 0) -> None:
-        """Say that none of that name will be.
-
-        Args:
-            name: of the snapshot.
-            attempt: that would have written it.
-            why: for people.
-            host: whose server was lost that was to bring its portion; at storage nothing is said if that is there.
-        """
-
-
-@runtime_checkable
-class Changes(Protocol):
-    """A joint tier of servers, of which there is another one when other servers work."""
-
-    def follow(self, earlier: JointTier) -> None:
-        """Go on with what another one of that run has learned, and decided; called before it is used."""
-
-    def tells_until(self, stops: Callable[[], bool]) -> None:
-        """Have servers told again what they did not hear, until ``stops`` says that it is not to be any more."""
-
-
-@runtime_checkable
-class HasParts(ReadsRanges, Protocol):
-    """A tier from which, and to which, a snapshot is copied part by part."""
-
-    def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
-        """See :meth:`Store.put_parts`."""
-
-
-@runtime_checkable
-class HasJoint(Protocol):
-    """A tier at which several hosts can put a snapshot together."""
-
-    @property
-    def joint(self) -> JointTier:
-        """Where they do."""
 
 
 _SMOOTHING = 0.3

@@ -9,15 +9,16 @@ from __future__ import annotations
 import enum
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_spot.errors import SpotError
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing
-from lightning_spot.memory.ring import Ring
-from lightning_spot.memory.runs import RunInfo, key_of
+from lightning_spot.image.shards import Status
+from lightning_spot.memory.ring import Held, Ring
+from lightning_spot.memory.runs import LEFT_S, RunInfo, key_of
 from lightning_spot.memory.slots import Slot
 from lightning_spot.retry import pause_after
 
@@ -83,26 +84,24 @@ FOLLOWED_S = 5.0
 """A snapshot counts as followed if another one is to come within so many seconds, and for no longer than that."""
 
 FORSAKEN_S = 3600.0
-"""What a server has of a snapshot gives way to others when no more of it has come to storage for so long."""
+"""Shards are not waited for any more at storage when no other of that snapshot has come there for so long."""
 
 SURPASSED_S = 30.0
-"""The same, where the tier has something newer of that run: who has the rest of it brings that at the same time."""
+"""The same, where the tier has something newer of that run: who has the others brings them at the same time."""
 
-_FIRST_S, _LAST_S = 1.0, 30.0
+_FIRST_S, _LAST_S = 0.25, 30.0
 
 
 class PutOff(SpotError):
     """A put waits for what others do; its tier works.
 
     Attributes:
-        there: files of the snapshot that are there, of all servers.
-        is_final: whether it is waited for in vain.
-        is_surpassed: whether the tier has something newer.
+        there: files of the snapshot that are there, of all places.
     """
 
-    def __init__(self, why: str, there: int = 0, *, is_final: bool = False) -> None:
+    def __init__(self, why: str, there: int = 0) -> None:
         super().__init__(why)
-        self.there, self.is_final, self.is_surpassed = there, is_final, False
+        self.there = there
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +139,7 @@ class Later:
         Args:
             at: the put.
             now_s: the time (monotonic).
-            there: files that are there now, of all servers.
+            there: files that are there now, of all places.
         """
         known = self._waits.get(at)
         since_s = known.since_s if known is not None and known.there == there else now_s
@@ -161,9 +160,7 @@ class Later:
 MOST_APART_S = 30.0
 """Storage takes one of the snapshots that follow each other in moments at least so often, if it is as fast."""
 
-LEFT_S = 35.0
-"""A run counts as left by its trainer if its host has not asked for so long how this server is: it does every 10 s."""
-
+_TOGETHER_S = 0.5  # so much later than another rank of a host, one may have its shard
 _APART = 40  # times as long as it takes one: so much less does it cost training
 
 
@@ -182,8 +179,10 @@ class Job:
     Attributes:
         kind: what.
         run: key of the run.
-        manifest: of the snapshot it is about.
-        slot: that holds it, to be put.
+        manifest: of the snapshot it is about, or of the first of its shards.
+        held: what is to be put: a snapshot or file, or shards of a snapshot.
+        is_whole: whether that is all of the snapshot.
+        state: what has become of the snapshot, as far as is known here.
         coming: if it is not committed yet, but its parts may go already.
         sequence: of the commit that is put.
     """
@@ -191,14 +190,26 @@ class Job:
     kind: Kind
     run: str
     manifest: Manifest
-    slot: Slot | None = None
+    held: Held | None = None
+    is_whole: bool = True
+    state: Status = Status.COMMITTED
     coming: Coming | None = None
     sequence: int = 0
 
     @property
+    def name(self) -> str:
+        """Of the snapshot, or of the shard that is coming."""
+        return self.manifest.name if self.coming is not None else self.manifest.snapshot
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """That hold what is to be put."""
+        return self.held.slots if self.held is not None else ()
+
+    @property
     def key(self) -> tuple[str, str, str]:
         """What failures are counted under."""
-        return (self.kind.value, self.run, "" if self.kind is Kind.RETAIN else self.manifest.name)
+        return (self.kind.value, self.run, "" if self.kind is Kind.RETAIN else self.name)
 
 
 @dataclass(eq=False, slots=True)
@@ -223,7 +234,7 @@ class Work:
 
     Attributes:
         leaves_s: since when this server is about to end (monotonic), ``None`` if it is not. What it has of snapshots
-            that are not known to be whole is waited for, too: nobody may be left to say so.
+            that are not complete here is waited for, too.
     """
 
     def __init__(self, ring: Ring, run: Callable[[str], RunInfo | None]) -> None:
@@ -306,22 +317,14 @@ class Work:
             waiting[:] = [each for each in waiting if each.manifest is not job.manifest]
         if job.kind is Kind.PUT:
             for each in (each for each in waiting if key_of(each.manifest) == job.run):
-                if each.behind.get(job.manifest.name, job.sequence + 1) <= job.sequence:
-                    del each.behind[job.manifest.name]
+                if each.behind.get(job.name, job.sequence + 1) <= job.sequence:
+                    del each.behind[job.name]
         if job.kind is Kind.RETAIN and self._retentions.get(url, {}).get(job.run) is job.manifest:
             del self._retentions[url][job.run]
 
     def took(self, url: str, run: str, seconds: float) -> None:
         """A tier was busy with a snapshot of a run for so long."""
         self._took_s[url, run] = seconds
-
-    def rests_s(self, run: str, now_s: float) -> float:
-        """How long the storage of a run is still to be left alone, see :attr:`RunInfo.min_upload_interval_s`."""
-        info = self._run(run)
-        if info is None or not info.min_upload_interval_s:
-            return 0.0
-        begun_s = [begun_s for (url, of), begun_s in self._begun.items() if of == run and not url.startswith("spot:")]
-        return max(0.0, max(begun_s, default=float("-inf")) + info.min_upload_interval_s - now_s)
 
     def failed(self, url: str, job: Job, text: str) -> None:
         """A job failed. A put that did is not counted as taken: it is tried again with back-off, not at its pace."""
@@ -332,21 +335,19 @@ class Work:
         self._errors.setdefault(url, {})[job.key] = text
         self._later.failed((url, job.key), now_s)
 
-    def later(self, url: str, job: Job, now_s: float, there: int, *, is_surpassed: bool = False) -> bool:
-        """A put waits for what other servers put there; whether it has for so long that nobody will. The tier works.
+    def later(self, url: str, job: Job, now_s: float, there: int) -> float:
+        """A put waits for what others put there; for how long it has in vain, in a run that its trainer has left.
 
         Args:
-            url: of the tier.
+            url: of the tier, which works.
             job: the put.
             now_s: the time (monotonic).
-            there: files that are there now, of all servers.
-            is_surpassed: whether something newer is.
+            there: files that are there now, of all places.
         """
         self.backoff(url).succeeded(job.key)
         self._errors.get(url, {}).pop(job.key, None)
         since_s = self._later.wait((url, job.key), now_s, there)
-        most_s = SURPASSED_S if is_surpassed else FORSAKEN_S
-        return now_s - max(since_s, self._left_s(job.run)) >= most_s
+        return now_s - max(since_s, self._left_s(job.run))
 
     def dropped(self, url: str, job: Job) -> None:
         """A put came to nothing, because there was nothing to put after all: it does not count as taken."""
@@ -387,18 +388,23 @@ class Work:
         return url.startswith("spot://") and info is not None and info.replicas > 1 and info.durable_url in slot.safe
 
     def _is_idle(self, slot: Slot, url: str) -> bool:
-        """Whether nobody waits for a portion: it is not known to be of a whole snapshot.
+        """Whether nobody waits for a shard at storage: its snapshot is not meant to be there.
 
         A server that is about to end waits until it is there as far as this server has it: who has the rest commits it.
         """
-        if slot.manifest is None or not _is_unsure(slot):
+        if slot.manifest is None or slot.shard is None or url.startswith("spot://"):
             return False
-        return self.leaves_s is None or (url, Job(Kind.PUT, slot.run, slot.manifest).key) in self._later
+        if self.leaves_s is not None:
+            return (url, Job(Kind.PUT, slot.run, slot.manifest).key) in self._later
+        return not slot.shard.persist or bool(slot.shard.failed)
 
     def _own(self, slot: Slot) -> list[str]:
         """Tiers that this server must bring a slot to by itself."""
         tiers = self._ring.tiers(slot.run)
         if slot.coming is not None and slot.manifest is None:
+            if slot.coming.manifest.shard is not None:
+                is_exact = self.must_be_exact(slot.run, slot.coming.manifest)
+                return [url for url in tiers.own if is_exact and url.startswith("spot://")]
             # What is sealed here is whole in a moment, and stores take it then, many parts at once.
             own = [url for url in tiers.own if url.startswith("spot://") or not isinstance(slot.coming, Sealing)]
             return own if not slot.coming.given_up else []
@@ -429,20 +435,38 @@ class Work:
             if (url in slot.dirty or slot.coming is not None) and url in self._own(slot)
         ]
         coming = [slot for slot in slots if slot.manifest is None]
-        soon_old = {slot.run for slot in coming if isinstance(slot.coming, Sealing)}
-        for slot in sorted(slots, key=lambda slot: slot.sequence):
-            if slot.manifest is not None and (
-                slot.run not in soon_old or slot.manifest.complete or slot.manifest.is_file
-            ):
-                yield Job(Kind.PUT, slot.run, slot.manifest, slot, sequence=slot.sequence)
+        soon_old = {slot.run for slot in coming if isinstance(slot.coming, Sealing) and not slot.coming.manifest.shard}
+        for job in sorted(self._puts(url, slots), key=lambda job: job.sequence):
+            if job.run not in soon_old or job.manifest.complete or job.manifest.is_file:
+                yield job
         for slot in coming:
             if slot.coming is not None:
-                yield Job(Kind.PUT, slot.run, slot.coming.manifest, slot, slot.coming)
+                held = Held((slot,), (slot.coming.manifest,))
+                yield Job(Kind.PUT, slot.run, slot.coming.manifest, held, coming=slot.coming)
+
+    def _puts(self, url: str, slots: list[Slot]) -> list[Job]:
+        """What is to be put at a tier of what is committed here, each snapshot as one."""
+        dirty = {slot for slot in slots if slot.manifest is not None}
+        found = [_put([slot], is_whole=True) for slot in dirty if slot.shard is None]
+        if len(found) == len(dirty):
+            return found
+        whole: set[str] = set()
+        several: list[Job] = []
+        for group in self._ring.groups():
+            owed = [slot for slot in group.slots if slot in dirty and slot.shard is not None]
+            if owed:
+                # A server has each shard by itself, and may have some of them.
+                slots = owed if url.startswith("spot://") else list(group.slots)
+                several.append(replace(_put(slots, is_whole=group.is_here), state=group.state))
+                whole |= {job.run for job in several[-1:] if job.is_whole}
+        # Of a run of which something whole is to be put, what is not complete yet waits: it would never be over.
+        is_server = url.startswith("spot://")
+        return found + [job for job in several if job.is_whole or not (is_server and job.run in whole)]
 
     def _owed_of(self, run: str, url: str) -> dict[str, int]:
         """Name and commit of everything of a run that is owed at a tier."""
         slots = [slot for slot in self._ring.slots if slot.run == run and url in slot.dirty]
-        return {slot.manifest.name: slot.sequence for slot in slots if slot.manifest is not None}
+        return {slot.manifest.snapshot: slot.sequence for slot in slots if slot.manifest is not None}
 
     def _deletable(self, url: str, deletions: list[_Deletion]) -> Iterator[Manifest]:
         """What may be deleted now. What is put again before it ever was put is waited for all the same."""
@@ -457,35 +481,48 @@ class Work:
 
     def _paced_s(self, url: str, job: Job) -> float:
         """When a tier may take a snapshot at the soonest, so that two are far enough apart; 0 for at once."""
-        if job.kind is not Kind.PUT or job.slot is None or job.manifest.is_file:
+        if job.kind is not Kind.PUT or not job.slots or job.manifest.is_file or url.startswith("spot://"):
             return 0.0
-        if job.manifest.portion is not None:
-            is_wanted = job.slot.brings or self._waited_for[job.run]  # of a drain of this server, others do not know
-            is_wanted = is_wanted or job.manifest.complete
-            return 0.0 if is_wanted and not _is_unsure(job.slot) else self._left_s(job.run)
-        if job.manifest.complete:
-            return 0.0
-        return self._free_s(url, job.slot)
+        if not job.is_whole:
+            return self._apart_s(job)
+        shard = job.manifest.shard
+        if shard is not None and not shard.persist and not self.is_urgent(job.run):
+            return self._left_s(job.run)
+        return 0.0 if job.manifest.complete else self._free_s(url, job.slots[0])
+
+    def _apart_s(self, job: Job) -> float:
+        """When storage may take shards of a snapshot not all of which is here, 0 for at once.
+
+        Where others are to come here, these are waited for. A host of several, whose rings never have all, does not
+        wait, but for its own ranks; a server does, until it is known that other servers have the others.
+        """
+        info, shard = self._run(job.run), job.manifest.shard
+        is_wanted = (shard is not None and shard.persist) or self.is_urgent(job.run)
+        if info is not None and info.session and info.hosts > 1 and is_wanted:
+            return max(slot.committed_s for slot in job.slots) + _TOGETHER_S
+        is_known = job.state is not Status.PENDING and (info is None or info.hosts > 1)
+        return 0.0 if is_wanted and is_known else self._left_s(job.run)
 
     def is_left(self, run: str, now_s: float) -> bool:
         """Whether a run counts as left by its trainer, see :data:`LEFT_S`."""
         return now_s >= self._left_s(run)
 
     def _left_s(self, run: str) -> float:
-        """When a run counts as left by its trainer: then each server brings down what it has of the newest snapshots.
+        """When a run counts as left by its trainer: then each place brings down what it has of the newest snapshots.
 
-        Until then its trainer says which one they bring, since all must bring the same one. Then nobody is there to say
-        which of them are whole: storage shows it, when all servers have brought theirs. A server that is about to
-        end leaves its trainer as much time.
+        Until then its trainer says which ones these are, since all places must bring the same. A server that is about
+        to end leaves its trainer as much time.
         """
-        asked_s = self._ring.opened_s.get(run, self._ring.begun_s)
+        info, asked_s = self._run(run), self._ring.opened_s.get(run, self._ring.begun_s)
+        if info is not None and info.session:
+            asked_s = float("inf")
         return min(asked_s, self.leaves_s if self.leaves_s is not None else asked_s) + LEFT_S
 
     def _free_s(self, url: str, slot: Slot) -> float:
         """When a tier may take the snapshot of a slot at the soonest, 0 for at once."""
         key = url, slot.run
         info, begun_s = self._run(slot.run), self._begun.get(key)
-        if info is None or begun_s is None or url.startswith("spot://") or self.is_urgent(slot.run):
+        if info is None or begun_s is None or self.is_urgent(slot.run):
             return 0.0
         if info.min_upload_interval_s is not None:
             return begun_s + info.min_upload_interval_s
@@ -496,6 +533,8 @@ class Work:
         return min(begun_s + apart_s, slot.committed_s + FOLLOWED_S)
 
 
-def _is_unsure(slot: Slot) -> bool:
-    """Whether a slot holds one host's portion of a snapshot of which nobody has said here that it is whole."""
-    return slot.of_host is not None and not slot.whole
+def _put(slots: Sequence[Slot], *, is_whole: bool) -> Job:
+    """Put what slots hold, as one."""
+    manifests = [slot.manifest for slot in slots if slot.manifest is not None]
+    held, sequence = Held(tuple(slots), tuple(manifests)), max(slot.sequence for slot in slots)
+    return Job(Kind.PUT, slots[0].run, manifests[0], held, is_whole, sequence=sequence)

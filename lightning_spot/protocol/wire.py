@@ -31,8 +31,6 @@ from lightning_spot.errors import (
     FailureReason,
     MalformedError,
     SettingsError,
-    ShareFault,
-    ShareProblem,
     SnapshotFailedError,
     SpotError,
     TierError,
@@ -52,9 +50,6 @@ ERROR_HEADER = "Spot-Error"
 
 ATTEMPT_HEADER = "Spot-Attempt"
 """On whose behalf a run is changed, see :func:`attempt_text`: only its attempt may, whoever has the server's secret."""
-
-SENDER_HEADER = "Spot-Sender"
-"""Which of the hosts that send one upload opens a stream: a random name, the same for all of its streams."""
 
 WANT_DIGEST_HEADER = "Want-Spot-Digest"
 """Asks for it where a range is read of at most so many bytes:"""
@@ -236,30 +231,7 @@ def error_body(error: SpotError) -> dict[str, Any]:
         facts["is_newer_format"] = True
     if isinstance(error, SnapshotFailedError | TierError):
         facts["reason"] = error.reason.value
-    if (fault := fault_body(errors.fault_of(error))) is not None:
-        facts["fault"] = fault
     return {"error": type(error).__name__, "message": str(error), "facts": facts}
-
-
-def fault_body(fault: ShareFault | None) -> dict[str, Any] | None:
-    """JSON object for what is known of a share that is missing."""
-    if fault is None:
-        return None
-    return {"problem": fault.problem.value, "rank": fault.rank, "nbytes": fault.nbytes}
-
-
-def read_fault(said: object) -> ShareFault | None:
-    """What :func:`fault_body` has made of a fault; ``None`` for one that only another version knows.
-
-    Raises:
-        MalformedError: if it is something else.
-    """
-    if said is None:
-        return None
-    fields = untrusted.as_object(said)
-    problem = next((each for each in ShareProblem if each.value == fields.get("problem")), None)
-    rank, nbytes = untrusted.integer(fields, "rank", None, 0, 2**31), untrusted.integer(fields, "nbytes", 0, 0, 2**62)
-    return ShareFault(problem, rank, nbytes) if problem is not None else None
 
 
 def error_from_body(status: int, body: bytes, tier: str) -> SpotError:
@@ -269,7 +241,6 @@ def error_from_body(status: int, body: bytes, tier: str) -> SpotError:
         kind = getattr(errors, untrusted.text(fields, "error", None), None)
         message = untrusted.plain(untrusted.text(fields, "message", None, most=len(body)), untrusted.LONGEST_TEXT)
         said = untrusted.as_object(fields.get("facts", {}))
-        fault = read_fault(said.get("fault"))
     except errors.MalformedError:
         # Its text is not quoted: one that answers a bad request may quote the token that came with it.
         why = f"{tier} answered {status}, which no snapshot server of this version says: is it the right address?"
@@ -286,7 +257,7 @@ def error_from_body(status: int, body: bytes, tier: str) -> SpotError:
         return TierError(message, tier=tier, reason=_reason(said, TierReason.FAILED))
     facts = _facts(said)
     if kind is SnapshotFailedError:
-        facts |= {"reason": _reason(said, FailureReason.UNEXPECTED), "fault": fault}
+        facts["reason"] = _reason(said, FailureReason.UNEXPECTED)
     try:
         return kind(message, **facts)
     except TypeError:

@@ -11,27 +11,47 @@ import contextlib
 import ctypes
 import enum
 import mmap
+import threading
 from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
+from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.part_lanes import CONNECTIONS
 from lightning_spot.client.remote import NodeStore, fetch_ranges
-from lightning_spot.client.spread_store import SpreadStore
 from lightning_spot.client.starting import attach
 from lightning_spot.config import PART_BYTES
-from lightning_spot.errors import SnapshotNotFoundError, TierError
+from lightning_spot.errors import (
+    CorruptSnapshotError,
+    ServerUnreachableError,
+    SnapshotNotFoundError,
+    SpotError,
+    TierError,
+)
+from lightning_spot.image.files import pieces
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import verify_file
+from lightning_spot.image.shards import JoinedImage
 from lightning_spot.memory.tier import Listed
 from lightning_spot.run.reading import OpenSnapshot, SnapshotReader
 from lightning_spot.run.receiving import has_room, receive
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.posix import open_regular
-from lightning_spot.tiers.store import Holdings, Progress, ReadsRanges, Store, newest_first
+from lightning_spot.tiers.store import (
+    HasFolders,
+    Holdings,
+    Progress,
+    ReadsRanges,
+    Store,
+    newest_first,
+    put_together,
+)
 
 HOST = "host"
 STORAGE = "storage"
 _READERS = 4  # whoever waits for a snapshot is idle meanwhile
+_MOST_PLACES = 8
 
 _LANES = 4
 _BUFFERS = 6
@@ -86,6 +106,19 @@ class Source(Protocol):
         """
 
 
+class ShardPlace(Protocol):
+    """Where shards of a snapshot are read.
+
+    Attributes:
+        url: what to call it.
+    """
+
+    url: str
+
+    def read(self, manifest: Manifest, start: int, into: memoryview) -> None:
+        """Read whole parts of a shard, from one on, and check them; from any thread."""
+
+
 class MemorySource:
     """The local server.
 
@@ -102,8 +135,7 @@ class MemorySource:
 
     def survey(self) -> Holdings:
         """See :meth:`Source.survey`; empty if no server lives."""
-        manifests = newest_first([item.manifest for item in self.listing() if not item.manifest.is_file])
-        return Holdings(manifests, {}, max((manifest.attempt for manifest in manifests), default=0))
+        return Holdings.of_memory(item.manifest for item in self.listing())
 
     def listing(self) -> list[Listed]:
         """Everything the server holds of the run."""
@@ -119,20 +151,54 @@ class MemorySource:
 
     def open(self, manifest: Manifest, progress: Progress | None = None, *, use: Use = Use.CHECK) -> OpenSnapshot:
         """See :meth:`Source.open`. The slot stays pinned until closed, unless it is copied to be shared."""
-        host = attach(self._url, self._run)
-        if host is None:
-            raise SnapshotNotFoundError("the local server has gone")
-        try:
+        with contextlib.ExitStack() as opened:
+            host = opened.enter_context(self._attached())
+            place = _LocalShards(host)
+            if shards := [each for each in host.manifests() if each.shard and each.snapshot == manifest.name]:
+                return Joined(manifest, [(place, each) for each in shards]).open(HOST, place.url, progress)
             fd = host.open_snapshot(manifest)
-        except BaseException:
-            host.disconnect()
-            raise
-        slot = OpenSnapshot(manifest, HOST, "this host's memory", fd, in_memory=True, release=host.disconnect)
+            release = opened.pop_all().close
+        slot = OpenSnapshot(manifest, HOST, place.url, fd, in_memory=True, release=release)
         # Of several files nothing is looked at for longer than it is open.
         if use is Use.SHARE and not manifest.files and has_room(manifest.nbytes):
             with contextlib.closing(slot):
                 return receive(_Pinned(slot), manifest, HOST, slot.url, progress)
         return _checked(slot, progress)
+
+    @contextlib.contextmanager
+    def shards(self) -> Iterator[ShardPlace]:
+        """Where the shards that it has are read."""
+        with self._attached() as host:
+            yield _LocalShards(host)
+
+    @contextlib.contextmanager
+    def _attached(self) -> Iterator[EmbeddedHost]:
+        host = attach(self._url, self._run)
+        if host is None:
+            raise SnapshotNotFoundError("the local server has gone")
+        try:
+            yield host
+        finally:
+            host.disconnect()
+
+
+class _LocalShards:
+    """Shards in slots of the local server, which stay pinned as long as it is connected; see :class:`ShardPlace`."""
+
+    url = "this host's memory"
+
+    def __init__(self, host: EmbeddedHost) -> None:
+        self._host, self._lock = host, threading.Lock()
+        self._open: dict[str, OpenSnapshot] = {}
+
+    def read(self, manifest: Manifest, start: int, into: memoryview) -> None:
+        """See :meth:`ShardPlace.read`."""
+        with self._lock:
+            if manifest.name not in self._open:
+                fd = self._host.open_snapshot(manifest)
+                self._open[manifest.name] = OpenSnapshot(manifest, HOST, self.url, fd, in_memory=True)
+            slot = self._open[manifest.name]
+        _Pinned(slot).read(manifest, start, into)
 
 
 class _Pinned:
@@ -143,9 +209,10 @@ class _Pinned:
 
     def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
         """See :meth:`Fetches.fetch`."""
-        fetch_ranges(self._read, manifest, manifest.ranges(), into, progress, _READERS)
+        fetch_ranges(self.read, manifest, manifest.ranges(), into, progress, _READERS)
 
-    def _read(self, manifest: Manifest, start: int, into: memoryview) -> None:
+    def read(self, manifest: Manifest, start: int, into: memoryview) -> None:
+        """Read parts of it, and check them."""
         with SnapshotReader(self._fd, manifest, self.url, check=False) as reader:
             reader.seek(start)
             reader.readinto(into)
@@ -174,8 +241,6 @@ class StoreSource:
         One process reads one local file in place, and what a server has while it arrives; all else goes into memory.
         """
         url = f"{self.store.url}/{manifest.data_path}"
-        if isinstance(self.store, SpreadStore):
-            url = f"{manifest.name}, spread over {len(self.store.nodes)} servers"
         in_place = not manifest.files and not (use is Use.SHARE and has_room(manifest.nbytes))
         if isinstance(self.store, LocalStore) and in_place:
             try:
@@ -188,6 +253,134 @@ class StoreSource:
         if isinstance(self.store, NodeStore) and use is Use.LOAD and not manifest.files:
             return Streamed(manifest, self.tier, self.store, url)
         return receive(self.store, manifest, self.tier, url, progress)
+
+    @contextlib.contextmanager
+    def shards(self) -> Iterator[ShardPlace]:
+        """Where the shards that it has are read."""
+        yield self.store if isinstance(self.store, NodeStore) else _StoredShards(self.store)
+
+
+class _StoredShards:
+    """Shards of a snapshot in storage that is not committed there: files beside each other; see :class:`ShardPlace`."""
+
+    def __init__(self, store: Store) -> None:
+        self.url, self._store = store.url, store
+
+    def read(self, manifest: Manifest, start: int, into: memoryview) -> None:
+        """See :meth:`ShardPlace.read`."""
+        assert isinstance(self._store, HasFolders)
+        assert manifest.shard is not None
+        folder = self._store.folder(manifest.snapshot, attempt=manifest.attempt, run_id=manifest.run_id)
+        for span, first, last in pieces(manifest.files, start, start + len(into)):
+            data = bytes(last - first)
+            if span is not None:
+                begin = first - span.offset + (manifest.shard.start if span == manifest.files[0] else 0)
+                data = folder.read(span.name, begin, begin + last - first)
+            if len(data) != last - first:
+                raise CorruptSnapshotError(f"{manifest.name} is cut short at {self.url}", where=self.url)
+            into[first - start : last - start] = data
+        manifest.verify_range(start, into, self.url)
+
+
+class Union:
+    """Snapshots whose shards lie at several tiers, none of which has all of them; implements :class:`Source`.
+
+    Args:
+        held: registers of writers, and the source that has each.
+    """
+
+    def __init__(self, held: Iterable[tuple[MemorySource | StoreSource, Manifest]]) -> None:
+        self._held = list(held)
+        self.tier = " ".join(dict.fromkeys(source.tier for source, _ in self._held))
+
+    @classmethod
+    def of(cls, sources: Iterable[MemorySource | StoreSource]) -> Union:
+        """What these have; those that do not answer have nothing."""
+        held: list[tuple[MemorySource | StoreSource, Manifest]] = []
+        for source in sources:
+            with contextlib.suppress(SpotError):
+                held += ((source, shard) for shard in source.survey().shards)
+        return cls(held)
+
+    def survey(self) -> Holdings:
+        """See :meth:`Source.survey`; what is whole at one of them is not among these."""
+        registers: dict[str, Manifest] = {}
+        seen: dict[int, list[Manifest]] = {}
+        for source, manifest in self._held:
+            seen.setdefault(id(source), []).append(manifest)
+            known = registers.setdefault(manifest.name, manifest)
+            if manifest.shard is not None and manifest.shard.failed and known is not manifest:
+                registers[manifest.name] = manifest
+        elsewhere = {whole.name for shards in seen.values() for whole in put_together(shards)}
+        manifests = [whole for whole in put_together(registers.values()) if whole.name not in elsewhere]
+        return Holdings(newest_first(manifests))
+
+    def open(self, manifest: Manifest, progress: Progress | None = None, *, use: Use = Use.CHECK) -> OpenSnapshot:
+        """See :meth:`Source.open`; each shard is read where it is, at the nearest tier first."""
+        held = [(source, shard) for source, shard in self._held if shard.snapshot == manifest.name]
+        with contextlib.ExitStack() as opened:
+            sources = {id(source): source for source, _ in held}
+            places = {key: opened.enter_context(source.shards()) for key, source in sources.items()}
+            joined = Joined(manifest, [(places[id(source)], shard) for source, shard in held])
+            return joined.open(self.tier, f"{manifest.name} at {self.tier}", progress)
+
+
+class Joined:
+    """A snapshot that is read shard by shard; see :class:`~lightning_spot.run.receiving.Fetches`.
+
+    Args:
+        manifest: of the snapshot.
+        held: its shards, and where each is; one may be at several places.
+
+    Raises:
+        SnapshotNotFoundError: if these are not all of it.
+    """
+
+    def __init__(self, manifest: Manifest, held: Iterable[tuple[ShardPlace, Manifest]]) -> None:
+        self._manifest, self.url = manifest, manifest.name
+        self._places: dict[str, list[ShardPlace]] = {}
+        self._silent: set[str] = set()  # URLs of places that did not answer when something was read from them last
+        shards: dict[str, Manifest] = {}
+        for place, shard in held:
+            if shard == shards.setdefault(shard.name, shard):
+                self._places.setdefault(shard.name, []).append(place)
+        if [whole.checksums for whole in put_together(shards.values())] != [manifest.checksums]:
+            raise SnapshotNotFoundError(f"not all of {manifest.name} is there any more")
+        self._shards = sorted(shards.values(), key=lambda shard: shard.name)
+        self._image = JoinedImage(self._shards, ())
+
+    def open(self, tier: str, url: str, progress: Progress | None) -> OpenSnapshot:
+        """Receive it into memory, each part checked as it comes."""
+        return receive(self, self._manifest, tier, url, progress)
+
+    def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
+        """See :meth:`Fetches.fetch`; all places are read at the same time."""
+        ranges = sorted(manifest.ranges(), key=lambda bounds: next(self._image.pieces(*bounds))[1])
+        places = {place.url for places in self._places.values() for place in places}
+        fetch_ranges(self.read, manifest, ranges, into, progress, CONNECTIONS * min(len(places), _MOST_PLACES))
+
+    def read(self, manifest: Manifest, start: int, into: memoryview) -> None:
+        """Read parts of the image, and check them; from any thread."""
+        done = 0
+        for writer, first, last in self._image.pieces(start, start + len(into)):
+            self._read_shard(self._shards[writer], first, into[done : done + last - first])
+            done += last - first
+
+    def _read_shard(self, shard: Manifest, start: int, into: memoryview) -> None:
+        problem: SpotError | None = None
+        # Each part would else wait again for a server whose link is cut.
+        for place in sorted(self._places[shard.name], key=lambda each: each.url in self._silent):
+            try:
+                place.read(shard, start, into)
+                self._silent.discard(place.url)
+                problem = None  # its traceback has views of the memory, which could not be unmapped
+                return
+            except SpotError as error:
+                problem = error
+                if isinstance(error, ServerUnreachableError):
+                    self._silent.add(place.url)
+        assert problem is not None
+        raise problem
 
 
 def _checked(snapshot: OpenSnapshot, progress: Progress | None) -> OpenSnapshot:
@@ -217,7 +410,7 @@ class Streamed(OpenSnapshot):
         super().__init__(manifest, tier, url, fd=-1)
         self._store = store
 
-    def reader(self) -> StreamReader:
+    def reader(self, *, whole: bool = False) -> StreamReader:
         """See :meth:`OpenSnapshot.reader`."""
         return StreamReader(self._store, self.manifest, self.url)
 

@@ -12,13 +12,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_spot import retry
 from lightning_spot.client.node_client import NodeClient
-from lightning_spot.client.remote import NodeStore
-from lightning_spot.client.spread_store import SpreadStore
 from lightning_spot.client.starting import attach
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import LARGEST
@@ -31,19 +30,17 @@ from lightning_spot.errors import (
     TierReason,
 )
 from lightning_spot.image.manifest import Manifest, snapshot_order
-from lightning_spot.memory.joint import SpreadPlace
-from lightning_spot.memory.joint_store import commit_left
-from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.wire import answered, parse_spot_url
 from lightning_spot.retry import RetryPolicy, retried
 from lightning_spot.run.identity import Identity, NodeRun, identify, runs_of
 from lightning_spot.run.location import Location
-from lightning_spot.run.sources import HOST, STORAGE, MemorySource, Source, StoreSource
+from lightning_spot.run.sources import HOST, STORAGE, MemorySource, Source, StoreSource, Union
 from lightning_spot.say import forget, recovered, say
 from lightning_spot.threads import both
+from lightning_spot.tiers.commit import commit_left, look
 from lightning_spot.tiers.fences import Claim
 from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.store import Holdings
+from lightning_spot.tiers.store import HasFolders, Holdings
 from lightning_spot.untrusted import file_name, integer, line
 
 logger = logging.getLogger(__name__)
@@ -113,7 +110,7 @@ def survey(location: Location, policy: RetryPolicy | None = None, *, commits: bo
     Args:
         location: of the run.
         policy: of reading them.
-        commits: whether a snapshot that all hosts had brought is committed, if none was left to do so.
+        commits: whether a snapshot of which storage has all shards is committed, if nobody was left to do so.
     """
     forget()  # each start names again what it could not read
     policy = policy or retry.DEFAULT_POLICY
@@ -141,9 +138,9 @@ def survey(location: Location, policy: RetryPolicy | None = None, *, commits: bo
     }
     holdings, more_problems = ask_all(listings, policy.answer_s)
     found_at: list[tuple[Source, Holdings]] = [(sources[tier], holdings[tier]) for tier in sources if tier in holdings]
-    found_at += spread_over(found_at)
     if durable is not None:
         found_at.append((StoreSource(store, STORAGE), durable.holdings))
+    found_at += union(found_at)
     return Survey(
         location=location,
         identity=identity,
@@ -164,11 +161,15 @@ def look_again(found: Survey) -> Survey:
     store, policy = open_store(found.location.url), retry.DEFAULT_POLICY
     answers, problems = ask_all({STORAGE: lambda: _Durable.ask(store, policy, commits=True)}, policy.answer_s)
     answer: _Durable | None = answers.get(STORAGE)
-    nodes = [(source, holdings) for source, holdings in found.answers if source.tier != STORAGE]
+    nodes: list[tuple[Source, Holdings]] = [
+        (source, holdings)
+        for source, holdings in found.answers
+        if source.tier != STORAGE and not isinstance(source, Union)
+    ]
     if answer is None:
         return replace(found, durable=None, answers=nodes, problems={**found.problems, **problems})
-    durable: tuple[Source, Holdings] = (StoreSource(store, STORAGE), answer.holdings)
-    return replace(found, durable=answer.holdings, claim=answer.claim, answers=[*nodes, durable])
+    found_at = [*nodes, (StoreSource(store, STORAGE), answer.holdings)]
+    return replace(found, durable=answer.holdings, claim=answer.claim, answers=[*found_at, *union(found_at)])
 
 
 class _MissesTheNewest(TierError):
@@ -226,14 +227,18 @@ class _Durable:
                 heard.set()  # to list snapshots, and to read all manifests, may take longer
 
         holdings, claim = both(store.survey, newest_claim, "spot-survey")
-        left = _left_of(holdings) if commits else []
-        if (found := next(filter(None, (_committed(store, name) for name in left)), None)) is not None:
-            holdings.manifests.insert(0, found)
+        for name in _left_of(holdings) if isinstance(store, HasFolders) else ():
+            found = _committed(store, name) if commits else None
+            if found is not None:
+                holdings.manifests.insert(0, found)
+                break
+            with suppress(CorruptSnapshotError, SnapshotNotFoundError):  # the one before is there
+                holdings.shards += look(store, name).notes.values()
         return cls(holdings, claim, store.inode() if isinstance(store, LocalStore) else 0)
 
 
 def _committed(store: Any, left: str) -> Manifest | None:
-    """Commit a snapshot that all hosts had brought, none of which was left to commit it; ``None`` if it was not."""
+    """Commit a snapshot of which storage has all shards, if nobody was left to do so; ``None`` if it was not."""
     try:
         found = commit_left(store, left)
     except (CorruptSnapshotError, SnapshotNotFoundError) as error:  # it stays so, and the one before is there
@@ -241,7 +246,7 @@ def _committed(store: Any, left: str) -> Manifest | None:
         say(logging.WARNING, "snapshot-skipped", "snapshot {about} skipped: {reason}", about=where, reason=error)
         return None
     if found is not None:
-        text = "all hosts had uploaded {about}, and none was left to commit it. It is committed now"
+        text = "all shards of {about} were uploaded, and nobody was left to commit it. It is committed now"
         say(logging.INFO, "late-commit", text, about=left)
     return found
 
@@ -302,38 +307,22 @@ def _node_source(location: Location, tier: str, run: NodeRun) -> Source:
     return StoreSource(open_store(f"{tier}/{text}"), tier)
 
 
-def spread_over(found_at: list[tuple[Source, Holdings]]) -> list[tuple[Source, Holdings]]:
-    """The snapshot servers that hold portions of snapshots, as one source of those that are whole."""
-    nodes: list[NodeStore] = []
-    held: list[tuple[NodeStore, Manifest]] = []
-    for source, holdings in found_at:
-        if isinstance(source, StoreSource) and isinstance(source.store, NodeStore):
-            nodes.append(source.store)
-            held += ((source.store, portion) for portion in holdings.portions)
-    if not held:
-        return []
-    store = SpreadStore(SpreadPlace(1, tuple(node.url for node in nodes)).at)
-    manifests = store.know(held)
-    tier = " ".join(node.url.rpartition("/")[0] for node in nodes)
-    return [(StoreSource(store, tier), Holdings(manifests))] if manifests else []
+def union(found_at: list[tuple[Source, Holdings]]) -> list[tuple[Source, Holdings]]:
+    """The snapshots that count, but lie at no tier as a whole: shards of them are at several."""
+    held = [
+        (source, shard)
+        for source, holdings in found_at
+        if isinstance(source, MemorySource | StoreSource)
+        for shard in holdings.shards
+    ]
+    source = Union(held)
+    holdings = source.survey()
+    return [(source, holdings)] if holdings.manifests else []
 
 
 def of_tier(tier: str, reason: str) -> str:
     """Why a tier could not be read, with its name; the reasons of servers have it in them."""
     return reason if "://" in tier and tier in reason else f"{tier}: {reason}"
-
-
-def hold(found: Survey, name: str, info: RunInfo) -> None:
-    """Have snapshot servers over which a snapshot is spread keep it, since an attempt goes on from it.
-
-    Args:
-        found: what the tiers hold.
-        name: of the snapshot.
-        info: of the attempt that goes on.
-    """
-    for source, _ in found.answers:
-        if isinstance(source, StoreSource) and isinstance(source.store, SpreadStore):
-            source.store.hold(name, info)
 
 
 def ask_all(asked: Mapping[str, Callable[[], Any]], wait_s: float) -> tuple[dict[str, Any], dict[str, str]]:

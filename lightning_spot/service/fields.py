@@ -13,24 +13,20 @@ from typing import Any
 
 from aiohttp import web
 
-from lightning_spot.config import HIGHEST_ATTEMPT, MOST_NODES, MOST_PART_BYTES
+from lightning_spot.config import HIGHEST_ATTEMPT, MOST_PART_BYTES
 from lightning_spot.errors import MalformedError, ServerRefusedError, SettingsError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum
-from lightning_spot.memory.joint import MOST_SHARES, Shared
 from lightning_spot.memory.slots import Making
 from lightning_spot.protocol.wire import DIGEST_HEADER
 from lightning_spot.service.limits import Quota, client_of
-from lightning_spot.untrusted import MOST_BYTES, integer, read_object, text
+from lightning_spot.untrusted import integer, read_object, text
 
 SMALL_BODY_BYTES = 256 * 1024
 """Longest JSON body of a request that carries no checksums."""
 
 MANIFEST_BODY_BYTES = 64 * 1024 * 1024
 """Longest JSON body of a request that carries a checksum for each part."""
-
-LAYOUT_BODY_BYTES = 32 * 1024 * 1024
-"""Longest JSON body of a request that may carry a layout."""
 
 BODIES = web.AppKey("bodies", Quota)
 """Bytes of JSON bodies that are read at the moment."""
@@ -46,7 +42,6 @@ _UNCOUNTED_BYTES = 4096  # of each body: those of most requests have no more
 _MOST_VALUES = 2**21  # in a body: each takes some 100 bytes, and a microsecond in which nobody else is answered
 _MOST_SMALL_PARTS = 4096
 _LEAST_PART_BYTES = 2**20
-_LONGEST_URL = 512  # of a run at a node: names of hosts have 255 characters at most, those of runs 128
 
 
 async def json_body(request: web.Request, most_bytes: int = SMALL_BODY_BYTES) -> dict[str, Any]:
@@ -129,27 +124,6 @@ def seconds(fields: Mapping[str, Any], name: str, default: float, high: float) -
     return float(min(value, high))
 
 
-def place(fields: Mapping[str, Any]) -> str:
-    """Where several hosts bring a snapshot to, see :attr:`Shared.at`: URLs of a run, at as many servers as it may have.
-
-    Raises:
-        SettingsError: if it is something else.
-    """
-    return text(fields, "at", most=MOST_NODES * _LONGEST_URL)
-
-
-def long_text(fields: Mapping[str, Any], name: str) -> str:
-    """A text that is bounded by the body's length only; empty if it is missing.
-
-    Raises:
-        SettingsError: if it is something else.
-    """
-    value = fields.get(name) or ""
-    if not isinstance(value, str):
-        raise SettingsError(f"malformed request: {name} is no text")
-    return value
-
-
 def identifier(fields: Mapping[str, Any], name: str) -> str:
     """32 hexadecimal digits, ``""`` if there are none.
 
@@ -196,22 +170,3 @@ def making(fields: Mapping[str, Any]) -> Making:
     """
     named = text(fields, "making", Making.NOW.value)
     return next((known for known in Making if known.value == named), Making.NOW)
-
-
-async def shared_body(request: web.Request) -> dict[str, Any]:
-    """What a request for a slot brings, a layout perhaps."""
-    return await json_body(request, LAYOUT_BODY_BYTES)
-
-
-def shared_of(body: dict[str, Any]) -> Shared | None:
-    """What a request for a slot says of the ranks that will fill it; ``None`` if one does."""
-    if body.get("shares") is None:
-        return None
-    return Shared(
-        name=text(body, "name"),
-        shares=integer(body, "shares", None, 1, MOST_SHARES),
-        digest=text(body, "digest"),
-        layout=long_text(body, "layout"),
-        at=place(body),
-        image_nbytes=integer(body, "image_nbytes", 0, 0, MOST_BYTES),
-    )

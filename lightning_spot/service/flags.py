@@ -97,7 +97,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run-memory-limit", metavar="SIZE", help="most memory for the slots of one run (default: all)"
     )
-    parser.add_argument("--slots", type=int, metavar="N", help="most slots (default: as many as fit the memory)")
+    parser.add_argument(
+        "--slots", type=int, metavar="N", help="most slots of each rank of a run (default: as many as fit)"
+    )
     parser.add_argument(
         "--drain-timeout",
         type=seconds,

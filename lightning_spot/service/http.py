@@ -10,15 +10,12 @@ GET        /v1/runs                            the runs this server knows
 POST       /v1/runs/RUN/open                   let an attempt write
 POST       /v1/runs/RUN/close                  the trainer leaves
 POST       /v1/runs/RUN/settle                 a snapshot was made durable by its sender
-GET        /v1/runs/RUN/snapshots              the attempt that writes, what is in memory, what a tier has refused
+GET        /v1/runs/RUN/snapshots              the attempt that writes, the newest snapshot that counts, what is in
+                                                memory (shards as they are), what a tier has refused
 GET        /v1/runs/RUN/files                  every file of the run that is in memory
+POST       /v1/runs/RUN/awaited                wait until a snapshot counts, or never will (this host only)
 POST       /v1/runs/RUN/uploads                take a slot
-POST       /v1/runs/RUN/shares                 take a share of one that several ranks fill (this host only)
-POST       /v1/runs/RUN/decline                there will be no such snapshot to share (this host only)
-POST       /v1/uploads/ID/share                for which snapshot it was taken, if ranks fill it (this host only)
-POST       /v1/uploads/ID/placed               the bytes of a share are in place (this host only)
-POST       /v1/…/joint…                        one that several hosts bring together: see :mod:`.joint_requests`
-*          /v1/…/portions…                     what several servers hold together: see :mod:`.joint_requests`
+POST       /v1/runs/RUN/fail                   a writer will never have its shard of a snapshot
 POST       /v1/uploads/ID/stream               fill it, over a connection of its own: see ``protocol/wire.py``
 POST       /v1/uploads/ID/commit               make it a snapshot
 POST       /v1/uploads/ID/seal                 the same for a slot filled through shared memory (this host only)
@@ -62,8 +59,9 @@ from lightning_spot.errors import ServerRefusedError, SettingsError, SnapshotNot
 from lightning_spot.image.files import MODEL_FILE, FileSpan
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_order
 from lightning_spot.image.parts import checksum
+from lightning_spot.image.shards import Image
 from lightning_spot.memory.node import Node
-from lightning_spot.memory.ring import Ring
+from lightning_spot.memory.ring import Held, Ring
 from lightning_spot.memory.runs import LAST, RunInfo, parse_run
 from lightning_spot.memory.slots import Slot
 from lightning_spot.memory.upload import Upload
@@ -90,11 +88,11 @@ from lightning_spot.service.fields import (
     STILL_MAY,
     attempt_of,
     json_body,
+    only_same_host,
     same_host,
     seconds,
 )
 from lightning_spot.service.flags import is_loopback
-from lightning_spot.service.joint_requests import JointRequests, PortionRequests
 from lightning_spot.service.limits import (
     HEAD_TIMEOUT_S,
     LONGEST_FIELD_BYTES,
@@ -123,7 +121,7 @@ def not_ready(node: Node) -> list[str]:
         slots, most = node.ring.files
         enough = slots < most
         reasons.append("memory is full" if enough else f"{slots} of {most} slots are in use, as open files allow")
-    if any(health.error for health in list(node.flusher.health.values())) or node.uploads.abroad.bringing.failing():
+    if any(health.error for health in list(node.flusher.health.values())):
         reasons.append("a tier below is failing")
     return reasons
 
@@ -163,7 +161,6 @@ class Service:
         """The aiohttp application."""
         files = Files(self.node)
         in_turn = Turns(_LOOKS).handler
-        joint = JointRequests(self.node, self._wait_for_slot, self._wait_to_join, self._wait_for_hosts, self._gone)
         app = web.Application(middlewares=[self._guard])
         app[BODIES] = Quota(BODIES_BYTES)
         app.on_response_prepare.append(_name_protocol)
@@ -175,8 +172,7 @@ class Service:
                 *RunRequests(self.node).routes(),
                 *self._uploads.routes(),
                 web.get("/v1/runs/{run}/files", files.listing),
-                *joint.routes(),
-                *PortionRequests(self.node).routes(),
+                web.post("/v1/runs/{run}/awaited", self._awaited),
                 web.post("/v1/flush", self._flush),
                 web.get("/v1/files/{run}/{path:.+}", files.read),
                 web.delete("/v1/files/{run}/{path:.+}", in_turn(files.remove)),
@@ -360,16 +356,17 @@ class Service:
         client = self._waiter(request, run)
         return await self._queue().lease(client, self._gone(request), run, attempt, nbytes, wait_s, **more)
 
-    async def _wait_to_join(self, request: web.Request, run: str, *what: Any, **more: Any) -> Upload | None:
-        client = self._waiter(request, run)
-        return await self._queue().join(client, self._gone(request), run, *what, **more)
+    async def _awaited(self, request: web.Request) -> web.Response:
+        only_same_host(request)
+        run, body = request.match_info["run"], await json_body(request)
+        wait_s = seconds(body, "wait_s", 0.0, LONGEST_WAIT_S)
+        asked = self._queue().awaited(self._waiter(request, run), self._gone(request), run, text(body, "name"), wait_s)
+        status, why = await asked
+        return web.json_response({"status": status.value, "why": why})
 
     def _waiter(self, request: web.Request, run: str) -> str:
         """Who waits: an address for one run, by whatever name it calls that."""
         return f"{client_of(request)} {self.node.registry.key(run)}"
-
-    async def _wait_for_hosts(self, upload: Upload) -> None:
-        await self._queue().all_there(upload)
 
     def _gone(self, request: web.Request) -> asyncio.Future[None]:
         """Done once whoever asks has hung up."""
@@ -405,7 +402,8 @@ def _check_target(request: web.Request) -> None:
 OPEN_PATH = "/v1/runs/{run}/open"
 
 _LONGEST_OPENING_BYTES = 4 * 2**20  # with an environment, of which Linux allows about so much
-_ONLY_NEAR = ("nodes", "replicas", "session", "is_claimed")  # said by trainers of this host, and by no others
+# Said by trainers of this host, and by no others.
+_ONLY_NEAR = ("nodes", "replicas", "hosts", "apart", "session", "is_claimed")
 
 
 class RunRequests:
@@ -442,19 +440,18 @@ class RunRequests:
         info = decoded(RunInfo, {**least, **known, "name": name, "id": identity})
         opened = await asyncio.to_thread(self._node.open_run, info, client_of(request))
         if near:
-            await asyncio.to_thread(self._take_environment, info.key, body.get("environment"))
+            await asyncio.to_thread(self._take_environment, body.get("environment"))
         where = repr(info.durable_url) if info.durable_url is not None else "its trainer's host brings it on"
         line = "attempt {attempt} of run {about} is served: {where}"
         say(logging.INFO, "run-opened", line, about=info.key, attempt=info.attempt, where=where)
         return web.json_response(asdict(opened))
 
-    def _take_environment(self, key: str, given: object) -> None:
+    def _take_environment(self, given: object) -> None:
         """Go on with the credentials of the attempt that has just begun: those of the one before may have expired."""
         if not isinstance(given, dict) or not all(isinstance(text, str) for item in given.items() for text in item):
             return
         if take_environment(given):
             forget_sessions()
-            self._node.uploads.abroad.bringing.forget(key)
             self._node.flusher.wait_clean(None, 0.0)  # what fails is tried soon
 
     async def close(self, request: web.Request) -> web.Response:
@@ -473,16 +470,18 @@ class RunRequests:
         return web.json_response({})
 
     async def snapshots(self, request: web.Request) -> web.Response:
-        """The attempt that writes, what is in memory, what a tier has refused."""
+        """The attempt that writes, the newest snapshot that counts, what is in memory, what a tier has refused."""
         run = request.match_info["run"]
         key = self._node.registry.key(run)
         listed = [
-            {"manifest": manifest.to_dict(), "dirty": slot.dirty, "safe": slot.safe}
-            for slot, manifest in self._node.ring.readable(key)
+            {"manifest": slot.manifest.to_dict(), "dirty": slot.dirty, "safe": slot.safe}
+            for slot in self._node.ring.committed(key)
+            if slot.manifest is not None
         ]
         refused = [manifest.to_dict() for manifest in self._node.flusher.refused(key)]
         claimed = await asyncio.to_thread(self._node.claimed, run)
-        return web.json_response({"attempt": claimed, "snapshots": listed, "refused": refused})
+        committed = self._node.ring.newest_committed(key, elsewhere=True)
+        return web.json_response({"attempt": claimed, "committed": committed, "snapshots": listed, "refused": refused})
 
 
 _SEND_TIMEOUT_S = 60.0
@@ -516,11 +515,12 @@ class Files:
                 "path": manifest.path_of(span),
                 "nbytes": span.nbytes,
                 "created_unix_s": manifest.created_unix_s,
-                "dirty": list(slot.dirty),
-                "safe": list(slot.safe),
+                "dirty": list(held.dirty),
+                "safe": list(held.safe),
                 "step": manifest.step,
             }
-            for slot, manifest in self._node.ring.readable(key)
+            for held, manifest in self._node.ring.readable(key)
+            if manifest.shard is None
             for span in manifest.spans
         }
 
@@ -548,7 +548,7 @@ class Files:
         except SnapshotNotFoundError:  # it left memory just now; something newer may have that name
             return await self._answer(request, path, *await self._find(text, path))
 
-    async def _answer(self, request: web.Request, path: str, slot: Slot, manifest: Manifest) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, path: str, held: Held, manifest: Manifest) -> web.StreamResponse:
         if path.endswith("manifest.json"):
             return web.Response(text=manifest.to_json(), content_type="application/json")
         etag = f'"{xxhash.xxh3_128_hexdigest(manifest.to_json().encode())}"'
@@ -576,16 +576,16 @@ class Files:
         if request.method == hdrs.METH_HEAD:
             await response.prepare(request)
         else:
-            with self._node.ring.reading(slot, manifest) as image:
+            with self._node.ring.reading(held) as image:
                 if with_digest:
                     response.headers[DIGEST_HEADER] = checksum(image[start:stop])
                 await response.prepare(request)
                 with _hanging_up(request):
-                    await self._send(request, response, slot, image, start, stop)
+                    await self._send(request, response, held, image, start, stop)
         await response.write_eof()
         return response
 
-    async def _find(self, text: str, path: str) -> tuple[Slot, Manifest]:
+    async def _find(self, text: str, path: str) -> tuple[Held, Manifest]:
         """What a path names."""
         key = self._node.registry.key(text)
         newest = self._newest(list(self._in_memory(key))) if path == LAST else None
@@ -604,25 +604,33 @@ class Files:
             raise SnapshotNotFoundError(f"{error}. What has left its memory lies in {where}: read it there") from error
 
     async def _send(
-        self, request: web.Request, response: web.StreamResponse, slot: Slot, image: memoryview, start: int, stop: int
+        self, request: web.Request, response: web.StreamResponse, held: Held, image: Image, start: int, stop: int
     ) -> None:
-        """Send bytes of a slot: by ``sendfile``, which copies nothing, or in pieces where the transport cannot."""
-        transport = request.transport
+        """Send bytes of slots: by ``sendfile``, which copies nothing, or in pieces where the transport cannot."""
+        for slot, first, last in held.pieces(start, stop):
+            end = start + last - first
+            start += await self._send_file(request.transport, slot, first, last)
+            for place in range(start, end, SEND_BYTES):
+                # A copy: the transport may keep what it could not send at once, the slot may not be kept.
+                data = bytes(image[place : min(place + SEND_BYTES, end)])
+                await asyncio.wait_for(response.write(data), _SEND_TIMEOUT_S)
+            start = end
+
+    async def _send_file(self, transport: asyncio.Transport | None, slot: Slot, start: int, stop: int) -> int:
+        """Send bytes of a slot by ``sendfile``, if they are many; how many were sent."""
         fd = self._node.ring.descriptor(slot) if stop - start > SEND_BYTES and transport is not None else None
-        if transport is not None and fd is not None:
-            loop = asyncio.get_running_loop()
-            with open(fd, "rb", buffering=0) as file:
-                try:
-                    while start < stop:
-                        count = min(_SENDFILE_BYTES, stop - start)
-                        sending = loop.sendfile(transport, file, start, count, fallback=False)
-                        start += await asyncio.wait_for(sending, _SEND_TIMEOUT_S)
-                except (NotImplementedError, asyncio.SendfileNotAvailableError):
-                    logger.debug("this transport has no sendfile")
-        for place in range(start, stop, SEND_BYTES):
-            # A copy: the transport may keep what it could not send at once, the slot may not be kept.
-            data = bytes(image[place : min(place + SEND_BYTES, stop)])
-            await asyncio.wait_for(response.write(data), _SEND_TIMEOUT_S)
+        if transport is None or fd is None:
+            return 0
+        sent, loop = 0, asyncio.get_running_loop()
+        with open(fd, "rb", buffering=0) as file:
+            try:
+                while start + sent < stop:
+                    count = min(_SENDFILE_BYTES, stop - start - sent)
+                    sending = loop.sendfile(transport, file, start + sent, count, fallback=False)
+                    sent += await asyncio.wait_for(sending, _SEND_TIMEOUT_S)
+            except (NotImplementedError, asyncio.SendfileNotAvailableError):
+                logger.debug("this transport has no sendfile")
+        return sent
 
     # -- removing -------------------------------------------------------------------------------------------------
 
@@ -684,16 +692,16 @@ def _path_to(manifest: Manifest, span: FileSpan) -> str:
     return f"{manifest.name}/" if manifest.files else manifest.data_path
 
 
-def resolve(ring: Ring, run: str, path: str) -> tuple[Slot, Manifest]:
-    """The slot that holds what a path names; ``last.ckpt`` only if a user stored a file of that name.
+def resolve(ring: Ring, run: str, path: str) -> tuple[Held, Manifest]:
+    """What a path names, and where it is held; ``last.ckpt`` only if a user stored a file of that name.
 
     Raises:
         SnapshotNotFoundError: if nothing committed has that name.
     """
     found = ring.readable(run)
-    for slot, manifest in found:
+    for held, manifest in [*found, *ring.readable(run, path.partition("/")[0])]:  # by its name a shard, too
         if path == manifest.manifest_path or manifest.span_at(path) is not None:
-            return slot, manifest
+            return held, manifest
     names = ", ".join(manifest.name for _, manifest in found) or "nothing"
     raise SnapshotNotFoundError(
         f"no {path!r} in run {run!r} at this server; it holds {names} (and {MANIFEST_FILE} of each)"

@@ -204,7 +204,7 @@ def _why_not_usable(url: str) -> str:
 def _announce(settings: NodeSettings, listener: socket.socket) -> None:
     facts = [f"{format_bytes(settings.memory_bytes)} of memory"]
     if settings.slots is not None:
-        facts.append(f"at most {settings.slots} slots")
+        facts.append(f"at most {settings.slots} slots for each rank of a run")
     if settings.run_memory_bytes is not None:
         facts.append(f"at most {format_bytes(settings.run_memory_bytes)} for one run")
     facts.append(f"flushes to {settings.flush_to}" if settings.flush_to else "flushes nowhere by itself")
@@ -488,12 +488,12 @@ class DescriptorChannel:
                 os.close(fd)
 
     def _find(self, run: str, name: str, pins: ExitStack) -> Slot | None:
-        """The slot of a snapshot or file of that name, pinned until the connection closes."""
+        """The slot of a snapshot, shard or file of that name, pinned until the connection closes."""
         ring = self._node.ring
-        for slot, manifest in ring.readable(run, name):
+        for held, _ in ring.readable(run, name):
             with suppress(SnapshotNotFoundError):  # it has just left
-                pins.enter_context(ring.reading(slot, manifest))
-                return slot
+                pins.enter_context(ring.reading(held))
+                return held.slots[0]
         return None
 
 

@@ -1,4 +1,4 @@
-"""Requests that fill a slot: wait for one, receive the parts of a snapshot into it, make it one.
+"""Requests that fill a slot: wait for one, receive the parts of a snapshot into it, make it one, wait until it counts.
 
 However many trainers wait on the event loop, they hold no thread.
 """
@@ -30,18 +30,18 @@ from lightning_spot.errors import (
     TierReason,
 )
 from lightning_spot.image.floats import read_floats
-from lightning_spot.image.manifest import MOST_HOSTS, Manifest
+from lightning_spot.image.manifest import MOST_WRITERS, Manifest
 from lightning_spot.image.packing import can_pack
 from lightning_spot.image.parts import checksum
+from lightning_spot.image.shards import Status
 from lightning_spot.image.written import read_ranges
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import key_of, texts
 from lightning_spot.memory.slots import Making
-from lightning_spot.memory.upload import Upload
+from lightning_spot.memory.upload import Upload, writer_of
 from lightning_spot.protocol.wire import (
     NO_DIGEST,
     PROTOCOL_HEADER,
-    SENDER_HEADER,
     UPGRADE,
     BaseInfo,
     Frame,
@@ -60,30 +60,25 @@ from lightning_spot.service.fields import (
     only_same_host,
     same_host,
     seconds,
-    shared_body,
-    shared_of,
 )
 from lightning_spot.service.limits import Quota, client_at, client_of
 from lightning_spot.untrusted import MOST_BYTES, integer, plain, text
 
 logger = logging.getLogger(__name__)
 
-MOST_WAITING = 2 * MOST_HOSTS
-"""All hosts of one snapshot wait until it begins, even at one address; those of others are served, too."""
+MOST_WAITING = 1024
+"""Requests that wait at a time, shared by who sends them."""
 
 _LEASE_THREADS = 32  # of their own: memory is made on them, for seconds, and what else is asked is answered meanwhile
-ASKED_AGAIN_S = 10.0
-"""So long after its connection broke, the first of several hosts counts as gone unless it was heard of again."""
-
-_LOOK_S = 1.0  # how often a rank that waits for its share looks whether there will be one
+_LOOK_S = 1.0  # how often who waits for a snapshot to count looks by itself
 _LOOK_AGAIN_S = 0.02  # what changes often is looked at now and then
 
 
 class Waiting:
-    """Who waits for a slot of a server. Make it on the event loop; its methods are called there.
+    """Who waits for something of a server. Make it on the event loop; its methods are called there.
 
     Args:
-        node: whose slots.
+        node: whose.
 
     Attributes:
         asked_s: when a slot was asked for last (monotonic), 0 for never.
@@ -102,7 +97,7 @@ class Waiting:
     async def lease(
         self, client: str, gone: asyncio.Future[None], run: str, attempt: int, nbytes: int, wait_s: float, **more: Any
     ) -> Upload:
-        """Take a slot, see :meth:`Begins.lease`.
+        """Take a slot, see :meth:`Uploads.lease`.
 
         Args:
             client: who asks, see :func:`client_of`, and for which run.
@@ -111,7 +106,7 @@ class Waiting:
             attempt: who writes.
             nbytes: size of the snapshot.
             wait_s: how long to wait.
-            more: see :meth:`Begins.lease`.
+            more: see :meth:`Uploads.lease`.
 
         Raises:
             SnapshotFailedError: if no slot became free in time, or too many wait.
@@ -137,10 +132,7 @@ class Waiting:
             self._count -= 1
             self._places.give_back(client)
         if gone.done():
-            if upload.is_gathered:  # only its answer may be lost, and other hosts may be at it already
-                self._loop.call_later(ASKED_AGAIN_S, self._give_up, upload, upload.touched_s)
-            else:  # nobody will ever fill it
-                self._node.abort(upload.id)
+            self._node.abort(upload.id)  # nobody will ever fill it
             raise ConnectionResetError("the trainer has gone")
         return upload
 
@@ -152,68 +144,30 @@ class Waiting:
             )
         self._count += 1
 
-    def _give_up(self, upload: Upload, touched_s: float) -> None:
-        """Free the slot of an upload of which nothing was heard since."""
-        if upload.touched_s == touched_s:
-            self._threads.submit(self._node.abort, upload.id)
+    async def awaited(
+        self, client: str, gone: asyncio.Future[None], run: str, name: str, wait_s: float
+    ) -> tuple[Status, str]:
+        """What has become of a snapshot, as soon as it counts or never will, see :meth:`Node.status_of`.
 
-    async def join(
-        self,
-        client: str,
-        gone: asyncio.Future[None],
-        run: str,
-        attempt: int,
-        name: str,
-        share: int,
-        session: str | None,
-        digest: str,
-        is_led_here: bool = True,
-        *,
-        wait_s: float,
-        again: bool = False,
-    ) -> Upload | None:
-        """Take a share of a snapshot, see :meth:`Shares.join`; ``None`` if it has not begun, and is asked for again.
-
-        Raises:
-            SnapshotFailedError: if there will be none, or not in time.
-            ConnectionResetError: if nobody waits for the answer any more; then no share is taken.
+        Args:
+            client: see :meth:`lease`.
+            gone: done once whoever asks has hung up.
+            run: the run.
+            name: of the snapshot.
+            wait_s: how long to wait.
         """
         deadline_s = time.monotonic() + wait_s
-        shares = self._node.uploads.shares
-        ask = functools.partial(shares.join, run, attempt, name, share, session, digest, is_led_here=is_led_here)
         self._take_place(client)
         try:
             while True:
                 changed = self._changed
-                if gone.done():
-                    raise ConnectionResetError("the rank has gone")
-                upload = await asyncio.to_thread(ask)
-                if upload is not None:
-                    return upload
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0 and again:
-                    return None
-                if left_s <= 0:
-                    raise await asyncio.to_thread(shares.not_begun, run, name, share, wait_s)
+                found, left_s = self._node.status_of(run, name), deadline_s - time.monotonic()
+                if found[0] is not Status.PENDING or left_s <= 0 or gone.done():
+                    return found
                 await asyncio.wait([gone, changed], timeout=min(left_s, _LOOK_S), return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._count -= 1
             self._places.give_back(client)
-
-    async def all_there(self, upload: Upload) -> None:
-        """Return when all hosts have brought their portions, or it shows that one will not.
-
-        Args:
-            upload: that they fill.
-        """
-        shares, joint = self._node.uploads.shares, upload.joint
-        self._count += 1
-        try:
-            while joint is not None and joint.missing and not (joint.failed or upload.ended):
-                shares.fail_if_silent(upload)  # here: who seals it has been heard
-                await asyncio.wait([self._changed], timeout=_LOOK_S)
-        finally:
-            self._count -= 1
 
     def _notice(self) -> None:
         """Something changed at the ring. Called on any thread."""
@@ -272,7 +226,7 @@ def _take(connection: socket.socket, node: Node, upload: Upload, frame: Frame, s
         node.uploads.arriving(upload, frame.start, frame.start + frame.nbytes, connection)
     except CorruptSnapshotError as error:
         # No line of the log for each: they may come by the thousand.
-        logger.debug("%s: %s; it is refused", plain(upload.name or upload.id), error)
+        logger.debug("%s: %s; it is refused", plain(upload.name), error)
         _content(connection, node, upload, frame, lambda _chunk: None)
         return digest
     try:
@@ -322,7 +276,7 @@ def _scratch_bytes(frame: Frame, upload: Upload) -> int:
     if upload.base is None or frame.start >= upload.base.manifest.nbytes:
         return 0
     is_beyond = frame.start + frame.nbytes > upload.base.manifest.nbytes
-    return delta_bytes + (is_beyond + upload.is_gathered) * frame.nbytes
+    return delta_bytes + is_beyond * frame.nbytes
 
 
 def _make(connection: socket.socket, node: Node, upload: Upload, frame: Frame, *, has_room: bool) -> str:
@@ -346,7 +300,7 @@ def _make(connection: socket.socket, node: Node, upload: Upload, frame: Frame, *
             return checksum(part)
         except CorruptSnapshotError as error:
             text = "{about}: {error}; the part is sent whole"
-            say(logging.WARNING, "delta-damaged", text, about=upload.name or upload.id, error=error)
+            say(logging.WARNING, "delta-damaged", text, about=upload.name, error=error)
             return NO_DIGEST
         finally:
             earlier.release()
@@ -377,19 +331,16 @@ def _check_frame(frame: Frame, upload: Upload) -> None:
 
 
 MOST_STREAMS = 256
-"""Streams of parts at once, shared by who sends: each host has one for each upload, as long as there are threads."""
+"""Streams of parts at once, shared by uploads: each has one, as long as there are threads."""
 
 MOST_STREAM_THREADS = 1024
-"""Of which each stream takes one: all hosts of one snapshot have theirs, see :data:`~.portion.MOST_HOSTS`."""
+"""Of which each stream takes one: many hosts send their shards of one snapshot at the same time."""
 
-_MOST_STREAMS_OF_A_SENDER = 16
+_MOST_STREAMS_OF_AN_UPLOAD = 16
 
 
 Lease = Callable[..., Awaitable[Upload]]
 """See :meth:`Waiting.lease`."""
-
-Join = Callable[..., Awaitable[Upload | None]]
-"""See :meth:`Waiting.join`."""
 
 
 class UploadRequests:
@@ -406,7 +357,7 @@ class UploadRequests:
     def __init__(self, node: Node, lease: Lease) -> None:
         self.committed_s = 0.0
         self._node, self._wait_for_slot = node, lease
-        self._streams: Counter[tuple[str, str]] = Counter()  # of each upload and sender
+        self._streams: Counter[str] = Counter()  # of each upload
         self._stream_threads = ThreadPoolExecutor(MOST_STREAM_THREADS, thread_name_prefix="spot-stream")
         self._threads, self._scratch = Quota(MOST_STREAM_THREADS), Quota(SCRATCH_BYTES)
 
@@ -414,6 +365,7 @@ class UploadRequests:
         """Where they are asked."""
         return [
             web.post("/v1/runs/{run}/uploads", self.lease),
+            web.post("/v1/runs/{run}/fail", self.fail),
             web.post("/v1/uploads/{upload}/stream", self.stream),
             web.post("/v1/uploads/{upload}/commit", self.commit),
             web.post("/v1/uploads/{upload}/seal", self.seal),
@@ -426,23 +378,29 @@ class UploadRequests:
 
     async def lease(self, request: web.Request) -> web.Response:
         """Take a slot."""
-        near = same_host(request)
-        body = await shared_body(request) if near else await json_body(request)
+        near, run = same_host(request), request.match_info["run"]
+        body = await json_body(request)
+        attempt = attempt_of(body)
         upload = await self._wait_for_slot(
             request,
-            request.match_info["run"],
-            attempt_of(body),
+            run,
+            attempt,
             integer(body, "nbytes", None, 0, MOST_BYTES),
             seconds(body, "wait_s", 0.0, LONGEST_WAIT_S),
             session=text(body, "session") if near else "",
-            name=text(body, "name"),
             manifest=manifest(body) if body.get("manifest") is not None else None,
             upload_id=identifier(body, "upload"),
-            shared=shared_of(body) if near else None,
-            layout_id=identifier(body, "layout_id"),
             making=making(body) if near else Making.NOW,
+            writer=integer(body, "writer", 0, 0, MOST_WRITERS) if near else 0,
+            committed=text(body, "committed"),
         )
         return web.json_response({**leased(self._node, upload), "base": base_info(upload)})
+
+    async def fail(self, request: web.Request) -> web.Response:
+        """A writer will never have its shard of a snapshot."""
+        body = await json_body(request)
+        self._node.fail(request.match_info["run"], attempt_of(body), manifest(body))
+        return web.json_response({})
 
     async def stream(self, request: web.Request) -> web.Response:
         """Hand the connection over to a thread that receives straight into the slot."""
@@ -451,8 +409,7 @@ class UploadRequests:
         sock = transport.get_extra_info("socket") if transport is not None else None
         if request.headers.get(hdrs.UPGRADE) != UPGRADE or transport is None or sock is None:
             raise ServerRefusedError(f"a stream needs 'Upgrade: {UPGRADE}'", status=426)
-        sender = upload.id, request.headers.get(SENDER_HEADER, "")
-        self._check_streams(upload, sender)
+        self._check_streams(upload.id)
         client = client_of(request)
         if not self._threads.take(client):
             raise ServerRefusedError(
@@ -462,7 +419,7 @@ class UploadRequests:
         assert isinstance(transport, asyncio.Transport)
         transport.pause_reading()
         loop = asyncio.get_running_loop()
-        self._streams[sender] += 1
+        self._streams[upload.id] += 1
         try:
             with sock.dup() as connection, self._node.streaming(upload, connection):
                 await loop.run_in_executor(
@@ -471,24 +428,19 @@ class UploadRequests:
         except (OSError, SpotError) as error:
             logger.debug("a stream of parts ended: %s", error)
         finally:
-            self._streams -= Counter([sender])  # which forgets who has none
+            self._streams -= Counter([upload.id])  # which forgets who has none
             self._threads.give_back(client)
             transport.close()  # the connection no longer speaks HTTP
         return web.Response()
 
-    def _check_streams(self, upload: Upload, sender: tuple[str, str]) -> None:
-        """Refuse a stream beyond a sender's part of them, and more senders than hosts that send the upload."""
-        mine = self._streams[sender]
-        hosts = upload.joint.shared.shares if upload.joint is not None and upload.is_gathered else 1
-        if not mine and sum(upload_id == upload.id for upload_id, _ in self._streams) >= hosts:
-            raise ServerRefusedError(
-                f"this upload is sent by {hosts} already, as many as it has hosts", reason=TierReason.TOO_MANY_STREAMS
-            )
-        senders = len(self._streams) + (not mine)
-        most = min(_MOST_STREAMS_OF_A_SENDER, MOST_STREAMS // senders)
+    def _check_streams(self, upload_id: str) -> None:
+        """Refuse a stream beyond an upload's part of them."""
+        mine = self._streams[upload_id]
+        uploads = len(self._streams.keys() | {upload_id})
+        most = min(_MOST_STREAMS_OF_AN_UPLOAD, MOST_STREAMS // uploads)
         if mine and (mine >= most or self._streams.total() >= MOST_STREAMS):
             raise ServerRefusedError(
-                "this host has its part of the streams that this server serves at once",
+                "this upload has its part of the streams that this server serves at once",
                 reason=TierReason.TOO_MANY_STREAMS,
             )
 
@@ -513,8 +465,7 @@ class UploadRequests:
         done = await asyncio.to_thread(
             self._node.seal, upload.id, whole, destinations, floats, written, followed=followed
         )
-        is_portion = upload.joint is not None and upload.joint.shared.image_nbytes > 0
-        short = self._node.ring.is_short(key_of(done), upload.nbytes if is_portion else done.nbytes)
+        short = self._node.ring.is_short(key_of(done), done.nbytes, writer_of(done))
         return web.json_response({"checksums": list(done.checksums), "short": short})
 
     async def abort(self, request: web.Request) -> web.Response:
@@ -522,15 +473,6 @@ class UploadRequests:
         untouched = same_host(request) and (await json_body(request)).get("untouched") is True
         self._node.abort(request.match_info["upload"], untouched=untouched)
         return web.json_response({})
-
-
-def joined(upload: Upload, body: dict[str, Any]) -> dict[str, Any]:
-    """What who takes part in an upload is told of it; not the layout again, if that is known by its id."""
-    joint = upload.joint
-    assert joint is not None
-    shared, known = joint.shared, identifier(body, "layout_id") == joint.layout_id
-    told = {"shares": shared.shares, "digest": shared.digest, "layout_id": joint.layout_id}
-    return {**told, "layout": None if known else shared.layout}
 
 
 def base_info(upload: Upload) -> dict[str, Any] | None:

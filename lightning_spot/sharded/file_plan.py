@@ -1,10 +1,9 @@
-"""Lays a sharded snapshot out before it is filled: what each rank writes into the image, and the files it is cut into.
+"""Lays a sharded snapshot out before it is filled: the files that each rank writes, and what lies where in them.
 
-Where everything of fixed size lies, every rank finds from the plan, by itself: first the file of each rank's tensors,
-then that of each rank's own state. What varies in length from one snapshot to the next is rank 0's, and lies behind
-them. No tensor, and no memory, is kept alive from one snapshot to the next.
+Where in the ranks' files their tensors lie, every rank finds from the plan, by itself. What else there is to write is
+rank 0's, and lies behind its tensors. No tensor, and no memory, is kept alive from one snapshot to the next.
 
-At rest the image is a directory that ``torch.distributed.checkpoint`` reads, and Lightning's own strategies.
+At rest the files are a directory that ``torch.distributed.checkpoint`` reads, and Lightning's own strategies.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 
 from lightning_spot.errors import CorruptSnapshotError, NotSerializableError
 from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, FileSpan
-from lightning_spot.image.layout import DoesNotFitError, Entry, Layout, Layouter, filled, lay_out, lay_out_plain
+from lightning_spot.image.layout import Entry, Layout, Layouter, filled, lay_out, lay_out_plain
 from lightning_spot.image.parts import checksum
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece
@@ -72,7 +71,7 @@ class Placed:
         item: number of the tensor in the plan.
         chunk: the box.
         form: of its archive.
-        offset: of the archive in the image.
+        offset: of the archive in the rank's file.
         pad: zeros behind it, up to the next one.
     """
 
@@ -84,61 +83,43 @@ class Placed:
 
 
 class Places:
-    """Where everything of fixed size lies, for one plan.
+    """Where the tensors lie, for one plan.
 
     Args:
         plan: of the state.
-        state_bytes: of the file that each rank has for its own state.
 
     Attributes:
         plan: of the state.
-        state_bytes: of the file that each rank has for its own state.
-        files: in the order of their places.
+        sizes: of the file with each rank's tensors; 0 for a rank that writes none.
         tensors: where their boxes lie.
         by_rank: the boxes that each rank writes.
-        end: of all of it in the image.
     """
 
-    def __init__(self, plan: Plan, state_bytes: Sequence[int]) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.state_bytes = tuple(state_bytes)
-        self.files: list[FileSpan] = []
         self.by_rank: list[list[Placed]] = [[] for _ in range(plan.world_size)]
-        self.end = 0
         chunks: list[list[tuple[int, Chunk]]] = [[] for _ in range(plan.world_size)]
         for number, tensor in enumerate(plan.tensors):
             for chunk in tensor.chunks:
                 chunks[chunk.rank].append((number, chunk))
         shards: list[list[Shard]] = [[] for _ in plan.tensors]
-        for rank, boxes in enumerate(chunks):
-            if boxes:
-                self._place(rank, boxes, shards)
-        for rank, nbytes in enumerate(self.state_bytes):
-            self._add(state_file(rank), nbytes)
+        self.sizes = [self._place(rank, boxes, shards) for rank, boxes in enumerate(chunks)]
         self.tensors = tuple(
             ShardedTensor(tensor.path, tensor.dtype, tensor.shape, tuple(shards[number]))
             for number, tensor in enumerate(plan.tensors)
         )
 
-    def _place(self, rank: int, boxes: list[tuple[int, Chunk]], shards: list[list[Shard]]) -> None:
-        """Give the boxes of one rank their places in its file."""
-        name, start, at = tensors_file(rank), self.end, 0
+    def _place(self, rank: int, boxes: list[tuple[int, Chunk]], shards: list[list[Shard]]) -> int:
+        """Give the boxes of one rank their places in its file; the size of that."""
+        name, at, end = tensors_file(rank), 0, 0
         for place, (number, chunk) in enumerate(boxes):
             form = form_of(self.plan.tensors[number].dtype, chunk.sizes)
             end = at + form.nbytes
             following = aligned(end, ALIGNMENT if place < len(boxes) - 1 else FILE_ALIGNMENT_BYTES)
-            self.by_rank[rank].append(Placed(number, chunk, form, start + at, following - end))
+            self.by_rank[rank].append(Placed(number, chunk, form, at, following - end))
             shards[number].append(Shard(chunk.offsets, chunk.sizes, Archived(name, at, form.nbytes), form.data))
             at = following
-        self._add(name, end)
-
-    def _add(self, name: str, nbytes: int) -> None:
-        self.files.append(FileSpan(name, self.end, nbytes))
-        self.end = aligned(self.end + nbytes, FILE_ALIGNMENT_BYTES)
-
-    def state_of(self, rank: int) -> FileSpan:
-        """The file for a rank's own state."""
-        return self.files[len(self.files) - len(self.state_bytes) + rank]
+        return end
 
 
 def tensors_file(rank: int) -> str:
@@ -232,21 +213,23 @@ _TEXTS = frozenset((str,))
 
 @dataclass(frozen=True, slots=True)
 class ShardedImage:
-    """A sharded snapshot before it is filled, as far as one rank writes it.
+    """What one rank writes of a sharded snapshot, before it is filled; not its own state.
 
     Attributes:
-        layout: what this rank writes; on rank 0, its size is that of the whole image.
-        files: into which the image is cut at rest; on rank 0 only.
+        layout: of it.
+        files: into which it is cut at rest.
         digest: of all that the ranks must agree on.
+        tensor_nbytes: of the tensors of all ranks, with what is around them.
+        rest: on rank 0, the file with the rest of the checkpoint.
         plan: who writes what; the same object as long as that stays as it is.
-        places: where everything of fixed size lies.
     """
 
     layout: Layout
     files: tuple[FileSpan, ...]
     digest: str
+    tensor_nbytes: int
+    rest: Layout | None
     plan: Plan
-    places: Places
 
 
 class ShardedLayouter:
@@ -275,15 +258,11 @@ class ShardedLayouter:
         """Why no resume will read what was laid out, as far as that was found by trying; ``""`` if nothing was."""
         return self._values.unreadable
 
-    def lay_out(
-        self, state: State, own: bytes | bytearray, state_bytes: Sequence[int], rest: Any = None
-    ) -> ShardedImage:
+    def lay_out(self, state: State, rest: Any = None) -> ShardedImage:
         """Lay a snapshot out.
 
         Args:
             state: of the model and its optimizers, nested; the keys are those of Lightning's sharded checkpoints.
-            own: the file with this rank's own state, of ``state_bytes[rank]`` bytes, see :func:`state_archive`.
-            state_bytes: of the file that each rank has for its own state, agreed by all.
             rest: of the checkpoint, on rank 0.
 
         Raises:
@@ -291,19 +270,23 @@ class ShardedLayouter:
         """
         plan, tensors, values = self._planner.plan(state)
         places = self._places
-        if places is None or places.plan is not plan or places.state_bytes != tuple(state_bytes):
-            places = self._places = self._place(plan, state_bytes)
+        if places is None or places.plan is not plan:
+            places = self._places = self._place(plan)
         pieces = tuple([source.piece(tensors[number]) for number, source in self._sources])
-        frame = list(self._frame)
-        span = places.state_of(self._rank)
-        frame.append(_entry(span, own))
-        files, end = list(places.files), places.end
+        frame, nbytes = self._frame, places.sizes[self._rank]
+        files = (FileSpan(tensors_file(self._rank), 0, nbytes),) if nbytes else ()
+        end, found = aligned(nbytes, FILE_ALIGNMENT_BYTES), None
         if self._rank == 0:
-            end = self._behind(places, values, rest, frame, files)
-        return ShardedImage(Layout(end, tuple(frame), pieces), tuple(files), self._digest, plan, places)
+            behind = self._behind(places, values, end)
+            content = self._rest_of(rest)
+            last = FileSpan(metadata.REST_FILE, behind.end, len(content))
+            files = (*files, *behind.files, last)
+            frame = [*frame, *behind.frame, _entry(last, content)]
+            end, found = aligned(last.stop, FILE_ALIGNMENT_BYTES), Layout(len(content), ((0, content),), ())
+        return ShardedImage(Layout(end, tuple(frame), pieces), files, self._digest, sum(places.sizes), found, plan)
 
-    def _place(self, plan: Plan, state_bytes: Sequence[int]) -> Places:
-        places = Places(plan, state_bytes)
+    def _place(self, plan: Plan) -> Places:
+        places = Places(plan)
         self._frame = []
         for placed in places.by_rank[self._rank]:
             *before, (last_at, last) = placed.form.frame
@@ -311,24 +294,20 @@ class ShardedLayouter:
                 self._frame.append((placed.offset + at, data))
         self._frame = _joined(self._frame)
         # Also of the places: another torch may put other frames around the elements.
-        told = f"{plan.digest} {places.state_bytes} {[file.nbytes for file in places.files]} {self._token}"
-        self._digest = checksum(told.encode())
+        self._digest = checksum(f"{plan.digest} {places.sizes} {self._token}".encode())
         filled = (placed for placed in places.by_rank[self._rank] if placed.form.data_nbytes)
         self._sources = [
             (placed.item, _Source(plan.tensors[placed.item].path, placed, self._numbers)) for placed in filled
         ]
         return places
 
-    def _behind(self, places: Places, found: list[Any], rest: Any, frame: Frame, files: list[FileSpan]) -> int:
-        """Lay out what varies in length; the end of the image."""
+    def _behind(self, places: Places, found: list[Any], start: int) -> _Behind:
+        """Lay out what says where everything lies, and the values that are no tensors."""
         archives = self._values.archive(places.plan.values, found)
         behind = self._last_behind
         if behind is None or behind.places is not places or behind.archives is not archives:
-            behind = self._last_behind = _put_behind(places, archives, behind)
-        last = FileSpan(metadata.REST_FILE, behind.end, len(content := self._rest_of(rest)))
-        files += [*behind.files, last]
-        frame += [*behind.frame, _entry(last, content)]
-        return aligned(last.stop, FILE_ALIGNMENT_BYTES)
+            behind = self._last_behind = _put_behind(places, archives, behind, start)
+        return behind
 
     def _rest_of(self, rest: Any) -> bytes | bytearray:
         """The file with the rest of the checkpoint; ``torch.save`` takes three times as long."""
@@ -368,11 +347,11 @@ class _Behind(NamedTuple):
     end: int
 
 
-def _put_behind(places: Places, archives: _Archives, before: _Behind | None) -> _Behind:
+def _put_behind(places: Places, archives: _Archives, before: _Behind | None, start: int) -> _Behind:
     """Lay values out, and what says where all lies: that is long, and stays until a value takes another length."""
     files: list[FileSpan] = []
     frame: Frame = []
-    end = places.end
+    end = start
 
     def put(name: str, content: bytes) -> None:
         nonlocal end
@@ -449,26 +428,6 @@ def _joined(frame: Frame) -> Frame:
     return [(at, bytes(data)) for at, data in joined]
 
 
-def state_archive(state: Any, nbytes: int | None = None, layouter: Layouter | None = None) -> bytearray:
-    """The file with a rank's own state, which ``torch.load`` reads.
-
-    Args:
-        state: plain values and tensors.
-        nbytes: size that it is to have; ``None`` for no more than it needs.
-        layouter: that has laid such states out before, and knows how their tensors are put together.
-
-    Raises:
-        DoesNotFitError: if it needs more than ``nbytes``.
-        NotSerializableError: if something of it cannot be saved.
-    """
-    try:
-        return filled((layouter or Layouter()).lay_out(state, nbytes))
-    except (DoesNotFitError, MemoryError):
-        raise
-    except Exception as error:  # pickling runs the user's code, which may raise anything
-        raise _cannot("the state of this rank", error) from error
-
-
 def serialised(value: Any, what: str) -> bytes | bytearray:
     """``torch.save`` of a value.
 
@@ -484,7 +443,7 @@ def serialised(value: Any, what: str) -> bytes | bytearray:
 
 
 def load_state(data: memoryview) -> Any:
-    """Read what :func:`state_archive` made; nothing in it runs code."""
+    """Read the file with a rank's own state; nothing in it runs code."""
     return safe_load(io.BytesIO(data))
 
 

@@ -37,8 +37,8 @@ from lightning_spot.errors import (
     SpotError,
 )
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
-from lightning_spot.image.portion import Image
 from lightning_spot.image.safe_load import kind_of, placeholders_in, safe_load
+from lightning_spot.image.shards import Image
 from lightning_spot.image.tensor_index import Path as ItemPath
 from lightning_spot.image.tensor_index import Shard, ShardedTensor, Shards, archived
 from lightning_spot.sharded.dtensors import box_of, is_strided

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -26,7 +25,7 @@ from lightning_spot.staging.batch import (
     some,
     whole,
 )
-from lightning_spot.staging.cuda import CudaCopier, CudaCopy, Held, Marks
+from lightning_spot.staging.cuda import CudaCopier, CudaCopy, Held
 from lightning_spot.threads import processors, work_together
 
 if TYPE_CHECKING:
@@ -376,7 +375,6 @@ class Copier:
         slot: SlotView,
         watches: Watches | None = None,
         schedule: Schedule | None = None,
-        after: Marks | None = None,
     ) -> CopyJob:
         """Start copying and return at once.
 
@@ -388,7 +386,6 @@ class Copier:
             slot: where to.
             watches: tensors to compare before and after, see :func:`watch`.
             schedule: when each of them goes; ``None`` for at once.
-            after: what copies from GPUs come after, see :meth:`marks`; ``None`` for what this thread has ordered.
         """
         spans, timetable = whole(pieces), None
         if schedule is not None:
@@ -400,7 +397,7 @@ class Copier:
         job.stands_still = timetable is not None and timetable.stands_still
         if job.stands_still:
             timetable = None
-        self._fill(job, pieces, spans, slot, timetable, after, buffered=schedule is not None)
+        self._fill(job, pieces, spans, slot, timetable, buffered=schedule is not None)
         if job.stands_still:
             job.copy_here()
         if job.is_done:
@@ -431,18 +428,6 @@ class Copier:
         """Undo :meth:`pin`; call it before the slot is unmapped."""
         self._cuda.unpin(slot.tensor)
 
-    def marks(self) -> Marks:
-        """What the calling thread has ordered on GPUs so far."""
-        return self._cuda.marks()
-
-    def reading(self, after: Marks) -> AbstractContextManager[None]:
-        """Have the calling thread read from GPUs itself, after what another one had ordered, and beside what it does.
-
-        Raises:
-            SpotError: if one fails.
-        """
-        return self._cuda.reading(after)
-
     def fence(self) -> None:
         """Make the current CUDA stream wait for the copies ordered so far; the calling thread does not wait."""
         self._cuda.fence()
@@ -464,7 +449,6 @@ class Copier:
         spans: Sequence[SlotSpan],
         slot: SlotView,
         timetable: Timetable | None,
-        after: Marks | None,
         *,
         buffered: bool,
     ) -> None:
@@ -485,7 +469,7 @@ class Copier:
                 else:  # MPS, XPU, …: no side stream is known here; copied in order, by the caller
                     span.target(slot.tensor).copy_(span.source())
             batches += batches_of(on_cpu, slot, place, after_s, latest_s)
-        cuda = self._cuda.begin(on_gpu, slot.tensor, buffered=buffered, after=after) if on_gpu else None
+        cuda = self._cuda.begin(on_gpu, slot.tensor, buffered=buffered) if on_gpu else None
         job.hold(batches, cuda, latest_s if timetable is not None else self._clock() + _HELD_S)
 
     def _notify(self) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -178,10 +178,6 @@ class LaneCopy:
         return rest
 
 
-Marks = Mapping[int, Any]
-"""For devices by their number, an event: a place in the order of the training's work."""
-
-
 @contextmanager
 def _failures_as_ours() -> Iterator[None]:
     """Have an error of CUDA cost a snapshot, or nothing more than what is cleared up: training meets it by itself."""
@@ -209,57 +205,24 @@ class CudaCopier:
         self._pinned: dict[int, bool] = {}
         """Slots that were to be page-locked, by their address, and whether they are."""
         self._making = threading.Lock()
-        self._readers: dict[int, Any] = {}
-        """A stream of each device by which a thread of ours reads from it itself."""
         self.records_graphs = False
         """Whether a CUDA graph was seen being recorded: its replays call no hooks, so nothing may follow later."""
 
-    def marks(self) -> Marks:
-        """What the calling thread has ordered so far on each device; nothing of one that has failed."""
-        try:
-            if self.capturing():
-                return {}
-            indices = {*self._lanes, *self.device.in_use()}
-            return {index: self.device.record(self.device.current(index)) for index in indices}
-        except RuntimeError as error:
-            logger.debug("copies will fail: %s", error)
-            return {}
-
-    @contextmanager
-    def reading(self, after: Marks) -> Iterator[None]:
-        """Have the calling thread, not that which trains, read from devices itself: what ``after`` marks is over then.
-
-        It reads by a stream of its own. That of training, which is the current one here too, has by then the next step
-        in it: each read would wait for that, and training for each read.
-
-        Raises:
-            SpotError: if a device fails.
-        """
-        with _failures_as_ours(), ExitStack() as used:
-            for index, event in after.items():
-                stream = self._readers.get(index) or self._readers.setdefault(index, self.device.stream(index))
-                self.device.wait(stream, event)
-                used.enter_context(self.device.beside(index, stream))
-            yield
-
-    def begin(
-        self, held: Iterable[Held], slot: torch.Tensor, *, buffered: bool, after: Marks | None = None
-    ) -> CudaCopy:
-        """Take copies over; none is ordered yet.
+    def begin(self, held: Iterable[Held], slot: torch.Tensor, *, buffered: bool) -> CudaCopy:
+        """Take copies over; none is ordered yet. They come after what the calling thread has ordered so far.
 
         Args:
             held: what is copied from which place of the iteration on, in order.
             slot: uint8 CPU tensor of shape ``(capacity,)`` over the slot.
             buffered: whether the last bytes may go through the buffer on the device, before the optimizer steps.
-            after: what they come after; ``None`` for what the calling thread has ordered so far.
 
         Raises:
             SpotError: if the device fails.
         """
         with _failures_as_ours():
-            return self._begin(held, slot, buffered, after)
+            return self._begin(held, slot, buffered)
 
-    def _begin(self, held: Iterable[Held], slot: torch.Tensor, buffered: bool, after: Marks | None) -> CudaCopy:
+    def _begin(self, held: Iterable[Held], slot: torch.Tensor, buffered: bool) -> CudaCopy:
         by_lane: dict[Lane, list[Held]] = {}
         for place, spans in held:
             for span in spans:
@@ -268,10 +231,9 @@ class CudaCopier:
                     parts.append((place, []))
                 parts[-1][1].extend(cut_at(span, PAGE_LOCKED_BYTES))
         self.pin(slot, next(iter(by_lane)).index)
-        marks = after if after is not None else self.marks()
-        for lane in by_lane:  # a hook that orders some of them may be on a thread with another stream
-            if (event := marks.get(lane.index)) is not None:
-                lane.follow(event)
+        if not self.capturing():
+            for lane in by_lane:  # a hook that orders some of them may be on a thread with another stream
+                lane.follow(self.device.record(self.device.current(lane.index)))
         return CudaCopy(self, [LaneCopy(lane, parts, slot, buffered=buffered) for lane, parts in by_lane.items()])
 
     def fence(self) -> None:

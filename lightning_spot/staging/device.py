@@ -189,10 +189,6 @@ class Cuda:
         """On which."""
         return storage.device.index or 0
 
-    def in_use(self) -> Sequence[int]:
-        """Numbers of those that the calling thread's work goes to, as far as that is known."""
-        return [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call] # torch's
-
     def current(self, index: int) -> torch.cuda.Stream:
         """The stream that the calling thread's work goes to."""
         return torch.cuda.current_stream(index)
@@ -268,15 +264,14 @@ class Cuda:
             event.synchronize()
 
     @contextlib.contextmanager
-    def beside(self, index: int, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
+    def beside(self, index: int) -> Iterator[None]:
         """Have the calling thread, not that which trains, use a device itself, for as long as this lasts.
 
         Args:
             index: number of the device.
-            stream: what its own work goes to; ``None`` if it orders none.
         """
         # Without a device of its own, a thread takes memory for a context on the first.
-        with torch.cuda.device(index), torch.cuda.stream(stream), beside_recordings():
+        with torch.cuda.device(index), beside_recordings():
             yield
 
     def allocate(self, index: int, nbytes: int) -> torch.Tensor | None:

@@ -17,8 +17,8 @@ from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptSnapshotError, SpotError, TierError, TierReason
 from lightning_spot.image.files import FileSpan, cut, is_own_file, pieces
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, Order, snapshot_order
-from lightning_spot.image.parts import part_ranges
 from lightning_spot.image.sealing import NotedParts
+from lightning_spot.image.shards import Image, slices
 from lightning_spot.say import say
 from lightning_spot.threads import in_turn
 from lightning_spot.tiers import fences, posix, store
@@ -149,7 +149,7 @@ class LocalStore:
                 fences.check_claim(claim, _claim_in(path))
                 posix.sync_directory(folder)  # the attempt that wrote it may have been killed before it did
 
-    def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
+    def put(self, manifest: Manifest, image: Image, *, attempt: int) -> None:
         """See :meth:`Store.put`."""
         self._check_fences(manifest, attempt)
         with tier_errors(self.url):
@@ -160,8 +160,7 @@ class LocalStore:
                     posix.sync_directory((self.root / path).parent)
                 posix.sync_directory(self.root)
                 return
-            slices = (image[start:stop] for start, stop in part_ranges(len(image), _WRITE_BYTES))
-            with self._aside(manifest, slices, attempt) as (folder, temporaries):
+            with self._aside(manifest, slices(image, _WRITE_BYTES), attempt) as (folder, temporaries):
                 self._commit(manifest, folder, temporaries, attempt)
 
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
@@ -472,12 +471,12 @@ class LocalFolder:
                     found[name] = status.st_size
             return found
 
-    def write(self, name: str, data: memoryview) -> None:
+    def write(self, name: str, data: Image) -> None:
         """See :meth:`Folder.write`."""
         with posix.tier_errors(self._store.url), self._left_as_it_was():
-            slices = (data[start:stop] for start, stop in part_ranges(len(data), _WRITE_BYTES))
+            parts = slices(data, _WRITE_BYTES)
             with self._store.inside(self._store.made() / self._name, make=True) as folder:
-                temporary = posix.write_aside(folder, slices, attempt=self._attempt, run_id=self._run_id)
+                temporary = posix.write_aside(folder, parts, attempt=self._attempt, run_id=self._run_id)
                 try:
                     os.replace(temporary, folder / name)
                 except BaseException:
@@ -485,14 +484,10 @@ class LocalFolder:
                     raise
                 posix.sync_directory(folder)
 
-    def write_all(
-        self, contents: Mapping[str, memoryview], goes_on: Callable[[], None], done: Callable[[str], None]
-    ) -> None:
+    def write_all(self, contents: Mapping[str, Image]) -> None:
         """See :meth:`Folder.write_all`. A disk writes faster at one place."""
         for name, data in contents.items():
-            goes_on()
             self.write(name, data)
-            done(name)
 
     @contextlib.contextmanager
     def _left_as_it_was(self) -> Iterator[None]:

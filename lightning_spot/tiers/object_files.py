@@ -17,14 +17,16 @@ from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptSnapshotError
 from lightning_spot.image.files import check_zero, cut, pieces
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.parts import part_ranges
+from lightning_spot.image.shards import Image, JoinedImage, cut_out, slices
 from lightning_spot.retry import retried
 from lightning_spot.tiers import s3, store
 from lightning_spot.tiers.fsspec_client import Job, make_parent, move, open_filesystem, speaks, tier_errors
-from lightning_spot.tiers.s3 import S3, MultipartUpload, block_bytes, regrouped, slices_of, upload
+from lightning_spot.tiers.s3 import S3, MultipartUpload, block_bytes, regrouped, upload
 
 logger = logging.getLogger(__name__)
 
-Parts = memoryview | Iterable[memoryview]
+Parts = memoryview | JoinedImage | Iterable[memoryview]
 """The bytes of an object, whole or part by part."""
 
 _TRIAL = ".lightning-spot-trial"
@@ -193,15 +195,12 @@ class WriteHooks:
 
     Attributes:
         temporary: makes the path of a temporary file, where they are written aside.
-        ready: called when the bytes of the first of them are there, before it becomes visible.
-        goes_on: called before each of them and, at S3, before each of their blocks; what it raises ends all of it.
-        done: told the path of each that is there. All may be called on any thread.
+        ready: called when the bytes of the first of them are there, before it becomes visible. Both are called on any
+            thread.
     """
 
     temporary: Callable[[], str]
     ready: Callable[[], None] = lambda: None
-    goes_on: Callable[[], None] = lambda: None
-    done: Callable[[str], None] = lambda _path: None
 
     def once(self) -> WriteHooks:
         """The same, but what is to be done first is done once, however many objects follow."""
@@ -217,7 +216,7 @@ class _SideBySide:
         hooks: what is asked and told; it is ready each time that one is about to become visible.
     """
 
-    def __init__(self, files: Any, objects: Mapping[str, memoryview], hooks: WriteHooks) -> None:
+    def __init__(self, files: Any, objects: Mapping[str, Image], hooks: WriteHooks) -> None:
         self._files, self._objects, self._hooks = files, objects, hooks
         self._begun: dict[str, MultipartUpload] = {}
         self._left: dict[str, int] = {}  # blocks of each upload that are not there yet
@@ -243,22 +242,18 @@ class _SideBySide:
             if len(data) <= sizes[path]:
                 yield len(data), functools.partial(self._put, path, data)
                 continue
-            self._hooks.goes_on()
-            blocks = list(slices_of(data, sizes[path]))
+            blocks = [cut_out(data, *bounds) for bounds in part_ranges(len(data), sizes[path])]
             self._begun[path], self._left[path] = MultipartUpload(self._files, path), len(blocks)
             for number, block in enumerate(blocks, 1):
                 yield len(block), functools.partial(self._send, path, number, block)
 
-    def _put(self, path: str, data: memoryview) -> None:
-        self._hooks.goes_on()
-        content = bytes(data)
+    def _put(self, path: str, data: Image) -> None:
+        content = bytes(data[0 : len(data)])
         self._hooks.ready()
         self._files.pipe_file(path, content)
-        self._hooks.done(path)
 
-    def _send(self, path: str, number: int, block: memoryview) -> None:
-        self._hooks.goes_on()
-        self._begun[path].send(number, block)
+    def _send(self, path: str, number: int, block: Image) -> None:
+        self._begun[path].send(number, block[0 : len(block)])
         with self._lock:
             self._left[path] -= 1
             is_last = not self._left[path]
@@ -266,7 +261,6 @@ class _SideBySide:
             self._hooks.ready()
             self._begun[path].complete()
             del self._begun[path]
-            self._hooks.done(path)
 
 
 def write_files(files: Any, root: str, manifest: Manifest, parts: Parts, hooks: WriteHooks) -> None:
@@ -284,7 +278,7 @@ def write_files(files: Any, root: str, manifest: Manifest, parts: Parts, hooks: 
         Exception: whatever failed; no file is being written any more.
     """
     paths = {span: f"{root}/{manifest.path_of(span)}" for span in manifest.spans}
-    if not isinstance(parts, memoryview):
+    if not isinstance(parts, (memoryview, JoinedImage)):
         hooks = hooks.once()
         for span, of_file in cut(manifest.spans, parts):
             write_object(files, paths[span], of_file, span.nbytes, hooks)
@@ -292,10 +286,10 @@ def write_files(files: Any, root: str, manifest: Manifest, parts: Parts, hooks: 
     for gap, start, stop in pieces(manifest.spans, 0, len(parts)):
         if gap is None:
             check_zero(parts[start:stop])
-    write_whole(files, {path: parts[span.offset : span.stop] for span, path in paths.items()}, hooks)
+    write_whole(files, {path: cut_out(parts, span.offset, span.stop) for span, path in paths.items()}, hooks)
 
 
-def write_whole(files: Any, objects: Mapping[str, memoryview], hooks: WriteHooks) -> None:
+def write_whole(files: Any, objects: Mapping[str, Image], hooks: WriteHooks) -> None:
     """Write several objects, each as by :func:`write_object`: side by side in an object store, else in turn.
 
     Args:
@@ -311,10 +305,8 @@ def write_whole(files: Any, objects: Mapping[str, memoryview], hooks: WriteHooks
         _SideBySide(files, objects, hooks).write()
         return
 
-    def write(path: str, data: memoryview) -> None:
-        hooks.goes_on()
-        write_object(files, path, slices_of(data, PART_BYTES), len(data), hooks)
-        hooks.done(path)
+    def write(path: str, data: Image) -> None:
+        write_object(files, path, slices(data, PART_BYTES), len(data), hooks)
 
     if not speaks(files):  # not every library of a file system may be used by several threads
         for path, data in objects.items():

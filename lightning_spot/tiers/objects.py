@@ -15,6 +15,7 @@ from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, T
 from lightning_spot.image.files import FileSpan, is_own_file, pieces
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.image.sealing import NotedParts
+from lightning_spot.image.shards import Image, JoinedImage, slices
 from lightning_spot.say import say
 from lightning_spot.threads import all_at_once, both
 from lightning_spot.tiers import fences, s3, store
@@ -173,12 +174,13 @@ class ObjectStore:
                 existing = self._claim_in(below)  # of two writers, the last one may have won
             fences.check_claim(claim, existing)
 
-    def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
+    def put(self, manifest: Manifest, image: Image, *, attempt: int) -> None:
         """See :meth:`Store.put`."""
         _, noted = both(lambda: self._check_fences(manifest, attempt), lambda: self._seen(manifest), "spot-ask")
         if noted.manifest == manifest and self.has(manifest):
             return  # durable already: a server that takes over from a killed one may not know, and must not undo it
-        self._commit(manifest, image, lambda: manifest, attempt, noted)
+        parts = image if isinstance(image, (memoryview, JoinedImage)) else slices(image, PART_BYTES)
+        self._commit(manifest, parts, lambda: manifest, attempt, noted)
 
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
         """See :meth:`Store.put_parts`."""
@@ -484,23 +486,16 @@ class ObjectFolder:
         with tier_errors(self._url):
             return self._objects.sizes(self._name)
 
-    def write(self, name: str, data: memoryview) -> None:
+    def write(self, name: str, data: Image) -> None:
         """See :meth:`Folder.write`."""
-        self.write_all({name: data}, lambda: None, lambda _name: None)
+        self.write_all({name: data})
 
-    def write_all(
-        self, contents: Mapping[str, memoryview], goes_on: Callable[[], None], done: Callable[[str], None]
-    ) -> None:
+    def write_all(self, contents: Mapping[str, Image]) -> None:
         """See :meth:`Folder.write_all`."""
-        names = {self._path(name): name for name in contents}
         with tier_errors(self._url):
             make_parent(self._objects.fs, self._path("any"))
-            hooks = WriteHooks(
-                temporary=lambda: self._path(temporary_name(self._attempt, self._run_id)),
-                goes_on=goes_on,
-                done=lambda path: done(names[path]),
-            )
-            write_whole(self._objects.fs, {path: contents[name] for path, name in names.items()}, hooks)
+            hooks = WriteHooks(temporary=lambda: self._path(temporary_name(self._attempt, self._run_id)))
+            write_whole(self._objects.fs, {self._path(name): data for name, data in contents.items()}, hooks)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """See :meth:`Folder.read`."""

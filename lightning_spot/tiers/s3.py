@@ -163,11 +163,6 @@ def block_bytes(nbytes: int) -> int:
     return max(BLOCK_BYTES, -(-nbytes // _MOST_BLOCKS))
 
 
-def slices_of(image: memoryview, size: int) -> Iterator[memoryview]:
-    """Views of consecutive blocks."""
-    return (image[start : start + size] for start in range(0, len(image), size))
-
-
 def regrouped(parts: Iterable[memoryview], size: int) -> Iterator[memoryview]:
     """The same bytes in blocks of ``size``, the last one shorter; copied, so that a part may go when the next comes."""
     waiting = bytearray()

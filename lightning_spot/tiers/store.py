@@ -12,12 +12,15 @@ How a tier lays a run out below its URL::
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, runtime_checkable
 
-from lightning_spot.errors import FencedError, TierError, TierReason
-from lightning_spot.image.manifest import Manifest, snapshot_order
+from lightning_spot.errors import CorruptSnapshotError, FencedError, TierError, TierReason
+from lightning_spot.image.manifest import Manifest, ShardOf, snapshot_order
+from lightning_spot.image.shards import Image, Status, assemble, status
+from lightning_spot.say import say
 from lightning_spot.tiers.fences import Claim, Owner, Standing, check_fence
 
 Result = TypeVar("Result")
@@ -38,7 +41,7 @@ class Holdings:
         unreadable: name of each snapshot whose manifest is there but cannot be used, and why.
         highest_attempt: over claims, manifests and the names of snapshots, committed or not; 0 if there is none.
         unfinished: names of snapshots that are not committed.
-        portions: of snapshots that are spread over several servers, as far as they are at this one.
+        shards: registers of snapshots that several ranks write, as far as they are at this tier.
         names: what an object store has listed of the run, for :meth:`Store.sweep`; of others it lists by itself.
         attempts: and of the folder of claims.
     """
@@ -47,9 +50,18 @@ class Holdings:
     unreadable: dict[str, str] = field(default_factory=dict)
     highest_attempt: int = 0
     unfinished: list[str] = field(default_factory=list)
-    portions: list[Manifest] = field(default_factory=list)
+    shards: list[Manifest] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     attempts: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of_memory(cls, held: Iterable[Manifest], claimed: int = 0) -> Holdings:
+        """What a ring holds: snapshots, users' files, and shards, put together where all of a snapshot are there."""
+        snapshots = [manifest for manifest in held if not manifest.is_file]
+        shards = [manifest for manifest in snapshots if manifest.shard is not None]
+        whole = [manifest for manifest in snapshots if manifest.shard is None]
+        manifests = newest_first([*whole, *put_together(shards)])
+        return cls(manifests, {}, highest_attempt(claimed, (), snapshots), shards=shards)
 
 
 class Store(Protocol):
@@ -112,7 +124,7 @@ class Store(Protocol):
             TierError: if it could not be written.
         """
 
-    def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
+    def put(self, manifest: Manifest, image: Image, *, attempt: int) -> None:
         """Store a snapshot or file; when this returns it is committed and as durable as the tier is.
 
         Args:
@@ -198,19 +210,11 @@ class Folder(Protocol):
     def sizes(self) -> dict[str, int]:
         """The files that are there, with their sizes; empty if there is no such folder."""
 
-    def write(self, name: str, data: memoryview) -> None:
+    def write(self, name: str, data: Image) -> None:
         """Write a file, in place of what is there; when this returns it is as durable as the tier is."""
 
-    def write_all(
-        self, contents: Mapping[str, memoryview], goes_on: Callable[[], None], done: Callable[[str], None]
-    ) -> None:
-        """Write several files, each as by :meth:`write`; side by side in an object store.
-
-        Args:
-            contents: by name.
-            goes_on: called before each of them, and at S3 before each of their blocks; what it raises ends all of it.
-            done: told the name of each that is there. Both may be called on several threads.
-        """
+    def write_all(self, contents: Mapping[str, Image]) -> None:
+        """Write several files, by name, each as by :meth:`write`; side by side in an object store."""
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Some of a file, by default all of it.
@@ -276,6 +280,24 @@ def on_behalf(store: Store, standing: Standing, action: Callable[[], Result]) ->
 def newest_first(manifests: Sequence[Manifest]) -> list[Manifest]:
     """Sort manifests by attempt, then step, newest first."""
     return sorted(manifests, key=lambda manifest: manifest.order, reverse=True)
+
+
+def put_together(shards: Iterable[Manifest]) -> list[Manifest]:
+    """The snapshots that count, of those of which these are the registers that are seen; one of each writer."""
+    by_snapshot: dict[str, dict[int, tuple[ShardOf, Manifest]]] = {}
+    for manifest in shards:
+        if manifest.shard is not None:
+            by_snapshot.setdefault(manifest.snapshot, {})[manifest.shard.writer] = (manifest.shard, manifest)
+    found = []
+    for name, registers in by_snapshot.items():
+        manifests = [manifest for _, manifest in registers.values()]
+        seen = {writer: shard for writer, (shard, _) in registers.items()}
+        if status(seen, manifests[0].order) is Status.COMMITTED:
+            try:
+                found.append(assemble(manifests))
+            except CorruptSnapshotError as error:
+                say(logging.WARNING, "snapshot-skipped", "snapshot {about} skipped: {reason}", about=name, reason=error)
+    return found
 
 
 def is_newer(existing: Manifest | None, manifest: Manifest) -> bool:

@@ -16,11 +16,11 @@ import torch
 from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.client import starting
 from lightning_spot.errors import ServerUnreachableError, SettingsError, SpotError, TierError
-from lightning_spot.fit import in_shards, preflight, resume
+from lightning_spot.fit import preflight, resume, topology
 from lightning_spot.fit.collectives import Agreement
-from lightning_spot.fit.in_shards import check_read_everywhere
 from lightning_spot.fit.preflight import check_alike, check_one_model, check_one_optimizer
 from lightning_spot.fit.resume import bring_below
+from lightning_spot.fit.topology import check_storage
 from lightning_spot.interval.costs import Costs
 from lightning_spot.memory.tier import TierHealth
 from lightning_spot.run.location import Location
@@ -305,8 +305,8 @@ def test_a_directory_that_another_host_does_not_see_is_refused_when_training_beg
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sees: bool
 ) -> None:
     """Rank 0 wrote to its own disk, and a resume failed on the other hosts."""
-    monkeypatch.setattr(in_shards, "_SEEN_S", 0.0)
-    monkeypatch.setattr(in_shards, "place_of", lambda _: f"host {rank_of_this_thread() // 2}")
+    monkeypatch.setattr(topology, "_SEEN_S", 0.0)
+    monkeypatch.setattr(topology, "place_of", lambda _: f"host {rank_of_this_thread() // 2}")
     info = info_of(str(tmp_path / "run"), 1)
     LocalStore(str(tmp_path / "run")).claim(info.claim())
     asked = list[int]()
@@ -315,12 +315,12 @@ def test_a_directory_that_another_host_does_not_see_is_refused_when_training_beg
         asked.append(rank_of_this_thread())
         return LocalStore(url if sees else f"{url}-of-another-host")
 
-    monkeypatch.setattr(in_shards, "open_store", open_store)
+    monkeypatch.setattr(topology, "open_store", open_store)
 
     def check(trainer: Any) -> str:
         location = Location.of(tmp_path / "run", local_server=False)
         try:
-            check_read_everywhere(Agreement(trainer), location, f"run@{info.id}", 1, info.token)
+            check_storage(Agreement(trainer), location, info)
         except SpotError as error:
             return str(error)
         return ""

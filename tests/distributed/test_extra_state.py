@@ -11,15 +11,16 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from lightning_spot.capture.layouts import ShardedCheckpoint, ShardedCheckpointLayouter
 from lightning_spot.errors import ModelChangedError, NotSerializableError
 from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.sharded import holder_of, split
 from lightning_spot.fit.selection import load_shards
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.sharded.file_plan import ShardedLayouter, state_archive
+from lightning_spot.sharded.file_plan import ShardedLayouter
 from lightning_spot.sharded.reader import consolidated
 from tests.distributed.test_sharded import same
-from tests.support.ranks import as_rank, fill
+from tests.support.ranks import as_rank, joined, manifest_of, sealed
 
 PLAIN = {"counts": {1: 5, "two": [torch.arange(3.0), 2]}, "empty": {}, "pair": (1, None), "scale": torch.ones(2)}
 
@@ -64,19 +65,20 @@ def on_rank(strategy: Any, mesh: Any, *layers: nn.Module) -> Any:
 
 
 def saved(strategy: Any, extra: Any) -> tuple[memoryview, Manifest]:
-    image, files = bytearray(), ()
+    shards = []
     for rank in range(2):
         with as_rank(rank, (2,)) as mesh:
             holder = holder_of(on_rank(strategy, mesh, nn.Linear(4, 4), Counting(extra)))
             exact = {KEY: {"world_size": 2, "ranks": []}}
             state, rest = split({"state_dict": holder.model_state(), "optimizer_states": [], **exact})
-            layouter = ShardedLayouter(rank, 2)
-            written = layouter.lay_out(state, state_archive({}, 4096), [4096, 4096], rest)
-            assert layouter.unreadable == ""  # which counts for what is read from the shards
-            if rank == 0:
-                image, files = bytearray(written.layout.nbytes), written.files
-            fill(image, written)
-    return memoryview(image), Manifest(run="r", name="n", step=1, attempt=1, nbytes=len(image), files=files)
+            tried = ShardedLayouter(rank, 2)
+            tried.lay_out(state, rest)
+            assert tried.unreadable == ""  # which counts for what is read from the shards
+            content = ShardedCheckpoint(state, {}, rest)
+            layouter = ShardedCheckpointLayouter(rank, 2)
+            shards.append(sealed(layouter.lay_out(content, manifest_of(rank, 2), {}, {})))
+    image, manifest = joined(shards)
+    return memoryview(image), manifest
 
 
 @pytest.fixture

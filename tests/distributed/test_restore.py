@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,10 +25,10 @@ from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, S
 from lightning_spot.fit import restore, selection
 from lightning_spot.fit.collectives import Agreement
 from lightning_spot.fit.restore import SharedOpening, fetched_once
-from lightning_spot.fit.selection import ResumedFrom, choose, own_small
+from lightning_spot.fit.selection import ResumedFrom, choose, load_snapshot, own_small
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.image.portion import Image
+from lightning_spot.image.shards import Image
 from lightning_spot.memory.node import Node
 from lightning_spot.protocol import ownership
 from lightning_spot.run import export, receiving
@@ -78,8 +79,18 @@ def put(store: LocalStore, step: int) -> Manifest:
     return manifest
 
 
-def no_shards(_image: Image, _manifest: Manifest) -> dict[str, Any]:
-    pytest.fail("this snapshot is one file")
+def load_plain(snapshot: OpenSnapshot) -> dict[str, Any]:
+    return load_snapshot(SimpleNamespace(world_size=2), snapshot, trusts=False)  # type: ignore[arg-type]
+
+
+def of_image(load: Callable[[Image, Manifest], dict[str, Any]]) -> Callable[[OpenSnapshot], dict[str, Any]]:
+    """Reads what is wanted of the image of a snapshot of several files."""
+
+    def loaded(snapshot: OpenSnapshot) -> dict[str, Any]:
+        with snapshot.image() as image:
+            return load(image, snapshot.manifest)
+
+    return loaded
 
 
 def restored(
@@ -88,7 +99,7 @@ def restored(
     look: Callable[[Location], Survey] = survey,
     then: Callable[[int, Chosen], Any] = lambda _rank, found: found,
     group: Group | None = None,
-    load_shards: Callable[[Image, Manifest], dict[str, Any]] = no_shards,
+    load: Callable[[OpenSnapshot], dict[str, Any]] = load_plain,
 ) -> list[Any]:
     """What each rank gets: what it chose, or the error that it raises."""
     group = group or Group(size)
@@ -100,7 +111,7 @@ def restored(
         ranks = Agreement(trainer)  # type: ignore[arg-type]
         hosts = SharedOpening(ranks, location)
         try:
-            return then(rank, choose(ranks, hosts, lambda: look(location), trusts=False, load_shards=load_shards))
+            return then(rank, choose(ranks, hosts, lambda: look(location), load))
         except (SpotError, NotImplementedError) as error:
             return error
         finally:
@@ -187,7 +198,7 @@ def test_every_rank_gets_the_image_of_a_sharded_snapshot(run: LocalStore, fetche
         assert found.files == manifest.files
         return {"same": bytes(image[:]) == bytes(content), "readonly": image[:].readonly}
 
-    assert [found[1] for found in restored(run, load_shards=load)] == [{"same": True, "readonly": True}] * 3
+    assert [found[1] for found in restored(run, load=of_image(load))] == [{"same": True, "readonly": True}] * 3
     assert len(fetched) == 1
 
 
@@ -216,7 +227,7 @@ def test_without_room_in_memory_each_rank_reads_what_it_needs_of_a_sharded_snaps
         return {"same": all(image[at : at + 9] == content[at : at + 9] for at in (4090, 5000, len(content) - 9))}
 
     monkeypatch.setattr(os, "preadv", count)
-    assert [found[1] for found in restored(run, load_shards=load)] == [{"same": True}] * 3
+    assert [found[1] for found in restored(run, load=of_image(load))] == [{"same": True}] * 3
     assert sum(read) <= 3 * 3 * manifest.part_bytes < 3 * manifest.nbytes
 
 
@@ -272,7 +283,7 @@ def test_each_host_reads_a_sharded_snapshot_once_from_a_memory_node(
             return {"same": bytes(image) == content and found.files == manifest.files}
 
         before = proxy.given_bytes
-        assert [found[1] for found in restored(run, 4, look, load_shards=load)] == [{"same": True}] * 4
+        assert [found[1] for found in restored(run, 4, look, load=of_image(load))] == [{"same": True}] * 4
         assert 2 * len(content) < proxy.given_bytes - before < 2.1 * len(content)
         at.client.close()
         proxy.close()

@@ -28,18 +28,18 @@ from lightning_spot.errors import CorruptSnapshotError, ModelChangedError, NotSe
 from lightning_spot.exact.optimizers import keep_dtypes, precise_of
 from lightning_spot.exact.sharded import MODEL, Dtensors, _put_back_optimizer
 from lightning_spot.image.files import check_files
-from lightning_spot.image.layout import DoesNotFitError, filled
+from lightning_spot.image.layout import filled
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.image.portion import Image
+from lightning_spot.image.shards import Image
 from lightning_spot.image.tensor_index import SHARDS_FILE, Shards, archived
 from lightning_spot.run.reading import ReadImage, SnapshotReader
 from lightning_spot.sharded import file_plan
-from lightning_spot.sharded.file_plan import ShardedLayouter, load_state, state_archive
+from lightning_spot.sharded.file_plan import ShardedLayouter, load_state
 from lightning_spot.sharded.metadata import metadata_of
 from lightning_spot.sharded.plan import Planner
 from lightning_spot.sharded.reader import ImageReader, load, load_all, write_plain
 from tests.support.filled import check_archive
-from tests.support.ranks import Shape, Sharded, as_rank, at_rest, fill, on_rank, snapshot, whole, write
+from tests.support.ranks import Shape, Sharded, as_rank, at_rest, fill, on_rank, snapshot, whole
 
 pytestmark = pytest.mark.guarantee("G12")
 
@@ -205,28 +205,17 @@ def test_a_part_of_a_storage_and_what_is_not_contiguous_are_saved_as_such() -> N
     with as_rank(0, (1,)):
         state = {"part": padded[2:8].view(2, 3), "turned": torch.arange(6.0).view(2, 3).T}
         layouter = ShardedLayouter(0, 1)
-        written = layouter.lay_out(state, state_archive({}, 4096), [4096], {})
-        again = layouter.lay_out(state, state_archive({}, 4096), [4096], {})
+        written = layouter.lay_out(state, {})
+        again = layouter.lay_out(state, {})
     assert written.layout.pieces[0].named is again.layout.pieces[0].named
     piece = written.layout.pieces[0]
     assert piece.storage.data_ptr() + piece.start == padded[2:].data_ptr()  # not copied yet
     padded += 100
     image = bytearray(written.layout.nbytes)
-    fill(image, written)
+    fill(image, written.layout)
     manifest = Manifest(run="r", name="n", step=0, attempt=0, nbytes=len(image), files=written.files)
     read = load_all(ImageReader(memoryview(image), manifest))
     assert same(read, {"part": padded[2:8].view(2, 3), "turned": state["turned"].contiguous()})
-
-
-def test_a_ranks_own_state_has_the_size_that_was_agreed_or_is_refused() -> None:
-    state = {"random": [1, 2, 3], "tensor": torch.arange(10)}
-    least = len(state_archive(state))
-    for nbytes in (least + 300, least + 301, 65536):
-        data = state_archive(state, nbytes)
-        assert len(data) == nbytes
-        assert same(load_state(memoryview(data)), state)
-    with pytest.raises(DoesNotFitError):
-        state_archive(state, least)
 
 
 def test_what_cannot_be_saved_is_named() -> None:
@@ -240,7 +229,7 @@ def test_what_cannot_be_saved_is_named() -> None:
         with pytest.raises(NotSerializableError, match=rf"model\.odd .*{kind}.* persistent=False"):
             Planner(1).plan({"model": {"odd": tensor}})
     with pytest.raises(NotSerializableError, match=r"groups\.0\.bad"):
-        ShardedLayouter(0, 1).lay_out({"groups": [{"bad": lambda: 0}]}, state_archive({}, 4096), [4096], {})
+        ShardedLayouter(0, 1).lay_out({"groups": [{"bad": lambda: 0}]}, {})
 
 
 def test_nothing_in_it_runs_code(one: Any, tmp_path: Path) -> None:
@@ -249,9 +238,9 @@ def test_nothing_in_it_runs_code(one: Any, tmp_path: Path) -> None:
             return (Path.touch, (tmp_path / "ran",))
 
     with as_rank(0, (1,)):
-        written = ShardedLayouter(0, 1).lay_out({"evil": Evil()}, state_archive({}, 4096), [4096], {})
+        written = ShardedLayouter(0, 1).lay_out({"evil": Evil()}, {})
     image = bytearray(written.layout.nbytes)
-    fill(image, written)
+    fill(image, written.layout)
     manifest = replace(one[2], nbytes=len(image), files=written.files, checksums=())
     with pytest.raises(CorruptSnapshotError, match="evil"):
         load_all(ImageReader(memoryview(image), manifest))
@@ -316,7 +305,7 @@ def test_ranks_with_other_states_have_other_digests() -> None:
     for rank, shape in ((0, (4, 2)), (1, (4, 3))):
         state = {"w": Sharded(torch.ones(shape), (Shard(0),))}
         with as_rank(rank, (2,)) as mesh:
-            digests.add(write(ShardedLayouter(rank, 2), state, mesh, {}, [4096, 4096]).digest)
+            digests.add(ShardedLayouter(rank, 2).lay_out(on_rank(state, mesh), {}).digest)
     assert len(digests) == 2
 
 
@@ -326,7 +315,7 @@ def test_a_rank_whose_torch_puts_other_frames_around_the_elements_has_another_di
     digests, form_of = set(), file_plan.form_of
     for more in (0, 64):
         monkeypatch.setattr(file_plan, "form_of", lambda *what, more=more: replace(form_of(*what), nbytes=4096 + more))
-        digests.add(ShardedLayouter(0, 1).lay_out({"w": torch.ones(4)}, bytes(4096), [4096]).digest)
+        digests.add(ShardedLayouter(0, 1).lay_out({"w": torch.ones(4)}).digest)
     assert len(digests) == 2
 
 
@@ -423,7 +412,7 @@ def resumed(
     optimizer.step()
     tweak(optimizer)
     state = {MODEL: holder.model_state(), "optimizer_0": holder.optimizer_state(optimizer)}
-    image = ShardedLayouter(0, 1).lay_out(state, state_archive({}, 4096), [4096], {})
+    image = ShardedLayouter(0, 1).lay_out(state, {})
     data = filled(image.layout)
     manifest = Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=len(data), files=image.files)
     _put_back_optimizer(other, resuming, ImageReader(memoryview(data), manifest), "optimizer_0")

@@ -21,13 +21,11 @@ from lightning_spot.errors import NotSerializableError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.tensor_index import Path
 from lightning_spot.sharded import file_plan
-from lightning_spot.sharded.file_plan import ShardedLayouter, state_archive
+from lightning_spot.sharded.file_plan import ShardedLayouter
 from lightning_spot.sharded.plan import Items, Planner
 from lightning_spot.sharded.reader import ImageReader, load_all, load_value
 from lightning_spot.staging.batch import SlotView
 from tests.support.ranks import Sharded, as_rank, fill, on_rank
-
-OWN = state_archive({}, 4096)
 
 
 def random_item(dice: Random, depth: int) -> Any:
@@ -73,9 +71,9 @@ def test_two_items_of_one_name_are_named() -> None:
 
 def image_of(layouter: ShardedLayouter, state: Any) -> tuple[bytes, str]:
     """What a layouter makes of a state."""
-    written = layouter.lay_out(state, OWN, [4096, 4096], {"epoch": 3})
+    written = layouter.lay_out(state, {"epoch": 3})
     image = bytearray(written.layout.nbytes)
-    fill(image, written)
+    fill(image, written.layout)
     return bytes(image), written.digest
 
 
@@ -207,14 +205,14 @@ def test_the_rest_of_a_checkpoint_is_read_by_torch(fails: bool, monkeypatch: pyt
         if fails:
             monkeypatch.setattr(layouter._rest_layouter, "lay_out", lambda _: 1 / 0)
         for step in range(3):
-            written = layouter.lay_out({"w": torch.ones(2)}, OWN, [4096], rest | {"step": step})
+            written = layouter.lay_out({"w": torch.ones(2)}, rest | {"step": step})
             (file,) = [file for file in written.files if file.name == "meta.pt"]
             data = next(data for at, data in written.layout.frame if at == file.offset)
             read = torch.load(io.BytesIO(data), weights_only=True)
             assert (read["epoch"], read["step"]) == (3, step)
             assert torch.equal(read["callbacks"]["average"], torch.arange(5.0))
         with pytest.raises(NotSerializableError, match="checkpoint"):
-            layouter.lay_out({"w": torch.ones(2)}, OWN, [4096], {"bad": lambda: 0})
+            layouter.lay_out({"w": torch.ones(2)}, {"bad": lambda: 0})
 
 
 def test_a_shard_that_is_not_what_its_placements_say_is_named() -> None:
@@ -236,7 +234,7 @@ def test_another_storage_at_the_same_address_is_another() -> None:
         for _ in range(2):
             state["model"]["rows"]._local_tensor = torch.from_numpy(memory)
             for _ in range(3):
-                pieces = layouter.lay_out(state, OWN, [4096, 4096], {}).layout.pieces
+                pieces = layouter.lay_out(state, {}).layout.pieces
                 assert all(piece.named is not None and piece.named.is_of(piece.storage) for piece in pieces)
 
 
@@ -251,7 +249,7 @@ def test_other_memory_around_the_same_address_is_read_where_the_tensor_is() -> N
         weight.data = torch.from_numpy(memory)[16:32]
         images += [image_of(layouter, state) for _ in range(2)]
         assert images == [image_of(ShardedLayouter(0, 2), state)] * 4
-        pieces = layouter.lay_out(state, OWN, [4096, 4096], {}).layout.pieces
+        pieces = layouter.lay_out(state, {}).layout.pieces
     assert all(piece.named is not None and piece.named.is_of(piece.storage) for piece in pieces)
 
 
@@ -279,26 +277,12 @@ def test_what_torch_only_marks_as_negative_is_negative() -> None:
     assert images[0] == images[4]
 
 
-@pytest.mark.parametrize("state_bytes", [[8192, 4096], [4096, 8192], [8192, 8192]])
-def test_what_comes_behind_moves_with_the_room_for_the_ranks_states(state_bytes: list[int]) -> None:
-    with as_rank(0, (1,)):
-        state = {"w": torch.ones(2), "groups": [{"lr": 0.1}]}
-        layouter = ShardedLayouter(0, 2)
-        for room in ([4096, 4096], state_bytes, state_bytes):
-            images = []
-            for one in (layouter, ShardedLayouter(0, 2)):
-                written = one.lay_out(state, state_archive({}, room[0]), room, {})
-                images.append((bytearray(written.layout.nbytes), written.files))
-                fill(images[-1][0], written)
-            assert images[0] == images[1]
-
-
 def test_no_tensor_is_kept_alive() -> None:
     with as_rank(0, (2,)) as mesh:
         state = on_rank(new_state(), mesh)
         layouter = ShardedLayouter(0, 2)
         image_of(layouter, state)
-        named = layouter.lay_out(state, OWN, [4096, 4096], {}).layout.pieces[0].named
+        named = layouter.lay_out(state, {}).layout.pieces[0].named
         alive = [named._alive.expired()]
         state.clear()
         assert [*alive, named._alive.expired()] == [False, True]
@@ -321,7 +305,7 @@ def test_a_model_that_was_laid_out_can_be_moved() -> None:
         state = on_rank(new_state(), mesh)
         layouter, unchanged = ShardedLayouter(0, 2), Unchanged()
         rows = state["model"]["rows"]
-        written = layouter.lay_out(state, OWN, [4096, 4096], {})
+        written = layouter.lay_out(state, {})
         unchanged.plan(written.layout, by_storage([rows]), None, SlotView(mmap.mmap(-1, 2**16)))
         torch.utils.swap_tensors(rows, rows.detach())  # type: ignore[no-untyped-call]
         assert image_of(layouter, state) == image_of(ShardedLayouter(0, 2), state)
@@ -332,7 +316,7 @@ def test_numbers_of_numpy_come_back_and_what_will_not_is_said() -> None:
     state: Any = {"groups": [{"lr": np.float64(0.25), "steps": np.int32(3), "betas": (np.float32(0.5), 0.9)}]}
     with as_rank(0, (2,)):
         image, _ = image_of(layouter, state)
-        files = layouter.lay_out(state, OWN, [4096, 4096], {"epoch": 3}).files
+        files = layouter.lay_out(state, {"epoch": 3}).files
         assert layouter.unreadable == ""
         state["groups"][0]["mean"] = np.random.default_rng(1)
         image_of(layouter, copy.deepcopy(state))

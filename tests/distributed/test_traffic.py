@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_spot import EverySteps
-from lightning_spot.config import MOST_NODES
-from lightning_spot.fit.collectives import AsyncBroadcast, AsyncGather
+from lightning_spot.fit.collectives import AsyncBroadcast
+from lightning_spot.fit.coordinator import Decision
 from lightning_spot.fit.snapshotter import Pacing
-from lightning_spot.memory.joint import SpreadPlace
 from tests.support.gpus import NEEDS_GPU
 
 EVERY, STEPS = 4, 50
@@ -55,19 +54,17 @@ def test_training_waits_for_no_collective_of_ours(warm_python: str, tmp_path: Pa
         assert said == ["broadcast", "broadcast.wait"] * snapshots
 
         asked = Counter(_what(path) for step, path, _ in found["asked"] if FIRST <= step < LAST)
-        # Rank 0: a slot, that it is sealed, how the tiers are; of a model in shards, for which snapshot the slot is
-        # that was leased ahead. Others: their share, that it is in place. Some may come from the snapshot before. A
-        # slot may be leased ahead in vain, or too early, be given back, and asked for again where steps take long. What
-        # it is for is said once more where the next one begins before it was said beside training. Whether a node lives
-        # is asked while it takes long to answer.
-        usual = {"channel"} | ({"shares", "placed"} if rank else {"uploads", "seal", "status", "share"})
+        # A slot, that it is sealed; rank 0: whether the snapshot counts, how the tiers are. Some may come from the
+        # snapshot before. A slot may be leased ahead in vain, or too early, be given back, and asked for again where
+        # steps take long. Whether a server lives is asked while it takes long to answer.
+        usual = {"channel", "uploads", "seal"} | (set() if rank else {"status", "awaited"})
         assert asked.keys() <= usual | {"healthz"}, asked
         for what in usual:
-            assert asked[what] <= {"uploads": 4, "share": 2}.get(what, 1) * (snapshots + 2), asked
+            assert asked[what] <= {"uploads": 4, "status": 2, "awaited": 4}.get(what, 1) * (snapshots + 2), asked
         # A slot that is leased ahead is not always there in time: steps take a moment here. One is asked for then, and
         # waited for where none is free.
         waited = Counter(_what(path) for step, path, waits in found["asked"] if FIRST <= step < LAST and waits)
-        assert waited.keys() <= (set() if rank else {"uploads", "share", "healthz"}), waited
+        assert waited.keys() <= {"uploads", "healthz"}, waited
         assert waited["uploads"] <= 2 * (snapshots + 2), waited
 
 
@@ -107,17 +104,12 @@ def group(request: pytest.FixtureRequest) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-def place_of(count: int, seed: int = 0) -> str:
-    """So many nodes with addresses that have nothing in common, where the snapshots of a run are spread."""
-    dice = random.Random(seed)
-    hosts = (":".join(f"{dice.randrange(2**16):x}" for _ in range(4)) for _ in range(count))
-    run = "llama-3-8b-pretraining@0123456789ab"
-    return SpreadPlace(2, tuple(f"spot://[2001:db8:85a3:1:{host}]:7070/{run}" for host in hosts)).at
+def decision(ranks: int) -> list[Any]:
+    """How so many ranks write a snapshot."""
+    return [Decision(writers=ranks, ranges=tuple(range(ranks))).plain(), False, 40]
 
 
-@pytest.mark.parametrize(
-    "said", ["", "alone", ["together, at spot://host:7070/run", 40], "é" * 100, ["at " + place_of(MOST_NODES), 40]]
-)
+@pytest.mark.parametrize("said", ["", [None, False, 7], "é" * 100, json.loads(json.dumps(decision(512)))])
 def test_a_word_comes_as_it_was_said(group: Any, said: Any) -> None:
     word = AsyncBroadcast(group)
     word.say(said)
@@ -127,26 +119,9 @@ def test_a_word_comes_as_it_was_said(group: Any, said: Any) -> None:
     assert group.waited == 0
 
 
-def test_what_is_shown_is_seen_once_unless_it_is_too_long_or_forgotten(group: Any) -> None:
-    group.global_rank = 0
-    shown = AsyncGather(group, most_bytes=4)
-    assert shown.seen() is None
-    for mine, seen in ((b"", b""), (b"four", b"four"), (b"\0\1", b"\0\1"), (b"hello", None)):
-        shown.show(mine)
-        assert shown.seen() == [seen]
-        assert shown.seen() is None
-    shown.show(b"old")
-    shown.show(b"new")
-    assert shown.seen() == [b"new"]
-    shown.show(b"old")
-    shown.forget()
-    assert shown.seen() is None
-    assert group.waited == 0
-
-
 def test_for_a_word_that_is_too_long_all_ranks_wait(group: Any) -> None:
-    word = AsyncBroadcast(group)
-    said = place_of(40 * MOST_NODES)
+    word, dice = AsyncBroadcast(group), random.Random(1)
+    said = "".join(f"{dice.randrange(2**64):x}" for _ in range(1000))
     word.say(said)
     assert word.hear() == said
     assert group.waited == 1

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_spot.capture.copying import Copying
+from lightning_spot.capture.contents import Copying
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.memory.host import InProcessHost, Lease
 from lightning_spot.staging import batch as batch_module
@@ -126,6 +126,7 @@ class Watching(InProcessHost):
 
 BEGINNING = [
     SnapshotWriter.begin,
+    SnapshotWriter._begin,
     Copying.start,
     Copier.start,
     Copier._fill,
@@ -148,7 +149,7 @@ def test_ctrl_c_at_any_line_of_a_begin_leaves_nobody_copying_and_no_slot_in_use(
     copier = Copier(threads=0)  # what its threads would do is done below
     desk.writer._copying.copier.close()
     desk.writer._copying.copier, desk.writer._copying._schedule = copier, Held("eager")
-    desk.writer._leases_ahead = False
+    desk.writer._slots.look_ahead = lambda *_, **__: None  # type: ignore[method-assign]
     desk.weights = [torch.randn(30, 10) for _ in range(3)]
     given: list[Lease] = desk.host.given  # type: ignore[attr-defined]
     came, step = 0, 0

@@ -37,8 +37,6 @@ from lightning_spot.errors import (
     ServerRefusedError,
     ServerUnreachableError,
     SettingsError,
-    ShareFault,
-    ShareProblem,
     SnapshotFailedError,
     SnapshotNotFoundError,
     SpotError,
@@ -48,8 +46,7 @@ from lightning_spot.errors import (
 from lightning_spot.goodput.ledger import AttemptRecord, account_after
 from lightning_spot.goodput.records import Journal, write_record
 from lightning_spot.image.files import FileSpan
-from lightning_spot.image.manifest import Manifest, PortionOf, portion_name, snapshot_name
-from lightning_spot.image.notes import Note
+from lightning_spot.image.manifest import Manifest, ShardOf, shard_name, snapshot_name
 from lightning_spot.protocol.wire import Address, error_body, error_from_body, file_path
 from lightning_spot.run import survey
 from lightning_spot.service.program import DescriptorChannel
@@ -127,9 +124,9 @@ def manifest(**changes: Any) -> Manifest:
     return Manifest(**{**fields, **changes})
 
 
-PORTION = manifest(
-    name=portion_name(snapshot_name(5, 1), 1),
-    portion=PortionOf(1, 2, "digest", "1" * 32),
+SHARD = manifest(
+    name=shard_name(snapshot_name(5, 1), 1),
+    shard=ShardOf(1, 2, "digest"),
     files=(FileSpan("__1_0.distcp", 0, 3),),
 )
 
@@ -140,9 +137,9 @@ PORTION = manifest(
         manifest(),
         manifest(name=snapshot_name(5, 1, complete=True), complete=True),
         manifest(name="a.ckpt", file=""),
-        PORTION,
+        SHARD,
     ],
-    ids=["snapshot", "the end", "file", "portion"],
+    ids=["snapshot", "the end", "file", "shard"],
 )
 def test_any_flipped_bit_of_a_manifest_is_refused_or_reads_back_equal(good: Manifest) -> None:
     text = bytearray(good.to_json().encode())
@@ -178,7 +175,7 @@ def test_a_manifest_without_its_checksum_is_refused() -> None:
 
 
 def test_a_manifest_whose_values_are_wrong_is_refused_and_nothing_else() -> None:
-    for fields in wrongly(PORTION.to_dict()):
+    for fields in wrongly(SHARD.to_dict()):
         with contextlib.suppress(CorruptSnapshotError):
             Manifest.from_dict(fields).to_json()
 
@@ -221,7 +218,7 @@ def test_any_mutation_of_json_is_read_or_one_error(cases: int, seed: int) -> Non
     rnd = random.Random(seed)
     seeds = [
         manifest().to_json().encode(),
-        PORTION.to_json().encode(),
+        SHARD.to_json().encode(),
         b'{"a": [1, 2.5e3, "\\u00e9", null, {"b": true}]}',
     ]
     for _ in range(cases):
@@ -267,34 +264,31 @@ def mutated(rnd: random.Random, data: bytes, pieces: tuple[bytes, ...] = ()) -> 
     return bytes(changed)
 
 
-# -- claims, notes, greetings, answers --------------------------------------------------------------------------------
+# -- claims, greetings, answers ---------------------------------------------------------------------------------------
 
 CLAIM = Claim(attempt=3, run_id="0123456789ab", digest="d", location="file:///r", started_unix_s=1e9, host="vm", pid=7)
-NOTE = Note(name=snapshot_name(5, 1), host=1, hosts=2, digest="d", pieces=((0, 3, "1" * 32),))
 
 
-@pytest.mark.parametrize("good", [CLAIM, NOTE, Note.of_portion(PORTION)], ids=["claim", "note", "note of a portion"])
-def test_any_flipped_bit_of_a_claim_or_note_is_refused_or_reads_back_equal(good: Claim | Note) -> None:
-    text = bytearray(good.to_json().encode())
+def test_any_flipped_bit_of_a_claim_is_refused_or_reads_back_equal() -> None:
+    text = bytearray(CLAIM.to_json().encode())
     for place in range(8 * len(text)):
         text[place // 8] ^= 1 << place % 8
         with contextlib.suppress(CorruptSnapshotError):
-            assert type(good).from_json(bytes(text)) == good, f"bit {place} is not seen"
+            assert Claim.from_json(bytes(text)) == CLAIM, f"bit {place} is not seen"
         text[place // 8] ^= 1 << place % 8
-    fields = json.loads(good.to_json())
+    fields = json.loads(CLAIM.to_json())
     del fields["checksum"]
     for wrong in wrongly(fields):
         with contextlib.suppress(CorruptSnapshotError):
-            type(good).from_json(json.dumps(wrong))
+            Claim.from_json(json.dumps(wrong))
 
 
 @few_or(60_000, few=2000)
-def test_any_mutation_of_a_claim_note_or_record_is_read_or_refused(cases: int, seed: int) -> None:
+def test_any_mutation_of_a_claim_or_record_is_read_or_refused(cases: int, seed: int) -> None:
     rnd = random.Random(seed)
     for _ in range(cases):
-        good = rnd.choice([CLAIM, NOTE, Note.of_portion(PORTION)])
         with contextlib.suppress(CorruptSnapshotError):
-            type(good).from_json(mutated(rnd, good.to_json().encode()))
+            Claim.from_json(mutated(rnd, CLAIM.to_json().encode()))
         with contextlib.suppress(MalformedError):
             fields = read_json(mutated(rnd, json.dumps(RECORD.as_dict()).encode()))
             AttemptRecord.from_dict(as_object(fields))
@@ -391,8 +385,7 @@ def test_a_node_names_no_path_beside_its_run(path: Any) -> None:
          {"error": "FencedError", "message": HOSTILE[:-1], "facts": {"attempt": "x", "run": HOSTILE[:-1]}}
      ).encode(),
      json.dumps({"error": "PreemptedError", "message": "x" * 10**5}).encode(),
-     b'{"error": "SnapshotFailedError", "message": "x", "facts": {"fault": {"problem": "differs", "rank": -1}}}',
-     b'{"error": "SnapshotFailedError", "message": "x", "facts": {"fault": [1]}}'],
+     b'{"error": "SnapshotFailedError", "message": "x", "facts": [1]}'],
 )  # fmt: skip
 def test_an_error_from_a_node_is_one_of_ours_and_one_line(body: bytes) -> None:
     error = error_from_body(500, body, "spot://node")
@@ -403,10 +396,6 @@ def test_an_error_from_a_node_is_one_of_ours_and_one_line(body: bytes) -> None:
 
 KNOWN: list[SpotError] = [
     *(SnapshotFailedError("why", reason=reason, nbytes=2, memory_bytes=1) for reason in FailureReason),
-    *(
-        SnapshotFailedError("why", reason=FailureReason.SHARE_MISSING, fault=ShareFault(problem, rank=3, nbytes=7))
-        for problem in ShareProblem
-    ),
     *(TierError("why", tier="spot://node", reason=reason) for reason in TierReason),
     *(ServerRefusedError("why", tier="spot://node", status=500, reason=reason) for reason in TierReason),
     ServerUnreachableError("why", tier="spot://node"),
@@ -444,10 +433,10 @@ def test_an_error_comes_over_the_network_with_its_facts(error: SpotError) -> Non
             {
                 "error": "SnapshotFailedError",
                 "message": "why",
-                "facts": {"reason": "share-missing", "fault": {"problem": "later", "rank": 1}},
+                "facts": {"reason": "shard-missing", "later": {"rank": 1}},
             },
             SnapshotFailedError,
-            FailureReason.SHARE_MISSING,
+            FailureReason.SHARD_MISSING,
         ),
     ],
 )

@@ -11,35 +11,30 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from lightning_spot.capture.attempt import Ending
-from lightning_spot.capture.background import Background
-from lightning_spot.capture.following import Follower, Task
+from lightning_spot.capture.contents import Copying
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.slot_pool import SlotMaker, give_back
-from lightning_spot.capture.split import Number
-from lightning_spot.capture.writer import Across
+from lightning_spot.capture.writer import Background
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import (
     FailureReason,
     ServerRefusedError,
-    SnapshotFailedError,
     SnapshotNotFoundError,
-    SpotError,
     TierReason,
 )
 from lightning_spot.goodput import records
 from lightning_spot.goodput.records import read_records
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import uploads
-from lightning_spot.memory.host import Host, InProcessHost, Lease
+from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.node import Node
 from lightning_spot.protocol.wire import PROTOCOL_HEADER, Address
 from lightning_spot.retry import RetryPolicy, with_retries
@@ -109,7 +104,7 @@ def test_who_needs_a_slot_waits_for_no_thread_that_has_failed(
         desk.begin(1, desk.checkpoint()).result(SOON_S)
 
 
-@pytest.mark.parametrize("where", [[(Across, "committed")], [(CopyJob, "wait"), (HostLink, "is_loss")]])
+@pytest.mark.parametrize("where", [[(Copying, "sealed")], [(CopyJob, "wait"), (HostLink, "is_loss")]])
 def test_nobody_waits_for_a_snapshot_whose_end_has_failed(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, where: list[tuple[type, str]]
 ) -> None:
@@ -143,47 +138,6 @@ def test_who_waits_for_a_snapshot_that_fails_is_told_by_one_warning(
     assert facts["snapshot"] == "step-000000001-attempt-0001-complete"
     assert "none is left" in str(facts["error"])
     assert len(caplog.records) == 1
-
-
-class Filling(Follower[str]):
-    """A rank that has nothing to write."""
-
-    def _fill(self, host: Host, lease: Lease, task: Task[str], what: str) -> None:
-        """Nothing."""
-
-    def begin(self, name: str) -> Task[str]:
-        task = Task(name, "rank 1", Number(1, 0, 1), "", "state", 1.0)
-        self._put(task)
-        return task
-
-
-def test_a_node_that_could_not_be_told_of_a_share_sees_that_the_rank_has_gone() -> None:
-    """It would wait for that share for ten minutes, and no other snapshot could begin."""
-    failed, left = threading.Event(), threading.Event()
-    placed = once(lambda *_: None, failed)
-    host = cast(Host, SimpleNamespace(server_call_timeout_s=1.0, join=Mock(), placed=placed, disconnect=left.set))
-    rank = Filling(host, lambda: host)
-    assert rank.begin("step-1").done.result(SOON_S) is None
-    assert failed.is_set()
-    assert left.wait(SOON_S)
-    rank.settle(0.0)
-    rank.close()
-
-
-@pytest.mark.parametrize(
-    ("error", "leaves"),
-    [
-        (ServerRefusedError("for want of memory", reason=TierReason.SERVER_FAILED), True),
-        (SnapshotFailedError("there will be none", reason=FailureReason.SHARE_MISSING), False),
-    ],
-)
-def test_a_node_that_could_not_be_asked_for_a_share_sees_that_the_rank_has_gone(error: SpotError, leaves: bool) -> None:
-    left = Mock()
-    host = cast(Host, SimpleNamespace(server_call_timeout_s=1.0, join=Mock(side_effect=error), disconnect=left))
-    rank = Filling(host, lambda: host)
-    assert rank.begin("step-1").done.exception(SOON_S) is error
-    assert left.called is leaves
-    rank.close()
 
 
 def test_a_tier_is_asked_again_whatever_fails_in_that() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import mmap
 import os
 import shutil
 import signal
@@ -23,17 +22,15 @@ from lightning_spot.capture import attempt as attempt_module
 from lightning_spot.capture.attempt import Ending, LastState, Safety
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.past_memory import PastMemory
-from lightning_spot.capture.slot_pool import Leases
 from lightning_spot.capture.writer import SnapshotWriter, stream_parts
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import FencedError, ServerUnreachableError, TierError
-from lightning_spot.fit.rank_writer import RankWriter
+from lightning_spot.fit.coordinator import Coordinator
 from lightning_spot.image.layout import lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.interval.deadline import Deadline
-from lightning_spot.memory.host import Host, InProcessHost, Lease
-from lightning_spot.memory.joint import Shared
+from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.record import find_record
 from lightning_spot.retry import RetryPolicy
@@ -167,16 +164,16 @@ def test_of_a_node_that_is_lost_there_is_one_warning(
 def test_a_node_that_is_lost_before_the_attempt_begins_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    look, callback = RankWriter.look, spot(tmp_path, notices=None)
+    look, callback = Coordinator.look, spot(tmp_path, notices=None)
 
-    def kill_behind(beginning: RankWriter) -> Survey:
+    def kill_behind(beginning: Coordinator) -> Survey:
         found = look(beginning)
         node = find_record(callback.location.url).process()
         assert node is not None
         assert node.kill(30.0)
         return found
 
-    monkeypatch.setattr(RankWriter, "look", kill_behind)
+    monkeypatch.setattr(Coordinator, "look", kill_behind)
     probe = Probe()
     trainer(callback, probe).fit(Net(), data())
     assert check_all(tmp_path, probe)[0].complete
@@ -234,15 +231,14 @@ def test_a_state_that_fits_no_memory_here_goes_to_the_memory_node(
 
 
 class Parts:
-    """Stands in for a writer: its snapshots are a few bytes, and no other host brings any."""
+    """Stands in for a writer: its snapshots are a few bytes."""
 
-    across = SimpleNamespace(at="")
+    committed: Manifest | None = None
     past_memory: Manifest | None = None
 
     def store_past_memory(self, _checkpoint: Any, manifest: Manifest, store: Store) -> Manifest:
-        self.across = SimpleNamespace(at=store.url if isinstance(store, NodeStore) else "")
         data = memoryview(image_of(manifest.step, manifest.nbytes))
-        self.past_memory = stored = store.put_parts(manifest, iter([data]), attempt=1)
+        self.committed = self.past_memory = stored = store.put_parts(manifest, iter([data]), attempt=1)
         return stored
 
 
@@ -280,15 +276,17 @@ def test_what_only_a_lost_memory_node_had_is_named(tmp_path: Path, start_node: C
     assert past.flush(1.0) == []
 
 
-def test_of_two_nodes_the_one_that_has_the_newest_snapshot_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def newest_is_at_a_server(past: PastMemory, manifest: Manifest) -> None:
+    """Of what went past memory."""
+    past._writer.committed = past._writer.past_memory = manifest
+    past._at = "spot://127.0.0.1:9/run"
+
+
+def test_a_server_that_has_the_newest_snapshot_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also until it carries the run on: before, it owes nothing."""
     past, safe, flushed = past_memory(tmp_path / "durable"), list[str](), list[str]()
-    monkeypatch.setattr(Parts, "across", SimpleNamespace(at="spot://127.0.0.1:8/run spot://127.0.0.1:9/run"))
-    monkeypatch.setattr(Parts, "past_memory", manifest_of(1))
-    there = [(manifest_of(1), list[str](), safe)]
-    monkeypatch.setattr(NodeStore, "listing", lambda store: there if ":9" in store.url else [])
+    newest_is_at_a_server(past, manifest_of(1))
+    monkeypatch.setattr(NodeStore, "listing", lambda _store: [(manifest_of(1), list[str](), safe)])
 
     def flush(store: NodeStore, _wait_s: float) -> list[str]:
         flushed.append(store.url)
@@ -323,8 +321,7 @@ def test_what_a_memory_node_lost_that_was_started_anew_is_named(
     """That one has nothing to flush, and says so."""
     past = past_memory(tmp_path / "durable")
     monkeypatch.setattr(NodeStore, "listing", lambda _store: [])
-    monkeypatch.setattr(Parts, "past_memory", manifest_of(1, nbytes=5000))
-    monkeypatch.setattr(Parts, "across", SimpleNamespace(at="spot://127.0.0.1:9/run"))
+    newest_is_at_a_server(past, manifest_of(1, nbytes=5000))
     writer = SimpleNamespace(
         committed=manifest_of(1, nbytes=5000),
         fence=None,
@@ -394,22 +391,6 @@ def test_what_a_lost_ring_could_not_be_told_the_next_one_is_told() -> None:
     until(lambda: len(told) == 2, "the new ring to be told")
     link.tell(say)
     assert told == [new] * 3
-
-
-def test_of_a_snapshot_whose_ring_is_lost_before_it_is_said_for_which_the_slot_is_the_next_ring_is_told() -> None:
-    told: list[str] = []
-
-    def gone(*_what: object) -> None:
-        raise ServerUnreachableError("it has gone")
-
-    lost = cast(Host, SimpleNamespace(server_call_timeout_s=1.0, disconnect=lambda: None, say=gone, decline=gone))
-    new = cast(Host, SimpleNamespace(decline=lambda name, why: told.append(f"{name}: {why}")))
-    leases = Leases(HostLink(lost, lambda: new), lambda _lease: None, lambda _full, _left_s: None)
-    shared = Shared(name="step-000000002-attempt-0001", shares=2)
-    with mmap.mmap(-1, 10) as memory, pytest.raises(ServerUnreachableError):
-        leases.say(lost, Lease("id", memory, 10, "tmpfs", 0, shared=shared, is_said=False))
-    until(lambda: told, "the new ring to be told")
-    assert told == [f"{shared.name}: rank 0 cannot begin it (it has gone)"]
 
 
 class Damaging:
@@ -507,7 +488,7 @@ def test_the_last_snapshot_that_was_damaged_and_cannot_be_taken_again_is_not_cal
 def test_what_was_damaged_before_a_deadline_is_taken_again_or_said(tmp_path: Path, can_be_taken_again: bool) -> None:
     """The notice's whole grace went by, and it was said to be in memory."""
     run = Damaging(tmp_path, complete=False)
-    safety = Safety(run.writer)
+    safety = Safety(run.writer, PastMemory(run.writer, str(run.root), run.info))
     again = (lambda: run.writer.begin(run.state, run.newest, wait_s=30.0)) if can_be_taken_again else None
     said = safety.bring(Deadline.of(None, 600.0), safety.plan(None), lambda: False, cast(Callable[[], None], again))
     if can_be_taken_again:
@@ -575,11 +556,10 @@ def test_what_a_later_attempt_overtook_is_not_said_to_be_lost_with_a_node(
 def test_what_was_stored_past_memory_is_safe_before_a_deadline() -> None:
     """The ring knows nothing of it; it is said to be safe, and no urgent snapshot waits for it."""
     stored = manifest_of(7)
-    host = SimpleNamespace(safe_step=lambda: None, flush=lambda _wait_s: [], tiers=dict, carrier=str)
+    host = SimpleNamespace(safe_step=lambda: None, flush=lambda _wait_s: [], tiers=dict)
     writer = SimpleNamespace(committed=stored, past_memory=stored, host=host, settle=lambda _wait_s: None)
-    writer.across = SimpleNamespace(at="", own_nbytes=0)
     writer.link = SimpleNamespace(ask=lambda question, _default: question(host))
-    safety = Safety(cast(SnapshotWriter, writer))
+    safety = Safety(cast(SnapshotWriter, writer), past_memory(Path("nowhere")))
     plan = safety.plan(None)
     assert "is safe in" in safety.bring(Deadline.of(None, 60.0), plan, lambda: False)
     writer.past_memory = None
@@ -613,9 +593,8 @@ def test_neither_an_earlier_attempt_nor_a_file_makes_this_ones_snapshot_safe(tmp
     assert host.safe_step() is None
     newest = manifest_of(50, 2)
     writer = SimpleNamespace(committed=newest, past_memory=None, host=host, settle=lambda _wait_s: None)
-    writer.across = SimpleNamespace(at="", own_nbytes=0)
     writer.link = SimpleNamespace(ask=lambda question, _default: question(host))
-    safety = Safety(cast(SnapshotWriter, writer))
+    safety = Safety(cast(SnapshotWriter, writer), past_memory(Path("nowhere")))
     assert "safe nowhere else" in safety.bring(Deadline.of(None, 0.0), safety.plan(None), lambda: False)
     stores[durable].fail(None)
     assert host.flush(30.0) == []

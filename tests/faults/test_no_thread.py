@@ -6,20 +6,17 @@ import contextlib
 import errno
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightning_spot.client.embedded import Session
-from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, TierError
-from lightning_spot.fit import together
+from lightning_spot.errors import ServerUnreachableError, TierError
 from lightning_spot.fit.collectives import Agreement
 from lightning_spot.fit.restore import SharedOpening
-from lightning_spot.memory import uploads
 from lightning_spot.memory.node import Node
 from lightning_spot.run import export
 from lightning_spot.run.export import Exporter, NotExportedError, import_snapshot
@@ -27,23 +24,13 @@ from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.service.program import DescriptorChannel
 from lightning_spot.tiers.local import LocalStore
-from tests.distributed.test_joint_hosts import Checkpoint, Team
 from tests.distributed.test_restore import put
 from tests.support.chain import FIRST, SECOND, Chained
 from tests.support.ranks import Group, Rank
-from tests.support.said import said
-from tests.support.server import snapshot_server
-from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G24")
 
 Lacking = Callable[[str, int], None]
-
-
-@pytest.fixture
-def team(tmp_path: Path) -> Iterator[Team]:
-    with snapshot_server(tmp_path) as (memory, url), contextlib.closing(Team(tmp_path, [memory], [url])) as team:
-        yield team
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -59,54 +46,6 @@ def test_a_run_for_whose_nodes_nobody_could_look_is_looked_after_when_it_is_open
         bench.save(1)
         assert bench.flush() == []
         assert [manifest.step for manifest in LocalStore(bench.tier().url).survey().manifests] == [1]
-
-
-def test_hosts_whose_first_one_has_no_thread_to_begin_a_snapshot_bring_the_next_one(
-    team: Team, lacking: Lacking
-) -> None:
-    lacking("spot-joint", 1)
-    upload = team.lead(1, Checkpoint(1))
-    team.fill(upload, Checkpoint(1))
-    with pytest.raises(SnapshotFailedError, match="a thread", check=FailureReason.SHARE_MISSING.caused):
-        team.seal(upload, 1)
-    team.all_free()
-    team.check(team.take(2, Checkpoint(2)), Checkpoint(2))
-
-
-def test_what_cannot_be_sent_for_want_of_a_thread_keeps_no_slot(team: Team, lacking: Lacking) -> None:
-    """It stayed in use for the life of the node."""
-    upload = team.lead(1, Checkpoint(1))
-    team.fill(upload, Checkpoint(1))
-    team.follow(1, Checkpoint(1))
-    lacking("spot-joint", 1)
-    with pytest.raises(SnapshotFailedError, match="a thread", check=FailureReason.SHARE_MISSING.caused):
-        team.seal(upload, 1)
-    team.all_free()
-    team.check(team.take(2, Checkpoint(2)), Checkpoint(2))
-
-
-def test_what_is_given_up_without_a_thread_to_say_so_keeps_no_slot(
-    team: Team, lacking: Lacking, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr(uploads, "_give_up", told.append)
-    upload = team.lead(1, Checkpoint(1))
-    until(lambda: len(team.memory.uploads), "it to begin there")
-    lacking("spot-joint", 1)
-    team.first.abort(upload.id)
-    assert not told
-    assert not len(team.first.uploads)
-    assert [slot["state"] for slot in team.first.ring.status()["slots"]] == ["free"]
-    team.check(team.take(2, Checkpoint(2)), Checkpoint(2))  # at the snapshot server it makes way for the next one
-
-
-def test_a_host_without_a_thread_to_take_part_says_so_and_takes_part_in_the_next(team: Team, lacking: Lacking) -> None:
-    """It noted that it does, and each flush waited for that."""
-    lacking("spot-joint", 1)
-    with pytest.raises(SnapshotFailedError, match="new thread", check=FailureReason.SHARE_MISSING.caused):
-        team.join(1)
-    assert team.second.uploads.abroad.visits.wait(None, 0.0) == []
-    team.check(team.take(2, Checkpoint(2)), Checkpoint(2))
 
 
 # -- descriptors ------------------------------------------------------------------------------------------------------
@@ -196,26 +135,3 @@ def test_without_a_thread_to_give_each_rank_reads_for_itself(tmp_path: Path, lac
             return hosts.count
 
     assert on_two_ranks(begin) == [2, 2]
-
-
-def test_without_a_thread_to_send_by_mail_what_a_rank_knows_is_gathered(
-    monkeypatch: pytest.MonkeyPatch, lacking: Lacking, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("lightning_spot.fit.ranks.main_address", lambda _: "127.0.0.1")
-    monkeypatch.setattr(together, "allow_ranks", lambda _: None)
-
-    def no_sender(*_: Any) -> Any:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(together, "Sender", no_sender)
-
-    def begin(trainer: Any) -> bool:
-        attempt: Any = SimpleNamespace(writer=SimpleNamespace()) if trainer.global_rank == 0 else None
-        letters = together.Mail(trainer, attempt)
-        if attempt is not None:
-            attempt.writer.mailbox.close()
-        return letters.works
-
-    assert on_two_ranks(begin) == [False, False]
-    (facts,) = said(caplog, "rank-unreached")
-    assert "new thread" in facts["problem"]

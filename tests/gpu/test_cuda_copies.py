@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_spot.exact.rank_states import Packing, Rooms, unpacked
 from lightning_spot.image.layout import Layout, lay_out
 from lightning_spot.staging.batch import SlotView
 from lightning_spot.staging.copier import watch
@@ -136,22 +135,6 @@ def test_a_large_state_in_every_mode(
         assert not job.moved
         assert wrong(layout, view, truth) == []
     gradients.close()
-
-
-def test_a_rank_packs_its_own_state_without_waiting() -> None:
-    there = [torch.full((100,), float(number), device="cuda") for number in range(5)]
-    torch.cuda._sleep(SOON)  # type: ignore[no-untyped-call]
-    state = {"values": [tensor + 1 for tensor in there], "number": 3}
-    busy = torch.cuda.Event()
-    busy.record()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        packing = Packing(state)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert not busy.query()
-    (read,) = unpacked([Rooms().put(1, bytes(packing))], lambda file: torch.load(file, "cpu", weights_only=True))
-    assert [value.mean().item() for value in read["values"]] == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 def test_what_is_copied_may_be_let_go(desk: Desk) -> None:

@@ -17,7 +17,7 @@ from lightning_spot.staging.batch import SlotView
 from lightning_spot.staging.copier import Copier, watch
 from lightning_spot.staging.partitions import Partition, Span
 from lightning_spot.staging.schedule import Schedule, Timetable
-from tests.support.fake_device import FakeDevice, FakeEvent, FakeStream, StreamOfEachThread
+from tests.support.fake_device import FakeDevice, StreamOfEachThread
 from tests.support.waiting import until
 
 NBYTES = 4096
@@ -44,11 +44,8 @@ def on_another_thread(call: Any) -> Any:
     return done[0]
 
 
-@pytest.mark.parametrize("first", ["seam", "begin"])
 @pytest.mark.parametrize("number", range(8))
-def test_a_copy_comes_after_the_step_whoever_orders_it(
-    view: SlotView, copiers: list[Copier], first: str, number: int
-) -> None:
+def test_a_copy_comes_after_the_step_whoever_orders_it(view: SlotView, copiers: list[Copier], number: int) -> None:
     tensor = torch.zeros(NBYTES, dtype=torch.uint8)
     device = StreamOfEachThread(number)
     device.own([tensor])
@@ -56,12 +53,8 @@ def test_a_copy_comes_after_the_step_whoever_orders_it(
     pieces = [Piece(tensor.untyped_storage(), 0, NBYTES)]
     for step in (1, 2, 3):
         device.do(lambda step=step: tensor.fill_(step))
-        if first == "seam":  # a share of several ranks, of which training only says when
-            after = copier.marks()
-            job = on_another_thread(lambda after=after: copier.start(pieces, view, watch([tensor]), after=after))
-        else:  # held copies, which a gradient's hook orders
-            job = copier.start(pieces, view, watch([tensor]), schedule=Late())
-            on_another_thread(lambda job=job: job.release(1))
+        job = copier.start(pieces, view, watch([tensor]), schedule=Late())
+        on_another_thread(lambda job=job: job.release(1))  # held copies, which a gradient's hook orders
         job.wait_cpu()
         copier.fence()
         job.settle()
@@ -203,28 +196,6 @@ def test_cuda_is_told_that_a_recording_is_no_concern_of_ours(monkeypatch: pytest
     monkeypatch.setattr(device, "_driver", lambda: None)
     with device.beside_recordings():
         pass  # there is no CUDA: nobody to tell
-
-
-def test_what_a_thread_of_ours_reads_itself_comes_after_the_seam_and_not_after_what_follows(
-    copiers: list[Copier],
-) -> None:
-    """By the stream of training, which is the current one there too, each read waited for the next step."""
-    tensor = torch.zeros(64, dtype=torch.uint8)
-    device, elsewhere = FakeDevice(), FakeStream(0)
-    copiers.append(copier := Copier(threads=0, device=device))
-    device.do(lambda: tensor.fill_(1))
-    after = copier.marks()
-    device.wait(device.training, FakeEvent(elsewhere, 1))  # the next step, which is never over
-
-    def read() -> torch.Tensor:
-        with copier.reading(after):
-            return device.fetched(tensor)
-
-    for _ in range(3):
-        assert (on_another_thread(read) == 1).all()
-    assert len(device.streams) == 2  # training's, and one to read by
-    elsewhere.done = 1
-    device.run()
 
 
 @pytest.mark.parametrize("inference", [True, False])

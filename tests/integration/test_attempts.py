@@ -12,12 +12,10 @@ from typing import Any, cast
 
 import pytest
 
-from lightning_spot.capture import background
+from lightning_spot.capture import writer
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import HostLink, RingSettings
-from lightning_spot.capture.sharded_writer import Joining
-from lightning_spot.capture.share import ShareWriter
-from lightning_spot.capture.split import Number, SharingRanks
+from lightning_spot.capture.layouts import CheckpointLayouter
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FencedError, ServerUnreachableError
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -27,7 +25,6 @@ from lightning_spot.run.survey import survey
 from lightning_spot.staging.copier import LoneThread
 from tests.support.said import said
 from tests.support.server import named_run
-from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G13")
 
@@ -56,31 +53,26 @@ def left_behind(begin: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> se
         raise RuntimeError("can't start new thread")
 
     before = set(threading.enumerate())
-    monkeypatch.setattr(background, "LoneThread", refused)
+    monkeypatch.setattr(writer, "LoneThread", refused)
     with pytest.raises(RuntimeError, match="new thread"):
         begin()
     return {thread for thread in set(threading.enumerate()) - before if thread.name.startswith("spot-copier")}
 
 
-@pytest.mark.parametrize("ranks", [0, 1], ids=["whole", "in shards"])
-def test_an_attempt_for_which_there_is_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+def test_an_attempt_for_which_there_is_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, host = survey(Location.of(str(tmp_path / "run"), local_server=False)), Listed()
-    assert not left_behind(lambda: Attempt(found, host, RING, sharded_over=ranks), monkeypatch)
+    assert not left_behind(lambda: Attempt.begin(found, host, RING), monkeypatch)
     assert host.gone == ["left"]
 
 
 def test_a_rank_beside_rank_0_for_which_there_is_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begins: list[Callable[[Listed], Any]] = [
-        lambda host: ShareWriter(host, lambda: host, Number(1, 0, 1)),
-        lambda host: Joining(host, lambda: host, rank=1, world_size=2),
-    ]
-    for begin in begins:
-        host = Listed()
-        host.open_run(named_run("run", str(tmp_path / "run")))
-        with monkeypatch.context() as patch:
-            assert not left_behind(lambda host=host, begin=begin: begin(host), patch)  # type: ignore[misc]
-        assert host.gone == ["disconnected"]
-        host.leave(complete=True)
+    location, host, info = Location.of(str(tmp_path / "run")), Listed(), named_run("run", str(tmp_path / "run"))
+    host.open_run(info)
+    how = {"layouter": CheckpointLayouter(), "rank": 1}
+    with monkeypatch.context() as patch:
+        assert not left_behind(lambda: Attempt.join(location, info, host, RING, **how), patch)
+    assert host.gone == ["disconnected"]
+    host.leave(complete=True)
 
 
 def test_only_what_comes_of_a_loss_that_was_said_is_not_said_again(
@@ -88,7 +80,7 @@ def test_only_what_comes_of_a_loss_that_was_said_is_not_said_again(
 ) -> None:
     """A node elsewhere that a hook has asked was passed over in silence once the node of this host had been lost."""
     host = Listed()
-    attempt = Attempt(survey(Location.of(str(tmp_path / "run"), local_server=False)), host, RING)
+    attempt = Attempt.begin(survey(Location.of(str(tmp_path / "run"), local_server=False)), host, RING)
     lost = cast(Host, SimpleNamespace(server_call_timeout_s=1.0, disconnect=lambda: None))
     is_there = threading.Event()
     attempt.writer.link = link = HostLink(lost, lambda: host if is_there.wait(20.0) else lost)
@@ -110,22 +102,20 @@ def test_only_what_comes_of_a_loss_that_was_said_is_not_said_again(
 def test_ranks_hear_that_there_will_be_none_of_what_rank_0_was_fenced_from_since_it_told_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It hears of that beside training. They waited for their slot, in their optimizer's step."""
+    """It hears of that beside training."""
     host, told = Listed(), list[Any]()
-    attempt = Attempt(survey(Location.of(str(tmp_path / "run"), local_server=False)), host, RING)
-    monkeypatch.setattr(host, "decline", lambda *what: told.append(what))
-    over: list[str] = []
-    attempt.writer.mailbox = cast(Any, SimpleNamespace(over=over.append, close=lambda: None))
+    attempt = Attempt.begin(survey(Location.of(str(tmp_path / "run"), local_server=False)), host, RING)
+    monkeypatch.setattr(host, "fail", lambda *what: told.append(what))
     attempt.writer.fence = FencedError("attempt 2 has taken over", run="run", attempt=1, current=2)
     how: dict[str, Any] = {"owned": {}, "kept": {}, "epoch": 0, "world_size": 2, "wait_s": 0.0}
     try:
-        attempt.write({}, step=4, ranks=SharingRanks(2, {}), **how)
-        until(lambda: told, "the others to be told")
+        attempt.write({}, step=4, writers=2, **how)
         attempt.write({}, step=5, **how)  # of what it writes alone, nobody waits for anything
     finally:
         attempt.finish(0.0, complete=False)
-    assert [(name, why) for name, why, *_ in told] == [(snapshot_name(4, attempt.number), "attempt 2 has taken over")]
-    assert over == [snapshot_name(step, attempt.number) for step in (4, 5)]
+    (manifest, why), *others = told
+    assert (manifest.snapshot, why) == (snapshot_name(4, attempt.number), "attempt 2 has taken over")
+    assert (manifest.shard.writer, others) == (0, [])
 
 
 def test_a_node_that_outlives_who_has_started_it_is_no_leak_to_python(tmp_path: Path) -> None:

@@ -20,13 +20,13 @@ from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import FencedError, SettingsError, SnapshotNotFoundError, TierError
 from lightning_spot.image import sealing
 from lightning_spot.image.manifest import snapshot_name
-from lightning_spot.memory import held_portions, replication
+from lightning_spot.memory import replication
 from lightning_spot.memory.runs import RunInfo, check_prefix, refusal
 from lightning_spot.protocol.wire import Address
 from lightning_spot.tiers.local import LocalStore
 from tests.support.chain import FIRST, RUN, SECOND, Chained, OverHttp, chained
 from tests.support.proxy import Proxy
-from tests.support.server import MIB, RUN_ID, Bench, RunningNode, image_of, manifest_of
+from tests.support.server import MIB, RUN_ID, Bench, RunningNode, manifest_of
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G18")
@@ -127,39 +127,6 @@ def test_a_node_is_asked_also_where_nothing_is_owed(make: Callable[..., Chained]
     assert bench.flush() == []
     bench.behind[FIRST].node = None
     until(lambda: bench.node.status()["runs"][RUN]["carrier"] == f"{SECOND}/{RUN}", "the next one to carry the run on")
-
-
-@pytest.mark.parametrize("lost", ["the node", "its memory"])
-def test_older_snapshots_count_again_when_a_node_has_lost_what_several_hosts_had_brought(
-    make: Callable[..., Chained], lost: str, tmp_path: Path
-) -> None:
-    """They were owed to nobody until the next snapshot came together, also at a notice."""
-    bench = make()
-    bench.start(FIRST)
-    node, gate = bench.nodes[FIRST], bench.by_node(FIRST).open
-    gate.clear()  # nothing becomes durable there
-    bench.save(1)
-    (slot,) = bench.node.committed(RUN)
-    until(lambda: f"{FIRST}/{RUN}" in slot.safe, "the node to have it")
-    joint = node.lease(RUN, 1, 1000)
-    with joint.slot.view(1000) as view:
-        view[:] = image_of(2, 1000)
-    held_portions.surpass(bench.node.ring, RUN_ID, node.seal(joint.id, manifest_of(2)))
-    asked = bench.behind[FIRST].opened
-    until(lambda: bench.behind[FIRST].opened > asked + 2, "the node to be asked how things are")
-    assert slot.surpassed  # it has the newer one
-    assert held_portions.surpassing(bench.node.ring, RUN_ID) is slot.surpassed
-    bench.far[FIRST] = {}
-    empty = bench.nodes[FIRST] = bench.make_node(FIRST, [str(tmp_path)])
-    bench.behind[FIRST].node = empty if lost == "its memory" else None
-    until(lambda: not slot.surpassed, "the host to notice")
-    assert bench.flush() == []
-    assert bench.durable() == [1]
-    gate.set()
-    node.close()
-    slot.surpassed = manifest_of(2)
-    bench.save(3)  # by this host alone: what hosts had brought before may go
-    assert held_portions.surpassing(bench.node.ring, RUN_ID) is None
 
 
 def test_who_waits_for_a_run_has_its_nodes_asked_at_once(

@@ -27,7 +27,7 @@ from lightning_spot.cli.command import command_parser
 from lightning_spot.cli.snapshots import Entry, Found, ask
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import format_bytes
-from lightning_spot.image.manifest import PortionOf, portion_name
+from lightning_spot.image.manifest import ShardOf, shard_name
 from lightning_spot.tiers.fences import Claim
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import Cli
@@ -70,20 +70,20 @@ def test_ls_on_a_narrow_terminal_cuts_no_name(run_dir: Path, cli: Cli, monkeypat
     assert all(manifest.name in listed for manifest in LocalStore(run_dir).survey().manifests)
 
 
-def test_ls_of_portions(run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names are whole in a pipe; a portion whose host does not know when it was taken is not 20,000 days old."""
+def test_ls_of_shards(run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are whole in a pipe."""
     named = argparse.Namespace(run=str(run_dir), server=[], run_name=None, json=False)
     entry = ask(named).entries[0]
-    name = portion_name("step-000000106-attempt-0003-complete", 1)
-    of = PortionOf(1, 2, "0" * 32)
-    portion = replace(entry.manifest, name=name, portion=of, epoch=0, created_unix_s=0.0)
+    name = shard_name("step-000000106-attempt-0003-complete", 1)
+    shard = replace(entry.manifest, name=name, shard=ShardOf(1, 2, "0" * 32))
     source = SimpleNamespace(tier="spot://memory-node-1.example.com:7070")
-    monkeypatch.setattr(snapshots, "ask", lambda _: Found([Entry(portion, cast(Any, source), "portion 2 of 2")]))
+    monkeypatch.setattr(snapshots, "ask", lambda _: Found([Entry(shard, cast(Any, source), "shard 2 of 2")]))
     capsys.readouterr()
     assert snapshots.ls(named) == 0
     row = capsys.readouterr().out.splitlines()[1].split()
-    size = format_bytes(portion.nbytes).split()
-    assert row == [name, str(portion.step), "-", "1", *size, "-", source.tier, "portion", "2", "of", "2"]
+    size = format_bytes(shard.nbytes).split()
+    assert row[:6] == [name, str(shard.step), str(shard.epoch), "1", *size]
+    assert row[-5:] == [source.tier, "shard", "2", "of", "2"]
 
 
 def test_ls_of_a_path_where_no_run_ever_was(tmp_path: Path, cli: Cli) -> None:

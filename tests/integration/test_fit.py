@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_spot import AutoResume, EverySeconds, EverySteps, SpotCheckpoint, retry
-from lightning_spot.capture.copying import Pending
+from lightning_spot.capture.contents import Pending
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.cli import main
 from lightning_spot.client import starting

@@ -108,7 +108,7 @@ def test_only_what_is_superseded_or_durable_is_let_go(make_bench: Callable[..., 
 
 
 def test_a_node_is_told_over_the_network(start_node: Callable[..., RunningNode]) -> None:
-    node = start_node("--slots", "1")
+    node = start_node("--memory-limit", "3MiB")  # for one slot
     store = NodeStore(f"{node.url}/{RUN}")
     store.open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t"))
     manifest = manifest_of(1).sealed(memoryview(bytes(1000)))
@@ -121,7 +121,7 @@ def test_a_node_is_told_over_the_network(start_node: Callable[..., RunningNode])
 
 
 def test_a_full_ring_says_why(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(slots=3, run_memory_bytes=None)
+    bench = make_bench(slots=None, memory_bytes=7 * MIB, run_memory_bytes=None)  # for three slots
     bench.open()
     bench.open(run_id=OTHER_ID, durable=False)
     bench.save(1, run_id=OTHER_ID)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_spot.memory.joint import SpreadPlace
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.client.stores import open_store
@@ -19,7 +20,6 @@ from lightning_spot.config import MOST_NODES
 from lightning_spot.errors import FencedError, SettingsError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import InProcessHost
-from lightning_spot.memory.joint import SpreadPlace
 from lightning_spot.memory.runs import RunInfo, refusal
 from lightning_spot.memory.tier import NodeTier
 from lightning_spot.run.attempts import ClaimWatch, begin_attempt

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_spot import EverySteps, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import FailureReason, SnapshotFailedError
-from lightning_spot.fit import rank_writer
+from lightning_spot.fit import coordinator
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import InProcessHost, Lease
 from lightning_spot.staging import schedule
@@ -52,7 +52,7 @@ class Seen:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """Small states count as large ones, so that they are cut."""
     monkeypatch.setattr(schedule, "LEAST_BYTES", 64)
-    monkeypatch.setattr(rank_writer, "BUCKET_BYTES", 300)
+    monkeypatch.setattr(coordinator, "BUCKET_BYTES", 300)
     found = Seen()
     real_seal, real_timetable, real_release = InProcessHost.seal, Schedule.timetable, CopyJob.release
 

@@ -19,12 +19,9 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.capture import mailbox
-from lightning_spot.capture.mailbox import Mailbox, Sender
-from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
+from lightning_spot.errors import SpotError
 from lightning_spot.fit.collectives import Failed
 from lightning_spot.fit.ranks import Meeting, Ranks
-from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.preemption import key_value
 from lightning_spot.preemption.key_value import KeyValueClient, KeyValueServer
 from lightning_spot.protocol.listening import (
@@ -41,7 +38,7 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G30")
 
-SECRET, NAME, AGAIN = "s" * 64, snapshot_name(1, 1), snapshot_name(2, 1)
+SECRET = "s" * 64
 SILENT_S, LAST_S = 3.0, 30.0
 
 
@@ -143,38 +140,19 @@ def test_a_greeting_has_its_time_however_it_is_cut(
         assert 0.2 < time.monotonic() - began_s < LAST_S
 
 
-def kinds_of_server() -> dict[str, Callable[[], tuple[Any, int, Callable[[], Any]]]]:
-    """Each server of a trainer: it, its port, and what a rank does there."""
-
-    def mail_() -> tuple[Any, int, Callable[[], Any]]:
-        box = Mailbox(SECRET)
-        return box, box.port, lambda: Sender(LOOPBACK, box.port, SECRET, 1).close()
-
-    def key_value_() -> tuple[Any, int, Callable[[], Any]]:
-        server = KeyValueServer(SECRET)
-
-        def ask() -> None:
-            with contextlib.closing(KeyValueClient(LOOPBACK, server.port, SECRET)) as rank:
-                rank.set("k", 1)
-                assert rank.get("k", LAST_S) == 1
-
-        return server, server.port, ask
-
-    return {"mail": mail_, "key-value": key_value_}
-
-
-@pytest.mark.parametrize("kind", ["mail", "key-value"])
 @pytest.mark.parametrize("said", [b"", b'{"secret":'], ids=["silent", "half a greeting"])
-def test_strangers_leave_the_trainer_its_descriptors_threads_and_ranks(kind: str, said: bytes) -> None:
+def test_strangers_leave_the_trainer_its_descriptors_threads_and_ranks(said: bytes) -> None:
     """1,100 silent connections, and the trainer had no descriptor left."""
-    server, port, ask = kinds_of_server()[kind]()
+    server = KeyValueServer(SECRET)
     strangers: list[socket.socket] = []
     threads = threading.active_count()
     try:
         for _ in range(5 * most_connections(2)):
-            strangers.append(socket.create_connection((LOOPBACK, port), LAST_S))
+            strangers.append(socket.create_connection((LOOPBACK, server.port), LAST_S))
             strangers[-1].sendall(said)
-        ask()  # which comes last
+        with contextlib.closing(KeyValueClient(LOOPBACK, server.port, SECRET)) as rank:  # which comes last
+            rank.set("k", 1)
+            assert rank.get("k", LAST_S) == 1
         until(lambda: sum(map(is_open, strangers)) <= most_connections(2), "those before to give way", LAST_S)
         assert threading.active_count() <= threads + 1  # the rank's own
     finally:
@@ -199,18 +177,12 @@ def test_strangers_never_displace_ranks(listening: Callable[..., tuple[str, int]
             each.close()
 
 
-@pytest.mark.parametrize("kind", ["mail", "key-value"])
-def test_a_rank_that_says_nothing_is_kept_when_garbage_is_collected(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_rank_that_says_nothing_is_kept_when_garbage_is_collected(caplog: pytest.LogCaptureFixture) -> None:
     """An event loop keeps no task: one that waits for a silent rank is held by nothing else."""
-    server, port, _ = kinds_of_server()[kind]()
-    connection = greet((LOOPBACK, port))
+    server = KeyValueServer(SECRET)
+    connection = greet((LOOPBACK, server.port))
     try:
-        if kind == "mail":
-            assert connection.recv(1) == b"\1"
-        else:
-            until(lambda: server._writers, "it to be known there", LAST_S)
+        until(lambda: server._writers, "it to be known there", LAST_S)
         for _ in range(3):
             gc.collect()
             time.sleep(0.02)
@@ -292,10 +264,11 @@ def test_of_several_addresses_of_a_host_the_one_that_faces_the_other_is_taken(ve
         there = network.address["second"]
         assert network.there("first", lambda: facing(there)) == network.address["first"]
         assert network.there("first", lambda: facing(network.address["first"])) == network.address["first"]
-        with contextlib.closing(network.there("first", lambda: Mailbox(SECRET, facing(there)))) as box:
-            network.there("second", lambda: Sender(network.address["first"], box.port, SECRET, 1)).close()
+        with contextlib.closing(network.there("first", lambda: KeyValueServer(SECRET, facing(there)))) as server:
+            address = network.address["first"], server.port
+            network.there("second", lambda: KeyValueClient(*address, SECRET)).close()
             with pytest.raises(ConnectionRefusedError):
-                network.there("first", lambda: socket.create_connection((LOOPBACK, box.port), LAST_S))
+                network.there("first", lambda: socket.create_connection((LOOPBACK, server.port), LAST_S))
 
 
 class Strategy(SimpleNamespace):
@@ -404,32 +377,10 @@ def own_name(channel: KeyValueClient) -> Any:
 
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
-    monkeypatch.setattr(mailbox, "_SILENT_S", SILENT_S)
-    monkeypatch.setattr(mailbox, "RECONNECT_S", 2.0)
-    monkeypatch.setattr(mailbox, "_ANSWER_S", 1.0)
-    monkeypatch.setattr(mailbox, "_CONNECT_S", 1.0)
     monkeypatch.setattr(key_value, "SILENT_S", SILENT_S)
     monkeypatch.setattr(key_value, "_AGAIN_S", 1.0)
     with network_or_skip("listening", ("first", "second")) as made:
         yield made
-
-
-def test_nobody_waits_for_a_rank_whose_link_has_failed_and_it_comes_back(network: Network) -> None:
-    box = network.there("first", lambda: Mailbox(SECRET, network.address["first"]))
-    sender = network.there("second", lambda: Sender(network.address["first"], box.port, SECRET, 1))
-    try:
-        network.cut("second")
-        began_s = time.monotonic()
-        with pytest.raises(SnapshotFailedError, match="that rank has gone", check=FailureReason.SHARE_MISSING.caused):
-            list(box.all_of(NAME, {1: 9}))
-        took_s = time.monotonic() - began_s  # it would be minutes
-        assert SILENT_S - 2 < took_s < SILENT_S + mailbox.RECONNECT_S + LAST_S
-        network.mend("second")
-        sender.send(AGAIN, b"again")
-        assert list(box.all_of(AGAIN, {1: 9})) == [(1, b"again")]
-    finally:
-        sender.close()
-        box.close()
 
 
 def test_ranks_hear_of_each_other_when_a_link_works_again(network: Network) -> None:

@@ -157,11 +157,10 @@ def test_a_request_that_came_damaged_is_refused(start_node: StartNode) -> None:
     assert client_of(node).call("GET", "/v1/runs")["runs"] == []
 
 
-def test_from_another_host_nobody_fills_a_slot_with_others_nor_seals_one(start_node: StartNode) -> None:
+def test_from_another_host_nobody_seals_a_slot_nor_waits_for_a_snapshot(start_node: StartNode) -> None:
     node = client_of(start_node())
     node.call("POST", "/v1/runs/run/open", {"attempt": 1})
-    paths = ["runs/run/shares", "runs/run/decline", *(f"uploads/none/{what}" for what in ("share", "placed", "seal"))]
-    for path in paths:
+    for path in ("runs/run/awaited", "uploads/none/seal"):
         with pytest.raises(ServerRefusedError, match="own host") as caught:
             node.call("POST", f"/v1/{path}", {})
         assert caught.value.status == 403

@@ -365,14 +365,8 @@ CHANGES: dict[tuple[str, str], dict[str, Any]] = {
     ("POST", "/v1/runs/{run}/close"): {"session": ""},
     ("POST", "/v1/runs/{run}/settle"): {"attempt": 2, "name": NAME, "lineage": ""},
     ("POST", "/v1/runs/{run}/uploads"): {"attempt": 2, "nbytes": 100},
-    ("POST", "/v1/runs/{run}/shares"): {"attempt": 2, "name": NAME, "share": 1},
-    ("POST", "/v1/runs/{run}/decline"): {"attempt": 2, "name": NAME},
-    ("POST", "/v1/runs/{run}/joint"): {"attempt": 2, "nbytes": 100, "name": NAME, "hosts": 2},
-    ("POST", "/v1/runs/{run}/joint/join"): {"attempt": 2, "name": NAME, "host": 1},
-    ("POST", "/v1/runs/{run}/joint/decline"): {"attempt": 2, "name": NAME, "host": 1},
-    ("POST", "/v1/runs/{run}/portions/whole"): {"attempt": 2, "name": NAME},
-    ("POST", "/v1/runs/{run}/portions/torn"): {"attempt": 2, "name": NAME, "why": "x"},
-    ("POST", "/v1/runs/{run}/spread"): {"replicas": 1},
+    ("POST", "/v1/runs/{run}/fail"): {"attempt": 2},
+    ("POST", "/v1/runs/{run}/awaited"): {"name": NAME},
     ("DELETE", "/v1/files/{run}/{path}"): {},
 }
 REFUSED, FENCED, UNKNOWN = "whose token this request does not have", "has taken over", "open the run again"

@@ -33,8 +33,7 @@ from lightning_spot.errors import (
 from lightning_spot.image.delta import MOST_RANGES, Coding, decode
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.parts import checksum
-from lightning_spot.memory import joint, node, registry, ring
-from lightning_spot.memory.joint import Joint, KnownLayout, Layouts, Shared
+from lightning_spot.memory import node, registry, ring
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.registry import MOST_AHEAD
 from lightning_spot.memory.runs import RunInfo
@@ -235,18 +234,17 @@ def test_numbers_that_are_put_again_and_again_are_none(picks: bytes) -> None:
 # -- streams -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_upload_has_as_many_senders_as_hosts() -> None:
+def test_an_upload_has_a_part_of_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload_requests, "MOST_STREAMS", 4)
     with asked(node_of()) as client, ExitStack() as stack:
         open_run(client)
-        alone, together = begin(client, 4096), "7" * 32
-        brought = {"attempt": 1, "nbytes": 4096, "name": snapshot_name(1, 1), "hosts": 2, "upload": together}
-        client.call("POST", "/v1/runs/run/joint", {**brought, "layout": json.dumps({"ranks": {}, "ranges": []})})
-        for upload, hosts in ((alone, 1), (together, 2)):
-            for number in range(hosts):
-                for _ in range(2):
-                    stack.callback(client.stream(upload, f"host {number}").close)
-            with pytest.raises(ServerRefusedError, match=f"{hosts} already", check=TierReason.TOO_MANY_STREAMS.caused):
-                client.stream(upload, "another")
+        greedy, other = begin(client, 4096), begin(client, 4096)
+        for _ in range(4):
+            stack.callback(client.stream(greedy).close)
+        stack.callback(client.stream(other).close)
+        for upload in (greedy, other):
+            with pytest.raises(ServerRefusedError, match="its part", check=TierReason.TOO_MANY_STREAMS.caused):
+                client.stream(upload)
 
 
 def test_one_client_does_not_take_all_threads_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +357,7 @@ def test_attempts_by_the_clock_are_no_jump(tmp_path: Path) -> None:
 
 def test_one_client_does_not_keep_others_from_waiting_for_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload_requests, "MOST_WAITING", 8)
-    with asked(node_of(slots=1)) as client, ExitStack() as stack:
+    with asked(node_of(memory_bytes=10)) as client, ExitStack() as stack:
         for run in ("greedy", "other"):
             open_run(client, run)
         upload = begin(client, 10, "greedy")
@@ -500,22 +498,6 @@ def test_a_body_holds_no_millions_of_lists() -> None:
         with socket.create_connection(address, timeout=30) as connection:
             connection.sendall(head_of("POST", f"/v1/uploads/{upload}/commit", f"Content-Length: {len(bomb)}") + bomb)
             assert b"values" in connection.recv(65536)
-
-
-def test_layouts_of_all_runs_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joint, "_LAYOUT_CHARS", 100)
-    layouts = Layouts()
-
-    def begin_one(run: str, layout: str, layout_id: str = "") -> Joint:
-        return layouts.joint(run, Shared(name=snapshot_name(1, 1), shares=2, layout=layout), layout_id)
-
-    small = begin_one("small", "s" * 10)
-    for letter in "abc":
-        begin_one("large", letter * 45)
-    assert begin_one("small", "", small.layout_id).shared.layout == "s" * 10
-    assert begin_one("large", "", KnownLayout.of("c" * 45).id)
-    with pytest.raises(SettingsError, match="give it once more"):
-        begin_one("large", "", KnownLayout.of("a" * 45).id)
 
 
 # -- open files --------------------------------------------------------------------------------------------------------

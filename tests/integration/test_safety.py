@@ -18,9 +18,10 @@ import torch
 from lightning_spot import AutoResume, EverySteps, RemoteSnapshot
 from lightning_spot.capture.attempt import Safety
 from lightning_spot.capture.host_link import HostLink
-from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
+from lightning_spot.capture.layouts import ShardedCheckpoint, ShardedCheckpointLayouter
+from lightning_spot.capture.past_memory import PastMemory
 from lightning_spot.capture.slot_pool import SlotMaker
-from lightning_spot.capture.writer import Across, SnapshotWriter
+from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SpotError
@@ -30,7 +31,6 @@ from lightning_spot.interval.deadline import Deadline, DeadlinePlan
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.memory.tier import TierHealth
 from lightning_spot.staging import schedule
 from lightning_spot.staging.slot import SlotMemory
 from lightning_spot.tiers.local import LocalStore
@@ -42,36 +42,16 @@ pytestmark = pytest.mark.guarantee("G13")
 URL = "spot://127.0.0.1:9/run"
 
 
-class Ring:
-    """A ring that has step 4, which is owed again once its node has noticed that the snapshot server is lost."""
-
-    server_call_timeout_s = 5.0
-
-    def __init__(self, carrier: str) -> None:
-        self._carriers = [carrier, carrier, ""]
-        self._flushes: list[list[str]] = []
-
-    def carrier(self) -> str:
-        if len(self._carriers) > 1:
-            return self._carriers.pop(0)
-        self._flushes = self._flushes or [["step 4 is on its way"], []]
-        return self._carriers[0]
-
-    def flush(self, _wait_s: float) -> list[str]:
-        return self._flushes.pop(0) if len(self._flushes) > 1 else []
-
-    def safe_step(self) -> int | None:
-        return 4 if self._flushes == [[]] else None
-
-
 def at_notice(url: str) -> str:
-    """What is said at a notice, of a training whose hosts have brought step 5 to a snapshot server."""
+    """What is said at a notice, of a training whose newest snapshot, of step 5, went past the ring to a server."""
     newest = manifest_of(5, nbytes=5000)
-    link = HostLink(cast(Host, Ring(url)))
-    writer = SimpleNamespace(committed=newest, past_memory=newest, host=link.host, link=link, settle=lambda _wait_s: 0)
-    writer.across = Across(link, lambda *_: None)
-    writer.across.at = url
-    safety = Safety(cast(SnapshotWriter, writer))
+    host = SimpleNamespace(server_call_timeout_s=5.0, flush=lambda _wait_s: [], safe_step=lambda: 4)
+    link = HostLink(cast(Host, host))
+    writer = cast(SnapshotWriter, SimpleNamespace(committed=newest, past_memory=newest, host=host, link=link))
+    writer.settle = lambda wait_s: None  # type: ignore[method-assign]
+    past_memory = PastMemory(writer, "", RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t"))
+    past_memory._at = url
+    safety = Safety(writer, past_memory)
     return safety.bring(Deadline.of(None, 600.0), DeadlinePlan(take=True, url=None, expected_s=None), lambda: False)
 
 
@@ -82,21 +62,8 @@ def test_what_only_a_lost_memory_node_had_is_not_called_safe() -> None:
     assert said.endswith("; step 4 is safe")
 
 
-@pytest.mark.parametrize("carrier", [URL, ""])
-def test_what_only_a_lost_memory_node_had_goes_once_more_before_an_urgent_snapshot(carrier: str) -> None:
-    """The plan counted it as safe: an urgent snapshot was taken for which there was no time."""
-    health = TierHealth(flushed_bytes=5000, flush_s=1.0)
-    host = SimpleNamespace(tiers=lambda: {"durable": health}, safe_step=lambda: 4, carrier=lambda: carrier)
-    newest = manifest_of(5, nbytes=5000)
-    link = HostLink(cast(Host, host))
-    writer = SimpleNamespace(committed=newest, past_memory=newest, link=link, across=Across(link, lambda *_: None))
-    writer.across.at = URL
-    plan = Safety(cast(SnapshotWriter, writer)).plan(Deadline.of(None, 600.0))
-    assert plan.expected_s == (1.0 if carrier else 2.0)
-
-
 @pytest.mark.parametrize("has_it", [True, False])
-def test_a_memory_node_is_asked_whether_it_has_what_hosts_have_brought(has_it: bool) -> None:
+def test_a_memory_node_is_asked_whether_it_has_what_went_past_the_ring(has_it: bool) -> None:
     """One that was started anew is where the old one was, and empty."""
     with served(Node(slots=None, memory_bytes=MIB, open_store=open_store, allow=[])) as port:
         store = NodeStore(f"spot://127.0.0.1:{port}/run@{RUN_ID}")
@@ -302,7 +269,7 @@ def test_a_writer_that_is_closed_is_gone_when_it_is_let_go(tmp_path: Path, shard
 
     owner = Owner()
     if sharded:
-        writer: SnapshotWriter = ShardedWriter(host, owner.reconnect, world_size=1)
+        writer = SnapshotWriter(host, owner.reconnect, layouter=ShardedCheckpointLayouter(0, 1))
         state = cast(Any, ShardedCheckpoint({"state_dict": state}, {}, {"epoch": 1}))
     else:
         writer = SnapshotWriter(host, owner.reconnect)

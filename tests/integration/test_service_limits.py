@@ -528,7 +528,7 @@ def test_nothing_is_removed_through_an_alias(lasting_node: RunningNode) -> None:
 def test_health_and_readiness_tell_strangers_no_secret(start_node: StartNode, tmp_path: Path) -> None:
     durable = tmp_path / "durable"
     node = start_node(
-        "--slots", "2", "--storage", str(durable), environment={"LIGHTNING_SPOT_TOKEN": "open-sesame-to-me"}
+        "--memory-limit", "4MiB", "--storage", str(durable), environment={"LIGHTNING_SPOT_TOKEN": "open-sesame-to-me"}
     )
     trainer = client_of(node, "open-sesame-to-me")
 

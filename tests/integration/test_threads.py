@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from lightning_spot import threads
-from lightning_spot.capture.background import Background
 from lightning_spot.capture.host_link import HostLink
+from lightning_spot.capture.writer import Background
 from lightning_spot.client.embedded import Session
 from lightning_spot.errors import ServerUnreachableError
 from lightning_spot.image.sealing import Sealing

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -53,7 +52,6 @@ class FakeDevice:
         pinned: slots that are page-locked: bytes by address.
         pinned_by: names of the threads that have page-locked some: it takes long.
         unpinned_copies: into memory of the host that is not: for these, the host waits.
-        used_by: threads that use it themselves, beside that which trains, and by which stream if they order work.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -74,7 +72,6 @@ class FakeDevice:
         self._own: list[torch.Tensor] = []
         self.now_s = 0.0
         self._lock = threading.RLock()  # nothing is done twice where several threads wait
-        self.used_by: dict[threading.Thread, FakeStream | None] = {}
 
     def own(self, tensors: Iterable[torch.Tensor]) -> None:
         self.storages |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
@@ -102,9 +99,6 @@ class FakeDevice:
 
     def index(self, storage: torch.UntypedStorage) -> int:
         return 0
-
-    def in_use(self) -> list[int]:
-        return [0]
 
     def current(self, index: int) -> FakeStream:
         return self.training
@@ -159,22 +153,6 @@ class FakeDevice:
         self.synchronized += 1
         self.run(lambda: event.is_over)
         assert event.is_over
-
-    @contextlib.contextmanager
-    def beside(self, index: int, stream: FakeStream | None = None) -> Iterator[None]:
-        self.used_by[threading.current_thread()] = stream
-        try:
-            yield
-        finally:
-            del self.used_by[threading.current_thread()]
-
-    def fetched(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What ``tensor.cpu()`` is for the calling thread: ordered on its stream, and waited for."""
-        found = torch.empty_like(tensor)
-        stream = self.used_by[threading.current_thread()] or self.current(0)
-        self.copy(stream, [(found, tensor)])
-        self.synchronize(self.record(stream))
-        return found
 
     def allocate(self, index: int, nbytes: int) -> torch.Tensor | None:
         if nbytes > self.room:

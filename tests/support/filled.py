@@ -17,7 +17,7 @@ def fill(layout: Layout) -> bytearray:
     for offset, data in layout.frame:
         image[offset : offset + len(data)] = data
     for piece in layout.pieces:
-        source = torch.empty(0, dtype=torch.uint8).set_(piece.storage)
+        source = torch.empty(0, dtype=torch.uint8).set_(piece.storage)[piece.start :][: piece.nbytes]
         image[piece.offset : piece.offset + piece.nbytes] = source.numpy().tobytes()
     return image
 

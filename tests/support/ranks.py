@@ -17,14 +17,16 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lightning_spot.capture.layouts import Laid, ShardedCheckpoint, ShardedCheckpointLayouter
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
-from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.layout import Layout
+from lightning_spot.image.manifest import Manifest, ShardOf, shard_name, snapshot_name
 from lightning_spot.image.sealing import Sealing
+from lightning_spot.image.shards import JoinedImage, assemble
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.sharded.dtensors import box_of
-from lightning_spot.sharded.file_plan import ShardedImage, ShardedLayouter, state_archive
 from lightning_spot.tiers.local import LocalStore
 from tests.support.server import named_run
 
@@ -103,39 +105,52 @@ def whole(state: Any) -> Any:
     return state.whole if isinstance(state, Sharded) else state
 
 
-def write(layouter: ShardedLayouter, state: Any, mesh: DeviceMesh, own: Any, sizes: Sequence[int]) -> ShardedImage:
-    """What a rank writes."""
-    rank = dist.get_rank()
-    rest = {"epoch": 3, "rank": rank}
-    return layouter.lay_out(on_rank(state, mesh), state_archive(own, sizes[rank]), sizes, rest)
+def manifest_of(rank: int = 0, writers: int = 1, step: int = 1) -> Manifest:
+    """That of a snapshot, or of one rank's shard of it, before it is laid out."""
+    name = snapshot_name(step, 1)
+    shard = ShardOf(rank, writers) if writers > 1 else None
+    name = shard_name(name, rank) if shard is not None else name
+    return Manifest(run="run", name=name, step=step, attempt=1, nbytes=0, world_size=writers, shard=shard)
 
 
-def fill(image: bytearray, written: ShardedImage) -> None:
-    """Copy what a rank writes into the image."""
-    for offset, data in written.layout.frame:
+def fill(image: bytearray, layout: Layout) -> None:
+    """Copy what a rank writes into an image."""
+    for offset, data in layout.frame:
         image[offset : offset + len(data)] = data
-    for piece in written.layout.pieces:
+    for piece in layout.pieces:
         source = torch.empty(0, dtype=torch.uint8).set_(piece.storage)[piece.start :][: piece.nbytes]
         image[piece.offset : piece.offset + piece.nbytes] = source.numpy().tobytes()
 
 
-def snapshot(state: Any, mesh_shape: Shape, garbage: int = 0xA5) -> tuple[bytearray, Manifest]:
-    """The sealed image of a state that ranks have written, one after the other, into a slot with old bytes."""
+def sealed(laid: Laid, garbage: int = 0xA5) -> tuple[Manifest, bytearray]:
+    """What a rank has written, in a slot with old bytes."""
+    image = bytearray([garbage]) * laid.layout.nbytes
+    fill(image, laid.layout)
+    return Sealing(laid.manifest, memoryview(image)).run(2), image
+
+
+def joined(shards: Sequence[tuple[Manifest, bytearray]]) -> tuple[bytearray, Manifest]:
+    """A snapshot of its shards, or the one that there is."""
+    if shards[0][0].shard is None:
+        return shards[0][1], shards[0][0]
+    manifests = [manifest for manifest, _ in shards]
+    image = JoinedImage(manifests, [memoryview(data) for _, data in shards])
+    whole = assemble(manifests)
+    data = bytearray(image[0 : len(image)])
+    whole.verify(memoryview(data), "here")
+    return data, whole
+
+
+def snapshot(state: Any, mesh_shape: Shape) -> tuple[bytearray, Manifest]:
+    """The image of a state of which ranks have each written a shard, one after the other."""
     world_size = int(torch.Size(mesh_shape).numel())
-    sizes = [4096 + 64 * rank for rank in range(world_size)]
-    image, files, digests = bytearray(), (), set()
+    shards = []
     for rank in range(world_size):
         with as_rank(rank, mesh_shape) as mesh:
-            written = write(ShardedLayouter(rank, world_size), state, mesh, {"mine": rank}, sizes)
-        digests.add(written.digest)
-        if rank == 0:
-            image, files = bytearray([garbage]) * written.layout.nbytes, written.files
-        fill(image, written)
-    assert len(digests) == 1
-    manifest = Manifest(
-        run="run", name="step-000000001-attempt-0001", step=1, attempt=1, nbytes=len(image), files=files
-    )
-    return image, Sealing(manifest, memoryview(image)).run(2)
+            content = ShardedCheckpoint(on_rank(state, mesh), {"mine": rank}, {"epoch": 3, "rank": rank})
+            layouter = ShardedCheckpointLayouter(rank, world_size)
+            shards.append(sealed(layouter.lay_out(content, manifest_of(rank, world_size), {}, {})))
+    return joined(shards)
 
 
 def at_rest(image: bytearray, manifest: Manifest, folder: Path) -> None:

@@ -168,7 +168,7 @@ class NodeBehind:
         self.waiting = False
         node = self._node()
         plain = replace(coming.manifest, checksums=())
-        upload = node.lease(self.run, attempt, plain.nbytes, name=plain.name, manifest=plain, wait_s=5.0)
+        upload = node.lease(self.run, attempt, plain.nbytes, manifest=plain, wait_s=5.0)
         with upload.slot.view(plain.nbytes) as view:
             for start, stop, checksum in coming.sealed_parts():
                 self._node().uploads.arriving(upload, start, stop)
@@ -179,6 +179,9 @@ class NodeBehind:
         self._node().commit(upload.id, manifest)
         self.arrived.append(manifest.step)
         return manifest
+
+    def fail(self, manifest: Manifest) -> None:
+        self._node().fail(self.run, manifest.attempt, manifest)
 
     def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
         self.send(Coming(manifest, image), attempt=attempt)

@@ -75,23 +75,19 @@ class Account(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         state = {name: value.full_tensor() for name, value in module.state_dict().items() if is_sharded(value)}
         if trainer.is_global_zero:
-            self.wait_for_carrier()
+            self.wait_for_servers()
             with open(self.root / "steps", "a") as file:
                 file.write(f"{trainer.global_step} {digest(state)}\n")
 
-    def wait_for_carrier(self) -> None:
-        """Begin when a snapshot server carries the run on, and that is known."""
+    def wait_for_servers(self) -> None:
+        """Begin when it is known that the snapshot servers take the run."""
         snapshotter = self.spot.snapshots.snapshotter
-        attempt = snapshotter.writing.attempt if snapshotter is not None else None
+        assert snapshotter is not None
+        attempt = snapshotter.writing.attempt
         assert attempt is not None
-        writer = attempt.writer
-        if writer.across.wanted and snapshotter is not None and snapshotter.writing.begun_step < 0:
-            spread, wanted = writer.across.spread, len(attempt.info.nodes) + 1 if writer.across.spread else 1
-
-            def there() -> bool:
-                return writer.host is not None and len(writer.host.carrier(spread).split()) >= wanted
-
-            until(there, "nodes to carry the run on")
+        writer, count = attempt.writer, self.spot.snapshots.replicas
+        if count and snapshotter.writing.begun_step < 0:
+            until(lambda: writer.host is not None and len(writer.host.destinations()) >= count, "servers")
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
         if (trainer.global_rank, trainer.global_step) == self.kill:
@@ -105,11 +101,11 @@ class Account(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         snapshotter = self.spot.snapshots.snapshotter
         assert snapshotter is not None
-        if (attempt := snapshotter.writing.attempt) is not None:
+        attempt = snapshotter.writing.attempt
+        if attempt is not None and trainer.is_global_zero:
             writer = attempt.writer
             writer.settle(60.0)
-            told = {"missed": writer.missed, "brought": writer.across.brought, "own": writer.across.own_nbytes}
-            (self.root / "rank-0.json").write_text(json.dumps(told))
+            (self.root / "rank-0.json").write_text(json.dumps({"aborted": writer.aborted}))
             if self.lose_node:
                 assert isinstance(writer.host, EmbeddedHost)
                 lose_as_it_leases(writer.host)

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.capture.writer import SnapshotWriter
 from tests.support.exact_cases import loader
 from tests.support.strike import Strike
 from tests.support.trainer import digest
@@ -61,28 +62,30 @@ class Account(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         if trainer.is_global_zero:
-            self.wait_for_carrier(trainer.global_step)
+            self.wait_for_servers(trainer.global_step)
             with open(self.root / "steps", "a") as file:
                 file.write(f"{trainer.global_step} {digest(module.state_dict())}\n")
 
-    def wait_for_carrier(self, step: int) -> None:
-        """Where there are other hosts, begin when a snapshot server carries the run on, and all are open."""
+    @property
+    def writer(self) -> SnapshotWriter:
+        """That of this rank."""
         snapshotter = self.spot.snapshots.snapshotter
-        attempt = snapshotter.writing.attempt if snapshotter is not None else None
-        assert attempt is not None
-        writer = attempt.writer
+        assert snapshotter is not None
+        assert snapshotter.writing.attempt is not None
+        return snapshotter.writing.attempt.writer
+
+    def wait_for_servers(self, step: int) -> None:
+        """Where there are snapshot servers, begin when it is known that they take the run; and once another does."""
+        writer, count = self.writer, self.spot.snapshots.replicas
         if step == self.hold:
             until((self.root / "go").exists, "to be told to go on", 300.0)
-        if not writer.across.wanted or step not in (1, 2, self.hold + 2):
-            return
-        if step > 2:  # another node takes the place of one that is lost
-            writer.settle(60.0)
-            until(lambda: writer.host is not None and writer.host.carrier(), "another node to carry the run on", 60.0)
-            return
-        count = self.spot.snapshots.replicas
-        until(lambda: writer.host is not None and len(writer.host.carrier().split()) == count, "nodes to be ready")
-        if step == 2:
-            writer.settle(60.0)
+        if count and step in (1, self.hold + 2):
+            settled = step == 1
+            if not settled:
+                writer.settle(60.0)
+            until(
+                lambda: writer.host is not None and len(writer.host.destinations()) >= (count if settled else 1), "it"
+            )
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
         # Its share of the snapshot of the step before is not copied when this comes, or is not reported.
@@ -92,20 +95,9 @@ class Account(pl.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        snapshotter = self.spot.snapshots.snapshotter
-        assert snapshotter is not None
-        attempt = snapshotter.writing.attempt
-        writer = attempt.writer if attempt is not None else snapshotter.writing.together.writer
-        if writer is not None:
-            writer.settle(60.0)  # what another rank has copied counts when its part is in place, too
-        told = {
-            "copied": writer.copied_bytes if writer is not None else 0,
-            "missed": getattr(writer, "missed", 0),
-            "skipped": self.spot.num_skipped,
-            "posted": getattr(writer, "posted", 0),
-            "brought": writer.across.brought if attempt is not None else 0,
-            "stall_s": snapshotter.pacing.stall_s,
-        }
+        writer = self.writer
+        writer.settle(60.0)
+        told = {"copied": writer.copied_bytes, "aborted": writer.aborted, "skipped": self.spot.num_skipped}
         (self.root / f"rank-{trainer.global_rank}.json").write_text(json.dumps(told))
 
 

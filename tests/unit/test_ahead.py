@@ -40,8 +40,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def receive(bench: Bench, step: int, nbytes: int = 1000) -> Manifest:
     """What a snapshot server does with a snapshot that comes over the network."""
     manifest, image = manifest_of(step, 1, nbytes), image_of(step, nbytes)
-    upload = bench.node.lease(RUN, 1, nbytes, name=manifest.name, manifest=manifest)
-    until(lambda: not bench.node.uploads.begins._ahead._making, "what is made ahead")
+    upload = bench.node.lease(RUN, 1, nbytes, manifest=manifest)
+    until(lambda: not bench.node.uploads._ahead._making, "what is made ahead")
     with upload.slot.view(nbytes) as view:
         view[:] = image
     bench.node.uploads.arriving(upload, 0, nbytes)
@@ -70,11 +70,9 @@ def test_a_sender_waits_for_the_slot_that_is_being_made(
         return leased(self, run, nbytes, only_new=only_new, **how)
 
     monkeypatch.setattr(Ring, "try_lease", held_up)
-    first = bench.node.lease(RUN, 1, 1000, name=manifest_of(1).name, manifest=manifest_of(1))
+    first = bench.node.lease(RUN, 1, 1000, manifest=manifest_of(1))
     second: list[object] = []
-    asking = threading.Thread(
-        target=lambda: second.append(bench.node.lease(RUN, 1, 1000, name=manifest_of(2).name, manifest=manifest_of(2)))
-    )
+    asking = threading.Thread(target=lambda: second.append(bench.node.lease(RUN, 1, 1000, manifest=manifest_of(2))))
     asking.start()
     assert made == [False]
     go_on.set()

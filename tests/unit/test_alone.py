@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_spot.capture.background import Background
+from lightning_spot.capture.writer import Background
 from lightning_spot.staging.copier import LoneThread
 
 LARGE = 4_000_000  # elements; torch shares from 32,768 on

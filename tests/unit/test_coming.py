@@ -62,7 +62,7 @@ class Receiving(Bench):
     def begin(self, step: int = 1) -> Upload:
         self.manifest = replace(manifest_of(step, 1, NBYTES), part_bytes=PART)
         self.image = image_of(step, NBYTES)
-        return self.node.lease(RUN, 1, NBYTES, name=self.manifest.name, manifest=self.manifest)
+        return self.node.lease(RUN, 1, NBYTES, manifest=self.manifest)
 
     def receive(self, upload: Upload, *numbers: int, image: bytes | None = None) -> None:
         ranges = list(part_ranges(NBYTES, PART))
@@ -222,7 +222,7 @@ def test_an_upload_commits_only_what_it_said_it_would(bench: Receiving) -> None:
     with pytest.raises(SettingsError, match="is not what this upload was opened for"):
         bench.commit(upload)
     with pytest.raises(SettingsError, match="not what is asked"):
-        bench.node.lease(RUN, 1, NBYTES - 1, name=bench.manifest.name, manifest=bench.manifest)
+        bench.node.lease(RUN, 1, NBYTES - 1, manifest=bench.manifest)
     assert bench.flush() == []
     assert bench.durable() == []
 
@@ -262,16 +262,3 @@ def test_over_the_network(start_node: Callable[..., RunningNode], tmp_path: Path
     buffer = bytearray(len(image))
     LocalStore(durable).fetch(sealed, memoryview(buffer))
     assert bytes(buffer) == image
-
-
-def test_a_sender_that_says_only_a_name_is_served(make_bench: Callable[..., Bench]) -> None:
-    """One of the version before: its snapshot goes on once it is whole."""
-    bench = make_bench(kind=Receiving)
-    bench.open()
-    bench.manifest = replace(manifest_of(1, 1, NBYTES), part_bytes=PART)
-    bench.image = image_of(1, NBYTES)
-    upload = bench.node.lease(RUN, 1, NBYTES, name=bench.manifest.name)
-    bench.receive(upload, 0, 1, 2, 3)
-    bench.commit(upload)
-    assert bench.flush() == []
-    assert bench.durable() == [1]

@@ -27,7 +27,7 @@ from lightning_spot.client.encoding import OutgoingPart
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.errors import SpotError
 from lightning_spot.image.delta import Coding, changed_ranges, encode
-from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.manifest import Manifest, shard_name, snapshot_name
 from lightning_spot.image.packing import can_pack
 from lightning_spot.image.parts import checksum
 from lightning_spot.protocol.record import NodeRecord
@@ -125,21 +125,22 @@ def requests(uploads: list[str], chance: random.Random, *, near: bool, session: 
     manifest = Manifest(run="fuzzed", run_id="ba9876543210", name=name, step=1, attempt=1, nbytes=100).to_dict()
     upload = chance.choice(uploads) if uploads else "0" * 32
     run, of, files = f"/v1/runs/{FUZZED}", f"/v1/uploads/{upload}", f"/v1/files/{FUZZED}"
-    lease = {"attempt": 1, "nbytes": 100, "wait_s": 0.0, "name": name}
-    layout = json.dumps({"ranks": [1], "ranges": [[[0, 50]]]})
-    joint = {**lease, "hosts": 2, "digest": "d", "layout": layout, "upload": f"{chance.getrandbits(128):032x}"}
+    lease = {"attempt": 1, "nbytes": 100, "wait_s": 0.0, "committed": name}
+    shard: dict[str, Any] = {"writer": 1, "writers": 2, "digest": "d", "start": 0, "persist": True, "failed": "why"}
+    failed = {**manifest, "name": shard_name(name, 1), "nbytes": 0, "shard": shard}
     made = [
         ("GET", "/healthz", {}),
         ("GET", "/readyz", {}),
         ("GET", "/v1/status", {}),
         ("GET", "/v1/runs", {}),
-        ("POST", f"{run}/open", {"attempt": 1, "token": "t", "keep": 2, "host": "h", "pid": 1, "spread": False}),
+        ("POST", f"{run}/open", {"attempt": 1, "token": "t", "keep": 2, "host": "h", "pid": 1, "committed": name}),
         ("POST", f"{run}/close", {"session": "", "complete": False}),
         ("POST", f"{run}/settle", {"attempt": 1, "name": name, "lineage": ""}),
         ("GET", f"{run}/snapshots", {}),
         ("GET", f"{run}/files", {}),
         ("POST", f"{run}/uploads", lease),
         ("POST", f"{run}/uploads", {**lease, "manifest": manifest}),
+        ("POST", f"{run}/fail", {"attempt": 1, "manifest": failed}),
         ("POST", f"{of}/stream", {}),
         ("POST", f"{of}/commit", {"manifest": {**manifest, "checksums": [checksum(bytes(100))]}}),
         ("DELETE", of, {"untouched": True}),
@@ -148,26 +149,12 @@ def requests(uploads: list[str], chance: random.Random, *, near: bool, session: 
         ("HEAD", f"{files}/last.ckpt", {}),
         ("DELETE", f"{files}/notes-{chance.randrange(5)}", {"unseen": False}),
         ("DELETE", f"{files}/{name}", {}),
-        ("POST", f"{run}/joint", joint),
-        ("POST", f"{run}/joint/join", {"attempt": 1, "name": name, "host": 1, "wait_s": 0.0, "again": True}),
-        ("POST", f"{run}/joint/decline", {"attempt": 1, "name": name, "why": "w", "host": 1}),
-        ("POST", f"{of}/joint/placed", {"host": 1, "torn": ""}),
-        ("POST", f"{of}/joint/seal", {"manifest": manifest}),
-        ("GET", f"{run}/portions", {"name": name}),
-        ("POST", f"{run}/portions/whole", {"attempt": 1, "name": name, "overtaken": [], "left": []}),
-        ("POST", f"{run}/portions/torn", {"attempt": 1, "name": name, "why": "w", "over": False}),
     ]
     if near:
-        shared = {**lease, "session": session, "shares": 2, "digest": "d", "layout": "l", "layout_id": ""}
         made += [
-            ("POST", f"{run}/uploads", {**lease, "session": session, "making": "never"}),
-            ("POST", f"{run}/uploads", shared),
-            ("POST", f"{run}/shares", {"attempt": 1, "name": name, "share": 1, "digest": "d", "session": session}),
-            ("POST", f"{run}/decline", {"attempt": 1, "name": name, "why": "w", "session": session}),
-            ("POST", f"{of}/share", {"name": name, "shares": 2, "digest": "d"}),
-            ("POST", f"{of}/placed", {"share": 1, "session": session}),
+            ("POST", f"{run}/uploads", {**lease, "session": session, "making": "never", "writer": 1}),
+            ("POST", f"{run}/awaited", {"name": name, "wait_s": 0.0}),
             ("POST", f"{of}/seal", {"manifest": manifest, "floats": [], "written": [[0, 10]], "followed": True}),
-            ("POST", f"{run}/spread", {"replicas": 1}),
         ]
     return [Request(method, path, body, []) for method, path, body in made]
 
@@ -209,7 +196,7 @@ class Mutations:
         if not isinstance(target, dict):
             made.body = chance.choice((b"", b"[]", b"null", b"[" * 5000, b'{"attempt": ' + b"9" * 5000 + b"}", b"\xff"))
             return
-        name = chance.choice([*target, "session", "attempt", "manifest", "upload", "making", "shares"])
+        name = chance.choice([*target, "session", "attempt", "manifest", "upload", "making", "writer"])
         if name in PLACES:
             return
         if name == "wait_s":  # who waits for an hour tells nothing
@@ -256,7 +243,7 @@ def manifest_of(run: str, step: int, data: bytes) -> Manifest:
 
 def commit_whole(client: NodeClient, run: str, step: int, data: bytes) -> Manifest:
     manifest = manifest_of(run, step, data)
-    lease = {"attempt": 1, "nbytes": len(data), "name": manifest.name}
+    lease = {"attempt": 1, "nbytes": len(data)}
     upload = client.call("POST", f"/v1/runs/{run}/uploads", lease)["upload"]
     stream = client.stream(upload)
     assert list(stream.send([OutgoingPart.whole(0, memoryview(data), checksum(data))]))

@@ -19,10 +19,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_spot.capture.writer import Outliner
+from lightning_spot.capture.layouts import Outliner
 from lightning_spot.image import layout as layout_module
 from lightning_spot.image import pickling
-from lightning_spot.image.layout import Layout, Layouter, filled, lay_out
+from lightning_spot.image.layout import FileRange, Layout, Layouter, filled, lay_out
 from tests.support.filled import check_archive, fill
 from tests.support.said import said
 
@@ -215,6 +215,48 @@ def test_storages_that_stay_keep_their_places() -> None:
     assert places[1] == places[2] == places[3] == places[4]
     first = layouter.lay_out(weights).frame
     assert all(new is old for new, old in zip(layouter.lay_out(weights).frame[:-1], first[:-1], strict=True))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_storages_that_come_first_have_places_that_depend_on_their_sizes_only(seed: int) -> None:
+    """Other ranks, with other tensors of these sizes, find the same; and each writes a range of the file."""
+    dice = Random(seed)
+    ours, theirs, cut = Layouter(), Layouter(), [FileRange() for _ in range(4)]
+    weights = [torch.rand(dice.randrange(1, 300)) for _ in range(12)]
+    for step in range(12):
+        change = dice.randrange(4) if step > 2 else 3
+        if change == 0:  # an optimizer begins to keep something
+            weights.append(torch.rand(dice.randrange(1, 300)))
+        elif change == 1:
+            del weights[dice.randrange(len(weights))]
+        elif change == 2:
+            weights[dice.randrange(len(weights))] = torch.rand(77)
+        first = [weight.untyped_storage() for weight in weights]
+        others = [torch.rand(dice.randrange(50)) for _ in range(3)]
+        state = {"others": others, "w": list(reversed(weights[1:])), "note": "x" * dice.randrange(100)}
+        layout = ours.lay_out(state, first)
+        found = loaded(fill(layout))
+        assert all(map(torch.equal, found["w"], state["w"]))
+        assert all(map(torch.equal, found["others"], others))
+        head = theirs.lay_out_first([weight.clone().untyped_storage() for weight in weights])
+        assert [piece[1:3] for piece in head.pieces] == [piece[1:3] for piece in layout.pieces[: len(weights)]]
+        assert list(head.frame) == list(layout.frame[: len(weights)])
+        ends = sorted({dice.randrange(layout.nbytes) for _ in range(3)} | {layout.nbytes})
+        starts = [0, *ends[:-1]]
+        ranges = [each.of(layout, *bounds) for each, *bounds in zip(cut, starts, ends, strict=False)]
+        assert b"".join(bytes(fill(each)) for each in ranges) == bytes(fill(layout))
+        again = [each.of(ours.lay_out(state, first), *bounds) for each, *bounds in zip(cut, starts, ends, strict=False)]
+        tail = layout.frame[-1][0]
+        for start, one, other in zip(starts, ranges, again, strict=True):
+            pairs = zip(one.frame, other.frame, strict=True)
+            assert all(first is second for first, second in pairs if start + first[0] < tail)
+
+
+def test_storages_that_come_first_are_in_the_file_whether_or_not_the_checkpoint_has_them() -> None:
+    weights = [torch.rand(5), torch.rand(6)]
+    layout = Layouter().lay_out({"w": weights[1]}, [weight.untyped_storage() for weight in weights])
+    assert [piece.nbytes for piece in layout.pieces] == [20, 24]
+    assert torch.equal(loaded(fill(layout))["w"], weights[1])
 
 
 NUMBERS = torch.arange(16.0)

@@ -29,8 +29,9 @@ from lightning_spot.errors import (
 )
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import area as area_module
-from lightning_spot.memory import flusher, held_portions, work
+from lightning_spot.memory import flusher, work
 from lightning_spot.memory.area import SlotArea
+from lightning_spot.memory.ring import Held
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.slots import Slot
 from lightning_spot.protocol.process import ProcessId
@@ -177,7 +178,7 @@ def test_making_memory_holds_nobody_up(bench: Bench, monkeypatch: pytest.MonkeyP
     assert bench.flush() == []
     slot = bench.node.ring.find(RUN_ID, sealed.name)
     assert slot is not None
-    with bench.node.ring.reading(slot, sealed):
+    with bench.node.ring.reading(Held((slot,), (sealed,))):
         bench.node.status()
     assert time.monotonic() - began < 10
     assert leasing.is_alive()
@@ -526,7 +527,7 @@ def test_readers_are_safe_from_reuse(make_bench: Callable[..., Bench]) -> None:
     first = bench.save(1)
     slot = bench.node.ring.find(RUN_ID, first.name)
     assert slot is not None
-    with bench.node.ring.reading(slot, first) as image:
+    with bench.node.ring.reading(Held((slot,), (first,))) as image:
         before = bytes(image)
         for step in range(2, 7):
             bench.save(step, wait_s=30)
@@ -924,20 +925,6 @@ def test_one_writer_never_undoes_what_another_committed(tmp_path: Path, monkeypa
     monkeypatch.setattr(first, "_aside", overtaken)
     first.put(sealed, image, attempt=1)
     assert second.has(sealed)
-
-
-def test_what_is_left_if_a_memory_node_is_lost_goes_only_where_there_is_no_memory_for_more(bench: Bench) -> None:
-    bench.open(durable=False)
-    bench.save(1)
-    ring, (slot,) = bench.node.ring, bench.node.committed(RUN)
-    for step in (3, 2):  # a slow node has an older one after a fast one has the newest
-        held_portions.surpass(ring, RUN_ID, manifest_of(step))
-    assert slot.surpassed.step == 3
-    for _ in range(2):
-        assert ring.is_short(RUN_ID, 1000)
-        assert ring.try_lease(RUN_ID, 1000, reuse=True) is not None
-    assert bench.committed() == [1]
-    assert ring.try_lease(RUN_ID, 1000, reuse=True) is slot
 
 
 def fails_once(real: Callable[..., Any], error: Exception) -> Callable[..., Any]:

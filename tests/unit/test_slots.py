@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from lightning_spot.memory.joint import KnownLayout
 
 from lightning_spot.capture import slot_pool
 from lightning_spot.capture.slot_pool import Leases
@@ -22,7 +23,6 @@ from lightning_spot.fit.snapshotter import Pacing
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.interval.policy import EverySeconds, EverySteps
 from lightning_spot.memory.host import InProcessHost
-from lightning_spot.memory.joint import KnownLayout
 from lightning_spot.memory.slots import Limits, Making, Slot, SlotState, find_room
 from lightning_spot.staging.slot import SlotMemory, slot_capacity
 from tests.support.ranks import Desk

@@ -121,7 +121,7 @@ def test_the_setting_goes_from_the_callback_to_the_node_on_this_host(tmp_path: P
         SpotCheckpoint(str(tmp_path), lossy="topk")
     host = InProcessHost(slots=2, memory_bytes=2**24, open_store=open_store)
     ring = RingSettings(slots=2, memory_bytes=2**24, server_idle_timeout_s=9.0, keep=1, strict=True, compression="off")
-    attempt = Attempt(survey(Location.of(str(tmp_path / "run-1"), local_server=False)), host, ring)
+    attempt = Attempt.begin(survey(Location.of(str(tmp_path / "run-1"), local_server=False)), host, ring)
     known = host._node.registry.info(attempt.info.key)
     attempt.finish(5.0, complete=False)
     assert known.compression == "off"

@@ -1,0 +1,161 @@
+"""How rank 0 decides on the next snapshot: which ranks write it, whether now, and whether storage is to have it."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_spot import EverySteps
+from lightning_spot.capture import plan
+from lightning_spot.capture.host_link import RingSettings
+from lightning_spot.errors import SettingsError, SnapshotFailedError
+from lightning_spot.fit.coordinator import Coordinator, Decision, SnapshotSettings
+from lightning_spot.fit.topology import Topology
+from lightning_spot.run.location import Location
+from tests.support.said import keys
+
+ONE, TWO = ((0, 1, 2, 3),), ((0, 1), (2, 3))
+RING = RingSettings(slots=2, memory_bytes=2**20, server_idle_timeout_s=9.0, keep=1, strict=False)
+SERVERS = ("spot://a:1", "spot://b:1")
+
+
+class Trainer(SimpleNamespace):
+    """A trainer of rank 0, as far as the decision asks for it."""
+
+
+class Writer:
+    """What a decision asks of the writer."""
+
+    def __init__(self) -> None:
+        self.ready, self.is_under_way, self.aborted, self.why_aborted = True, False, 0, "rank 1: other weights"
+        self.committed: Any = None
+        self.destinations: list[str] = []
+        host = SimpleNamespace(destinations=lambda: self.destinations)
+        self.link = SimpleNamespace(ask=lambda question, _: question(host))
+
+
+@pytest.fixture(autouse=True)
+def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan.ranges_for, "__defaults__", (1000,))
+
+
+def coordinator(
+    tmp_path: Path,
+    places: tuple[tuple[int, ...], ...],
+    servers: tuple[str, ...] = (),
+    *,
+    sharded: bool = False,
+    on_full: Any = "skip",
+    **ring: Any,
+) -> tuple[Coordinator, Writer]:
+    """That of rank 0 of four."""
+    weights = torch.nn.Parameter(torch.zeros(1000))
+    optimizer = torch.optim.SGD([weights], lr=0.1)
+    strategy = SimpleNamespace(model=None)
+    trainer: Any = Trainer(strategy=strategy, optimizers=[optimizer], world_size=4, global_rank=0, is_global_zero=True)
+    trainer.callbacks = []
+    settings = SnapshotSettings(
+        policy=EverySteps(1), ring=replace(RING, **ring), on_full=on_full, upload_timeout_s=1.0, copy_mode="eager"
+    )
+    resume: Any = SimpleNamespace()
+    made, writer = (
+        Coordinator(trainer, Location.of(tmp_path, servers=servers or None), settings, resume, dict),
+        Writer(),
+    )
+    made._kept_alive = (trainer, optimizer)  # type: ignore[attr-defined]
+    made._is_sharded, made._hosts = sharded, Topology(places)
+    failures = SimpleNamespace(are_too_many=False)
+    made.attempt = SimpleNamespace(writer=writer, fenced=False, failures=failures)  # type: ignore[assignment]
+    return made, writer
+
+
+def test_ranks_of_one_place_write_ranges_and_all_know_what_was_decided(tmp_path: Path) -> None:
+    made, _ = coordinator(tmp_path, ONE)
+    how = made.decide()
+    assert how == Decision(writers=4, ranges=(1, 2, 3, 0))
+    assert how is not None
+    assert Decision.heard(json.loads(json.dumps(how.plain()))) == how
+
+
+def test_of_few_bytes_rank_0_writes_the_model_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan.ranges_for, "__defaults__", (10_000,))
+    assert coordinator(tmp_path, ONE)[0].decide() == Decision(writers=4, ranges=(0,))
+
+
+def test_ranks_of_other_hosts_write_ranges_while_snapshot_servers_take_them(tmp_path: Path) -> None:
+    made, writer = coordinator(tmp_path, TWO, SERVERS[:1])
+    assert made.decide() == Decision(writers=4, ranges=(1, 0))
+    writer.destinations = list(SERVERS[:1])
+    assert made.decide() == Decision(writers=4, ranges=(1, 2, 3, 0))
+    assert coordinator(tmp_path, TWO)[0].decide() == Decision(writers=4, ranges=(1, 0))
+
+
+def test_what_servers_are_sent_in_approximations_rank_0_writes_alone(tmp_path: Path) -> None:
+    assert coordinator(tmp_path, TWO, SERVERS, compression="topk")[0].decide() == Decision()
+    sharded = coordinator(tmp_path, TWO, SERVERS, sharded=True, compression="topk")[0]
+    with pytest.raises(SettingsError):
+        sharded.look()
+
+
+def test_one_that_spans_several_hosts_does_not_begin_while_the_last_one_is_under_way(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, writer = coordinator(tmp_path, TWO)
+    writer.is_under_way = True
+    assert made.decide() is None
+    assert keys(caplog) == {"upload-under-way"}
+    writer.is_under_way = False
+    assert made.decide() is not None
+    for waits, places in (("skip", ONE), ("wait", TWO)):
+        made, writer = coordinator(tmp_path, places, on_full=waits)
+        writer.is_under_way = True
+        assert made.decide() is not None
+
+
+def test_where_several_places_put_shards_to_storage_rank_0_decides_which_snapshots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    spread, writer = coordinator(tmp_path, TWO, SERVERS, sharded=True, min_upload_interval_s=60.0)
+    writer.destinations = list(SERVERS)
+    none = Decision(writers=4, ranges=())
+    found = []
+    for _ in range(5):
+        found.append(spread.decide())
+        now_s[0] += 25.0
+    assert found == [replace(none, persist=index % 3 == 0) for index in range(5)]
+    apart, _ = coordinator(tmp_path, TWO, sharded=True, min_upload_interval_s=60.0)
+    assert apart.decide() == none
+    now_s[0] += 59.0
+    assert apart.decide() is None  # it would count nowhere
+    now_s[0] += 1.0
+    assert apart.decide() == none
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_ranks_that_fail_at_one_file_again_and_again_have_rank_0_write_it_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, strict: bool
+) -> None:
+    made, writer = coordinator(tmp_path, ONE, strict=strict)
+    writer.aborted = 1
+    assert made.decide() == Decision(writers=4, ranges=(1, 2, 3, 0))
+    writer.committed = object()
+    assert made.decide() == Decision(writers=4, ranges=(1, 2, 3, 0))
+    writer.aborted = 3
+    how = made.decide()
+    assert how is not None
+    if strict:
+        with pytest.raises(SnapshotFailedError, match="rank 1: other weights"):
+            Decision.heard(how.plain())
+        return
+    assert how == Decision(writers=4, ranges=(0,))
+    assert keys(caplog) == {"ranks-apart"}
+    assert made.decide() == Decision(writers=4, ranges=(0,))

@@ -1,0 +1,245 @@
+"""Ranks of a host write shards of a snapshot, each into slots of its own: it counts once all are there, else never."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_spot.client import starting
+from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.errors import (
+    CorruptSnapshotError,
+    FailureReason,
+    FencedError,
+    SettingsError,
+    SnapshotFailedError,
+    SnapshotNotFoundError,
+)
+from lightning_spot.image.files import MODEL_FILE
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.shards import Status
+from lightning_spot.run.sources import HOST, MemorySource, Use
+from tests.support.server import RUN_ID, Bench
+from tests.support.shards import checkpoint_of, failed_shard, shard_image, shard_manifest, whole_of
+from tests.support.small_trainer import info_of
+
+pytestmark = pytest.mark.guarantee("G10")
+
+RUN = f"run@{RUN_ID}"
+LAST_S = 600.0  # of what never takes so long
+MOST_MIB = 64
+
+
+class Ranks:
+    """The ranks of a host at one server, each with a session of its own; rank 0 has opened the run."""
+
+    def __init__(self, root: Path, writers: int = 3) -> None:
+        self.bench, self.writers = Bench(root, slots=2), writers
+        self.node = self.bench.node
+        for rank in range(writers):
+            self.node.begin_session(f"rank-{rank}")
+        self.bench.open(session="rank-0", durable=False)
+
+    def write(self, step: int, rank: int, **fields: object) -> Manifest:
+        """Fill a slot with the shard of a rank, and seal it."""
+        manifest = shard_manifest(step, rank, self.writers, **fields)
+        upload = self.node.lease(RUN, 1, manifest.nbytes, session=f"rank-{rank}", writer=rank)
+        with upload.slot.view(manifest.nbytes) as view:
+            view[:] = shard_image(manifest)
+        return self.node.seal(upload.id, manifest)
+
+    def status(self, step: int) -> tuple[Status, str]:
+        return self.node.status_of(RUN, snapshot_name(step, 1))
+
+    def names(self) -> list[str]:
+        return [manifest.name for _, manifest in self.node.ring.readable(RUN_ID)]
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    made = Ranks(tmp_path)
+    yield made
+    made.bench.close()
+
+
+def test_a_snapshot_counts_once_every_shard_is_there(ranks: Ranks) -> None:
+    for rank in (2, 0):
+        ranks.write(1, rank)
+        assert ranks.status(1)[0] is Status.PENDING
+    assert snapshot_name(1, 1) not in ranks.names()
+    ranks.write(1, 1)
+    assert ranks.status(1) == (Status.COMMITTED, "")
+    ((held, manifest),) = ranks.node.ring.readable(RUN_ID)
+    assert manifest == whole_of(1, 3)
+    with ranks.node.ring.reading(held) as image:
+        span = manifest.span_of(MODEL_FILE)
+        assert bytes(image[span.offset : span.stop]) == checkpoint_of(1, 3)
+
+
+def test_each_rank_has_as_many_slots_as_the_ring(ranks: Ranks) -> None:
+    held = [ranks.node.lease(RUN, 1, 10, writer=rank, session=f"rank-{rank}") for rank in range(3) for _ in range(2)]
+    with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
+        ranks.node.lease(RUN, 1, 10, writer=1, session="rank-1")
+    assert len({upload.slot.index for upload in held}) == 6
+
+
+def test_a_rank_that_failed_aborts_the_snapshot_and_the_former_one_stands(ranks: Ranks) -> None:
+    for rank in range(3):
+        ranks.write(1, rank)
+    ranks.write(2, 0)
+    for why in ("a tensor changed", "another reason"):  # the first one stands
+        ranks.node.fail(RUN, 1, failed_shard(2, 1, 3, why))
+    status, why = ranks.status(2)
+    assert status is Status.ABORTED
+    assert "a tensor changed" in why
+    ranks.write(2, 2)  # in vain, and no error
+    assert ranks.status(2)[0] is Status.ABORTED
+    assert ranks.status(1)[0] is Status.COMMITTED
+    for step in (3, 4, 5):  # what was aborted takes no slot
+        for rank in range(3):
+            ranks.write(step, rank)
+        assert ranks.status(step)[0] is Status.COMMITTED
+
+
+def test_a_register_is_written_once(ranks: Ranks) -> None:
+    first = ranks.write(1, 1)
+    assert ranks.write(1, 1) == first  # the answer may have been lost
+    with pytest.raises(SnapshotFailedError, check=FailureReason.SHARD_MISSING.caused):
+        ranks.write(1, 1, epoch=7)
+    ranks.node.fail(RUN, 1, failed_shard(1, 1, 3))
+    assert ranks.node.ring.registers(RUN_ID, snapshot_name(1, 1))[1].manifest == first
+    ranks.node.fail(RUN, 1, failed_shard(1, 2, 3))
+    with pytest.raises(SnapshotFailedError, check=FailureReason.SHARD_MISSING.caused):
+        ranks.write(1, 2)
+    assert not len(ranks.node.uploads)
+
+
+def test_a_rank_that_ends_leaves_the_snapshot_to_the_next_one(ranks: Ranks) -> None:
+    ranks.write(1, 0)
+    ranks.write(1, 1)
+    upload = ranks.node.lease(RUN, 1, 10, session="rank-2", writer=2)
+    ranks.node.end_session("rank-2")
+    with pytest.raises(SnapshotNotFoundError):
+        ranks.node.find_upload(upload.id)
+    assert ranks.status(1)[0] is Status.PENDING
+    ranks.node.begin_session("rank-2")
+    for rank in range(3):
+        ranks.write(2, rank)
+    assert ranks.status(1)[0] is Status.ABORTED
+    assert ranks.status(2)[0] is Status.COMMITTED
+
+
+def test_ranks_with_other_plans_abort_the_snapshot(ranks: Ranks) -> None:
+    ranks.write(1, 0)
+    shard = shard_manifest(1, 1, 3).shard
+    assert shard is not None
+    ranks.write(1, 1, shard=replace(shard, digest="another plan"))
+    assert ranks.status(1)[0] is Status.ABORTED
+
+
+def test_a_rank_of_an_earlier_attempt_writes_nothing(ranks: Ranks) -> None:
+    ranks.bench.open(attempt=2, session="rank-0", durable=False)
+    with pytest.raises(FencedError):
+        ranks.write(1, 1)
+    with pytest.raises(FencedError):
+        ranks.node.fail(RUN, 1, failed_shard(1, 1, 3))
+
+
+def test_what_says_that_a_shard_failed_is_of_this_run_and_has_a_reason(ranks: Ranks) -> None:
+    for wrong in (shard_manifest(1, 1), failed_shard(1, 1, run_id="f" * 12), failed_shard(1, 1, attempt=2)):
+        with pytest.raises(SettingsError):
+            ranks.node.fail(RUN, 1, wrong)
+
+
+# -- over the sockets of a local server --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Callable[[], EmbeddedHost]]:
+    """Make connections to one local server, as each rank has one; the first has opened the run."""
+    made: list[EmbeddedHost] = []
+
+    def connect() -> EmbeddedHost:
+        settings = {"slots": 2, "memory_bytes": MOST_MIB * 2**20, "server_idle_timeout_s": 30.0}
+        host = starting.start(str(tmp_path / "run"), "run", **settings)
+        made.append(host)
+        if len(made) == 1:
+            host.open_run(info_of(str(tmp_path / "run"), 1))
+        else:
+            host.run, host.attempt = made[0].run, made[0].attempt
+        return host
+
+    yield connect
+    for host in reversed(made[1:]):
+        host.disconnect()
+    made[0].leave(complete=True)
+
+
+def _written(host: EmbeddedHost, step: int, rank: int) -> Manifest:
+    manifest = shard_manifest(step, rank, run_id=host.run.partition("@")[2])
+    lease = host.lease(manifest.nbytes, 30.0, writer=rank)
+    lease.map[: manifest.nbytes] = shard_image(manifest)
+    host.seal(lease, manifest)
+    return manifest
+
+
+def test_processes_write_their_shards_and_one_waits_until_they_count(
+    hosts: Callable[[], EmbeddedHost], tmp_path: Path
+) -> None:
+    first, second = hosts(), hosts()
+    with ThreadPoolExecutor(1) as pool:
+        for step in (1, 2):
+            name = snapshot_name(step, 1)
+            _written(first, step, 0)
+            assert first.awaited(name, 0.0) == (Status.PENDING, "")
+            waiting = pool.submit(first.awaited, name, LAST_S)
+            _written(second, step, 1)
+            assert waiting.result(LAST_S) == (Status.COMMITTED, "")
+        name = snapshot_name(3, 1)
+        waiting = pool.submit(first.awaited, name, LAST_S)
+        second.fail(shard_manifest(3, 1, run_id=first.run.partition("@")[2]), "a tensor changed")
+        status, why = waiting.result(LAST_S)
+    assert status is Status.ABORTED
+    assert "a tensor changed" in why
+    source = MemorySource(str(tmp_path / "run"), first.run)
+    newest = source.survey().manifests[0]
+    assert newest.name == snapshot_name(2, 1)
+    for use in (Use.CHECK, Use.SHARE):
+        with contextlib.closing(source.open(newest, use=use)) as opened:
+            assert opened.tier == HOST
+            assert opened.reader().read() == checkpoint_of(2)
+            with opened.image() as image:
+                for rank in (1,):
+                    span = newest.span_of(f"rank-{rank:05d}.pt")
+                    own = shard_manifest(2, rank)
+                    theirs = shard_image(own)[own.files[1].offset : own.files[1].stop]
+                    assert bytes(image[span.offset : span.stop]) == theirs
+
+
+def test_a_shard_that_left_memory_is_said_to_be_gone(hosts: Callable[[], EmbeddedHost], tmp_path: Path) -> None:
+    first, second = hosts(), hosts()
+    _written(first, 1, 0)
+    _written(second, 1, 1)
+    source = MemorySource(str(tmp_path / "run"), first.run)
+    manifest = source.survey().manifests[0]
+    first.remove(manifest.name)
+    with pytest.raises(SnapshotNotFoundError):
+        source.open(manifest)
+
+
+def test_a_shard_that_was_damaged_in_memory_is_not_read(hosts: Callable[[], EmbeddedHost], tmp_path: Path) -> None:
+    first, second = hosts(), hosts()
+    _written(first, 1, 0)
+    manifest = shard_manifest(1, 1, run_id=second.run.partition("@")[2])
+    lease = second.lease(manifest.nbytes, 30.0, writer=1)
+    lease.map[: manifest.nbytes] = shard_image(manifest)
+    second.seal(lease, manifest)
+    source = MemorySource(str(tmp_path / "run"), first.run)
+    lease.map[7] ^= 1
+    with pytest.raises(CorruptSnapshotError):
+        source.open(source.survey().manifests[0])

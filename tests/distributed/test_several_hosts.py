@@ -1,0 +1,314 @@
+"""Hosts that have shards of one snapshot each: it counts once servers, or storage, have all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_spot.errors import TierError
+from lightning_spot.image.files import note_name
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.shards import Status, assemble
+from lightning_spot.memory import registry, replication, runs, work
+from lightning_spot.memory.node import Node
+from lightning_spot.memory.runs import RunInfo
+from lightning_spot.tiers.commit import commit_left, look, noted
+from lightning_spot.tiers.local import LocalStore
+from tests.support.server import MIB, RUN_ID, NodeBehind
+from tests.support.shards import apart_shard, failed_shard, sealed_apart, shard_image
+from tests.support.store import GatedStore
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.guarantee("G10")
+
+RUN = f"run@{RUN_ID}"
+SERVERS = ("spot://first:7070", "spot://second:7070", "spot://third:7070")
+HOSTS = 2
+
+
+class Hosts:
+    """The rings of some hosts, one rank each, and what lies behind them, all in this process.
+
+    Attributes:
+        hosts: their local servers.
+        behind: the snapshot servers, by their URLs.
+    """
+
+    def __init__(self, root: Path, servers: tuple[str, ...], **more: Any) -> None:
+        self.tier, self.servers, self.more = str(root / "tier"), servers, more
+        self.gates: dict[int, GatedStore] = {}
+        self.behind = {url: NodeBehind(f"{url}/{RUN}", self._server(root)) for url in servers}
+        self.root = root
+        self.hosts = [self._host(number) for number in range(HOSTS)]
+        store = LocalStore(self.tier)
+        for number in range(HOSTS):
+            info = self.info(number)
+            if not number:
+                store.claim(info.claim())
+            self.open(number)
+
+    def info(self, host: int, attempt: int = 1) -> RunInfo:
+        plain: dict[str, Any] = {"hosts": HOSTS, "nodes": self.servers, "host": f"host-{host}", "pid": 1, "keep": 2}
+        info = RunInfo(name="run", id=RUN_ID, location=f"file://{self.tier}", attempt=attempt, token=f"token-{attempt}")
+        return replace(info, durable_url=self.tier, session=f"trainer-{host}", **{**plain, **self.more})
+
+    def open(self, host: int, attempt: int = 1) -> None:
+        self.hosts[host].begin_session(f"trainer-{host}")
+        info = self.info(host, attempt)
+        self.hosts[host].open_run(replace(info, apart=host if self.more.get("apart") else None))
+
+    def write(self, step: int, *hosts: int, **fields: Any) -> None:
+        """Have hosts commit their shards of a snapshot, by default all of them."""
+        for host in hosts or range(HOSTS):
+            manifest = apart_shard(step, host, **fields)
+            upload = self.hosts[host].lease(RUN, 1, manifest.nbytes, session=f"trainer-{host}", writer=host, wait_s=30)
+            with upload.slot.view(manifest.nbytes) as view:
+                view[:] = shard_image(manifest)
+            self.hosts[host].seal(upload.id, manifest)
+
+    def fail(self, step: int, host: int) -> None:
+        self.hosts[host].fail(RUN, 1, failed_shard(step, host, HOSTS))
+
+    def status(self, step: int, host: int = 0) -> Status:
+        return self.hosts[host].status_of(RUN, snapshot_name(step, 1))[0]
+
+    def wait_committed(self, step: int, *hosts: int) -> None:
+        for host in hosts or range(HOSTS):
+            until(lambda host=host: self.status(step, host) is Status.COMMITTED, f"step {step} to count at host {host}")
+
+    def at_servers(self, step: int) -> set[int]:
+        """Writers whose shards of a snapshot are at servers."""
+        name = snapshot_name(step, 1)
+        nodes = [behind.node for behind in self.behind.values() if behind.node is not None]
+        return {writer for node in nodes for writer in node.ring.registers(RUN_ID, name)}
+
+    def durable(self) -> list[int]:
+        return [manifest.step for manifest in LocalStore(self.tier).survey().manifests]
+
+    def close(self) -> None:
+        for node in [*self.hosts, *(behind.node for behind in self.behind.values() if behind.node is not None)]:
+            node.close()
+
+    def _server(self, root: Path) -> Node:
+        return Node(slots=None, memory_bytes=64 * MIB, allow=[str(root)], open_store=LocalStore)
+
+    def _host(self, number: int) -> Node:
+        def store(url: str) -> Any:
+            if url.startswith("spot://"):
+                return self.behind[url.rpartition("/")[0]]
+            return self.gates.setdefault(number, GatedStore(url))
+
+        return Node(slots=3, memory_bytes=64 * MIB, allow=None, open_store=store)
+
+
+def whole_of(step: int) -> Manifest:
+    return assemble(sealed_apart(step, host) for host in range(HOSTS))
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Hosts]]:
+    monkeypatch.setattr(replication, "ASK_AGAIN_S", 0.2)
+    monkeypatch.setattr(replication, "FIRST_AWAY_S", 0.1)
+    made: list[Hosts] = []
+
+    def make_one(*servers: str, **more: Any) -> Hosts:
+        made.append(Hosts(tmp_path, servers, **more))
+        return made[-1]
+
+    yield make_one
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def left_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (work, registry, runs):
+        monkeypatch.setattr(module, "LEFT_S", 0.5)
+
+
+# -- at snapshot servers ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["at one server", "at servers of their own"])
+def test_a_snapshot_counts_once_all_shards_are_at_servers(make: Callable[..., Hosts], apart: bool) -> None:
+    hosts = make(*SERVERS[:2], apart=apart)
+    for step in (1, 2, 3):
+        hosts.write(step, 1)
+        assert hosts.status(step, 1) is Status.PENDING
+        hosts.write(step, 0)
+        hosts.wait_committed(step)
+    used = [behind for behind in hosts.behind.values() if behind.arrived]
+    assert len(used) == (2 if apart else 1)
+    until(lambda: 3 in hosts.durable(), "step 3 to be durable")
+    assert LocalStore(hosts.tier).has(whole_of(3))
+    for number, host in enumerate(hosts.hosts):
+        assert host.flush(RUN, 30) == []
+        assert next(slot.manifest.step for slot in host.committed(RUN) if slot.manifest) == 3, number
+
+
+def test_without_the_others_a_snapshot_never_takes_the_place_of_the_one_before(make: Callable[..., Hosts]) -> None:
+    hosts = make(SERVERS[0])
+    hosts.write(1, persist=False)
+    hosts.wait_committed(1)
+    for step in (2, 3):
+        hosts.write(step, 0, persist=False)
+        until(lambda step=step: hosts.at_servers(step) == {0}, "the shard to be at the server")
+    assert hosts.at_servers(1) == {0, 1}
+    server = hosts.behind[SERVERS[0]].node
+    assert server is not None
+    server.ring.forget_run(RUN_ID)
+    assert hosts.at_servers(1) == {0, 1}
+    hosts.write(3, 1, persist=False)
+    hosts.wait_committed(3)
+    until(lambda: not hosts.at_servers(2), "what was overtaken to be forgotten")
+    assert hosts.status(2) is Status.ABORTED
+    assert hosts.durable() == []  # nobody wants them there
+
+
+def test_a_shard_that_failed_is_known_to_all_hosts(make: Callable[..., Hosts]) -> None:
+    hosts = make(*SERVERS[:2], apart=True)
+    hosts.write(1)
+    hosts.wait_committed(1)
+    hosts.write(2, 0)
+    hosts.fail(2, 1)
+    until(lambda: hosts.status(2, 0) is Status.ABORTED, "the other host to know")
+    assert "no memory" in hosts.hosts[0].status_of(RUN, snapshot_name(2, 1))[1]
+    hosts.write(3)
+    hosts.wait_committed(3)
+    assert hosts.hosts[0].flush(RUN, 30) == []
+    assert 2 not in hosts.durable()
+
+
+def test_other_plans_are_known_to_all_hosts(make: Callable[..., Hosts]) -> None:
+    hosts = make(SERVERS[0])
+    hosts.write(1, 0)
+    shard = apart_shard(1, 1).shard
+    assert shard is not None
+    manifest = replace(apart_shard(1, 1), shard=replace(shard, digest="another plan"))
+    upload = hosts.hosts[1].lease(RUN, 1, manifest.nbytes, session="trainer-1", writer=1)
+    hosts.hosts[1].seal(upload.id, manifest)
+    for host in range(HOSTS):
+        until(lambda host=host: hosts.status(1, host) is Status.ABORTED, f"host {host} to know")
+
+
+def test_a_server_that_comes_back_empty_is_sent_what_it_lost(make: Callable[..., Hosts]) -> None:
+    hosts = make(SERVERS[0])
+    hosts.write(1, persist=False)
+    hosts.wait_committed(1)
+    behind = hosts.behind[SERVERS[0]]
+    lost, behind.node = behind.node, None
+    assert lost is not None
+    lost.close()
+    until(lambda: all(host.tiers() for host in hosts.hosts), "both hosts to know their tiers")
+    behind.node = hosts._server(hosts.root)
+    until(lambda: hosts.at_servers(1) == {0, 1}, "all shards to be there again")
+    hosts.write(2)
+    hosts.wait_committed(2)
+
+
+def test_if_a_server_is_lost_another_one_takes_its_place(make: Callable[..., Hosts]) -> None:
+    hosts = make(*SERVERS, apart=True)
+    hosts.write(1)
+    hosts.wait_committed(1)
+    url = next(url for url, behind in hosts.behind.items() if behind.arrived)
+    lost, hosts.behind[url].node = hosts.behind[url].node, None
+    assert lost is not None
+    lost.close()
+    hosts.write(2)
+    hosts.wait_committed(2)
+    until(lambda: 2 in hosts.durable(), "step 2 to be durable")
+
+
+def test_what_trainers_left_at_servers_becomes_durable(make: Callable[..., Hosts], left_soon: None) -> None:
+    hosts = make(*SERVERS[:2], apart=True)
+    hosts.write(1, persist=False)
+    hosts.wait_committed(1)
+    assert hosts.durable() == []
+    for number, host in enumerate(hosts.hosts):  # both hosts are reclaimed
+        host.end_session(f"trainer-{number}")
+        host.close()
+    until(lambda: hosts.durable() == [1], "it to be durable")
+
+
+def test_a_host_that_is_lost_before_all_shards_are_there_leaves_the_one_before(
+    make: Callable[..., Hosts], left_soon: None
+) -> None:
+    hosts = make(*SERVERS[:2], apart=True)
+    hosts.write(1, persist=False)
+    hosts.wait_committed(1)
+    hosts.write(2, 0)
+    until(lambda: hosts.at_servers(2) == {0}, "the shard to be at a server")
+    for host in hosts.hosts:
+        host.close()
+    until(lambda: hosts.durable() == [1], "the one before to be durable")
+
+
+# -- at storage, without servers --------------------------------------------------------------------------------------
+
+
+def test_hosts_bring_their_shards_to_storage_and_one_commits(make: Callable[..., Hosts]) -> None:
+    hosts = make()
+    for step in (1, 2):
+        hosts.write(step)
+        hosts.wait_committed(step)
+        assert hosts.durable()[0] == step
+    store = LocalStore(hosts.tier)
+    assert store.has(whole_of(2))
+    assert store.folder(snapshot_name(2, 1), attempt=1, run_id=RUN_ID).sizes().keys() == {
+        "manifest.json",
+        *(span.name for span in whole_of(2).files),
+    }
+    for host in hosts.hosts:
+        assert host.flush(RUN, 30) == []
+
+
+def test_what_hosts_left_at_storage_is_committed_later(make: Callable[..., Hosts]) -> None:
+    hosts = make()
+    hosts.write(1)
+    hosts.wait_committed(1)
+    name, store = snapshot_name(2, 1), LocalStore(hosts.tier)
+    hosts.write(2, 0)
+    until(lambda: noted(store, name), "the note of the first host")
+    assert commit_left(store, name) is None
+    folder = store.folder(name, attempt=1, run_id=RUN_ID)
+    shard = sealed_apart(2, 1)
+    image = memoryview(shard_image(shard))
+    for span in shard.files:
+        folder.write(span.name, image[span.offset : span.stop])
+    for host in hosts.hosts:  # all hosts are lost before anybody sees the last note
+        host.close()
+    folder.write(note_name(1), memoryview(shard.to_json().encode()))
+    assert commit_left(store, name) == whole_of(2)
+    assert hosts.durable() == [2, 1]
+
+
+def test_a_failure_is_told_by_storage(make: Callable[..., Hosts]) -> None:
+    hosts = make()
+    hosts.write(1, 0)
+    hosts.fail(1, 1)
+    until(lambda: hosts.status(1, 0) is Status.ABORTED, "the other host to know")
+    until(lambda: "__0_0.distcp" not in look(LocalStore(hosts.tier), snapshot_name(1, 1)).sizes, "its files to be gone")
+    hosts.write(2)
+    hosts.wait_committed(2)
+    assert hosts.durable() == [2]
+
+
+def test_storage_that_fails_for_one_host_is_tried_again(make: Callable[..., Hosts]) -> None:
+    hosts = make()
+    hosts.write(1)
+    hosts.wait_committed(1)
+    gate, real = hosts.gates[1], hosts.gates[1].folder
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise TierError("the bucket is not there")
+
+    gate.folder = fail  # type: ignore[method-assign]
+    hosts.write(2)
+    until(lambda: hosts.hosts[1].tiers()[hosts.tier].error, "the failure to be seen")
+    assert hosts.status(2, 0) is Status.PENDING
+    gate.folder = real  # type: ignore[method-assign]
+    hosts.wait_committed(2)

@@ -1,0 +1,421 @@
+"""Ranks that each write their shard of a snapshot: together these are one checkpoint, or that of a model in shards."""
+
+from __future__ import annotations
+
+import io
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_spot.capture.layouts import (
+    CheckpointLayouter,
+    RankCheckpoint,
+    ShardedCheckpoint,
+    ShardedCheckpointLayouter,
+)
+from lightning_spot.capture.tensors import by_storage
+from lightning_spot.capture.writer import SnapshotWriter
+from lightning_spot.errors import FailureReason, NotSerializableError, SnapshotFailedError
+from lightning_spot.image.files import MODEL_FILE
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.pickling import TensorPickler
+from lightning_spot.image.shards import LEAST_PART_BYTES, Status
+from lightning_spot.memory.host import Lease
+from lightning_spot.sharded.file_plan import load_state, state_file
+from lightning_spot.sharded.reader import ImageReader, load_all
+from lightning_spot.staging.copier import Copier
+from tests.support.fake_device import FakeDevice
+from tests.support.ranks import manifest_of, rows
+from tests.support.rings import RankRing, Registers
+from tests.support.said import said_about
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.guarantee("G10")
+
+LAST_S = 60.0  # of what never takes so long
+FAILED = FailureReason.SHARD_MISSING.caused
+
+
+def tensors(seed: int, count: int = 9, least: int = 1) -> list[torch.Tensor]:
+    dice = random.Random(seed)
+    torch.manual_seed(seed)
+    return [torch.rand(dice.randrange(least, 30_000)) for _ in range(count)]
+
+
+class Desk:
+    """The writers of the ranks of one training, each with what it trains."""
+
+    def __init__(self, ranks: int = 3, ranges: tuple[int, ...] = (1, 2, 0)) -> None:
+        self.registers, self.ranges = Registers(), ranges
+        self.rings = [RankRing(self.registers) for _ in range(ranks)]
+        self.weights = [tensors(1) for _ in range(ranks)]
+        self.own: list[Any] = [{"rank": rank, "draws": torch.arange(rank)} for rank in range(ranks)]
+        self.buffer = torch.zeros(9)
+        self.more: dict[str, Any] = {}
+        self.writers = [
+            SnapshotWriter(ring, self.another_ring, layouter=self.layouter(rank), rank=rank)
+            for rank, ring in enumerate(self.rings)
+        ]
+
+    def layouter(self, _rank: int) -> Any:
+        return CheckpointLayouter("token")
+
+    def another_ring(self) -> RankRing:
+        return RankRing(self.registers)
+
+    def content(self, rank: int) -> Any:
+        values = {"w": self.weights[rank], "b": self.buffer, "ranks": [self.own[rank]], **self.more}
+        return RankCheckpoint(values, self.own[rank], self.ranges)
+
+    def begin(self, rank: int, step: int, **how: Any) -> Future[Manifest]:
+        manifest = manifest_of(rank, len(self.writers), step)
+        owned = by_storage(self.weights[rank])
+        return self.writers[rank].begin(self.content(rank), manifest, owned=owned, kept=owned, **how)
+
+    def take(self, step: int) -> list[Future[Manifest]]:
+        dones = [self.begin(rank, step) for rank in reversed(range(len(self.writers)))]
+        self.copied()
+        return dones[::-1]
+
+    def copied(self) -> None:
+        for writer in self.writers:
+            writer.copied()
+
+    def train(self, value: float) -> None:
+        for weight in [each for weights in self.weights for each in weights]:
+            weight.add_(value)
+
+    def image(self, step: int) -> tuple[memoryview, Manifest]:
+        return self.registers.image(snapshot_name(step, 1))
+
+    def saved(self, step: int) -> dict[str, Any]:
+        """The checkpoint, with the states of all ranks."""
+        image, manifest = self.image(step)
+        files = {span.name: image[span.offset : span.stop] for span in manifest.files}
+        saved: dict[str, Any] = torch.load(io.BytesIO(files[MODEL_FILE]), weights_only=True)
+        saved["ranks"] += [load_state(files[state_file(rank)]) for rank in range(1, len(self.writers))]
+        return saved
+
+    def close(self) -> None:
+        for writer in self.writers:
+            writer.close()
+
+
+@pytest.fixture
+def desk(request: pytest.FixtureRequest) -> Iterator[Desk]:
+    made = Desk(*getattr(request, "param", ()))
+    yield made
+    made.close()
+
+
+def same(saved: dict[str, Any], weights: list[torch.Tensor]) -> bool:
+    return len(saved["w"]) == len(weights) and all(map(torch.equal, saved["w"], weights))
+
+
+@pytest.mark.parametrize(
+    "desk",
+    [(3, (1, 2, 0)), (2, (1, 0)), (4, (2, 0)), (3, (0,)), (5, (1, 2, 3, 4, 0))],
+    indirect=True,
+    ids=["three", "two", "two of four", "rank 0 alone", "five"],
+)
+def test_what_ranks_have_written_is_the_checkpoint_of_its_step(desk: Desk) -> None:
+    for step, note in enumerate(["", "x" * 200_000, "y", "", ""], start=1):
+        desk.more["note"] = note
+        wanted = [weight.clone() for weight in desk.weights[0]]
+        dones = desk.take(step)
+        desk.train(1.0)
+        assert [done.result(LAST_S).step for done in dones] == [step] * len(dones)
+        saved = desk.saved(step)
+        assert same(saved, wanted)
+        assert saved["note"] == note
+        assert [each["rank"] for each in saved["ranks"]] == list(range(len(dones)))
+    _, manifest = desk.image(5)
+    assert [span.name for span in manifest.files] == [MODEL_FILE, *map(state_file, range(1, len(dones)))]
+    starts = {each.shard.start for each, _ in desk.registers.there[manifest.name].values() if each.shard is not None}
+    assert len(starts) == len(desk.ranges)
+
+
+def test_ranges_are_about_equal_and_what_did_not_change_is_copied_by_nobody(desk: Desk) -> None:
+    for step in range(1, 5):
+        [done.result(LAST_S) for done in desk.take(step)]
+    nbytes = sum(weight.nbytes for weight in desk.weights[0])
+    ranges = [each.files[0].nbytes for each, _ in desk.registers.there[snapshot_name(4, 1)].values()]
+    assert max(ranges) < nbytes / 3 + 2 * LEAST_PART_BYTES
+    before = [writer.copied_bytes for writer in desk.writers]
+    [done.result(LAST_S) for done in desk.take(5)]
+    again = [writer.copied_bytes - old for writer, old in zip(desk.writers, before, strict=True)]
+    assert sum(again) < nbytes / 5  # own states, the pickle, and tensors that are quicker copied than compared
+
+
+def test_optimizers_that_begin_to_keep_something_and_let_go_of_it(desk: Desk) -> None:
+    moments = [tensors(2, 5) for _ in desk.weights]
+    for step, change in enumerate([list.extend, lambda mine, more: mine.__delitem__(slice(3, 3 + len(more)))], start=2):
+        [done.result(LAST_S) for done in desk.take(2 * step)]
+        for mine, more in zip(desk.weights, moments, strict=True):
+            change(mine, more)
+        for again in range(2):
+            [done.result(LAST_S) for done in desk.take(2 * step + 1 + again * 100)]
+            assert same(desk.saved(2 * step + 1 + again * 100), desk.weights[0])
+
+
+def test_what_a_hook_takes_out_of_the_checkpoint_is_not_written(desk: Desk) -> None:
+    def content(rank: int) -> Any:
+        return RankCheckpoint({"w": desk.weights[rank][3:], "ranks": [0]}, desk.own[rank], desk.ranges)
+
+    desk.content = content  # type: ignore[method-assign]
+    [done.result(LAST_S) for done in desk.take(1)]
+    assert same(desk.saved(1), desk.weights[0][3:])
+    left_out = sum(weight.nbytes for weight in desk.weights[0][:3])
+    image, _ = desk.image(1)
+    assert len(image) < sum(weight.nbytes for weight in desk.weights[0]) - left_out + 8 * LEAST_PART_BYTES
+
+
+@pytest.mark.parametrize("differs", ["values", "sizes"])
+def test_ranks_that_do_not_train_the_same_abort_the_snapshot(desk: Desk, differs: str) -> None:
+    [done.result(LAST_S) for done in desk.take(1)]
+    before = desk.weights[1]
+    desk.weights[1] = [weight + 1 if differs == "values" else weight[1:].clone() for weight in before]
+    first, *others = desk.take(2)
+    with pytest.raises(SnapshotFailedError, match="same model", check=FAILED):
+        first.result(LAST_S)
+    assert [done.result(LAST_S).step for done in others] == [2, 2]
+    assert (desk.writers[0].aborted, desk.writers[0].committed.step) == (1, 1)  # type: ignore[union-attr]
+    desk.weights[1] = before
+    [done.result(LAST_S) for done in desk.take(3)]
+    assert same(desk.saved(3), desk.weights[0])
+
+
+def test_a_tensor_of_another_rank_that_changes_meanwhile_aborts_the_snapshot(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk.writers[2].close()
+    with monkeypatch.context() as patch:
+        patch.setattr(Copier, "_work", lambda _self: None)  # nothing is copied in the background
+        desk.writers[2] = SnapshotWriter(desk.rings[2], layouter=CheckpointLayouter("token"), rank=2)
+        dones = [desk.begin(rank, 1) for rank in range(3)]
+        for weight in desk.weights[2]:
+            weight.add_(1)
+        desk.copied()
+    with pytest.raises(SnapshotFailedError, match=r"rank 2: .*changed", check=FAILED):
+        dones[0].result(LAST_S)
+    assert desk.registers.status(snapshot_name(1, 1))[0] is Status.ABORTED
+    assert desk.writers[2].torn == 1
+
+
+def test_a_rank_that_cannot_begin_says_so_and_nobody_waits(desk: Desk) -> None:
+    first = desk.begin(0, 1)
+    desk.own[1] = {"bad": lambda: 0}
+    with pytest.raises(NotSerializableError, match="the state of this rank"):
+        desk.begin(1, 1)
+    desk.copied()
+    with pytest.raises(SnapshotFailedError, match=r"rank 1: .*serialised", check=FAILED):
+        first.result(LAST_S)
+    desk.own[1] = {"rank": 1}
+    [done.result(LAST_S) for done in desk.take(2)]
+    assert same(desk.saved(2), desk.weights[0])
+
+
+def test_where_rank_0_cannot_begin_the_others_are_done_at_once(desk: Desk) -> None:
+    others = [desk.begin(rank, 1) for rank in (1, 2)]
+    desk.more["bad"] = lambda: 0
+    with pytest.raises(NotSerializableError):
+        desk.begin(0, 1)
+    desk.copied()
+    assert [done.result(LAST_S).step for done in others] == [1, 1]
+    assert desk.registers.status(snapshot_name(1, 1))[0] is Status.ABORTED
+
+
+def test_a_checkpoint_that_only_torch_can_write_is_not_cut(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> bytes:
+        raise AttributeError("another torch")
+
+    monkeypatch.setattr(TensorPickler, "dump", fails)
+    desk.own = [{}, {}, {}]
+    with pytest.raises(SnapshotFailedError, match=r"plain torch\.save", check=FAILED):
+        desk.begin(0, 1)
+    assert "another torch" in desk.writers[0].layouter.why_alone
+    desk.ranges = (0,)
+    [done.result(LAST_S) for done in desk.take(2)]
+    assert same(desk.saved(2), desk.weights[0])
+    assert said_about(caplog, "saved-slowly")
+
+
+def test_a_ring_that_is_lost_while_the_others_are_awaited_is_found_again(desk: Desk) -> None:
+    first = desk.begin(0, 1)
+    desk.writers[0].copied()
+    until(lambda: bool(desk.registers.there), "the shard of rank 0")
+    desk.rings[0].lose()
+    others = [desk.begin(rank, 1) for rank in (1, 2)]
+    desk.copied()
+    assert [done.result(LAST_S).step for done in (first, *others)] == [1, 1, 1]
+    assert desk.writers[0].link.losses == 1
+
+
+def test_who_awaits_a_rank_that_has_gone_ends_when_training_does(desk: Desk) -> None:
+    first = desk.begin(0, 1)
+    desk.begin(1, 1)
+    desk.copied()
+    desk.writers[0].settle(0.1)
+    assert not first.done()
+    assert desk.writers[0].is_under_way
+    desk.writers[0].close()
+    with pytest.raises(SnapshotFailedError, check=FAILED):
+        first.result(LAST_S)
+
+
+def test_where_a_background_thread_fails_before_it_begins_nobody_waits_and_nothing_is_left_behind(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Want of memory may come up where a function is entered: ``fit`` waited for what was never to end."""
+    [done.result(LAST_S) for done in desk.take(1)]
+    whole, left = SnapshotWriter._finish, [None]
+
+    def struck(writer: SnapshotWriter, *arguments: Any) -> None:
+        if writer is desk.writers[1] and left:
+            left.pop()
+            raise MemoryError("none is left")
+        whole(writer, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SnapshotWriter, "_finish", struck)
+        first, second, _ = desk.take(2)
+        assert "none is left" in str(second.exception(LAST_S))
+        with pytest.raises(SnapshotFailedError, match=r"rank 1: .*none is left", check=FAILED):
+            first.result(LAST_S)
+    for step in (3, 4, 5, 6):  # more than there are slots
+        [done.result(LAST_S) for done in desk.take(step)]
+
+
+def test_nothing_comes_into_a_slot_that_was_given_back(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was still to be copied came there later on, when the slot may be another snapshot's."""
+
+    def refused(lease: Lease, *_: Any, **__: Any) -> bool:
+        raise SnapshotFailedError("it is not wanted", reason=FailureReason.SHARD_MISSING)
+
+    monkeypatch.setattr(desk.rings[1], "seal", refused)
+    done = desk.begin(1, 1)
+    (pending,) = desk.writers[1]._pending
+    desk.writers[1].copied()
+    with pytest.raises(SnapshotFailedError, match="not wanted"):
+        done.result(LAST_S)
+    held = bytes(pending.view.map)
+    for weight in desk.weights[1]:
+        weight.fill_(3)
+    desk.copied()
+    assert bytes(pending.view.map) == held
+
+
+def test_what_a_rank_knows_on_a_gpu_is_copied_without_waiting_for_it(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, drawn = FakeDevice(), torch.rand(2000)
+    wanted = drawn.clone()
+    device.own([drawn])
+    desk.writers[1].close()
+    copier = Copier(buffer_bytes=1, device=device)
+    desk.writers[1] = SnapshotWriter(desk.rings[1], copier=copier, layouter=CheckpointLayouter("token"), rank=1)
+    desk.own[1] = {"rank": 1, "drawn": drawn}
+    synchronize, waited = device.synchronize, list[threading.Thread]()
+    monkeypatch.setattr(
+        device, "synchronize", lambda event: waited.append(threading.current_thread()) or synchronize(event)
+    )
+    for _ in range(20):  # what is ordered before that takes its time
+        device.do(lambda: None)
+    begun = [desk.begin(rank, 1) for rank in range(3)]
+    desk.copied()
+    assert threading.current_thread() not in waited
+    [done.result(LAST_S) for done in begun]
+    assert torch.equal(desk.saved(1)["ranks"][1]["drawn"], wanted)
+
+
+def test_ranks_of_two_trainings_never_agree(desk: Desk) -> None:
+    desk.writers[1].layouter = CheckpointLayouter("another token")
+    first, *_ = desk.take(1)
+    with pytest.raises(SnapshotFailedError, match="same model", check=FAILED):
+        first.result(LAST_S)
+
+
+# -- a model in shards ------------------------------------------------------------------------------------------------
+
+
+class ShardedDesk(Desk):
+    """The same, of a model of which each rank has some rows."""
+
+    def __init__(self) -> None:
+        super().__init__(ranks=2)
+        self.frozen = torch.rand(100_000)
+        self.parts = [torch.rand(30, 50) for _ in self.writers]
+
+    def layouter(self, rank: int) -> Any:
+        return ShardedCheckpointLayouter(rank, 2, "token")
+
+    def content(self, rank: int) -> Any:
+        tensors = {"part": rows(self.parts[rank], 2), "f": self.frozen, "w": self.weights[rank][0]}
+        return ShardedCheckpoint({"state_dict": tensors, "groups": [{"lr": 0.1}]}, self.own[rank], {"epoch": 1})
+
+    def begin(self, rank: int, step: int, **how: Any) -> Future[Manifest]:
+        owned, kept = by_storage([self.parts[rank], *self.weights[rank]]), by_storage([self.frozen])
+        return self.writers[rank].begin(self.content(rank), manifest_of(rank, 2, step), owned=owned, kept=kept, **how)
+
+
+@pytest.fixture
+def sharded() -> Iterator[ShardedDesk]:
+    made = ShardedDesk()
+    yield made
+    made.close()
+
+
+def test_each_rank_writes_its_files_and_what_is_frozen_is_copied_only_where_it_changed(sharded: ShardedDesk) -> None:
+    def copied(step: int) -> int:
+        before = sum(writer.copied_bytes for writer in sharded.writers)
+        wanted = torch.cat(sharded.parts)
+        dones = sharded.take(step)
+        for part in sharded.parts:
+            part.add_(1)
+        [done.result(LAST_S) for done in dones]
+        image, manifest = sharded.image(step)
+        saved = load_all(ImageReader(image, manifest))["state_dict"]
+        assert torch.equal(saved["part"], wanted)
+        assert torch.equal(saved["f"], sharded.frozen)
+        for rank in range(2):
+            span = manifest.span_of(state_file(rank))
+            assert load_state(image[span.offset : span.stop])["rank"] == rank
+        return sum(writer.copied_bytes for writer in sharded.writers) - before
+
+    nbytes = [copied(step) for step in range(1, 7)]
+    assert nbytes[0] > sharded.frozen.nbytes > nbytes[-1] > 0  # each slot has it by then
+    sharded.frozen.data.add_(1)  # past the counts
+    assert copied(7) > sharded.frozen.nbytes
+
+
+def test_own_states_of_any_length_leave_the_rest_where_it_is(sharded: ShardedDesk) -> None:
+    for step, length in enumerate([10, 50_000, 3, 3], start=1):
+        sharded.own = [{"rank": rank, "seen": torch.zeros(length)} for rank in range(2)]
+        [done.result(LAST_S) for done in sharded.take(step)]
+        image, manifest = sharded.image(step)
+        for rank in range(2):
+            span = manifest.span_of(state_file(rank))
+            assert len(load_state(image[span.offset : span.stop])["seen"]) == length
+
+
+def test_ranks_of_another_model_in_shards_abort_the_snapshot(sharded: ShardedDesk) -> None:
+    sharded.frozen = sharded.frozen.clone()
+    first = sharded.begin(0, 1)
+    sharded.frozen = torch.rand(7)
+    sharded.begin(1, 1)
+    sharded.copied()
+    with pytest.raises(SnapshotFailedError, match="same model", check=FAILED):
+        first.result(LAST_S)
+
+
+def test_writers_are_no_threads_of_anybody_after_the_end(desk: Desk) -> None:
+    [done.result(LAST_S) for done in desk.take(1)]
+    desk.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("spot-writer")]

@@ -1,0 +1,129 @@
+"""Snapshots whose shards lie at several snapshot servers: read as one, each part from a server that has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_spot.client.remote import NodeStore
+from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError
+from lightning_spot.image.coming import Coming
+from lightning_spot.image.files import MODEL_FILE
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.memory.runs import RunInfo
+from lightning_spot.run.sources import StoreSource, Union
+from lightning_spot.run.survey import union
+from tests.support.server import MIB, RUN_ID, Bench, served
+from tests.support.shards import PART, checkpoint_of, failed_shard, sealed_shard, shard_image, whole_of
+
+pytestmark = pytest.mark.guarantee("G10")
+
+
+class Servers:
+    """Snapshot servers of one run, each a source."""
+
+    def __init__(self, root: Path, stack: ExitStack, count: int = 3) -> None:
+        self.benches = [Bench(root / f"far-{number}", slots=None, memory_bytes=64 * MIB) for number in range(count)]
+        self.stores: list[NodeStore] = []
+        for bench in self.benches:
+            port = stack.enter_context(served(bench.node))
+            store = NodeStore(f"spot://127.0.0.1:{port}/run@{RUN_ID}")
+            store.open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t"))
+            self.stores.append(store)
+        self.sources = [StoreSource(store, store.url.rpartition("/")[0]) for store in self.stores]
+
+    def put(self, step: int, writer: int, *at: int, writers: int = 3) -> Manifest:
+        manifest = sealed_shard(step, writer, writers)
+        for number in at:
+            self.stores[number].send(Coming(manifest, memoryview(shard_image(manifest))), attempt=1)
+        return manifest
+
+    @property
+    def union(self) -> Union:
+        return Union.of(self.sources)
+
+    def damage(self, number: int, step: int, writer: int) -> None:
+        """Change a byte of a shard in the memory of a server."""
+        slot = self.benches[number].node.ring.registers(RUN_ID, snapshot_name(step, 1))[writer]
+        with slot.view() as view:
+            view[0] ^= 1
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[Servers]:
+    with ExitStack() as stack:
+        yield Servers(tmp_path, stack)
+
+
+def test_shards_of_several_servers_are_one_snapshot(servers: Servers) -> None:
+    for writer, at in ((0, 0), (1, 1)):
+        servers.put(1, writer, at)
+    assert servers.union.survey().manifests == []
+    servers.put(1, 2, 2)
+    (manifest,) = servers.union.survey().manifests
+    assert manifest == whole_of(1, 3)
+    moved: list[int] = []
+    with closing(servers.union.open(manifest, moved.append)) as opened:
+        assert opened.reader().read() == checkpoint_of(1, 3)
+    assert sum(moved) == manifest.nbytes
+    answers = [(source, source.survey()) for source in servers.sources]
+    assert [holdings.manifests for _, holdings in union(answers)] == [[manifest]]
+
+
+def test_what_is_whole_at_one_server_is_read_there(servers: Servers) -> None:
+    for writer in range(3):
+        servers.put(1, writer, 1, *([2] if writer else []))
+    assert servers.union.survey().manifests == []
+    (manifest,) = servers.sources[1].survey().manifests
+    assert manifest == whole_of(1, 3)
+    with closing(servers.sources[1].open(manifest)) as opened:
+        assert opened.reader().read() == checkpoint_of(1, 3)
+    span = manifest.span_of(MODEL_FILE)
+    part = memoryview(bytearray(PART))
+    servers.stores[1].read(manifest, span.offset + PART, part)
+    assert bytes(part) == checkpoint_of(1, 3)[PART : 2 * PART]
+
+
+def test_a_part_is_read_from_another_server_if_one_has_gone_or_has_it_damaged(servers: Servers) -> None:
+    servers.put(1, 0, 0)
+    servers.put(1, 1, 0, 1)
+    servers.put(1, 2, 1, 2)
+    (manifest,) = servers.union.survey().manifests
+    servers.damage(0, 1, 1)
+    servers.benches[2].node.remove(f"run@{RUN_ID}", snapshot_name(1, 1))
+    found = Union([(source, shard) for source in servers.sources for shard in source.survey().shards])
+    with closing(found.open(manifest)) as opened:
+        assert opened.reader().read() == checkpoint_of(1, 3)
+    servers.damage(1, 1, 1)
+    with pytest.raises(CorruptSnapshotError):
+        found.open(manifest)
+
+
+def test_a_snapshot_of_which_a_rank_failed_is_none(servers: Servers) -> None:
+    for writer, at in ((0, 0), (1, 1), (2, 2)):
+        servers.put(1, writer, at)
+    (manifest,) = servers.union.survey().manifests
+    servers.stores[0].fail(failed_shard(1, 2, 3))  # another server was asked before it had the shard
+    assert servers.union.survey().manifests == []
+    servers.put(2, 0, 0)
+    servers.stores[1].fail(failed_shard(2, 1, 3))
+    servers.put(2, 2, 2)
+    assert servers.union.survey().manifests == []
+    with pytest.raises(SnapshotNotFoundError):
+        servers.union.open(replace(manifest, name=snapshot_name(2, 1)))
+    listed = [item.manifest for item in servers.stores[1].listing() if item.manifest.shard is not None]
+    assert any(each.shard is not None and each.shard.failed for each in listed)
+
+
+def test_shards_are_sent_as_what_changed(servers: Servers) -> None:
+    first = servers.put(1, 1, 0)
+    sent = servers.stores[0].sent
+    assert sent.whole_bytes == first.nbytes
+    again = replace(first, name=first.name.replace("000000001", "000000002"), step=2)
+    servers.stores[0].send(Coming(again, memoryview(shard_image(first))), attempt=1)
+    assert sent.whole_bytes == first.nbytes
+    assert sent.same_bytes == first.nbytes

@@ -1,0 +1,191 @@
+"""Shards of a snapshot at storage: whoever sees all notes commits it, and nothing of an aborted one stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_spot.client.stores import open_store
+from lightning_spot.errors import CorruptSnapshotError, FencedError, SnapshotFailedError, TierError
+from lightning_spot.image.files import MODEL_FILE, note_name
+from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_name
+from lightning_spot.image.shards import assemble
+from lightning_spot.tiers import commit
+from lightning_spot.tiers.commit import Look, Shard, commit_left, look, noted, put_shards
+from lightning_spot.tiers.fences import Claim
+from lightning_spot.tiers.store import Store
+from tests.support.server import RUN_ID
+from tests.support.shards import checkpoint_of, failed_shard, sealed_apart, sealed_shard, shard_image
+
+pytestmark = pytest.mark.guarantee("G3")
+
+WRITERS = 4
+NAME = snapshot_name(1, 1)
+
+
+@pytest.fixture(params=["directory", "objects"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    where = str(tmp_path / "run") if request.param == "directory" else f"kept://{tmp_path}/run"
+    return open_store(where)
+
+
+def shards_of(*writers: int, **fields: Any) -> list[Shard]:
+    """Shards of a sharded model."""
+    found = [sealed_apart(1, writer, WRITERS, **fields) for writer in writers]
+    return [(each, memoryview(shard_image(each))) for each in found]
+
+
+def ranges_of(*writers: int) -> list[Shard]:
+    """Shards of a checkpoint of which each writer has a range, but the last one."""
+    found = []
+    for writer in writers:
+        own = sealed_apart(1, writer, WRITERS)
+        manifest = sealed_shard(1, writer, WRITERS - 1) if writer < WRITERS - 1 else own
+        assert manifest.shard is not None
+        manifest = replace(manifest, shard=replace(manifest.shard, writers=WRITERS))
+        found.append((manifest, memoryview(shard_image(manifest))))
+    return found
+
+
+def put_failed(store: Store, writer: int) -> Look:
+    return put_shards(store, [(failed_shard(1, writer, WRITERS), memoryview(b""))], attempt=1)
+
+
+def sizes(store: Store) -> dict[str, int]:
+    return store.folder(NAME, attempt=1, run_id=RUN_ID).sizes()  # type: ignore[attr-defined, no-any-return]
+
+
+def fetched(store: Store, manifest: Manifest) -> bytearray:
+    into = bytearray(manifest.nbytes)
+    store.fetch(manifest, memoryview(into))
+    return into
+
+
+# Rank 0's host has all ranges of a checkpoint.
+PLACES = [(0, 1, 2), (3,)]
+
+
+@pytest.mark.parametrize("shards", [shards_of, ranges_of])
+@pytest.mark.parametrize("order", [PLACES, PLACES[::-1]], ids=["first host first", "first host last"])
+def test_the_last_place_commits(store: Store, order: list[tuple[int, ...]], shards: Callable[..., list[Shard]]) -> None:
+    found = Look()
+    for place in order:
+        assert found.manifest is None
+        found = put_shards(store, shards(*place), attempt=1)
+    assert found.manifest == assemble(each for each, _ in shards(*range(WRITERS)))
+    assert store.has(found.manifest)
+    assert set(sizes(store)) == {MANIFEST_FILE, *(span.name for span in found.manifest.files)}
+    image = fetched(store, found.manifest)
+    if shards is ranges_of:
+        span = found.manifest.span_of(MODEL_FILE)
+        assert bytes(image[span.offset : span.stop]) == checkpoint_of(1, WRITERS - 1)
+    for place in order:  # once more
+        assert put_shards(store, shards(*place), attempt=1).manifest == found.manifest
+
+
+def test_ranges_of_the_checkpoint_wait_for_a_place_that_has_all_of_them(store: Store) -> None:
+    assert put_shards(store, ranges_of(1, 2, 3), attempt=1).manifest is None
+    assert MODEL_FILE not in sizes(store)
+    assert [each.snapshot for each in noted(store, NAME)] == [NAME]  # that of the last one, which has none
+    assert put_shards(store, ranges_of(0, 1, 2), attempt=1).manifest is not None
+
+
+def test_one_that_failed_takes_back_what_others_brought(store: Store) -> None:
+    put_shards(store, shards_of(0, 1, 2), attempt=1)
+    assert "rank 3" in put_failed(store, 3).why_aborted
+    assert note_name(0) in sizes(store)
+    for _ in range(2):
+        assert "rank 3" in put_shards(store, shards_of(0, 1, 2), attempt=1).why_aborted
+        assert set(sizes(store)) == {note_name(3, failed=True)}
+    assert commit_left(store, NAME) is None
+
+
+@pytest.fixture
+def left(store: Store, monkeypatch: pytest.MonkeyPatch) -> Manifest:
+    """All shards are there, and nobody is left to commit the snapshot."""
+    with monkeypatch.context() as broken:
+        broken.setattr(commit, "assemble", _fails)
+        with pytest.raises(TierError):
+            put_shards(store, shards_of(*range(WRITERS)), attempt=1)
+    assert len(noted(store, NAME)) == WRITERS
+    return assemble(each for each, _ in shards_of(*range(WRITERS)))
+
+
+def test_what_nobody_is_left_to_commit_is_committed_by_who_looks(store: Store, left: Manifest) -> None:
+    assert look(store, NAME).manifest is None
+    assert commit_left(store, NAME) == left
+    assert look(store, NAME).manifest == left
+    assert note_name(0) not in sizes(store)
+
+
+def test_who_cannot_write_there_knows_that_all_of_it_is_there(
+    store: Store, left: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = store.folder  # type: ignore[attr-defined]
+
+    class ReadOnly:
+        def __init__(self, *args: Any, **more: Any) -> None:
+            self._folder = real(*args, **more)
+
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            return _fails if name.startswith(("write", "remove")) else getattr(self._folder, name)
+
+    monkeypatch.setattr(store, "folder", ReadOnly)
+    assert commit_left(store, NAME) == left
+
+
+def test_damaged_bytes_leave_nothing(store: Store) -> None:
+    shards = shards_of(*range(WRITERS))
+    shards[2][1][5] ^= 1  # type: ignore[index]
+    with pytest.raises(CorruptSnapshotError):
+        put_shards(store, shards, attempt=1)
+    assert sizes(store) == {}
+
+
+def test_what_is_damaged_while_it_is_written_is_not_committed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards, real = shards_of(*range(WRITERS)), store.folder  # type: ignore[attr-defined]
+
+    class Damaging:
+        def __init__(self, *args: Any, **more: Any) -> None:
+            self._folder = real(*args, **more)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._folder, name)
+
+        def write_all(self, contents: dict[str, Any]) -> None:
+            shards[2][1][5] ^= 1  # type: ignore[index]
+            self._folder.write_all(contents)
+
+    with monkeypatch.context() as damaging:
+        damaging.setattr(store, "folder", Damaging)
+        with pytest.raises(CorruptSnapshotError):
+            put_shards(store, shards, attempt=1)
+    assert sizes(store) == {}
+
+
+def test_another_snapshot_of_that_name_is_not_taken_for_this_one(store: Store) -> None:
+    put_shards(store, shards_of(*range(WRITERS)), attempt=1)
+    with pytest.raises(SnapshotFailedError):
+        put_shards(store, shards_of(3, lineage="2" * 12), attempt=1)
+
+
+def test_shards_that_do_not_fit_are_no_snapshot(store: Store) -> None:
+    put_shards(store, shards_of(0, 1, 2), attempt=1)
+    with pytest.raises(SnapshotFailedError):
+        put_shards(store, shards_of(3, lineage="2" * 12), attempt=1)
+    assert look(store, NAME).manifest is None
+
+
+def test_a_later_attempt_fences(store: Store) -> None:
+    store.claim(Claim(attempt=2, run_id=RUN_ID))
+    with pytest.raises(FencedError):
+        put_shards(store, shards_of(*range(WRITERS)), attempt=1)
+    assert sizes(store) == {}
+
+
+def _fails(*_: Any, **__: Any) -> Any:
+    raise TierError("the tier fails")

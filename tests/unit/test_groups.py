@@ -1,0 +1,189 @@
+"""Snapshots of several writers in a ring: which of them stay, which give way, and where each is still to go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_spot.image.manifest import Order
+from lightning_spot.image.shards import Status
+from lightning_spot.memory.slots import (
+    ORPHANED_S,
+    Known,
+    Limits,
+    Slot,
+    SlotState,
+    Tiers,
+    find_room,
+    grouped,
+    newest_of_lineages,
+    only_here,
+    reusable,
+    set_owed,
+)
+from tests.support.server import RUN_ID, manifest_of
+from tests.support.shards import failed_shard, sealed_shard
+
+LINEAGE = "1" * 12
+STORAGE, SERVER = "/tier", "spot://first/run"
+
+
+class Slots:
+    """Slots by snapshot and writer, in the order in which they were committed."""
+
+    def __init__(self) -> None:
+        self.all: list[Slot] = []
+        self.known = Known()
+
+    def add(self, step: int, *writers: int, of: int = 2, persist: bool = True, **fields: Any) -> list[Slot]:
+        made = []
+        for writer in writers:
+            manifest = sealed_shard(step, writer, of)
+            assert manifest.shard is not None
+            made.append(self._slot(replace(manifest, shard=replace(manifest.shard, persist=persist)), **fields))
+        return made
+
+    def plain(self, step: int, **fields: Any) -> Slot:
+        return self._slot(manifest_of(step), **fields)
+
+    def failed(self, step: int, writer: int) -> Slot:
+        return self._slot(failed_shard(step, writer), reserved_bytes=0)
+
+    def _slot(self, manifest: Any, **fields: Any) -> Slot:
+        usual: dict[str, Any] = {"state": SlotState.COMMITTED, "run": RUN_ID, "reserved_bytes": 2**20}
+        slot = Slot(len(self.all), **{**usual, **fields})
+        slot.manifest, slot.sequence = manifest, len(self.all)
+        slot.writer = manifest.shard.writer if manifest.shard is not None else 0
+        self.all.append(slot)
+        return slot
+
+    def committed(self, step: int) -> None:
+        """Other places show that a snapshot is complete over them."""
+        order: Order = (1, step, 2)
+        self.known.committed.setdefault((RUN_ID, LINEAGE), set()).add(order)
+
+    def states(self) -> dict[int, Status]:
+        return {group.manifest.step: group.state for group in grouped(self.all, self.known)}
+
+    def newest(self) -> set[int]:
+        return _steps(newest_of_lineages(self.all, self.known))
+
+    def idle(self) -> list[int]:
+        return [slot.manifest.step for slot in reusable(self.all, self.known) if slot.manifest is not None]
+
+    def owed(self, tiers: Tiers) -> dict[int, list[str]]:
+        set_owed(self.all, tiers, self.known)
+        return {slot.manifest.step: slot.dirty for slot in self.all if slot.manifest is not None}
+
+
+def _steps(slots: set[Slot]) -> set[int]:
+    return {slot.manifest.step for slot in slots if slot.manifest is not None}
+
+
+@pytest.fixture
+def slots() -> Slots:
+    return Slots()
+
+
+def test_what_is_complete_supersedes_and_what_may_become_so_does_not(slots: Slots) -> None:
+    slots.add(1, 0, 1)
+    slots.add(2, 0)
+    slots.add(3, 1)
+    assert slots.states() == {1: Status.COMMITTED, 2: Status.PENDING, 3: Status.PENDING}
+    assert slots.newest() == {1, 2, 3}
+    assert slots.idle() == []
+    slots.add(3, 0)
+    assert slots.states() == {1: Status.COMMITTED, 2: Status.ABORTED, 3: Status.COMMITTED}
+    assert slots.newest() == {3}
+    assert set(slots.idle()) == {1, 2}
+
+
+def test_a_complete_one_at_other_places_supersedes_what_is_here(slots: Slots) -> None:
+    for step in (1, 2, 3):
+        slots.add(step, 0)
+    slots.committed(2)
+    assert slots.states() == {1: Status.ABORTED, 2: Status.COMMITTED, 3: Status.PENDING}
+    assert slots.newest() == {2, 3}
+    assert slots.idle() == [1]
+    slots.all[1].safe = [SERVER]
+    assert slots.idle() == [1, 2]  # the newest last
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_a_shard_that_failed_gives_the_others_up(slots: Slots, where: str) -> None:
+    slots.add(1, 0, 1)
+    slots.add(2, 0)
+    if where == "here":
+        slots.failed(2, 1)
+    else:
+        shard = failed_shard(2, 1).shard
+        assert shard is not None
+        slots.known.elsewhere[RUN_ID, failed_shard(2, 1).snapshot] = {1: shard}
+    assert slots.states()[2] is Status.ABORTED
+    assert slots.newest() == {1}
+    assert set(slots.idle()) == {2}
+
+
+def test_why_a_shard_failed_is_owed_everywhere_until_something_newer_is_complete(slots: Slots) -> None:
+    tiers = Tiers((SERVER,), (STORAGE,))
+    slots.failed(1, 1)
+    assert slots.owed(tiers) == {1: [SERVER, STORAGE]}
+    slots.add(2, 0, 1)
+    assert slots.owed(tiers) == {1: [], 2: [SERVER, STORAGE]}
+
+
+def test_a_snapshot_that_stays_incomplete_gives_way_after_an_hour(slots: Slots) -> None:
+    slots.add(1, 0, committed_s=100.0)
+    slots.known.now_s = 100.0 + ORPHANED_S
+    assert slots.idle() == []
+    slots.known.now_s += 1.0
+    assert slots.idle() == [1]
+
+
+def test_the_newest_of_each_lineage_stays(slots: Slots) -> None:
+    slots.plain(1).manifest = replace(manifest_of(1), lineage="2" * 12)
+    slots.add(2, 0, 1)
+    slots.plain(3)
+    assert slots.newest() == {1, 3}
+    assert _steps(only_here(slots.all, slots.known)) == {1, 3}
+
+
+def test_servers_are_owed_the_newest_and_storage_what_its_writers_want_there(slots: Slots) -> None:
+    tiers = Tiers((SERVER, STORAGE))
+    slots.add(1, 0, 1)
+    slots.add(2, 0, 1, persist=False)
+    assert slots.owed(tiers) == {1: [STORAGE], 2: [SERVER, STORAGE]}
+    slots.add(3, 0, 1)
+    assert slots.owed(tiers) == {1: [], 2: [], 3: [SERVER, STORAGE]}
+
+
+def test_storage_is_owed_incomplete_ones_until_it_has_a_newer_one(slots: Slots) -> None:
+    """All places must bring the same ones: none is left out because a newer one is there."""
+    tiers = Tiers((STORAGE,))
+    for step in (1, 2, 3):
+        slots.add(step, 0, persist=step != 2)
+        slots.committed(step)
+    assert slots.owed(tiers) == {1: [STORAGE], 2: [], 3: [STORAGE]}
+    slots.all[2].safe = [STORAGE]
+    assert slots.owed(tiers) == {1: [], 2: [], 3: []}
+
+
+def test_each_writer_has_slots_of_its_own(slots: Slots) -> None:
+    limits = Limits(slots=2, memory_bytes=2**30, run_memory_bytes=None)
+    slots.add(1, 0, 1)
+    slots.add(2, 0)
+    slots.committed(1)
+
+    def room(writer: int) -> Any:
+        return find_room(slots.all, RUN_ID, 2**20, 2**20, limits, writer=writer, known=slots.known)
+
+    assert room(0) is None  # its newest, and what may become so
+    found = room(1)
+    assert found is not None
+    assert found.is_new
+    slots.add(2, 1)
+    found = room(0)
+    assert found is not None
+    assert found.slot is slots.all[0]  # and not the other writer's
