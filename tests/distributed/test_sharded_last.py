@@ -81,7 +81,10 @@ class Ranks:
         self.location = location = Location.of(root / "run", servers=servers or None)
         self.store, self.weights, talk = LocalStore(location.url), torch.rand(ROWS * COLUMNS), Talk()
         self.frozen = torch.rand(ROWS * COLUMNS)
-        attempt = Attempt.begin(survey(location), open_host(location, RING), RING, self._layouter(0))
+        host = open_host(location, RING)
+        attempt = Attempt.begin(survey(location), host, RING, self._layouter(0))
+        attempt.info = Topology(HOSTS, 0).told(attempt.info, apart=True)
+        host.open_run(attempt.info)
         first = {name: os.environ[name] for name in ("LIGHTNING_SPOT_RUNTIME_DIR", "LIGHTNING_SPOT_SHM_DIR")}
         second = {name: str(Path(value) / "h1") for name, value in first.items()}
         for folder in second.values():
@@ -109,10 +112,10 @@ class Ranks:
         return lambda info: ShardedCheckpointLayouter(rank, 4, info.token)
 
     def _joined(self, first: Attempt, rank: int) -> Attempt:
-        host = open_host(self.location, RING)
-        host.open_run(first.info)
+        host, info = open_host(self.location, RING), Topology(HOSTS, rank).told(first.info, apart=True)
+        host.open_run(info)
         more: dict[str, Any] = {"rank": rank, "is_guest": rank in HOSTS[1]}
-        joined = Attempt(self.location, first.info, host, RING, self._layouter(rank)(first.info), **more)
+        joined = Attempt(self.location, info, host, RING, self._layouter(rank)(info), **more)
         joined.lineage = first.lineage
         return joined
 
