@@ -390,11 +390,13 @@ class Work:
     def _is_idle(self, slot: Slot, url: str) -> bool:
         """Whether nobody waits for a shard at storage: its snapshot is not meant to be there.
 
-        A server that is about to end waits until it is there as far as this server has it: who has the rest commits it.
+        Where no more comes of its trainer, or this server is about to end, it is waited for until storage has what this
+        server has of its snapshot: who has the rest commits it.
         """
         if slot.manifest is None or slot.shard is None or url.startswith("spot://"):
             return False
-        if self.leaves_s is not None:
+        info = self._run(slot.run)
+        if self.leaves_s is not None or info is None or not info.session:
             return (url, Job(Kind.PUT, slot.run, slot.manifest).key) in self._later
         return not slot.shard.persist or bool(slot.shard.failed)
 
@@ -498,6 +500,8 @@ class Work:
         """
         info, shard = self._run(job.run), job.manifest.shard
         is_wanted = (shard is not None and shard.persist) or self.is_urgent(job.run)
+        if info is not None and info.hosts > 1 and not info.session and self.is_urgent(job.run):
+            return 0.0  # no more comes of its trainer, and others have what is missing here
         if info is not None and info.session and info.hosts > 1 and is_wanted:
             return max(slot.committed_s for slot in job.slots) + _TOGETHER_S
         is_known = job.state is not Status.PENDING and (info is None or info.hosts > 1)
