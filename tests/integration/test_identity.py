@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_spot.memory.joint import SpreadPlace
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.client.stores import open_store
@@ -26,7 +25,6 @@ from lightning_spot.run.attempts import ClaimWatch, begin_attempt
 from lightning_spot.run.identity import JUMP, Identity, NodeRun, identify, new_id, next_attempt
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
-from lightning_spot.service.fields import place
 from lightning_spot.tiers.fences import Claim
 from lightning_spot.tiers.local import LocalStore
 from tests.support.said import said
@@ -83,15 +81,10 @@ def test_one_place_has_one_run_and_one_node_however_it_is_written(spelled: str) 
 
 
 def test_a_run_may_have_as_many_nodes_as_requests_have_room_for() -> None:
-    """Of 48 with names as clouds give them, a node took the run, and refused each of its snapshots."""
     nodes = [f"spot://ip-10-0-{n}-12.eu-central-1.compute.internal:7070" for n in range(MOST_NODES + 1)]
     with pytest.raises(SettingsError, match="names 65 snapshot servers: a run has 64 at most"):
         Location.of("/data/run-1", servers=nodes)
-    kept = Location.of("/data/run-1", servers=nodes[:-1]).servers
-    at = SpreadPlace(2, tuple(f"{node}/{'x' * 128}@{'0' * 12}" for node in kept)).at
-    assert place({"at": at}) == at
-    with pytest.raises(SettingsError, match="at is no text of at most"):
-        place({"at": 8 * at})
+    assert len(Location.of("/data/run-1", servers=nodes[:-1]).servers) == MOST_NODES
 
 
 def test_a_dirpath_is_what_an_object_of_the_file_system_names() -> None:

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from lightning_spot.memory.joint import KnownLayout
 
 from lightning_spot.capture import slot_pool
 from lightning_spot.capture.slot_pool import Leases
@@ -322,7 +321,7 @@ def test_a_node_that_is_still_making_a_slot_is_not_taken_for_a_lost_one() -> Non
         raise ServerUnreachableError("no answer") from TimeoutError()
 
     host: Any = object.__new__(EmbeddedHost)
-    host.run, host.attempt, host.server_call_timeout_s, host._layout = "run@1", 1, 5.0, KnownLayout()
+    host.run, host.attempt, host.server_call_timeout_s = "run@1", 1, 5.0
     host.session, host.client = SimpleNamespace(id="1"), SimpleNamespace(call=call, ping=pings.append)
     with pytest.raises(SnapshotFailedError, match="still being made after 31 s", check=FailureReason.RING_FULL.caused):
         host.lease(NBYTES, 1.0, limit_s=30.0)
