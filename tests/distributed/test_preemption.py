@@ -36,6 +36,7 @@ from lightning_spot.tiers.local import LocalStore
 from tests.support.exact_cases import CASES, Model, loader, train
 from tests.support.metadata_server import MetadataServer
 from tests.support.said import said
+from tests.support.snapshots import read
 from tests.support.trainer import Net, data, trainer
 from tests.support.waiting import lives, until
 
@@ -92,7 +93,7 @@ class Program:
 def final(root: Path) -> dict[str, Any]:
     manifest = LocalStore(root / "run").survey().manifests[0]
     assert manifest.complete, (root / "log").read_text()[-3000:]
-    return torch.load(root / "run" / manifest.data_path, weights_only=True)
+    return read(root / "run", manifest)
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_spot.exact.compare import differences
-from lightning_spot.image.files import MODEL_FILE
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.sharded.file_plan import state_file
 from lightning_spot.tiers.local import LocalStore
+from tests.support.snapshots import read
 from tests.support.trainer import digest
 from tests.support.waiting import until
 
@@ -43,13 +41,7 @@ def manifests(root: Path) -> list[Manifest]:
 
 
 def load(root: Path, manifest: Manifest) -> dict[str, Any]:
-    """All of a snapshot: what only one rank knows is in a file beside the others."""
-    path = root / "run" / manifest.name / MODEL_FILE
-    checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    for rank in range(len(checkpoint["lightning_spot"]["ranks"]), manifest.world_size):
-        state = torch.load(path.with_name(state_file(rank)), map_location="cpu", weights_only=True)
-        checkpoint["lightning_spot"]["ranks"].append(state)
-    return checkpoint
+    return read(root / "run", manifest)
 
 
 def accounts(root: Path, ranks: int) -> list[dict[str, Any]]:

@@ -10,7 +10,9 @@ import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.client.stores import open_store
+from lightning_spot.image.files import MODEL_FILE
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.sharded.file_plan import state_file
 from lightning_spot.tiers.local import LocalStore
 from tests.support.trainer import Probe, equal, state_of
 from tests.support.waiting import until
@@ -43,7 +45,17 @@ def manifests(root: Path) -> list[Manifest]:
 
 
 def load(root: Path, manifest: Manifest) -> dict[str, Any]:
-    return torch.load(root / "run-1" / manifest.data_path, map_location="cpu", weights_only=True)
+    return read(root / "run-1", manifest)
+
+
+def read(run: Path, manifest: Manifest) -> dict[str, Any]:
+    """A checkpoint; what only one of several ranks knew is in a file beside it."""
+    path = run / manifest.name / MODEL_FILE
+    checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    states = checkpoint.get("lightning_spot", {}).get("ranks", [])
+    for rank in range(len(states), manifest.world_size if states else 0):
+        states.append(torch.load(path.with_name(state_file(rank)), map_location="cpu", weights_only=True))
+    return checkpoint
 
 
 def check_all(root: Path, probe: Probe) -> list[Manifest]:
