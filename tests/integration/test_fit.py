@@ -23,6 +23,7 @@ from lightning_spot import AutoResume, EverySeconds, EverySteps, SpotCheckpoint,
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.cli import main
 from lightning_spot.client import starting
+from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
     FencedError,
@@ -34,7 +35,8 @@ from lightning_spot.errors import (
 )
 from lightning_spot.fit.snapshotter import Pacing
 from lightning_spot.goodput.records import read_records
-from lightning_spot.memory.host import InProcessHost, Lease
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.host import Lease
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.staging.copier import Copier
 from lightning_spot.tiers.local import LocalStore
@@ -581,14 +583,14 @@ def test_who_is_overtaken_where_snapshots_are_committed_hears_of_it_at_the_end_t
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As several hosts are, by a snapshot server: the run ended without a word, and its node took it for complete."""
-    seal = InProcessHost.seal
+    seal = EmbeddedHost.seal
 
-    def refused(host: InProcessHost, lease: Lease, manifest: Manifest, *more: Any, **named: Any) -> bool:
+    def refused(host: EmbeddedHost, lease: Lease, manifest: Manifest, *more: Any, **named: Any) -> bool:
         if manifest.step > 10:
             raise FencedError("attempt 2 has taken over", run="run-1", attempt=1, current=2)
         return seal(host, lease, manifest, *more, **named)
 
-    monkeypatch.setattr(InProcessHost, "seal", refused)
+    monkeypatch.setattr(EmbeddedHost, "seal", refused)
     run = trainer(spot(tmp_path, upload_timeout_s=5.0))
     with caplog.at_level("INFO"), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
