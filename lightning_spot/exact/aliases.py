@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from lightning_spot.capture.tensors import storage_address, tensors_in
+from lightning_spot.capture.tensors import storage_address
+from lightning_spot.config import format_names
 from lightning_spot.exact.change_detector import SCALARS
 
 if TYPE_CHECKING:
@@ -198,6 +199,14 @@ def tie(parts: Mapping[str, Any], records: list[State]) -> Iterator[str]:
             yield f"{name_of(place)} (shares memory with {name_of(of)})"
 
 
+def are_tied(record: State, registered: Mapping[Place, torch.Tensor]) -> bool:
+    """Whether two parameters or buffers are tied as a record says."""
+    place, of = (registered.get(tuple(record[name])) for name in ("place", "of"))
+    if place is None or of is None:
+        return False
+    return place is of or 0 < storage_address(place) == storage_address(of)
+
+
 def _get(parts: Mapping[str, Any], place: Place) -> Any:
     value = getattr(parts[place[0]], place[1])
     for key in place[2:]:
@@ -225,32 +234,66 @@ def _set(parts: Mapping[str, Any], place: Place, value: Any) -> None:
         setattr(part, name, value)
 
 
-# -- what callbacks and optimizers share with weights ------------------------------------------------------------------
+# -- what callbacks and optimizers share, with the module or with each other ------------------------------------------
 
 
-def shared_with_weights(checkpoint: Mapping[str, Any]) -> Iterator[str]:
-    """Names of states of callbacks and optimizers that hold memory of weights: whoever loads them gets copies."""
-    weights = {storage_address(tensor) for tensor in tensors_in(checkpoint.get("state_dict", {}))} - {0}
-    states = {f"the state of {key}": value for key, value in checkpoint.get("callbacks", {}).items()}
-    optimizers = checkpoint.get("optimizer_states", ())
-    states |= {f"the state of optimizer {number}": value for number, value in enumerate(optimizers)}
-    for name, state in states.items():
-        if any(storage_address(tensor) in weights for tensor in tensors_in(state)):
-            yield name
+def shared_outside(trainer: pl.Trainer, owners: Owners) -> list[tuple[str, str]]:
+    """Names of tensors of callbacks and optimizers, each with that of another one in the same memory.
+
+    Whoever loads a state may have copies: what shares memory in the state that was saved tells nothing of them.
+
+    Args:
+        trainer: whose callbacks and optimizers they are.
+        owners: of its module.
+    """
+    outside = _outside(trainer)
+    memory = _memory({**owners, **outside})
+    sharers: dict[int, list[Place]] = defaultdict(list)
+    for place in sorted(memory, key=lambda place: place[0] in outside):  # names of the module's come first
+        sharers[memory[place]].append(place)
+    return sorted(
+        (name_of(place), name_of(next(other for other in sharers[at] if other != place)))
+        for place, at in memory.items()
+        if place[0] in outside and len(sharers[at]) > 1
+    )
 
 
-def what_is_apart_from_weights(trainer: pl.Trainer, names: list[str]) -> Iterator[str]:
-    """One sentence on those of these states that hold no memory of weights any more, if there are any."""
-    if not names:
+def what_is_apart(trainer: pl.Trainer, owners: Owners, shared: Collection[Sequence[str]]) -> Iterator[str]:
+    """One sentence on those pairs of :func:`shared_outside` that are apart now, if there are any."""
+    if not shared:
         return
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined] # Lightning's Trainer has it
-    present = {
-        "state_dict": trainer.lightning_module.state_dict(),
-        "callbacks": {callback.state_key: callback.state_dict() for callback in callbacks},
-        "optimizer_states": [optimizer.state_dict() for optimizer in trainer.optimizers],
-    }
-    if apart := sorted(set(names) - set(shared_with_weights(present))):
+    memory = {name_of(place): at for place, at in _memory({**owners, **_outside(trainer)}).items()}
+    apart = {name for name, of in shared if name in memory and of in memory and memory[name] != memory[of]}
+    if apart:
         yield (
-            f"{', '.join(apart)} held tensors that share memory with weights, and holds copies now. Tie them in"
-            " on_train_start"
+            f"{format_names(sorted(apart))} shared memory with other tensors of the training, and are copies now. Tie"
+            " them in on_train_start"
         )
+
+
+def _outside(trainer: pl.Trainer) -> Owners:
+    """Attributes of callbacks, but for ours, and states of optimizers, by the number of the parameter."""
+    outside: dict[str, Mapping[str, Any]] = {}
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined] # Lightning's Trainer has it
+    for number, callback in enumerate(callbacks):
+        if not type(callback).__module__.startswith("lightning_spot."):
+            kind = type(callback).__qualname__.rpartition(".<locals>.")[2]
+            outside[kind if kind not in outside else f"{kind}#{number}"] = vars(callback)
+    for number, optimizer in enumerate(trainer.optimizers):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        states = {index: optimizer.state[each] for index, each in enumerate(parameters) if each in optimizer.state}
+        outside[f"optimizer {number}"] = {"state": states}
+    return outside
+
+
+def _memory(owners: Owners) -> dict[Place, int]:
+    """Where the storage of each tensor is, if it has one and its place a name that other processes find again."""
+    return {
+        place: at
+        for place, value in _places(owners)
+        if isinstance(value, torch.Tensor) and (at := storage_address(value)) and all(map(_is_name, place))
+    }
+
+
+def _is_name(key: Any) -> bool:
+    return isinstance(key, (str, int))
