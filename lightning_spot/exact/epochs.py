@@ -184,7 +184,7 @@ class ResumedEpoch(Epoch):
         self.workers_changed = resume.get("workers_changed", [])
         self.expected = len(loader) if has_length(loader) else resume.get("whole")
         self.is_checked = True
-        self.made_of = resume.get("made_of") or made_of(loader)  # an earlier version did not say
+        self.made_of = resume["made_of"]
         has_same_batches = resume.get("batch") in (None, batch_of(self.loader))
         self.first_batch = resume.get("first_batch") if has_same_batches else None
         self._ahead = None if has_length(loader) else self._state

@@ -439,7 +439,7 @@ class Restoring(OfTrainer):
             return []
         both = zip(loaders, positions, strict=True)
         reasons = [
-            [*differences(saved or {}, loader_itself(loader)), *other_batches(loader, saved)] for loader, saved in both
+            [*differences(saved, loader_itself(loader)), *other_batches(loader, saved)] for loader, saved in both
         ]
         return [". ".join(each) for each in reasons if each]
 

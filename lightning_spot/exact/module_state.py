@@ -446,7 +446,7 @@ class ModuleState:
             saved: what was captured.
             untrained: whether nothing is left to train.
         """
-        self.before.update(Names.of(saved.get("before")))
+        self.before.update(Names.of(saved["before"]))
         module = trainer.lightning_module
         parameters = dict(module.named_parameters())
         for name, trains in saved["trains"].items():
@@ -463,7 +463,7 @@ class ModuleState:
             attributes = {name: values for name, values in attributes.items() if name not in waits} | modes
         self._put(module, attributes)
         parts = dict(_parts(module.named_modules(remove_duplicate=False)))
-        self._apart = [*saved.get("apart", ()), *tie(parts, saved.get("shared", []))]  # not of an earlier version
+        self._apart = [*saved["apart"], *tie(parts, saved["shared"])]
         for name, value in saved["settings"].items():
             if name not in _LIMITS and hasattr(trainer, name):
                 setattr(trainer, name, value)
@@ -516,7 +516,7 @@ class ModuleState:
         Where the program gives another limit than it gave to the training before, that one counts.
         """
         given = self._limits
-        before = saved.get("limits", given)
+        before = saved["limits"]
         names = [name for name in _LIMITS if name in saved["settings"] and given.get(name) == before.get(name)]
         limits = {name: saved["settings"][name] for name in names}
         self.before.settings |= limits.keys()

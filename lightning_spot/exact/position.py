@@ -142,12 +142,12 @@ def restore_state(loader: Any, state: State | None) -> None:
     if state is not None and type(loader) in (FollowedLoader, PositionedLoader):
         own, workers = loader.__dict__["_own"], loader.__dict__["_workers"]
         own.restore(state["own"])
-        names = own.differing_data(state.get("data", {}))  # not of an earlier version
+        names = own.differing_data(state["data"])
         if workers is not None:
             workers.resume(state["workers"])
             names += workers.lost()
         say_changed(names)
-        loader.__dict__["_were_made"] = state.get("were_made", False)
+        loader.__dict__["_were_made"] = state["were_made"]
 
 
 def restore_owners(loader: Any) -> None:
