@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lightning_spot.capture.tensors import storage_address
+from lightning_spot.capture.tensors import local_of, storage_address
 from lightning_spot.config import format_names
 from lightning_spot.exact.change_detector import SCALARS
 
@@ -31,6 +31,7 @@ State = dict[str, Any]
 
 _KINDS = (torch.Tensor, nn.Parameter)
 _MOST_ITEMS = 100_000
+_MOST_SHARERS = 64
 _DEEPEST = 8
 
 
@@ -240,29 +241,37 @@ def _set(parts: Mapping[str, Any], place: Place, value: Any) -> None:
 def shared_outside(trainer: pl.Trainer, owners: Owners) -> list[tuple[str, str]]:
     """Names of tensors of callbacks and optimizers, each with that of another one in the same memory.
 
-    Whoever loads a state may have copies: what shares memory in the state that was saved tells nothing of them.
+    Whoever loads a state may have copies: what shares memory in the state that was saved tells nothing of them. One
+    tensor with two names, neither a parameter nor a buffer, does not count: programs replace such (a score, the best
+    one), and write to views.
 
     Args:
         trainer: whose callbacks and optimizers they are.
         owners: of its module.
     """
-    outside = _outside(trainer)
-    memory = _memory({**owners, **outside})
+    outside, module = _outside(trainer), trainer.lightning_module
+    tensors = _tensors({**owners, **outside})
+    registered = {id(each) for each in (*module.parameters(), *module.buffers())}
     sharers: dict[int, list[Place]] = defaultdict(list)
-    for place in sorted(memory, key=lambda place: place[0] in outside):  # names of the module's come first
-        sharers[memory[place]].append(place)
-    return sorted(
-        (name_of(place), name_of(next(other for other in sharers[at] if other != place)))
-        for place, at in memory.items()
-        if place[0] in outside and len(sharers[at]) > 1
-    )
+    for place in sorted(tensors, key=lambda place: place[0] in outside):  # names of the module's come first
+        sharers[storage_address(tensors[place])].append(place)
+    shared: list[tuple[str, str]] = []
+    for place in (place for place in tensors if place[0] in outside):
+        tensor = tensors[place]
+        for of in sharers[storage_address(tensor)][:_MOST_SHARERS]:
+            is_other = tensors[of] is not tensor or id(tensor) in registered
+            if of != place and is_other and _overlap(tensor, tensors[of]):
+                shared.append((name_of(place), name_of(of)))
+                break
+    return sorted(shared)
 
 
 def what_is_apart(trainer: pl.Trainer, owners: Owners, shared: Collection[Sequence[str]]) -> Iterator[str]:
     """One sentence on those pairs of :func:`shared_outside` that are apart now, if there are any."""
     if not shared:
         return
-    memory = {name_of(place): at for place, at in _memory({**owners, **_outside(trainer)}).items()}
+    tensors = _tensors({**owners, **_outside(trainer)})
+    memory = {name_of(place): storage_address(tensor) for place, tensor in tensors.items()}
     apart = {name for name, of in shared if name in memory and of in memory and memory[name] != memory[of]}
     if apart:
         yield (
@@ -286,14 +295,20 @@ def _outside(trainer: pl.Trainer) -> Owners:
     return outside
 
 
-def _memory(owners: Owners) -> dict[Place, int]:
-    """Where the storage of each tensor is, if it has one and its place a name that other processes find again."""
+def _tensors(owners: Owners) -> dict[Place, torch.Tensor]:
+    """Tensors that have a storage, and whose places have names that other processes find again."""
     return {
-        place: at
+        place: value
         for place, value in _places(owners)
-        if isinstance(value, torch.Tensor) and (at := storage_address(value)) and all(map(_is_name, place))
+        if isinstance(value, torch.Tensor) and storage_address(value) and all(map(_is_name, place))
     }
 
 
 def _is_name(key: Any) -> bool:
     return isinstance(key, (str, int))
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one storage have bytes in common."""
+    (start, stop), (first, last) = _span(local_of(one)), _span(local_of(other))
+    return start < last and first < stop

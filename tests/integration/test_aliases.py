@@ -411,6 +411,23 @@ class Viewing(pl.Callback):
         self.first *= 0.9
 
 
+class Scoring(pl.Callback):
+    """Has the last score, which is the best one, and two that lie side by side."""
+
+    def __init__(self) -> None:
+        self.scores: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.scores)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scores = {name: score.clone() for name, score in state.items()}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        last, first, second = torch.zeros(()), *torch.zeros(2).unbind()
+        self.scores = {"last": last, "best": last, "first": first, "second": second}
+
+
 def sums(module: Any, _: Any) -> Any:
     module.bank += 1.0
     return module.bank.mean()
@@ -424,6 +441,7 @@ OUTSIDE = [
     (Case(callbacks=lambda: [Fading(copies="save")]), f"Fading.row {APART}"),
     (Case(callbacks=lambda: [Fading(again=True)]), ""),
     (Case(model=lambda: Doing(step=sums), callbacks=lambda: [Fading(of="bank")]), f"Fading.row {APART}"),
+    (Case(callbacks=lambda: [Scoring()]), ""),
     (Case(callbacks=lambda: [Viewing(copies=False)]), ""),
     (Case(callbacks=lambda: [Viewing(copies=True)]), f"Viewing.first, Viewing.rows {APART}"),
 ]
