@@ -268,6 +268,8 @@ class ResumedEpoch(Epoch):
             self.inner = iter(())
             private.WORKERS_ITERATOR.set(self.loader, None)
             make_unnoticed(self.loader)
+        elif self.exhausted and self.workers is None:  # it may have gone to its end without them
+            make_unnoticed(self.loader)
         self._loaded, self._has_loaded = [], False
 
     def _begin(self, resume: State) -> None:

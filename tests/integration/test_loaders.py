@@ -700,3 +700,10 @@ def test_with_replay_a_loader_that_keeps_its_state_is_exact_with_augmentation_in
     assert train(case, tmp_path / "broken", seed=200, every=1000) == []
     train(case, tmp_path / "twin", seed=11, every=1000)
     assert list(differences(final(tmp_path / "twin"), final(tmp_path / "broken"))) == []
+
+
+def test_with_replay_workers_that_persist_draw_no_seed_where_the_next_epoch_begins(tmp_path: Path) -> None:
+    """They were there before the validation that the resumed run begins with."""
+    case = Case(model=Epochs, loaders=lambda: kept(**WORKERS["persistent"]), spot={"data_resume": "replay"})
+    (stop,) = STOPS["before validation"]
+    check_resume(case, stop(), "", tmp_path)
