@@ -21,7 +21,7 @@ from lightning_spot.renamed import refuse_old
 PROTOCOL_VERSION = 10
 """Version of the HTTP protocol between trainers and servers; both ends must agree."""
 
-MANIFEST_VERSION = 4
+MANIFEST_VERSION = 5
 """Version of ``manifest.json`` that is written, and the newest that is understood."""
 
 PART_BYTES = 8 * 1024 * 1024

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from lightning_spot.capture.tensors import storage_address, tensors_in
+from lightning_spot.capture.tensors import local_of, storage_address
+from lightning_spot.config import format_names
 from lightning_spot.exact.change_detector import SCALARS
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ State = dict[str, Any]
 
 _KINDS = (torch.Tensor, nn.Parameter)
 _MOST_ITEMS = 100_000
+_MOST_SHARERS = 64
 _DEEPEST = 8
 
 
@@ -198,6 +200,14 @@ def tie(parts: Mapping[str, Any], records: list[State]) -> Iterator[str]:
             yield f"{name_of(place)} (shares memory with {name_of(of)})"
 
 
+def are_tied(record: State, registered: Mapping[Place, torch.Tensor]) -> bool:
+    """Whether two parameters or buffers are tied as a record says."""
+    place, of = (registered.get(tuple(record[name])) for name in ("place", "of"))
+    if place is None or of is None:
+        return False
+    return place is of or 0 < storage_address(place) == storage_address(of)
+
+
 def _get(parts: Mapping[str, Any], place: Place) -> Any:
     value = getattr(parts[place[0]], place[1])
     for key in place[2:]:
@@ -225,32 +235,80 @@ def _set(parts: Mapping[str, Any], place: Place, value: Any) -> None:
         setattr(part, name, value)
 
 
-# -- what callbacks and optimizers share with weights ------------------------------------------------------------------
+# -- what callbacks and optimizers share, with the module or with each other ------------------------------------------
 
 
-def shared_with_weights(checkpoint: Mapping[str, Any]) -> Iterator[str]:
-    """Names of states of callbacks and optimizers that hold memory of weights: whoever loads them gets copies."""
-    weights = {storage_address(tensor) for tensor in tensors_in(checkpoint.get("state_dict", {}))} - {0}
-    states = {f"the state of {key}": value for key, value in checkpoint.get("callbacks", {}).items()}
-    optimizers = checkpoint.get("optimizer_states", ())
-    states |= {f"the state of optimizer {number}": value for number, value in enumerate(optimizers)}
-    for name, state in states.items():
-        if any(storage_address(tensor) in weights for tensor in tensors_in(state)):
-            yield name
+def shared_outside(trainer: pl.Trainer, owners: Owners) -> list[tuple[str, str]]:
+    """Names of tensors of callbacks and optimizers, each with that of another one in the same memory.
+
+    Whoever loads a state may have copies: what shares memory in the state that was saved tells nothing of them. One
+    tensor with two names, neither a parameter nor a buffer, does not count: programs replace such (a score, the best
+    one), and write to views.
+
+    Args:
+        trainer: whose callbacks and optimizers they are.
+        owners: of its module.
+    """
+    outside, module = _outside(trainer), trainer.lightning_module
+    tensors = _tensors({**owners, **outside})
+    registered = {id(each) for each in (*module.parameters(), *module.buffers())}
+    sharers: dict[int, list[Place]] = defaultdict(list)
+    for place in sorted(tensors, key=lambda place: place[0] in outside):  # names of the module's come first
+        sharers[storage_address(tensors[place])].append(place)
+    shared: list[tuple[str, str]] = []
+    for place in (place for place in tensors if place[0] in outside):
+        tensor = tensors[place]
+        for of in sharers[storage_address(tensor)][:_MOST_SHARERS]:
+            is_other = tensors[of] is not tensor or id(tensor) in registered
+            if of != place and is_other and _overlap(tensor, tensors[of]):
+                shared.append((name_of(place), name_of(of)))
+                break
+    return sorted(shared)
 
 
-def what_is_apart_from_weights(trainer: pl.Trainer, names: list[str]) -> Iterator[str]:
-    """One sentence on those of these states that hold no memory of weights any more, if there are any."""
-    if not names:
+def what_is_apart(trainer: pl.Trainer, owners: Owners, shared: Collection[Sequence[str]]) -> Iterator[str]:
+    """One sentence on those pairs of :func:`shared_outside` that are apart now, if there are any."""
+    if not shared:
         return
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined] # Lightning's Trainer has it
-    present = {
-        "state_dict": trainer.lightning_module.state_dict(),
-        "callbacks": {callback.state_key: callback.state_dict() for callback in callbacks},
-        "optimizer_states": [optimizer.state_dict() for optimizer in trainer.optimizers],
-    }
-    if apart := sorted(set(names) - set(shared_with_weights(present))):
+    tensors = _tensors({**owners, **_outside(trainer)})
+    memory = {name_of(place): storage_address(tensor) for place, tensor in tensors.items()}
+    apart = {name for name, of in shared if name in memory and of in memory and memory[name] != memory[of]}
+    if apart:
         yield (
-            f"{', '.join(apart)} held tensors that share memory with weights, and holds copies now. Tie them in"
-            " on_train_start"
+            f"{format_names(sorted(apart))} shared memory with other tensors of the training, and are copies now. Tie"
+            " them in on_train_start"
         )
+
+
+def _outside(trainer: pl.Trainer) -> Owners:
+    """Attributes of callbacks, but for ours, and states of optimizers, by the number of the parameter."""
+    outside: dict[str, Mapping[str, Any]] = {}
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined] # Lightning's Trainer has it
+    for number, callback in enumerate(callbacks):
+        if not type(callback).__module__.startswith("lightning_spot."):
+            kind = type(callback).__qualname__.rpartition(".<locals>.")[2]
+            outside[kind if kind not in outside else f"{kind}#{number}"] = vars(callback)
+    for number, optimizer in enumerate(trainer.optimizers):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        states = {index: optimizer.state[each] for index, each in enumerate(parameters) if each in optimizer.state}
+        outside[f"optimizer {number}"] = {"state": states}
+    return outside
+
+
+def _tensors(owners: Owners) -> dict[Place, torch.Tensor]:
+    """Tensors that have a storage, and whose places have names that other processes find again."""
+    return {
+        place: value
+        for place, value in _places(owners)
+        if isinstance(value, torch.Tensor) and storage_address(value) and all(map(_is_name, place))
+    }
+
+
+def _is_name(key: Any) -> bool:
+    return isinstance(key, (str, int))
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one storage have bytes in common."""
+    (start, stop), (first, last) = _span(local_of(one)), _span(local_of(other))
+    return start < last and first < stop

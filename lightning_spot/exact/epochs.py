@@ -22,7 +22,15 @@ from lightning_spot.exact.made_of import made_of
 from lightning_spot.exact.order import batch_of, dealt, order_of
 from lightning_spot.exact.own_state import OwnState
 from lightning_spot.exact.randomness import State, capture_random, restore_random
-from lightning_spot.exact.workers import LastingWorkers, are_made, begin_watched, lasts, make_unnoticed, watch_of
+from lightning_spot.exact.workers import (
+    LastingWorkers,
+    are_made,
+    begin_watched,
+    lasts,
+    make_unnoticed,
+    watch_of,
+    watching,
+)
 from lightning_spot.say import say
 
 DataResume = Literal["auto", "replay", "seek"]
@@ -43,7 +51,7 @@ def begin_epoch(loader: Any, workers: LastingWorkers | None, indices: Indices | 
         return workers.begin_epoch()
     if indices is None or iterates_itself(loader):
         return begin_watched(loader, indices=indices)
-    with replacing(loader, {sampler_name(loader): indices}):
+    with replacing(loader, {sampler_name(loader): indices, **watching(loader)}):
         return iter(loader)
 
 
@@ -57,7 +65,7 @@ class Epoch:
         self.at_iter = self._random()
         self.data_at_iter = own.changed_data()
         self.made_of = made_of(loader)
-        self.workers_draw = False
+        self.workers_draw = self._draws_at_start()
         self.workers_changed: list[str] = []
         self.expected: int | None = None
         self.is_checked = False
@@ -132,7 +140,7 @@ class Epoch:
         data: State = {"data": self.own.changed_data(), "data_at_iter": self.data_at_iter}
         watch = watch_of(self.loader)
         data |= {"made_of": self.made_of, "whole": self.whole, "first_batch": self.first_batch}
-        data |= {"workers_draw": self.workers_draw or (watch is not None and watch.draws)}
+        data |= {"workers_draw": True if watch is not None and watch.draws else self.workers_draw}
         changed = [*self.workers_changed, *(watch.changed if watch is not None else ())]
         data |= {"workers_changed": sorted(set(changed))}
         along = self.indices is not None and self.indices.draws_along
@@ -155,6 +163,11 @@ class Epoch:
 
     def _random(self) -> State:
         return {**capture_random(), "own": self.own.capture()}
+
+    def _draws_at_start(self) -> bool | None:
+        """Whether workers have been seen to draw numbers when an epoch begins; ``None`` if nobody looks."""
+        has_workers = getattr(self.loader, "num_workers", 0) > 0
+        return None if has_workers and watch_of(self.loader) is None else False
 
 
 class ResumedEpoch(Epoch):
@@ -180,11 +193,11 @@ class ResumedEpoch(Epoch):
         self.exhausted = resume.get("exhausted", False)
         self.at_iter, self.at_first = resume.get("at_iter", {}), resume.get("at_first")
         self.data_at_iter = resume.get("data_at_iter", {})
-        self.workers_draw = resume.get("workers_draw", False)
+        self.workers_draw = resume["workers_draw"] if "at_iter" in resume else self._draws_at_start()
         self.workers_changed = resume.get("workers_changed", [])
         self.expected = len(loader) if has_length(loader) else resume.get("whole")
         self.is_checked = True
-        self.made_of = resume.get("made_of") or made_of(loader)  # an earlier version did not say
+        self.made_of = resume["made_of"]
         has_same_batches = resume.get("batch") in (None, batch_of(self.loader))
         self.first_batch = resume.get("first_batch") if has_same_batches else None
         self._ahead = None if has_length(loader) else self._state
@@ -195,7 +208,8 @@ class ResumedEpoch(Epoch):
         self._by_state = data_resume == "seek" or (data_resume == "auto" and not any(shuffle_buffers(own)))
         self._due_random = False
         self._data: dict[str, str] = resume.get("data", {})
-        self._lost = workers.lost() if workers is not None else []
+        named = self.workers_changed if self.has_other_workers else []
+        self._lost = [name for name in (workers.lost() if workers is not None else []) if name not in named]
         self._begins_otherwise = False
         self._ended: Any = None
         self._loaded: list[tuple[Any, str, Any, Any]] = []
@@ -254,6 +268,8 @@ class ResumedEpoch(Epoch):
             self.inner = iter(())
             private.WORKERS_ITERATOR.set(self.loader, None)
             make_unnoticed(self.loader)
+        elif self.exhausted and self.workers is None:  # it may have gone to its end without them
+            make_unnoticed(self.loader)
         self._loaded, self._has_loaded = [], False
 
     def _begin(self, resume: State) -> None:
@@ -299,8 +315,15 @@ class ResumedEpoch(Epoch):
     def has_other_workers(self) -> bool:
         """Whether workers go on with other random numbers and data than those of the attempt before would have."""
         resume = self.resume or {}
-        goes_on = self._goes_by_state(resume) and not self.exhausted
-        return "state" in resume and (goes_on or lasts(self.loader))
+        if "state" in resume:
+            return (self._goes_by_state(resume) and not self.exhausted) or lasts(self.loader)
+        are_there = 0 < self.made_of["workers"] == getattr(self.loader, "num_workers", 0)
+        return are_there and self._seeks and self.yielded > 0 and not self.exhausted
+
+    @property
+    def _seeks(self) -> bool:
+        """Whether the loader goes to its place by indices, whatever that leaves out."""
+        return self._data_resume == "seek" and draws_at_once(self.loader)
 
     def say_what_differs(self) -> None:
         """Warn of what an attempt before had changed in the data, and that is not so now. Once."""
@@ -362,7 +385,7 @@ class ResumedEpoch(Epoch):
             self.indices = self.indices or Indices(getattr(self.loader, sampler_name(self.loader)))
             self.indices.at_start = lambda: self._random_was(at_first)
         loads = workers or self._data != self.data_at_iter  # what reading changes in the data happens again
-        if draws_at_once(self.loader) and (self._data_resume == "seek" or (self._data_resume == "auto" and not loads)):
+        if self._seeks or (self._data_resume == "auto" and not loads and draws_at_once(self.loader)):
             return self._iter_by_index(batches, at_first)
         inner = begin_epoch(self.loader, self.workers, self.indices)
         if at_first is not None:

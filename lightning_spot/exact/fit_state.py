@@ -24,7 +24,7 @@ import torch
 
 from lightning_spot.config import format_names
 from lightning_spot.exact import buffers, builtin_callbacks, loggers, order, private, progress
-from lightning_spot.exact.aliases import shared_with_weights, what_is_apart_from_weights
+from lightning_spot.exact.aliases import shared_outside, what_is_apart
 from lightning_spot.exact.checkpoint import checkpoint_of, checkpoint_through_save, leave_out_callbacks
 from lightning_spot.exact.dump import KEY, VERSION, Dump, read_checkpoint, with_ranks
 from lightning_spot.exact.epochs import DataResume
@@ -32,7 +32,7 @@ from lightning_spot.exact.findings import say_not_exact
 from lightning_spot.exact.loadability import follow_named
 from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.made_of import FixedSteps, differences
-from lightning_spot.exact.module_state import PreTrainingEffects, UntrackedAttributes
+from lightning_spot.exact.module_state import PreTrainingEffects, UntrackedAttributes, owners_of
 from lightning_spot.exact.optimizers import keep_dtypes, names_of, precise_of
 from lightning_spot.exact.own_parameters import what_hooks_begin_anew, what_is_the_first_ranks, what_other_ranks_kept
 from lightning_spot.exact.per_trainer import OfTrainer, PerTrainer
@@ -81,7 +81,7 @@ class FitState(PerTrainer):
         self._restoring = Restoring(self._trainer, parts)
         self._has_begun = False
         self._dumps = 0
-        self._with_weights: list[str] = []  # states of callbacks and optimizers that hold memory of weights
+        self._shared: list[tuple[str, str]] = []  # tensors of callbacks and optimizers, and what they share memory with
 
     def attach(self) -> None:
         """Follow the training loaders, from ``setup`` on. A second call does nothing."""
@@ -144,14 +144,13 @@ class FitState(PerTrainer):
         run(private.HOOKED, lambda: self._untracked.begin(trainer, restoring.untracked))
         parts.hooked.lost.update(restoring.lost)
         reasons = why_loaders_are_not_exact(parts.loaders) if parts.loaders is not None else []
-        self._with_weights = due.get("with_weights", [])
+        self._shared = due.get("shared_outside", [])
         made = buffers.made_in_training(parts.module, due.get("buffers", {}))
-        self._with_weights = due.get("with_weights", [])  # none in one of an earlier version
         anew = [
             *builtin_callbacks.what_begins_anew(trainer),
             *self._untracked.begin_anew([*restoring.lost, *made]),
             *what_is_the_first_ranks(due.get("own_parameters", {}), due.get("own_values", {})),
-            *what_is_apart_from_weights(trainer, self._with_weights),
+            *(run(private.HOOKED, lambda: list(what_is_apart(trainer, owners_of(parts.module), self._shared))) or ()),
             *what_hooks_begin_anew(trainer),
             *parts.hooked.what_waits(),
             *parts.hooked.what_is_apart(),
@@ -179,14 +178,14 @@ class FitState(PerTrainer):
         self._say_left_out(leave_out_callbacks(checkpoint))
         self._dumps += 1
         if self._dumps & (self._dumps - 1) == 0:  # in fewer and fewer of them: it asks for the address of each tensor
-            self._with_weights = sorted({*self._with_weights, *shared_with_weights(checkpoint)})
+            self._shared = run(private.HOOKED, lambda: shared_outside(trainer, owners_of(parts.module))) or []
         added = run("skipped batches", lambda: progress.even_out(checkpoint)) or {}
         mark = progress.mark_before_validation
         total = run(private.PROGRESS, lambda: mark(checkpoint)) if before_validation else None
         places = loggers.places_of
         return Dump(
             checkpoint=checkpoint,
-            state={**self.capture(at_end=at_end), "added": added, "with_weights": self._with_weights},
+            state={**self.capture(at_end=at_end), "added": added, "shared_outside": self._shared},
             validation_progress=total,
             loggers=run(private.LOGGERS, lambda: places(trainer, before_validation=before_validation, at_end=at_end))
             or [],
@@ -440,7 +439,7 @@ class Restoring(OfTrainer):
             return []
         both = zip(loaders, positions, strict=True)
         reasons = [
-            [*differences(saved or {}, loader_itself(loader)), *other_batches(loader, saved)] for loader, saved in both
+            [*differences(saved, loader_itself(loader)), *other_batches(loader, saved)] for loader, saved in both
         ]
         return [". ".join(each) for each in reasons if each]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -124,7 +125,7 @@ def _noting(collate: Callable[[Any], Any], collated: list[Any]) -> Callable[[Any
 
 def random_now() -> tuple[Any, ...]:
     """Where the generators of this process are."""
-    return random.getstate(), torch.get_rng_state().numpy().tobytes(), repr(np.random.get_state(legacy=False)["state"])
+    return random.getstate(), torch.get_rng_state().numpy().tobytes(), pickle.dumps(np.random.get_state(legacy=False))
 
 
 def is_known(sampler: Any) -> bool:

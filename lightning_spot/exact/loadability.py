@@ -139,7 +139,7 @@ class Trial:
         self._seen: set[frozenset[tuple[bytes, bytes]]] = set()
 
     def __call__(self, layout: Layout) -> str | None:
-        """Try the outline of a snapshot; what is wrong with it, for people. On the thread that wrote it."""
+        """Try the outline of a snapshot; why no resume will read it, for people. On the thread that wrote it."""
         if self._trusts():
             return None
         kinds = _kinds_in(layout)
@@ -156,7 +156,11 @@ class Trial:
         except NotSerializableError as error:
             return f"snapshots are taken, but NO RESUME from them will be possible: {error}"
         except Exception as error:  # the trial is no reason to lose the thread that writes snapshots
-            return f"it was not found out whether a resume can read the snapshots ({type(error).__name__}: {error})"
+            text = (
+                "snapshots are taken, but whether a resume can read them is unknown ({about}). Stop and resume this"
+                " training once to find out."
+            )
+            say(logging.WARNING, "resume-untried", text, about=f"{type(error).__name__}: {error}")
         return None
 
     def _made_safe_late(self, kinds: frozenset[tuple[bytes, bytes]]) -> str:

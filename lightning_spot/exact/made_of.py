@@ -40,10 +40,11 @@ def _sampler_of(loader: Any) -> Any:
     return batches if batches is not None and not hasattr(batches, "sampler") else getattr(loader, "sampler", None)
 
 
-def differences(position: State, loader: Any) -> Iterator[str]:
+def differences(position: State | None, loader: Any) -> Iterator[str]:
     """What has changed since an epoch began, and what that means, for a loader that goes on at a position."""
-    was: State = position.get("made_of") or {}  # not of an earlier version
-    now = made_of(loader)
+    if position is None:
+        return
+    was, now = position["made_of"], made_of(loader)
     changed = {name for name, value in was.items() if value != now[name]}
     within = "at_iter" in position and not position["exhausted"] and position["yielded"]
     if "workers" in changed:

@@ -32,7 +32,7 @@ from torch.utils.data import Dataset
 from torchmetrics import Metric
 
 from lightning_spot.exact import namespaces, private
-from lightning_spot.exact.aliases import Holders, Owners, Place, Sharing, tie
+from lightning_spot.exact.aliases import Holders, Owners, Place, Sharing, are_tied, tie
 from lightning_spot.exact.buffers import Buffers, Marks, marks_of
 from lightning_spot.exact.builtin_callbacks import tuners
 from lightning_spot.exact.change_detector import SCALARS, ChangeDetector, class_attributes, is_value, own_classes
@@ -70,6 +70,12 @@ _MOST_ITEMS = 100_000
 _DEEPEST = 8
 _REPLACED: frozenset[type] = SCALARS | {torch.Tensor, np.float64, list, tuple, dict}
 """Kinds of what is replaced by another value: what else a program has there is its own."""
+
+_HUNG: frozenset[type] = frozenset((list, dict, set, np.ndarray))
+"""Kinds of what a program may hang on a module of torch, besides tensors: torch has such under private names."""
+
+_COMPUTED = ("_g", "_orig")
+"""What torch's weight norm, spectral norm and pruning call the parameters that they make an attribute of."""
 
 _STACKED = "lightning_spot.stacked"
 _GENERATOR = "lightning_spot.generator"
@@ -256,11 +262,11 @@ class Attributes:
 
     def __init__(self, part: Any, detector: ChangeDetector) -> None:
         self._ignored = _not_the_users(part)
-        # Modules of torch keep nothing that their numbers would have to agree with.
+        # Modules of torch keep nothing of their own that their numbers would have to agree with.
         self._is_torchs = type(part).__module__.startswith("torch.nn")
         own = {name: value for name, value in vars(part).items() if name not in self._ignored}
         self._count = len(vars(part))
-        self._stamps = {name: self._stamp(value, detector) for name, value in own.items()}
+        self._stamps = {name: self._stamp(name, value, detector) for name, value in own.items()}
         self._generators = {(name, type(value)) for name, value in own.items() if issubclass(type(value), GENERATORS)}
         self._not_plain = {
             name: None if is_value(value) else value for name, value in own.items() if not _is_plain(value)
@@ -285,7 +291,7 @@ class Attributes:
             if name in self._ignored:
                 continue
             value = own[name]
-            stamp = value if type(value) in SCALARS else self._stamp(value, detector)
+            stamp = value if type(value) in SCALARS else self._stamp(name, value, detector)
             is_as_before = self._stamps.get(name, _NOT_THERE) == stamp
             if is_as_before and name not in before:
                 continue
@@ -311,8 +317,10 @@ class Attributes:
         self.has_made_data |= kinds[0] is not kinds[1] and all(issubclass(kind, Dataset) for kind in kinds)
         return first is not None and first is not value
 
-    def _stamp(self, value: Any, detector: ChangeDetector) -> Any:
-        return _NOT_LOOKED_AT if self._is_torchs and type(value) not in SCALARS else detector.stamp(value)
+    def _stamp(self, name: str, value: Any, detector: ChangeDetector) -> Any:
+        kind = type(value)
+        is_hung = kind is torch.Tensor or (kind in _HUNG and not name.startswith("_"))
+        return detector.stamp(value) if is_hung or kind in SCALARS or not self._is_torchs else _NOT_LOOKED_AT
 
 
 def _is_plain(value: Any) -> bool:
@@ -336,7 +344,9 @@ def _not_the_users(part: Any) -> frozenset[str]:
     if isinstance(part, type):
         return frozenset(vars(part).keys() - class_attributes(part).keys())
     own = _own_names() if isinstance(part, namespaces.classes("", "LightningModule")) else _OF_MODULES
-    return own | {name for name in vars(part) if name.startswith(private.COMPOSABLE)}
+    parameters = private.PARAMETERS.of(part).keys()
+    computed = {name.removesuffix(end) for end in _COMPUTED for name in parameters if name.endswith(end)}
+    return own | computed | {name for name in vars(part) if name.startswith(private.COMPOSABLE)}
 
 
 def _own_names() -> frozenset[str]:
@@ -355,11 +365,15 @@ class ModuleState:
 
     Attributes:
         before: what was changed before that, and no resumed run repeats: it counts, too.
+        tied_before: likewise, parameters and buffers that were tied, as records of :func:`~aliases.tie`.
+        apart_before: likewise, names of what cannot be tied again.
         lost: names of attributes that have changed, as ``Class.attribute``, and that no resumed run gets back.
     """
 
     def __init__(self) -> None:
         self.before = Names()
+        self.tied_before: list[State] = []
+        self.apart_before: list[str] = []
         self.lost: set[str] = set()
         self._trains: dict[str, bool] = {}
         self._modules: dict[str, Attributes] = {}
@@ -419,7 +433,10 @@ class ModuleState:
 
     def _shared(self, trainer: pl.Trainer, kept: Collection[Place]) -> tuple[list[State], list[str]]:
         module = trainer.lightning_module
-        return self._sharing.noted(lambda: _owners(module), _registered(module), kept, lambda: trainer.optimizers)
+        registered = _registered(module)
+        shared, apart = self._sharing.noted(lambda: owners_of(module), registered, kept, lambda: trainer.optimizers)
+        before = [record for record in self.tied_before if are_tied(record, registered)]
+        return [*before, *shared], [*self.apart_before, *apart]
 
     def restore(self, trainer: pl.Trainer, saved: State, *, untrained: bool = False) -> None:
         """Put back what :meth:`capture` returned, after :meth:`begin`.
@@ -429,7 +446,7 @@ class ModuleState:
             saved: what was captured.
             untrained: whether nothing is left to train.
         """
-        self.before.update(Names.of(saved.get("before")))
+        self.before.update(Names.of(saved["before"]))
         module = trainer.lightning_module
         parameters = dict(module.named_parameters())
         for name, trains in saved["trains"].items():
@@ -446,7 +463,7 @@ class ModuleState:
             attributes = {name: values for name, values in attributes.items() if name not in waits} | modes
         self._put(module, attributes)
         parts = dict(_parts(module.named_modules(remove_duplicate=False)))
-        self._apart = [*saved.get("apart", ()), *tie(parts, saved.get("shared", []))]  # not of an earlier version
+        self._apart = [*saved["apart"], *tie(parts, saved["shared"])]
         for name, value in saved["settings"].items():
             if name not in _LIMITS and hasattr(trainer, name):
                 setattr(trainer, name, value)
@@ -482,7 +499,7 @@ class ModuleState:
         if not attributes:
             return
         parts = dict(_parts(module.named_modules()))
-        holders = Holders(_owners(module))
+        holders = Holders(owners_of(module))
         for name, values in attributes.items():
             for attribute, value in values.items():
                 if name in parts:
@@ -499,7 +516,7 @@ class ModuleState:
         Where the program gives another limit than it gave to the training before, that one counts.
         """
         given = self._limits
-        before = saved.get("limits", given)
+        before = saved["limits"]
         names = [name for name in _LIMITS if name in saved["settings"] and given.get(name) == before.get(name)]
         limits = {name: saved["settings"][name] for name in names}
         self.before.settings |= limits.keys()
@@ -555,7 +572,7 @@ def _registered(module: nn.Module) -> dict[Place, torch.Tensor]:
     }
 
 
-def _owners(module: nn.Module) -> Owners:
+def owners_of(module: nn.Module) -> Owners:
     """Parameters, buffers and attributes of all modules, by each of their names, and of classes."""
     owners: dict[str, dict[str, Any]] = {}
     for (name, key), value in _registered(module).items():
@@ -701,8 +718,7 @@ class PreTrainingEffects(OfTrainer):
         first, self._first = self._first, None
         if first is not None:
             self._run(self._end)
-            self._run(lambda: self._hooked.before.update(self._since.common(self._changed(first))))
-            self._hooked.lost |= self._lost & first.lost
+            self._run(lambda: self._note_since(first))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -725,8 +741,18 @@ class PreTrainingEffects(OfTrainer):
         self._lost |= self._before.lost
         self._buffers.note_changed(self._trainer.lightning_module, self._marks)
 
+    def _note_since(self, first: ModuleState) -> None:
+        hooked, found = self._hooked, self._captured(first)
+        hooked.before.update(self._since.common(Names.of(found)))
+        hooked.tied_before += found["shared"]
+        hooked.apart_before += found["apart"]
+        hooked.lost |= self._lost & first.lost
+
+    def _captured(self, values: ModuleState) -> State:
+        return values.capture(self._trainer, list(self._trainer.lightning_module.named_modules()))
+
     def _changed(self, values: ModuleState) -> Names:
-        return Names.of(values.capture(self._trainer, list(self._trainer.lightning_module.named_modules())))
+        return Names.of(self._captured(values))
 
     def follow_tuners(self, patches: Patches) -> None:
         """Note what their trials change."""

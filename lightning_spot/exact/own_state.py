@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_spot.exact.change_detector import class_attributes, own_classes
+from lightning_spot.exact.change_detector import ChangeDetector, class_attributes, own_classes
 from lightning_spot.exact.data_changes import digest_of, is_as, mark_of
 from lightning_spot.exact.indices import is_stateful
 from lightning_spot.exact.randomness import GENERATORS, State, capture_generator, restore_generator
@@ -84,6 +84,16 @@ class OwnState:
             for name, value in state["values"].get(path, {}).items():
                 _put(item, name, value)
 
+    def drawn(self) -> Any:
+        """Where generators are, equal to a later one if none was drawn from; those that come back are left out."""
+        detector, found = ChangeDetector(()), list(self.items())
+        back = tuple(f"{path}." for path, item in found if self._comes_back(item))
+        generators = [(path, item) for path, item in found if _is_generator(item) and not path.startswith(back)]
+        return [(path, detector.stamp(item)) for path, item in generators]
+
+    def _comes_back(self, item: Any) -> bool:
+        return self._by_state and hasattr(item, "load_state_dict")
+
     def changed_data(self) -> dict[str, str]:
         """Digests of the data's attributes that are not as they were at first; those that come back are left out."""
         return {
@@ -98,8 +108,7 @@ class OwnState:
     def _data(self) -> Iterator[tuple[str, Any]]:
         """Attributes that no snapshot holds: of data sets and collate functions, and what is not kept of samplers."""
         for path, item in self.items():
-            comes_back = self._by_state and hasattr(item, "load_state_dict")
-            if comes_back or not (_is_holder(path, item) or path == "collate_fn"):
+            if self._comes_back(item) or not (_is_holder(path, item) or path == "collate_fn"):
                 continue
             kept = _values(item)
             of_classes = ChainMap(*map(class_attributes, own_classes(type(item))))

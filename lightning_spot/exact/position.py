@@ -21,7 +21,7 @@ from lightning_spot.exact.indices import is_known, is_stateful, iterates_itself,
 from lightning_spot.exact.order import batch_of, dealt
 from lightning_spot.exact.own_state import OwnState
 from lightning_spot.exact.randomness import State
-from lightning_spot.exact.workers import LastingWorkers, are_made, make_unnoticed, why_not_asked
+from lightning_spot.exact.workers import LastingWorkers, are_made, make_unnoticed, watch_of, why_not_asked
 
 
 class FollowedLoader:
@@ -83,6 +83,7 @@ class PositionedLoader(FollowedLoader):
         restore_step: Callable[[bool], bool],
         data_resume: DataResume = "auto",
     ) -> None:
+        watch_of(loader, seeks=data_resume == "seek")
         super().__init__(loader)
         self.__dict__.update(_resume=resume, _restore_step=restore_step, _data_resume=data_resume)
 
@@ -142,12 +143,12 @@ def restore_state(loader: Any, state: State | None) -> None:
     if state is not None and type(loader) in (FollowedLoader, PositionedLoader):
         own, workers = loader.__dict__["_own"], loader.__dict__["_workers"]
         own.restore(state["own"])
-        names = own.differing_data(state.get("data", {}))  # not of an earlier version
+        names = own.differing_data(state["data"])
         if workers is not None:
             workers.resume(state["workers"])
             names += workers.lost()
         say_changed(names)
-        loader.__dict__["_were_made"] = state.get("were_made", False)
+        loader.__dict__["_were_made"] = state["were_made"]
 
 
 def restore_owners(loader: Any) -> None:
@@ -205,6 +206,7 @@ def why_not_exact(loader: Any) -> Iterator[str]:
         yield "with in_order=False the order of batches is that of the workers' speed, which no resume can repeat"
     yield from why_workers_are_not_exact(loader)
     epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
+    yield from _what_workers_lack(epoch, 'data_resume="seek" does not load again', 'Leave data_resume="seek" out')
     if epoch is not None and epoch.indices is not None and epoch.indices.draws_along:
         yield (
             f"{_kind(epoch.loader)} draws from the random numbers of the process while training draws from them, too:"
@@ -230,14 +232,24 @@ def _why_its_state_is_not_exact(loader: Any, inner: Any) -> Iterator[str]:
             f"the shuffle buffer of {type(data).__name__} ({buffer}) may be in no state: a resume in mid-epoch may lose"
             ' or repeat samples. Leave data_resume="seek" out: batches are loaded again'
         )
-    if isinstance(epoch, ResumedEpoch) and epoch.has_other_workers:
-        what = ["draw random numbers"] if epoch.workers_draw else []
-        what += [f"change {', '.join(epoch.workers_changed)}"] if epoch.workers_changed else []
-        if what:
-            yield (
-                f"workers of {type(inner).__name__} {' and '.join(what)}, which its state does not hold: what they load"
-                ' is not exact after this resume. Set data_resume="replay", and persistent_workers=False'
-            )
+    yield from _what_workers_lack(
+        epoch, "its state does not hold", 'Set data_resume="replay", and persistent_workers=False'
+    )
+
+
+def _what_workers_lack(epoch: Epoch | None, why: str, do: str) -> Iterator[str]:
+    """What the workers of the attempt before had done in an epoch, and those that go on in it have not."""
+    if not isinstance(epoch, ResumedEpoch) or not epoch.has_other_workers:
+        return
+    what = ["draw random numbers"] if epoch.workers_draw else []
+    what += [f"change {', '.join(epoch.workers_changed)}"] if epoch.workers_changed else []
+    if epoch.workers_draw is None:
+        what = ["may draw random numbers or change the data"]
+    if what:
+        yield (
+            f"workers of {type(epoch.loader).__name__} {' and '.join(what)}, which {why}: what they load is not exact"
+            f" after this resume. {do}"
+        )
 
 
 def why_workers_are_not_exact(loader: Any) -> Iterator[str]:

@@ -41,7 +41,8 @@ class LastingWorkers:
         self._loader, self._own = loader, own
         self._name = sampler_name(loader)
         self.indices = Indices(vars(loader)[self._name])
-        self._answering = _Answering(loader.collate_fn)
+        self._watch = watch(loader)
+        self._watch.answers = True
         self._made: State | None = None
         self._states: list[State] | None = None
         self.is_lost = False
@@ -56,7 +57,7 @@ class LastingWorkers:
     def lost(self) -> list[str]:
         """Names of what workers of the attempt before had changed in the data, and those to be made will not have."""
         states: list[State] = (self._pending or {}).get("workers") or []
-        return [name for state in states for name in self._own.differing_data(state.get("data", {}))]
+        return [name for state in states for name in self._own.differing_data(state["data"])]
 
     def saved(self, *, now: bool) -> State | None:
         """How to make them again, as plain values; ``None`` if they are to be made where an epoch begins.
@@ -121,9 +122,8 @@ class LastingWorkers:
 
     def _make_iterator(self, states: list[State] | None) -> Iterator[Any]:
         """``iter(loader)`` for the first time: its iterator keeps our sampler, and its workers our function."""
-        init = _Beginning(self._loader.worker_init_fn, states or [], self._answering)
-        replaced = {self._name: self.indices, "collate_fn": self._answering, "worker_init_fn": init}
-        with replacing(self._loader, replaced):
+        self._watch.states = states or []
+        with replacing(self._loader, {self._name: self.indices, **self._watch.values(self._loader)}):
             iterator = iter(self._loader)
         if self._is_made:
             vars(private.WORKERS_ITERATOR.of(self._loader))[_KNOWN] = self
@@ -150,18 +150,28 @@ class LastingWorkers:
 
 
 class WorkerWatch:
-    """What workers of a loader that keeps its state do, and no such state holds: they draw numbers, change their data.
+    """Stands in for a loader's collate function, and by :meth:`begin` for its ``worker_init_fn``.
 
-    Stands in for its collate function, and by :meth:`begin` for its ``worker_init_fn``.
+    It notes what no snapshot holds: that workers draw numbers, or change their copies of the data.
+
+    Args:
+        loader: whose workers are made with :meth:`values`.
+
+    Attributes:
+        answers: whether a batch of no samples is a question for what a worker has by now.
+        states: that new workers go on with, each in place of the worker of its number.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._collate, self._init = loader.collate_fn, loader.worker_init_fn
-        self._draws: torch.Tensor = torch.zeros(1, dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]
-        texts = torch.zeros(loader.num_workers, _MOST_TEXT, dtype=torch.uint8)
-        self._changed: torch.Tensor = texts.share_memory_()  # type: ignore[no-untyped-call]
-        self._at_first: Any = None
+        self._by_state = is_stateful(loader)
+        self.answers = False
+        self.states: list[State] = []
+        self._draws = _shared(torch.zeros(1, dtype=torch.bool))
+        self._changed = _shared(torch.zeros(loader.num_workers, _MOST_TEXT, dtype=torch.uint8))
         self._own: OwnState | None = None
+        self._random: Any = None
+        self._drawn: Any = None
         self._batches = 0
 
     @property
@@ -175,27 +185,48 @@ class WorkerWatch:
         texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in self._changed]
         return [name for text in texts for name in text.split()]
 
+    def values(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        """What the loader's attributes are while it makes workers."""
+        self._collate, self._init = loader.collate_fn, loader.worker_init_fn
+        return {"collate_fn": self, "worker_init_fn": self.begin}
+
     def begin(self, worker: int) -> None:
         """In a worker, before it loads anything."""
         if self._init is not None:
             self._init(worker)
-        self._at_first = random_now()
-        info = get_worker_info()
-        self._own = OwnState({"dataset": info.dataset, "collate_fn": self._collate}, by_state=True) if info else None
+        if (info := get_worker_info()) is None:
+            return
+        self._own = OwnState({"dataset": info.dataset, "collate_fn": self._collate}, by_state=self._by_state)
+        if worker < len(self.states):
+            restore_random(self.states[worker])
+            self._own.restore(self.states[worker]["own"])
+        self._random, self._drawn = random_now(), self._own.drawn()
 
     def __call__(self, samples: Any) -> Any:
-        """Collate, and note what was done until now; what is changed, in fewer and fewer batches."""
-        batch = self._collate(samples)
+        """Collate, and note what was done until now; or answer."""
         info = get_worker_info()
         if info is None or self._own is None:
-            return batch
-        if not self._draws and random_now() != self._at_first:
-            self._draws.fill_(True)
-        self._batches += 1
-        if self._batches & (self._batches - 1) == 0 and (changed := self._own.changed_data()):
-            text = list("\n".join(changed).encode()[:_MOST_TEXT])
-            self._changed[info.id, : len(text)] = torch.tensor(text, dtype=torch.uint8)
+            return self._collate(samples)
+        if self.answers and isinstance(samples, list) and not samples:
+            state = {**capture_random(), "own": self._own.capture(), "data": self._own.changed_data()}
+            return {"worker": info.id, _STATE: state}
+        batch = self._collate(samples)
+        self._note(self._own, info.id)
         return batch
+
+    def _note(self, own: OwnState, worker: int) -> None:
+        self._batches += 1
+        looks = self._batches & (self._batches - 1) == 0  # into the data, in fewer and fewer batches
+        if not self._draws and (random_now() != self._random or (looks and own.drawn() != self._drawn)):
+            self._draws.fill_(True)
+        if looks and (changed := own.changed_data()):
+            text = list("\n".join(changed).encode()[:_MOST_TEXT])
+            self._changed[worker % len(self._changed), : len(text)] = torch.tensor(text, dtype=torch.uint8)
+
+
+def _shared(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor in memory that workers share."""
+    return tensor.share_memory_()  # type: ignore[no-untyped-call,no-any-return]
 
 
 _MOST_TEXT = 2**12
@@ -204,11 +235,29 @@ _MADE_LATE: WeakSet[Any] = WeakSet()
 """Loaders whose workers an earlier attempt had by now, and which make theirs where the first batch is asked for."""
 
 
-def watch_of(loader: Any) -> WorkerWatch | None:
-    """What is known of a loader's workers; ``None`` for loaders that keep no state of theirs."""
-    if not (isinstance(loader, DataLoader) and is_stateful(loader) and loader.num_workers > 0):
+def watch_of(loader: Any, *, seeks: bool = False) -> WorkerWatch | None:
+    """What is known of a loader's workers; ``None`` where a resume loads their batches again.
+
+    Args:
+        loader: any.
+        seeks: whether it goes to its place by indices, from now on.
+    """
+    if not (isinstance(loader, DataLoader) and loader.num_workers > 0):
         return None
-    return _WATCHES.setdefault(loader, WorkerWatch(loader))
+    return watch(loader) if seeks or is_stateful(loader) else _WATCHES.get(loader)
+
+
+def watch(loader: DataLoader[Any]) -> WorkerWatch:
+    """Watch a loader's workers from now on."""
+    if loader not in _WATCHES:
+        _WATCHES[loader] = WorkerWatch(loader)
+    return _WATCHES[loader]
+
+
+def watching(loader: Any) -> dict[str, Any]:
+    """What a loader's attributes are where it begins an epoch, if its workers are watched."""
+    known = watch_of(loader)
+    return known.values(loader) if known is not None else {}
 
 
 def begin_watched(loader: Any, *, apart: bool = False, indices: Indices | None = None) -> Iterator[Any]:
@@ -222,10 +271,7 @@ def begin_watched(loader: Any, *, apart: bool = False, indices: Indices | None =
     """
     if indices is not None:
         return indices.watched(loader, lambda values: _begun(loader, values, apart=apart))
-    watch = watch_of(loader)
-    return _begun(
-        loader, {"collate_fn": watch, "worker_init_fn": watch.begin} if watch is not None else {}, apart=apart
-    )
+    return _begun(loader, watching(loader), apart=apart)
 
 
 def _begun(loader: Any, values: dict[str, Any], *, apart: bool) -> Iterator[Any]:
@@ -249,44 +295,6 @@ def _begun_late(loader: DataLoader[Any], inner: Iterator[Any], values: dict[str,
 _END = object()
 _STATE = "lightning_spot.worker"
 _KNOWN = "_lightning_spot_workers"
-
-
-class _Answering:
-    """Stands in for a collate function, in workers: a batch of no samples is a question for what they have by now."""
-
-    def __init__(self, collate: Any) -> None:
-        self.collate = collate
-        self._own: OwnState | None = None
-
-    def begin(self, dataset: Any) -> OwnState:
-        """In a worker, before it loads anything: what its copies draw from, and how they are."""
-        self._own = OwnState({"dataset": dataset, "collate_fn": self.collate})
-        return self._own
-
-    def __call__(self, samples: Any) -> Any:
-        info = get_worker_info()
-        if info is None or self._own is None or not isinstance(samples, list) or samples:
-            return self.collate(samples)
-        state = {**capture_random(), "own": self._own.capture(), "data": self._own.changed_data()}
-        return {"worker": info.id, _STATE: state}
-
-
-class _Beginning:
-    """Stands in for a ``worker_init_fn``: a new worker may go on with the generators that its predecessor had."""
-
-    def __init__(self, init: Any, states: list[State], answering: _Answering) -> None:
-        self.init, self.states, self.answering = init, states, answering
-
-    def __call__(self, worker: int) -> None:
-        if self.init is not None:
-            self.init(worker)
-        info = get_worker_info()
-        if info is None:
-            return
-        own = self.answering.begin(info.dataset)
-        if worker < len(self.states):
-            restore_random(self.states[worker])
-            own.restore(self.states[worker]["own"])
 
 
 def _own_copy(state: Any) -> Any:

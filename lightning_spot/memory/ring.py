@@ -529,11 +529,14 @@ class Ring(SlotTable):
     @property
     def full(self) -> bool:
         """Whether there is no room now for one more snapshot as large as those that are here."""
+        return self._is_full("")
+
+    def _is_full(self, run: str, writer: int = 0) -> bool:
         with self.changed:
             nbytes = max((slot.manifest.nbytes for slot in self.slots if slot.manifest is not None), default=1)
             # One that a larger server has left here may fit no bound of this one.
             nbytes = min(nbytes, self._limits.memory_bytes, self._limits.run_memory_bytes or nbytes)
-            return self._room("", nbytes, self._limits) is None
+            return self._room(run, nbytes, self._limits, writer=writer) is None
 
     @property
     def files(self) -> tuple[int, int]:
@@ -541,11 +544,11 @@ class Ring(SlotTable):
         with self.changed:
             return len(self.slots), self._limits.files
 
-    @property
-    def is_stuck(self) -> bool:
-        """Whether there is no room for one more, and none is on its way that would leave room: as with one slot."""
+    def is_stuck(self, run: str, writer: int = 0) -> bool:
+        """Whether a writer has no room for one more, and none is on its way that would leave room: as with one slot."""
         with self.changed:
-            return not any(slot.state is SlotState.FILLING for slot in self.slots) and self.full
+            is_filling = any(slot.state is SlotState.FILLING for slot in self.slots)
+            return not is_filling and self._is_full(run, writer)
 
     def commit(self, slot: Slot, manifest: Manifest, places: tuple[str, ...] | None = None) -> None:
         """Make the filled slot a committed snapshot; an older one of the same run and name is dropped.

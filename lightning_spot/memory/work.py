@@ -423,7 +423,7 @@ class Work:
         is_last = manifest is None or manifest.complete or manifest.is_file
         if is_last or info is None or not info.session or info.compression != "topk" or self.is_urgent(run):
             return True
-        return self._ring.is_stuck
+        return self._ring.is_stuck(run)
 
     def _jobs(self, url: str) -> Iterator[Job]:
         """Everything to do at a tier, in the order in which it should be."""
@@ -531,7 +531,7 @@ class Work:
         if info.min_upload_interval_s is not None:
             return begun_s + info.min_upload_interval_s
         # With memory for one, the next one waits until it is safe.
-        if not slot.followed or not info.session or self._ring.is_stuck:
+        if not slot.followed or not info.session or self._ring.is_stuck(slot.run, slot.writer):
             return 0.0
         apart_s = min(self._took_s.get(key, 0.0) * _APART, MOST_APART_S)
         return min(begun_s + apart_s, slot.committed_s + FOLLOWED_S)

@@ -154,9 +154,11 @@ class MemorySource:
         with contextlib.ExitStack() as opened:
             host = opened.enter_context(self._attached())
             place = _LocalShards(host)
-            if shards := [each for each in host.manifests() if each.shard and each.snapshot == manifest.name]:
+            try:
+                fd = host.open_snapshot(manifest)
+            except SnapshotNotFoundError:
+                shards = [each for each in host.manifests() if each.shard and each.snapshot == manifest.name]
                 return Joined(manifest, [(place, each) for each in shards]).open(HOST, place.url, progress)
-            fd = host.open_snapshot(manifest)
             release = opened.pop_all().close
         slot = OpenSnapshot(manifest, HOST, place.url, fd, in_memory=True, release=release)
         # Of several files nothing is looked at for longer than it is open.

@@ -492,8 +492,9 @@ class DescriptorChannel:
         ring = self._node.ring
         for held, _ in ring.readable(run, name):
             with suppress(SnapshotNotFoundError):  # it has just left
-                pins.enter_context(ring.reading(held))
-                return held.slots[0]
+                if len(held.slots) == 1:  # of several, each shard is asked for
+                    pins.enter_context(ring.reading(held))
+                    return held.slots[0]
         return None
 
 

@@ -255,7 +255,7 @@ def _windows(place: int, point: Point, times: Sequence[tuple[float, float]]) -> 
         yield Window(place, seconds * number / slices, idle_s / slices)
 
 
-class Held(Protocol):
+class HeldTensors(Protocol):
     """Copies that wait for their place in the iteration."""
 
     def release(self, place: int) -> None:
@@ -330,7 +330,7 @@ class Schedule:
         self._is_disturbed = False
         self._may_stand = False
         self._reached, self._batch, self._is_open = 0, -1, False
-        self._jobs: list[Held] = []
+        self._jobs: list[HeldTensors] = []
         self._drift = Drift()
 
     # -- told by training -----------------------------------------------------------------------------------------
@@ -470,7 +470,7 @@ class Schedule:
             self._last = (key, tuple(self._partitions(profile, mode, addresses, sizes)))
         return Timetable(self._last[1], profile.length_s)
 
-    def attach(self, job: Held) -> None:
+    def attach(self, job: HeldTensors) -> None:
         """Tell ``job`` from now on, until the optimizer steps; training may be in the middle of the iteration."""
         self._jobs.append(job)
         if self._is_open and self._reached:

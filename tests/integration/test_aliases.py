@@ -1,4 +1,4 @@
-"""What places of a module share (weights, views of a tensor, lists) and what classes hold: as before after a resume."""
+"""What places share (weights, views of a tensor, lists), hang on modules of torch, or hold as classes: as before."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune, spectral_norm, weight_norm
 from torch.utils.data import DataLoader
 
 from lightning_spot.exact.compare import differences
@@ -30,25 +32,30 @@ class Doing(m.Lean):
         make: called with it when it is made.
         start: called with it when the first epoch starts.
         step: called with it and the loss in each step; what it returns weighs that.
+        check: called with it in the sanity check.
     """
 
-    def __init__(self, make: Any = None, start: Any = None, step: Any = None) -> None:
+    def __init__(self, make: Any = None, start: Any = None, step: Any = None, check: Any = None) -> None:
         super().__init__()
         layers = [nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.ReLU(), nn.Linear(8, 8, bias=False), nn.Linear(8, 1)]
         self.net = nn.Sequential(*layers)
-        self.one, self.two = Part(), Part()
+        self.one, self.two, self.plain = Part(), Part(), nn.Identity()
         self.register_buffer("first", torch.zeros(4))
         self.register_buffer("second", torch.zeros(4))
         self.bank, self.part = torch.zeros(4), None
         self.rows: list[float] = []
         self.named: dict[str, Any] = {"rows": []}
-        self.do = start, step
+        self.do = start, step, check
         if make is not None:
             make(self)
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 0 and self.do[0] is not None:
             self.do[0](self)
+
+    def on_validation_start(self) -> None:
+        if self.trainer.sanity_checking and self.do[2] is not None:
+            self.do[2](self)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -201,6 +208,12 @@ SHARED: dict[str, tuple[dict[str, Any], str]] = {
     "weights that training parts": ({"make": ties, "start": parts}, WEIGHTS),
     "a layer that training replaces": ({"start": replaces}, WEIGHTS),
     "a layer that training replaces, and its optimizer knows": ({"start": replaces_for_the_optimizer}, ""),
+    "tied weights, in the sanity check": ({"check": ties}, ""),
+    "tied weights, the later first, in the sanity check": ({"check": ties_back}, ""),
+    "weights that are parted again": ({"check": ties_data, "start": parts}, WEIGHTS),
+    "one buffer, in the sanity check": ({"check": buffers, "step": write_to_both}, ""),
+    "a view of a buffer, in the sanity check": ({"check": a_row_of_a_buffer, "step": write_to_the_buffer}, ""),
+    "a layer that the sanity check replaces": ({"check": replaces}, WEIGHTS),
 }
 
 
@@ -222,6 +235,52 @@ def equal_or_named(case: Case, says: str, root: Path, stops: tuple[int, ...] = (
 @pytest.mark.parametrize("name", SHARED)
 def test_what_a_module_shares_is_shared_after_a_resume_or_named(name: str, tmp_path: Path) -> None:
     doing, says = SHARED[name]
+    equal_or_named(Case(model=lambda: Doing(**doing)), says, tmp_path)
+
+
+# -- what hangs on modules of torch -----------------------------------------------------------------------------------
+
+
+def hangs(module: Any) -> None:
+    module.plain.seen, module.plain.rows, module.plain.array = torch.zeros(2), [], np.zeros(2)
+
+
+def writes(module: Any, loss: Any) -> Any:
+    module.plain.seen += float(loss)
+    return module.plain.seen.mean()
+
+
+def sets(module: Any, loss: Any) -> Any:
+    module.plain.seen = getattr(module.plain, "seen", torch.zeros(2)) + float(loss)
+    return module.plain.seen.mean()
+
+
+def appends(module: Any, loss: Any) -> Any:
+    module.plain.rows.append(float(loss))
+    return sum(module.plain.rows)
+
+
+def writes_to_an_array(module: Any, loss: Any) -> Any:
+    module.plain.array += float(loss)
+    return float(module.plain.array.mean())
+
+
+HUNG: dict[str, tuple[dict[str, Any], str]] = {
+    "a tensor that is written to": ({"make": hangs, "step": writes}, ""),
+    "a tensor that is replaced": ({"make": hangs, "step": sets}, ""),
+    "a tensor that training makes": ({"step": sets}, ""),
+    "a list": ({"make": hangs, "step": appends}, ""),
+    "an array": ({"make": hangs, "step": writes_to_an_array}, "Identity.array"),
+    "weight norm": ({"make": lambda module: weight_norm(module.net[1])}, ""),
+    "spectral norm": ({"make": lambda module: spectral_norm(module.net[1])}, ""),
+    "pruning": ({"make": lambda module: prune.l1_unstructured(module.net[1], "weight", 0.2)}, ""),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("name", HUNG)
+def test_what_hangs_on_modules_of_torch_comes_back_or_is_named(name: str, tmp_path: Path) -> None:
+    doing, says = HUNG[name]
     equal_or_named(Case(model=lambda: Doing(**doing)), says, tmp_path)
 
 
@@ -298,7 +357,7 @@ def test_what_training_changes_in_a_class_comes_back_or_is_named(make: Any, says
         assert list(differences(final(tmp_path / "twin"), final(tmp_path / "broken"))) == []
 
 
-# -- what optimizers and callbacks share with weights -----------------------------------------------------------------
+# -- what optimizers and callbacks share ------------------------------------------------------------------------------
 
 
 class Mirroring(m.ByParameter):
@@ -314,33 +373,82 @@ class Mirroring(m.ByParameter):
 
 
 class Fading(pl.Callback):
-    """Has a row of the weights in its state, and maybe finds it again."""
+    """Has a row of what the module holds in its state, and maybe finds it again."""
 
-    def __init__(self, again: bool) -> None:
+    def __init__(self, again: bool = False, of: str = "weights", copies: str = "") -> None:
         self.row: Any = None
-        self.again = again
+        self.again, self.of, self.copies = again, of, copies
 
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
         if self.row is None or self.again:
-            self.row = module.net[0].weight.data[:1]
+            self.row = module.bank[:1] if self.of == "bank" else module.net[0].weight.data[:1]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"row": self.row}
+        return {"row": self.row.clone() if self.copies == "save" else self.row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.row = state["row"]
+        self.row = state["row"].clone() if self.copies == "load" else state["row"]
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.row *= 0.99
 
 
-WITH_WEIGHTS = [
-    (Case(model=lambda: m.Optimized(Mirroring)), "the state of optimizer 0 held tensors"),
-    (Case(callbacks=lambda: [Fading(again=False)]), "the state of Fading held tensors"),
+class Viewing(pl.Callback):
+    """Has a tensor and a view of it in its state."""
+
+    def __init__(self, copies: bool) -> None:
+        self.rows = torch.zeros(4)
+        self.first, self.copies = self.rows[:2], copies
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows, "first": self.first}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rows, self.first = (each.clone() if self.copies else each for each in (state["rows"], state["first"]))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.rows += 1
+        self.first *= 0.9
+
+
+class Scoring(pl.Callback):
+    """Has the last score, which is the best one, and two that lie side by side."""
+
+    def __init__(self) -> None:
+        self.scores: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.scores)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scores = {name: score.clone() for name, score in state.items()}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        last, first, second = torch.zeros(()), *torch.zeros(2).unbind()
+        self.scores = {"last": last, "best": last, "first": first, "second": second}
+
+
+def sums(module: Any, _: Any) -> Any:
+    module.bank += 1.0
+    return module.bank.mean()
+
+
+APART = "shared memory with other tensors of the training"
+OUTSIDE = [
+    (Case(model=lambda: m.Optimized(Mirroring)), f"optimizer 0.state.4.weights and 1 more {APART}"),
+    (Case(callbacks=lambda: [Fading()]), f"Fading.row {APART}"),
+    (Case(callbacks=lambda: [Fading(copies="load")]), f"Fading.row {APART}"),
+    (Case(callbacks=lambda: [Fading(copies="save")]), f"Fading.row {APART}"),
     (Case(callbacks=lambda: [Fading(again=True)]), ""),
+    (Case(model=lambda: Doing(step=sums), callbacks=lambda: [Fading(of="bank")]), f"Fading.row {APART}"),
+    (Case(callbacks=lambda: [Scoring()]), ""),
+    (Case(callbacks=lambda: [Viewing(copies=False)]), ""),
+    (Case(callbacks=lambda: [Viewing(copies=True)]), f"Viewing.first, Viewing.rows {APART}"),
 ]
 
 
-@pytest.mark.parametrize(("case", "says"), WITH_WEIGHTS)
-def test_states_that_share_memory_with_weights_are_named(case: Case, says: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "says"), OUTSIDE)
+def test_what_callbacks_and_optimizers_share_is_shared_after_a_resume_or_named(
+    case: Case, says: str, tmp_path: Path
+) -> None:
     equal_or_named(case, says, tmp_path, stops=(8,))

@@ -20,10 +20,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_spot import AutoResume, EverySeconds, EverySteps, SpotCheckpoint, retry
-from lightning_spot.capture.contents import Pending
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.cli import main
 from lightning_spot.client import starting
+from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
     FencedError,
@@ -35,7 +35,8 @@ from lightning_spot.errors import (
 )
 from lightning_spot.fit.snapshotter import Pacing
 from lightning_spot.goodput.records import read_records
-from lightning_spot.memory.host import Host
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.host import Lease
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.staging.copier import Copier
 from lightning_spot.tiers.local import LocalStore
@@ -159,7 +160,7 @@ def test_a_healthy_run_logs_four_messages(tmp_path: Path, caplog: pytest.LogCapt
     assert [*lines] == ["started", "first-snapshot", "run-complete", "run-summary"]
     assert not [record for record in caplog.records if record.levelno > logging.INFO and hasattr(record, "spot_key")]
     facts = lines["first-snapshot"]
-    assert (facts["step"], facts["about"], facts["server"]) == (3, first.location.url, "this host")
+    assert (facts["step"], facts["about"]) == (3, first.location.url)
     summary = lines["run-summary"]
     assert [summary[name] for name in ("step", "lost_steps", "taken", "skipped", "dropped")] == [20, 0, 7, 0, 0]
     assert summary["uploaded_bytes"] > 0
@@ -582,14 +583,14 @@ def test_who_is_overtaken_where_snapshots_are_committed_hears_of_it_at_the_end_t
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As several hosts are, by a snapshot server: the run ended without a word, and its node took it for complete."""
-    commit = SnapshotWriter._commit
+    seal = EmbeddedHost.seal
 
-    def refused(writer: SnapshotWriter, host: Host, pending: Pending) -> bool:
-        if pending.manifest.step > 10:
+    def refused(host: EmbeddedHost, lease: Lease, manifest: Manifest, *more: Any, **options: Any) -> bool:
+        if manifest.step > 10:
             raise FencedError("attempt 2 has taken over", run="run-1", attempt=1, current=2)
-        return commit(writer, host, pending)
+        return seal(host, lease, manifest, *more, **options)
 
-    monkeypatch.setattr(SnapshotWriter, "_commit", refused)
+    monkeypatch.setattr(EmbeddedHost, "seal", refused)
     run = trainer(spot(tmp_path, upload_timeout_s=5.0))
     with caplog.at_level("INFO"), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

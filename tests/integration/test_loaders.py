@@ -6,11 +6,13 @@ import itertools
 import random
 import sqlite3
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from torch.optim import lr_scheduler as rates
@@ -404,6 +406,63 @@ def test_what_workers_change_in_their_copies_comes_back_or_is_named(name: str, t
     check_resume(case, stop, says, tmp_path)
 
 
+class Drawing(m.Rows):
+    """Draws its noise from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(noise=False)
+        self.rng = np.random.default_rng(1)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x + float(self.rng.random()), y
+
+
+def fleeting(data: Any) -> Any:
+    return DataLoader(data, m.BATCH, shuffle=True, **WORKERS["2"])
+
+
+def own_sampler(data: Any) -> Any:
+    return DataLoader(data, m.BATCH, sampler=Weights(data), **WORKERS["2"])
+
+
+CHANGED = "workers of DataLoader change dataset.filled, dataset.queue, which"
+DRAWN = "workers of DataLoader draw random numbers, which"
+SOUGHT: dict[str, tuple[Callable[[], Any], Callable[[], pl.Callback], str]] = {
+    "changes": (lambda: fleeting(Queued()), lambda: StopAt(8), CHANGED),
+    "changes, end of epoch": (lambda: fleeting(Queued()), lambda: StopIn("on_train_batch_start", 6), ""),
+    "changes, a sampler of its own": (lambda: own_sampler(Queued()), lambda: StopAt(8), CHANGED),
+    "changes, workers that persist": (lambda: lasting(Queued()), lambda: StopAt(3), CHANGED),
+    "changes, workers that persist, later": (lambda: lasting(Queued()), lambda: StopAt(8), CHANGED),
+    "draws": (lambda: fleeting(m.Rows()), lambda: StopAt(8), DRAWN),
+    "draws of its own": (lambda: fleeting(Drawing()), lambda: StopAt(8), DRAWN),
+    "draws, workers that persist": (lambda: lasting(m.Rows()), lambda: StopAt(3), DRAWN),
+    "neither": (lambda: fleeting(m.Rows(noise=False)), lambda: StopAt(8), ""),
+    "neither, workers that persist": (lambda: lasting(m.Rows(noise=False)), lambda: StopAt(8), ""),
+}
+
+
+@pytest.mark.parametrize("name", SOUGHT)
+def test_what_workers_did_in_batches_that_are_not_loaded_again_is_named(name: str, tmp_path: Path) -> None:
+    make, stop, says = SOUGHT[name]
+    spot = {"data_resume": "seek"}
+    case = Case(loaders=make, val=None, settings={"limit_val_batches": 0}, spot=spot)
+    check_resume(case, stop(), says, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"), [(fleeting, "workers of DataLoader may draw random numbers or change the data"), (lasting, DRAWN)]
+)
+def test_what_workers_may_have_done_is_named_where_only_the_resume_is_not_to_load_again(
+    make: Any, says: str, tmp_path: Path
+) -> None:
+    case = Case(loaders=lambda: make(m.Rows()), val=None, settings={"limit_val_batches": 0})
+    with pytest.raises(Stop):
+        train(case, tmp_path, StopAt(3), seed=11, every=1)
+    (said,) = train(replace(case, spot={"data_resume": "seek"}), tmp_path, seed=200, every=1000)
+    assert says in said
+
+
 @pytest.mark.parametrize("workers", ["0", "persistent"])
 def test_what_reading_changes_in_data_for_validation_is_named(workers: str, tmp_path: Path) -> None:
     case = Case(loaders=m.rows, val=lambda: DataLoader(Queued(), m.BATCH, **WORKERS[workers]))
@@ -591,6 +650,11 @@ WARNED: dict[str, tuple[Callable[[], Any], str, int]] = {
     "shuffle buffer, skipped to": (lambda: Kept(Claims(), m.BATCH), "buffer of Claims (dataset.buffer_size=8)", 8),
     "augmentation in workers": (noisy, "workers of Kept draw random numbers", 8),
     "augmentation in workers, end of epoch": (noisy, "", 4),
+    "augmentation in workers from a generator of its own": (
+        lambda: Kept(Drawing(), m.BATCH, num_workers=2),
+        "workers of Kept draw random numbers",
+        8,
+    ),
     "augmentation in workers that persist": (lambda: noisy(persistent_workers=True), "workers of Kept draw", 4),
 }
 
@@ -636,3 +700,10 @@ def test_with_replay_a_loader_that_keeps_its_state_is_exact_with_augmentation_in
     assert train(case, tmp_path / "broken", seed=200, every=1000) == []
     train(case, tmp_path / "twin", seed=11, every=1000)
     assert list(differences(final(tmp_path / "twin"), final(tmp_path / "broken"))) == []
+
+
+def test_with_replay_workers_that_persist_draw_no_seed_where_the_next_epoch_begins(tmp_path: Path) -> None:
+    """They were there before the validation that the resumed run begins with."""
+    case = Case(model=Epochs, loaders=lambda: kept(**WORKERS["persistent"]), spot={"data_resume": "replay"})
+    (stop,) = STOPS["before validation"]
+    check_resume(case, stop(), "", tmp_path)

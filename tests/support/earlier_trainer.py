@@ -18,7 +18,6 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_spot import EverySteps, SpotCheckpoint
@@ -81,11 +80,10 @@ def main(root: Path, kind: str, kill: int = -1) -> None:
     )
     model = Model(shards=kind == "fsdp")
     trainer.fit(model, data)
-    state = {
-        name: item.full_tensor() if hasattr(item, "full_tensor") else item for name, item in model.state_dict().items()
-    }
+    state = model.state_dict()
+    whole = {name: item.full_tensor() if isinstance(item, DTensor) else item for name, item in state.items()}
     if trainer.is_global_zero:
-        (root / "end.json").write_text(json.dumps({name: item.tolist() for name, item in state.items()}))
+        (root / "end.json").write_text(json.dumps({name: item.tolist() for name, item in whole.items()}))
 
 
 if __name__ == "__main__":

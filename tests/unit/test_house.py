@@ -247,4 +247,4 @@ def test_the_changelog_names_the_formats_and_they_change_together() -> None:
     table = (REPOSITORY / "CHANGELOG.md").read_text().partition("### Formats")[2]
     named = tuple(int(re.search(rf"\| {what}[^|]*\| (\d+)", table)[1]) for what in ("`manifest", "protocol"))  # type: ignore[index]
     assert named == (MANIFEST_VERSION, PROTOCOL_VERSION)
-    assert named[1] >= {3: 6, 4: 7}[named[0]]
+    assert named[1] >= {4: 7, 5: 10}[named[0]]

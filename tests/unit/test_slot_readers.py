@@ -58,7 +58,7 @@ def attached(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
             def open_snapshot(manifest: Manifest) -> int:
                 return session.open_snapshot(run, manifest.name)
 
-            return SimpleNamespace(open_snapshot=open_snapshot, disconnect=session.close)
+            return SimpleNamespace(open_snapshot=open_snapshot, manifests=list, disconnect=session.close)
 
         monkeypatch.setattr(sources, "attach", host)
 

@@ -18,6 +18,7 @@ from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import encoding
 from lightning_spot.client.encoding import Approximation, packers
 from lightning_spot.client.remote import NodeStore
+from lightning_spot.config import MANIFEST_VERSION
 from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError, TierError
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_order
@@ -309,7 +310,7 @@ def test_the_manifest_says_so_and_that_of_an_exact_one_says_nothing() -> None:
     assert "exact" not in json.loads(exact.to_json())
     inexact = exact.inexact().sealed(memoryview(bytes(1000)))
     assert json.loads(inexact.to_json())["exact"] is False
-    assert json.loads(inexact.to_json())["format"] == 4  # what cannot read it must not take it for exact
+    assert json.loads(inexact.to_json())["format"] == MANIFEST_VERSION  # what cannot read it must not take it for exact
     assert Manifest.from_json(inexact.to_json()) == inexact
     assert Manifest.from_json(exact.to_json()) == exact
     assert inexact.name == "step-000000007-attempt-0001-inexact"
