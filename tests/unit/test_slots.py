@@ -295,7 +295,7 @@ def test_who_waits_for_a_slot_waits_for_its_memory_to_be_made(
     """That of 10 GB took longer than a call may take: the node was ended as a lost one, at each checkpoint."""
     asked: list[float] = []
 
-    def lease(nbytes: int, wait_s: float, *, limit_s: float = 5.0) -> Any:
+    def lease(nbytes: int, wait_s: float, *, limit_s: float = 5.0, **_more: Any) -> Any:
         asked.append(wait_s + limit_s)
         raise SnapshotFailedError("still being made", reason=FailureReason.RING_FULL)
 
