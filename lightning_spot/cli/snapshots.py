@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
 from lightning_spot.cli.arguments import LATEST, check_given, location_of, split_run
 from lightning_spot.cli.output import error_console, plain_table, print_line, wide_console
 from lightning_spot.client.remote import NodeStore
@@ -28,6 +26,7 @@ from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snap
 from lightning_spot.memory.tier import Listed
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.retry import RetryPolicy
+from lightning_spot.run.progress_bar import transfer_bar
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.sources import MemorySource, Source, StoreSource
 from lightning_spot.run.survey import of_tier, spread_over, survey
@@ -443,7 +442,7 @@ def _open_somewhere(found: Found, name: str) -> OpenSnapshot:
 
 
 def _open(entry: Entry) -> OpenSnapshot:
-    with _progress() as progress:
+    with transfer_bar(error_console()) as progress:
         task = progress.add_task(plain(f"{entry.manifest.name} from {entry.source.tier}"), total=entry.manifest.nbytes)
         return entry.source.open(entry.manifest, lambda nbytes: progress.update(task, advance=nbytes))
 
@@ -489,7 +488,7 @@ def _copy(snapshot: OpenSnapshot, target: Path) -> None:
     """Write beside the target, then rename: a broken copy never stands under the final name."""
     temporary, manifest = target.parent / f".{target.name}.{uuid.uuid4().hex}", snapshot.manifest
     try:
-        with _progress() as progress:
+        with transfer_bar(error_console()) as progress:
             task = progress.add_task(f"writing {target}", total=manifest.nbytes)
             if manifest.files:
                 temporary.mkdir()
@@ -521,10 +520,3 @@ def _write(path: Path, data: Iterable[memoryview]) -> None:
             file.write(piece)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    # To the error stream, and only for people: pipes get the result alone.
-    console = error_console()
-    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
