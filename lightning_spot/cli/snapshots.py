@@ -20,7 +20,14 @@ from lightning_spot.cli.output import error_console, plain_table, print_line, wi
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.spread_store import SpreadStore
 from lightning_spot.config import PART_BYTES, format_bytes, format_count
-from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError, SpotError, TierError
+from lightning_spot.errors import (
+    CorruptSnapshotError,
+    ServerUnreachableError,
+    SettingsError,
+    SnapshotNotFoundError,
+    SpotError,
+    TierError,
+)
 from lightning_spot.image.files import cut
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.memory.tier import Listed
@@ -37,6 +44,9 @@ _LIKE_AN_ADDRESS = re.compile(r"[^/:]+:\d+(/|$)")
 """What a snapshot server's address looks like without its scheme: taken for a directory."""
 
 _ONCE = RetryPolicy(tries=1, silent_s=6.0)
+
+INCOMPLETE = 3
+"""Exit code of a command that did its work, but could not ask all that may hold more, or newer, snapshots."""
 
 
 def add_ls_arguments(parser: argparse.ArgumentParser) -> None:
@@ -260,7 +270,7 @@ def ls(arguments: argparse.Namespace) -> int:
     if arguments.json:
         unreadable = [{"name": name, "state": "unreadable", "reason": why} for name, why in found.unreadable.items()]
         print(json.dumps([*(_facts(entry) for entry in found.entries), *unreadable], indent=1))
-        return 0
+        return _code_of(found)
     console = wide_console()
     headings = ("SNAPSHOT", "STEP", "EPOCH", "ATTEMPT", "SIZE", "AGE", "TIER", "STATE")
     table = plain_table(headings, left=("SNAPSHOT", "TIER", "STATE"))
@@ -277,9 +287,7 @@ def ls(arguments: argparse.Namespace) -> int:
         console.print(f"no snapshots of {found.url}")
     for name, why in found.unreadable.items():
         console.print(f"unreadable: {name}: {why}", style="yellow")
-    for problem in found.problems:
-        console.print(problem, style="yellow")
-    return 0
+    return _code_of(found)
 
 
 def show(arguments: argparse.Namespace) -> int:
@@ -288,7 +296,7 @@ def show(arguments: argparse.Namespace) -> int:
     entry = pick(found, found.selected)
     if arguments.json:
         print(json.dumps(_facts(entry), indent=1))
-        return 0
+        return _code_of_newest(found)
     manifest = entry.manifest
     part_bytes = min(manifest.part_bytes, manifest.nbytes)
     most = "at most " if len(manifest.checksums) > 1 else ""
@@ -313,7 +321,19 @@ def show(arguments: argparse.Namespace) -> int:
     }
     for name, value in lines.items():
         console.print(f"{name:<11} {value}")
-    return 0
+    return _code_of_newest(found)
+
+
+def _code_of(found: Found) -> int:
+    """The exit code, once each tier that did not answer was named."""
+    for problem in found.problems:
+        error_console().print(f"not asked: {problem}")
+    return INCOMPLETE if found.problems else 0
+
+
+def _code_of_newest(found: Found) -> int:
+    """The same for a command that takes the newest snapshot, unless one is named."""
+    return _code_of(found) if found.selected in (None, LATEST) else 0
 
 
 def _facts(entry: Entry) -> dict[str, object]:
@@ -343,8 +363,6 @@ def copy(arguments: argparse.Namespace) -> int:
     if found.selected is None:
         for what, why in found.unreadable.items():
             print_line(f"skipped: {what}: {why}")
-        for problem in found.problems:
-            print_line(f"not asked: {problem}")
     snapshot = _open_newest(found) if found.selected is None else _open_somewhere(found, wanted.name)
     try:
         wanted = snapshot.manifest
@@ -359,13 +377,14 @@ def copy(arguments: argparse.Namespace) -> int:
     print_line(f"{target}: {format_bytes(nbytes)}, step {wanted.step}, from {snapshot.tier}, every checksum holds")
     if not one_file:
         print_line("That is a directory, of a sharded model. --consolidate makes one plain file of it")
-    return 0
+    return _code_of_newest(found)
 
 
 def verify(arguments: argparse.Namespace) -> int:
     """Read and check every snapshot at every tier (or those of one name); exit code 1 if one is bad.
 
-    One that left its tier meanwhile, as all do while training goes on, is not bad.
+    One that left its tier meanwhile, as all do while training goes on, is not bad. What a server that does not answer
+    holds is neither good nor bad.
     """
     found = ask(arguments)
     if found.selected is not None:
@@ -381,6 +400,8 @@ def verify(arguments: argparse.Namespace) -> int:
         label = f"{entry.manifest.name} at {entry.source.tier}"
         try:
             _open(entry).close()
+        except ServerUnreachableError as error:
+            found.problems.append(f"{label}: {error}")
         except SpotError as error:
             if _has_left(entry):
                 print_line(f"gone {label}: it has left this tier since it was listed, as older ones do")
@@ -390,9 +411,8 @@ def verify(arguments: argparse.Namespace) -> int:
         else:
             parts = format_count(len(entry.manifest.checksums), "part")
             print_line(f"good {label}: {format_bytes(entry.manifest.stored_bytes)}, {parts}")
-    for problem in found.problems:
-        print_line(f"not asked: {problem}")
-    return 1 if bad else 0
+    code = _code_of(found)
+    return 1 if bad else code
 
 
 def _open_newest(found: Found) -> OpenSnapshot:
