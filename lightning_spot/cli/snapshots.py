@@ -231,7 +231,7 @@ def _ask_servers(url: str, arguments: argparse.Namespace) -> Found:
 def _ask_run(url: str, arguments: argparse.Namespace) -> Found:
     """Ask the tiers of a run by its durable directory, as a trainer does."""
     location = location_of(url, arguments.server, arguments.run_name)
-    seen = survey(location, _ONCE, commits=False)
+    seen = survey(location, _ONCE, begins=False)
     found = Found(unreadable=seen.unreadable, problems=[of_tier(tier, why) for tier, why in seen.problems.items()])
     for source, holdings in seen.answers:
         try:

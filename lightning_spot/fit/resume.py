@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from lightning_spot import retry
 from lightning_spot.capture.tensors import shape_of
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.client.starting import attach
+from lightning_spot.client.starting import attach, end_other_version
 from lightning_spot.config import format_names
 from lightning_spot.errors import ModelChangedError, ServerUnreachableError, SettingsError, SpotError
 from lightning_spot.exact import builtin_callbacks, namespaces, private, progress
@@ -430,6 +430,7 @@ def bring_below(trainer: pl.Trainer, location: Location) -> None:
 
 
 def _late(location: Location) -> list[str]:
+    end_other_version(location.url, location.name)
     """What the local server has not brought below in time, one line each."""
     try:
         host = attach(location.url, location.name)
