@@ -356,10 +356,10 @@ WRONG = [
         (["serve", "--storage", ""], "--storage '': it is empty"),
         (["serve", "--allow-storage", " "], "--allow-storage ' ': it is empty"),
         (["serve", "--allow-storage", "nonsense://bucket"], "'nonsense://bucket' cannot be used as a tier"),
-        (["serve", "--storage", "spot://h:7070"], "--storage spot://h:7070: a server brings runs to directories"),
+        (["serve", "--storage", "spot://h:7070"], "--storage spot://h:7070: a server stores runs in directories"),
         (
             ["serve", "--allow-storage", "spot://h:7070"],
-            "--allow-storage spot://h:7070: a server brings runs to directories",
+            "--allow-storage spot://h:7070: a server stores runs in directories",
         ),
         (["drill", "--limit", "0", "--", "true"], "--limit=0"),
         (["drill", "--keep", "/dev/null", "--", "true"], "/dev/null is no empty directory"),

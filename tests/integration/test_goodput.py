@@ -859,7 +859,7 @@ def test_doctor_with_a_node(tmp_path: Path, capsys: Said, start_node: Callable[.
     told = json.loads(capsys.readouterr().out)
     assert set(told["tiers_bytes_per_s"]) == {node.url, str(tmp_path / "run")}
     outlook = told["outlook"]["with the snapshot server"]
-    assert outlook["loss_s"] == pytest.approx(outlook["interval_s"] / 2 + outlook["safe_s"] - outlook["stall_s"])
+    assert outlook["loss_s"] == pytest.approx(outlook["interval_s"] / 2 + outlook["uploaded_s"] - outlook["stall_s"])
     assert outlook["loss_s"] == outlook["behind_s"][node.url]
     assert list(outlook["behind_s"]) == ["memory of the host", node.url, str(tmp_path / "run")]
     assert any("snapshot server saves" in line for line in told["advice"])
@@ -906,7 +906,7 @@ def test_doctor_says_which_nodes_carry_runs_on(
     assert told["servers_together_bytes_per_s"] > 0
     assert main(command) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"{does_not.url} brings no run to its durable directory" in said
+    assert f"{does_not.url} does not store runs in their directory" in said
     assert f"{carries.url} brings no run" not in said
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
 
