@@ -42,10 +42,11 @@ class PreemptionGuard(FitCallback):
     the file, as the warning at the start says.
 
     Args:
-        notices: ``"auto"`` for signals, the file named by ``LIGHTNING_SPOT_NOTICE_FILE``, and the cloud this machine is
-            found to be on; ``None`` for none; or one or several of ``"aws"``, ``"gcp"``, ``"azure"``, ``"alibaba"``,
-            ``"signal"``, ``"file:PATH"``, a callable, or a source of your own.
-        grace_period_s: seconds between a notice that does not say and the end; default
+        notices: sources of preemption notices. ``"auto"`` (default) watches signals, the file that
+            ``LIGHTNING_SPOT_NOTICE_FILE`` names, and the cloud that this machine is detected to be on. ``None``: no
+            source. Or one or several of ``"aws"``, ``"gcp"``, ``"azure"``, ``"alibaba"``, ``"signal"``,
+            ``"file:PATH"``, a function, or an object of your own.
+        grace_period_s: seconds from a notice to the end of the machine, if the notice does not name them; default
             ``LIGHTNING_SPOT_GRACE_PERIOD_S``, or unknown.
 
     Raises:

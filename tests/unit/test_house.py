@@ -77,6 +77,19 @@ def test_docstrings_and_signatures_agree(name: str) -> None:
     assert described["Args"] - arguments == set()
 
 
+@pytest.mark.parametrize("part", ["RemoteSnapshot", "PreemptionGuard"])
+def test_an_argument_reads_the_same_everywhere(part: str) -> None:
+    """Nobody has to open another page, and no page says something else."""
+    whole, of_part = (_entries(getattr(lightning_spot, name)) for name in ("SpotCheckpoint", part))
+    assert of_part.items() <= whole.items()
+
+
+def _entries(kind: type) -> dict[str, str]:
+    body = re.search(r"^Args:\n((?: .*\n|\n)*)", inspect.getdoc(kind) or "", re.MULTILINE)
+    found = re.findall(r"^    (\w+): ((?:.|\n(?!    \w+:))*)", body[1] if body else "", re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
+
+
 def _described(text: str, section: str) -> set[str]:
     """Names before the colons of a section; several may share one description."""
     body = re.search(rf"^{section}:\n((?: .*\n|\n)*)", f"{text}\n", re.MULTILINE)
