@@ -274,8 +274,8 @@ class RemoteSnapshot(FitCallback):
         fit.begin()  # first: what one rank refuses, all do
         if any(other is not self and other._named.url == self._named.url for other in fit.callbacks(RemoteSnapshot)):
             raise SettingsError(
-                f"two callbacks of this Trainer take snapshots in {self._named.url}, where one would take the other's"
-                " place: keep one of them (a configuration file and the command line may each have added one)"
+                f"two callbacks of this Trainer take snapshots in {self._named.url}. Keep one of them: a configuration"
+                " file and the command line may each have added one"
             )
         self.location = fit.resume.location_of(self._named)
         self.snapshotter = Snapshotter(trainer, self.location, self._settings, fit.resume)

@@ -157,8 +157,8 @@ class FitSession(PerTrainer):
                 say(
                     logging.WARNING,
                     "dirpath-local",
-                    "dirpath {about} is on a local file system ({kind}) of a VM ({cloud}). It is lost if this VM is"
-                    " deleted. Use a bucket, or a disk that outlives the VM",
+                    "dirpath {about} is on a local file system ({kind}) of a VM ({cloud}), and lost with it. Use a"
+                    " bucket, or a disk that outlives the VM",
                     about=url,
                     only_rank_zero=True,
                     kind=kind,
@@ -180,8 +180,8 @@ class FitSession(PerTrainer):
                 say(
                     logging.WARNING,
                     "grace-too-short",
-                    "a notice leaves {grace_s:.0f} s, but a snapshot takes {safe_s:.0f} s to upload. After a notice the"
-                    " run resumes from its last regular snapshot. Use a snapshot server nearby, or a shorter interval",
+                    "a notice leaves {grace_s:.0f} s, but a snapshot takes {safe_s:.0f} s to upload: too long. Use a"
+                    " snapshot server nearby, or a shorter interval",
                     only_rank_zero=True,
                     grace_s=grace_period_s,
                     safe_s=safe_s,
@@ -340,8 +340,8 @@ class FitSession(PerTrainer):
             return
         self.summarize()
         text = (
-            "run {name!r} has ended at {where}, but its last snapshot is not durable in {about}. The end of the"
-            " training may be lost. Fix what the warnings above name, then run the same command again"
+            "run {name!r} has ended at {where}, but {about} does not have its last snapshot, which may be lost. Fix"
+            " what the warnings name, then run the same command again"
         )
         if snapshotter.settings.ring.strict:
             raise TierError(text.format(about=location.url, name=location.name, where=where), tier=location.url)

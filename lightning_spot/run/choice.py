@@ -119,7 +119,7 @@ def open_newest(
     pass_over_unreadable(None)
     if reasons:
         raise CorruptSnapshotError(
-            f"there are snapshots of run {found.location.name!r}, but none can be used: {'; '.join(reasons)}. Mend what"
+            f"there are snapshots of run {found.location.name!r}, but none can be used: {'; '.join(reasons)}. Fix what"
             f" is broken and start again, or {WAY_ON}"
         )
     return None
