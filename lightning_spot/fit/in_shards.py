@@ -363,13 +363,13 @@ class WhereTo:
         """
         why = ""
         if hosts > MOST_HOSTS:
-            why = f"more than {MOST_HOSTS} hosts. Take fewer, larger ones"
+            why = f"more than {MOST_HOSTS} hosts. Use fewer, larger hosts"
         elif self._location.servers and self._ring.compression == "topk":
             why = "lossy='topk'. Leave lossy= out"
         if why:
             raise SettingsError(
-                f"a model that is sharded over {hosts} hosts is saved at one place, to which each host brings the"
-                f" parts of its own ranks; this run has {why}; or use DDP, or Lightning's ModelCheckpoint"
+                f"a model that is sharded over {hosts} hosts cannot be saved with {why}, or use DDP or Lightning's"
+                " ModelCheckpoint"
             )
 
     def how(self, attempt: Attempt, *, waits: bool) -> How | None:
@@ -481,11 +481,10 @@ def check_place(url: str, run: str, number: int, token: str, *, writes: bool = T
         if time.monotonic() > deadline_s:
             break
         time.sleep(_LOOK_S)
-    what = "brings its part of a snapshot there" if writes else "reads there what it resumes from"
+    what = "written" if writes else "read"
     raise SettingsError(
-        f"{url} cannot be used from every host ({problem}): without a snapshot server, each host {what},"
-        " so it must be one place for all of them. Give a bucket, or a directory that"
-        " all hosts mount; or start a snapshot server that all hosts reach, and name it (servers='spot://host:7070')"
+        f"{url} cannot be {what} by every host ({problem}). Use a bucket, a directory that all hosts mount, or a"
+        " snapshot server that all hosts reach (servers='spot://host:7070')"
     )
 
 

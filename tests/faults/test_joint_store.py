@@ -291,7 +291,7 @@ def test_what_hosts_have_brought_that_are_all_gone_is_committed_by_the_next_atte
     bring_notes(store, (0,))
     assert steps(survey(location)) == [1]
     bring_notes(store, (1,))
-    assert steps(survey(location, commits=False)) == [1]  # who only wants to know writes nothing
+    assert steps(survey(location, begins=False)) == [1]  # who only wants to know writes nothing
     assert [manifest.step for manifest in store.survey().manifests] == [1]
     assert steps(survey(location)) == [2, 1]
     check(store, 2)
