@@ -174,7 +174,7 @@ def _verdicts(found: dict[tuple[str, str], dict[str, PolicyRow]]) -> str:
     """What was aimed at, and whether it was reached."""
     steep = [rows for (curve, _), rows in found.items() if curve.startswith("exponential") and curve[-2:] != " 3"]
     least = max(rows["ConvergenceAware"].progress_lost / rows["YoungDaly"].progress_lost for rows in steep)
-    apart = max(abs(rows["ConvergenceAware"].stall / rows["YoungDaly"].stall - 1) for rows in steep)
+    apart = max(abs(rows["ConvergenceAware"].blocked / rows["YoungDaly"].blocked - 1) for rows in steep)
     longest = max(rows["ConvergenceAware"].total_s / rows["YoungDaly"].total_s for rows in found.values())
     others = ("COCI", "every 1 min", "every 10 min", "every 60 min")
     beaten = sum(rows[name].total_s > rows["ConvergenceAware"].total_s for rows in found.values() for name in others)

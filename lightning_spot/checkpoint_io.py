@@ -56,14 +56,17 @@ class SpotCheckpointIO(SpotIO):
     Beside the files lies a hidden folder ``.lightning_spot`` with the manifest of each.
 
     Args:
-        local_server: whether a server on this host, which outlives a killed trainer, holds what is saved; else this
-            process does.
-        slots: slots of the ring, at least 2.
-        memory_limit: most memory for slots, such as ``"64GiB"``; default half of the host's.
-        wait_timeout_s: how long a save waits for a clean slot, seconds.
-        upload_timeout_s: how long reading and teardown wait for the flusher, seconds.
-        server_idle_timeout_s: the local server ends so long after its trainer, once all files are at their paths,
-            seconds. No later trainer uses it.
+        local_server: whether a process on this host holds what is saved (default). It is started by itself and
+            outlives a killed trainer. With ``False`` the trainer's own memory holds it.
+        slots: number of buffers for checkpoints in this host's memory, at least 2; default 3. Each holds one complete
+            checkpoint.
+        memory_limit: most memory for the slots, in bytes or with a unit (``"64GiB"``); default half of this host's
+            memory.
+        wait_timeout_s: most seconds that a save waits until an upload has freed a slot; default 600.
+        upload_timeout_s: most seconds that a read, and the end of ``fit``, wait until all files are at their paths;
+            default 600.
+        server_idle_timeout_s: seconds after which the local server ends once its trainer has left and all files are at
+            their paths; default 60. No later trainer uses it.
 
     Raises:
         SettingsError: if an argument cannot be used.

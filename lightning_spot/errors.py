@@ -4,7 +4,7 @@
 
     SpotError
     ├── SettingsError               a setting or argument cannot be used as given
-    │   └── MalformedError          a file, or what another process says, is not what it should be
+    │   └── MalformedError          a file or an answer of another process has not the form that it should have
     ├── NotSerializableError        the training state holds something that cannot be pickled, or not be loaded safely
     ├── CorruptSnapshotError        bytes or a manifest are not what was committed, or a newer version wrote it
     ├── SnapshotNotFoundError       no such snapshot, file or run at a tier
@@ -12,7 +12,7 @@
     ├── ModelChangedError           the model no longer fits the snapshot it should resume from
     ├── TierError                   a tier failed (disk full, permission); ``reason`` is a :class:`TierReason`
     │   ├── ServerUnreachableError  no snapshot server answers at an address
-    │   └── ServerRefusedError      a snapshot server answered and said no, or failed at the request
+    │   └── ServerRefusedError      a snapshot server answered and refused the request, or failed at it
     ├── FencedError                 a later attempt of the run has taken over; this writer's writes are refused
     ├── RunBusyError                a live trainer on this host already writes the run
     └── NoticeUnavailableError      a preemption notice source cannot be asked at present
@@ -29,7 +29,7 @@ import enum
 
 
 class Reason(enum.Enum):
-    """Why an error came up, where its class alone does not say so."""
+    """Why an error was raised, if its class alone does not say so."""
 
     def caused(self, error: BaseException | None) -> bool:
         """Whether it is the reason of an error."""
@@ -37,7 +37,7 @@ class Reason(enum.Enum):
 
 
 class FailureReason(Reason):
-    """Why a snapshot could not be taken; the one before it stands."""
+    """Why a snapshot could not be taken; the one before it counts."""
 
     TORN = "torn"
     """A tensor changed while it was copied."""
@@ -46,48 +46,48 @@ class FailureReason(Reason):
     """One rank did not write its shard, or has written another one."""
 
     RING_FULL = "ring-full"
-    """Every slot of the ring is dirty or in use: back-pressure. Try again once the flusher has caught up."""
+    """Every slot holds a snapshot that is in use or not uploaded yet. Try again once uploads have caught up."""
 
     TOO_LARGE = "too-large"
-    """It cannot fit the server's memory, however long one waits."""
+    """It is larger than all of the server's memory: waiting does not help."""
 
     UNEXPECTED = "unexpected"
-    """Something that nobody expected (memory ran out, say)."""
+    """An unexpected error, such as memory that ran out."""
 
 
 class TierReason(Reason):
-    """In what way a tier failed, or a snapshot server refused."""
+    """How a tier (a snapshot server or the storage) failed, or why a server refused a request."""
 
     FAILED = "failed"
-    """In some other way: the message says it."""
+    """In another way, which the message names."""
 
     UNCLAIMED = "unclaimed"
-    """An attempt has not claimed the run's directory (yet): nothing is written or deleted there on its behalf."""
+    """The attempt has not claimed the run's directory yet: nothing is written or deleted there for it."""
 
     OVERTAKEN = "overtaken"
-    """Another writer, who began earlier, replaced a file while it was committed; written again, it stays."""
+    """An earlier writer replaced a file while it was committed. Write it again."""
 
     NO_CREDENTIALS = "no-credentials"
-    """None were found for an object store."""
+    """No credentials were found for an object store."""
 
     UNREACHABLE = "unreachable"
     """No snapshot server answers."""
 
     REFUSED = "refused"
-    """A snapshot server refuses the request: its token, what it asks for, or how it was made."""
+    """A snapshot server refuses the request because of its token, its content or its form."""
 
     PROTOCOL = "protocol"
-    """The two ends speak different versions of the server protocol; upgrade the older one."""
+    """The client and the server are of different versions. Install the same version on both hosts."""
 
     TOO_MANY_STREAMS = "too-many-streams"
-    """An upload has its part of the connections that a server receives over at once; those it has go on."""
+    """An upload has as many connections as a server grants one; it continues over those."""
 
     SERVER_FAILED = "server-failed"
-    """A server failed at a request in a way that nobody foresaw (memory ran out, say); it goes on with others."""
+    """A server met an unexpected error, such as memory that ran out; it continues with other requests."""
 
 
 class SpotError(Exception):
-    """Base of everything lightning_spot raises on purpose."""
+    """Base of all errors that lightning_spot raises on purpose."""
 
 
 class SettingsError(SpotError, ValueError):
@@ -95,7 +95,7 @@ class SettingsError(SpotError, ValueError):
 
 
 class MalformedError(SettingsError):
-    """What a file holds, or another process says, is not what it should be; nothing of it was used."""
+    """A file or an answer of another process has not the form that it should have; nothing of it was used."""
 
 
 class NotSerializableError(SpotError):
@@ -126,7 +126,7 @@ class SnapshotNotFoundError(SpotError, FileNotFoundError):
 
 
 class SnapshotFailedError(SpotError):
-    """A snapshot could not be taken; the one before it stands.
+    """A snapshot could not be taken; the one before it counts.
 
     Attributes:
         reason: why.
@@ -179,7 +179,7 @@ class TierError(SpotError):
 
 
 class ServerUnreachableError(TierError, ConnectionError):
-    """No snapshot server answers at this address (now); the caller retries or degrades to the next tier."""
+    """No snapshot server answers at this address now; the caller retries, or uses the next tier."""
 
     def __init__(self, message: str, *, tier: str = "") -> None:
         super().__init__(message, tier=tier, reason=TierReason.UNREACHABLE)
@@ -221,7 +221,7 @@ class FencedError(SpotError):
 
 
 class RunBusyError(SpotError):
-    """A live trainer already writes this run; two runs must not share one name.
+    """A live trainer already writes this run; two trainers must not write one run.
 
     Attributes:
         run: name of the run.
@@ -235,7 +235,7 @@ class RunBusyError(SpotError):
 
 
 class NoticeUnavailableError(SpotError):
-    """A notice source could not be asked, or gave an answer that is none; it is asked again later."""
+    """A notice source could not be asked, or its answer has no meaning; it is asked again later."""
 
 
 class PreemptedError(SystemExit):

@@ -44,6 +44,8 @@ NEW = {
     "--run-memory": "--run-memory-limit SIZE",
     "--nodes": "--hosts N",
     "--state": "--snapshot-size SIZE",
+    "--stall": "--blocked TIME",
+    "--durable-speed": "--storage-speed SIZE/s",
     "--memory-node-speed": "--server-speed SIZE/s",
     "--memory-node-price": "--server-price PRICE",
     "--memory-node-lifetime": "--server-lifetime TIME",

@@ -33,12 +33,12 @@ class AutoResume(FitCallback):
         servers: one or several ``spot://host:port`` of snapshot servers that are asked, too.
         local_server: whether the server on this host is asked, too.
         run_name: name of the run; default the last component of ``dirpath``.
-        data_resume: how a resumed epoch gets to its place in the data: ``"replay"`` loads the batches before it again,
-            which is exact even with random augmentation in workers; ``"seek"`` draws their indices only; ``"auto"``
-            seeks where the loader has no workers (exact, too) and replays where it has.
-        on_resume_failure: what a start does if two starts before it went on from the newest snapshot and ended without
-            one of their own: ``"error"`` goes on from it again (each such start warns), ``"older"`` from the snapshot
-            before; how many there are is ``keep``.
+        data_resume: how a resumed epoch returns to its position in the data. ``"replay"`` loads the earlier batches of
+            the epoch again, which is exact even with random augmentation in workers. ``"seek"`` only draws their
+            indices. ``"auto"`` (default) seeks if the loader has no workers, which is exact, too, and else replays.
+        on_resume_failure: what a start does if two earlier starts resumed from the newest snapshot and ended without a
+            snapshot of their own: ``"error"`` (default) resumes from it again, with a warning; ``"older"`` resumes
+            from the snapshot before it, as far as ``keep`` has left any.
 
     Raises:
         SettingsError: if an argument cannot be used.

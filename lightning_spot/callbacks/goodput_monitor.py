@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
 from lightning_spot.capture.unexpected import failure_of
+from lightning_spot.client.stores import open_store
 from lightning_spot.config import check_number, format_bytes, format_count, format_seconds
 from lightning_spot.errors import PreemptedError, SettingsError
 from lightning_spot.exact.loggers import logged_step
@@ -36,9 +37,9 @@ class GoodputMonitor(SpotCallback):
     Every attempt keeps a small record beside the snapshots and writes it anew every ``heartbeat_s``, from a thread of
     its own. At every step it notes in memory of this host how far it got, which outlives a killed trainer. Where the
     machine is gone too, the snapshots tell. Logged are ``spot/goodput``, the seconds
-    ``spot/badput_{blocked,lost,restore,startup,down}_s``, ``spot/last_committed_step`` (-1 before the first snapshot)
-    and ``spot/snapshot_blocked_ms``. :class:`SpotCheckpoint` has one; beside :class:`RemoteSnapshot` it may be added
-    by hand.
+    ``spot/badput_{blocked,lost,restore,startup,down}_s``, ``spot/last_committed_step``, ``spot/last_persisted_step``
+    (-1 before the first snapshot) and ``spot/snapshot_blocked_ms``. :class:`SpotCheckpoint` has one; beside
+    :class:`RemoteSnapshot` it may be added by hand.
 
     Args:
         dirpath: durable directory or fsspec URL of the run; default that of the trainer's :class:`RemoteSnapshot`.
@@ -178,6 +179,7 @@ class GoodputMonitor(SpotCallback):
             heartbeat_s=self._heartbeat_s,
             begun_unix_s=self._begun_unix_s,
             replicas=snapshots.replicas if snapshots is not None else 0,
+            newest_persisted=partial(_newest_in, url) if snapshots is not None else None,
         )
 
     def _note(self, trainer: pl.Trainer, journal: Journal) -> None:
@@ -193,7 +195,9 @@ class GoodputMonitor(SpotCallback):
         values |= {f"badput_{name}": getattr(whole, name) for name in _BADPUT}
         if (snapshots := self._snapshots) is not None:
             committed = snapshots.last_committed_step
+            persisted = self._journal.persisted_step if self._journal is not None else None
             values["last_committed_step"] = _NO_STEP if committed is None else float(committed)
+            values["last_persisted_step"] = _NO_STEP if persisted is None else float(persisted)
             values["snapshot_blocked_ms"] = 1000 * snapshots.snapshot_blocked_s
         if self._log_every_s is None:
             return
@@ -250,3 +254,9 @@ class GoodputMonitor(SpotCallback):
             lost_steps=lost,
             **facts,
         )
+
+
+def _newest_in(url: str) -> int | None:
+    """The step of the newest snapshot in the storage of a run."""
+    manifests = open_store(url).survey().manifests
+    return manifests[0].step if manifests else None

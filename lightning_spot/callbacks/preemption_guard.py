@@ -19,7 +19,7 @@ from lightning_spot.fit.ranks import Ranks, end_restarts_here
 from lightning_spot.fit.session import FitSession
 from lightning_spot.patches import Patches
 from lightning_spot.preemption.notice import Notice
-from lightning_spot.preemption.signals import SignalSource
+from lightning_spot.preemption.signals import SignalSource, is_of_dead_worker
 from lightning_spot.preemption.stop_agreement import Place, StopAgreement
 from lightning_spot.preemption.watcher import Notices, Watcher, open_sources
 from lightning_spot.renamed import refusing_old
@@ -42,10 +42,11 @@ class PreemptionGuard(FitCallback):
     the file, as the warning at the start says.
 
     Args:
-        notices: ``"auto"`` for signals, the file named by ``LIGHTNING_SPOT_NOTICE_FILE``, and the cloud this machine is
-            found to be on; ``None`` for none; or one or several of ``"aws"``, ``"gcp"``, ``"azure"``, ``"alibaba"``,
-            ``"signal"``, ``"file:PATH"``, a callable, or a source of your own.
-        grace_period_s: seconds between a notice that does not say and the end; default
+        notices: sources of preemption notices. ``"auto"`` (default) watches signals, the file that
+            ``LIGHTNING_SPOT_NOTICE_FILE`` names, and the cloud that this machine is detected to be on. ``None``: no
+            source. Or one or several of ``"aws"``, ``"gcp"``, ``"azure"``, ``"alibaba"``, ``"signal"``,
+            ``"file:PATH"``, a function, or an object of your own.
+        grace_period_s: seconds from a notice to the end of the machine, if the notice does not name them; default
             ``LIGHTNING_SPOT_GRACE_PERIOD_S``, or unknown.
 
     Raises:
@@ -102,6 +103,7 @@ class PreemptionGuard(FitCallback):
         self._ranks = ranks = Ranks(trainer)
         self._stop = ranks.stop_agreement(lambda: _plain(watcher.notice, self.grace_period_s))
         self._keep_signals(trainer, watcher)
+        self._patches.wrap(trainer.fit_loop, "run", partial(partial, partial(self._run, trainer, watcher)))
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """From here on there are places at which to stop."""
@@ -150,12 +152,14 @@ class PreemptionGuard(FitCallback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Stop watching, once what is committed is in safety: until then a signal does not end the process."""
-        if FitSession.of(trainer).is_forked:
+        fit = FitSession.of(trainer)
+        if fit.is_forked:
             return
+        leaving = isinstance(exception, PreemptedError) and fit.deadline is not None
         try:
             super().on_exception(trainer, pl_module, exception)
         finally:
-            self._close(trainer, leaving=isinstance(exception, PreemptedError), over=False)
+            self._close(trainer, leaving=leaving, over=False)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Stop watching."""
@@ -198,6 +202,16 @@ class PreemptionGuard(FitCallback):
         if watcher.notice is not None and watcher.notice.source != SignalSource.name:
             end_restarts_here()
         FitSession.of(trainer).stop(self.notice, seam, cut_short=lambda: watcher.repeated > 0, part=self._ranks.part)
+
+    def _run(self, trainer: pl.Trainer, watcher: Watcher, original: Callable[[], None]) -> None:
+        """Train, and tell a signal to the whole process group from the fault of a worker that dies of its own."""
+        try:
+            original()
+        except RuntimeError as error:
+            if not (is_of_dead_worker(error) and watcher.is_told_to_end()) or watcher.notice is None:
+                raise
+            self.notice = watcher.notice
+            FitSession.of(trainer).workers_ended(watcher.notice, error)
 
     def _check_grace(self, trainer: pl.Trainer) -> None:
         """Say early, once something was measured, that a notice would come too late for an urgent snapshot."""

@@ -43,42 +43,51 @@ class RemoteSnapshot(FitCallback):
     while the next forward and backward run, and ``optimizer.step()`` waits for what is left.
 
     Args:
-        dirpath: durable directory or fsspec URL of the run.
-        servers: one or several ``spot://host:port`` of snapshot servers on other hosts, to which the one on this host
-            sends. Of several, a run goes to one (to ``replicas``); runs spread over them, and go to the next when one
-            fails. Those of a sharded model on several hosts are spread over all.
-        local_server: whether a server on this host, started by itself, holds the snapshots and outlives a killed
-            trainer; without it they are held in the trainer's own memory.
-        replicas: at how many of the snapshot servers each snapshot is kept, so that one of them may be lost. Each takes
-            the newest at its own pace; one of them brings it on to storage.
+        dirpath: directory or fsspec URL in which the run is stored, such as ``checkpoints/run-1`` or
+            ``s3://bucket/run-1``.
+        servers: ``spot://host:port`` of one or several snapshot servers on other hosts, to which the server on this
+            host sends each snapshot; default none. Of several servers, a run uses one (with ``replicas``, so many),
+            and the next one if that fails. Shards of a model on several hosts are spread over all of them.
+        local_server: whether a process on this host holds the snapshots (default). It is started by itself and
+            outlives a killed trainer. With ``False`` the trainer's own memory holds them.
+        replicas: number of snapshot servers that keep a copy of each snapshot, at least 1 (default), at most as many
+            as ``servers`` names. With 2, one of them may be lost.
         run_name: name of the run; default the last component of ``dirpath``.
-        interval: when to take a snapshot; default :class:`ConvergenceAware`, which needs no setting.
-        keep: snapshots each tier keeps, at least 1.
-        slots: slots of the ring on this host, at least 2; default 2 and one for each tier below (the durable one, and
-            each replica), and up to 2 more for a GPU whose snapshots overlap. Each holds one snapshot: the host needs
-            ``slots`` times the checkpoint's size of memory.
-        memory_limit: most memory for slots, such as ``"64GiB"``; default half of the host's.
-        on_full: what to do when all slots are dirty: ``"skip"`` this snapshot, or ``"wait"`` for the flusher.
-        min_upload_interval_s: least seconds between two snapshots that are brought to storage; 0 brings it the
-            newest one whenever it is free. So does ``None``, but for steps of which several are saved within 5 s: of
-            these it gets one in 40 times as long as it takes to write, at least one in 30 s if it can be written in
-            that time. The last one is brought there in any case, and what is there at a notice.
-        compression: how what changed since the last snapshot goes to a snapshot server on another host: ``"auto"``
-            compresses it (without loss) where that is faster, ``"always"`` always, ``"off"`` never. What has not
-            changed is not sent in any case; what lies there is always the plain, whole file.
-        lossy: ``"topk"`` is **not exact**: 9 of 10 snapshots go to snapshot servers as approximations, of which 1 % of
-            the numbers are sent, where that is faster; a resume from one says so.
-        upload_timeout_s: how long ``fit`` waits at its end until all is durable, seconds.
-        server_idle_timeout_s: the local server ends when no trainer came for so long, seconds.
-        server_call_timeout_s: how long a call to the local server may keep the training thread, seconds, more than 0; a
-            server that does not answer in time is replaced.
-        on_error: ``"warn"`` and go on without snapshots, or ``"raise"`` where that would do.
-        copy_mode: how copying is spread over the iteration that follows a snapshot: all ``"eager"`` at once,
-            ``"asymmetric"`` in proportion to measured idle time, or in the ``"backward"`` pass as gradients come. With
-            ``"blocking"`` training waits, and all processors copy and seal: what costs least where it uses them all
-            (one process that trains on a CPU; elsewhere it is ``"eager"``). ``"auto"`` tries each that can be, and
-            keeps the one with the shortest iterations.
-        device_buffer: memory on each GPU through which the last bytes leave while the optimizer steps, or ``None``.
+        interval: policy that decides when a snapshot is taken; default :class:`ConvergenceAware`, which measures what
+            it needs.
+        keep: number of newest snapshots that are kept in storage and at each server, at least 1; default 2.
+        slots: number of buffers for snapshots in this host's memory, at least 2. Each holds one complete snapshot, so
+            the host needs ``slots`` times the size of a checkpoint. With fewer slots, more snapshots are skipped while
+            uploads are slow. Default 3, and one more for each replica at ``servers``; for a GPU, up to 2 beyond that.
+        memory_limit: most memory for the slots, in bytes or with a unit (``"64GiB"``); default half of this host's
+            memory.
+        on_full: what happens if a snapshot is due and every slot is in use: ``"skip"`` that snapshot (default), or
+            ``"wait"`` until an upload has freed a slot.
+        min_upload_interval_s: least seconds between two snapshots that are uploaded to storage, at least 0; those
+            between them stay in memory. With 0, storage gets the newest one whenever the last upload has ended.
+            ``None`` (default) does so, too, unless several snapshots are taken within 5 s: then the pause between two
+            uploads is 40 times as long as an upload takes, 30 s at most if an upload takes less. The last snapshot of a
+            run, and the one at a notice, is uploaded in any case.
+        compression: how changes since the last snapshot are sent to a snapshot server, without loss: ``"auto"``
+            (default) compresses them if that is faster, ``"always"`` always, ``"off"`` never. Unchanged bytes are not
+            sent. The server holds a plain checkpoint file in any case.
+        lossy: ``"topk"`` sends 9 of 10 snapshots to snapshot servers as approximations, with 1 % of the changed
+            numbers, if that is faster. It is **not exact**, and a resume from such a snapshot warns. Default ``None``.
+        upload_timeout_s: most seconds that ``fit`` waits at its end until storage has the last snapshot; default 300.
+        server_idle_timeout_s: seconds after which the local server ends if no trainer comes; default 900.
+        server_call_timeout_s: most seconds that a call to the local server may block training, more than 0; default 5.
+            A server that does not answer in time is replaced.
+        on_error: what happens if snapshots cannot be taken at all: ``"warn"`` and train without them (default), or
+            ``"raise"`` the error.
+        copy_mode: when the state of a snapshot is copied out of the model. ``"eager"`` copies all of it at once,
+            beside the next iteration. ``"asymmetric"`` copies parts of it through the next iteration, larger ones where
+            the hardware was measured to be idle for longer. ``"backward"`` copies it during the next backward pass, as
+            gradients become ready. ``"blocking"`` has training wait and copies with all processors; for one process
+            that trains on a CPU only, elsewhere it is ``"eager"``. ``"auto"`` (default) tries the modes that are
+            possible and keeps the one with the shortest iterations.
+        device_buffer: memory on each GPU for the end of a copy, in bytes or with a unit; default ``"64MiB"``. What is
+            not in host memory yet when the optimizer steps is copied there, so that the step need not wait. ``None``
+            for none.
 
     Raises:
         SettingsError: if an argument cannot be used.
@@ -265,8 +274,8 @@ class RemoteSnapshot(FitCallback):
         fit.begin()  # first: what one rank refuses, all do
         if any(other is not self and other._named.url == self._named.url for other in fit.callbacks(RemoteSnapshot)):
             raise SettingsError(
-                f"two callbacks of this Trainer take snapshots in {self._named.url}, where one would take the other's"
-                " place: keep one of them (a configuration file and the command line may each have added one)"
+                f"two callbacks of this Trainer take snapshots in {self._named.url}. Keep one of them: a configuration"
+                " file and the command line may each have added one"
             )
         self.location = fit.resume.location_of(self._named)
         self.snapshotter = Snapshotter(trainer, self.location, self._settings, fit.resume)

@@ -40,16 +40,67 @@ class SpotCheckpoint(SpotCallback):
     """Makes a training run survive its machine: snapshots beside training, and a resume by the same command.
 
     Args:
-        dirpath: durable directory or fsspec URL of the run (``checkpoints/run-1``, ``s3://bucket/run-1``).
-        notices: sources of preemption notices, see :class:`PreemptionGuard`; ``None`` for none.
-        grace_period_s: seconds between a notice that does not say and the end, see there.
-        resume: whether to resume from the newest good snapshot. A ``ckpt_path`` given to ``fit`` always wins.
-        data_resume: how a resumed epoch gets to its place in the data, see :class:`AutoResume`.
-        on_resume_failure: what a start does if resumes from the newest snapshot have failed, see there.
-        log_goodput: whether the loggers get what :class:`GoodputMonitor` measures, and the progress bar one value.
-        servers, local_server, replicas, run_name, interval, keep, slots, memory_limit, on_full, min_upload_interval_s,
-            compression, lossy, upload_timeout_s, server_idle_timeout_s, server_call_timeout_s, on_error, copy_mode,
-            device_buffer: as :class:`RemoteSnapshot` takes them.
+        dirpath: directory or fsspec URL in which the run is stored, such as ``checkpoints/run-1`` or
+            ``s3://bucket/run-1``.
+        servers: ``spot://host:port`` of one or several snapshot servers on other hosts, to which the server on this
+            host sends each snapshot; default none. Of several servers, a run uses one (with ``replicas``, so many),
+            and the next one if that fails. Shards of a model on several hosts are spread over all of them.
+        local_server: whether a process on this host holds the snapshots (default). It is started by itself and
+            outlives a killed trainer. With ``False`` the trainer's own memory holds them.
+        replicas: number of snapshot servers that keep a copy of each snapshot, at least 1 (default), at most as many
+            as ``servers`` names. With 2, one of them may be lost.
+        run_name: name of the run; default the last component of ``dirpath``.
+        interval: policy that decides when a snapshot is taken; default :class:`ConvergenceAware`, which measures what
+            it needs.
+        keep: number of newest snapshots that are kept in storage and at each server, at least 1; default 2.
+        notices: sources of preemption notices. ``"auto"`` (default) watches signals, the file that
+            ``LIGHTNING_SPOT_NOTICE_FILE`` names, and the cloud that this machine is detected to be on. ``None``: no
+            source. Or one or several of ``"aws"``, ``"gcp"``, ``"azure"``, ``"alibaba"``, ``"signal"``,
+            ``"file:PATH"``, a function, or an object of your own.
+        grace_period_s: seconds from a notice to the end of the machine, if the notice does not name them; default
+            ``LIGHTNING_SPOT_GRACE_PERIOD_S``, or unknown.
+        resume: whether a start resumes from the newest good snapshot (default). ``False`` starts afresh and keeps the
+            old snapshots. A ``ckpt_path`` that is given to ``fit`` always wins.
+        data_resume: how a resumed epoch returns to its position in the data. ``"replay"`` loads the earlier batches of
+            the epoch again, which is exact even with random augmentation in workers. ``"seek"`` only draws their
+            indices. ``"auto"`` (default) seeks if the loader has no workers, which is exact, too, and else replays.
+        on_resume_failure: what a start does if two earlier starts resumed from the newest snapshot and ended without a
+            snapshot of their own: ``"error"`` (default) resumes from it again, with a warning; ``"older"`` resumes
+            from the snapshot before it, as far as ``keep`` has left any.
+        slots: number of buffers for snapshots in this host's memory, at least 2. Each holds one complete snapshot, so
+            the host needs ``slots`` times the size of a checkpoint. With fewer slots, more snapshots are skipped while
+            uploads are slow. Default 3, and one more for each replica at ``servers``; for a GPU, up to 2 beyond that.
+        memory_limit: most memory for the slots, in bytes or with a unit (``"64GiB"``); default half of this host's
+            memory.
+        on_full: what happens if a snapshot is due and every slot is in use: ``"skip"`` that snapshot (default), or
+            ``"wait"`` until an upload has freed a slot.
+        min_upload_interval_s: least seconds between two snapshots that are uploaded to storage, at least 0; those
+            between them stay in memory. With 0, storage gets the newest one whenever the last upload has ended.
+            ``None`` (default) does so, too, unless several snapshots are taken within 5 s: then the pause between two
+            uploads is 40 times as long as an upload takes, 30 s at most if an upload takes less. The last snapshot of a
+            run, and the one at a notice, is uploaded in any case.
+        compression: how changes since the last snapshot are sent to a snapshot server, without loss: ``"auto"``
+            (default) compresses them if that is faster, ``"always"`` always, ``"off"`` never. Unchanged bytes are not
+            sent. The server holds a plain checkpoint file in any case.
+        lossy: ``"topk"`` sends 9 of 10 snapshots to snapshot servers as approximations, with 1 % of the changed
+            numbers, if that is faster. It is **not exact**, and a resume from such a snapshot warns. Default ``None``.
+        upload_timeout_s: most seconds that ``fit`` waits at its end until storage has the last snapshot; default 300.
+        server_idle_timeout_s: seconds after which the local server ends if no trainer comes; default 900.
+        server_call_timeout_s: most seconds that a call to the local server may block training, more than 0; default 5.
+            A server that does not answer in time is replaced.
+        log_goodput: whether the loggers receive the goodput of the run every 60 s, and the progress bar shows it;
+            default ``True``.
+        on_error: what happens if snapshots cannot be taken at all: ``"warn"`` and train without them (default), or
+            ``"raise"`` the error.
+        copy_mode: when the state of a snapshot is copied out of the model. ``"eager"`` copies all of it at once,
+            beside the next iteration. ``"asymmetric"`` copies parts of it through the next iteration, larger ones where
+            the hardware was measured to be idle for longer. ``"backward"`` copies it during the next backward pass, as
+            gradients become ready. ``"blocking"`` has training wait and copies with all processors; for one process
+            that trains on a CPU only, elsewhere it is ``"eager"``. ``"auto"`` (default) tries the modes that are
+            possible and keeps the one with the shortest iterations.
+        device_buffer: memory on each GPU for the end of a copy, in bytes or with a unit; default ``"64MiB"``. What is
+            not in host memory yet when the optimizer steps is copied there, so that the step need not wait. ``None``
+            for none.
 
     Raises:
         SettingsError: if an argument cannot be used.

@@ -1,7 +1,7 @@
 """``lightning-spot``: parses the command line, calls the command, turns errors into one line and an exit code.
 
-Exit codes: 0 done, 1 the answer is bad news (a snapshot is corrupt, something could not be flushed), 2 wrong usage or
-a tier that failed.
+Exit codes: 0 done, 1 the answer is bad news (a snapshot is damaged, something could not be uploaded), 2 wrong usage or
+a tier that failed, 3 done as far as tiers answered.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from lightning_spot._version import __version__
 from lightning_spot.cli import doctor, drill, report, simulate, snapshots
 from lightning_spot.cli.output import error_console
+from lightning_spot.cli.snapshots import INCOMPLETE
 from lightning_spot.errors import CorruptSnapshotError, SpotError
 from lightning_spot.renamed import refuse_old_words
 from lightning_spot.service import flags, program
@@ -55,7 +56,7 @@ def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-spot",
         description="Snapshots of PyTorch Lightning runs: serve, look at, check and copy them.",
-        epilog=f"{_EXIT_CODES}\n\nlightning-spot COMMAND --help shows examples.",
+        epilog=f"{_exit_codes(_CODES)}\n\nlightning-spot COMMAND --help shows examples, and the codes of that command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
@@ -65,7 +66,7 @@ def command_parser() -> argparse.ArgumentParser:
             name,
             help=each.text,
             description=f"{each.text[0].upper()}{each.text[1:]}.",
-            epilog="\n  ".join(["examples:", *each.examples]) + f"\n\n{_EXIT_CODES}",
+            epilog="\n  ".join(["examples:", *each.examples]) + f"\n\n{_exit_codes(each.codes)}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         each.add_arguments(command)
@@ -86,12 +87,20 @@ def _say(text: str) -> None:
     error_console().print(*text.split("\n"), sep="\n")
 
 
-_EXIT_CODES = """\
-exit codes:
-  0    done
-  1    the answer is bad news: a snapshot is corrupt, states differ, not everything is stored
-  2    wrong usage, or a server or the storage failed
-  130  interrupted"""
+def _exit_codes(codes: dict[int, str]) -> str:
+    return "\n".join(["exit codes:", *(f"  {code:<4} {meaning}" for code, meaning in codes.items())])
+
+
+_INTERRUPTED = {130: "interrupted"}
+_CODES = {
+    0: "done",
+    1: "bad news: a snapshot is damaged, states differ, not everything is stored",
+    2: "wrong usage, or a server or the storage failed",
+    INCOMPLETE: "done, but a server or the storage did not answer",
+    **_INTERRUPTED,
+}
+_NO_RUN = {2: "wrong usage, no such run, or nothing that could be asked answers"}
+_NO_SNAPSHOT = {2: "wrong usage, no such run or snapshot, or nothing that could be asked answers"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +111,14 @@ class _Command:
         call: runs it.
         add_arguments: adds its arguments to its parser.
         text: what it does.
+        codes: exit codes, and what each means.
         examples: command lines.
     """
 
     call: Callable[[argparse.Namespace], int]
     add_arguments: Callable[[argparse.ArgumentParser], None]
     text: str
+    codes: dict[int, str]
     examples: tuple[str, ...]
 
 
@@ -116,6 +127,11 @@ _COMMANDS = {
         _serve,
         flags.add_arguments,
         "run a snapshot server",
+        {
+            0: "ended by SIGTERM or SIGINT, and every snapshot is stored",
+            1: "ended, but snapshots could not be stored",
+            2: "wrong usage, or the address or the storage cannot be used",
+        },
         (
             "lightning-spot serve --listen 0.0.0.0:7070 --storage s3://bucket/runs",
             "lightning-spot serve --listen 0.0.0.0:7070 --allow-storage /mnt/runs --memory-limit 64GiB",
@@ -125,6 +141,12 @@ _COMMANDS = {
         drill.drill,
         drill.add_arguments,
         "train undisturbed and with kills, and compare the final states bit by bit",
+        {
+            0: "the final states are equal",
+            1: "the final states differ",
+            2: "wrong usage, or a training failed",
+            **_INTERRUPTED,
+        },
         (
             "lightning-spot drill -- python train.py",
             "lightning-spot drill --kills 5 --limit 20min -- torchrun --nproc-per-node 2 train.py",
@@ -134,6 +156,7 @@ _COMMANDS = {
         simulate.simulate,
         simulate.add_arguments,
         "simulate a job under preemptions, with each interval policy",
+        {0: "done", 2: "wrong usage", **_INTERRUPTED},
         (
             "lightning-spot simulate --work 3d --snapshot-size 15GB --lifetime 4h",
             "lightning-spot simulate --hosts 8 --server-speed 1GB/s --server-price 0.4 --price 1.2",
@@ -143,12 +166,19 @@ _COMMANDS = {
         report.report,
         report.add_arguments,
         "show where the time of a run went, attempt by attempt",
+        {0: "done", 2: "wrong usage, no record of such a run, or the storage failed", **_INTERRUPTED},
         ("lightning-spot report s3://bucket/run-1 --plot run-1.svg",),
     ),
     "doctor": _Command(
         doctor.doctor,
         doctor.add_arguments,
         "measure this host, its servers and the storage, and recommend settings",
+        {
+            0: "everything can be used",
+            1: "a server or the storage cannot be used",
+            2: "wrong usage",
+            **_INTERRUPTED,
+        },
         (
             "lightning-spot doctor s3://bucket/run-1",
             "lightning-spot doctor s3://bucket/run-1 --server spot://10.0.0.5:7070 --snapshot-size 15GB",
@@ -158,24 +188,50 @@ _COMMANDS = {
         snapshots.ls,
         snapshots.add_ls_arguments,
         "list the snapshots of a run: on this host, at servers, in storage",
+        {
+            0: "done",
+            **_NO_RUN,
+            INCOMPLETE: "done, but a server or the storage did not answer: it may hold more snapshots",
+            **_INTERRUPTED,
+        },
         ("lightning-spot ls s3://bucket/run-1", "lightning-spot ls spot://10.0.0.5:7070/run-1 --json"),
     ),
     "show": _Command(
         snapshots.show,
         snapshots.add_show_arguments,
         "show one snapshot: sizes, checksums, versions",
+        {
+            0: "done",
+            **_NO_SNAPSHOT,
+            INCOMPLETE: "done, but a server or the storage did not answer: it may hold a newer snapshot",
+            **_INTERRUPTED,
+        },
         ("lightning-spot show s3://bucket/run-1", "lightning-spot show s3://bucket/run-1@2000"),
     ),
     "verify": _Command(
         snapshots.verify,
         snapshots.add_verify_arguments,
         "read every byte of the snapshots and check it",
+        {
+            0: "every snapshot is good",
+            1: "a snapshot is damaged",
+            **_NO_SNAPSHOT,
+            INCOMPLETE: "all that was read is good, but a server or the storage did not answer",
+            **_INTERRUPTED,
+        },
         ("lightning-spot verify s3://bucket/run-1", "lightning-spot verify s3://bucket/run-1@latest"),
     ),
     "cp": _Command(
         snapshots.copy,
         snapshots.add_copy_arguments,
         "copy a snapshot: a checkpoint file, or a directory for a sharded model",
+        {
+            0: "the snapshot is copied",
+            1: "the snapshot is damaged; nothing is copied",
+            2: "wrong usage, no such run or snapshot, or it cannot be read or written",
+            INCOMPLETE: "copied, but a server or the storage did not answer: it may hold a newer snapshot",
+            **_INTERRUPTED,
+        },
         (
             "lightning-spot cp s3://bucket/run-1 last.ckpt",
             "lightning-spot cp s3://bucket/run-1@2000 step-2000.ckpt --consolidate",

@@ -310,16 +310,16 @@ def _advice(
         saves = f"{100 * gain:.1f} % of the time" if gain > 0 else "nothing"
         advice.append(f"the snapshot server saves {saves}: {verdict}")
         memory = memory if gain > _WORTH_A_SERVER else ""
-    elif alone is not None and alone.safe_s > alone.interval_s / 2:
+    elif alone is not None and alone.uploaded_s > alone.interval_s / 2:
         advice.append("most of what a preemption takes is on its way to storage: a snapshot server would help")
     best = min(outlooks.values(), key=lambda found: found.total, default=None)
-    if best is not None and grace_period_s is not None and best.safe_s > grace_period_s:
+    if best is not None and grace_period_s is not None and best.uploaded_s > grace_period_s:
         advice.append(
-            f"a notice leaves {grace_period_s:.0f} s, a snapshot needs {best.safe_s:.0f} s until it is safe: after a"
+            f"a notice leaves {grace_period_s:.0f} s, a snapshot takes {best.uploaded_s:.0f} s to upload: after a"
             " notice the run resumes from its last regular snapshot"
         )
     if not outlooks:
-        return [*advice, f"{url} cannot be used: mend that, or name another, and ask again"]
+        return [*advice, f"{url} cannot be used: fix that, or name another, and ask again"]
     return [*advice, f"SpotCheckpoint({url!r}{memory})  # the interval finds itself"]
 
 
@@ -336,8 +336,8 @@ def _of_unfinished_uploads(url: str) -> list[str]:
         return [f"whether a lifecycle rule aborts unfinished uploads below {url} could not be read ({error}): {_RULE}"]
     bucket = path.partition("/")[0]
     return [
-        f"no lifecycle rule aborts unfinished uploads below {url}: parts of what a killed process was sending are"
-        f" stored, and paid for, until somebody removes them: {_RULE}. Where the bucket has no other rule: aws s3api"
+        f"no lifecycle rule aborts unfinished uploads below {url}: parts that a killed process was sending stay"
+        f" there, and are paid for, until you remove them: {_RULE}. Where the bucket has no other rule: aws s3api"
         f" put-bucket-lifecycle-configuration --bucket {bucket} --lifecycle-configuration '{json.dumps(_ABORTS)}'"
     ]
 
@@ -381,14 +381,17 @@ def _print(facts: dict[str, Any], outlooks: dict[str, Outlook], snapshot_bytes: 
     if (speed := facts.get("servers_together_bytes_per_s")) is not None:
         console.print(f"stored at all snapshot servers at the same time: {format_bytes(speed)}/s")
     for server, why in facts["not_carried"].items():
-        console.print(f"{server} brings no run to its durable directory: {why}", markup=False)
+        console.print(
+            f"{server} does not store runs in their directory, and takes no shards of models on several hosts: {why}",
+            markup=False,
+        )
     for problem in facts["problems"]:
         console.print(problem, style="red")
     for label, found in outlooks.items():
         console.print(
             f"{label}, snapshots of {format_bytes(snapshot_bytes)}: one every {format_seconds(found.interval_s)},"
-            f" overhead {100 * found.overhead:.2f} % at most; safe after {format_seconds(found.safe_s)}; a preemption"
-            f" without notice takes {format_seconds(found.loss_s)} of work on average"
+            f" overhead {100 * found.overhead:.2f} % at most; uploaded after {format_seconds(found.uploaded_s)};"
+            f" a preemption without notice takes {format_seconds(found.loss_s)} of work on average"
         )
         for tier, behind_s in found.behind_s.items():
             console.print(f"    newest at {tier}: {format_seconds(behind_s)} behind on average")

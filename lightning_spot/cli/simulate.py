@@ -36,24 +36,28 @@ def _bytes(text: str) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``simulate``."""
-    job = parser.add_argument_group("the job")
+    job = parser.add_argument_group("job")
     job.add_argument("--work", type=seconds, default=86400.0, metavar="TIME", help="training time without losses (24h)")
-    job.add_argument("--snapshot-size", type=_bytes, default=10**9, metavar="SIZE", help="one of the whole job (1GB)")
     job.add_argument(
-        "--stall", type=seconds, default=1.0, metavar="TIME", help="how long training waits for a snapshot (1s)"
+        "--snapshot-size", type=_bytes, default=10**9, metavar="SIZE", help="a snapshot of the complete job (1GB)"
+    )
+    job.add_argument(
+        "--blocked", type=seconds, default=1.0, metavar="TIME", help="how long training waits for a snapshot (1s)"
     )
     job.add_argument("--loss", choices=LOSSES, default="exponential", help="shape of the loss curve (exponential)")
     job.add_argument(
         "--loss-rate", type=float, default=5.0, metavar="N", help="an exponential loss falls to exp(-N) in the run (5)"
     )
-    spot = parser.add_argument_group("its machines")
+    spot = parser.add_argument_group("machines")
     spot.add_argument(
         "--hazard",
         choices=("exponential", "weibull", "bathtub"),
         default="weibull",
         help="distribution of a machine's lifetime (weibull)",
     )
-    spot.add_argument("--lifetime", type=seconds, default=7200.0, metavar="TIME", help="mean of a machine's (2h)")
+    spot.add_argument(
+        "--lifetime", type=seconds, default=7200.0, metavar="TIME", help="mean lifetime of a machine (2h)"
+    )
     spot.add_argument("--hosts", type=int, default=1, metavar="N", help="machines of the job (1)")
     spot.add_argument("--correlated", type=int, default=1, metavar="N", help="machines lost in one event (1)")
     spot.add_argument("--trace", metavar="CSV", help="recorded preemptions instead: a file with a column 'time'")
@@ -61,15 +65,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--restart", type=seconds, default=600.0, metavar="TIME", help="from a loss until a machine is back (10min)"
     )
     spot.add_argument(
-        "--restore", type=seconds, default=60.0, metavar="TIME", help="from then until training goes on (1min)"
+        "--restore", type=seconds, default=60.0, metavar="TIME", help="from then until training continues (1min)"
     )
-    spot.add_argument("--price", type=float, default=0.0, metavar="PRICE", help="of a machine for an hour (0)")
+    spot.add_argument("--price", type=float, default=0.0, metavar="PRICE", help="price of a machine for an hour (0)")
     spot.add_argument(
         "--crash-every", type=seconds, default=None, metavar="TIME", help="mean between crashes of the process (7d)"
     )
-    tiers = parser.add_argument_group("its tiers")
+    tiers = parser.add_argument_group("storage and server")
     tiers.add_argument(
-        "--durable-speed",
+        "--storage-speed",
         type=_bytes,
         default=80 * 10**6,
         metavar="SIZE/s",
@@ -81,19 +85,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE/s",
         help="bytes that a snapshot server takes; given, the job is simulated with one and without",
     )
-    tiers.add_argument("--server-price", type=float, default=0.0, metavar="PRICE", help="of it for an hour (0)")
+    tiers.add_argument(
+        "--server-price", type=float, default=0.0, metavar="PRICE", help="price of the snapshot server for an hour (0)"
+    )
     tiers.add_argument(
         "--server-lifetime",
         type=seconds,
         default=None,
         metavar="TIME",
-        help="mean of the snapshot server's, no spot machine (30d)",
+        help="mean lifetime of the snapshot server, which is no spot machine (30d)",
     )
     parser.add_argument(
         "--policy", action="append", metavar="NAME", help="simulate only this policy; may be given several times (all)"
     )
     parser.add_argument("--runs", type=int, default=1000, help="simulated runs (1000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the simulated losses (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the simulated losses (0)")
     parser.add_argument("--plot", metavar="FILE", help="draw the comparison (.png, .svg, .pdf)")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
@@ -183,14 +189,14 @@ def _jobs(arguments: argparse.Namespace) -> dict[str, SimulatedJob]:
     }[arguments.loss]()
     job = SimulatedJob(
         work_s=arguments.work,
-        stall_s=arguments.stall,
+        stall_s=arguments.blocked,
         restart_s=arguments.restart,
         restore_s=arguments.restore,
         price_per_hour=arguments.price * arguments.hosts,
         loss=loss,
     )
     size, speed = arguments.snapshot_size, arguments.server_speed
-    durable = storage_tier(size, arguments.durable_speed)
+    durable = storage_tier(size, arguments.storage_speed)
     jobs = {"storage only": replace(job, tiers=chain(durable))}
     if speed:
         server = server_tier(size, speed, arguments.server_price)
@@ -223,7 +229,7 @@ def _table(name: str, rows: Sequence[PolicyRow], priced: bool) -> Table:
     table = plain_table([*headings, *(["PRICE"] if priced else [])], left=["POLICY"], title=name)
     for row in rows:
         hours = f"{row.total_s / 3600:.2f} ± {row.error_s / 3600:.2f}" if math.isfinite(row.total_s) else "never"
-        shares = (f"{100 * share:.2f} %" for share in (row.goodput, row.stall, row.lost))
+        shares = (f"{100 * share:.2f} %" for share in (row.goodput, row.blocked, row.lost))
         values = [hours, *shares, f"{row.failures:.1f}", f"{100 * row.progress_lost:.3f} %"]
         table.add_row(row.name, str(row.snapshots), *values, *([_money(row.price)] if priced else []))
     return table

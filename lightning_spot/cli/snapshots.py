@@ -16,18 +16,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
 from lightning_spot.cli.arguments import LATEST, check_given, location_of, split_run
 from lightning_spot.cli.output import error_console, plain_table, print_line, wide_console
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.config import PART_BYTES, format_bytes, format_count
-from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError, SpotError, TierError
+from lightning_spot.errors import (
+    CorruptSnapshotError,
+    ServerUnreachableError,
+    SettingsError,
+    SnapshotNotFoundError,
+    SpotError,
+    TierError,
+)
 from lightning_spot.image.files import cut
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.memory.tier import Listed
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.retry import RetryPolicy
+from lightning_spot.run.progress_bar import transfer_bar
 from lightning_spot.run.reading import OpenSnapshot, SnapshotReader
 from lightning_spot.run.sources import MemorySource, Source, StoreSource, Union
 from lightning_spot.run.survey import of_tier, survey, union
@@ -38,6 +44,9 @@ _LIKE_AN_ADDRESS = re.compile(r"[^/:]+:\d+(/|$)")
 """What a snapshot server's address looks like without its scheme: taken for a directory."""
 
 _ONCE = RetryPolicy(tries=1, silent_s=6.0)
+
+INCOMPLETE = 3
+"""Exit code of a command that did its work, but could not ask all that may hold more, or newer, snapshots."""
 
 
 def add_ls_arguments(parser: argparse.ArgumentParser) -> None:
@@ -221,7 +230,7 @@ def _ask_servers(url: str, arguments: argparse.Namespace) -> Found:
 def _ask_run(url: str, arguments: argparse.Namespace) -> Found:
     """Ask the tiers of a run by its durable directory, as a trainer does."""
     location = location_of(url, arguments.server, arguments.run_name)
-    seen = survey(location, _ONCE, commits=False)
+    seen = survey(location, _ONCE, begins=False)
     found = Found(unreadable=seen.unreadable, problems=[of_tier(tier, why) for tier, why in seen.problems.items()])
     for source, holdings in seen.answers:
         try:
@@ -272,7 +281,7 @@ def ls(arguments: argparse.Namespace) -> int:
     if arguments.json:
         unreadable = [{"name": name, "state": "unreadable", "reason": why} for name, why in found.unreadable.items()]
         print(json.dumps([*(_facts(entry) for entry in found.entries), *unreadable], indent=1))
-        return 0
+        return _code_of(found)
     console = wide_console()
     headings = ("SNAPSHOT", "STEP", "EPOCH", "ATTEMPT", "SIZE", "AGE", "TIER", "STATE")
     table = plain_table(headings, left=("SNAPSHOT", "TIER", "STATE"))
@@ -286,9 +295,7 @@ def ls(arguments: argparse.Namespace) -> int:
         console.print(f"no snapshots of {found.url}")
     for name, why in found.unreadable.items():
         console.print(f"unreadable: {name}: {why}", style="yellow")
-    for problem in found.problems:
-        console.print(problem, style="yellow")
-    return 0
+    return _code_of(found)
 
 
 def show(arguments: argparse.Namespace) -> int:
@@ -297,7 +304,7 @@ def show(arguments: argparse.Namespace) -> int:
     entry = pick(found, found.selected)
     if arguments.json:
         print(json.dumps(_facts(entry), indent=1))
-        return 0
+        return _code_of_newest(found)
     manifest = entry.manifest
     part_bytes = min(manifest.part_bytes, manifest.nbytes)
     most = "at most " if len(manifest.checksums) > 1 else ""
@@ -322,7 +329,19 @@ def show(arguments: argparse.Namespace) -> int:
     }
     for name, value in lines.items():
         console.print(f"{name:<11} {value}")
-    return 0
+    return _code_of_newest(found)
+
+
+def _code_of(found: Found) -> int:
+    """The exit code, once each tier that did not answer was named."""
+    for problem in found.problems:
+        error_console().print(f"not asked: {problem}")
+    return INCOMPLETE if found.problems else 0
+
+
+def _code_of_newest(found: Found) -> int:
+    """The same for a command that takes the newest snapshot, unless one is named."""
+    return _code_of(found) if found.selected in (None, LATEST) else 0
 
 
 def _facts(entry: Entry) -> dict[str, object]:
@@ -352,8 +371,6 @@ def copy(arguments: argparse.Namespace) -> int:
     if found.selected is None:
         for what, why in found.unreadable.items():
             print_line(f"skipped: {what}: {why}")
-        for problem in found.problems:
-            print_line(f"not asked: {problem}")
     snapshot = _open_newest(found) if found.selected is None else _open_somewhere(found, wanted.name)
     try:
         wanted = snapshot.manifest
@@ -372,13 +389,14 @@ def copy(arguments: argparse.Namespace) -> int:
         print_line("That is the checkpoint. What only one rank knows (generators, data position) is not in it")
     if not one_file:
         print_line("That is a directory, of a sharded model. --consolidate makes one plain file of it")
-    return 0
+    return _code_of_newest(found)
 
 
 def verify(arguments: argparse.Namespace) -> int:
     """Read and check every snapshot at every tier (or those of one name); exit code 1 if one is bad.
 
-    One that left its tier meanwhile, as all do while training goes on, is not bad.
+    One that left its tier meanwhile, as all do while training goes on, is not bad. What a server that does not answer
+    holds is neither good nor bad.
     """
     found = ask(arguments)
     if found.selected is not None:
@@ -396,6 +414,8 @@ def verify(arguments: argparse.Namespace) -> int:
         label = f"{entry.manifest.name} at {entry.source.tier}"
         try:
             _open(entry).close()
+        except ServerUnreachableError as error:
+            found.problems.append(f"{label}: {error}")
         except SpotError as error:
             if _has_left(entry):
                 print_line(f"gone {label}: it has left this tier since it was listed, as older ones do")
@@ -405,9 +425,8 @@ def verify(arguments: argparse.Namespace) -> int:
         else:
             parts = format_count(len(entry.manifest.checksums), "part")
             print_line(f"good {label}: {format_bytes(entry.manifest.stored_bytes)}, {parts}")
-    for problem in found.problems:
-        print_line(f"not asked: {problem}")
-    return 1 if bad else 0
+    code = _code_of(found)
+    return 1 if bad else code
 
 
 def _open_newest(found: Found) -> OpenSnapshot:
@@ -457,7 +476,7 @@ def _open_somewhere(found: Found, name: str) -> OpenSnapshot:
 
 
 def _open(entry: Entry) -> OpenSnapshot:
-    with _progress() as progress:
+    with transfer_bar(error_console()) as progress:
         task = progress.add_task(plain(f"{entry.manifest.name} from {entry.source.tier}"), total=entry.manifest.nbytes)
         return entry.source.open(entry.manifest, lambda nbytes: progress.update(task, advance=nbytes))
 
@@ -502,7 +521,7 @@ def _consolidate(snapshot: OpenSnapshot, target: Path) -> None:
 
 def _copy_file(snapshot: OpenSnapshot, target: Path) -> None:
     """Write the checkpoint beside the target, then rename: a broken copy never stands under the final name."""
-    with _temporary(target) as temporary, _progress() as progress:
+    with _temporary(target) as temporary, transfer_bar(error_console()) as progress:
         task = progress.add_task(f"writing {target}", total=snapshot.manifest.spans[0].nbytes)
         _write(temporary, _parts(snapshot.reader(), lambda nbytes: progress.update(task, advance=nbytes)))
 
@@ -510,7 +529,7 @@ def _copy_file(snapshot: OpenSnapshot, target: Path) -> None:
 def _copy(snapshot: OpenSnapshot, target: Path) -> None:
     """Write the files of a snapshot, and its manifest, likewise."""
     manifest = snapshot.manifest
-    with _temporary(target) as temporary, _progress() as progress:
+    with _temporary(target) as temporary, transfer_bar(error_console()) as progress:
         task = progress.add_task(f"writing {target}", total=manifest.nbytes)
         temporary.mkdir()
         parts = _parts(snapshot.reader(whole=True), lambda nbytes: progress.update(task, advance=nbytes))
@@ -545,10 +564,3 @@ def _write(path: Path, data: Iterable[memoryview]) -> None:
             file.write(piece)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    # To the error stream, and only for people: pipes get the result alone.
-    console = error_console()
-    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)

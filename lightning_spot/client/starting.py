@@ -1,7 +1,7 @@
 """Starts the local server: one per run and host, by the first trainer that needs it, detached, so it outlives it.
 
 A server that holds its lock but does not answer (stopped, or blocked) is ended, and a new one takes its place and its
-slots.
+slots. A server of another version is ended by SIGTERM before a trainer looks for snapshots: it uploads what it holds.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.config import SERVER_CALL_TIMEOUT_S
-from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, TierReason
+from lightning_spot.config import SERVER_CALL_TIMEOUT_S, UPLOAD_TIMEOUT_S
+from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SpotError, TierReason
 from lightning_spot.protocol.ownership import open_file, remove_file, tail_of
 from lightning_spot.protocol.record import NodeRecord, find_record
 from lightning_spot.say import say
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 30.0
 _CHECKED_BYTES_PER_S = 200e6  # of what it takes over before it answers; measured in GB/s, but a host may be busy
 _KILL_TIMEOUT_S = 5.0
+_DRAIN_S = UPLOAD_TIMEOUT_S + 30.0  # after SIGTERM a server uploads for so long, and closes
 _SHOWN_BYTES = 2000
 
 
@@ -76,6 +77,8 @@ def start(
 ) -> EmbeddedHost:
     """Connect to the local server of a run; start it first if need be. Trainers that start at once get one server.
 
+    A server of another version is ended first, see :func:`end_other_version`.
+
     Args:
         dirpath: durable URL of the run.
         run: its name.
@@ -89,13 +92,68 @@ def start(
         ServerUnreachableError: if it does not come up; the message holds the end of its log.
     """
     settings = {"slots": slots, "memory_bytes": memory_bytes, "server_idle_timeout_s": server_idle_timeout_s}
-    host = _connect(find_record(dirpath), run, server_call_timeout_s, lambda: settings)
+    host = _connect(find_record(dirpath), run, server_call_timeout_s, lambda: settings, ends_other_version=True)
     assert host is not None
     return host
 
 
+def end_other_version(dirpath: str, run: str) -> None:
+    """Have a local server of another version upload what it holds, and end. A trainer calls this before it lists.
+
+    Nothing happens if there is none. One that does not end in time stays, and those who connect to it are refused.
+
+    Args:
+        dirpath: durable URL of the run.
+        run: its name.
+    """
+    try:
+        if _is_of_other_version(dirpath, run):
+            with find_record(dirpath).opened() as opened, opened.starting(_DRAIN_S):
+                _end_other_version(opened)
+    except (SpotError, OSError) as error:
+        logger.debug("the local server was not looked at: %s", error)
+
+
+def _is_of_other_version(dirpath: str, run: str) -> bool:
+    try:
+        host = attach(dirpath, run, revive=False)
+    except ServerRefusedError as error:
+        return error.reason is TierReason.PROTOCOL
+    if host is not None:
+        host.disconnect()
+    return False
+
+
+def _end_other_version(record: NodeRecord) -> bool:
+    """Send a server SIGTERM and wait for its end; whether it has ended. The caller has the record's lock."""
+    process = record.process()
+    if process is None or not process.alive:
+        return not record.running()
+    say(
+        logging.INFO,
+        "other-version-ends",
+        "the server of this run on this host (pid {about}) is of another version. It uploads its snapshots and ends."
+        " This start waits for that, {limit_s:.0f} s at most",
+        about=process.pid,
+        limit_s=_DRAIN_S,
+    )
+    record.end_once(process)
+    deadline_s = time.monotonic() + _DRAIN_S
+    while record.running():
+        if time.monotonic() > deadline_s:
+            break
+        time.sleep(0.05)
+    remove_file(record.ending)
+    return not record.running()
+
+
 def _connect(
-    record: NodeRecord, run: str, server_call_timeout_s: float, settings: Callable[[], dict[str, Any]]
+    record: NodeRecord,
+    run: str,
+    server_call_timeout_s: float,
+    settings: Callable[[], dict[str, Any]],
+    *,
+    ends_other_version: bool = False,
 ) -> EmbeddedHost | None:
     """Connect to a server; where none lives, start one with ``settings()``, or return ``None`` if that is empty."""
     if not record.running() and not settings():
@@ -112,16 +170,19 @@ def _connect(
                 except ServerRefusedError as error:
                     if error.reason is not TierReason.PROTOCOL:
                         raise
+                    if ends_other_version and _end_other_version(opened):
+                        deadline = time.monotonic() + limit_s
+                        continue
                     process = record.process()
                     raise ServerRefusedError(
-                        "another version of lightning_spot has started the server of this run on this host, and it"
-                        f" is still there ({error}). End it: `kill {process.pid if process is not None else 'PID'}`;"
-                        " what it has is brought to storage before it goes",
+                        f"the server of this run on this host is of another version ({error}). End it with"
+                        f" `kill {process.pid if process is not None else 'PID'}`: it uploads its snapshots first",
                         tier=str(record.http),
                         reason=TierReason.PROTOCOL,
                     ) from error
             elif wanted := settings():
                 _spawn(record, opened, deadline, **wanted)
+                ends_other_version = False  # the one that was started now would only be followed by its like
             else:
                 return None
 

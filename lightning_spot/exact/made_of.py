@@ -102,9 +102,8 @@ class FixedSteps:
                     steps=steps,
                 )
                 raise SettingsError(
-                    f"the scheduler {name} comes back with total_steps={last}, and the run is to take {steps} steps"
-                    " with it: torch ends the training there. Give the run as many epochs and steps as before, or a"
-                    " dirpath of its own"
+                    f"scheduler {name} is restored with total_steps={last}, and this run takes {steps} steps. Train for"
+                    " as many epochs and steps as before, or give the run its own dirpath"
                 )
 
 

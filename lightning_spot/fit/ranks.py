@@ -117,8 +117,8 @@ class Ranks:
             return KeyValueClient(*self._address)
         except OSError as error:
             raise SpotError(
-                f"rank 0 is not reached at {host}:{port} ({error}), where ranks agree after which step to stop at a"
-                " notice. Let hosts connect to each other at any port, or do without notices (notices=None)"
+                f"rank 0 cannot be reached at {host}:{port} ({error}), where ranks agree on a stop. Let hosts connect"
+                " to each other at any port, or pass notices=None"
             ) from error
 
     def part(self, wait_s: float) -> None:

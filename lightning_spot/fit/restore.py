@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from lightning_spot.client.filesystem import SpotFileSystem
 from lightning_spot.client.part_lanes import CONNECTIONS
 from lightning_spot.client.stores import open_store
+from lightning_spot.config import without_password
 from lightning_spot.errors import SpotError, TierError
 from lightning_spot.fit.collectives import Agreement
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.patches import Patches
 from lightning_spot.run.export import Exporter, ExporterAddress, NotExportedError, import_snapshot
 from lightning_spot.run.location import Location
+from lightning_spot.run.progress_bar import RestoreProgress
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.receiving import receive
 from lightning_spot.run.sources import MemorySource, Source, StoreSource, Use
@@ -270,7 +272,10 @@ def _open(ranks: Agreement, hosts: SharedOpening, url: str, info: dict[str, Any]
     size = int(info["size"])
     manifest = Manifest(run="-", name="-", file="", step=0, attempt=0, nbytes=size)  # as far as an exporter needs one
     tried = Try(1, manifest.to_json(), ())
-    return ranks.together(lambda: hosts.open(tried, _Named(url, info)))
+    if ranks.rank:
+        return ranks.together(lambda: hosts.open(tried, _Named(url, info)))
+    with RestoreProgress(without_password(url), size) as progress:
+        return ranks.together(lambda: hosts.open(tried, _Named(url, info), progress))
 
 
 class _Named:

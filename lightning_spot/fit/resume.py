@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from lightning_spot import retry
 from lightning_spot.capture.tensors import shape_of
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.client.starting import attach
+from lightning_spot.client.starting import attach, end_other_version
 from lightning_spot.config import format_names
 from lightning_spot.errors import ModelChangedError, ServerUnreachableError, SettingsError, SpotError
 from lightning_spot.exact import builtin_callbacks, namespaces, private, progress
@@ -249,9 +249,8 @@ class Resume(OfTrainer):
         """No resume is possible here: a run that has snapshots must not begin anew without a word."""
         if self._newest_survey(location).candidates and self._trainer.ckpt_path is None:
             raise SettingsError(
-                f"run {location.name!r} has snapshots, and with this version of Lightning none can be resumed from"
-                f" (see the warning). Fetch one with `lightning-spot cp {location.url} DEST` and name it in"
-                " fit(ckpt_path=), install another version of Lightning, or start afresh with resume=False"
+                f"run {location.name!r} cannot resume with this version of Lightning (see the warning). Install another"
+                f" version; or run `lightning-spot cp {location.url} DEST` and pass ckpt_path=; or pass resume=False"
             )
 
     def _newest_survey(self, location: Location) -> Survey:
@@ -293,8 +292,8 @@ class Resume(OfTrainer):
             say(
                 logging.WARNING,
                 "fit-continued",
-                "an earlier fit of this process in {about} was ended by {error}, and this one resumes from its last"
-                " snapshot. If it is another training, give it a dirpath of its own",
+                "{error} ended an earlier fit of this process in {about}. This fit resumes from its last snapshot. If"
+                " it is another training, give it its own dirpath",
                 about=self.named.url,
                 only_rank_zero=True,
                 error=error,
@@ -416,8 +415,8 @@ def bring_below(trainer: pl.Trainer, location: Location) -> None:
             say(
                 logging.WARNING,
                 "not-uploaded",
-                "the server on the host of rank {rank} has not uploaded all of an earlier attempt: {about}. This"
-                " attempt resumes from what every host can read. To use that host's snapshot, fix that and start again",
+                "the server on rank {rank}'s host has not uploaded all of an earlier attempt: {about}. The"
+                " run resumes from storage. To use that host's snapshot, fix that and restart",
                 about=line,
                 rank=rank,
             )
@@ -425,6 +424,7 @@ def bring_below(trainer: pl.Trainer, location: Location) -> None:
 
 def _late(location: Location) -> list[str]:
     """What the local server has not brought below in time, one line each."""
+    end_other_version(location.url, location.name)
     try:
         host = attach(location.url, location.name)
     except ServerUnreachableError as error:  # there is one, or slots of one
@@ -554,9 +554,9 @@ def check_limits(trainer: pl.Trainer, checkpoint: dict[str, Any], snapshot: str)
         return
     limit = f"max_epochs={epochs}" if is_beyond else f"max_steps={steps}"
     raise SettingsError(
-        f"snapshot {snapshot} is of epoch {checkpoint['epoch']}, step {checkpoint['global_step']}, and this fit ends"
-        f" before that, with {limit}: it cannot go on from there. Raise {limit.partition('=')[0]}, name an earlier"
-        " checkpoint in fit(ckpt_path=), or give this training a dirpath of its own"
+        f"snapshot {snapshot} of epoch {checkpoint['epoch']}, step {checkpoint['global_step']} is beyond {limit}. Raise"
+        f" {limit.partition('=')[0]}, name an earlier checkpoint in fit(ckpt_path=), or give this training its own"
+        " dirpath"
     )
 
 

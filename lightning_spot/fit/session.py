@@ -30,6 +30,7 @@ from lightning_spot.fit.resume import Resume
 from lightning_spot.fit.snapshotter import Snapshotter
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.preemption.notice import Notice
+from lightning_spot.preemption.signals import is_of_dead_worker
 from lightning_spot.run.location import local_file_system
 from lightning_spot.say import say, show
 from lightning_spot.tiers.fsspec_client import forget_listings
@@ -154,8 +155,8 @@ class FitSession(PerTrainer):
                 say(
                     logging.WARNING,
                     "dirpath-local",
-                    "dirpath {about} is on a local file system ({kind}) of a VM ({cloud}). It is lost if this VM is"
-                    " deleted. Use a bucket, or a disk that outlives the VM",
+                    "dirpath {about} is on a local file system ({kind}) of a VM ({cloud}), and lost with it. Use a"
+                    " bucket, or a disk that outlives the VM",
                     about=url,
                     only_rank_zero=True,
                     kind=kind,
@@ -177,8 +178,8 @@ class FitSession(PerTrainer):
                 say(
                     logging.WARNING,
                     "grace-too-short",
-                    "a notice leaves {grace_s:.0f} s, but a snapshot takes {safe_s:.0f} s to upload. After a notice the"
-                    " run resumes from its last regular snapshot. Use a snapshot server nearby, or a shorter interval",
+                    "a notice leaves {grace_s:.0f} s, but a snapshot takes {safe_s:.0f} s to upload: too long. Use a"
+                    " snapshot server nearby, or a shorter interval",
                     only_rank_zero=True,
                     grace_s=grace_period_s,
                     safe_s=safe_s,
@@ -217,6 +218,27 @@ class FitSession(PerTrainer):
             requeue_slurm_job()
         raise PreemptedError(notice.text, EXIT_CODE)
 
+    def workers_ended(self, notice: Notice, error: BaseException) -> NoReturn:
+        """Leave, since the signal of a notice has ended workers of a loader, too. In mid-step nothing can be secured.
+
+        Args:
+            notice: that came by a signal.
+            error: that training met where it waited for a worker.
+
+        Raises:
+            PreemptedError: always; the process exits with :data:`EXIT_CODE`.
+        """
+        say(
+            logging.WARNING,
+            "workers-ended",
+            "{notice}. The signal has ended workers of a DataLoader, too, so no snapshot can be taken now. Send signals"
+            " to the main process only",
+            notice=notice.text,
+        )
+        if self._trainer.is_global_zero and is_requeued_by_slurm(self._trainer):
+            requeue_slurm_job()
+        raise PreemptedError(notice.text, EXIT_CODE) from error
+
     def complete(self) -> None:
         """Return when everything committed is durable, within the time allowed. A second call does nothing."""
         if self._is_complete:
@@ -254,7 +276,7 @@ class FitSession(PerTrainer):
         begun = [each for each in self.snapshotters if is_first and each.writing.attempt is not None]
         for named in self.resume.all_named:
             ends.callback(run_lookup.interrupted, named, error)
-        if not isinstance(error, PreemptedError):  # of that, more was said
+        if self.deadline is None or not isinstance(error, PreemptedError):  # else more was said
             ends.callback(self._say_interrupted, error, begun)
         for snapshotter in begun:
             run_lookup.node_was_left(snapshotter.location, snapshotter.writing.number, error)
@@ -272,7 +294,7 @@ class FitSession(PerTrainer):
                 "{error} has ended run {about!r} at step {step}; {safe}{way_on}",
                 about=snapshotter.location.name,
                 only_rank_zero=True,
-                error=type(error).__name__,
+                error=_what(error),
                 step=self._trainer.global_step,
                 safe=snapshotter.writing.what_is_safe(),
                 way_on=way_on,
@@ -317,8 +339,8 @@ class FitSession(PerTrainer):
             return
         self.summarize()
         text = (
-            "run {name!r} has ended at {where}, but its last snapshot is not durable in {about}. The end of the"
-            " training may be lost. Fix what the warnings above name, then run the same command again"
+            "run {name!r} has ended at {where}, but {about} does not have its last snapshot, which may be lost. Fix"
+            " what the warnings name, then run the same command again"
         )
         if snapshotter.settings.ring.strict:
             raise TierError(text.format(about=location.url, name=location.name, where=where), tier=location.url)
@@ -330,6 +352,13 @@ def _would_come_again(error: BaseException) -> bool:
     return isinstance(
         error, (SpotError, *namespaces.classes("fabric.utilities.exceptions", "MisconfigurationException"))
     )
+
+
+def _what(error: BaseException) -> str:
+    """What has ended a run, for people."""
+    if isinstance(error, PreemptedError):
+        return "a signal to the process group"
+    return "a DataLoader worker that died" if is_of_dead_worker(error) else type(error).__name__
 
 
 def _model_checkpoint(trainer: pl.Trainer) -> Any:

@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +40,7 @@ _RECORD = re.compile(r"attempt-(\d{1,9})\.progress\.json")
 _READERS = 16
 _MOST_DAMAGED = 8
 _MOST_BYTES = 2**22
+_LOOK_EVERY = 6  # beats: each look lists the run in storage
 
 
 def write_record(run_url: str, attempt: int, record: dict[str, Any]) -> None:
@@ -257,10 +258,13 @@ class Journal:
         snapshots: of earlier attempts, at whatever tier: they tell how far one got whose machine is gone.
         heartbeat_s: seconds between two writes to storage.
         begun_unix_s: when the attempt began, see :func:`begin_unix_s`.
+        replicas: at how many snapshot servers each snapshot is kept.
+        newest_persisted: looks up the step of the newest snapshot in storage, ``None`` if there is none.
 
     Attributes:
         record: of this attempt.
         earlier: account of those before it.
+        persisted_step: what ``newest_persisted`` has found last; ``None`` before it has found one.
     """
 
     def __init__(
@@ -272,7 +276,10 @@ class Journal:
         heartbeat_s: float,
         begun_unix_s: float,
         replicas: int = 0,
+        newest_persisted: Callable[[], int | None] | None = None,
     ) -> None:
+        self.persisted_step: int | None = None
+        self._newest_persisted = newest_persisted
         self._url = run_url
         self._heartbeat_s = heartbeat_s
         self._ahead_s = time.time() - time.monotonic()  # days by which a clock is set meanwhile are no training
@@ -378,7 +385,7 @@ class Journal:
             )
 
     def _beat(self) -> None:
-        stopping = False
+        stopping, beats = False, 0
         while not stopping:
             self._wake.wait(self._heartbeat_s)
             self._wake.clear()
@@ -396,6 +403,16 @@ class Journal:
                 recovered("goodput-failing", "goodput is recorded again", about=self._url)
                 if stopping:
                     forget_reached(self._url, self.record.attempt)
+            if beats % _LOOK_EVERY == 0 and not stopping:
+                self._look()
+            beats += 1
+
+    def _look(self) -> None:
+        if self._newest_persisted is not None:
+            try:
+                self.persisted_step = self._newest_persisted()
+            except Exception as error:  # a storage that fails is warned of by those who upload
+                logger.debug("it is not known which snapshot is the newest in storage: %r", error)
 
     def _mend(self) -> None:
         """Write what was found out of the attempt before in place of what it could write itself."""

@@ -292,8 +292,8 @@ class Registry:
         ]
         if not ages:
             raise SnapshotFailedError(
-                f"this server knows {len(self.runs)} runs, {mine} of them this client's, and all have snapshots that"
-                " are safe nowhere else. Nothing was changed; delete what is not needed, or take another server",
+                f"this server has {len(self.runs)} runs, {mine} of this client, with snapshots that only it holds, and"
+                " takes no more. Delete what is not needed, or use another server",
                 reason=FailureReason.RING_FULL,
             )
         forgotten = min(ages)[2]
@@ -312,8 +312,8 @@ class Registry:
         itself = bool(current.token) and (current.token, current.attempt) == (info.token, info.attempt)
         if another and not itself:
             raise RunBusyError(
-                f"run {current.name!r} is being written by a live trainer on this host (pid {current.pid}). Two"
-                " trainers must not write one run: give this one another dirpath, or end the other first",
+                f"a live trainer on this host (pid {current.pid}) already writes run {current.name!r}. Give this"
+                " trainer another dirpath, or end the other one first",
                 run=current.name,
                 pid=current.pid,
             )
@@ -325,7 +325,7 @@ class Registry:
             if current.attempt == info.attempt and here and there and here != there:
                 raise SettingsError(
                     f"attempt {info.attempt} of run {current.name!r} goes to {here}, not to {there}: it stays there."
-                    " Start the trainer again to bring it elsewhere"
+                    " Start the trainer again to store it elsewhere"
                 )
 
     def _check_free(self, current: RunInfo, info: RunInfo) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from lightning_spot.preemption.notice import Notice
 from lightning_spot.say import say
 
 DEFAULT_SIGNALS = ("SIGTERM", "SIGUSR1")
+
+_DEAD_WORKER = "DataLoader worker (pid"  # torch has no class for its error
 
 _GROUP_S = 0.25  # a signal to a whole group reaches all its processes within so long, workers perhaps before this one
 
@@ -113,6 +116,13 @@ class SignalSource:
         if number is not None:
             signal.raise_signal(number)
 
+    def is_told_to_end(self) -> bool:
+        """Whether a signal has come, or comes at once: its handler runs while this one waits."""
+        deadline_s = time.monotonic() + _GROUP_S
+        while self.notice is None and not self.is_held and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        return self.notice is not None or self.is_held
+
     def poll(self) -> Notice | None:
         """The first signal that came."""
         return self.notice
@@ -122,7 +132,8 @@ class SignalSource:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a forked child: the training is its parent's
-            self._do_as_before(number, frame)
+            if not _is_worker_of(self._pid):
+                self._do_as_before(number, frame)
             return
         if self._is_over:
             is_second, self._held = self._held is not None, number
@@ -169,12 +180,16 @@ class SignalSource:
         try:
             handler(number, frame)
         except RuntimeError:  # a loader that needs that worker raises the same where it waits
-            if not (self._previous and self._is_told_to_end()):
+            if not (self._previous and self.is_told_to_end()):
                 raise
 
-    def _is_told_to_end(self) -> bool:
-        """Whether a signal has come, or comes at once: its handler runs while this one waits."""
-        deadline_s = time.monotonic() + _GROUP_S
-        while self.notice is None and not self.is_held and time.monotonic() < deadline_s:
-            time.sleep(0.01)
-        return self.notice is not None or self.is_held
+
+def _is_worker_of(pid: int) -> bool:
+    """Whether this is a loader's worker of a living process, which needs its batches until it has stopped."""
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and data.get_worker_info() is not None and os.getppid() == pid
+
+
+def is_of_dead_worker(error: BaseException) -> bool:
+    """Whether an error says that a worker of a ``DataLoader`` has died: of its own, or by a signal to the group."""
+    return isinstance(error, RuntimeError) and str(error).startswith(_DEAD_WORKER)

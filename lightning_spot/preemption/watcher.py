@@ -226,6 +226,10 @@ class Watcher:
         for source in self._signals:
             source.expect_workers()
 
+    def is_told_to_end(self) -> bool:
+        """Whether a signal has come, or comes at once."""
+        return any(source.is_told_to_end() for source in self._signals)
+
     def restore_signals(self) -> None:
         """Put the previous handlers back."""
         for source in self._signals:

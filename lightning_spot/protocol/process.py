@@ -73,23 +73,23 @@ class ProcessId:
         Returns:
             whether it has ended.
         """
+        self.send(signal.SIGKILL)
+        deadline = time.monotonic() + within_s
+        while self.alive and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return not self.alive
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal; nothing happens if it has ended, or is another user's."""
         fd = open_pidfd(self.pid)
         try:
             if not self.alive:  # looked at after the descriptor was opened, which now names this very process
-                return True
-            try:
+                return
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 if fd is None:
-                    os.kill(self.pid, signal.SIGKILL)
+                    os.kill(self.pid, number)
                 else:
-                    signal.pidfd_send_signal(fd, signal.SIGKILL)
-            except ProcessLookupError:
-                return True
-            except PermissionError:
-                return False
-            deadline = time.monotonic() + within_s
-            while self.alive and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
-            return not self.alive
+                    signal.pidfd_send_signal(fd, number)
         finally:
             if fd is not None:
                 os.close(fd)

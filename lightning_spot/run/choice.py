@@ -15,6 +15,7 @@ from lightning_spot import retry
 from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest, Order, snapshot_order
 from lightning_spot.retry import RetryPolicy, growing, retried
+from lightning_spot.run.progress_bar import RestoreProgress
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.sources import Source
 from lightning_spot.run.survey import Survey, of_tier
@@ -118,7 +119,7 @@ def open_newest(
     pass_over_unreadable(None)
     if reasons:
         raise CorruptSnapshotError(
-            f"there are snapshots of run {found.location.name!r}, but none can be used: {'; '.join(reasons)}. Mend what"
+            f"there are snapshots of run {found.location.name!r}, but none can be used: {'; '.join(reasons)}. Fix what"
             f" is broken and start again, or {WAY_ON}"
         )
     return None
@@ -135,11 +136,12 @@ def _try(
     """Open and use one snapshot; a tier that fails is tried again a few times in all, before an older one is taken."""
 
     def once() -> tuple[OpenSnapshot, T]:
-        snapshot = source.open(manifest)
-        try:
-            return snapshot, use(snapshot)
-        finally:
-            snapshot.close()
+        with RestoreProgress(f"{manifest.name} from {source.tier}", manifest.nbytes) as progress:
+            snapshot = source.open(manifest, progress)
+            try:
+                return snapshot, use(snapshot)
+            finally:
+                snapshot.close()
 
     def note(error: Exception, pause_s: float) -> None:
         text = "{error}. Retrying in {pause_s:.1f} s"

@@ -111,9 +111,8 @@ def next_attempt(seen: Iterable[int], *, durable_was_read: bool) -> int:
     number = max(seen, default=0) + (1 if durable_was_read else JUMP)
     if number > HIGHEST_ATTEMPT:
         raise SettingsError(
-            f"the next attempt would be {number}, and names hold numbers up to {HIGHEST_ATTEMPT}: something in the"
-            " run's directory (a claim in attempts/, or a snapshot) has a number that no attempt of this run can have"
-            " had. Move it away, or choose another dirpath"
+            f"the next attempt would be {number}, above the highest number, {HIGHEST_ATTEMPT}. Move the claim in"
+            " attempts/, or the snapshot, that has such a number away, or choose another dirpath"
         )
     return number
 

@@ -253,7 +253,7 @@ class StoreSource:
                 raise TierError(f"{url}: {error.strerror}", tier=self.store.url) from error
             return _checked(OpenSnapshot(manifest, self.tier, url, fd), progress)
         if isinstance(self.store, NodeStore) and use is Use.LOAD and not manifest.files:
-            return Streamed(manifest, self.tier, self.store, url)
+            return Streamed(manifest, self.tier, self.store, url, progress)
         return receive(self.store, manifest, self.tier, url, progress)
 
     @contextlib.contextmanager
@@ -406,15 +406,18 @@ class Streamed(OpenSnapshot):
         tier: what to call the tier.
         store: where it is.
         url: what to call it in errors.
+        progress: called with the number of bytes of each range that is read, once.
     """
 
-    def __init__(self, manifest: Manifest, tier: str, store: ReadsRanges, url: str) -> None:
+    def __init__(
+        self, manifest: Manifest, tier: str, store: ReadsRanges, url: str, progress: Progress | None = None
+    ) -> None:
         super().__init__(manifest, tier, url, fd=-1)
-        self._store = store
+        self._store, self._progress = store, progress
 
     def reader(self, *, whole: bool = False) -> StreamReader:
         """See :meth:`OpenSnapshot.reader`."""
-        return StreamReader(self._store, self.manifest, self.url)
+        return StreamReader(self._store, self.manifest, self.url, self._progress)
 
     def close(self) -> None:
         """Nothing is open but what a reader has opened."""
@@ -427,11 +430,12 @@ class StreamReader(SnapshotReader):
         store: where it is.
         manifest: what it is.
         where: what to call it in errors.
+        progress: see :class:`Streamed`.
     """
 
-    def __init__(self, store: ReadsRanges, manifest: Manifest, where: str) -> None:
+    def __init__(self, store: ReadsRanges, manifest: Manifest, where: str, progress: Progress | None = None) -> None:
         super().__init__(-1, manifest, where)
-        self._store = store
+        self._store, self._progress = store, progress
         self._ranges = list(manifest.ranges())
         self._span = max(1, PART_BYTES // manifest.part_bytes) * manifest.part_bytes
         self._buffers = [memoryview(mmap.mmap(-1, self._span)) for _ in range(min(_BUFFERS, len(self._ranges)))]
@@ -476,7 +480,10 @@ class StreamReader(SnapshotReader):
                 self._ahead.stop()
                 self._ahead = None
                 raise
-            self._unseen.discard(self._ahead.index)
+            if self._ahead.index in self._unseen:
+                self._unseen.remove(self._ahead.index)
+                if self._progress is not None and self._ahead.part is not None:
+                    self._progress(len(self._ahead.part))
         return part
 
     def _turn_to(self, index: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from lightning_spot import retry
 from lightning_spot.client.node_client import NodeClient
-from lightning_spot.client.starting import attach
+from lightning_spot.client.starting import attach, end_other_version
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import LARGEST
 from lightning_spot.errors import (
@@ -104,22 +104,25 @@ def _misses_the_newest(holdings: Holdings) -> bool:
     return any((snapshot_order(name) or nothing) > best for name in holdings.unreadable)
 
 
-def survey(location: Location, policy: RetryPolicy | None = None, *, commits: bool = True) -> Survey:
+def survey(location: Location, policy: RetryPolicy | None = None, *, begins: bool = True) -> Survey:
     """Ask every tier of a location what it holds. Takes no longer than the slowest of them, within bounds.
 
     Args:
         location: of the run.
         policy: of reading them.
-        commits: whether a snapshot of which storage has all shards is committed, if nobody was left to do so.
+        begins: whether an attempt is to begin. A snapshot of which storage has all shards is committed then, if nobody
+            was left to do so; and a local server of another version first uploads what it holds.
     """
     forget()  # each start names again what it could not read
     policy = policy or retry.DEFAULT_POLICY
     store = open_store(location.url)
+    if begins:
+        end_other_version(location.url, location.name)
     asked: dict[str, Callable[[], Any]] = {
         node: functools.partial(_node_runs, node, policy) for node in location.servers
     }
     asked[HOST] = lambda: retry.with_retries(lambda: _local_runs(location), policy, HOST)
-    asked[STORAGE] = lambda: _Durable.ask(store, policy, commits=commits)
+    asked[STORAGE] = lambda: _Durable.ask(store, policy, commits=begins)
     answers, problems = ask_all(asked, policy.answer_s)
     durable: _Durable | None = answers.pop(STORAGE, None)
     listed = {tier: answers[tier] for tier in (HOST, *location.servers) if tier in answers}

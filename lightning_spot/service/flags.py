@@ -38,13 +38,13 @@ class NodeSettings:
         host: address to listen on, ``""`` for a Unix socket only.
         port: TCP port; 0 takes a free one.
         record: sockets of a local server.
-        flush_to: directory, or URL of a bucket, below which runs are flushed.
+        flush_to: directory, or URL of a bucket, below which runs are stored.
         allow: prefixes of durable URLs that trainers may have this server write to.
         memory_bytes: limit of the slots' memory.
         run_memory_bytes: limit of the slots' memory of one run; ``None`` for no such limit.
         slots: most slots of the ring; ``None`` for as many as fit the memory.
         server_idle_timeout_s: a local server ends after so long without a trainer.
-        drain_timeout_s: how long SIGTERM waits for trainers and for dirty slots.
+        drain_timeout_s: how long SIGTERM waits for trainers and for uploads.
     """
 
     host: str = ""
@@ -80,16 +80,18 @@ def seconds(text: str) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of ``lightning-spot serve``."""
     parser.add_argument(
-        "--listen", default=f"127.0.0.1:{DEFAULT_PORT}", metavar="HOST:PORT", help="default: %(default)s"
+        "--listen",
+        default=f"127.0.0.1:{DEFAULT_PORT}",
+        metavar="HOST:PORT",
+        help="address to listen on; beyond this host only with a token (default: %(default)s)",
     )
-    parser.add_argument("--storage", metavar="URL", help="directory or fsspec URL below which each run is made durable")
+    parser.add_argument("--storage", metavar="URL", help="directory or fsspec URL below which each run is stored")
     parser.add_argument(
         "--allow-storage",
         action="append",
         default=[],
         metavar="PREFIX",
-        help="directory or fsspec URL below which trainers may name the durable directory of their run; may be given"
-        " several times",
+        help="directory or fsspec URL below which trainers may have their runs stored; may be given several times",
     )
     parser.add_argument(
         "--memory-limit", default="8GiB", metavar="SIZE", help="most memory for slots (default: %(default)s)"
@@ -105,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=seconds,
         default=UPLOAD_TIMEOUT_S,
         metavar="TIME",
-        help="on SIGTERM, serve trainers and flush for so long; a second signal ends that (default: 5min)",
+        help="on SIGTERM, serve trainers and upload for so long; a second signal ends that (default: 5min)",
     )
     parser.add_argument(
         "--idle-timeout", type=float, default=SERVER_IDLE_TIMEOUT_S, metavar="S", help=argparse.SUPPRESS
@@ -160,8 +162,8 @@ def _absolute(flag: str, url: str) -> str:
         raise SettingsError(f"{flag} {without_password(url)!r}: {why}")
     if url.startswith("spot:"):
         raise SettingsError(
-            f"{flag} {url}: a server brings runs to directories and buckets, and to no other server. Name all of them"
-            " to the trainer, servers=['spot://…', 'spot://…'], with replicas=2 to have each snapshot at two of them"
+            f"{flag} {url}: a server stores runs in directories and buckets only. To keep each snapshot at two servers,"
+            " pass servers=['spot://…', 'spot://…'] and replicas=2 to the trainer"
         )
     return url if "://" in url else os.path.abspath(os.path.expanduser(url))
 

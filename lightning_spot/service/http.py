@@ -28,7 +28,7 @@ DELETE     /v1/files/RUN/PATH                  remove a snapshot or file
 ``RUN`` is ``NAME@ID``, or ``NAME`` where only one run has it. What comes by TCP and changes a run, but for ``open``,
 shows the token of the run's attempt in the header ``Spot-Attempt`` (:meth:`Registry.check_attempt`).
 Every number and text of a request is checked before anything is done with it (``fields``); connections that say nothing
-are bounded (``connections``).
+are bounded (``connections``). A browser that opens any address gets one page, which says what this is.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def not_ready(node: Node) -> list[str]:
         enough = slots < most
         reasons.append("memory is full" if enough else f"{slots} of {most} slots are in use, as open files allow")
     if any(health.error for health in list(node.flusher.health.values())):
-        reasons.append("a tier below is failing")
+        reasons.append("the storage, or another server, is failing")
     return reasons
 
 
@@ -132,6 +132,26 @@ _READ_BUFFER_BYTES = 256 * 1024
 _FLUSH_TURN_S = 5.0
 _FLUSHES = 64  # that are waited for, on threads of their own: each may take an hour
 _LOOKS = 16  # of a client's requests that ask a tier at once: threads are left for what others ask
+
+
+_PAGE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head><meta charset="utf-8"><title>Snapshot server</title></head>
+<body>
+<h1>Snapshot server</h1>
+<p>This is a snapshot server of lightning_spot. It answers trainings and commands, and has no pages for browsers.</p>
+<p>To list the snapshots of a run that this server holds:</p>
+<pre>{token}lightning-spot ls spot://HOST:PORT/RUN</pre>
+</body>
+</html>
+"""
+_TOKEN_LINE = "export LIGHTNING_SPOT_TOKEN=...  # every request needs the token that this server was started with\n"
+_PAGE_HEADERS = {
+    hdrs.CACHE_CONTROL: "no-store",
+    "Content-Security-Policy": "default-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+}
 
 
 class Service:
@@ -218,15 +238,7 @@ class Service:
         if accepted is not None:
             accepted.begin_request()
         try:
-            if request.path != "/healthz":
-                self._check_not_of_a_page(request)
-            if request.path not in _OPEN_TO_ALL:
-                self.last_request_s = time.monotonic()
-                self._check_token(request)
-                _check_protocol(request)
-                _check_target(request)
-                self._check_attempt(request)
-            response = await handler(request)
+            response = self._page(request) if _is_of_a_person(request) else await self._answer(request, handler)
         except SpotError as error:
             if isinstance(error, ServerRefusedError) and error.is_for_the_token:
                 self.counted.add("requests without this server's token", request.remote or THIS_HOST)
@@ -259,6 +271,25 @@ class Service:
             if request.method == hdrs.METH_HEAD and response.status >= 400:
                 response.headers[ERROR_HEADER] = response.body.decode()
         return response
+
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path != "/healthz":
+            self._check_not_of_a_page(request)
+        if request.path not in _OPEN_TO_ALL:
+            self.last_request_s = time.monotonic()
+            self._check_token(request)
+            _check_protocol(request)
+            _check_target(request)
+            self._check_attempt(request)
+        return await handler(request)
+
+    def _page(self, request: web.Request) -> web.Response:
+        """The same for every address: what this is, and what to use instead of a browser."""
+        if self._token is not None:
+            self.counted.add("requests without this server's token", request.remote or THIS_HOST)
+        page = _PAGE.format(token="" if self._token is None else _TOKEN_LINE)
+        status = 403 if self._token is None else 401
+        return web.Response(text=page, content_type="text/html", status=status, headers=_PAGE_HEADERS)
 
     def _check_token(self, request: web.Request) -> None:
         if self._token is None:
@@ -377,6 +408,17 @@ class Service:
         if self._waiting is None:
             self._waiting = Waiting(self.node)
         return self._waiting
+
+
+def _is_of_a_person(request: web.Request) -> bool:
+    """Whether somebody has opened an address of this server in a browser, as he would a page."""
+    shown = (hdrs.AUTHORIZATION, PROTOCOL_HEADER, hdrs.ORIGIN)
+    return (
+        request.method == hdrs.METH_GET
+        and "text/html" in request.headers.get(hdrs.ACCEPT, "")
+        and request.path not in _OPEN_TO_ALL
+        and not any(name in request.headers for name in shown)
+    )
 
 
 async def _name_protocol(_request: web.Request, response: web.StreamResponse) -> None:

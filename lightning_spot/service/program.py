@@ -72,7 +72,7 @@ def run_node(settings: NodeSettings) -> int:
     """Serve until SIGTERM or SIGINT (or, embedded, until the run ends or nobody comes), then drain.
 
     Returns:
-        exit code: 0 when everything is safe below, 1 when something could not be flushed.
+        exit code: 0 when everything is stored, 1 when something could not be uploaded.
 
     Raises:
         OSError: if the port is taken; nothing was touched then.
@@ -207,9 +207,9 @@ def _announce(settings: NodeSettings, listener: socket.socket) -> None:
         facts.append(f"at most {settings.slots} slots for each rank of a run")
     if settings.run_memory_bytes is not None:
         facts.append(f"at most {format_bytes(settings.run_memory_bytes)} for one run")
-    facts.append(f"flushes to {settings.flush_to}" if settings.flush_to else "flushes nowhere by itself")
+    facts.append(f"stores runs below {settings.flush_to}" if settings.flush_to else "stores nothing by itself")
     if settings.allow:
-        facts.append(f"writes where trainers say below {' and '.join(settings.allow)}")
+        facts.append(f"stores runs of trainers that ask for it below {' and '.join(settings.allow)}")
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     print(f"server listening on spot://{host}:{listener.getsockname()[1]}, {', '.join(facts)}", flush=True)
 
@@ -279,7 +279,7 @@ async def _drain(node: Node, service: Service, drain_timeout_s: float, signals: 
     node.closing = True
     left = await _flush(node, 0.0)
     for line in left:
-        say(logging.ERROR, "not-flushed", "not flushed: {about}", about=line)
+        say(logging.ERROR, "not-stored", "not stored: {about}", about=line)
     return left
 
 
@@ -288,7 +288,7 @@ async def _flush(node: Node, wait_s: float) -> list[str]:
     try:
         return await asyncio.to_thread(node.flush, None, wait_s)
     except Exception as error:
-        say(logging.ERROR, "flush-failed", "flushing failed unexpectedly", exc_info=True)
+        say(logging.ERROR, "last-upload-failed", "the last uploads failed unexpectedly", exc_info=True)
         return [f"{type(error).__name__}: {error}"]
 
 

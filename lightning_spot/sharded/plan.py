@@ -295,8 +295,8 @@ class Planner:
         """The boxes of a tensor, each with the ranks that have it."""
         if kind := _kind_without_elements(tensor):
             raise NotSerializableError(
-                f"{_name(path)} is a {kind} tensor: sharded snapshots take those with all their elements side by side."
-                " A buffer that is registered with persistent=False may be of any kind, and is resumed as well"
+                f"{_name(path)} is a {kind} tensor, which sharded snapshots cannot hold. Make it a dense tensor, or"
+                " register it as a buffer with persistent=False"
             )
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
@@ -360,9 +360,8 @@ def _coordinates(path: Path, tensor: DTensor) -> Iterator[tuple[int, list[int]]]
         names = root.mesh_dim_names or ()
         if not all(name in names for name in mesh.mesh_dim_names or (None,)):
             raise NotSerializableError(
-                f"{_name(path)} is sharded over the mesh {mesh}, whose dimensions are none of those of"
-                f" {root}: sharded snapshots do not know which rank has what of it. Shard it over a dimension of the"
-                " mesh that Lightning made"
+                f"{_name(path)} is sharded over the mesh {mesh}, whose dimensions are none of those of {root}. Shard it"
+                " over a dimension of the mesh that Lightning made"
             )
         dims = [names.index(name) for name in mesh.mesh_dim_names or ()]
     places = torch.nonzero(torch.ones_like(root.mesh)).tolist()

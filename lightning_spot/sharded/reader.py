@@ -377,8 +377,8 @@ def rest_of(image: memoryview, manifest: Manifest) -> dict[str, Any]:
     rest: dict[str, Any] = safe_load(io.BytesIO(image[span.offset : span.stop]))
     for where, placeholder in placeholders_in(rest):
         raise NotSerializableError(
-            f"{where} in {REST_FILE} of {manifest.name} is a {kind_of(placeholder)}, which is not loaded; keep it out"
-            " of hyperparameters and of on_save_checkpoint, or load the directory as it is, by your own code"
+            f"{where} in {REST_FILE} of {manifest.name} is a {kind_of(placeholder)}, which is not loaded. Keep it out"
+            " of hyperparameters and on_save_checkpoint, or load the directory with your own code"
         )
     return rest
 

@@ -164,8 +164,8 @@ class Trace:
                 times = sorted(_seconds(row["time"]) for row in csv.DictReader(file))
         except (OSError, KeyError, ValueError) as error:
             raise SettingsError(
-                f"{path} cannot be used as a trace ({type(error).__name__}: {error}). It is a CSV file with a column"
-                " 'time', in seconds or ISO 8601, and a row for each loss of a machine"
+                f"{path} cannot be used as a trace ({type(error).__name__}: {error}). Give a CSV file with a column"
+                " 'time' (seconds or ISO 8601) and a row for each loss"
             ) from error
         events = [time for last, time in zip([-1e18, *times], times, strict=False) if time - last > _TOGETHER_S]
         gaps = [after - before for before, after in itertools.pairwise(events)]

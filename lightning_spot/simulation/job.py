@@ -159,7 +159,7 @@ class Outlook:
 
     Attributes:
         stall_s: training waits for one snapshot at most (if nothing overlaps).
-        safe_s: from a snapshot's begin until it is safe outside this machine.
+        uploaded_s: from a snapshot's begin until it is outside of this machine.
         interval_s: from one snapshot to the next, as Young and Daly's rule chooses it.
         overhead: share of the time spent waiting for snapshots.
         loss_s: work that a preemption without notice takes away, on average.
@@ -168,7 +168,7 @@ class Outlook:
     """
 
     stall_s: float
-    safe_s: float
+    uploaded_s: float
     interval_s: float
     overhead: float
     loss_s: float
@@ -184,7 +184,7 @@ def outlook(job: SimulatedJob, mtbf_s: float) -> Outlook:
     interval_s, near_s = policy.interval_s(0), costs.drain_s
     return Outlook(
         stall_s=job.stall_s,
-        safe_s=job.stall_s + near_s,
+        uploaded_s=job.stall_s + near_s,
         interval_s=interval_s,
         overhead=job.stall_s / interval_s,
         loss_s=lost_s(interval_s, near_s),

@@ -29,7 +29,7 @@ def plot_rows(groups: Mapping[str, Sequence[PolicyRow]], path: str | Path) -> No
     for column, (name, rows) in enumerate(groups.items()):
         labels, (upper, lower) = [row.name for row in rows], (axes_of[0][column], axes_of[1][column])
         left = [0.0] * len(rows)
-        for part in ("stall", "lost", "restore", "down"):
+        for part in ("blocked", "lost", "restore", "down"):
             widths = [100 * getattr(row, part) for row in rows]
             upper.barh(labels, widths, left=left, label=part)
             left = [before + width for before, width in zip(left, widths, strict=True)]

@@ -272,7 +272,7 @@ class PolicyRow:
         total_s: time to finish, seconds; infinite if some run never does.
         error_s: its standard error.
         goodput: work over time to finish.
-        stall: share of the work's time that training waited for snapshots.
+        blocked: share of the work's time that training waited for snapshots.
         lost: share of it that was done again.
         down: without machines, as a share of it.
         restore: until training went on after failures, as a share of it.
@@ -287,7 +287,7 @@ class PolicyRow:
     total_s: float
     error_s: float
     goodput: float
-    stall: float
+    blocked: float
     lost: float
     down: float
     restore: float
@@ -362,7 +362,7 @@ def row_of(
         total_s=total_s,
         error_s=float(outcome.total_s.std()) / runs**0.5 if math.isfinite(total_s) else math.inf,
         goodput=job.work_s / total_s,
-        stall=float(outcome.stall_s.mean()) / job.work_s,
+        blocked=float(outcome.stall_s.mean()) / job.work_s,
         lost=float(outcome.lost_s.mean()) / job.work_s,
         down=float(outcome.down_s.mean()) / job.work_s,
         restore=float(outcome.restore_s.mean()) / job.work_s,

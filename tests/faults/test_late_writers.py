@@ -145,10 +145,10 @@ def test_a_run_whose_last_snapshot_is_not_durable_ends_with_an_error(
         serverless(run, upload_timeout_s=1.0, on_error="raise" if strict else "warn"), Breaks(), max_epochs=1
     ).fit
     if strict:
-        with pytest.raises(TierError, match="is not durable in"):
+        with pytest.raises(TierError, match="does not have its last snapshot"):
             fit(Net(), data())
     else:
         fit(Net(), data())
         last = [record for record in caplog.records if record.name.startswith("lightning_spot")][-1]
         assert last.levelname == "ERROR"
-        assert "is not durable in" in last.getMessage()
+        assert "does not have its last snapshot" in last.getMessage()

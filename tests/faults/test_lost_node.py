@@ -6,6 +6,8 @@ import io
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,8 +25,11 @@ from lightning_spot.capture.attempt import Ending, LastState, Safety
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.past_memory import PastMemory
 from lightning_spot.capture.writer import SnapshotWriter, stream_parts
+from lightning_spot.cli.command import main
+from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.remote import NodeStore
+from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import FencedError, ServerUnreachableError, TierError
 from lightning_spot.fit.coordinator import Coordinator
 from lightning_spot.image.layout import lay_out, lay_out_plain
@@ -32,7 +37,8 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.protocol.record import find_record
+from lightning_spot.protocol.process import ProcessId
+from lightning_spot.protocol.record import NodeRecord, find_record
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.run import survey
 from lightning_spot.run.survey import Survey
@@ -40,7 +46,7 @@ from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings, Store
 from tests.support.filled import check_archive, fill
 from tests.support.oracle import claim_of
-from tests.support.said import said, said_about
+from tests.support.said import informed, said, said_about
 from tests.support.server import RUN_ID, RunningNode, image_of, manifest_of
 from tests.support.snapshots import check_all, spot
 from tests.support.store import GatedStore
@@ -129,23 +135,75 @@ def test_the_end_is_durable_although_the_node_is_lost(
     assert again.resumed_from.step == 40
 
 
-def test_of_a_node_that_another_version_has_left_on_this_host_it_is_said_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(Stop):
-        trainer(spot(tmp_path, notices=None), StopAt(7)).fit(Net(), data())
+@pytest.fixture
+def left_by_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProcessId:
+    """A server of an earlier protocol, left by a training whose newest snapshots only it has."""
+    with monkeypatch.context() as earlier:
+        (tmp_path / "earlier").mkdir()
+        change = "from lightning_spot import config\nconfig.PROTOCOL_VERSION -= 1\n"
+        (tmp_path / "earlier/sitecustomize.py").write_text(change)
+        earlier.setattr(starting, "subprocess", subprocess)  # a fork would not read it
+        earlier.setenv("PYTHONPATH", str(tmp_path / "earlier"))  # of the server that this one starts
+        earlier.setattr("lightning_spot.client.node_client.PROTOCOL_VERSION", PROTOCOL_VERSION - 1)
+        with pytest.raises(Stop):
+            trainer(spot(tmp_path, notices=None, min_upload_interval_s=1000.0), StopAt(7)).fit(Net(), data())
+    new_process()
     process = find_record(str(tmp_path / "run-1")).process()
     assert process is not None
-    new_process()
-    with monkeypatch.context() as upgraded:
-        upgraded.setattr("lightning_spot.client.node_client.PROTOCOL_VERSION", 99)
+    return process
+
+
+def test_a_server_of_another_version_stores_what_it_holds_before_a_start_looks(
+    tmp_path: Path, left_by_another_version: ProcessId, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    callback = spot(tmp_path, notices=None)
+    trainer(callback).fit(Net(), data())
+    assert callback.resumed_from is not None
+    assert (callback.resumed_from.step, callback.resumed_from.tier) == (6, "storage")
+    assert informed(caplog)["other-version-ends"]["about"] == left_by_another_version.pid
+    assert not left_by_another_version.alive
+    assert not said(caplog, "no-local-server")
+    assert not list(find_record(str(tmp_path / "run-1")).folder.glob("*.ending"))
+
+
+def test_who_only_looks_leaves_a_server_of_another_version(
+    tmp_path: Path, left_by_another_version: ProcessId, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ls", str(tmp_path / "run-1")]) == 3
+    assert f"kill {left_by_another_version.pid}" in capsys.readouterr().err
+    assert left_by_another_version.alive
+    until(lambda: left_by_another_version.kill(10.0), "it to be gone")
+
+
+def test_a_server_that_was_started_now_is_not_ended_for_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would be started, and ended, without end."""
+    with monkeypatch.context() as mixed:
+        mixed.setattr("lightning_spot.client.node_client.PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
         trainer(spot(tmp_path, notices=None)).fit(Net(), data())
-    keys = [record.spot_key for record in caplog.records if "another version of lightning_spot" in record.message]
-    assert sorted(keys) == ["no-local-server", "not-read"], "to ask again helps nothing"
-    lines = [record.message for record in caplog.records if "another version of lightning_spot" in record.message]
-    assert all(f"`kill {process.pid}`; what it has is brought to storage" in line for line in lines)
-    assert not any("both hosts" in line for line in lines), "it is of this host"
+    assert len(said(caplog, "no-local-server")) == 1
+    process = find_record(str(tmp_path / "run-1")).process()
+    assert process is not None
     until(lambda: process.kill(10.0), "it to be gone")
+
+
+def test_a_server_is_sent_one_sigterm_however_many_starts_there_are(tmp_path: Path) -> None:
+    """A second one would end its uploads."""
+    record = NodeRecord(tmp_path, "0" * 16)
+    ready = "import signal, sys; signal.signal(15, lambda *_: print('told', flush=True)); print('ready', flush=True)"
+    command = [sys.executable, "-c", f"{ready}\nwhile True: signal.pause()"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "ready\n"
+        process = ProcessId.of(program.pid)
+        assert process is not None
+        for _start in range(3):
+            record.end_once(process)
+        assert program.stdout.readline() == "told\n"
+        program.kill()
+        assert program.stdout.read() == ""
 
 
 @pytest.mark.parametrize("when", [7, 20])

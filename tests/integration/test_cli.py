@@ -201,6 +201,54 @@ def test_verify(run_dir: Path, cli: Cli) -> None:
     assert main(["cp", str(run_dir), str(run_dir / "pulled.ckpt")]) == 0
 
 
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "cp"])
+def test_a_server_that_does_not_answer_is_told_by_the_exit_code(
+    run_dir: Path, tmp_path: Path, cli: Cli, command: str
+) -> None:
+    """The commands ended with 0, as if it held nothing."""
+    more = [tmp_path / "copy.ckpt"] if command == "cp" else []
+    said = cli(command, run_dir, *more, "--server", "spot://127.0.0.1:9", code=3)
+    assert "not asked: no snapshot server answers at spot://127.0.0.1:9" in said
+    assert LocalStore(run_dir).survey().manifests[0].name in said or (tmp_path / "copy.ckpt").exists()
+
+
+@pytest.mark.parametrize("command", ["show", "cp"])
+def test_a_named_snapshot_is_the_whole_answer(run_dir: Path, tmp_path: Path, cli: Cli, command: str) -> None:
+    more = [tmp_path / "copy.ckpt"] if command == "cp" else []
+    cli(command, f"{run_dir}@25", *more, "--server", "spot://127.0.0.1:9")
+
+
+def test_what_is_damaged_matters_more_than_what_was_not_asked(run_dir: Path, cli: Cli) -> None:
+    newest = LocalStore(run_dir).survey().manifests[0]
+    (run_dir / newest.data_path).write_bytes(b"")
+    assert "not asked: " in cli("verify", run_dir, "--server", "spot://127.0.0.1:9", code=1)
+
+
+def test_programs_get_json_alone(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls", str(run_dir), "--server", "spot://127.0.0.1:9", "--json"]) == 3
+    said = capsys.readouterr()
+    assert json.loads(said.out)
+    assert "spot://127.0.0.1:9" in said.err
+
+
+def test_a_server_that_goes_while_it_is_read_is_no_damage(
+    start_node: Callable[..., RunningNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
+    node = start_node()
+    callback = SpotCheckpoint(str(tmp_path / "run-1"), servers=node.url, interval=EverySteps(5), on_full="wait")
+    with pytest.raises(Stop):
+        trainer(callback, StopAt(31)).fit(Net(), data())
+    ask = snapshots.ask
+
+    def ask_and_end(arguments: argparse.Namespace) -> snapshots.Found:
+        found = ask(arguments)
+        node.stop()
+        return found
+
+    monkeypatch.setattr(snapshots, "ask", ask_and_end)
+    assert "BAD" not in cli("verify", f"{node.url}/run-1", code=3)
+
+
 def test_doctor_reckons_with_the_size_of_the_snapshots_that_are_there(run_dir: Path, cli: Cli) -> None:
     """It was 1 GB for a run of any size."""
     newest = LocalStore(run_dir).survey().manifests[0]
@@ -308,10 +356,10 @@ WRONG = [
         (["serve", "--storage", ""], "--storage '': it is empty"),
         (["serve", "--allow-storage", " "], "--allow-storage ' ': it is empty"),
         (["serve", "--allow-storage", "nonsense://bucket"], "'nonsense://bucket' cannot be used as a tier"),
-        (["serve", "--storage", "spot://h:7070"], "--storage spot://h:7070: a server brings runs to directories"),
+        (["serve", "--storage", "spot://h:7070"], "--storage spot://h:7070: a server stores runs in directories"),
         (
             ["serve", "--allow-storage", "spot://h:7070"],
-            "--allow-storage spot://h:7070: a server brings runs to directories",
+            "--allow-storage spot://h:7070: a server stores runs in directories",
         ),
         (["drill", "--limit", "0", "--", "true"], "--limit=0"),
         (["drill", "--keep", "/dev/null", "--", "true"], "/dev/null is no empty directory"),
@@ -375,7 +423,7 @@ def test_what_to_install_for_a_url_is_said(
 
 
 def test_a_node_that_does_not_answer_is_named_once(run_dir: Path, cli: Cli) -> None:
-    assert cli("ls", run_dir, "--server", "spot://127.0.0.1:9").count("spot://127.0.0.1:9") == 1
+    assert cli("ls", run_dir, "--server", "spot://127.0.0.1:9", code=3).count("spot://127.0.0.1:9") == 1
 
 
 def test_a_run_that_never_ends_has_no_price(capsys: pytest.CaptureFixture[str], cli: Cli) -> None:
@@ -444,7 +492,18 @@ def test_snapshots_that_are_superseded_while_a_command_looks_are_not_bad(
         assert "BAD" not in said.out
 
 
-COMMANDS = ("serve", "drill", "simulate", "report", "doctor", "ls", "show", "verify", "cp")
+COMMANDS = {
+    "serve": "0 1 2",
+    "drill": "0 1 2 130",
+    "simulate": "0 2 130",
+    "report": "0 2 130",
+    "doctor": "0 1 2 130",
+    "ls": "0 2 3 130",
+    "show": "0 2 3 130",
+    "verify": "0 1 2 3 130",
+    "cp": "0 1 2 3 130",
+}
+"""Each with its exit codes."""
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -453,7 +512,7 @@ def test_help_has_exit_codes_and_examples_that_parse(command: str, capsys: pytes
         main([command, "--help"])
     text = capsys.readouterr().out
     _, examples, codes = re.split("^examples:|^exit codes:", text, flags=re.MULTILINE)
-    assert re.findall(r"^  (\d+) ", codes, re.MULTILINE) == ["0", "1", "2", "130"]
+    assert re.findall(r"^  (\d+) ", codes, re.MULTILINE) == COMMANDS[command].split()
     lines = [shlex.split(line) for line in examples.strip().splitlines()]
     assert lines
     for program, *arguments in lines:
@@ -464,7 +523,7 @@ def test_help_has_exit_codes_and_examples_that_parse(command: str, capsys: pytes
 def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
-    assert tuple(re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)) == COMMANDS
+    assert tuple(re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)) == tuple(COMMANDS)
 
 
 @pytest.mark.parametrize("command", [["simulate", "--work", "2h", "--snapshot-size", "1GB"], ["--help"]])

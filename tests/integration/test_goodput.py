@@ -195,7 +195,7 @@ def test_metric() -> None:
 
 
 BADPUT = [f"badput_{kind}_s" for kind in ("blocked", "lost", "restore", "startup", "down")]
-LOGGED = ("goodput", *BADPUT, "last_committed_step", "snapshot_blocked_ms")
+LOGGED = ("goodput", *BADPUT, "last_committed_step", "last_persisted_step", "snapshot_blocked_ms")
 
 
 class Slow(pl.Callback):
@@ -234,6 +234,54 @@ def test_a_run_over_two_attempts(tmp_path: Path, capsys: pytest.CaptureFixture[s
     parts = sum(value for name, value in told["whole"].items() if name not in ("total_s", "goodput"))
     assert told["whole"]["total_s"] == pytest.approx(parts)
     assert "<svg" in picture.read_text()
+
+
+class Persisted(pl.Callback):
+    """Trains until the loggers have been told of a snapshot in storage."""
+
+    def __init__(self, url: Path) -> None:
+        self.url, self.told = url, list[float]()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        time.sleep(0.005)
+        self.told = [row["spot/last_persisted_step"] for row in trainer.logger.rows]  # type: ignore[union-attr]
+        if self.told[-1] > 0:
+            trainer.should_stop = True
+
+
+class Rows(CSVLogger):
+    """Keeps what it is told."""
+
+    rows: list[dict[str, float]]
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        self.rows = [*getattr(self, "rows", []), metrics] if "spot/goodput" in metrics else self.rows
+
+
+def test_the_newest_snapshot_in_storage_is_logged(tmp_path: Path) -> None:
+    snapshots = RemoteSnapshot(str(tmp_path / "run"), interval=EverySteps(5), local_server=False, on_full="wait")
+    monitor = GoodputMonitor(log_every_s=0.01, heartbeat_s=0.01)
+    persisted = Persisted(tmp_path / "run")
+    trainer(snapshots, monitor, persisted, logger=Rows(str(tmp_path)), max_epochs=200).fit(Net(), data())
+    assert persisted.told[0] == -1
+    assert persisted.told[-1] > 0
+    assert persisted.told[-1] % 5 == 0
+    assert sorted(persisted.told) == persisted.told
+
+
+def test_a_storage_that_fails_leaves_what_was_known(tmp_path: Path) -> None:
+    answers: list[int | Exception] = [OSError("it fails"), 7, OSError("it fails again")]
+
+    def look() -> int:
+        answer = answers.pop(0) if answers else OSError("it fails for good")
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    journal = Journal(str(tmp_path), None, heartbeat_s=0.01, begun_unix_s=time.time(), newest_persisted=look)
+    until(lambda: not answers, "three looks")
+    journal.close("complete")
+    assert journal.persisted_step == 7
 
 
 def test_the_report_shows_replicas_where_there_were_some(
@@ -811,7 +859,7 @@ def test_doctor_with_a_node(tmp_path: Path, capsys: Said, start_node: Callable[.
     told = json.loads(capsys.readouterr().out)
     assert set(told["tiers_bytes_per_s"]) == {node.url, str(tmp_path / "run")}
     outlook = told["outlook"]["with the snapshot server"]
-    assert outlook["loss_s"] == pytest.approx(outlook["interval_s"] / 2 + outlook["safe_s"] - outlook["stall_s"])
+    assert outlook["loss_s"] == pytest.approx(outlook["interval_s"] / 2 + outlook["uploaded_s"] - outlook["stall_s"])
     assert outlook["loss_s"] == outlook["behind_s"][node.url]
     assert list(outlook["behind_s"]) == ["memory of the host", node.url, str(tmp_path / "run")]
     assert any("snapshot server saves" in line for line in told["advice"])
@@ -858,7 +906,7 @@ def test_doctor_says_which_nodes_carry_runs_on(
     assert told["servers_together_bytes_per_s"] > 0
     assert main(command) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"{does_not.url} brings no run to its durable directory" in said
+    assert f"{does_not.url} does not store runs in their directory" in said
     assert f"{carries.url} brings no run" not in said
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
 

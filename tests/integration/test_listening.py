@@ -334,7 +334,7 @@ def test_where_rank_0_cannot_listen_all_ranks_end_with_that_error(monkeypatch: p
 def test_a_rank_that_does_not_reach_rank_0_is_an_error_of_all(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     on_one_host(monkeypatch)
     second = rank(1, None, (LOOPBACK, port, "secret"))
-    with pytest.raises(SpotError, match=rf"rank 0 is not reached at 127.0.0.1:{port} .*do without notices") as raised:
+    with pytest.raises(SpotError, match=rf"rank 0 cannot be reached at 127.0.0.1:{port} .*notices=None") as raised:
         Ranks(second).stop_agreement(lambda: None)
     assert second.strategy.said[-1] == Failed.of(raised.value, 1)
 

@@ -587,9 +587,9 @@ def first_in_turn(optimizer: Any, steps: int) -> Any:
 
 
 SCHEDULERS = [
-    (cycle, None, 4, "OneCycleLR comes back with total_steps=15, and the run is to take 20"),
-    (in_turn, None, 4, "SequentialLR[1]: OneCycleLR comes back with total_steps=11, and the run is to take 16"),
-    (together, None, 4, "ChainedScheduler[1]: SequentialLR[1]: OneCycleLR comes back with total_steps=11"),
+    (cycle, None, 4, "OneCycleLR is restored with total_steps=15, and this run takes 20"),
+    (in_turn, None, 4, "SequentialLR[1]: OneCycleLR is restored with total_steps=11, and this run takes 16"),
+    (together, None, 4, "ChainedScheduler[1]: SequentialLR[1]: OneCycleLR is restored with total_steps=11"),
     (cycle, None, 3, ""),
     (together, None, 3, ""),
     (first_in_turn, None, 4, ""),

@@ -310,7 +310,7 @@ def test_sigterm_says_what_it_could_not_flush(start_node: StartNode, tmp_path: P
     target.write_text("a file in the way")
     put(node, 4)
     assert node.stop() == 1
-    assert "not flushed" in node.log.read_text()
+    assert "not stored" in node.log.read_text()
 
 
 def test_a_directory_that_cannot_be_written_to_is_an_error_at_the_start(

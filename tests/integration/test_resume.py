@@ -36,16 +36,18 @@ from lightning_spot.image.parts import checksum
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.run.choice import open_newest
 from lightning_spot.run.location import Location
+from lightning_spot.run.progress_bar import RestoreProgress
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import ask_all, survey
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings
 from tests.support import faulty
 from tests.support.faulty import Plan
-from tests.support.said import said, said_about
+from tests.support.said import informed, said, said_about
 from tests.support.server import RunningNode
 from tests.support.snapshots import EachDurable
 from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G2")
 
@@ -383,6 +385,22 @@ def test_the_reader_gives_the_very_bytes(run: Path) -> None:
         return True
 
     assert open_newest(survey(Location.of(str(run), local_server=False)), use) is not None
+
+
+def test_a_restore_that_takes_long_says_how_far_it_is(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(RestoreProgress.__init__.__kwdefaults__, "after_s", 0.0)
+    caplog.set_level("INFO")
+    name = step_9(run).name
+
+    def use(_snapshot: OpenSnapshot) -> str:
+        until(lambda: "restoring" in informed(caplog), "a line")
+        return str(informed(caplog)["restoring"]["about"])
+
+    opened = open_newest(survey(Location.of(str(run), local_server=False)), use)
+    assert opened is not None
+    assert opened[1] == f"{name} from storage"
 
 
 def test_a_memory_node_is_asked_as_patiently_as_the_durable_tier(

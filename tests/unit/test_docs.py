@@ -154,7 +154,7 @@ def test_the_table_of_packages_is_that_of_the_layers() -> None:
 def test_metrics_are_documented() -> None:
     source = (Path(lightning_spot.__file__).parent / "callbacks" / "goodput_monitor.py").read_text()
     page = TEXTS["docs/reference/metrics.md"]
-    for name in ("goodput", "last_committed_step", "snapshot_blocked_ms", "badput_"):
+    for name in ("goodput", "last_committed_step", "last_persisted_step", "snapshot_blocked_ms", "badput_"):
         assert name in source
         assert f"`spot/{name}" in page
 

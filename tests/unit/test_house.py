@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,7 @@ MODULES = {
 NODES = [path for path in SOURCES if path.parent.name in ("memory", "protocol", "client", "service")]
 
 MOST_LINES = 800
+MOST_WORDS = 30  # of a message
 # Each begins something that users name: the program, a command, a public class, a cloud, a file system or store by
 # the scheme of its URL.
 NAMED_BY_USERS = {
@@ -75,6 +76,19 @@ def test_docstrings_and_signatures_agree(name: str) -> None:
     arguments = set(inspect.signature(kind).parameters)
     assert arguments - described["Args"] - described["Attributes"] == set()
     assert described["Args"] - arguments == set()
+
+
+@pytest.mark.parametrize("part", ["RemoteSnapshot", "PreemptionGuard"])
+def test_an_argument_reads_the_same_everywhere(part: str) -> None:
+    """Nobody has to open another page, and no page says something else."""
+    whole, of_part = (_entries(getattr(lightning_spot, name)) for name in ("SpotCheckpoint", part))
+    assert of_part.items() <= whole.items()
+
+
+def _entries(kind: type) -> dict[str, str]:
+    body = re.search(r"^Args:\n((?: .*\n|\n)*)", inspect.getdoc(kind) or "", re.MULTILINE)
+    found = re.findall(r"^    (\w+): ((?:.|\n(?!    \w+:))*)", body[1] if body else "", re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
 
 
 def _described(text: str, section: str) -> set[str]:
@@ -226,6 +240,38 @@ def test_messages_have_keys_and_the_docs_list_them() -> None:
     assert sorted(documented) == sorted({found for each in logged.values() for found in each if found[0]})
     unlike = {path.parent.name for path, each in logged.items() if any(not key for key, _ in each)}
     assert unlike == set()
+
+
+def test_messages_are_short() -> None:
+    """What a training says, and the text of an error, has at most 30 words; what stands in braces is one."""
+    long = {
+        f"{path.relative_to(PACKAGE)}: {text}"
+        for path in SOURCES
+        for text in _texts(_tree(path))
+        if len(re.sub(r"{[^}]*}", "x", text).split()) > MOST_WORDS
+    }
+    assert long == set()
+
+
+def _texts(tree: ast.Module) -> Iterator[str]:
+    """Texts of messages and of errors, as far as they stand where they are used, or in a variable there."""
+    named = {
+        node.targets[0].id: text
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and (text := _text(node.value))
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("say", "recovered"):
+            for argument in node.args[-1:]:
+                yield named.get(argument.id, "") if isinstance(argument, ast.Name) else _text(argument)
+        elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+            yield _text(node.exc.args[0])
+
+
+def _text(node: ast.expr) -> str:
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
 def _logged(path: Path) -> set[tuple[str, str]]:

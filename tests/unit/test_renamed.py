@@ -65,6 +65,8 @@ OLD_LINES = [
     (["serve", "--run-memory", "1GiB"], "--run-memory-limit SIZE"),
     (["simulate", "--nodes", "8"], "--hosts N"),
     (["simulate", "--state", "10GB"], "--snapshot-size SIZE"),
+    (["simulate", "--stall", "2s"], "--blocked TIME"),
+    (["simulate", "--durable-speed", "1GB/s"], "--storage-speed SIZE/s"),
     (["simulate", "--memory-node-speed", "1GB/s"], "--server-speed SIZE/s"),
     (["simulate", "--memory-node-price", "1"], "--server-price PRICE"),
     (["simulate", "--memory-node-lifetime", "30d"], "--server-lifetime TIME"),

@@ -176,7 +176,7 @@ def test_a_duration_has_a_unit() -> None:
         seconds("soon")
 
 
-@pytest.mark.parametrize("flag", ["--server-speed", "--durable-speed", "--snapshot-size"])
+@pytest.mark.parametrize("flag", ["--server-speed", "--storage-speed", "--snapshot-size"])
 def test_a_size_so_small_has_lost_its_unit(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*QUICK, flag, "600"])

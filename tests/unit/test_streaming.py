@@ -89,6 +89,12 @@ def test_torch_loads_every_byte_as_it_arrives_and_nearly_none_twice() -> None:
     assert far.most_under_way <= 4
 
 
+def test_each_byte_counts_once_however_torch_jumps() -> None:
+    far, moved = Far(saved()), list[int]()
+    _load(Streamed(far.manifest, "far", far, far.url, moved.append), trusts=False, is_shared=False)
+    assert sum(moved) == len(far.content)
+
+
 def test_what_torch_refuses_is_not_read_twice() -> None:
     far = Far(saved(Strange()))
     assert float(far.load()["t3"][0]) == 3.0
