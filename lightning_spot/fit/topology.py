@@ -117,8 +117,8 @@ def _check_storage(url: str, info: RunInfo) -> None:
             break
         time.sleep(_LOOK_S)
     raise SettingsError(
-        f"{url} cannot be used from every host ({problem}), and each writes snapshots there. Give a bucket, or a mount"
-        " of all hosts; or name servers='spot://host:7070'"
+        f"{url} cannot be used from every host ({problem}). Each host writes its shards there: give a bucket, or a"
+        " directory that all hosts mount, or a snapshot server (servers='spot://host:7070')"
     )
 
 

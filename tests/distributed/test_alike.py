@@ -327,7 +327,7 @@ def test_a_directory_that_another_host_does_not_see_is_refused_when_training_beg
 
     found = on_ranks(4, check)
     assert asked == [2]  # the first rank of the other host
-    assert all("a mount of all hosts" in error for error in found) != sees
+    assert all("a directory that all hosts mount" in error for error in found) != sees
     assert any(found) != sees
 
 
