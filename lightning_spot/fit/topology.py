@@ -117,9 +117,8 @@ def _check_storage(url: str, info: RunInfo) -> None:
             break
         time.sleep(_LOOK_S)
     raise SettingsError(
-        f"{url} cannot be used from every host ({problem}): without a snapshot server, each host writes its part of a"
-        " snapshot there, so it must be one place for all of them. Give a bucket, or a directory that all hosts mount;"
-        " or start a snapshot server that all hosts reach, and name it (servers='spot://host:7070')"
+        f"{url} cannot be used from every host ({problem}). Each host writes its shards there: give a bucket, or a"
+        " directory that all hosts mount, or a snapshot server (servers='spot://host:7070')"
     )
 
 
