@@ -35,4 +35,4 @@ def test_a_model_in_shards_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path,
 def test_snapshots_of_ddp_hold_the_parameters_of_their_steps(tmp_path: Path, ranks: int) -> None:
     train("together_trainer", tmp_path, "--ranks", ranks, "--steps", 8)
     check_states(tmp_path)
-    assert [account["missed"] for account in accounts(tmp_path, ranks)] == [0] * ranks
+    assert [account["aborted"] for account in accounts(tmp_path, ranks)] == [0] * ranks
