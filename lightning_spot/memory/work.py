@@ -400,8 +400,10 @@ class Work:
         if slot.manifest is None or slot.shard is None or url.startswith("spot://"):
             return False
         info = self._run(slot.run)
-        if is_pending and info is not None and (info.hosts == 1 or url in self._ring.tiers(slot.run).carried):
-            return True  # this server never brings it there as it is
+        if url in self._ring.tiers(slot.run).carried and (is_pending or not slot.shard.persist):
+            return True  # another server brings it there, if anybody does
+        if is_pending and info is not None and info.hosts == 1:
+            return True  # it never is there without the rest, which is to come here
         if is_pending or self.leaves_s is not None or info is None or not info.session:
             return (url, Job(Kind.PUT, slot.run, slot.manifest).key) in self._later
         return not slot.shard.persist or bool(slot.shard.failed)
