@@ -363,16 +363,19 @@ class Coordinator(OfTrainer):
         return Agreement(self._trainer).everyones(mine)[0]
 
     def _decision(self) -> Decision:
-        size = self._trainer.world_size
+        size, attempt = self._trainer.world_size, self.attempt
         if size == 1 or self._settings.ring.compression == "topk":  # what several ranks write is not approximated
+            return Decision()
+        if attempt is not None and attempt.lacks_memory and not self._is_sharded:  # one rank can write past memory
             return Decision()
         return Decision(writers=size, ranges=() if self._is_sharded else self._ranges())
 
     def _ranges(self) -> tuple[int, ...]:
         """The ranks that write a range of the one file: those whose shards come to one place."""
-        if self.hold_their_own or not self._apart.is_over:
-            return (0,)
         attempt, none = self.attempt, list[str]()
+        why_alone = attempt.writer.layouter.why_alone if attempt is not None else ""
+        if self.hold_their_own or not self._apart.is_over or why_alone:
+            return (0,)
         meet = self._hosts.is_one_place
         if not meet and self._location.servers and attempt is not None:
             meet = bool(attempt.writer.link.ask(lambda host: host.destinations(), none))

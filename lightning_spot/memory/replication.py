@@ -129,8 +129,12 @@ class Peer:
             if (manifest.name, manifest.checksums) not in listed:
                 self._ring.mark_lost(slot, manifest, self.url)
 
-    def waiting(self) -> Waiting:
-        """Snapshots that the server has, and of which it is not known yet that they are durable."""
+    def waiting(self, *, all_too: bool) -> Waiting:
+        """Snapshots that the server has, and of which it is not known yet that they are durable.
+
+        Args:
+            all_too: also those that storage is not meant to have, unless nothing newer comes.
+        """
         with self._ring.changed:
             return [
                 (slot, slot.manifest)
@@ -139,7 +143,7 @@ class Peer:
                 and slot.places is None
                 and self.url in slot.safe
                 and self._info.durable_url in slot.dirty
-                and (slot.shard is None or slot.shard.persist)
+                and (all_too or slot.shard is None or slot.shard.persist)
             ]
 
     def tell(self) -> None:
@@ -495,7 +499,8 @@ class Replication:
             return 0.0
         if node is not self._carrier:
             node.tell()
-        waiting = node.waiting() if node is self._carrier else []
+        all_too = self._is_urgent() or self._is_left()
+        waiting = node.waiting(all_too=all_too) if node is self._carrier else []
         if not waiting:
             return max(0.0, node.asked_s + ASK_AGAIN_S - time.monotonic())
         try:

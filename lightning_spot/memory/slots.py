@@ -560,19 +560,18 @@ def find_room(
         if room is not None:  # mostly there is: then nobody asks what each of hundreds of slots is worth
             return room
     idle = [slot for slot in reusable(slots, known) if slot.capacity]
-    if not has_share:
-        idle = [slot for slot in idle if (slot.run, slot.writer) == (run, writer)]
     forget = _within_quota(slots, idle, run, capacity, limits)
     if forget is None:
         return None
     free += forget
     idle = [slot for slot in idle if slot not in forget]
-    superseded = _superseded(slots, idle, known) if reuse and not forget else []
+    own = [slot for slot in idle if has_share or (slot.run, slot.writer) == (run, writer)]
+    superseded = _superseded(slots, own, known) if reuse and not forget else []
     fitting = [slot for slot in superseded if slot.takes(nbytes)]
     room = _without_loss(slots, free, fitting, nbytes, capacity, limits, can_be_new=can_be_new)
     if room is not None:
         return Room(room.slot, forget, room.release)
-    for candidate in idle:
+    for candidate in own:
         if (room := _try(slots, candidate, free, idle, nbytes, capacity, limits)) is not None:
             outgrown = candidate in superseded and candidate.capacity < nbytes and not room.forget
             return Room(room.slot, [*forget, *room.forget], room.release, outgrown)

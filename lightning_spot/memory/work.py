@@ -259,8 +259,12 @@ class Work:
     def owed(self, run: str | None) -> set[str]:
         """Tiers that are waited for, of a run (``None``: of any): no retention that fails, and no spare replica."""
         slots = [slot for slot in self._ring.slots if run in (None, slot.run)]
+        pending = {slot for group in self._ring.groups(run) if group.state is Status.PENDING for slot in group.slots}
         found = {
-            url for slot in slots for url in slot.dirty if not (self._is_spare(slot, url) or self._is_idle(slot, url))
+            url
+            for slot in slots
+            for url in slot.dirty
+            if not (self._is_spare(slot, url) or self._is_idle(slot, url, is_pending=slot in pending))
         }
         for url, deletions in self._deletions.items():
             if any(run in (None, key_of(each.manifest)) for each in deletions):
@@ -387,16 +391,18 @@ class Work:
         info = self._run(slot.run)
         return url.startswith("spot://") and info is not None and info.replicas > 1 and info.durable_url in slot.safe
 
-    def _is_idle(self, slot: Slot, url: str) -> bool:
+    def _is_idle(self, slot: Slot, url: str, *, is_pending: bool) -> bool:
         """Whether nobody waits for a shard at storage: its snapshot is not meant to be there.
 
-        Where no more comes of its trainer, or this server is about to end, it is waited for until storage has what this
-        server has of its snapshot: who has the rest commits it.
+        Where its snapshot is not complete, no more comes of its trainer, or this server is about to end, it is waited
+        for until storage has what this server has of its snapshot: who has the rest commits it.
         """
         if slot.manifest is None or slot.shard is None or url.startswith("spot://"):
             return False
         info = self._run(slot.run)
-        if self.leaves_s is not None or info is None or not info.session:
+        if is_pending and info is not None and (info.hosts == 1 or url in self._ring.tiers(slot.run).carried):
+            return True  # this server never brings it there as it is
+        if is_pending or self.leaves_s is not None or info is None or not info.session:
             return (url, Job(Kind.PUT, slot.run, slot.manifest).key) in self._later
         return not slot.shard.persist or bool(slot.shard.failed)
 

@@ -221,7 +221,6 @@ class ShardedImage:
         digest: of all that the ranks must agree on.
         tensor_nbytes: of the tensors of all ranks, with what is around them.
         rest: on rank 0, the file with the rest of the checkpoint.
-        plan: who writes what; the same object as long as that stays as it is.
     """
 
     layout: Layout
@@ -229,7 +228,6 @@ class ShardedImage:
     digest: str
     tensor_nbytes: int
     rest: Layout | None
-    plan: Plan
 
 
 class ShardedLayouter:
@@ -283,7 +281,7 @@ class ShardedLayouter:
             files = (*files, *behind.files, last)
             frame = [*frame, *behind.frame, _entry(last, content)]
             end, found = aligned(last.stop, FILE_ALIGNMENT_BYTES), Layout(len(content), ((0, content),), ())
-        return ShardedImage(Layout(end, tuple(frame), pieces), files, self._digest, sum(places.sizes), found, plan)
+        return ShardedImage(Layout(end, tuple(frame), pieces), files, self._digest, sum(places.sizes), found)
 
     def _place(self, plan: Plan) -> Places:
         places = Places(plan)

@@ -196,11 +196,6 @@ class Plan:
         """Of all of it, 32 hexadecimal digits."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
 
-    def lines(self) -> list[str]:
-        """The items, one line each, for people."""
-        tensors = [f"{_name(t.path)} ({t.dtype}, {t.shape}, {len(t.chunks)} shards)" for t in self.tensors]
-        return [*tensors, *map(_name, self.values)]
-
 
 class Planned(NamedTuple):
     """A state and its plan.

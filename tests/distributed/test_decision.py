@@ -39,6 +39,7 @@ class Writer:
         self.destinations: list[str] = []
         host = SimpleNamespace(destinations=lambda: self.destinations)
         self.link = SimpleNamespace(ask=lambda question, _: question(host))
+        self.layouter = SimpleNamespace(why_alone="")
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +73,7 @@ def coordinator(
     made._kept_alive = (trainer, optimizer)  # type: ignore[attr-defined]
     made._is_sharded, made._hosts = sharded, Topology(places)
     failures = SimpleNamespace(are_too_many=False)
-    made.attempt = SimpleNamespace(writer=writer, fenced=False, failures=failures)  # type: ignore[assignment]
+    made.attempt = SimpleNamespace(writer=writer, fenced=False, failures=failures, lacks_memory=False)  # type: ignore[assignment]
     return made, writer
 
 
@@ -87,6 +88,17 @@ def test_ranks_of_one_place_write_ranges_and_all_know_what_was_decided(tmp_path:
 def test_of_few_bytes_rank_0_writes_the_model_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ddp_plan.ranges_for, "__defaults__", (10_000,))
     assert coordinator(tmp_path, ONE)[0].decide() == Decision(writers=4, ranges=(0,))
+
+
+def test_what_rank_0_alone_can_write_or_lacks_the_memory_for_it_writes_alone(tmp_path: Path) -> None:
+    made, writer = coordinator(tmp_path, ONE)
+    writer.layouter.why_alone = "it is serialised with plain torch.save"
+    assert made.decide() == Decision(writers=4, ranges=(0,))
+    assert made.attempt is not None
+    made.attempt.lacks_memory = True
+    assert made.decide() == Decision()  # with what the others know, gathered: it is streamed to a server or storage
+    made._is_sharded = True
+    assert made.decide() == Decision(writers=4, ranges=())
 
 
 def test_ranks_of_other_hosts_write_ranges_while_snapshot_servers_take_them(tmp_path: Path) -> None:

@@ -376,7 +376,7 @@ def test_a_larger_slot_made_ahead_costs_no_snapshot_of_another_run() -> None:
         return Slot(index, state, reserved_bytes=nbytes, run=run, manifest=manifest, safe=["tier"], sequence=step)
 
     slots = [slot(0, own, 1, 100), slot(1, own, 2, 100), slot(2, "other@2", 1, 500)]
-    more, same = (Limits(slots=3, memory_bytes=nbytes, run_memory_bytes=None) for nbytes in (2000, 800))
+    more, same = (Limits(slots=2, memory_bytes=nbytes, run_memory_bytes=None) for nbytes in (2000, 800))
     found = find_room(slots, own, 400, 400, more, reuse=True)
     assert (found.slot, found.forget, found.is_spare) == (slots[0], [], True)
     found = find_room(slots, own, 400, 400, same, reuse=True)  # there is the memory only if the other run's goes
