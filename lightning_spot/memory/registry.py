@@ -243,7 +243,7 @@ class Registry:
         for slot in self._ring.committed():
             if (manifest := slot.manifest) is None:
                 continue
-            if manifest.complete:
+            if manifest.complete and (slot.shard is None or slot.is_safe):  # a shard alone says nothing of the others
                 ended.add((slot.run, manifest.attempt))
             if slot.run not in runs:
                 left = RunInfo(name=manifest.run, id=manifest.run_id, location="", attempt=manifest.attempt, token="")

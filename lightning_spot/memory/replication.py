@@ -270,6 +270,8 @@ class Registers:
             return node.tier().listing()
         except SpotError as error:
             logger.debug("%s does not tell what it has: %s", node.url, error)
+            with self._ring.changed:  # who does not answer does not keep the others waiting each time
+                node.away_until_s = max(node.away_until_s, time.monotonic() + ASK_AGAIN_S)
             return []
 
 

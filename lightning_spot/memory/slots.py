@@ -274,9 +274,9 @@ def _group(
     newest = max(orders, default=None)
     newest_exact = max((order for order in orders if order[2]), default=None)
     state, why = Status.COMMITTED, ""
-    if first.shard is not None:
+    if not is_here:  # else no register that is elsewhere says anything new
         state, why = status_of(known, key, first.lineage, first.order, registers_of(held), newest)
-        held.sort(key=lambda slot: slot.writer)
+    held.sort(key=lambda slot: slot.writer)
     return Group(tuple(held), state, why, is_here, newest, newest_exact)
 
 

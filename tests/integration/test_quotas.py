@@ -287,7 +287,7 @@ def test_no_run_is_forgotten_that_has_something_only_here(monkeypatch: pytest.Mo
         for number in range(4):
             open_run(client, f"run-{number}")
             commit(client, 1, b"only here", f"run-{number}")
-        with pytest.raises(SnapshotFailedError, match="4 of them this client's", check=FailureReason.RING_FULL.caused):
+        with pytest.raises(SnapshotFailedError, match="4 of this client", check=FailureReason.RING_FULL.caused):
             open_run(client, "one-more")
         client.call("POST", "/v1/runs/run-2/settle", {"attempt": 1, "name": snapshot_name(1, 1), "lineage": ""})
         open_run(client, "one-more")  # what is durable need not be here
