@@ -1,6 +1,7 @@
 """Runs the benchmarks and prints a table in Markdown. ``python -m benchmarks [NAME ...] [--quick] [--json FILE]``.
 
-``python -m benchmarks peers`` is a command of its own: see ``benchmarks/peers/command.py``.
+``python -m benchmarks peers`` and ``compare`` are commands of their own: see ``benchmarks/peers/command.py`` and
+``benchmarks/regressions.py``.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from benchmarks import (
     memory,
     objects,
     partitions,
+    regressions,
     restore,
     scale,
     shares,
@@ -83,6 +85,8 @@ def main() -> int:
         from benchmarks.peers import command  # needs transformers
 
         return command.main(sys.argv[2:])
+    if sys.argv[1:2] == ["compare"]:
+        return regressions.main(sys.argv[2:], _all_that_can_run())
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", choices=[*ALL, []], help="which ones (default: all)")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")

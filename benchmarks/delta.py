@@ -23,6 +23,7 @@ from lightning_spot.client.remote import NodeStore
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.delta import Coding, decode, encode
 from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.packing import Compression
 from lightning_spot.memory.ring import Glance
 from lightning_spot.memory.runs import RunInfo
 
@@ -141,19 +142,19 @@ def _pack(new: bytes, base: bytes) -> tuple[int, float, float]:
 def _over_link(states: list[State], port: int, number: int, link: str, copies: int) -> Iterator[Result]:
     """Seconds to safety with ``auto``, over those as it is, of consecutive snapshots; and the bytes sent."""
     images = [b"".join(state[name] * copies for name in THIRDS) for state in states[:-1]]
+    modes: tuple[Compression, ...] = ("off", "auto")
     senders = {
-        mode: _Sender(f"spot://127.0.0.1:{port}", f"{RUN_ID[:-2]}{number}{way}", mode)
-        for way, mode in enumerate((None, "auto"))
+        mode: _Sender(f"spot://127.0.0.1:{port}", f"{RUN_ID[:-2]}{number}{way}", mode) for way, mode in enumerate(modes)
     }
-    taken: dict[str | None, list[float]] = {mode: [] for mode in senders}
+    taken: dict[Compression, list[float]] = {mode: [] for mode in senders}
     sent: list[float] = []
     for step, image in enumerate(images):
-        for mode in sorted(senders, key=str, reverse=bool(step % 2)):  # neither is always the first
+        for mode in sorted(senders, reverse=bool(step % 2)):  # neither is always the first
             seconds, sent_bytes = senders[mode].send(step, image)
             if step >= 2:  # the first is whole, with the second speeds are learned
                 taken[mode].append(seconds)
                 sent += [sent_bytes / len(image)] if mode == "auto" else []
-    ratios = [auto / plain for auto, plain in zip(taken["auto"], taken[None], strict=True)]
+    ratios = [auto / plain for auto, plain in zip(taken["auto"], taken["off"], strict=True)]
     yield Result(f"{link}: seconds to safety, auto / as it is", ratios, TARGET_TIME)
     yield Result(f"{link}: bytes sent with auto / bytes", sent, None)
 
@@ -161,7 +162,7 @@ def _over_link(states: list[State], port: int, number: int, link: str, copies: i
 class _Sender:
     """Sends consecutive snapshots of a run of its own."""
 
-    def __init__(self, url: str, run_id: str, compression: str | None) -> None:
+    def __init__(self, url: str, run_id: str, compression: Compression) -> None:
         self._store = NodeStore(f"{url}/run@{run_id}")
         fields = {"name": "run", "id": run_id, "location": "", "attempt": 1, "token": "t"}
         self._store.open_run(RunInfo(**fields, keep=1, compression=compression))  # type: ignore[arg-type]

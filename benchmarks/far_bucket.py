@@ -145,7 +145,7 @@ def resume(url: str, nbytes: int) -> None:
     """What a resume asks of storage."""
     location = Location.of(url, local_server=False)
     found = survey(location)
-    claim = Claim(attempt=2, run_id=RUN_ID, token="t", location=url, started_unix_s=1.0)
+    claim = Claim(attempt=2, run_id=RUN_ID, digest="t", location=url, started_unix_s=1.0)
     open_store(url).claim(claim)
     manifest, _ = look_again(found).candidates[0]
     open_store(url).fetch(manifest, memoryview(bytearray(nbytes)))
@@ -163,7 +163,7 @@ def measured(kind: int, delay_ms: float, rounds: int) -> Taken:
     with s3_behind(lambda port: Far(port, delay_ms)) as server:
         url = "s3://benchmark/run"
         store = open_store(url)
-        store.claim(Claim(attempt=1, run_id=RUN_ID, token="t", location=url, started_unix_s=1.0))
+        store.claim(Claim(attempt=1, run_id=RUN_ID, digest="t", location=url, started_unix_s=1.0))
         put = put_alone(store) if kind == 1 else put_in_shards(store, kind)
         manifest = put(1)
         retain(store, KEEP, manifest)

@@ -112,8 +112,8 @@ def real_run(mean_s: float, epochs: int, seed: int = 7) -> RealRun:
     start_s = float(np.mean([r.trained_unix_s - at for at, r in owners if r.trained_unix_s is not None]))
     assert alone.trained_unix_s is not None
     training_s = alone.unix_s - alone.trained_unix_s
-    stall_s = alone.stall_s / max(1, alone.step // every)
-    work_s = training_s - alone.stall_s
+    stall_s = alone.blocked_s / max(1, alone.step // every)
+    work_s = training_s - alone.blocked_s
     job = SimulatedJob(work_s=work_s, steps=alone.step, stall_s=stall_s, restore_s=start_s)
     taken = np.arange(every, alone.step, every) * work_s / alone.step
     trace = Trace((uptimes[0] - start_s, *uptimes[1:], 1e9))

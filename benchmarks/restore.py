@@ -79,9 +79,9 @@ def run(quick: bool) -> list[Result]:
         durable = StoreSource(open_store(str(folder / "run")), str(folder / "run"))
         try:
             for _ in range(rounds + 1):
-                plain.append(seconds(lambda: torch.load(file, weights_only=True)))
-                near.append(seconds(lambda: _restore(memory)))
-                far.append(seconds(lambda: _restore(remote)))
+                plain.append(_seconds(lambda: torch.load(file, weights_only=True)))
+                near.append(_seconds(lambda: _restore(memory)))
+                far.append(_seconds(lambda: _restore(remote)))
                 copies.append(_one_and_many(_mapped(file), folder))
                 for (_, pairs), source in zip(many.items(), (memory, remote, durable), strict=True):
                     pairs.append(_one_and_many(_chosen(location, source), folder))
@@ -138,6 +138,17 @@ def _restore(source: Source) -> None:
     snapshot.close()
 
 
+def _seconds(work: Callable[[], object]) -> float:
+    """What it takes with no freed memory, as a restarted training has none: new memory for 1 GB takes 0.4 s here."""
+    _trim()
+    return seconds(work)
+
+
+def _trim() -> None:
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)
+
+
 def _ratio(ours: list[float], base: list[float]) -> list[float]:
     return [one / other for one, other in list(zip(ours, base, strict=True))[1:]]
 
@@ -152,12 +163,11 @@ def _one_and_many(prepare: _Prepare, folder: Path) -> _Pair:
 def _together(ranks: int, prepare: _Prepare, folder: Path) -> Took:
     """What it takes so many ranks until each model has the weights.
 
-    They begin with no freed memory, as a restarted training does. What they made and freed themselves would be warm,
-    what this process has freed would be copied as it is used again: either would change what one rank takes, which
-    reads into memory of its own, and not what several do, which receive into memory that they share.
+    They begin with no freed memory. What they made and freed themselves would be warm, what this process has freed
+    would be copied as it is used again: either would change what one rank takes, which reads into memory of its own,
+    and not what several do, which receive into memory that they share.
     """
-    if hasattr(_libc, "malloc_trim"):
-        _libc.malloc_trim(0)
+    _trim()
     context = multiprocessing.get_context("fork")
     took_s = context.Queue()
     meet = f"file://{folder}/meet-{uuid.uuid4().hex}"
@@ -201,7 +211,7 @@ def _chosen(location: Location, source: Source) -> _Prepare:
     def prepare(trainer: _Trainer) -> Callable[[], _State]:
         def find() -> _State:
             agreement = Agreement(trainer)  # type: ignore[arg-type]
-            hosts = SharedOpening(agreement, location, lambda: "127.0.0.1")
+            hosts = SharedOpening(agreement, location)
             look = functools.partial(_found, source, location)
             found = choose(agreement, hosts, look, trusts=False, load_shards=lambda *_: {})
             hosts.close()

@@ -14,7 +14,6 @@ import fsspec
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from torchmetrics import Metric
 
 from lightning_spot.exact import buffers, logged_values, namespaces, private
 from lightning_spot.exact.compare import is_drawn
@@ -67,7 +66,7 @@ def restore_checkpoints(trainer: pl.Trainer, saved: State) -> None:
 def _callback_modules(trainer: pl.Trainer) -> Iterator[tuple[str, nn.Module]]:
     for key, callback in _callbacks(trainer, "Callback"):
         for name, value in list(vars(callback).items()):
-            if isinstance(value, (Metric, AveragedModel)):
+            if logged_values.is_metric(value) or isinstance(value, AveragedModel):
                 yield f"{key}.{name}", value
 
 
@@ -77,7 +76,7 @@ def capture_modules(trainer: pl.Trainer) -> State:
     for key, module in _callback_modules(trainer):
         kept = set(module.state_dict(keep_vars=True))
         saved[key] = {
-            "metrics": logged_values.metrics_of(module) if isinstance(module, Metric) else {},
+            "metrics": logged_values.metrics_of(module) if logged_values.is_metric(module) else {},
             "buffers": {
                 name: buffer.detach().clone()
                 for name, buffer in module.named_buffers()

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 import xxhash
 from torch import nn
-from torchmetrics import Metric
 
 from lightning_spot.exact import namespaces
+from lightning_spot.exact.logged_values import is_metric
 from lightning_spot.exact.private import BUFFERS, PARAMETERS, writes_of
 from lightning_spot.exact.randomness import GENERATORS, is_of_process
 
@@ -126,7 +126,7 @@ class ChangeDetector:
         return self._known[id(value)]
 
     def _look(self, value: Any, depth: int) -> Any:
-        if isinstance(value, nn.Module) and not isinstance(value, Metric):
+        if isinstance(value, nn.Module) and not is_metric(value):
             found = [each for each in (*value.parameters(), *value.buffers()) if not self._is_trained(each)]
             some = found[:: max(1, len(found) // _MOST_TENSORS)][:_MOST_TENSORS]
             return [(_Tensor(each, writes_of(each)), _some_of(each)) for each in some]

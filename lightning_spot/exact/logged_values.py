@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torchmetrics import Metric
@@ -81,6 +81,11 @@ def last_values(trainer: pl.Trainer) -> State:
     return {**private.CALLBACK_METRICS.of(connector), **found}
 
 
+def is_metric(value: object) -> TypeGuard[Metric]:
+    """Whether it is a metric; ``isinstance`` would ask all hundred kinds of metrics about each class it meets first."""
+    return Metric in type(value).__mro__
+
+
 def metrics_of(module: torch.nn.Module) -> State:
     """States of the metrics in a module, or of a metric."""
     return metrics_among(module.named_modules())
@@ -88,7 +93,7 @@ def metrics_of(module: torch.nn.Module) -> State:
 
 def metrics_among(modules: Iterable[tuple[str, torch.nn.Module]]) -> State:
     """States of the metrics among modules."""
-    return {name: _metric_state(item) for name, item in modules if isinstance(item, Metric)}
+    return {name: _metric_state(item) for name, item in modules if is_metric(item)}
 
 
 def restore_metrics_of(module: torch.nn.Module, state: State) -> None:
@@ -101,7 +106,7 @@ def restore_metrics_of(module: torch.nn.Module, state: State) -> None:
 
 def metrics_in(module: torch.nn.Module) -> list[tuple[str, Metric]]:
     """Every metric in a module, by its name."""
-    return [(name, item) for name, item in module.named_modules() if isinstance(item, Metric)]
+    return [(name, item) for name, item in module.named_modules() if is_metric(item)]
 
 
 def _metric_state(metric: Metric) -> State:

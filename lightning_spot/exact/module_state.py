@@ -29,13 +29,13 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.data import Dataset
-from torchmetrics import Metric
 
 from lightning_spot.exact import namespaces, private
 from lightning_spot.exact.aliases import Holders, Owners, Place, Sharing, are_tied, tie
 from lightning_spot.exact.buffers import Buffers, Marks, marks_of
 from lightning_spot.exact.builtin_callbacks import tuners
 from lightning_spot.exact.change_detector import SCALARS, ChangeDetector, class_attributes, is_value, own_classes
+from lightning_spot.exact.logged_values import is_metric
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.randomness import GENERATORS, capture_generator, is_of_process, restore_generator
 from lightning_spot.patches import Patches
@@ -546,7 +546,7 @@ def _without_metrics(modules: Iterable[NamedModule]) -> Iterator[NamedModule]:
     """Modules whose attributes are the user's: metrics have their own way."""
     metrics: tuple[str, ...] = ()
     for name, part in modules:
-        if isinstance(part, Metric):
+        if is_metric(part):
             metrics += (f"{name}.",)
         elif not metrics or not name.startswith(metrics):
             yield name, part

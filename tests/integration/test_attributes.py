@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import weakref
+from abc import ABCMeta
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from enum import Enum
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torchmetrics import MeanMetric
 
+from lightning_spot.exact.builtin_callbacks import capture_modules
 from lightning_spot.exact.change_detector import ChangeDetector
 from lightning_spot.exact.compare import differences
 from lightning_spot.exact.module_state import Attributes, ModuleState, put
@@ -308,3 +312,24 @@ def test_what_torch_keeps_at_a_module_that_fsdp2_has_wrapped_is_not_looked_at() 
     module.count = 3
     assert before.changed(module, (), detector(module)) == {"count": 3}
     assert before.lost == set()
+
+
+def test_no_class_of_metrics_is_asked_about_the_classes_of_other_attributes() -> None:
+    asked: list[type] = []
+
+    class Kind(ABCMeta):
+        def __subclasscheck__(cls, subclass: type) -> bool:
+            asked.append(subclass)
+            return super().__subclasscheck__(subclass)
+
+    class Mean(MeanMetric, metaclass=Kind):
+        pass
+
+    class Other:
+        pass
+
+    callback = pl.Callback()
+    vars(callback).update(mean=Mean(), other=Other())
+    saved = capture_modules(SimpleNamespace(callbacks=[callback]))  # type: ignore[arg-type]
+    assert [name.rpartition(".")[2] for name in saved] == ["mean"]
+    assert Other not in asked

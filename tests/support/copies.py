@@ -10,7 +10,7 @@ import torch
 from lightning_spot.image.pieces import Piece
 from lightning_spot.staging.batch import SlotView
 from lightning_spot.staging.partitions import Partition, Span
-from lightning_spot.staging.schedule import Held, Schedule, Timetable
+from lightning_spot.staging.schedule import HeldTensors, Schedule, Timetable
 
 SIZES = (3000, 1, 50_000, 700)
 
@@ -23,7 +23,7 @@ class Fixed(Schedule):
         self.made = Timetable(
             tuple(Partition(point, after_s, tuple(spans)) for point, after_s, spans in parts), limit_s
         )
-        self.jobs: list[Held] = []
+        self.jobs: list[HeldTensors] = []
 
     @classmethod
     def still(cls) -> Fixed:
@@ -35,7 +35,7 @@ class Fixed(Schedule):
     def timetable(self, addresses: Sequence[int], sizes: Sequence[int]) -> Timetable | None:
         return self.made
 
-    def attach(self, job: Held) -> None:
+    def attach(self, job: HeldTensors) -> None:
         self.jobs.append(job)
 
 
