@@ -618,7 +618,6 @@ class Attempt:
             followed: whether another one is to follow in a moment, see :meth:`Host.seal`.
         """
         manifest: Manifest | None = None
-        has_begun = False
         try:
             self._ended |= complete
             manifest = self._manifest(step, epoch, world_size, writers, complete=complete, persist=persist)
@@ -628,15 +627,14 @@ class Attempt:
                 raise content
             if complete:
                 self._last = LastState.of(content, manifest)
-            has_begun = True
             how: dict[str, Any] = {"owned": owned, "kept": kept, "wait_s": wait_s, "followed": followed}
             self._begun = self.writer.begin(content, manifest, **how)
         except Exception as raised:
+            if manifest is not None:
+                self.writer.fail(manifest, raised)  # whatever has failed: to say it twice changes nothing
             error = failure_of(raised)
             self._begun = Future()
             self._begun.set_exception(error)
-            if manifest is not None and not has_begun:
-                self.writer.fail(manifest, error)
             self._not_begun(content if isinstance(content, dict) else None, manifest, error)
 
     def _manifest(

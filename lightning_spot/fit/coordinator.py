@@ -448,10 +448,12 @@ class Coordinator(OfTrainer):
         ranks.on_rank_zero(lambda: attempt.failure(left_s) if attempt is not None else None)
 
     def _begin(self, dump: Dump | SpotError, how: Decision, wait_s: float, followed: bool) -> None:
-        trainer, content = self._trainer, self._content(dump, how)
+        trainer = self._trainer
+        content: Any = dump
         owned: Owners = {}
         kept: Owners = {}
         try:
+            content = self._content(dump, how)
             owned = optimizer_owned(trainer.optimizers)
             if isinstance(content, ShardedCheckpoint):
                 frozen = by_storage(holder_of(trainer).frozen(content.state))
