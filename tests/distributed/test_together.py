@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_spot.exact.compare import differences
+from lightning_spot.image.files import MODEL_FILE
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.tiers.local import LocalStore
 from tests.support.snapshots import read
@@ -93,6 +94,19 @@ def test_a_training_goes_on_exactly_from_a_snapshot_that_two_ranks_wrote(train: 
     assert max(manifest.attempt for manifest in again) == 2
     assert all(manifest in again for manifest in newest)
     check_run(tmp_path)
+
+
+def test_a_file_that_the_user_names_is_gone_on_from_exactly(train: Train, tmp_path: Path) -> None:
+    """What only another rank knew lies beside it."""
+    assert train(tmp_path / "twin", "--steps", 8) == 0
+    named = next(each for each in manifests(tmp_path / "twin") if each.step == 4)
+    path = tmp_path / "twin" / "run" / named.name / MODEL_FILE
+    assert train(tmp_path / "run", "--steps", 8, "--ckpt", path) == 0
+    check_ends(tmp_path)
+    alone = tmp_path / "alone.ckpt"
+    alone.write_bytes(path.read_bytes())
+    assert train(tmp_path / "run-2", "--steps", 8, "--ckpt", alone) != 0
+    assert "is not in the whole directory of a snapshot" in (tmp_path / "run-2" / "log").read_text()
 
 
 @pytest.mark.soak

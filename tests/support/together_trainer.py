@@ -143,6 +143,7 @@ def main() -> int:
     parser.add_argument("--zero", action="store_true", help="each rank has the optimizer's state of some parameters")
     parser.add_argument("--lossy", choices=["topk"])
     parser.add_argument("--strict", action="store_true")
+    parser.add_argument("--ckpt", help="checkpoint that the user names")
     parser.add_argument("--hold", type=int, default=-9, help="step at which to wait for ROOT/go, and then for a node")
     parser.add_argument("--kill", type=int, nargs=2, default=(-1, -1), help="rank and step")
     parser.add_argument("--notice", type=int, nargs=2, default=(-1, -1), help="rank and step of a SIGTERM")
@@ -180,7 +181,7 @@ def main() -> int:
     )
     began_s = time.monotonic()
     try:
-        trainer.fit(Wide(arguments.width, arguments.unlike, arguments.zero), loader())
+        trainer.fit(Wide(arguments.width, arguments.unlike, arguments.zero), loader(), ckpt_path=arguments.ckpt)
     finally:
         print(f"{_TOOK} {time.monotonic() - began_s:.3f}", flush=True)
     return 0
