@@ -103,7 +103,7 @@ class PreemptionGuard(FitCallback):
         self._ranks = ranks = Ranks(trainer)
         self._stop = ranks.stop_agreement(lambda: _plain(watcher.notice, self.grace_period_s))
         self._keep_signals(trainer, watcher)
-        self._patches.wrap(trainer.fit_loop, "run", partial(partial, partial(self._run, trainer, watcher)))
+        self._patches.wrap(trainer.fit_loop, "run", lambda run: partial(self._run, trainer, watcher, run))
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """From here on there are places at which to stop."""

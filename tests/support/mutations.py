@@ -1069,7 +1069,7 @@ RING = [
         "    newest_exact = max((",
         "    newest_exact = min((",
         _ONLY,
-        _of("ring", "back_pressure_when_every_slot_is_needed"),
+        _of("groups", "what_is_complete_supersedes_and_what_may_become_so_does_not"),
     ),
     Mutation(
         "version counters",

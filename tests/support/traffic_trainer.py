@@ -34,6 +34,7 @@ from tests.support.together_trainer import Wide, be_on_host
 from tests.support.trainer import trainer as quiet
 
 _OURS = str(Path(lightning_spot.__file__).parent)
+_LOOPS = str(Path(pl.loops.__file__).parent)
 _COLLECTIVES = (
     *("broadcast", "broadcast_object_list", "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
     *("all_gather", "all_gather_object", "all_gather_into_tensor", "gather", "gather_object", "scatter"),
@@ -130,8 +131,9 @@ class _Waited:
 
 
 def _is_ours() -> bool:
+    """Whether ours call, and not a loop of Lightning, which runs within a method of ours all the time."""
     frame = sys._getframe(2)
-    while frame is not None:
+    while frame is not None and not frame.f_code.co_filename.startswith(_LOOPS):
         if frame.f_code.co_filename.startswith(_OURS):
             return True
         frame = frame.f_back  # type: ignore[assignment]
