@@ -61,7 +61,7 @@ def held(node: Node, but: str = "") -> dict[int, dict[str, Any]]:
     return found
 
 
-def test_ranks_of_two_hosts_send_the_snapshots_of_a_training_to_a_snapshot_server(
+def test_ranks_of_two_hosts_send_snapshots_to_one_server(
     train: Train, tmp_path: Path, memory: tuple[Node, str]
 ) -> None:
     root = tmp_path / "run"
@@ -87,7 +87,7 @@ def test_ranks_of_two_hosts_each_write_a_range(train: Train, tmp_path: Path, mem
 
 @pytest.mark.soak
 @pytest.mark.parametrize("who", [0, 1, 3])
-def test_a_rank_of_either_host_is_killed_in_the_middle_of_its_shard(
+def test_a_rank_of_either_host_is_killed_within_its_shard(
     train: Train, tmp_path: Path, memory: tuple[Node, str], who: int
 ) -> None:
     hosts = ("--ranks", 4, "--hosts", 2, "--steps", 8, "--memory", memory[1])
@@ -161,9 +161,7 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) 
 
 
 @pytest.mark.parametrize("optimizer", ["", "--zero"])
-def test_a_rank_of_another_host_is_killed_before_its_shard_is_there(
-    train: Train, tmp_path: Path, optimizer: str
-) -> None:
+def test_a_rank_of_another_host_is_killed_before_its_shard(train: Train, tmp_path: Path, optimizer: str) -> None:
     """The rank is gone in the iteration in which it writes: there is no snapshot of it, or a whole one."""
     options = (*HOSTS, "--steps", 8, *filter(None, [optimizer]))
     assert train(tmp_path / "twin", *options) == 0
@@ -192,7 +190,7 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) -> 
 @pytest.mark.parametrize(
     "what", ["a rank", "the first rank", "a machine", "the first machine", "the first node", "a link"]
 )
-def test_two_machines_train_without_a_snapshot_server_and_something_is_lost(
+def test_two_machines_without_a_server_lose_something(
     apart: Machines, tmp_path: Path, what: str, optimizer: str
 ) -> None:
     apart.more = tuple(filter(None, [optimizer]))

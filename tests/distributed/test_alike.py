@@ -116,7 +116,7 @@ def test_ranks_with_other_versions_are_told(monkeypatch: pytest.MonkeyPatch) -> 
     assert "the version of torch is 2.0 on rank 0 and 2.1 on rank 1" in found[0]
 
 
-def test_what_only_one_rank_decides_by_and_what_is_a_host_s_own_may_differ() -> None:
+def test_settings_of_one_rank_or_of_one_host_may_differ() -> None:
     learned = EverySteps(3)
     learned.taken(6, 0.0)
     nodes = ["spot://a:1", "spot://b:1"]
@@ -129,7 +129,7 @@ def test_what_only_one_rank_decides_by_and_what_is_a_host_s_own_may_differ() -> 
     assert checked(lambda: RemoteSnapshot("/tmp/alone")) == [None]
 
 
-def test_ranks_whose_trainers_would_step_at_other_places_are_told() -> None:
+def test_ranks_whose_trainers_would_step_elsewhere_are_named() -> None:
     def check(trainer: WithCallbacks) -> None:
         trainer.callbacks = [spot()()]
         vars(trainer)["accumulate_grad_batches"] = 1 + (trainer.global_rank == 1)
@@ -189,7 +189,7 @@ def check_told(found: list[Any], facts: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(("one", "other", "facts"), OTHER_MODELS)
-def test_ranks_that_have_built_other_models_are_told_the_first_difference(
+def test_the_first_difference_between_rank_models_is_named(
     one: Callable[[], torch.nn.Module], other: Callable[[], torch.nn.Module], facts: tuple[str, ...]
 ) -> None:
     def check(trainer: WithCallbacks) -> None:
@@ -211,7 +211,7 @@ class Learning(EverySteps):
         self.stall_s = costs.stall_s
 
 
-def test_what_a_policy_has_learned_in_the_fit_before_is_no_setting() -> None:
+def test_learned_policy_values_of_a_former_fit_are_no_setting() -> None:
     one, other = spot(interval=Learning(3))(), spot(interval=Learning(3))()
     assert one.interval is not other.interval
     one.interval.learn(Costs(stall_s=0.5, mtbf_s=3600.0))  # rank 0 only measures
@@ -251,7 +251,7 @@ class NodeOf:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_the_host_of_a_former_rank_0_has_is_brought_before_it_is_looked_what_there_is(
+def test_the_former_rank_0_host_uploads_before_the_survey(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: bool
 ) -> None:
     store, location = LocalStore(str(tmp_path / "run")), Location.of(tmp_path / "run", local_server=False)
@@ -281,9 +281,7 @@ def test_what_the_host_of_a_former_rank_0_has_is_brought_before_it_is_looked_wha
     assert ("No space left" in str(late.get(2))) == fails
 
 
-def test_it_is_brought_where_the_node_knows_two_runs_of_that_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_upload_works_if_the_server_has_two_runs_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory that was emptied, and begun anew, has another run at the same node."""
     location = Location.of(tmp_path / "run")
     host = starting.start(location.url, location.name, slots=4, memory_bytes=2**26, server_idle_timeout_s=60.0)
@@ -301,7 +299,7 @@ def test_it_is_brought_where_the_node_knows_two_runs_of_that_name(
 
 
 @pytest.mark.parametrize("sees", [True, False])
-def test_a_directory_that_another_host_does_not_see_is_refused_when_training_begins(
+def test_a_directory_one_host_cannot_see_is_refused_at_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sees: bool
 ) -> None:
     """Rank 0 wrote to its own disk, and a resume failed on the other hosts."""
@@ -370,7 +368,7 @@ OTHER_OPTIMIZERS: list[tuple[Trained, Trained, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("one", "other", "facts"), OTHER_OPTIMIZERS)
-def test_ranks_that_train_with_other_optimizers_are_told_the_first_difference(
+def test_the_first_difference_between_rank_optimizers_is_named(
     one: Trained, other: Trained, facts: tuple[str, ...]
 ) -> None:
     def check(trainer: WithCallbacks) -> None:

@@ -77,7 +77,7 @@ def coordinator(
     return made, writer
 
 
-def test_ranks_of_one_place_write_ranges_and_all_know_what_was_decided(tmp_path: Path) -> None:
+def test_ranks_of_one_place_write_ranges_and_all_know_it(tmp_path: Path) -> None:
     made, _ = coordinator(tmp_path, ONE)
     how = made.decide()
     assert how == Decision(writers=4, ranges=(1, 2, 3, 0))
@@ -90,7 +90,7 @@ def test_of_few_bytes_rank_0_writes_the_model_alone(tmp_path: Path, monkeypatch:
     assert coordinator(tmp_path, ONE)[0].decide() == Decision(writers=4, ranges=(0,))
 
 
-def test_what_rank_0_alone_can_write_or_lacks_the_memory_for_it_writes_alone(tmp_path: Path) -> None:
+def test_rank_0_writes_alone_what_no_other_can_or_has_room_for(tmp_path: Path) -> None:
     made, writer = coordinator(tmp_path, ONE)
     writer.layouter.why_alone = "it is serialised with plain torch.save"
     assert made.decide() == Decision(writers=4, ranges=(0,))
@@ -101,7 +101,7 @@ def test_what_rank_0_alone_can_write_or_lacks_the_memory_for_it_writes_alone(tmp
     assert made.decide() == Decision(writers=4, ranges=())
 
 
-def test_ranks_of_other_hosts_write_ranges_while_snapshot_servers_take_them(tmp_path: Path) -> None:
+def test_ranks_of_other_hosts_write_ranges_to_servers(tmp_path: Path) -> None:
     made, writer = coordinator(tmp_path, TWO, SERVERS[:1])
     assert made.decide() == Decision(writers=4, ranges=(1, 0))
     writer.destinations = list(SERVERS[:1])
@@ -109,16 +109,14 @@ def test_ranks_of_other_hosts_write_ranges_while_snapshot_servers_take_them(tmp_
     assert coordinator(tmp_path, TWO)[0].decide() == Decision(writers=4, ranges=(1, 0))
 
 
-def test_what_servers_are_sent_in_approximations_rank_0_writes_alone(tmp_path: Path) -> None:
+def test_what_is_approximated_is_written_by_rank_0_alone(tmp_path: Path) -> None:
     assert coordinator(tmp_path, TWO, SERVERS, compression="topk")[0].decide() == Decision()
     sharded = coordinator(tmp_path, TWO, SERVERS, sharded=True, compression="topk")[0]
     with pytest.raises(SettingsError):
         sharded.look()
 
 
-def test_one_that_spans_several_hosts_does_not_begin_while_the_last_one_is_under_way(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_snapshot_at_a_time_spans_several_hosts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made, writer = coordinator(tmp_path, TWO)
     writer.is_under_way = True
     assert made.decide() is None
@@ -131,9 +129,7 @@ def test_one_that_spans_several_hosts_does_not_begin_while_the_last_one_is_under
         assert made.decide() is not None
 
 
-def test_where_several_places_put_shards_to_storage_rank_0_decides_which_snapshots(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_0_decides_which_snapshots_storage_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     spread, writer = coordinator(tmp_path, TWO, SERVERS, sharded=True, min_upload_interval_s=60.0)
@@ -153,7 +149,7 @@ def test_where_several_places_put_shards_to_storage_rank_0_decides_which_snapsho
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_ranks_that_fail_at_one_file_again_and_again_have_rank_0_write_it_alone(
+def test_ranks_that_fail_again_have_rank_0_write_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, strict: bool
 ) -> None:
     made, writer = coordinator(tmp_path, ONE, strict=strict)

@@ -93,7 +93,7 @@ def test_no_sample_of_an_epoch_is_skipped_or_seen_twice(
 
 
 @pytest.mark.parametrize("worlds", [(4, 2, 3, 1), (1, 2, 4, 1)])
-def test_the_whole_way_with_no_sample_twice_where_the_numbers_fit(worlds: tuple[int, ...]) -> None:
+def test_no_sample_repeats_across_world_sizes_that_divide_evenly(worlds: tuple[int, ...]) -> None:
     torch.manual_seed(5)
     states, samples = None, []
     for world in worlds:
@@ -120,7 +120,7 @@ def test_a_dealt_epoch_is_itself_resumed_to_the_sample() -> None:
     assert again.train() == whole[1]
 
 
-def test_ranks_of_tensor_parallelism_have_the_same_share_of_what_is_left() -> None:
+def test_tensor_parallel_ranks_get_the_same_remaining_samples() -> None:
     torch.manual_seed(3)
     pair = Ranks(1, 30)  # two ranks that see the same batches
     seen = pair.train(4)
@@ -137,7 +137,7 @@ def test_ranks_of_tensor_parallelism_have_the_same_share_of_what_is_left() -> No
 
 
 @pytest.mark.parametrize(("old", "new"), [(2, 4), (4, 2), (1, 4), (4, 1)])
-def test_as_many_ranks_with_other_shares_of_the_data_are_other_ranks(old: int, new: int) -> None:
+def test_the_same_rank_count_with_other_data_shares_is_elastic(old: int, new: int) -> None:
     """Of four ranks, others see the same batches now: each went on as if it had had its new share from the first."""
     torch.manual_seed(3)
     before = Ranks(old, 96)
@@ -182,7 +182,7 @@ def test_a_rank_that_has_another_share_of_the_data_now_says_so(
     assert any("is not known over all ranks" in each for each in facts["findings"])
 
 
-def test_the_order_of_one_rank_with_workers_is_known_and_dealt_to_workers(seed: int) -> None:
+def test_samples_of_a_rank_with_workers_are_dealt_to_new_workers(seed: int) -> None:
     torch.manual_seed(seed)
     alone = Ranks(1, 40, num_workers=1)
     seen = Counter(alone.train(3) + Ranks(2, 40, alone.states(), num_workers=1).train())
@@ -237,9 +237,7 @@ def test_a_rank_that_was_not_there_draws_other_numbers() -> None:
 
 
 @pytest.mark.parametrize(("strategy", "kept"), [(DDPStrategy(), [1.0]), (ModelParallelStrategy(), [])])
-def test_gradients_in_mid_accumulation_keep_their_mean_and_those_in_shards_are_named(
-    strategy: Any, kept: list[float]
-) -> None:
+def test_partial_gradients_keep_their_mean_and_sharded_are_named(strategy: Any, kept: list[float]) -> None:
     """A shard of one number of ranks is none of another."""
     trainer: Any = SimpleNamespace(strategy=strategy, lightning_module=torch.nn.Linear(1, 1))
     state = {"random": capture_random(), "metrics": {}, "buffers": {}}
@@ -358,7 +356,7 @@ def test_an_epoch_of_which_no_batch_is_left_comes_to_its_end(
         assert last["ended"] == 1
 
 
-def test_a_validation_that_other_ranks_have_just_reached_comes_first(warm_python: str, tmp_path: Path) -> None:
+def test_a_validation_that_is_due_for_the_new_ranks_comes_first(warm_python: str, tmp_path: Path) -> None:
     """One rank would have had it after its 9th batch, two have it after their 4th: 8 of one."""
     settings = {"val_check_interval": 0.2, "max_epochs": 1}
     with pytest.raises(AssertionError, match="the machine breaks"):

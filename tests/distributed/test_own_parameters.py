@@ -33,9 +33,8 @@ def test_each_rank_goes_on_with_its_own(strategy: str, tmp_path: Path, warm_pyth
     assert said.count("norm.running_mean, norm.running_var") == 2 * (strategy == "manual")
 
 
-def test_what_only_one_rank_has_of_an_optimizers_state_is_named_where_it_is_too_large_or_the_ranks_are_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_optimizer_state_of_one_rank_is_named_if_it_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not kept if it is too large, or if the number of ranks has changed."""
     module = torch.nn.Linear(2, 1)
     optimizer = OnShards(module.parameters())
     for parameter in module.parameters():

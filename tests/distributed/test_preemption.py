@@ -318,7 +318,7 @@ def test_an_end_that_fails_leaves_no_handler_behind(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_a_signal_at_the_end_waits_until_the_last_snapshot_is_safe(
+def test_a_late_signal_waits_until_the_last_snapshot_is_safe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: int
 ) -> None:
     """Lightning puts back the handlers that were there before training, and only then asks for the end of ``fit``."""
@@ -493,9 +493,7 @@ def test_the_guard_alone_beside_model_checkpoint(tmp_path: Path) -> None:
     assert list(differences(expected, resumed.lightning_module.state_dict())) == []
 
 
-def test_a_folder_that_the_next_start_will_not_find_is_named_before_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_a_restart_cannot_find_is_named_early(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def fit(*callbacks: pl.Callback, **more: Any) -> pl.Trainer:
         made = trainer(*callbacks, PreemptionGuard("signal"), ModelCheckpoint(), limit_train_batches=8, **more)
         made.fit(Model(), loader(), ckpt_path="last")
@@ -510,9 +508,7 @@ def test_a_folder_that_the_next_start_will_not_find_is_named_before_training(
     assert resumed.ckpt_path is None
 
 
-def test_a_bucket_in_which_lightning_finds_nothing_is_named_with_the_way_on(
-    s3: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bucket_lightning_cannot_search_is_named_with_a_fix(s3: str, caplog: pytest.LogCaptureFixture) -> None:
     """``fit(ckpt_path="last")`` began at step 0, though the file was there."""
 
     def fit(path: str, *callbacks: pl.Callback) -> pl.Trainer:

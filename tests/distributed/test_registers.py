@@ -88,7 +88,7 @@ def test_each_rank_has_as_many_slots_as_the_ring(ranks: Ranks) -> None:
     assert len({upload.slot.index for upload in held}) == 6
 
 
-def test_a_rank_that_failed_aborts_the_snapshot_and_the_former_one_stands(ranks: Ranks) -> None:
+def test_a_rank_that_failed_aborts_the_snapshot(ranks: Ranks) -> None:
     for rank in range(3):
         ranks.write(1, rank)
     ranks.write(2, 0)
@@ -150,7 +150,7 @@ def test_a_rank_of_an_earlier_attempt_writes_nothing(ranks: Ranks) -> None:
         ranks.node.fail(RUN, 1, failed_shard(1, 1, 3))
 
 
-def test_what_says_that_a_shard_failed_is_of_this_run_and_has_a_reason(ranks: Ranks) -> None:
+def test_a_failed_shard_is_of_this_run_and_has_a_reason(ranks: Ranks) -> None:
     for wrong in (shard_manifest(1, 1), failed_shard(1, 1, run_id="f" * 12), failed_shard(1, 1, attempt=2)):
         with pytest.raises(SettingsError):
             ranks.node.fail(RUN, 1, wrong)
@@ -188,9 +188,7 @@ def _written(host: EmbeddedHost, step: int, rank: int) -> Manifest:
     return manifest
 
 
-def test_processes_write_their_shards_and_one_waits_until_they_count(
-    hosts: Callable[[], EmbeddedHost], tmp_path: Path
-) -> None:
+def test_processes_write_shards_and_one_waits_for_the_commit(hosts: Callable[[], EmbeddedHost], tmp_path: Path) -> None:
     first, second = hosts(), hosts()
     with ThreadPoolExecutor(1) as pool:
         for step in (1, 2):

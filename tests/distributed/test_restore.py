@@ -210,7 +210,7 @@ def test_without_room_in_memory_all_read_the_file_in_place(
     assert fetched == []
 
 
-def test_without_room_in_memory_each_rank_reads_what_it_needs_of_a_sharded_snapshot(
+def test_if_memory_is_short_ranks_read_only_the_shards_they_need(
     run: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest, content = sharded(9)
@@ -262,7 +262,7 @@ def test_a_host_to_which_no_tier_gives_it_is_an_error_on_all(run: LocalStore, mo
 
 
 @pytest.mark.usefixtures("two_hosts")
-def test_each_host_reads_a_sharded_snapshot_once_from_a_memory_node(
+def test_each_host_reads_a_sharded_snapshot_once_from_a_server(
     run: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(restore, "open_store", open_store)
@@ -297,7 +297,7 @@ def test_what_is_damaged_is_passed_over_by_all(run: LocalStore) -> None:
     assert [found[0].step for found in restored(run)] == [3, 3, 3]
 
 
-def test_what_leaves_a_memory_node_before_it_is_read_is_read_where_it_is_durable_by_then(run: LocalStore) -> None:
+def test_a_snapshot_gone_from_a_server_is_read_from_storage(run: LocalStore) -> None:
     """The node that listed it has brought it there since, and needed its memory."""
     newest, older = run.survey().manifests
 
@@ -361,9 +361,7 @@ def test_any_error_of_what_rank_0_does_alone_is_raised_on_all() -> None:
         assert list(pool.map(on, range(2))) == ["not here", "rank 0: PermissionError: not here"]
 
 
-def test_a_survey_that_fails_is_raised_on_all_and_nothing_is_a_fresh_start_on_all(
-    run: LocalStore, tmp_path: Path
-) -> None:
+def test_a_failed_survey_raises_on_all_and_an_empty_one_starts(run: LocalStore, tmp_path: Path) -> None:
     def fails(_location: Location) -> Survey:
         raise TierError("the bucket is gone")
 
@@ -371,7 +369,7 @@ def test_a_survey_that_fails_is_raised_on_all_and_nothing_is_a_fresh_start_on_al
     assert restored(LocalStore(str(tmp_path / "empty"))) == [None, None, None]
 
 
-def test_a_rank_that_cannot_reach_the_first_of_its_host_reads_for_itself(
+def test_a_rank_that_cannot_reach_its_hosts_reader_reads_alone(
     run: LocalStore, fetched: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refused(*_: Any) -> OpenSnapshot:
@@ -412,7 +410,7 @@ def load_named(url: str, store: LocalStore) -> list[Any]:
         return list(pool.map(load_on, range(3)))
 
 
-def test_a_checkpoint_named_at_a_node_is_fetched_once_for_the_ranks_of_a_host(
+def test_a_checkpoint_at_a_server_is_fetched_once_for_each_host(
     run: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled: list[int] = []

@@ -150,7 +150,7 @@ def test_a_snapshot_counts_once_all_shards_are_at_servers(make: Callable[..., Ho
         assert next(slot.manifest.step for slot in host.committed(RUN) if slot.manifest) == 3, number
 
 
-def test_without_the_others_a_snapshot_never_takes_the_place_of_the_one_before(make: Callable[..., Hosts]) -> None:
+def test_an_incomplete_snapshot_never_replaces_the_one_before(make: Callable[..., Hosts]) -> None:
     hosts = make(SERVERS[0])
     hosts.write(1, persist=False)
     hosts.wait_committed(1)
@@ -234,9 +234,7 @@ def test_what_trainers_left_at_servers_becomes_durable(make: Callable[..., Hosts
     until(lambda: hosts.durable() == [1], "it to be durable")
 
 
-def test_a_host_that_is_lost_before_all_shards_are_there_leaves_the_one_before(
-    make: Callable[..., Hosts], left_soon: None
-) -> None:
+def test_a_host_lost_before_all_shards_leaves_the_one_before(make: Callable[..., Hosts], left_soon: None) -> None:
     hosts = make(*SERVERS[:2], apart=True)
     hosts.write(1, persist=False)
     hosts.wait_committed(1)

@@ -140,7 +140,7 @@ def test_what_ranks_have_written_is_the_checkpoint_of_its_step(desk: Desk) -> No
     assert len(starts) == len(desk.ranges)
 
 
-def test_ranges_are_about_equal_and_what_did_not_change_is_copied_by_nobody(desk: Desk) -> None:
+def test_ranges_are_equal_and_nobody_copies_what_is_unchanged(desk: Desk) -> None:
     for step in range(1, 5):
         [done.result(LAST_S) for done in desk.take(step)]
     nbytes = sum(weight.nbytes for weight in desk.weights[0])
@@ -152,7 +152,7 @@ def test_ranges_are_about_equal_and_what_did_not_change_is_copied_by_nobody(desk
     assert sum(again) < nbytes / 5  # own states, the pickle, and tensors that are quicker copied than compared
 
 
-def test_optimizers_that_begin_to_keep_something_and_let_go_of_it(desk: Desk) -> None:
+def test_optimizers_that_begin_and_cease_to_keep_something(desk: Desk) -> None:
     moments = [tensors(2, 5) for _ in desk.weights]
     for step, change in enumerate([list.extend, lambda mine, more: mine.__delitem__(slice(3, 3 + len(more)))], start=2):
         [done.result(LAST_S) for done in desk.take(2 * step)]
@@ -190,9 +190,7 @@ def test_ranks_that_do_not_train_the_same_abort_the_snapshot(desk: Desk, differs
     assert same(desk.saved(3), desk.weights[0])
 
 
-def test_a_tensor_of_another_rank_that_changes_meanwhile_aborts_the_snapshot(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_on_another_rank_aborts_the_snapshot(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     desk.writers[2].close()
     with monkeypatch.context() as patch:
         patch.setattr(Copier, "_work", lambda _self: None)  # nothing is copied in the background
@@ -247,7 +245,7 @@ def test_a_checkpoint_that_only_torch_can_write_is_not_cut(
     assert said_about(caplog, "saved-slowly")
 
 
-def test_a_ring_that_is_lost_while_the_others_are_awaited_is_found_again(desk: Desk) -> None:
+def test_a_ring_lost_while_others_are_awaited_is_found_again(desk: Desk) -> None:
     first = desk.begin(0, 1)
     desk.writers[0].copied()
     until(lambda: bool(desk.registers.there), "the shard of rank 0")
@@ -270,9 +268,7 @@ def test_who_awaits_a_rank_that_has_gone_ends_when_training_does(desk: Desk) -> 
         first.result(LAST_S)
 
 
-def test_where_a_background_thread_fails_before_it_begins_nobody_waits_and_nothing_is_left_behind(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_background_thread_failing_at_its_start_blocks_no_rank(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Want of memory may come up where a function is entered: ``fit`` waited for what was never to end."""
     [done.result(LAST_S) for done in desk.take(1)]
     whole, left = SnapshotWriter._finish, [None]
@@ -312,9 +308,7 @@ def test_nothing_comes_into_a_slot_that_was_given_back(desk: Desk, monkeypatch: 
     assert bytes(pending.view.map) == held
 
 
-def test_what_a_rank_knows_on_a_gpu_is_copied_without_waiting_for_it(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_s_state_on_a_gpu_is_copied_without_waiting(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     device, drawn = FakeDevice(), torch.rand(2000)
     wanted = drawn.clone()
     device.own([drawn])
@@ -372,7 +366,7 @@ def sharded() -> Iterator[ShardedDesk]:
     made.close()
 
 
-def test_each_rank_writes_its_files_and_what_is_frozen_is_copied_only_where_it_changed(sharded: ShardedDesk) -> None:
+def test_each_rank_writes_its_files_and_frozen_ones_once(sharded: ShardedDesk) -> None:
     def copied(step: int) -> int:
         before = sum(writer.copied_bytes for writer in sharded.writers)
         wanted = torch.cat(sharded.parts)

@@ -82,7 +82,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_it_is_read_bit_for_bit_by_torch_and_by_us_on_any_number_of_ranks(seed: int, tmp_path: Path) -> None:
+def test_torch_and_we_read_it_bit_for_bit_on_any_number_of_ranks(seed: int, tmp_path: Path) -> None:
     dice = Random(seed)
     mesh_shape: Shape = dice.choice(((1,), (2,), (3,), (5,), (2, 2), (3, 2)))
     state = random_state(dice, len(mesh_shape))
@@ -146,7 +146,7 @@ def one() -> tuple[dict[str, Any], bytearray, Any]:
     return state, *snapshot(state, (2,))
 
 
-def test_every_archive_in_it_is_whole_and_its_elements_are_aligned(one: Any) -> None:
+def test_every_archive_is_complete_and_its_elements_are_aligned(one: Any) -> None:
     _, image, manifest = one
     shards = Shards.read(memoryview(image), manifest)
     starts = {file.name: file.offset for file in manifest.files}
@@ -161,7 +161,7 @@ def test_every_archive_in_it_is_whole_and_its_elements_are_aligned(one: Any) -> 
         assert load_state(data) == {"mine": rank}
 
 
-def test_what_several_ranks_have_is_written_by_one_of_them_and_shared_out() -> None:
+def test_values_of_several_ranks_are_written_once_and_evenly() -> None:
     state = {"a": Sharded(torch.ones(64), (Replicate(),)), "b": Sharded(torch.ones(64), (Replicate(),))}
     with as_rank(1, (2,)) as mesh:
         plan = Planner(2).plan(on_rank(state, mesh)).plan
@@ -169,9 +169,7 @@ def test_what_several_ranks_have_is_written_by_one_of_them_and_shared_out() -> N
 
 
 @pytest.mark.parametrize("mesh_shape", [(3, 2), (4, 2), (3, 3), (2, 2)])
-def test_rows_that_tensor_parallelism_and_fsdp_do_not_share_evenly_are_counted_as_they_are_cut(
-    mesh_shape: Shape,
-) -> None:
+def test_rows_split_unevenly_by_tp_and_fsdp_are_counted_as_cut(mesh_shape: Shape) -> None:
     """Torch 2.13 takes one rank's for another's: with 7 rows over 3 x 2, no snapshot was taken, and none resumed."""
     many = (1, 2, 5, 7, 9, 11, 13, 17)
     plain = {str(rows): torch.arange(1.0, rows + 1).view(rows, 1) for rows in many}
@@ -200,7 +198,7 @@ def test_rows_that_tensor_parallelism_and_fsdp_do_not_share_evenly_are_counted_a
     assert planned == {name: {row: row + 1 for row in range(int(name))} for name in plain}
 
 
-def test_a_part_of_a_storage_and_what_is_not_contiguous_are_saved_as_such() -> None:
+def test_storage_slices_and_non_contiguous_tensors_are_saved() -> None:
     padded = torch.arange(12.0)
     with as_rank(0, (1,)):
         state = {"part": padded[2:8].view(2, 3), "turned": torch.arange(6.0).view(2, 3).T}
@@ -309,9 +307,7 @@ def test_ranks_with_other_states_have_other_digests() -> None:
     assert len(digests) == 2
 
 
-def test_a_rank_whose_torch_puts_other_frames_around_the_elements_has_another_digest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_other_metadata_bytes_of_a_ranks_torch_change_its_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     digests, form_of = set(), file_plan.form_of
     for more in (0, 64):
         monkeypatch.setattr(file_plan, "form_of", lambda *what, more=more: replace(form_of(*what), nbytes=4096 + more))
@@ -319,7 +315,7 @@ def test_a_rank_whose_torch_puts_other_frames_around_the_elements_has_another_di
     assert len(digests) == 2
 
 
-def test_the_plain_file_made_of_it_is_what_one_device_would_have_saved(
+def test_the_consolidated_file_equals_that_of_a_single_device(
     tmp_path: Path, warm_python: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "executable", warm_python)
@@ -429,7 +425,7 @@ def test_groups_of_an_optimizer_hold_what_they_held() -> None:
     assert same(*[dict(sorted(group.items())) for group in groups])
 
 
-def test_what_an_optimizer_keeps_in_more_digits_than_its_parameters_is_not_rounded() -> None:
+def test_optimizer_state_of_a_higher_precision_is_not_rounded() -> None:
     """Torch casts it to their dtype: averages of a product, and master weights, came back as bfloat16."""
 
     def tweak(optimizer: torch.optim.Optimizer) -> None:
@@ -447,7 +443,7 @@ def test_what_an_optimizer_keeps_in_more_digits_than_its_parameters_is_not_round
         assert torch.isclose(product, torch.tensor(0.9 * (1 - 0.5 * 0.96 ** (2 * 4e-3))), rtol=1e-6)
 
 
-def test_what_an_optimizer_keeps_that_is_no_floating_point_number_is_not_made_one() -> None:
+def test_optimizer_state_that_is_no_float_keeps_its_type() -> None:
     """Torch casts it to the dtype of the parameters, too: counts were rounded, and masks were numbers."""
 
     def tweak(optimizer: torch.optim.Optimizer) -> None:
@@ -466,7 +462,7 @@ def test_what_an_optimizer_keeps_that_is_no_floating_point_number_is_not_made_on
     assert precise_of(plain) != []
 
 
-def test_optimizers_with_states_in_a_form_of_their_own_are_left_alone() -> None:
+def test_optimizers_with_a_state_format_of_their_own_are_kept() -> None:
     """One around another optimizer ended the resume with a ``KeyError``."""
     other = {"lookahead_state": {"slow": torch.ones(2, dtype=torch.float64)}, "base_optimizer": None}
     assert precise_of({"optimizer_states": [other], "state_dict": {"weight": torch.ones(2)}}) == [other]
@@ -496,13 +492,13 @@ def test_an_optimizer_without_any_state_comes_back() -> None:
     assert float(after["state"][0]["step"]) == 1.0
 
 
-def test_states_of_optimizers_with_keys_that_are_no_text_are_refused_by_name() -> None:
+def test_optimizer_state_with_non_string_keys_is_refused_by_name() -> None:
     """They came back as text: the optimizer did not find its state, or began anew with it."""
     with pytest.raises(NotSerializableError, match=r"optimizer_0\.state\.weight .*key 0"):
         resumed(lambda optimizer: next(iter(optimizer.state.values())).update({0: torch.ones(2)}))
 
 
-def test_a_state_that_an_optimizer_keeps_of_no_parameter_is_refused_by_name() -> None:
+def test_optimizer_state_of_no_parameter_is_refused_by_name() -> None:
     """It was a ``KeyError`` with an address."""
     with pytest.raises(NotSerializableError, match=r"AdamW .*'meta'.*param_groups"):
         resumed(lambda optimizer: optimizer.state.update(meta={"seen": 3}))  # type: ignore[call-overload]

@@ -46,7 +46,7 @@ def empty_dicts(state: Any, path: Path) -> Iterator[Path]:
             yield from empty_dicts(value, (*path, key if isinstance(state, list) else str(key)))
 
 
-def test_items_and_paths_are_those_that_torch_finds_and_empty_dicts() -> None:
+def test_items_and_paths_match_torch_and_include_empty_dicts() -> None:
     dice, items, found, empty = Random(3), Items(), 0, 0
     for _ in range(400):
         state = {name: random_item(dice, 3) for name in ("model", "optimizer")}
@@ -169,7 +169,7 @@ CHANGES: list[Callable[[Any], None]] = [
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_whatever_changes_it_is_what_who_sees_it_for_the_first_time_lays_out(change: Callable[[Any], None]) -> None:
+def test_after_any_change_the_layout_equals_a_fresh_one(change: Callable[[Any], None]) -> None:
     with as_rank(0, (2,)) as mesh:
         state = on_rank(new_state(), mesh)
         layouter = ShardedLayouter(0, 2)
@@ -182,7 +182,7 @@ def test_whatever_changes_it_is_what_who_sees_it_for_the_first_time_lays_out(cha
     assert image_of(layouter, state) == after  # kept in turn
 
 
-def test_a_key_that_passes_from_one_dict_to_the_next_has_another_path() -> None:
+def test_a_key_that_moves_to_the_next_dict_gets_another_path() -> None:
     items, found = Items(), []
     for keys in (("a", "b"), ("c",)), (("a", "b"), ("c",)), (("a",), ("b", "c")), (("a",), ("b", "d")):
         values = iter(range(3))
@@ -238,7 +238,7 @@ def test_another_storage_at_the_same_address_is_another() -> None:
                 assert all(piece.named is not None and piece.named.is_of(piece.storage) for piece in pieces)
 
 
-def test_other_memory_around_the_same_address_is_read_where_the_tensor_is() -> None:
+def test_new_memory_around_an_old_address_is_read_at_the_tensor() -> None:
     """As parameters that are put into one buffer come to lie: the bytes before them were taken for theirs."""
     memory = np.arange(48, dtype=np.float32)
     weight = torch.from_numpy(memory[16:32])

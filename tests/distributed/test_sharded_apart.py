@@ -14,7 +14,7 @@ from tests.distributed.test_sharded_hosts import Train, aborted, log, train
 __all__ = ["train"]
 
 
-def test_ranks_of_two_hosts_save_each_step_without_a_snapshot_server(train: Train, tmp_path: Path) -> None:
+def test_two_hosts_save_each_step_without_a_server(train: Train, tmp_path: Path) -> None:
     root = tmp_path / "run"
     assert train(root, "--steps", 3) == 0, log(root)
     assert len(check_states(root)) == 3
@@ -23,7 +23,7 @@ def test_ranks_of_two_hosts_save_each_step_without_a_snapshot_server(train: Trai
 
 
 @pytest.mark.soak
-def test_ranks_of_two_hosts_train_on_from_what_each_has_put_there(train: Train, tmp_path: Path) -> None:
+def test_two_hosts_go_on_from_what_each_has_put_there(train: Train, tmp_path: Path) -> None:
     root, again = tmp_path / "run", tmp_path / "again"
     assert train(root, "--steps", 6) == 0, log(root)
     without_what_came_later(root, again, 4)
@@ -34,7 +34,7 @@ def test_ranks_of_two_hosts_train_on_from_what_each_has_put_there(train: Train, 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("who", [0, 1, 3])
-def test_a_rank_of_either_host_is_killed_in_the_middle_of_its_shard(train: Train, tmp_path: Path, who: int) -> None:
+def test_a_rank_of_either_host_is_killed_within_its_shard(train: Train, tmp_path: Path, who: int) -> None:
     twin, root = tmp_path / "twin", tmp_path / "run"
     assert train(twin, "--ranks", 4) == 0, log(twin)
     assert train(root, "--ranks", 4, "--kill", who, 6) != 0

@@ -56,7 +56,7 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("when", PHASES)
 @pytest.mark.parametrize("what", ["a rank", "a machine", "the first machine", "the bucket", "a link"])
-def test_machines_train_in_shards_with_no_memory_node_and_something_is_lost(
+def test_sharded_machines_without_a_server_resume_after_a_loss(
     machines: Bucket, twin: Path, what: str, when: Callable[[Sharded], None]
 ) -> None:
     machines.train_slowly_to(8)

@@ -241,7 +241,7 @@ def test_two_ranks_are_stopped_and_go_on_as_if_they_had_not_been(tmp_path: Path,
 
 
 @pytest.mark.soak
-def test_two_ranks_go_on_from_any_snapshot_as_if_they_had_not_stopped(
+def test_two_ranks_resume_any_snapshot_as_if_uninterrupted(
     tmp_path: Path, warm_python: str, trained: Callable[[str], Path]
 ) -> None:
     whole = trained(warm_python)
@@ -253,7 +253,7 @@ def test_two_ranks_go_on_from_any_snapshot_as_if_they_had_not_stopped(
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.soak
-def test_one_rank_goes_on_from_two_with_their_weights_and_optimizers(
+def test_one_rank_resumes_from_two_with_weights_and_optimizers(
     tmp_path: Path, warm_python: str, trained: Callable[[str], Path]
 ) -> None:
     root = without_what_came_later(trained(warm_python), tmp_path / "again", 5)
@@ -280,7 +280,7 @@ def test_ranks_that_are_killed_go_on_as_if_they_had_not_been(
 
 
 @pytest.mark.soak
-def test_a_notice_to_one_rank_stops_all_after_the_same_step_with_a_snapshot_of_it(
+def test_a_notice_to_one_rank_stops_all_after_one_saved_step(
     tmp_path: Path, warm_python: str, trained: Callable[[str], Path]
 ) -> None:
     root = tmp_path / "noticed"

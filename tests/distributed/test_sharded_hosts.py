@@ -51,9 +51,7 @@ def log(root: Path) -> str:
     return (root / "log").read_text()
 
 
-def test_ranks_of_two_hosts_have_the_shards_of_their_snapshots_at_one_server(
-    train: Train, tmp_path: Path, memory: tuple[Node, str]
-) -> None:
+def test_two_hosts_have_their_shards_at_one_server(train: Train, tmp_path: Path, memory: tuple[Node, str]) -> None:
     root = tmp_path / "run"
     assert train(root, "--memory", memory[1], "--steps", 6) == 0, log(root)
     steps = check_states(root)
@@ -67,7 +65,7 @@ def test_ranks_of_two_hosts_have_the_shards_of_their_snapshots_at_one_server(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("who", [0, 1, 3])
-def test_a_rank_of_either_host_is_killed_in_the_middle_of_its_shard(
+def test_a_rank_of_either_host_is_killed_within_its_shard(
     train: Train, tmp_path: Path, memory: tuple[Node, str], who: int
 ) -> None:
     """Also when the run goes on from an earlier snapshot, in a directory of its own."""
@@ -105,9 +103,7 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-def test_machines_train_in_shards_and_the_server_of_the_first_is_lost_as_the_last_snapshot_begins(
-    machines: Sharded, tmp_path: Path
-) -> None:
+def test_the_first_host_loses_its_server_at_the_last_snapshot(machines: Sharded, tmp_path: Path) -> None:
     """Of the last step there is the regular one."""
     machines.more = ("--lose-node",)
     machines.train("run", STEPS)

@@ -238,7 +238,7 @@ def test_the_last_one_is_waited_for_and_durable(make: Callable[[str], Ranks], at
         pytest.param("storage", as_it_is_filled, marks=pytest.mark.soak),
     ],
 )
-def test_where_the_server_of_the_first_host_is_lost_with_the_last_snapshot_the_one_before_stands(
+def test_a_server_lost_with_the_last_snapshot_leaves_one_before(
     make: Callable[[str], Ranks], monkeypatch: pytest.MonkeyPatch, at: str, phase: Phase
 ) -> None:
     ranks = make(at)
@@ -251,7 +251,7 @@ def test_where_the_server_of_the_first_host_is_lost_with_the_last_snapshot_the_o
 
 
 @pytest.mark.parametrize(("at", "who"), [("storage", 0), ("storage", 3), ("server", 2)])
-def test_a_regular_snapshot_at_the_step_of_a_notice_is_compared_whole_on_every_rank(
+def test_a_regular_snapshot_at_a_notice_is_compared_on_each_rank(
     make: Callable[[str], Ranks], monkeypatch: pytest.MonkeyPatch, at: str, who: int
 ) -> None:
     """A byte that was written past the counts was left for a later one, and none comes: it is said."""
@@ -297,7 +297,7 @@ def test_where_rank_0_may_not_go_on_no_rank_does(make: Callable[[str], Ranks], m
 
 @pytest.mark.parametrize("at", ["storage", "server"])
 @pytest.mark.parametrize("who", [0, 3])
-def test_one_that_a_rank_cannot_write_is_aborted_at_once_and_the_one_before_stands(
+def test_one_that_a_rank_cannot_write_is_aborted_at_once(
     make: Callable[[str], Ranks], monkeypatch: pytest.MonkeyPatch, at: str, who: int
 ) -> None:
     ranks, of = make(at), LastState.of

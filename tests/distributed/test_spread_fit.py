@@ -36,9 +36,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
         yield start
 
 
-def test_servers_that_are_each_too_small_for_a_snapshot_hold_it_together(
-    train: Train, tmp_path: Path, nodes: Nodes
-) -> None:
+def test_servers_too_small_for_a_snapshot_hold_it_together(train: Train, tmp_path: Path, nodes: Nodes) -> None:
     found, root = nodes(4, 12 * MIB), tmp_path / "run"
     options = ("--ranks", 4, "--hosts", 4, "--width", 1024, "--memory", ",".join(found))
     assert train(root, *options) == 0, log(root)
@@ -61,7 +59,7 @@ def newest_whole(found: dict[str, Node]) -> int:
 
 
 @pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.soak), 1, pytest.param(3, marks=pytest.mark.soak)])
-def test_a_rank_is_killed_in_the_middle_of_its_shard_and_fewer_go_on_from_the_servers(
+def test_a_rank_is_killed_and_fewer_go_on_from_the_servers(
     train: Train, tmp_path: Path, nodes: Nodes, who: int
 ) -> None:
     found, root = nodes(3), tmp_path / "run"
@@ -77,7 +75,7 @@ def test_a_rank_is_killed_in_the_middle_of_its_shard_and_fewer_go_on_from_the_se
 
 @pytest.mark.soak
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_training_is_killed_and_a_server_shuts_down_and_what_it_had_is_gone_on_from(
+def test_a_training_is_killed_while_a_server_shuts_down(
     train: Train, tmp_path: Path, nodes: Nodes, monkeypatch: pytest.MonkeyPatch, who: int
 ) -> None:
     """Each server puts what it has into storage, the one that ends before it does."""
@@ -107,9 +105,7 @@ def test_an_urgent_snapshot_is_spread_by_all_hosts(train: Train, tmp_path: Path,
 
 
 @pytest.mark.soak
-def test_what_several_servers_put_into_storage_is_gone_on_from_exactly_with_one(
-    train: Train, tmp_path: Path, nodes: Nodes
-) -> None:
+def test_one_server_goes_on_from_what_several_had_stored(train: Train, tmp_path: Path, nodes: Nodes) -> None:
     found, root, again = nodes(2), tmp_path / "run", tmp_path / "again"
     options = ("--ranks", 4, "--memory")
     assert train(root, *options, ",".join(found)) == 0

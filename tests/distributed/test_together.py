@@ -84,7 +84,7 @@ def test_two_ranks_write_the_snapshots_of_a_training_together(train: Train, tmp_
     assert first["copied"] > 4 * nbytes > second["copied"] > 0
 
 
-def test_a_training_goes_on_exactly_from_a_snapshot_that_two_ranks_wrote(train: Train, tmp_path: Path) -> None:
+def test_a_snapshot_that_two_ranks_wrote_is_resumed_exactly(train: Train, tmp_path: Path) -> None:
     assert train(tmp_path / "twin") == 0
     check_states(tmp_path / "twin")
     assert train(tmp_path / "run", "--kill", 1, 7) != 0
@@ -111,9 +111,7 @@ def test_a_file_that_the_user_names_is_gone_on_from_exactly(train: Train, tmp_pa
 
 @pytest.mark.soak
 @pytest.mark.parametrize("who", [0, 1, 3])
-def test_four_ranks_that_each_write_a_range_and_one_is_killed_in_the_middle_of_it(
-    train: Train, tmp_path: Path, who: int
-) -> None:
+def test_one_of_four_ranks_is_killed_within_its_range(train: Train, tmp_path: Path, who: int) -> None:
     options = ("--ranks", 4, "--steps", 5, "--width", 4096)  # beside which what only a rank knows is little
     assert train(tmp_path / "twin", *options) == 0
     told = accounts(tmp_path / "twin", 4)
@@ -139,7 +137,7 @@ def test_an_urgent_snapshot_is_written_together(train: Train, tmp_path: Path) ->
     check_ends(tmp_path)
 
 
-def test_each_rank_has_a_ring_of_its_own_where_there_is_no_local_server(train: Train, tmp_path: Path) -> None:
+def test_without_a_local_server_each_rank_has_a_ring(train: Train, tmp_path: Path) -> None:
     assert train(tmp_path / "twin", "--memory", "none") == 0
     assert accounts(tmp_path / "twin", 2)[0]["aborted"] == 0
     check_states(tmp_path / "twin")
@@ -149,9 +147,7 @@ def test_each_rank_has_a_ring_of_its_own_where_there_is_no_local_server(train: T
 
 
 @pytest.mark.soak
-def test_ranks_that_do_not_hold_the_same_are_named_and_rank_0_writes_the_model_alone(
-    train: Train, tmp_path: Path
-) -> None:
+def test_ranks_that_differ_are_named_and_rank_0_writes_alone(train: Train, tmp_path: Path) -> None:
     wide = ("--width", 4096, "--steps", 6)
     assert train(tmp_path / "run", "--unlike", *wide) == 0
     log = (tmp_path / "run" / "log").read_text()

@@ -128,7 +128,7 @@ def test_for_a_word_that_is_too_long_all_ranks_wait(group: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_word_ahead_changes_no_step_at_which_a_snapshot_is_taken(seed: int) -> None:
+def test_an_early_broadcast_changes_no_snapshot_step(seed: int) -> None:
     """Also where ``global_step`` moves on by more than one between two seams (several optimizers)."""
     dice = random.Random(seed)
     steps, every = [0], dice.randint(1, 6)
@@ -152,7 +152,7 @@ def test_a_word_ahead_changes_no_step_at_which_a_snapshot_is_taken(seed: int) ->
 
 
 @pytest.mark.parametrize(("every", "lasts"), [(1, 0.5), (2, 1.5), (1, 3.5)])
-def test_a_snapshot_that_is_over_when_the_next_is_due_is_not_in_its_way(every: int, lasts: float) -> None:
+def test_a_snapshot_that_has_ended_does_not_delay_the_next(every: int, lasts: float) -> None:
     """Nor do ranks wait at every step for one that takes several."""
     taken: dict[int, list[int]] = {}
     for world_size in (1, 2):

@@ -388,7 +388,7 @@ def test_disk_full_at_every_call_and_in_every_write(points: Points, scenario: st
     assert count > 25 // every
 
 
-def test_a_seal_in_progress_when_its_trainer_is_killed_leaves_the_next_snapshot_alone(tmp_path: Path) -> None:
+def test_a_killed_trainers_unfinished_checksum_harms_no_other(tmp_path: Path) -> None:
     """The killed trainer's slot is checksummed still while the next trainer fills its own."""
     image, second = bytes(96 * 2**20), b"\xff" * (96 * 2**20)
     area = Path(os.environ["LIGHTNING_SPOT_SHM_DIR"]) / "lightning-spot-seal"

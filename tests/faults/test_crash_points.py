@@ -17,7 +17,7 @@ pytestmark = pytest.mark.guarantee("G16")
 
 
 @pytest.mark.parametrize(("step", "names"), [(1, ["model.ckpt"]), (2, [".metadata", "__0_0.distcp"])])
-def test_bytes_are_on_the_disk_before_the_name_and_the_manifest_is_last(
+def test_bytes_reach_the_disk_before_names_and_the_manifest_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, names: list[str]
 ) -> None:
     calls: list[str] = []

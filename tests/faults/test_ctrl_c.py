@@ -145,7 +145,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     made.close()
 
 
-def test_ctrl_c_at_any_line_of_a_begin_leaves_nobody_copying_and_no_slot_in_use(desk: Desk) -> None:
+def test_ctrl_c_at_any_line_of_begin_leaves_no_copy_and_no_slot(desk: Desk) -> None:
     copier = Copier(threads=0)  # what its threads would do is done below
     desk.writer._copying.copier.close()
     desk.writer._copying.copier, desk.writer._copying._schedule = copier, Held("eager")

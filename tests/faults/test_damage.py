@@ -91,9 +91,7 @@ def wrongly(fields: Any) -> Iterator[Any]:
 # -- records of attempts ----------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_record_costs_the_account_and_never_the_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_record_costs_statistics_but_never_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = AttemptRecord(attempt=1, begun_unix_s=1e9, trained_unix_s=1e9 + 1, step=9, unix_s=1e9 + 9, end="failed")
     second = AttemptRecord(attempt=2, begun_unix_s=1e9 + 20, earlier=account_after(first), snapshots=[(3, 1e9 + 25)])
     write_record(str(tmp_path), 2, second.as_dict())
@@ -141,7 +139,7 @@ SHARD = manifest(
     ],
     ids=["snapshot", "the end", "file", "shard"],
 )
-def test_any_flipped_bit_of_a_manifest_is_refused_or_reads_back_equal(good: Manifest) -> None:
+def test_a_flipped_bit_of_a_manifest_is_refused_or_harmless(good: Manifest) -> None:
     text = bytearray(good.to_json().encode())
     for place in range(8 * len(text)):
         text[place // 8] ^= 1 << place % 8
@@ -174,7 +172,7 @@ def test_a_manifest_without_its_checksum_is_refused() -> None:
         Manifest.from_json(json.dumps(manifest().to_dict()))
 
 
-def test_a_manifest_whose_values_are_wrong_is_refused_and_nothing_else() -> None:
+def test_a_manifest_with_wrong_values_is_refused_cleanly() -> None:
     for fields in wrongly(SHARD.to_dict()):
         with contextlib.suppress(CorruptSnapshotError):
             Manifest.from_dict(fields).to_json()
@@ -269,7 +267,7 @@ def mutated(rnd: random.Random, data: bytes, pieces: tuple[bytes, ...] = ()) -> 
 CLAIM = Claim(attempt=3, run_id="0123456789ab", digest="d", location="file:///r", started_unix_s=1e9, host="vm", pid=7)
 
 
-def test_any_flipped_bit_of_a_claim_is_refused_or_reads_back_equal() -> None:
+def test_any_flipped_bit_of_a_claim_is_refused_or_reads_equal() -> None:
     text = bytearray(CLAIM.to_json().encode())
     for place in range(8 * len(text)):
         text[place // 8] ^= 1 << place % 8
@@ -337,9 +335,7 @@ INNER = strategies.builds(
     strategies.sampled_from(["count", "inner", "text", "done", "other", "rest"]),
     strategies.sampled_from([-1, 10, True, "long text", {"name": "a/b"}, [{}] * 2, [{"name": "a"}] * 3, 1.5]),
 )
-def test_a_record_reads_back_equal_and_what_is_missing_or_out_of_bounds_is_refused(
-    record: Outer, name: str, wrong: object
-) -> None:
+def test_a_record_reads_back_equal_and_bad_values_are_refused(record: Outer, name: str, wrong: object) -> None:
     fields = dataclasses.asdict(record)
     assert decoded(Outer, read_object(json.dumps({**fields, "of a later version": 1}))) == record
     assert decoded(Outer, {"count": 1, "inner": {"name": "a"}}) == Outer(count=1, inner=Inner(name="a"))
@@ -440,7 +436,7 @@ def test_an_error_comes_over_the_network_with_its_facts(error: SpotError) -> Non
         ),
     ],
 )
-def test_an_error_of_another_version_is_the_nearest_that_is_known(
+def test_an_error_of_another_version_maps_to_the_nearest_known(
     status: int, said: dict[str, Any], kind: type[SpotError], reason: Reason
 ) -> None:
     error = error_from_body(status, json.dumps(said).encode(), "spot://node")
@@ -557,7 +553,7 @@ def test_a_file_is_not_saved_under_a_name_that_nobody_could_read(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_claims_that_all_disagree_with_their_names_are_damage_and_not_no_claim() -> None:
+def test_claims_that_all_disagree_with_their_names_are_damage() -> None:
     files = {claim_name(number): CLAIM.to_json().encode() for number in (7, 8, 9)}
     with pytest.raises(CorruptSnapshotError, match="holds the claim of attempt 3"):
         first_readable(list(files), files.__getitem__, "/r")

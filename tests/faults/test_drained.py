@@ -24,13 +24,8 @@ AT = 8  # a step at which snapshots have begun
 @pytest.mark.parametrize("leaving", [0, 1])
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("kind", ["together_trainer", "sharded_hosts"])
-def test_a_node_that_is_told_to_end_leaves_a_training_without_loss(
-    warm_python: str,
-    tmp_path: Path,
-    start_node: Callable[..., RunningNode],
-    kind: str,
-    replicas: int,
-    leaving: int,
+def test_a_draining_server_leaves_a_training_without_loss(
+    warm_python: str, tmp_path: Path, start_node: Callable[..., RunningNode], kind: str, replicas: int, leaving: int
 ) -> None:
     nodes = [start_node("--allow-storage", str(tmp_path), "--drain-timeout", "120s") for _ in range(1 + replicas)]
     root, urls = tmp_path / "run", ",".join(node.url for node in nodes)

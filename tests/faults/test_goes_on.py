@@ -69,7 +69,7 @@ def once(does: Callable[..., Any], failed: threading.Event) -> Callable[..., Any
     return call
 
 
-def test_a_thread_for_tasks_does_the_next_one_whatever_fails_while_it_has_nothing_to_do() -> None:
+def test_a_task_thread_continues_after_a_failure_while_idle() -> None:
     failed, done = threading.Event(), threading.Event()
     tasks = Background("spot-test", idle_s=once(lambda: None, failed))
     assert failed.wait(SOON_S)
@@ -119,7 +119,7 @@ def test_nobody_waits_for_a_snapshot_whose_end_has_failed(
     assert time.monotonic() - began_s < SOON_S / 2
 
 
-def test_who_waits_for_a_snapshot_that_fails_is_told_by_one_warning(
+def test_waiting_for_a_snapshot_that_fails_gives_one_warning(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At the end of a run, that was an error of its own: the end failed, too, and was said to."""
@@ -172,7 +172,7 @@ def test_a_slot_is_free_where_nobody_comes_to_know_of_it(node: Node, monkeypatch
     assert node.lease("run", 1, 1000).nbytes == 1000
 
 
-def test_a_node_that_fails_at_a_request_says_so_and_is_asked_again(
+def test_a_server_that_fails_a_request_reports_it_and_is_retried(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An attempt could not begin, and a snapshot of the end was not waited for, as if no node were there."""
@@ -219,7 +219,7 @@ def test_a_file_that_cannot_be_read_to_its_end_breaks_off(
     assert "broke off: MemoryError: none is left" in caplog.text
 
 
-def test_a_node_ends_as_it_should_whatever_fails_in_its_last_flush(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_ends_properly_whatever_fails_in_its_last_flush(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """It left the memory of its slots behind."""
     monkeypatch.setattr(node, "flush", once(node.flush, threading.Event()))
 
@@ -230,9 +230,7 @@ def test_a_node_ends_as_it_should_whatever_fails_in_its_last_flush(node: Node, m
     assert node.closing
 
 
-def test_the_memory_of_a_node_is_given_back_whatever_fails_in_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_memory_is_freed_whatever_fails_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(slots=1, memory_bytes=2**26, open_store=open_store, area=tmp_path / "area")
     node.open_run(named_run("run"))
     node.lease("run", 1, 1000)

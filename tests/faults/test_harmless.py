@@ -98,7 +98,7 @@ def test_an_error_of_ours_ends_no_training_and_harms_no_snapshot(
     assert saved["lightning_spot"]["ranks"][0]["hooked"] is not None, "a part was turned off for good"
 
 
-def test_a_snapshot_that_failed_is_counted_and_said_once_and_the_next_is_taken(
+def test_a_failed_snapshot_is_logged_once_and_the_next_is_taken(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, spot = fit(tmp_path / "run", Strike("capture/writer:SnapshotWriter.begin", MemoryError()), on_full="wait")
@@ -119,7 +119,7 @@ class Settled(pl.Callback):
             attempt.writer.settle(30.0)
 
 
-def test_after_some_failures_in_a_row_there_is_a_pause_and_the_last_snapshot_is_tried_all_the_same(
+def test_repeated_failures_pause_all_snapshots_except_the_last(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     where = "capture/writer:SnapshotWriter.begin"
@@ -157,7 +157,7 @@ class Users(pl.Callback):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_an_error_of_the_users_code_ends_the_training_as_it_does_in_lightning(tmp_path: Path, strict: bool) -> None:
+def test_an_error_of_user_code_ends_training_as_in_lightning(tmp_path: Path, strict: bool) -> None:
     with pytest.raises(MemoryError, match="of the user"):
         fit(tmp_path / "run", Users(), on_full="wait", on_error="raise" if strict else "warn")
     assert LocalStore(tmp_path / "run").survey().manifests[0].step == 6
@@ -242,7 +242,7 @@ SHARED = [
         *(pytest.param(*each, marks=pytest.mark.soak) for each in SHARED),
     ],
 )
-def test_of_several_ranks_the_others_hear_of_it_and_wait_for_nothing(
+def test_other_ranks_learn_of_a_failure_and_wait_for_nothing(
     tmp_path: Path, warm_python: str, memory: str, rank: int, step: int, where: str
 ) -> None:
     arguments = ("--strike", rank, step, where, "--memory", memory)
@@ -279,7 +279,7 @@ AT_THE_END = [
 
 @pytest.mark.parametrize("where", AT_THE_END)
 @pytest.mark.parametrize("strict", [False, True])
-def test_an_error_of_ours_at_the_end_loses_nothing_that_is_committed(
+def test_an_error_of_ours_at_the_end_loses_no_committed_snapshot(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, where: str, strict: bool
 ) -> None:
     """What is in this process only is brought to the durable tier all the same, and the ring is let go."""

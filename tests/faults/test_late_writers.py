@@ -53,7 +53,7 @@ class LateWriter(Net):
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_what_becomes_durable_while_an_attempt_begins_is_resumed_from(tmp_path: Path, keep: int) -> None:
+def test_a_snapshot_persisted_while_an_attempt_begins_is_resumed(tmp_path: Path, keep: int) -> None:
     run = tmp_path / "run-1"
     train(run, 10, keep=3)
     store = LocalStore(run)
@@ -69,9 +69,7 @@ def test_what_becomes_durable_while_an_attempt_begins_is_resumed_from(tmp_path: 
 
 
 @pytest.mark.parametrize("stray", ["step-000000001-attempt-999999999", "attempts/attempt-999999999.json"])
-def test_a_number_above_which_there_is_none_is_an_error_not_a_snapshot_that_nobody_finds(
-    tmp_path: Path, stray: str
-) -> None:
+def test_an_attempt_number_above_the_limit_is_an_error(tmp_path: Path, stray: str) -> None:
     (tmp_path / "run-1" / stray).mkdir(parents=True)
     with pytest.raises(SettingsError, match="999999999"):
         trainer(serverless(tmp_path / "run-1")).fit(Net(), data())
@@ -84,7 +82,7 @@ def test_a_run_has_one_node_whatever_links_lead_to_it(tmp_path: Path) -> None:
     assert starting.find_record(f"{tmp_path}/link/run") == starting.find_record(f"{tmp_path}/data/run")
 
 
-def test_who_trains_without_a_node_finds_what_an_earlier_attempts_node_holds(tmp_path: Path) -> None:
+def test_training_without_a_server_finds_an_earlier_servers_data(tmp_path: Path) -> None:
     run = tmp_path / "run-1"
     train(run, 10, local_server=True)
     newest = LocalStore(run).survey().manifests[0]
@@ -130,7 +128,7 @@ def test_what_a_node_finds_out_the_trainer_says(tmp_path: Path, caplog: pytest.L
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_run_whose_last_snapshot_is_not_durable_ends_with_an_error(
+def test_a_run_without_its_last_snapshot_in_storage_is_an_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, strict: bool
 ) -> None:
     run = tmp_path / "run-1"

@@ -153,7 +153,7 @@ def left_by_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return process
 
 
-def test_a_server_of_another_version_stores_what_it_holds_before_a_start_looks(
+def test_a_server_of_another_version_uploads_before_the_survey(
     tmp_path: Path, left_by_another_version: ProcessId, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -176,7 +176,7 @@ def test_who_only_looks_leaves_a_server_of_another_version(
     until(lambda: left_by_another_version.kill(10.0), "it to be gone")
 
 
-def test_a_server_that_was_started_now_is_not_ended_for_its_version(
+def test_a_server_started_now_is_not_ended_for_its_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It would be started, and ended, without end."""
@@ -189,7 +189,7 @@ def test_a_server_that_was_started_now_is_not_ended_for_its_version(
     until(lambda: process.kill(10.0), "it to be gone")
 
 
-def test_a_server_is_sent_one_sigterm_however_many_starts_there_are(tmp_path: Path) -> None:
+def test_a_server_gets_one_sigterm_from_any_number_of_starts(tmp_path: Path) -> None:
     """A second one would end its uploads."""
     record = NodeRecord(tmp_path, "0" * 16)
     ready = "import signal, sys; signal.signal(15, lambda *_: print('told', flush=True)); print('ready', flush=True)"
@@ -219,7 +219,7 @@ def test_of_a_node_that_is_lost_there_is_one_warning(
     assert len(said(caplog, "local-server-lost")) == 1
 
 
-def test_a_node_that_is_lost_before_the_attempt_begins_is_replaced(
+def test_a_server_lost_before_the_attempt_begins_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     look, callback = Coordinator.look, spot(tmp_path, notices=None)
@@ -238,9 +238,7 @@ def test_a_node_that_is_lost_before_the_attempt_begins_is_replaced(
     assert "the snapshot server on this host is lost" in caplog.text
 
 
-def test_a_node_that_hangs_keeps_training_no_longer_than_max_stall_s(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_hung_server_blocks_training_only_for_its_timeout(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It kept it for 120 s."""
     probe, callback = Probe(), spot(tmp_path, server_call_timeout_s=1.0, notices=None)
     strike = Strike(callback, signal.SIGSTOP, 20)
@@ -276,7 +274,7 @@ def test_a_state_that_fits_no_memory_is_streamed(
     assert "is complete at step 40" in caplog.text
 
 
-def test_a_state_that_fits_no_memory_here_goes_to_the_memory_node(
+def test_a_state_too_large_for_local_memory_goes_to_the_server(
     tmp_path: Path, start_node: Callable[..., RunningNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which brings it on: nothing is written to the durable tier from here, and fit returns once it is there."""
@@ -359,7 +357,7 @@ def test_a_server_that_has_the_newest_snapshot_is_waited_for(tmp_path: Path, mon
     assert "does not make it durable" in line
 
 
-def test_what_is_durable_past_memory_is_so_where_nothing_older_can_be_deleted(
+def test_saves_past_memory_persist_if_no_old_one_can_be_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -402,7 +400,7 @@ def test_what_a_memory_node_lost_that_was_started_anew_is_named(
     assert not said(caplog, "newest-lost")
 
 
-def test_a_call_that_breaks_off_as_the_ring_is_left_starts_no_new_node(tmp_path: Path) -> None:
+def test_a_call_cut_off_as_the_ring_is_left_starts_no_server(tmp_path: Path) -> None:
     """Another thread may be asking the node something at that moment; its connection is closed under it."""
     past, found = past_memory(tmp_path / "durable"), []
 
@@ -503,9 +501,7 @@ def test_what_was_damaged_in_memory_is_not_called_durable(tmp_path: Path, caplog
     run.writer.close()
 
 
-def test_a_tier_that_does_not_answer_is_not_said_to_have_lost_the_newest_snapshot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_tier_is_not_reported_to_have_lost_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Damaging(tmp_path, complete=False)
     ending = run.ending(None)
 
@@ -518,7 +514,7 @@ def test_a_tier_that_does_not_answer_is_not_said_to_have_lost_the_newest_snapsho
     run.writer.close()
 
 
-def test_the_last_snapshot_that_was_damaged_in_memory_is_taken_again(tmp_path: Path) -> None:
+def test_the_last_snapshot_is_taken_again_if_damaged_in_memory(tmp_path: Path) -> None:
     run = Damaging(tmp_path, complete=True)
     ending = run.ending(LastState.of(run.state, run.newest))
     assert ending.bring(30.0) is True
@@ -528,7 +524,7 @@ def test_the_last_snapshot_that_was_damaged_in_memory_is_taken_again(tmp_path: P
 
 
 @pytest.mark.parametrize("write", [lambda weights: weights.add_(1), lambda weights: weights.data.add_(1)])
-def test_the_last_snapshot_that_was_damaged_and_cannot_be_taken_again_is_not_called_durable(
+def test_a_damaged_last_snapshot_not_retaken_is_not_persisted(
     tmp_path: Path, write: Callable[[torch.Tensor], Any]
 ) -> None:
     """The weights have changed since, counted by torch or not: what is there now is another state."""
@@ -543,7 +539,7 @@ def test_the_last_snapshot_that_was_damaged_and_cannot_be_taken_again_is_not_cal
 
 
 @pytest.mark.parametrize("can_be_taken_again", [True, False])
-def test_what_was_damaged_before_a_deadline_is_taken_again_or_said(tmp_path: Path, can_be_taken_again: bool) -> None:
+def test_damage_before_a_deadline_is_repaired_or_logged(tmp_path: Path, can_be_taken_again: bool) -> None:
     """The notice's whole grace went by, and it was said to be in memory."""
     run = Damaging(tmp_path, complete=False)
     safety = Safety(run.writer, PastMemory(run.writer, str(run.root), run.info))
@@ -573,7 +569,7 @@ def test_what_a_tier_has_refused_is_not_called_durable(tmp_path: Path) -> None:
     run.writer.close()
 
 
-def test_it_is_said_how_long_the_end_waits_for_what_is_not_durable(
+def test_the_log_says_how_long_the_end_waits_for_uploads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of a full disk one warning came, then nothing for minutes."""
@@ -588,7 +584,7 @@ def test_it_is_said_how_long_the_end_waits_for_what_is_not_durable(
     run.writer.close()
 
 
-def test_what_a_later_attempt_overtook_is_not_said_to_be_lost_with_a_node(
+def test_a_fenced_snapshot_is_not_reported_lost_with_a_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where each host brings its portion to nodes, these refuse it as it is committed: no tier is known to."""
@@ -624,7 +620,7 @@ def test_what_was_stored_past_memory_is_safe_before_a_deadline() -> None:
     assert "safe nowhere else" in safety.bring(Deadline.of(None, 0.0), plan, lambda: False)
 
 
-def test_neither_an_earlier_attempt_nor_a_file_makes_this_ones_snapshot_safe(tmp_path: Path) -> None:
+def test_no_earlier_attempt_and_no_file_makes_a_snapshot_safe(tmp_path: Path) -> None:
     """Of later steps than it, and safe: a run that was begun afresh, or anew from an older snapshot, has these."""
     stores: dict[str, GatedStore] = {}
     durable = str(tmp_path / "run")
@@ -690,7 +686,7 @@ def test_nothing_of_ours_is_left_after_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", ["runs", "snapshots"])
-def test_a_node_that_is_lost_while_a_resume_asks_it_is_asked_again(
+def test_a_server_lost_while_a_resume_asks_it_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
     """It alone has the newest snapshot, and the next node takes that over."""

@@ -34,9 +34,7 @@ Lacking = Callable[[str, int], None]
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_run_for_whose_nodes_nobody_could_look_is_looked_after_when_it_is_opened_once_more(
-    tmp_path: Path, lacking: Lacking, replicas: int
-) -> None:
+def test_a_run_no_thread_could_watch_is_watched_once_reopened(tmp_path: Path, lacking: Lacking, replicas: int) -> None:
     """Clients ask twice: the second time it counted as open, and nothing of it went anywhere."""
     with contextlib.closing(Chained(tmp_path, [str(tmp_path)])) as bench:
         lacking("spot-replication", 1)
@@ -68,9 +66,7 @@ def no_descriptor(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return lacks
 
 
-def test_a_node_without_a_descriptor_for_one_trainer_serves_the_next(
-    tmp_path: Path, no_descriptor: threading.Event
-) -> None:
+def test_a_server_without_a_descriptor_for_one_serves_the_next(tmp_path: Path, no_descriptor: threading.Event) -> None:
     with contextlib.closing(Node(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as node:
         channel = DescriptorChannel(node, tmp_path / "fds", None)
         no_descriptor.set()
@@ -80,9 +76,7 @@ def test_a_node_without_a_descriptor_for_one_trainer_serves_the_next(
         channel.close()
 
 
-def test_who_gives_a_snapshot_to_ranks_gives_it_also_where_no_descriptor_could_be_had_for_a_moment(
-    tmp_path: Path, no_descriptor: threading.Event
-) -> None:
+def test_snapshots_are_exported_after_a_descriptor_shortage(tmp_path: Path, no_descriptor: threading.Event) -> None:
     """The others waited for a minute, and read it themselves."""
     manifest = put(LocalStore(str(tmp_path / "run")), 3)
     with contextlib.closing(Exporter()) as exporter:

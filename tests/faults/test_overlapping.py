@@ -116,7 +116,7 @@ def pipelines() -> Iterator[list[Pipeline]]:
         pipeline.close()
 
 
-def test_a_gpu_whose_snapshots_overlap_gets_one_more_slot_and_skips_none_from_then_on(
+def test_overlapping_gpu_snapshots_get_a_slot_more_and_skip_none(
     monkeypatch: pytest.MonkeyPatch, pipelines: list[Pipeline]
 ) -> None:
     """A third was skipped, however fast they were sealed: two on the way, and the newest one, are three slots."""

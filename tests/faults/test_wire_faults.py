@@ -113,7 +113,7 @@ def test_a_sender_without_room_for_a_base_sends_whole(tmp_path: Path, pair: Pair
 
 
 @pytest.mark.parametrize("place", [100, 3 * MIB])
-def test_a_connection_that_breaks_in_a_delta_costs_nothing_but_time(pair: Pair, place: int) -> None:
+def test_a_connection_that_breaks_in_a_delta_costs_only_time(pair: Pair, place: int) -> None:
     proxy = Proxy(pair.url, seed=1)
     try:
         pair.open(proxy.url)
@@ -133,9 +133,7 @@ def test_a_connection_that_breaks_in_a_delta_costs_nothing_but_time(pair: Pair, 
         proxy.close()
 
 
-def test_an_upload_that_the_receiver_forgot_in_the_middle_is_begun_anew(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_upload_the_receiver_forgot_midway_starts_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair.open()
     image = state(1, MIB)
     pair.near.bring(1, bytes(image))
@@ -208,7 +206,7 @@ def test_what_is_no_delta_is_answered_so_and_then_sent_whole(pair: Pair) -> None
     pair.check(2, again.image)
 
 
-def test_a_base_that_is_removed_meanwhile_stays_as_long_as_it_is_needed(pair: Pair) -> None:
+def test_a_removed_delta_base_stays_as_long_as_it_is_needed(pair: Pair) -> None:
     pair.open()
     image = bytes(state(1, MIB))
     pair.near.bring(1, image)

@@ -86,7 +86,7 @@ def test_a_slot_is_unpinned_before_it_is_unmapped() -> None:
     copier.close()
 
 
-def test_a_slot_that_was_unmapped_without_being_unpinned_does_no_harm() -> None:
+def test_a_slot_that_is_unmapped_but_still_pinned_is_harmless() -> None:
     copier = Copier()
     for value in range(4):
         tensor = torch.full((1 << 20,), float(value), device="cuda")
@@ -104,7 +104,7 @@ def test_a_slot_that_was_unmapped_without_being_unpinned_does_no_harm() -> None:
     copier.close()
 
 
-def test_what_can_not_be_page_locked_is_copied_and_training_sees_no_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_cannot_be_page_locked_is_copied_anyway(caplog: pytest.LogCaptureFixture) -> None:
     tensor = torch.arange(1 << 20, device="cuda")
     layout = lay_out({"w": tensor})
     memory = SlotMemory.create(slot_capacity(layout.nbytes), None)
@@ -133,9 +133,7 @@ def strict_sync() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("buffer_bytes", [0, 1 << 20, 64 << 20])
-def test_what_is_left_leaves_through_the_buffer_and_no_more_memory_is_used(
-    buffer_bytes: int, strict_sync: None
-) -> None:
+def test_the_rest_passes_the_buffer_and_takes_no_more_memory(buffer_bytes: int, strict_sync: None) -> None:
     tensors = [torch.full((1 << 22,), float(index), device="cuda") for index in range(8)]  # 16 MiB each
     layout = lay_out({str(index): tensor for index, tensor in enumerate(tensors)})
     memory = SlotMemory.create(slot_capacity(layout.nbytes), None)

@@ -157,7 +157,7 @@ def test_what_is_copied_may_be_let_go(desk: Desk) -> None:
     assert torch.equal(copied, torch.ones_like(copied))
 
 
-def test_a_graph_may_be_recorded_while_slots_are_pinned_and_copies_awaited(desk: Desk) -> None:
+def test_a_graph_can_be_recorded_during_pinning_and_copying(desk: Desk) -> None:
     """In CUDA's strictest mode, torch's default, what another thread asks of the device can end the recording."""
     tensor = torch.ones(1 << 24, device="cuda")
     layout = lay_out({"w": tensor})

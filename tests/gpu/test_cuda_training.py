@@ -206,7 +206,7 @@ def test_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_a_training_on_the_second_device_takes_nothing_of_the_first(tmp_path: Path) -> None:
+def test_training_on_the_second_device_uses_nothing_of_the_first(tmp_path: Path) -> None:
     callback = SpotCheckpoint(str(tmp_path / "run-1"), interval=EverySteps(3), on_full="wait")
     trainer(callback, accelerator="gpu", devices=[1], max_steps=20).fit(Net(), data())
     assert torch.cuda.memory_allocated(0) == 0

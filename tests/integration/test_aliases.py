@@ -448,7 +448,5 @@ OUTSIDE = [
 
 
 @pytest.mark.parametrize(("case", "says"), OUTSIDE)
-def test_what_callbacks_and_optimizers_share_is_shared_after_a_resume_or_named(
-    case: Case, says: str, tmp_path: Path
-) -> None:
+def test_objects_callbacks_and_optimizers_share_stay_shared(case: Case, says: str, tmp_path: Path) -> None:
     equal_or_named(case, says, tmp_path, stops=(8,))

@@ -75,7 +75,7 @@ def test_a_rank_beside_rank_0_for_which_there_is_no_thread(tmp_path: Path, monke
     host.leave(complete=True)
 
 
-def test_only_what_comes_of_a_loss_that_was_said_is_not_said_again(
+def test_only_consequences_of_a_logged_loss_are_not_logged_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A node elsewhere that a hook has asked was passed over in silence once the node of this host had been lost."""
@@ -99,9 +99,7 @@ def test_only_what_comes_of_a_loss_that_was_said_is_not_said_again(
     assert [str(facts["error"]) for facts in said(caplog, "no-snapshot")] == ["nobody answers at 10.0.0.5"]
 
 
-def test_ranks_hear_that_there_will_be_none_of_what_rank_0_was_fenced_from_since_it_told_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_learn_that_a_fenced_rank_0_writes_no_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It hears of that beside training."""
     host, told = Listed(), list[Any]()
     attempt = Attempt.begin(survey(Location.of(str(tmp_path / "run"), local_server=False)), host, RING)
@@ -118,7 +116,7 @@ def test_ranks_hear_that_there_will_be_none_of_what_rank_0_was_fenced_from_since
     assert (manifest.shard.writer, others) == (0, [])
 
 
-def test_a_node_that_outlives_who_has_started_it_is_no_leak_to_python(tmp_path: Path) -> None:
+def test_a_server_that_outlives_its_starter_is_no_leak_to_python(tmp_path: Path) -> None:
     """Where warnings are looked at (``-X dev``), each start of a training had one."""
     code = (
         "from lightning_spot.client import starting\n"

@@ -150,7 +150,7 @@ def test_a_counter_beside_it_comes_back(make: Callable[[], Own], change: Callabl
 
 
 @pytest.mark.parametrize("value", [random.Random(1), torch.Generator(), Phase.SECOND, defaultdict(lambda: 5)])
-def test_what_can_be_had_only_where_the_program_makes_it_belongs_to_what_is_beside_it(value: Any) -> None:
+def test_a_value_only_the_program_makes_leaves_its_flag_unsaved(value: Any) -> None:
     """Else a flag would say that it is there already, and it is not."""
     kept, _ = changes(Own(made=None, is_made=False), lambda module: vars(module).update(made=value, is_made=True))
     assert kept == {}
@@ -206,7 +206,7 @@ KEPT: list[Any] = [
 
 
 @pytest.mark.parametrize("value", KEPT, ids=[type(value).__name__ + str(number) for number, value in enumerate(KEPT)])
-def test_plain_values_come_back_from_a_file_that_torch_alone_reads(value: Any, tmp_path: Path) -> None:
+def test_plain_values_come_back_from_a_file_read_by_torch_alone(value: Any, tmp_path: Path) -> None:
     kept, lost = changes(Own(held=0), lambda module: setattr(module, "held", value))
     torch.save(kept, tmp_path / "kept.pt")
     again = Own(held=0)
@@ -247,7 +247,7 @@ def test_a_change_in_an_array_is_seen(large: bool) -> None:
     assert before != detect.stamp([array, 1])
 
 
-def test_of_a_large_container_in_an_object_only_the_length_is_looked_at() -> None:
+def test_only_the_length_of_a_large_inner_container_is_checked() -> None:
     """A tokenizer's vocabulary has tens of thousands of items, and each snapshot would walk over them."""
     module = Own(tokenizer=Meter(vocabulary=dict.fromkeys(range(65))))
     before = Attributes(module, detector(module))
@@ -279,9 +279,7 @@ def test_a_module_keeps_what_has_changed(change: str) -> None:
 
 
 @pytest.mark.parametrize(("given", "trained"), [(3, 4), (6, 6)])
-def test_a_limit_that_a_hook_raised_comes_back_where_the_program_gives_none_of_its_own(
-    given: int, trained: int, tmp_path: Path
-) -> None:
+def test_a_limit_raised_by_a_hook_returns_unless_one_is_given(given: int, trained: int, tmp_path: Path) -> None:
     with pytest.raises(Stop):
         train(Case(model=Longer), tmp_path, StopAfter(13), seed=11)
     train(Case(model=Longer, settings={"max_epochs": given}), tmp_path, seed=200)
@@ -300,7 +298,7 @@ def test_what_hooks_change_beside_scripted_modules_is_found() -> None:
     assert (found["trains"], found["attributes"]) == ({"1.weight": False}, {"1": {"counter": 3}})
 
 
-def test_what_torch_keeps_at_a_module_that_fsdp2_has_wrapped_is_not_looked_at() -> None:
+def test_attributes_that_torch_adds_to_fsdp2_modules_are_ignored() -> None:
     module: Any = Own()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -314,7 +312,7 @@ def test_what_torch_keeps_at_a_module_that_fsdp2_has_wrapped_is_not_looked_at() 
     assert before.lost == set()
 
 
-def test_no_class_of_metrics_is_asked_about_the_classes_of_other_attributes() -> None:
+def test_no_metric_class_is_asked_about_other_attributes() -> None:
     asked: list[type] = []
 
     class Kind(ABCMeta):

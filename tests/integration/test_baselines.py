@@ -80,7 +80,7 @@ def differences(one: Any, other: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [name for name, kind in BASELINES.items() if kind.exact])
-def test_what_a_baseline_restores_is_the_state_of_its_step_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_a_baseline_restores_the_state_of_its_step_bit_for_bit(name: str, tmp_path: Path) -> None:
     saving = BASELINES[name](tmp_path, 3)
     oracle = train(saving)
     step, checkpoint = saving.restore()
@@ -94,7 +94,7 @@ def test_what_a_baseline_restores_is_the_state_of_its_step_bit_for_bit(name: str
 
 
 @pytest.mark.parametrize("name", ["oteacheck", "asymcheck"])
-def test_partitions_are_released_in_the_next_step_before_the_optimizer_waits(name: str, tmp_path: Path) -> None:
+def test_partitions_are_released_before_the_next_optimizer_waits(name: str, tmp_path: Path) -> None:
     saving = BASELINES[name](tmp_path, 1)
     released: list[int] = []
     wait = saving.wait

@@ -60,7 +60,7 @@ def test_the_node_behind_carries_a_run_on(make: Callable[..., Chained]) -> None:
     assert [run["complete"] for run in bench.nodes[FIRST].listed()] == [False]
 
 
-def test_a_node_that_may_not_write_leaves_it_to_the_trainers_host(make: Callable[..., Chained]) -> None:
+def test_a_server_that_may_not_write_leaves_uploads_to_the_host(make: Callable[..., Chained]) -> None:
     bench = make(allow=[])
     bench.start(FIRST)
     bench.save(1)
@@ -403,7 +403,7 @@ def test_bytes_leave_the_trainers_host_once(start_node: Callable[..., RunningNod
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_1_gb_over_5_gbit_s_is_safe_as_soon_as_over_sockets_with_a_copy_and_checksums() -> None:
+def test_one_gb_is_safe_as_soon_as_over_sockets_with_checksums() -> None:
     """From the first copied byte on. `benchmarks/chain.py` shows what that is in bytes over bandwidth."""
     try:
         with benchmark.Link(f"ls-test-{os.getpid()}") as link:

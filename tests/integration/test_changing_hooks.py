@@ -27,7 +27,7 @@ class Reverses(pl.Callback):
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_a_list_of_callbacks_that_is_changed_as_training_begins_costs_no_snapshots(tmp_path: Path, others: int) -> None:
+def test_changing_the_callbacks_at_the_start_costs_no_snapshot(tmp_path: Path, others: int) -> None:
     """None but the last was taken, without a word, and no notice heard."""
 
     def fit(root: Path, *stop: pl.Callback) -> tuple[Net, SpotCheckpoint]:
@@ -68,7 +68,7 @@ class Replaces(pl.Callback):
         (1, 2, r"has 2 optimizers, and configure_optimizers makes 1\b"),
     ],
 )
-def test_an_optimizer_that_was_replaced_in_mid_training_is_one_clear_error(
+def test_replacing_an_optimizer_in_training_is_one_clear_error(
     tmp_path: Path, groups: int, optimizers: int, said: str
 ) -> None:
     """Torch's own named no snapshot and no way on; that one of two was left out was not said at all."""

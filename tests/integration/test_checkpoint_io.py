@@ -103,7 +103,7 @@ def test_a_resumed_run_reads_what_its_node_has_saved(s3: str) -> None:
     assert any("step-000000080" in name for name in files.find(path))
 
 
-def test_saved_means_committed_even_if_the_trainer_is_killed_at_once(tmp_path: Path, warm_python: str) -> None:
+def test_saved_means_committed_even_if_the_trainer_is_killed(tmp_path: Path, warm_python: str) -> None:
     code = (
         "import os, torch; from lightning_spot import SpotCheckpointIO\n"
         "plugin = SpotCheckpointIO()\n"
@@ -202,7 +202,7 @@ def test_what_fits_no_memory_is_saved_past_it(tmp_path: Path, local_server: bool
     check_archive(path)
 
 
-def test_an_older_file_on_its_way_does_not_fail_what_is_saved_past_memory(
+def test_an_older_pending_file_does_not_fail_a_save_past_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a slow disk, what is in memory came to its place in the moment in which the newer one was committed there."""
@@ -223,7 +223,7 @@ def test_an_older_file_on_its_way_does_not_fail_what_is_saved_past_memory(
     assert torch.load(path, weights_only=True)["global_step"] == 1
 
 
-def test_a_dead_trainer_never_puts_an_older_file_over_a_newer_one(
+def test_a_dead_trainer_never_puts_an_older_file_over_a_newer(
     tmp_path: Path, runtime_dir: Path, warm_python: str
 ) -> None:
     """Its node went on trying, and replaced what the next trainer had saved meanwhile."""
@@ -267,7 +267,7 @@ def test_a_refused_file_is_never_said_to_be_saved(tmp_path: Path, local_server: 
     assert files(tmp_path) == ["a", "b", "c", "two.ckpt"]
 
 
-def test_what_was_refused_and_then_saved_anew_is_not_complained_of(tmp_path: Path) -> None:
+def test_a_refused_save_that_is_repeated_raises_no_error(tmp_path: Path) -> None:
     first, second = SpotCheckpointIO(local_server=False), SpotCheckpointIO(local_server=False)
     first.save_checkpoint({"global_step": 1}, tmp_path / "x.ckpt")
     first.load_checkpoint(tmp_path / "x.ckpt")
@@ -283,7 +283,7 @@ def test_what_was_refused_and_then_saved_anew_is_not_complained_of(tmp_path: Pat
 
 
 @pytest.mark.parametrize("nbytes", [10, 2_000_000])
-def test_what_a_killed_process_left_half_written_goes_with_the_next_save(tmp_path: Path, nbytes: int) -> None:
+def test_half_written_files_of_a_kill_go_with_the_next_save(tmp_path: Path, nbytes: int) -> None:
     left = tmp_path / OWN_DIR / f".lightning-spot-tmp-0007-aaaaaaaaaaaa-{'0' * 32}"
     left.parent.mkdir()
     left.write_text("half")
@@ -305,7 +305,7 @@ def test_of_very_many_files_none_fences_who_saves_next(tmp_path: Path) -> None:
     assert folder_info(str(tmp_path), now_unix_s=0.0).attempt == 3
 
 
-def test_a_file_past_memory_is_not_removed_with_the_one_before_it(tmp_path: Path, gate: Any) -> None:
+def test_removing_an_earlier_file_spares_one_saved_past_memory(tmp_path: Path, gate: Any) -> None:
     """Its deletion was still waiting for another file, and took the new one."""
     begun, go = gate
     plugin = SpotCheckpointIO(local_server=False, memory_limit="4MiB")

@@ -151,9 +151,7 @@ def test_what_is_good_nowhere_is_said_once_and_leaves_nothing(
     assert not list(target.iterdir())
 
 
-def test_pull_names_the_snapshot_before_a_damaged_one_and_says_what_it_could_not_read(
-    run_dir: Path, tmp_path: Path, cli: Cli
-) -> None:
+def test_cp_names_the_last_good_snapshot_and_the_unreadable_ones(run_dir: Path, tmp_path: Path, cli: Cli) -> None:
     """The error said nothing of the good one; of a newest one with an unreadable manifest nothing was said at all."""
     shutil.copytree(run_dir, copied := tmp_path / "copied")  # of which no node has anything
     newest, older = LocalStore(copied).survey().manifests[:2]
@@ -249,7 +247,7 @@ def test_a_server_that_goes_while_it_is_read_is_no_damage(
     assert "BAD" not in cli("verify", f"{node.url}/run-1", code=3)
 
 
-def test_doctor_reckons_with_the_size_of_the_snapshots_that_are_there(run_dir: Path, cli: Cli) -> None:
+def test_doctor_uses_the_size_of_the_existing_snapshots(run_dir: Path, cli: Cli) -> None:
     """It was 1 GB for a run of any size."""
     newest = LocalStore(run_dir).survey().manifests[0]
     assert f"snapshots of {format_bytes(newest.nbytes)}: " in cli("doctor", run_dir, "--sample", "1MB")
@@ -475,7 +473,7 @@ class Superseded(pl.Callback):
 
 
 @pytest.mark.parametrize("command", ["cp", "verify"])
-def test_snapshots_that_are_superseded_while_a_command_looks_are_not_bad(
+def test_snapshots_superseded_during_a_command_are_not_bad(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a snapshot at every step, those that were listed have left memory when they are to be opened."""

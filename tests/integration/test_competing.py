@@ -96,7 +96,7 @@ def test_the_newest_snapshot_wins_over_what_was_not_asked_for(
     assert (Path(str(found["about"])).name, bool(found["name"])) == (path.name, True)
 
 
-def test_a_named_checkpoint_wins_and_what_that_takes_away_is_said(
+def test_a_named_checkpoint_wins_and_the_loss_is_logged(
     tmp_path: Path, left: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A program that looks for a checkpoint by itself passes the same one to each start."""

@@ -75,9 +75,7 @@ UNREADABLE: list[Callable[[Path], None]] = [
 
 
 @pytest.mark.parametrize("spoil", UNREADABLE)
-def test_one_manifest_that_cannot_be_read_is_named_and_hides_no_other(
-    store: LocalStore, spoil: Callable[[Path], None]
-) -> None:
+def test_an_unreadable_manifest_is_named_and_hides_no_other(store: LocalStore, spoil: Callable[[Path], None]) -> None:
     good, bad = put(store, 1), put(store, 2)
     spoil(store.root / bad.manifest_path)
     found = store.survey()
@@ -139,7 +137,7 @@ def test_claims_that_are_all_damaged_are_an_error_and_not_none(store: LocalStore
         store.newest_claim()
 
 
-def test_a_linked_run_is_used_and_links_in_it_are_not_followed_out(tmp_path: Path) -> None:
+def test_a_linked_run_is_used_but_links_in_it_are_not_followed(tmp_path: Path) -> None:
     real = tmp_path / "large-disk" / "run"
     real.mkdir(parents=True)
     (tmp_path / "run").symlink_to(real)
@@ -203,7 +201,7 @@ def test_temporaries_of_killed_writers_are_swept_and_no_others(store: LocalStore
     assert all(path.exists() for path in (*live, *of_another_run))
 
 
-def test_a_snapshot_that_is_on_its_way_is_not_swept_from_under_its_writer(store: LocalStore) -> None:
+def test_a_snapshot_that_is_being_written_is_not_swept(store: LocalStore) -> None:
     """Two nodes may write for one attempt for a moment, when one hands over to the other."""
     folder = store.root / snapshot_name(4, 1)
     folder.mkdir(parents=True)
@@ -245,7 +243,7 @@ def _of(step: int) -> tuple[Manifest, memoryview]:
 
 
 @pytest.mark.parametrize(("call", "at"), [("fsync", 1), ("fsync", 2), ("rename", 1), ("replace", 1)])
-def test_a_full_disk_leaves_a_users_file_and_its_manifest_in_agreement(store: LocalStore, call: str, at: int) -> None:
+def test_a_full_disk_leaves_a_users_file_and_manifest_consistent(store: LocalStore, call: str, at: int) -> None:
     first = put(store, 1, name="last.ckpt", file="")
     second, image = snapshot(2, name="last.ckpt", file="")
     with faulty_calls(Plan("ENOSPC", at=at, span=0, only=(call,)), store.root):

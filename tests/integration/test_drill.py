@@ -85,9 +85,7 @@ class Soon(random.Random):
 
 
 @pytest.mark.slow
-def test_a_notice_that_comes_before_a_launcher_has_started_its_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_notice_may_come_before_a_launcher_starts_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_spot.cli.drill._differences", lambda *_: Verdict(different=[], of_the_run=[]))
     command = [sys.executable, "-m", "tests.support.launched_trainer", "0", "2"]
     one = Drill(command=command, folder=tmp_path, kills=1, limit_s=60.0, chance=Soon())
@@ -95,9 +93,7 @@ def test_a_notice_that_comes_before_a_launcher_has_started_its_ranks(
     assert len((tmp_path / "disturbed" / "rank-heard").read_text().split()) == 1
 
 
-def test_whoever_has_the_number_of_a_training_that_ended_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_with_the_pid_of_an_ended_training_is_spared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as other:
         monkeypatch.setattr(trainings, "descendants", lambda _pid: [other.pid])
         with trainings.training(["true"], tmp_path / "run", tmp_path / "notice") as trained:

@@ -157,7 +157,7 @@ def test_every_snapshot_is_its_step(tmp_path: Path, found: Found, kind: type[Ada
 
 
 @pytest.mark.parametrize("steps", STEPS)
-def test_every_snapshot_is_its_step_with_averages_that_are_swapped(
+def test_every_snapshot_is_its_step_with_swapped_averages(
     tmp_path: Path, found: Found, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each validation swaps them, right after a snapshot has begun."""
@@ -182,13 +182,8 @@ BESIDE = [(Adapted, "backward"), (RunsAhead, "eager"), pytest.param(Adapted, "au
 
 @pytest.mark.parametrize("steps", UNHURRIED)
 @pytest.mark.parametrize(("kind", "copy_mode"), BESIDE)
-def test_every_snapshot_is_its_step_where_training_goes_on_beside(
-    tmp_path: Path,
-    found: Found,
-    caplog: pytest.LogCaptureFixture,
-    kind: type[Adapted],
-    copy_mode: Any,
-    steps: int,
+def test_every_snapshot_is_its_step_while_training_continues(
+    tmp_path: Path, found: Found, caplog: pytest.LogCaptureFixture, kind: type[Adapted], copy_mode: Any, steps: int
 ) -> None:
     """Nobody waits for a copy, a commit or the disk: slots are used again while others are written and read."""
     unhurried, (committed, durable) = Unhurried(), found

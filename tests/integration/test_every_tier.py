@@ -141,7 +141,7 @@ def trained(
 
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize(("kind", "compression"), [(Adapted, "auto"), (RunsAhead, "always")])
-def test_every_snapshot_is_its_step_at_every_tier_that_it_reached(
+def test_every_snapshot_is_its_step_at_each_tier_it_reached(
     tmp_path: Path, tiers: Tiers, caplog: pytest.LogCaptureFixture, kind: type[Adapted], compression: Any, steps: int
 ) -> None:
     """The snapshot server and the durable tier take the newest one whenever they are free."""

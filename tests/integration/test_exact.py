@@ -107,7 +107,7 @@ class StopAtTheEnd(pl.Callback):
         raise Stop
 
 
-def test_a_run_that_has_no_batches_left_is_not_asked_for_one_more(tmp_path: Path) -> None:
+def test_a_run_with_no_batches_left_is_asked_for_no_more(tmp_path: Path) -> None:
     """Lightning asks, and the loader had more than the limit: it counted as one that has ended."""
     train("limited", tmp_path / "twin", seed=11, max_epochs=1, spot=spot(tmp_path / "twin", every=1000))
     with pytest.raises(Stop):
@@ -201,7 +201,7 @@ def test_a_run_that_is_given_less_than_it_has_trained_is_refused(
 
 
 @pytest.mark.parametrize("left", [0, 3], ids=["after-the-last-step", "in-training"])
-def test_a_run_stopped_in_front_of_a_validation_goes_on_without_it(tmp_path: Path, left: int) -> None:
+def test_a_run_stopped_before_a_validation_resumes_without_it(tmp_path: Path, left: int) -> None:
     """After its last step it trained on one more batch; before, with other random numbers than there were."""
     stopped, settings = tmp_path / "stopped", {"max_steps": 6 + left, "val_check_interval": 6}
     with pytest.raises(Stop):

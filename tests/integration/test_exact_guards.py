@@ -54,7 +54,7 @@ def test_a_part_that_fails_is_off(
     train(case, tmp_path, seed=12)
 
 
-def test_what_training_changed_and_no_checkpoint_holds_is_named_before_it_goes_on(tmp_path: Path) -> None:
+def test_changes_no_checkpoint_holds_are_named_before_resuming(tmp_path: Path) -> None:
     case = Case(data=m.Folds, loaders=None, val=None, callbacks=lambda: [m.Tally(), m.Keeping(), m.Tally()])
     told: list[str] = []
     with pytest.raises(Stop):
@@ -72,9 +72,11 @@ def test_what_training_changed_and_no_checkpoint_holds_is_named_before_it_goes_o
     ("now", "what"), [(6, "8 of its samples are passed over"), (2, "8 of its samples are seen twice")]
 )
 @pytest.mark.parametrize("workers", [0, 2])
-def test_with_another_batch_size_an_epoch_goes_on_after_as_many_batches_and_what_that_costs_is_said(
+def test_with_another_batch_size_the_epoch_continues_and_says_so(
     tmp_path: Path, now: int, what: str, workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It continues after as many batches as before, and the log says what that costs."""
+
     class Seen(pl.Callback):
         def __init__(self) -> None:
             self.samples: dict[int, list[float]] = {}

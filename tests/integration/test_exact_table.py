@@ -124,7 +124,7 @@ def test_equal_where_no_batch_is_left_of_an_epoch(name: str, tmp_path: Path) -> 
     assert logged(tmp_path / "broken") == logged(tmp_path / "undisturbed") != []
 
 
-def test_a_trial_before_the_fit_does_not_stand_for_the_validation_that_is_due(tmp_path: Path) -> None:
+def test_a_trial_before_the_fit_replaces_no_due_validation(tmp_path: Path) -> None:
     """That was left out, and all epochs after it were without a batch: the run was complete, as was said."""
     ends = []
     for root, stop in ((tmp_path / "twin", None), (tmp_path, StopIn("on_train_epoch_end", 1)), (tmp_path, None)):

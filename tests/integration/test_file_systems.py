@@ -79,7 +79,7 @@ def test_what_passes_is_tested_and_all_others_are_refused() -> None:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("scheme", REFUSED)
-def test_a_file_system_that_keeps_no_snapshots_is_refused_before_anything_is_asked(
+def test_a_file_system_that_keeps_no_snapshots_is_refused_first(
     scheme: str, start: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for url in (f"{scheme}://host/run", f"{scheme.upper()}://host/run", f"{scheme}::s3://bucket/run"):
@@ -159,9 +159,7 @@ def test_a_directory_is_one_however_it_is_spelled(spelled: str, tmp_path: Path) 
         ("s3://data/run", None),
     ],
 )
-def test_the_disk_of_this_machine_is_told_from_what_is_mounted_over_a_network(
-    tmp_path: Path, path: str, kind: str | None
-) -> None:
+def test_a_local_disk_is_distinguished_from_a_network_mount(tmp_path: Path, path: str, kind: str | None) -> None:
     mounts = tmp_path / "mountinfo"
     mounts.write_text(
         "1 0 0:1 / / rw,relatime - overlay overlay rw\n"

@@ -491,7 +491,7 @@ class Thing:
     """An object that torch does not load with weights_only."""
 
 
-def test_state_that_is_not_safe_to_load_is_left_alone_until_a_hook_wants_it(tmp_path: Path) -> None:
+def test_unsafe_state_is_left_alone_until_a_hook_needs_it(tmp_path: Path) -> None:
     class Odd(Net):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["thing"] = Thing()
@@ -579,7 +579,7 @@ def test_a_zombie_is_fenced_and_trains_on(tmp_path: Path, caplog: pytest.LogCapt
     assert said(caplog, "last-not-written"), "it would end as if it were there"
 
 
-def test_who_is_overtaken_where_snapshots_are_committed_hears_of_it_at_the_end_too(
+def test_being_fenced_at_the_commit_is_reported_at_the_end_too(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As several hosts are, by a snapshot server: the run ended without a word, and its node took it for complete."""

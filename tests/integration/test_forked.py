@@ -41,7 +41,7 @@ class Once(pl.Callback):
 
 
 @pytest.mark.parametrize("local_server", [True, False])
-def test_a_child_that_leaves_through_fit_ends_nothing_of_its_parents(tmp_path: Path, local_server: bool) -> None:
+def test_a_child_that_leaves_through_fit_spares_its_parent(tmp_path: Path, local_server: bool) -> None:
     """It told the node that the trainer has left, wrote down that the attempt failed, or waited for ever for a lock."""
     spot = SpotCheckpoint(str(tmp_path / "run"), local_server=local_server, interval=EverySteps(1), notices="signal")
     parent, children, seen = os.getpid(), [], []
@@ -100,7 +100,7 @@ def test_a_child_can_be_told_to_end(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
-def test_a_child_ends_also_where_somebody_has_wrapped_our_handler() -> None:
+def test_a_child_ends_even_if_our_handler_was_wrapped() -> None:
     """Ours was called again and again, since it was not there to be put back."""
     source = SignalSource(["SIGTERM"])
     source.install()

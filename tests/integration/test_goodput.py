@@ -462,9 +462,7 @@ def test_a_trainer_whose_connection_closes_first_is_waited_for(tmp_path: Path, m
     channel.close()
 
 
-def test_the_next_attempt_completes_the_record_of_one_that_was_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_attempt_completes_the_record_of_a_killed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_spot.goodput.records.KEEP_S", 0.0)
     url = str(tmp_path / "run")
     killed = journal(url, 1)
@@ -488,7 +486,7 @@ def test_the_next_attempt_completes_the_record_of_one_that_was_killed(
 
 
 @pytest.mark.parametrize(("end", "step"), [("running", 8), ("killed", 8), ("failed", 5)])
-def test_a_snapshot_that_is_left_tells_of_later_steps_than_were_kept(tmp_path: Path, end: str, step: int) -> None:
+def test_a_remaining_snapshot_may_show_later_steps_than_a_record(tmp_path: Path, end: str, step: int) -> None:
     record = replace(attempt(1, 100.0, 110.0, (0, 5), 115.0), end=end)
     assert completed(str(tmp_path), record, [(8, 118.0)]).step == step
 
@@ -515,7 +513,7 @@ def test_the_snapshots_tell_where_the_machine_is_gone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("days", [3, -3])
-def test_a_clock_that_was_set_is_no_training_where_the_snapshots_tell_either(tmp_path: Path, days: int) -> None:
+def test_a_changed_clock_is_no_training_if_the_snapshots_show_it(tmp_path: Path, days: int) -> None:
     url, begun, set_s = str(tmp_path / "run"), time.time() - 100, days * 86400.0
     last = attempt(1, begun, begun + 10, (0, 35), begun + 45)
     last.snapshots = [(20, begun + 30), (30, begun + 40)]
@@ -532,7 +530,7 @@ def test_a_clock_that_was_set_is_no_training_where_the_snapshots_tell_either(tmp
 @pytest.mark.parametrize(
     ("trained_s", "later_s", "counts_s"), [(5, 86400, 45), (5, 100, 100), (0, 86400, 0), (0, 20, 20)]
 )
-def test_a_clock_that_was_set_is_no_training_where_no_snapshot_is_known_to_both(
+def test_a_changed_clock_is_no_training_without_common_snapshots(
     tmp_path: Path, trained_s: int, later_s: int, counts_s: int
 ) -> None:
     """Ten seconds a step may be where they took five, a day may not. A record is old where its tier had failed."""
@@ -708,7 +706,7 @@ def test_an_attempt_far_above_the_last_one_is_one_failure(earlier: int, attempt:
         ("no_such", False, [(100, "", "of_step")]),
     ],
 )
-def test_that_a_monitor_is_not_logged_is_said_before_the_first_epoch_is_over(
+def test_an_unlogged_monitor_is_named_within_the_first_epoch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monitor: str, validates: bool, found: list[tuple[Any, ...]]
 ) -> None:
     """An epoch may be all of a training: it was said at its end only."""

@@ -66,7 +66,7 @@ def make(make_bench: Callable[..., WithNode], monkeypatch: pytest.MonkeyPatch) -
     return lambda *allow: make_bench(kind=WithNode, allow=list(allow))
 
 
-def test_a_node_that_carries_nobody_on_is_not_filled_by_finished_runs(make: Callable[..., WithNode]) -> None:
+def test_finished_runs_do_not_fill_a_server_that_uploads_nothing(make: Callable[..., WithNode]) -> None:
     bench = make()
     for number in range(4):  # twice as many as it has slots
         bench.train(f"{number:012x}", 1, 2)
@@ -149,9 +149,7 @@ def test_a_run_that_has_used_up_its_share_is_told(make_bench: Callable[..., Benc
         bench.save(2, nbytes=900_000)
 
 
-def test_the_speed_of_a_tier_that_a_node_writes_now_counts_no_more(
-    make: Callable[..., WithNode], tmp_path: Path
-) -> None:
+def test_the_speed_of_a_tier_that_a_server_now_writes_is_ignored(make: Callable[..., WithNode], tmp_path: Path) -> None:
     bench = make(str(tmp_path))
     node, bench.memory_node = bench.memory_node, None  # type: ignore[assignment]
     bench.open(nodes=(BEHIND,))
@@ -215,7 +213,7 @@ def test_a_directory_of_somebody_else_is_left_as_it_is(make_bench: Callable[...,
     assert (runtime_dir / "area-1" / "lock").is_dir()
 
 
-def test_killed_while_it_takes_over_nothing_is_lost_or_there_twice(
+def test_a_kill_during_recovery_loses_and_duplicates_nothing(
     make_bench: Callable[..., Bench], tmp_path: Path, runtime_dir: Path
 ) -> None:
     area = runtime_dir / "area"

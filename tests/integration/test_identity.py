@@ -72,7 +72,7 @@ def test_identity_is_in_the_claims_or_in_the_place(
 
 
 @pytest.mark.parametrize("spelled", ["s3a://b/team/run-1", "s3://b//team/run-1/", "S3://b/team//run-1//"])
-def test_one_place_has_one_run_and_one_node_however_it_is_written(spelled: str) -> None:
+def test_one_place_has_one_run_and_server_however_it_is_written(spelled: str) -> None:
     """It was taken for a copied run, and trained anew."""
     first, again = Location.of("s3://b/team/run-1"), Location.of(spelled)
     assert again == first
@@ -146,7 +146,7 @@ def run_ids(path: Path) -> set[str]:
     return {manifest.run_id for manifest in snapshots(path)}
 
 
-def test_a_directory_of_the_same_path_on_another_machine_is_not_taken_for_this_one(
+def test_the_same_path_on_another_machine_is_another_run(
     tmp_path: Path, start_node: Callable[..., RunningNode]
 ) -> None:
     """Two jobs in containers, each with a volume of its own at the same path, share a snapshot server."""
@@ -232,7 +232,7 @@ def test_attempts_that_begin_at_once_get_numbers_of_their_own(tmp_path: Path) ->
         store.claim(replace(newest, digest="another"))
 
 
-def test_a_tier_that_could_not_be_read_leaves_room_and_is_claimed_later(tmp_path: Path) -> None:
+def test_an_unreadable_tier_leaves_a_gap_and_is_claimed_later(tmp_path: Path) -> None:
     path = tmp_path / "run-1"
     train(path, 7)
     found = replace(survey(Location.of(str(path), local_server=False)), durable=None, claim=None, answers=[])

@@ -146,7 +146,7 @@ ENDS: dict[str, tuple[Callable[[], Net], int, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_what_callbacks_write_where_an_epoch_ends_comes_after_its_last_snapshot(
+def test_callbacks_at_an_epochs_end_write_after_its_snapshots(
     tmp_path: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr(Copier, "_work", lambda _self: None)  # copied only where training waits
@@ -176,7 +176,7 @@ def test_training_stands_still_until_a_snapshot_is_committed(tmp_path: Path, see
     assert {step: watched.committed[step] for step in range(3, 40)} == {step: step // 3 * 3 for step in range(3, 40)}
 
 
-def test_a_ring_that_does_not_answer_holds_training_up_no_longer_than_it_may(
+def test_an_unresponsive_ring_blocks_training_within_its_limit(
     tmp_path: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, go_on = InProcessHost.seal, threading.Event()

@@ -37,7 +37,7 @@ class ImportsLate(Net):
         return Codes(self.parameters(), lr=0.01)
 
 
-def test_a_class_that_is_known_to_torch_only_in_training_is_named_at_once(
+def test_a_class_torch_knows_only_in_training_is_named_at_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first start said nothing; each resume was refused, and named a function of torch."""

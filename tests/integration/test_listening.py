@@ -141,7 +141,7 @@ def test_a_greeting_has_its_time_however_it_is_cut(
 
 
 @pytest.mark.parametrize("said", [b"", b'{"secret":'], ids=["silent", "half a greeting"])
-def test_strangers_leave_the_trainer_its_descriptors_threads_and_ranks(said: bytes) -> None:
+def test_strangers_use_up_no_descriptors_threads_or_ranks(said: bytes) -> None:
     """1,100 silent connections, and the trainer had no descriptor left."""
     server = KeyValueServer(SECRET)
     strangers: list[socket.socket] = []
@@ -177,7 +177,7 @@ def test_strangers_never_displace_ranks(listening: Callable[..., tuple[str, int]
             each.close()
 
 
-def test_a_rank_that_says_nothing_is_kept_when_garbage_is_collected(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_silent_rank_survives_a_garbage_collection(caplog: pytest.LogCaptureFixture) -> None:
     """An event loop keeps no task: one that waits for a silent rank is held by nothing else."""
     server = KeyValueServer(SECRET)
     connection = greet((LOOPBACK, server.port))
@@ -213,7 +213,7 @@ def test_a_rank_is_let_in_while_strangers_flood(listening: Callable[..., tuple[s
         flooding.join()
 
 
-def test_without_a_descriptor_those_who_connect_wait_and_one_line_says_so(
+def test_without_descriptors_clients_wait_and_one_line_says_so(
     listening: Callable[..., tuple[str, int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("lightning_spot.protocol.listening._AGAIN_S", 0.001)
@@ -259,7 +259,7 @@ def test_rank_0_listens_where_the_others_see_it(
 
 
 @pytest.mark.parametrize("version", ["10.79.7.", "fd79::"])
-def test_of_several_addresses_of_a_host_the_one_that_faces_the_other_is_taken(version: str) -> None:
+def test_the_host_address_that_faces_the_peer_is_used(version: str) -> None:
     with network_or_skip("facing", ("first", "second"), prefix=version) as network:
         there = network.address["second"]
         assert network.there("first", lambda: facing(there)) == network.address["first"]
@@ -294,9 +294,7 @@ def rank(number: int, *others: Any) -> Any:
     return OneOfTwo(global_rank=number, world_size=2, strategy=strategy)
 
 
-def test_rank_0_has_the_connections_of_more_ranks_than_a_process_may_have_files(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rank_0_serves_more_ranks_than_its_file_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 1,500 ranks, and 1,024 files, rank 0 could open nothing any more, and printed thousands of errors."""
     on_one_host(monkeypatch)
     before, connections = resource.getrlimit(resource.RLIMIT_NOFILE), list[KeyValueClient]()
@@ -317,7 +315,7 @@ def test_rank_0_has_the_connections_of_more_ranks_than_a_process_may_have_files(
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_where_rank_0_cannot_listen_all_ranks_end_with_that_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_rank_0_cannot_listen_all_ranks_raise_that_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise OSError("spot-key-value cannot listen: no thread can be had")
 

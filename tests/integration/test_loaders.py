@@ -356,7 +356,7 @@ def check_resume(case: Case, stop: pl.Callback, says: str, folder: Path) -> None
 
 @pytest.mark.parametrize(("data", "change", "hook", "says"), CHANGES)
 @pytest.mark.parametrize("ends", [False, True], ids=["mid-epoch", "end of epoch"])
-def test_data_that_training_or_reading_changes_comes_back_or_is_named(
+def test_data_that_training_or_reading_changes_is_kept_or_named(
     data: Any, change: Any, hook: str, says: str, ends: bool, tmp_path: Path
 ) -> None:
     def loaders() -> Any:
@@ -400,7 +400,7 @@ COPIES = {
 
 
 @pytest.mark.parametrize("name", COPIES)
-def test_what_workers_change_in_their_copies_comes_back_or_is_named(name: str, tmp_path: Path) -> None:
+def test_changes_in_copies_of_workers_are_kept_or_named(name: str, tmp_path: Path) -> None:
     data, make, stop, says = COPIES[name]
     case = Case(loaders=lambda: make(data()), val=None, settings={"limit_val_batches": 0})
     check_resume(case, stop, says, tmp_path)
@@ -443,7 +443,7 @@ SOUGHT: dict[str, tuple[Callable[[], Any], Callable[[], pl.Callback], str]] = {
 
 
 @pytest.mark.parametrize("name", SOUGHT)
-def test_what_workers_did_in_batches_that_are_not_loaded_again_is_named(name: str, tmp_path: Path) -> None:
+def test_worker_changes_in_batches_not_loaded_again_are_named(name: str, tmp_path: Path) -> None:
     make, stop, says = SOUGHT[name]
     spot = {"data_resume": "seek"}
     case = Case(loaders=make, val=None, settings={"limit_val_batches": 0}, spot=spot)
@@ -453,9 +453,7 @@ def test_what_workers_did_in_batches_that_are_not_loaded_again_is_named(name: st
 @pytest.mark.parametrize(
     ("make", "says"), [(fleeting, "workers of DataLoader may draw random numbers or change the data"), (lasting, DRAWN)]
 )
-def test_what_workers_may_have_done_is_named_where_only_the_resume_is_not_to_load_again(
-    make: Any, says: str, tmp_path: Path
-) -> None:
+def test_possible_worker_changes_are_named_if_the_resume_seeks(make: Any, says: str, tmp_path: Path) -> None:
     case = Case(loaders=lambda: make(m.Rows()), val=None, settings={"limit_val_batches": 0})
     with pytest.raises(Stop):
         train(case, tmp_path, StopAt(3), seed=11, every=1)
@@ -514,7 +512,7 @@ class Unseeded(Sampler[int]):
         return m.SAMPLES
 
 
-def test_an_epoch_that_begins_with_other_samples_than_before_is_named(tmp_path: Path) -> None:
+def test_an_epoch_that_begins_with_other_samples_is_named(tmp_path: Path) -> None:
     loader = partial(DataLoader, m.Rows(), m.BATCH, sampler=Unseeded(), num_workers=2)
     case = Case(loaders=loader, val=None, settings={"limit_val_batches": 0})
     with pytest.raises(Stop):
@@ -680,7 +678,7 @@ class Astray(Kept):
 
 
 @pytest.mark.parametrize("sized", [True, False])
-def test_an_epoch_that_has_less_batches_than_it_must_have_is_named(sized: bool, tmp_path: Path) -> None:
+def test_an_epoch_with_too_few_batches_is_named(sized: bool, tmp_path: Path) -> None:
     class Stream(Astray):
         __len__ = None  # type: ignore[assignment] # counted by the epoch before
 
@@ -693,7 +691,7 @@ def test_an_epoch_that_has_less_batches_than_it_must_have_is_named(sized: bool, 
     assert len([text for text in told if "an epoch ended after 4 of 5 batches" in text]) == 1
 
 
-def test_with_replay_a_loader_that_keeps_its_state_is_exact_with_augmentation_in_workers(tmp_path: Path) -> None:
+def test_replay_is_exact_if_workers_of_a_stateful_loader_augment(tmp_path: Path) -> None:
     case = Case(loaders=noisy, val=None, settings={"limit_val_batches": 0}, spot={"data_resume": "replay"})
     with pytest.raises(Stop):
         train(case, tmp_path / "broken", StopAfter(8), seed=11, every=1)
@@ -702,7 +700,7 @@ def test_with_replay_a_loader_that_keeps_its_state_is_exact_with_augmentation_in
     assert list(differences(final(tmp_path / "twin"), final(tmp_path / "broken"))) == []
 
 
-def test_with_replay_workers_that_persist_draw_no_seed_where_the_next_epoch_begins(tmp_path: Path) -> None:
+def test_persistent_workers_with_replay_draw_no_seed_in_between(tmp_path: Path) -> None:
     """They were there before the validation that the resumed run begins with."""
     case = Case(model=Epochs, loaders=lambda: kept(**WORKERS["persistent"]), spot={"data_resume": "replay"})
     (stop,) = STOPS["before validation"]

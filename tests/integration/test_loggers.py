@@ -107,7 +107,7 @@ def test_no_row_is_lost_in_a_kill_while_a_column_is_added(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("by_another", [False, True])
-def test_a_second_fit_goes_on_with_its_rows_behind_those_of_the_first(tmp_path: Path, by_another: bool) -> None:
+def test_rows_of_a_second_fit_follow_those_of_the_first(tmp_path: Path, by_another: bool) -> None:
     """Of a trainer's two fits in one log, the resume of the first took out what the second had logged."""
 
     def fit_twice(root: Path, *stop: pl.Callback) -> list[dict[str, str]]:

@@ -102,7 +102,7 @@ def test_one_alone(warm_python: str, tmp_path: Path, name: str, blocked: str) ->
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_what_was_defined_first_belongs_to_what_was_imported_later(other: Any) -> None:
+def test_classes_defined_first_fit_a_lightning_imported_later(other: Any) -> None:
     namespaces.SpotCallback.__bases__ = (namespaces.Copied, lightning.pytorch.Callback)
     assert not issubclass(SpotCheckpoint, other.Callback)
     spot, plugin = SpotCheckpoint("x"), SpotCheckpointIO()

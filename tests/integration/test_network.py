@@ -139,7 +139,7 @@ def test_frames_stay_in_order_and_no_more_than_so_many_are_held() -> None:
     assert [len(slow.due(now_s + seconds)) for seconds in (0.0501, 0.1001, 9.0)] == [50, 50, 100]
 
 
-def test_a_process_that_moves_frames_ends_with_whoever_started_it(network: Network) -> None:
+def test_a_process_that_moves_frames_ends_with_its_starter(network: Network) -> None:
     network._move_by_process("near")
     mover = network._movers["near"]
     mover.stdin.close()  # as the kernel does when that one is killed

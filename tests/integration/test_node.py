@@ -157,7 +157,7 @@ def test_a_request_that_came_damaged_is_refused(start_node: StartNode) -> None:
     assert client_of(node).call("GET", "/v1/runs")["runs"] == []
 
 
-def test_from_another_host_nobody_seals_a_slot_nor_waits_for_a_snapshot(start_node: StartNode) -> None:
+def test_from_another_host_nobody_seals_or_awaits_a_snapshot(start_node: StartNode) -> None:
     node = client_of(start_node())
     node.call("POST", "/v1/runs/run/open", {"attempt": 1})
     for path in ("runs/run/awaited", "uploads/none/seal"):
@@ -313,7 +313,7 @@ def test_sigterm_says_what_it_could_not_flush(start_node: StartNode, tmp_path: P
     assert "not stored" in node.log.read_text()
 
 
-def test_a_directory_that_cannot_be_written_to_is_an_error_at_the_start(
+def test_a_directory_that_is_not_writable_is_an_error_at_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("a file in the way")
@@ -415,7 +415,7 @@ def client_status(host: EmbeddedHost) -> dict[str, Any]:
     return host.client.call("GET", "/v1/status")
 
 
-def test_a_node_that_ends_and_removes_its_log_is_said_not_to_have_started(
+def test_a_server_that_ends_and_removes_its_log_has_not_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "program"

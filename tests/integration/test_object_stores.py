@@ -97,7 +97,7 @@ def test_many_blocks_over_many_connections(bucket: str) -> None:
     again.verify(fetched(store, again), "s3")
 
 
-def test_a_request_that_is_tried_again_draws_nothing_from_the_generator_of_a_training(bucket: str) -> None:
+def test_a_retried_request_draws_no_random_number_of_a_training(bucket: str) -> None:
     """A bucket that did not answer for 8 s made a training draw other numbers from then on."""
     ObjectStore(f"{bucket}/run-1")
     state = random.getstate()
@@ -128,7 +128,7 @@ def test_parts_that_are_not_those_announced_never_appear(bucket: str, raw: s3fs.
     assert uploads_of(raw, bucket) == []
 
 
-def test_a_bucket_that_does_not_exist_is_an_error_and_is_not_made(bucket: str, raw: s3fs.S3FileSystem) -> None:
+def test_a_missing_bucket_is_an_error_and_is_not_created(bucket: str, raw: s3fs.S3FileSystem) -> None:
     nowhere = f"{bucket}-not-made"
     store = open_store(f"{nowhere}/run-1")
     with pytest.raises(TierError, match="does not exist"):
@@ -140,7 +140,7 @@ def test_a_bucket_that_does_not_exist_is_an_error_and_is_not_made(bucket: str, r
     assert not raw.exists(nowhere)
 
 
-def test_unfinished_uploads_of_dead_attempts_are_aborted_and_no_others(
+def test_only_unfinished_uploads_of_dead_attempts_are_aborted(
     bucket: str, raw: s3fs.S3FileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_spot.tiers.store.SETTLED_S", 1e12)  # moto says of every upload: begun in 2010
@@ -185,7 +185,7 @@ def test_of_two_hosts_that_claim_at_once_one_is_fenced(
 
 
 @pytest.mark.parametrize(("part_bytes", "at_once"), [(8 * MIB, 16), (32 * MIB, 4), (512 * MIB, 1)])
-def test_large_parts_take_fewer_connections_for_memory_to_be_bounded(part_bytes: int, at_once: int) -> None:
+def test_large_chunks_take_fewer_connections_to_bound_memory(part_bytes: int, at_once: int) -> None:
     under_way, lock = [0, 0], threading.Lock()
 
     def job() -> None:
@@ -221,7 +221,7 @@ def test_no_part_is_left_on_its_way_after_an_error() -> None:
     assert len(done) < 100
 
 
-def test_a_block_whose_connection_breaks_is_sent_again_from_its_beginning(
+def test_a_block_whose_connection_breaks_is_sent_from_its_start(
     s3: str, s3_server: str, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     monkeypatch.setattr("lightning_spot.tiers.s3.BLOCK_BYTES", 256 * KIB)
@@ -290,7 +290,7 @@ def test_missing_credentials_are_an_error_that_says_so(monkeypatch: pytest.Monke
     s3fs.S3FileSystem.clear_instance_cache()
 
 
-def test_a_name_server_that_does_not_answer_keeps_no_process_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_name_server_keeps_no_process_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[threading.Thread] = []
     go_on = threading.Event()
 
@@ -342,7 +342,7 @@ def test_a_part_that_comes_damaged_is_read_once_more(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("how", ["at once", "not known", "refused"])
-def test_objects_are_removed_by_one_request_where_the_store_knows_it(
+def test_objects_are_deleted_in_one_request_if_the_store_can(
     bucket: str, raw: s3fs.S3FileSystem, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """Stores that speak S3 do not all know it, or want another checksum than botocore sends; it may fail for some."""
@@ -386,9 +386,7 @@ def test_a_folder_is_listed_page_by_page(bucket: str, raw: s3fs.S3FileSystem) ->
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_file_that_somebody_else_has_saved_a_moment_before_leaves_no_manifest_beside_other_bytes(
-    monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
+def test_a_file_another_saved_meanwhile_gets_no_wrong_manifest(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     """It was looked at when the save began; of a snapshot, no other attempt writes that."""
     url = f"kept://{random.getrandbits(64):x}/run"
     ours, theirs = ObjectStore(url), ObjectStore(url)

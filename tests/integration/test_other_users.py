@@ -215,7 +215,7 @@ SQUATS: list[Callable[[Path, Path], None]] = [
 
 @as_root
 @pytest.mark.parametrize("squat", [*SQUATS, *map(of_mode, (0o777, 0o1777, 0o770, 0o1770, 0o702))])
-def test_a_runtime_directory_that_is_not_ours_alone_is_named_at_once(
+def test_a_runtime_directory_open_to_others_is_named_at_once(
     squat: Callable[[Path, Path], None], open_dir: Path, mine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = open_dir / "rt"
@@ -363,7 +363,7 @@ def test_a_node_of_another_user_is_not_spoken_to(
         os.waitpid(pid, 0)
 
 
-def test_a_directory_that_is_exchanged_is_not_the_one_that_was_opened(runtime_dir: Path, mine: Path) -> None:
+def test_a_swapped_directory_is_not_the_one_that_was_opened(runtime_dir: Path, mine: Path) -> None:
     """Where others may write to the directory above, any may be put in its place between the check and the use."""
     folder, away = runtime_dir / "rt", runtime_dir / "away"
     folder.mkdir(mode=0o700)
@@ -388,7 +388,7 @@ def test_a_directory_that_is_exchanged_is_not_the_one_that_was_opened(runtime_di
 
 @as_root
 @pytest.mark.parametrize("squat", [*SQUATS, of_mode(0o777)])
-def test_an_area_that_is_not_ours_costs_another_name_and_nothing_else(
+def test_an_area_of_another_user_costs_a_different_name_only(
     squat: Callable[[Path, Path], None], open_dir: Path, mine: Path
 ) -> None:
     squat(open_dir / "area", mine)
@@ -419,7 +419,7 @@ def test_slots_of_others_are_not_counted_as_left(runtime: Path, tmp_path: Path) 
     assert starting.attach(str(tmp_path), "run") is None
 
 
-def test_an_area_that_is_exchanged_leaves_what_is_there_now_alone(tmp_path: Path, mine: Path) -> None:
+def test_a_swapped_area_leaves_the_new_one_alone(tmp_path: Path, mine: Path) -> None:
     area = SlotArea(tmp_path / "area")
     area.path.rename(tmp_path / "away")
     area.path.symlink_to(mine)

@@ -104,7 +104,7 @@ def test_a_node_does_nothing_where_the_attempt_has_not_claimed(lent: Lent) -> No
     assert [path.name for path in victim.iterdir()] == ["notes.txt"]
 
 
-def test_a_node_does_nothing_where_another_trainer_has_claimed_that_number(lent: Lent) -> None:
+def test_a_server_does_nothing_if_another_claimed_that_attempt(lent: Lent) -> None:
     victim = lent.root / "victim"
     LocalStore(victim).claim(claim_of(1))
     lent.open("thief", victim, claimed=False)
@@ -287,9 +287,7 @@ def starts_at_once(count: int, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.mark.parametrize("rounds", [10, pytest.param(200, marks=pytest.mark.soak)])
-def test_of_trainers_that_start_at_once_one_writes_whatever_the_store_does(
-    monkeypatch: pytest.MonkeyPatch, rounds: int
-) -> None:
+def test_only_one_of_many_trainers_that_start_at_once_writes(monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
     assert [starts_at_once(8, monkeypatch) for _ in range(rounds)] == [1] * rounds
 
 
@@ -308,7 +306,7 @@ def test_a_trainer_is_told_that_its_number_is_anothers(tmp_path: Path, monkeypat
     assert told[0].current == 1
 
 
-def test_the_node_of_a_killed_start_goes_on_with_the_credentials_of_the_next_one(
+def test_the_server_of_a_killed_start_gets_the_next_credentials(
     s3: str, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It had those with which the first one began, and nothing became durable."""
@@ -337,7 +335,7 @@ def test_the_node_of_a_killed_start_goes_on_with_the_credentials_of_the_next_one
     second.leave(complete=True)
 
 
-def test_a_trainers_environment_leaves_out_what_a_node_needs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainers_environment_omits_the_servers_own_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "environ", {"AWS_PROFILE": "old", "AWS_SESSION_TOKEN": "old", "LIGHTNING_SPOT_TOKEN": "own"})
         assert take_environment({"AWS_PROFILE": "new", "PATH": "/elsewhere", "LIGHTNING_SPOT_TOKEN": "other"})
@@ -346,7 +344,7 @@ def test_a_trainers_environment_leaves_out_what_a_node_needs_of_its_own(monkeypa
 
 
 @pytest.mark.parametrize("error", [PermissionError("x"), OSError("ExpiredToken: The provided token has expired.")])
-def test_credentials_are_read_again_when_a_store_says_that_they_have_expired(error: Exception) -> None:
+def test_credentials_are_read_again_if_a_store_rejects_them(error: Exception) -> None:
     """A login tool renews them in a file, which a session reads once."""
     before = open_filesystem("kept://runs/any")[0]
     with pytest.raises(TierError), tier_errors("kept://runs/any"):
@@ -449,7 +447,7 @@ def test_another_run_of_the_node_is_neither_settled_nor_deleted(lent: Lent) -> N
     assert victim.token not in lent.node.log.read_text()
 
 
-def test_what_an_attempt_without_a_claim_has_left_is_never_done_for_a_later_one(lent: Lent) -> None:
+def test_leftovers_of_an_unclaimed_attempt_are_never_done_later(lent: Lent) -> None:
     """A stranger who opened the run as its next attempt had it done with the claim of the trainer's own next one."""
     place = lent.root / "victim"
     victim = lent.open("run", place, claimed=True)
@@ -471,7 +469,7 @@ def test_what_an_attempt_without_a_claim_has_left_is_never_done_for_a_later_one(
     assert found - {str(place / ATTEMPTS_DIR / claim_name(3))} == set(there)
 
 
-def test_a_request_whose_body_comes_late_changes_nothing_of_a_later_attempt(tokened: int) -> None:
+def test_a_late_request_body_changes_nothing_of_a_later_attempt(tokened: int) -> None:
     run, head = f"late@{'b' * 12}", b""
     store = NodeStore(f"spot://127.0.0.1:{tokened}/{run}")
     first = replace(VICTIM, name="late", id="b" * 12, attempt=1, token="of 1")

@@ -23,7 +23,7 @@ from benchmarks.peers.plan import Found
 from benchmarks.peers.turns import Training
 
 
-def test_a_training_or_a_cell_that_fails_in_any_way_is_named_and_the_others_are_measured(
+def test_a_failing_training_or_cell_is_named_and_others_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
@@ -78,9 +78,7 @@ def turns_here(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.usefixtures("turns_here")
-def test_ways_of_others_take_turns_and_leave_nothing_behind_in_between(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_methods_of_others_take_turns_and_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ways = ("ModelCheckpoint", "AsyncCheckpointIO", "oteacheck", "DCP thread")
     modules: list[torch.nn.Module] = []
     build = turns.build

@@ -477,7 +477,7 @@ def test_bodies_that_do_not_come_leave_room_for_others(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("nbytes", [2**16, 2**23])
-def test_a_refused_request_is_told_why_while_its_body_is_still_on_its_way(nbytes: int) -> None:
+def test_a_refused_request_is_answered_while_its_body_arrives(nbytes: int) -> None:
     """The rest of it was taken for a head that is too long, and the connection was reset."""
     with asked(node_of()) as client:
         for _ in range(3):

@@ -210,9 +210,7 @@ def test_wrong_credentials_are_one_clear_error(server: Server, monkeypatch: pyte
     assert time.monotonic() - begun_s < 60
 
 
-def test_read_only_credentials_read_and_say_that_they_do_not_write(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_only_credentials_read_and_report_no_write_access(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"{server.bucket('readonly')}/run"
     store = open_store(url)
     store.claim(claim_of(1))

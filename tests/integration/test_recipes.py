@@ -126,7 +126,7 @@ def test_torchrun_that_is_told_to_end_says_so(tmp_path: Path) -> None:
         process.wait(60)
 
 
-def test_a_process_that_has_not_started_the_training_is_not_told_to_end(
+def test_a_process_that_did_not_start_the_training_is_spared(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A training outlives its script now and then, or runs in a container: the number may be anybody's."""
@@ -152,7 +152,7 @@ def test_a_process_that_has_not_started_the_training_is_not_told_to_end(
 
 
 @pytest.mark.slow
-def test_torchrun_starts_no_ranks_again_on_a_machine_that_is_taken_away(tmp_path: Path) -> None:
+def test_torchrun_restarts_no_ranks_on_a_preempted_machine(tmp_path: Path) -> None:
     """The cloud says so to the ranks only: each would stop again at once, until no restart is left."""
     script = tmp_path / "train.py"
     script.write_text(

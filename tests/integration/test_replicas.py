@@ -56,7 +56,7 @@ def at_both(bench: Chained, step: int, *bases: str) -> None:
 # -- where a run goes -------------------------------------------------------------------------------------------------
 
 
-def test_runs_spread_over_the_nodes_and_only_those_of_a_lost_one_move() -> None:
+def test_runs_spread_evenly_and_only_those_of_a_lost_server_move() -> None:
     runs = [f"{number:012x}" for number in range(2000)]
     first = Counter(placed(NODES, run)[0] for run in runs)
     assert min(first.values()) > 0.8 * len(runs) / len(NODES)
@@ -119,7 +119,7 @@ def test_lightning_cli_takes_several_nodes_and_replicas(tmp_path: Path) -> None:
 # -- two replicas -----------------------------------------------------------------------------------------------------
 
 
-def test_each_snapshot_is_at_two_nodes_and_one_of_them_carries_it_on(make: Callable[..., Chained]) -> None:
+def test_each_snapshot_is_at_two_servers_and_one_uploads_it(make: Callable[..., Chained]) -> None:
     bench = make()
     bench.start(FIRST, SECOND, THIRD, replicas=2)
     for step in (1, 2):
@@ -140,7 +140,7 @@ def test_each_snapshot_is_at_two_nodes_and_one_of_them_carries_it_on(make: Calla
     until(lambda: bench.nodes[SECOND].committed(RUN)[0].settled, "the second node to be told")
 
 
-def test_a_slow_replica_does_not_slow_the_fast_one_and_gets_the_newest(make: Callable[..., Chained]) -> None:
+def test_a_slow_replica_gets_the_newest_and_slows_no_other(make: Callable[..., Chained]) -> None:
     bench = make()
     bench.behind[SECOND].open.clear()
     bench.start(FIRST, SECOND, replicas=2)
@@ -168,7 +168,7 @@ def test_what_each_node_has_is_kept_to_send_it_changes_only() -> None:
 
 
 @pytest.mark.parametrize("lost", [FIRST, SECOND])
-def test_a_lost_node_is_one_warning_and_is_sent_the_newest_when_it_returns(
+def test_a_lost_server_is_one_warning_and_gets_the_newest_later(
     make: Callable[..., Chained], lost: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = make()
@@ -225,7 +225,7 @@ def test_a_third_node_takes_the_place_of_a_lost_one(make: Callable[..., Chained]
     assert bench.tier().tries == []
 
 
-def test_what_only_the_replica_has_becomes_durable_when_the_other_is_lost(make: Callable[..., Chained]) -> None:
+def test_a_snapshot_only_a_replica_has_is_persisted_after_a_loss(make: Callable[..., Chained]) -> None:
     bench = make()
     bench.start(FIRST, SECOND, replicas=2)
     bench.by_node(FIRST).open.clear()
@@ -295,7 +295,7 @@ def test_a_replica_keeps_nothing_below_itself(make: Callable[..., Chained], tmp_
         node.close()
 
 
-def test_a_part_that_arrives_damaged_at_one_is_sent_again_and_the_other_has_it(make: Callable[..., Chained]) -> None:
+def test_a_chunk_damaged_on_its_way_to_a_replica_is_sent_again(make: Callable[..., Chained]) -> None:
     bench = make()
     bench.start(FIRST, SECOND, replicas=2)
     until(lambda: len(_used(bench)) == 2, "both nodes")
@@ -362,7 +362,7 @@ def _recovered(tmp_path: Path, urls: list[str]) -> tuple[int, bytes, str]:
     return recovered[0].manifest.step, recovered[1], recovered[0].tier
 
 
-def test_with_one_of_two_replicas_gone_the_newest_snapshot_is_found(
+def test_the_newest_snapshot_is_found_with_one_replica_gone(
     pair: list[tuple[Node, str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.socket() as gone:
@@ -372,7 +372,7 @@ def test_with_one_of_two_replicas_gone_the_newest_snapshot_is_found(
     assert said_about(caplog, "not-read") == [urls[0]]
 
 
-def test_a_replica_that_returns_damaged_parts_is_passed_over_for_the_other(
+def test_a_replica_that_returns_damaged_chunks_is_skipped(
     pair: list[tuple[Node, str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     damaged = pair[0][0].committed(RUN)[0]

@@ -216,7 +216,7 @@ def test_a_tier_that_cannot_be_read_is_an_error_and_then_goes_on(
     assert begins(f"{scheme}://{run}") == 9
 
 
-def test_a_full_disk_where_nodes_leave_their_records_is_passed_over(
+def test_a_full_disk_for_server_records_blocks_no_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What the memory of this host has is not read then; what is durable is."""
@@ -234,7 +234,7 @@ def test_a_full_disk_where_nodes_leave_their_records_is_passed_over(
     assert "No space left" in caplog.text
 
 
-def test_a_tier_for_which_no_thread_can_be_had_is_one_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tier_that_gets_no_thread_counts_as_unresponsive(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of processes is limited in most containers."""
     start, left = threading.Thread.start, [1]
 
@@ -251,7 +251,7 @@ def test_a_tier_for_which_no_thread_can_be_had_is_one_that_does_not_answer(monke
 
 
 @pytest.mark.parametrize("since", ["the start", "the first look"])
-def test_a_tier_that_falls_silent_is_not_waited_for_as_long_as_its_library_would(
+def test_a_silent_tier_is_waited_for_less_than_its_library_would(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, since: str
 ) -> None:
     """It takes connections and never answers: s3fs waits for 75 s, with each request."""
@@ -336,7 +336,7 @@ def test_auto_resume_alone_raises_as_well(run: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["cut", "flip", "eio"])
-def test_a_file_that_goes_bad_between_its_check_and_its_use_falls_back(
+def test_a_file_damaged_between_check_and_use_falls_back(
     run: Path, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Torch reads through a reader that checks each part as it is read: no SIGBUS, and no other bytes."""

@@ -63,7 +63,7 @@ def test_what_only_a_lost_memory_node_had_is_not_called_safe() -> None:
 
 
 @pytest.mark.parametrize("has_it", [True, False])
-def test_a_memory_node_is_asked_whether_it_has_what_went_past_the_ring(has_it: bool) -> None:
+def test_a_server_is_asked_whether_it_has_what_passed_the_ring(has_it: bool) -> None:
     """One that was started anew is where the old one was, and empty."""
     with served(Node(slots=None, memory_bytes=MIB, open_store=open_store, allow=[])) as port:
         store = NodeStore(f"spot://127.0.0.1:{port}/run@{RUN_ID}")
@@ -112,7 +112,7 @@ def test_training_does_not_stand_still_for_an_urgent_snapshot(tmp_path: Path, mo
     assert stood == [False]
 
 
-def test_a_trainer_whose_run_was_taken_over_does_not_wait_at_a_notice(tmp_path: Path) -> None:
+def test_a_fenced_trainer_does_not_wait_at_a_notice(tmp_path: Path) -> None:
     """It did, for all of `upload_timeout_s`: no tier would ever have what it had taken."""
     root = tmp_path / "run"
 
@@ -176,14 +176,14 @@ def noticed_in_validation(
     return callback.said, [torch.load(root / manifest.data_path, weights_only=True) for manifest in found]
 
 
-def test_weights_that_were_swapped_past_the_counts_are_not_taken_for_those_of_training(tmp_path: Path) -> None:
+def test_uncounted_weight_swaps_are_not_taken_for_training(tmp_path: Path) -> None:
     """The urgent snapshot had the averages: the resumed run trained on from them."""
     said, found = noticed_in_validation(tmp_path / "run", Averaged, every=1000)
     assert said.startswith("no snapshot of this attempt is committed")
     assert not found
 
 
-def test_what_a_validation_adds_to_a_state_is_not_in_the_snapshot_before_it(tmp_path: Path) -> None:
+def test_state_a_validation_adds_is_not_in_the_snapshot_before(tmp_path: Path) -> None:
     """The resumed run validates again, and had it twice."""
     said, found = noticed_in_validation(tmp_path / "run", InValidation, every=1000)
     assert "step 4" in said
@@ -191,9 +191,7 @@ def test_what_a_validation_adds_to_a_state_is_not_in_the_snapshot_before_it(tmp_
     assert state == {"seen": [0, 0]}  # of the sanity check
 
 
-def test_the_slot_of_an_urgent_snapshot_has_the_time_that_slots_have_also_right_after_a_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_urgent_slot_has_its_full_time_right_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In front of a validation there was no step yet. A large slot took longer than a call may: its node was lost."""
     resumes = AutoResume(str(tmp_path / "run"), local_server=False)
     noticed_in_validation(tmp_path / "run", InValidation, 1000, resumes)

@@ -93,7 +93,7 @@ def _fold_in_a_child(folder: Path, start: float) -> None:
         print(callback.location.name, callback.resumed_from is None, file=file)
 
 
-def test_processes_that_a_program_starts_for_each_fit_count_together(tmp_path: Path) -> None:
+def test_processes_that_a_program_starts_per_fit_count_together(tmp_path: Path) -> None:
     """What one of them had trained, the next one did not know: the second fold had the weights of the first."""
     for start in (0.0, 1.0):
         process = multiprocessing.get_context("fork").Process(target=_fold_in_a_child, args=(tmp_path, start))
@@ -109,9 +109,7 @@ class Tried(Net):
         self.save_hyperparameters()
 
 
-def test_a_sweep_that_is_started_again_finds_its_trials_by_their_order(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_restarted_sweep_finds_its_trials_by_their_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def trial(rate: float, *callbacks: pl.Callback) -> SpotCheckpoint:
         callback = spot(tmp_path)
         trainer(callback, *callbacks, max_epochs=1).fit(Tried(rate), data(6))
@@ -137,7 +135,7 @@ class Deeper(Net):
 
 
 @pytest.mark.parametrize("other", [Deeper, lambda: Net(width=8)], ids=["names", "shapes"])
-def test_a_program_that_leaves_a_training_out_is_given_no_others_weights(tmp_path: Path, other: Any) -> None:
+def test_a_program_that_skips_a_training_gets_no_others_weights(tmp_path: Path, other: Any) -> None:
     """The first ``fit`` of a process is the first run, whatever it trains."""
     fold(tmp_path, start=0.0)
     store = LocalStore(tmp_path / "run")
@@ -152,9 +150,7 @@ def test_a_program_that_leaves_a_training_out_is_given_no_others_weights(tmp_pat
     assert {each.name: (store.root / each.data_path).read_bytes() for each in store.survey().manifests} == before
 
 
-def test_hyperparameters_that_have_changed_since_a_snapshot_are_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_hyperparameters_changed_since_a_snapshot_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(Stop):
         trainer(spot(tmp_path), EndAt(5), max_epochs=1).fit(Tried(0.1), data(6))
     new_process()
@@ -171,7 +167,7 @@ class Fold(pl.LightningDataModule):
         return data(6)
 
 
-def test_hyperparameters_of_the_data_module_that_have_changed_are_said(
+def test_changed_hyperparameters_of_the_data_module_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(Stop):
@@ -226,7 +222,7 @@ def test_a_node_of_a_trial_goes_when_the_next_one_begins(tmp_path: Path) -> None
     assert LocalStore(tmp_path / "one" / "run").survey().manifests[0].step == 4
 
 
-def test_nodes_go_at_the_end_of_a_program_unless_an_exception_ends_it(
+def test_servers_end_with_a_program_unless_an_exception_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(Stop):
@@ -285,7 +281,7 @@ def test_the_tuner_is_no_training_of_the_run(tmp_path: Path) -> None:
     assert resumed.resumed_from.step == 4
 
 
-def test_a_second_fit_has_an_account_of_its_own_wherever_the_monitor_is_listed(tmp_path: Path) -> None:
+def test_a_second_fit_has_its_own_account_at_any_monitor_place(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     snapshots = RemoteSnapshot(run, local_server=False, interval=EverySteps(2))
     callbacks = [GoodputMonitor(log_every_s=None), AutoResume(run, local_server=False), snapshots]
@@ -314,7 +310,7 @@ class Remembers(Net):
         return self.cache
 
 
-def test_a_complete_run_has_the_metrics_of_its_end_and_leaves_its_generators(tmp_path: Path) -> None:
+def test_a_complete_run_has_its_final_metrics_and_generators(tmp_path: Path) -> None:
     def fit(seed: int) -> tuple[dict[str, torch.Tensor], float]:
         pl.seed_everything(seed)
         run = trainer(spot(tmp_path), max_epochs=1, limit_val_batches=2)
@@ -327,7 +323,7 @@ def test_a_complete_run_has_the_metrics_of_its_end_and_leaves_its_generators(tmp
     assert fit(2) == trained
 
 
-def test_a_trainer_that_goes_on_after_a_complete_run_sees_the_same_data(tmp_path: Path) -> None:
+def test_a_fit_after_a_complete_run_sees_the_same_data(tmp_path: Path) -> None:
     """Lightning's loops took the second fit for one that is resumed, and kept the order that the first had drawn."""
 
     def fit_twice(root: Path, seed: int, *callbacks: pl.Callback) -> dict[str, torch.Tensor]:
@@ -364,7 +360,7 @@ class Freezes(Net):
 
 
 @pytest.mark.parametrize("killed", [6, 9], ids=["before the second fit has a snapshot", "after that"])
-def test_a_trainer_that_goes_on_after_a_complete_run_has_what_hooks_changed(tmp_path: Path, killed: int) -> None:
+def test_a_fit_after_a_complete_run_keeps_the_changes_of_hooks(tmp_path: Path, killed: int) -> None:
     """Without a word, the second fit trained what the first had frozen, when the program was started again."""
 
     def fit_twice(root: Path, *callbacks: pl.Callback) -> dict[str, torch.Tensor]:
@@ -383,9 +379,7 @@ def test_a_trainer_that_goes_on_after_a_complete_run_has_what_hooks_changed(tmp_
     assert all(torch.equal(value, again[name]) for name, value in whole.items())
 
 
-def test_a_fit_after_predictions_keeps_what_was_made_in_inference_mode(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fit_after_predictions_keeps_inference_mode_tensors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def fit(*callbacks: pl.Callback) -> Remembers:
         torch.manual_seed(1)
         model = Remembers()

@@ -409,7 +409,7 @@ _BROWSER = "Host: node.example\r\nAccept: text/html,application/xhtml+xml,applic
 
 
 @pytest.mark.parametrize("token", [None, "0123456789abcdef"])
-def test_a_person_with_a_browser_reads_what_this_is_and_nothing_else(
+def test_a_browser_shows_what_this_is_and_nothing_else(
     start_node: StartNode, tmp_path: Path, token: str | None
 ) -> None:
     node = start_node("--storage", str(tmp_path), environment={"LIGHTNING_SPOT_TOKEN": token} if token else {})

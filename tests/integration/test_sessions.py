@@ -240,9 +240,7 @@ def test_every_call_to_a_stopped_node_ends_in_time(tmp_path: Path) -> None:
     bounded(lambda: host.leave(complete=False))
 
 
-def test_a_stopped_node_is_replaced_and_its_snapshots_are_taken_over(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stopped_server_is_replaced_and_its_data_recovered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     host = start(tmp_path, server_call_timeout_s=STALL_S)
     host.open_run(info_of(str(tmp_path), 1))
     pid = node_pid(host)
@@ -294,9 +292,7 @@ def test_a_process_that_got_the_dead_nodes_number_is_never_hit(tmp_path: Path, m
         bystander.wait()
 
 
-def test_who_starts_a_node_and_is_stopped_does_not_hold_others_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_starter_does_not_block_others_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starting, "START_TIMEOUT_S", 0.5)
     record = find_record(str(tmp_path))
     with open(record.lock, "wb") as held:
@@ -321,7 +317,7 @@ def test_a_new_session_of_one_trainer_never_loses_to_its_old_one(tmp_path: Path)
     assert {manifest.step for manifest in new.manifests()} == {1, 2}
 
 
-def test_a_node_that_has_come_in_the_place_of_another_is_not_taken_for_it(tmp_path: Path) -> None:
+def test_a_server_that_replaced_another_is_not_taken_for_it(tmp_path: Path) -> None:
     lost, closed = start(tmp_path), start(tmp_path)
     lost.check()
     closed.session.close()
@@ -355,9 +351,7 @@ def test_a_forked_child_has_no_session_and_does_no_harm(tmp_path: Path) -> None:
     assert [manifest.step for manifest in host.manifests()] == [1]
 
 
-def test_an_answer_that_ctrl_c_left_is_not_taken_for_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_ctrl_c_left_is_not_used_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next slot that was mapped was another one: what was written there was not what its node had sealed."""
     host = start(tmp_path)
     host.open_run(info_of(str(tmp_path), 1))
@@ -462,7 +456,7 @@ def _commit(client: NodeClient, upload: str, step: int) -> None:
     client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": manifest})
 
 
-def test_a_memory_node_that_ends_takes_no_new_runs_and_serves_the_others(
+def test_a_draining_server_takes_no_new_runs_and_serves_others(
     busy_node: tuple[RunningNode, NodeClient], tmp_path: Path
 ) -> None:
     node, client = busy_node
@@ -477,9 +471,7 @@ def test_a_memory_node_that_ends_takes_no_new_runs_and_serves_the_others(
     assert LocalStore(tmp_path / "durable" / "run").survey().manifests[0].step == 2
 
 
-def test_a_memory_node_that_ends_waits_for_no_sender_that_was_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draining_server_waits_for_no_killed_sender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It had begun to send a snapshot, and was killed: nobody would ever have committed or given it up."""
     monkeypatch.setattr(program, "_UNCONNECTED_S", 0.5)
     node = Node(slots=2, memory_bytes=2**26, open_store=open_store)

@@ -225,7 +225,7 @@ def test_runs_of_one_name_are_told_apart_by_their_identity(shared: RunningNode, 
     assert all(item["attempt"] == 1 and not item["live"] for item in listed.values())
 
 
-def test_a_file_that_is_replaced_while_it_is_read_is_an_error_not_a_mixture(shared: RunningNode, run: str) -> None:
+def test_a_file_replaced_during_a_read_is_an_error_not_a_mixture(shared: RunningNode, run: str) -> None:
     fs = file_system(shared)
     path = f"{run}/file"
     put_file(shared, run, "file", b"a" * 30_000_000)
@@ -240,9 +240,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_an_error_not_a_mixture(shar
 # -- what has left the memory -----------------------------------------------------------------------------------------
 
 
-def test_what_has_left_the_memory_is_not_shown_and_said_to_lie_where_the_run_is_durable(
-    start_node: StartNode, tmp_path: Path
-) -> None:
+def test_an_evicted_snapshot_is_hidden_and_its_storage_is_named(start_node: StartNode, tmp_path: Path) -> None:
     node = start_node("--slots", "1", "--storage", str(tmp_path))
     fs, durable, (gone, image) = file_system(node), tmp_path / "run", sharded(1)
     held = sharded(2)[0]

@@ -116,7 +116,7 @@ def fetched(store: Store, manifest: Manifest) -> bytes:
     return bytes(buffer)
 
 
-def test_several_files_take_the_place_of_others_of_their_names_all_or_none(
+def test_several_files_replace_those_of_their_names_all_or_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = LocalStore(tmp_path / "run")
@@ -150,7 +150,7 @@ def test_several_files_take_the_place_of_others_of_their_names_all_or_none(
 
 
 @pytest.mark.parametrize(("replaced", "missing"), [((), ()), ((0,), ()), ((1,), ()), ((0,), (1,))])
-def test_an_old_manifest_is_put_back_only_where_none_of_its_files_was_replaced(
+def test_an_old_manifest_returns_only_if_no_file_was_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: tuple[int, ...], missing: tuple[int, ...]
 ) -> None:
     """Files go side by side: another one than the first may be there when the first fails."""
@@ -196,7 +196,7 @@ def test_what_is_put_is_there(store: Store) -> None:
 
 
 @pytest.mark.parametrize("part", [0, -1])
-def test_a_part_that_is_not_what_was_committed_is_noticed_as_it_comes(store: Store, part: int) -> None:
+def test_a_chunk_unlike_the_committed_one_is_noticed_as_it_comes(store: Store, part: int) -> None:
     put(store, 5)
     (found,) = store.survey().manifests
     checksums = list(found.checksums)
@@ -296,7 +296,7 @@ def test_delete_twice(store: Store) -> None:
 
 
 @pytest.mark.parametrize("what", ["delete", "sweep"])
-def test_what_another_node_deletes_at_the_same_moment_is_no_failure(
+def test_a_concurrent_deletion_by_another_server_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """As nodes do that have portions of the same snapshots: each keeps the newest ones only."""
@@ -360,7 +360,7 @@ def test_the_newest_claim_says_whose_the_run_is(store: Store) -> None:
 
 
 @pytest.mark.parametrize("store", FILES, indirect=True)
-def test_the_highest_attempt_is_that_of_claims_names_and_manifests(store: Store) -> None:
+def test_the_highest_attempt_counts_claims_names_and_manifests(store: Store) -> None:
     """A run forked by copying a snapshot, or whose claims expired, does not begin at 1 again."""
     put(store, 5, attempt=3, by=3)
     assert (store.claimed(), store.survey().highest_attempt) == (0, 3)
@@ -408,7 +408,7 @@ def test_a_source_of_parts_that_fails(store: Store) -> None:
     put(store, 5)
 
 
-def test_a_later_attempts_file_is_not_overwritten_by_an_earlier_one(store: Store) -> None:
+def test_an_earlier_attempt_does_not_overwrite_a_later_ones_file(store: Store) -> None:
     """A dead trainer's node put an older ``last.ckpt`` over a newer one, seconds later."""
     newer = put(store, 9, attempt=2, by=2, name="last.ckpt", file="")
     older, data = snapshot(7, attempt=1, name="last.ckpt", file="")
@@ -524,7 +524,7 @@ def test_a_sweep_touches_nothing_that_it_does_not_understand(store: Store) -> No
 
 
 @pytest.mark.parametrize("store", FILES, indirect=True)
-def test_temporaries_of_earlier_attempts_are_swept_wherever_they_lie(store: Store) -> None:
+def test_temp_files_of_earlier_attempts_are_swept_everywhere(store: Store) -> None:
     """Those beside the snapshots were not looked for at an object store, once there was more than one snapshot."""
     older = put(store, 4)
     name = posix.temporary_name(1, older.run_id)
@@ -578,7 +578,7 @@ def dead_writer(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
     return name
 
 
-def test_where_proc_is_that_of_another_namespace_no_writer_counts_as_ended(
+def test_no_writer_counts_as_ended_if_proc_is_another_namespaces(
     dead_writer: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As below ``unshare --pid`` alone: a living process of ours is not listed there."""
@@ -593,7 +593,7 @@ def test_where_proc_is_that_of_another_namespace_no_writer_counts_as_ended(
 
 
 @pytest.mark.parametrize("store", FILES, indirect=True)
-def test_what_killed_writers_of_files_left_is_swept_and_nothing_else(
+def test_only_leftovers_of_killed_file_writers_are_swept(
     store: Store, dead_writer: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a folder where other processes save, too, an attempt says nothing of who lives."""
@@ -614,9 +614,7 @@ def test_what_killed_writers_of_files_left_is_swept_and_nothing_else(
 
 
 @pytest.mark.parametrize("store", FILES, indirect=True)
-def test_what_a_killed_writer_left_is_swept_at_once_whoever_it_was(
-    store: Store, dead_writer: Callable[[], str]
-) -> None:
+def test_leftovers_of_any_killed_writer_are_swept_at_once(store: Store, dead_writer: Callable[[], str]) -> None:
     """A trainer's claim has no run's name yet; the node that comes in a killed one's place is of the same attempt."""
     put(store, 4, attempt=7, by=7)
     claim = dead_writer().replace("-aaaaaaaaaaaa-", "--")
@@ -630,7 +628,7 @@ def test_what_a_killed_writer_left_is_swept_at_once_whoever_it_was(
 
 
 @pytest.mark.parametrize("store", FILES, indirect=True)
-def test_a_deletion_takes_no_file_that_was_written_after_it_was_asked_for(store: Store) -> None:
+def test_a_deletion_spares_files_written_after_it_was_requested(store: Store) -> None:
     old = put(store, 1, name="x.ckpt", file="", run_id="aaaaaaaaaaaa")
     new = put(store, 2, name="x.ckpt", file="", run_id="aaaaaaaaaaaa", attempt=2, by=2)
     store.delete(old)
@@ -697,9 +695,7 @@ def test_a_full_disk_is_left_with_no_empty_folder(
     assert kept.read_text() == "kept"
 
 
-def test_a_host_that_cannot_bring_its_files_leaves_no_empty_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_whose_upload_fails_leaves_no_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = LocalStore(tmp_path / "run").folder(snapshot_name(1, 1), attempt=1, run_id="a" * 12)
 
     def fail(*_: Any) -> None:
@@ -744,7 +740,7 @@ def test_the_same_snapshot_once_more_is_durable_all_the_time(
     assert fetched(store, manifest) == data
 
 
-def test_the_end_of_a_run_and_the_snapshot_of_its_step_are_kept_as_one() -> None:
+def test_a_runs_end_and_the_snapshot_of_its_step_are_kept_as_one() -> None:
     def of(step: int, **kind: bool) -> Manifest:
         name = snapshot_name(step, 1, **kind)
         return Manifest(run="r", name=name, step=step, attempt=1, nbytes=1, complete=kind.get("complete", False))

@@ -156,9 +156,7 @@ HEAD = f"GET /v1/runs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}"
     ],
     ids=["damaged", "no colon", "too long", "two lengths", "method", "TLS", "wrong token", "half a file", "silence"],
 )
-def test_a_stranger_costs_a_few_lines_of_the_log_whatever_he_sends(
-    sent: bytes, line: str, start_node: StartNode
-) -> None:
+def test_a_stranger_costs_a_few_log_lines_whatever_is_sent(sent: bytes, line: str, start_node: StartNode) -> None:
     """It was a traceback for each bad request, which quoted the header: 500 bytes, or 96 GiB a day."""
     node = start_node("--drain-timeout", "0", environment={"LIGHTNING_SPOT_TOKEN": TOKEN})
     before = len(node.log.read_bytes())
@@ -175,7 +173,7 @@ def test_a_stranger_costs_a_few_lines_of_the_log_whatever_he_sends(
     assert f"{MANY} {line}" in log if line else not log, log
 
 
-def test_however_many_addresses_and_kinds_there_are_a_minute_has_a_few_lines(caplog: pytest.LogCaptureFixture) -> None:
+def test_many_addresses_and_kinds_make_few_log_lines_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         counted = CountedLog(logging.getLogger("lightning_spot.test"), every_s=0.05)
         asyncio.get_running_loop().set_exception_handler(counted.on_loop_error)

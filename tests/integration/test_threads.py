@@ -73,7 +73,7 @@ def test_a_container_has_its_share_of_the_processors(
     assert processors.__wrapped__() == (64 if most is None else most)
 
 
-def test_what_several_threads_do_together_is_done_by_those_there_are(only_one: None) -> None:
+def test_joint_work_is_done_by_the_threads_that_could_start(only_one: None) -> None:
     left, by = list(range(50)), set()
     both = threading.Barrier(2)
 
@@ -103,7 +103,7 @@ def test_what_one_of_them_raises_is_raised_when_all_have_ended() -> None:
         work_together(work, 2, "spot-copy")
 
 
-def test_what_waits_for_answers_is_asked_at_the_same_time_and_answered_in_order() -> None:
+def test_concurrent_requests_are_answered_in_order() -> None:
     at_once = threading.Barrier(3)
 
     def ask(number: int) -> int:
@@ -124,7 +124,7 @@ def test_what_waits_for_answers_is_asked_at_the_same_time_and_answered_in_order(
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_nothing_more_is_asked_when_one_has_failed_or_the_user_has_interrupted_it(
+def test_no_request_follows_a_failure_or_an_interrupt(
     monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     """Of hundreds of requests the rest went on, each until its own time was over."""
@@ -149,7 +149,7 @@ def test_nothing_more_is_asked_when_one_has_failed_or_the_user_has_interrupted_i
     assert sorted(begun) == [0, 1]
 
 
-def test_what_waits_for_answers_is_asked_in_turn_where_there_are_no_threads(only_one: None) -> None:
+def test_requests_are_made_in_turn_if_no_thread_can_start(only_one: None) -> None:
     asked: list[int] = []
     threads.all_at_once([functools.partial(asked.append, number) for number in range(5)], "spot-slots")
     assert asked == [0, 1, 2, 3, 4]
@@ -178,7 +178,7 @@ def test_a_snapshot_is_sealed(only_one: None) -> None:
     sealed.verify(image, "here")
 
 
-def test_a_slot_that_cannot_be_made_beside_training_is_made_when_it_is_needed(only_one: None, tmp_path: Path) -> None:
+def test_a_slot_not_made_during_training_is_made_when_needed(only_one: None, tmp_path: Path) -> None:
     desk = WriterDesk(tmp_path)
     desk.writer.warm(700_000)
     until(lambda: desk.writer.ready, "no slot is waited for")
@@ -200,7 +200,7 @@ def test_a_tier_that_had_no_thread_gets_one_later(tmp_path: Path, lacking: Calla
     assert LocalStore(tmp_path / "durable").survey().manifests[0].step == 1
 
 
-def test_a_lost_node_for_which_no_thread_looks_is_found_lost_again(lacking: Callable[[str, int], None]) -> None:
+def test_a_lost_server_no_thread_replaces_is_found_lost_again(lacking: Callable[[str, int], None]) -> None:
     """It ended training, or nobody looked for a new node any more."""
     lost, new = SimpleNamespace(server_call_timeout_s=1.0, disconnect=lambda: None), SimpleNamespace()
     link = HostLink(cast(Host, lost), lambda: cast(Host, new))

@@ -204,7 +204,7 @@ def hold(desk: FrozenDesk, gate: threading.Event) -> None:
     desk.writer._tasks.put(wait)
 
 
-def test_a_write_past_the_counts_is_found_before_a_counted_one_hides_it(
+def test_an_uncounted_write_is_found_before_a_counted_hides_it(
     desk: FrozenDesk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The optimizer steps before the background has come to compare: training compares itself."""
@@ -230,7 +230,7 @@ class Later(Schedule):
         return Timetable((Partition(1, 0.0, spans),), 100.0) if spans else None
 
 
-def test_what_was_written_past_the_counts_is_copied_before_training_goes_on(
+def test_uncounted_writes_are_copied_before_training_continues(
     desk: FrozenDesk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next such write, after a snapshot has begun, would be in it, and nothing would show it."""
@@ -403,9 +403,7 @@ def last_of(
     return saved
 
 
-def test_a_regular_snapshot_at_the_step_of_a_notice_is_compared_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_at_a_notice_a_regular_snapshot_is_compared_completely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the last one of the attempt: no later one would find what was left for its turn."""
     saved = last_of(tmp_path, monkeypatch, WritesPastTheCounts(), Grown())
     assert saved["frozen"][7] == 1e9
@@ -426,7 +424,7 @@ class GrownInShards(Grown):
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_so_is_that_of_a_model_in_shards_and_what_differs_is_said(
+def test_a_last_sharded_snapshot_is_compared_and_a_change_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """None takes its place: what nodes and tiers have of it would get into that."""
@@ -456,7 +454,7 @@ class WritesBoth(WritesPastTheCounts):
                 module.frozen_too[8] += 1.0
 
 
-def test_what_is_taken_in_the_place_of_one_that_differs_is_compared_whole_too(
+def test_the_replacement_of_a_differing_snapshot_is_compared_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes into a slot that holds something else, of which another part may differ."""

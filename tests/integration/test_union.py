@@ -88,7 +88,7 @@ def test_what_is_whole_at_one_server_is_read_there(servers: Servers) -> None:
     assert bytes(part) == checkpoint_of(1, 3)[PART : 2 * PART]
 
 
-def test_a_part_is_read_from_another_server_if_one_has_gone_or_has_it_damaged(servers: Servers) -> None:
+def test_a_part_is_read_from_another_server_if_one_fails(servers: Servers) -> None:
     servers.put(1, 0, 0)
     servers.put(1, 1, 0, 1)
     servers.put(1, 2, 1, 2)

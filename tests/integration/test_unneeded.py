@@ -37,7 +37,7 @@ async def until_unneeded(node: Any, server_idle_timeout_s: float = 600.0) -> Non
     await asyncio.wait_for(program._until_unneeded(node, service, server_idle_timeout_s, program._Signals()), 60)
 
 
-def test_a_node_that_nobody_needs_any_more_ends_when_it_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unneeded_server_ends_as_soon_as_it_is_notified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "_LOOK_S", 600.0)
     monkeypatch.setattr(program, "_CHECK_S", 0.0)
     node = Asked()
@@ -53,7 +53,7 @@ def test_a_node_that_nobody_needs_any_more_ends_when_it_hears_of_it(monkeypatch:
     other.join()
 
 
-def test_the_time_in_which_nobody_comes_begins_when_the_last_one_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_idle_time_begins_when_the_last_client_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not when the node was last seen busy, which may be long before."""
     now_s = [1000.0]
     node = Asked()

@@ -174,7 +174,7 @@ PHASES = (staging, sending, committing)
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("also", [None, LEFT, RIGHT])
-def test_the_trainers_machine_is_lost_and_perhaps_one_node_with_it(
+def test_the_trainers_machine_and_perhaps_a_server_are_lost(
     cluster: Cluster, phase: Callable[[Cluster], None], also: str | None
 ) -> None:
     cluster.train()

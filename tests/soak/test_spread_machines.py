@@ -75,7 +75,7 @@ def test_snapshots_are_spread_over_nodes_and_something_is_lost(
 @pytest.mark.parametrize("machines", [Twice], indirect=True)
 @pytest.mark.parametrize("when", [staging, sending, committing, restoring, flushing])
 @pytest.mark.parametrize("what", ["a machine", "the first machine"])
-def test_with_two_replicas_a_machine_and_a_memory_node_are_lost_at_the_same_moment(
+def test_with_replicas_a_machine_and_a_server_are_lost_at_once(
     machines: Spread, twin: Path, what: str, when: Callable[[Spread], None]
 ) -> None:
     """It goes on from the nodes that are left, with what a resume found there."""

@@ -267,7 +267,7 @@ EXACT = [
         '        limits = {name: saved["settings"][name] for name in names}',
         "        limits = dict[str, int]()",
         "a run that a hook made longer ends early",
-        _of("attributes", "a_limit_that_a_hook_raised_comes_back_where_the_program_gives_none_of_its_own"),
+        _of("attributes", "a_limit_raised_by_a_hook_returns_unless_one_is_given"),
     ),
     Mutation(
         "optimizers' toggles",
@@ -347,7 +347,7 @@ EXACT = [
         "run(private.HOOKED, lambda: self._untracked.names(trainer)) or []",
         "[]",
         "what is not exact is not named",
-        _of("exact_guards", "what_training_changed_and_no_checkpoint_holds_is_named_before_it_goes_on"),
+        _of("exact_guards", "changes_no_checkpoint_holds_are_named_before_resuming"),
     ),
     Mutation(
         "names of what is lost of modules",
@@ -361,8 +361,8 @@ EXACT = [
 
 _ORDER = _of(
     "crash_points",
-    "bytes_are_on_the_disk_before_the_name_and_the_manifest_is_last[1-names0]",
-    "bytes_are_on_the_disk_before_the_name_and_the_manifest_is_last[2-names1]",
+    "bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]",
+    "bytes_reach_the_disk_before_names_and_the_manifest_last[2-names1]",
 )
 _LOST = "a snapshot that was said to be durable is lost with the machine's page cache"
 _HALF = "half a file is taken for a whole one"
@@ -374,7 +374,7 @@ DISK = [
         "            write_parts(file, parts)\n            os.fsync(file.fileno())",
         "            write_parts(file, parts)",
         _LOST,
-        _of("crash_points", "bytes_are_on_the_disk_before_the_name_and_the_manifest_is_last[1-names0]"),
+        _of("crash_points", "bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]"),
     ),
     Mutation(
         "fsync of directories",
@@ -382,7 +382,7 @@ DISK = [
         "    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)\n    try:\n        os.fsync(fd)",
         "    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)\n    try:\n        pass",
         _LOST,
-        _of("crash_points", "bytes_are_on_the_disk_before_the_name_and_the_manifest_is_last[1-names0]"),
+        _of("crash_points", "bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]"),
     ),
     Mutation(
         "fsync of what is there",
@@ -398,7 +398,7 @@ DISK = [
         "        sync_directory(folder.parent)",
         "        pass",
         _LOST,
-        _of("crash_points", "bytes_are_on_the_disk_before_the_name_and_the_manifest_is_last[1-names0]"),
+        _of("crash_points", "bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]"),
     ),
     Mutation(
         "fsync of a claim's name",
@@ -478,7 +478,7 @@ DISK = [
         "                posix.sync_directory(data.parent)\n                os.replace(noted, commit)",
         "                os.replace(noted, commit)",
         "a manifest stands without its bytes",
-        _of("crash_points", "bytes_are_on_the_disk_before_the_name_and_the_manifest_is_last[1-names0]"),
+        _of("crash_points", "bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]"),
     ),
     Mutation(
         "fsync of the manifest's name",
@@ -486,7 +486,7 @@ DISK = [
         "        posix.sync_directory(commit.parent)\n        if not",
         "        if not",
         _LOST,
-        _of("crash_points", "bytes_are_on_the_disk_before_the_name_and_the_manifest_is_last[1-names0]"),
+        _of("crash_points", "bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]"),
     ),
     Mutation(
         "fsync of the snapshot's name",
@@ -494,7 +494,7 @@ DISK = [
         "            posix.sync_directory(self.root)\n        for place",
         "            pass\n        for place",
         _LOST,
-        _of("crash_points", "bytes_are_on_the_disk_before_the_name_and_the_manifest_is_last[1-names0]"),
+        _of("crash_points", "bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]"),
     ),
     Mutation(
         "fsync of a host's file",
@@ -526,7 +526,7 @@ DISK = [
         "            os.fsync(file.fileno())",
         "            pass",
         "what cp wrote is lost with the page cache",
-        _of("sharded", "the_plain_file_made_of_it_is_what_one_device_would_have_saved"),
+        _of("sharded", "the_consolidated_file_equals_that_of_a_single_device"),
     ),
     Mutation(
         "rename of bytes",
@@ -534,7 +534,7 @@ DISK = [
         "                    os.replace(temporary, place)\n                posix",
         "                    place.write_bytes(temporary.read_bytes())\n                files",
         _HALF,
-        _of("crash_points", "bytes_are_on_the_disk_before_the_name_and_the_manifest_is_last[1-names0]"),
+        _of("crash_points", "bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]"),
     ),
     Mutation(
         "rename of the manifest",
@@ -542,7 +542,7 @@ DISK = [
         "                os.replace(noted, commit)",
         "                commit.write_bytes(noted.read_bytes())",
         _HALF,
-        _of("crash_points", "bytes_are_on_the_disk_before_the_name_and_the_manifest_is_last[1-names0]"),
+        _of("crash_points", "bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]"),
     ),
     Mutation(
         "rename of a host's file",
@@ -558,7 +558,7 @@ DISK = [
         "            _write_in_turn(files, temporary, parts, lambda: None)",
         "            _write_in_turn(files, path, parts, lambda: None)",
         _HALF,
-        _of("stores", "an_old_manifest_is_put_back_only_where_none_of_its_files_was_replaced[replaced0-missing0]"),
+        _of("stores", "an_old_manifest_returns_only_if_no_file_was_replaced[replaced0-missing0]"),
     ),
     Mutation(
         "rename of a small object",
@@ -566,7 +566,7 @@ DISK = [
         "        files.pipe_file(temporary, data)",
         "        files.pipe_file(path, data)",
         _HALF,
-        _of("stores", "an_old_manifest_is_put_back_only_where_none_of_its_files_was_replaced[replaced0-missing0]"),
+        _of("stores", "an_old_manifest_returns_only_if_no_file_was_replaced[replaced0-missing0]"),
     ),
     Mutation(
         "exclusive claim",
@@ -630,7 +630,7 @@ DISK = [
         "                    self._fs.rm_file(commit)",
         "                    pass",
         "an old manifest stands beside new bytes",
-        _of("stores", "an_old_manifest_is_put_back_only_where_none_of_its_files_was_replaced[replaced1-missing1]"),
+        _of("stores", "an_old_manifest_returns_only_if_no_file_was_replaced[replaced1-missing1]"),
     ),
     Mutation(
         "manifest first in a deletion",
@@ -787,7 +787,7 @@ FENCES = [
         "            self.check_owner()\n            write_small(self._fs, commit, sealed",
         "            write_small(self._fs, commit, sealed",
         _TWO,
-        _of("fences", "who_is_overtaken_when_its_bytes_are_there_commits_nothing"),
+        _of("fences", "a_writer_fenced_after_its_upload_commits_nothing"),
     ),
     Mutation(
         "owner before delete",
@@ -968,7 +968,7 @@ CHECKSUMS = [
         "            manifest.verify_range(bounds[0], into[bounds[0] : bounds[1]], self.url)",
         "            pass",
         _DAMAGED,
-        _of("stores", "a_part_that_is_not_what_was_committed_is_noticed_as_it_comes[local-0]"),
+        _of("stores", "a_chunk_unlike_the_committed_one_is_noticed_as_it_comes[local-0]"),
     ),
     Mutation(
         "checksum of what a bucket gives",
@@ -976,7 +976,7 @@ CHECKSUMS = [
         "            self._manifest.verify_range(part.start, view, self._url)\n        except",
         "            pass\n        except",
         _DAMAGED,
-        _of("stores", "a_part_that_is_not_what_was_committed_is_noticed_as_it_comes[kept-0]"),
+        _of("stores", "a_chunk_unlike_the_committed_one_is_noticed_as_it_comes[kept-0]"),
     ),
     Mutation(
         "checksum of what is there already",
@@ -1008,7 +1008,7 @@ CHECKSUMS = [
         "    if noted is not None and noted != _checksum(fields):",
         "    if False:",
         "a damaged manifest is believed",
-        _of("damage", "any_flipped_bit_of_a_manifest_is_refused_or_reads_back_equal"),
+        _of("damage", "a_flipped_bit_of_a_manifest_is_refused_or_harmless"),
     ),
     Mutation(
         "checksums at all",
@@ -1016,7 +1016,7 @@ CHECKSUMS = [
         "        if checksum(image[start:stop]) != expected:",
         "        if False:",
         _DAMAGED,
-        _of("stores", "a_part_that_is_not_what_was_committed_is_noticed_as_it_comes[local-0]"),
+        _of("stores", "a_chunk_unlike_the_committed_one_is_noticed_as_it_comes[local-0]"),
     ),
 ]
 
@@ -1069,7 +1069,7 @@ RING = [
         "    newest_exact = max((",
         "    newest_exact = min((",
         _ONLY,
-        _of("groups", "what_is_complete_supersedes_and_what_may_become_so_does_not"),
+        _of("groups", "only_what_is_complete_supersedes"),
     ),
     Mutation(
         "version counters",

@@ -138,7 +138,7 @@ def descriptors() -> int:
 
 
 @pytest.mark.parametrize("ask", [lambda client: client.call("GET", "/v1/runs"), lambda client: client.head("/x")])
-def test_a_stranger_that_knows_no_such_page_does_not_say_that_nothing_is_there(
+def test_an_unknown_page_at_a_stranger_does_not_mean_no_snapshot(
     serve: Callable[..., Peer], ask: Callable[[NodeClient], Any]
 ) -> None:
     # What stands in front of a node that is gone for a moment answers so: a run must not start afresh over it.
@@ -224,7 +224,7 @@ def test_a_node_that_does_not_begin_to_receive_is_not_waited_for(
             PartStream(address, None, "upload")
 
 
-def test_a_node_that_vanishes_while_a_slot_is_asked_for_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_vanishing_during_a_slot_request_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     """A link that is cut closes no connection: the answer was waited for as long as a slot may take."""
     monkeypatch.setattr(NodeClient, "ping", functools.partialmethod(NodeClient.ping, 0.2))
     monkeypatch.setattr(remote, "_ASK_S", 0.2)
@@ -236,9 +236,7 @@ def test_a_node_that_vanishes_while_a_slot_is_asked_for_is_not_waited_for(monkey
         assert time.monotonic() - began_s < 60.0  # however slow the machine: it would wait for a slot for longer
 
 
-def test_a_node_that_vanishes_while_a_file_is_read_is_asked_whether_it_is_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_server_vanishing_while_a_file_is_read_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part of a snapshot was given a minute."""
     monkeypatch.setattr(node_client, "PING_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -249,9 +247,7 @@ def test_a_node_that_vanishes_while_a_file_is_read_is_asked_whether_it_is_there(
 
 
 @pytest.mark.parametrize("sends", [True, False], ids=["while-parts-are-sent", "while-it-is-to-answer"])
-def test_a_node_that_vanishes_while_parts_are_sent_is_asked_whether_it_is_there(
-    monkeypatch: pytest.MonkeyPatch, sends: bool
-) -> None:
+def test_a_server_vanishing_while_chunks_are_sent_is_probed(monkeypatch: pytest.MonkeyPatch, sends: bool) -> None:
     """Its answer was given a minute, and another connection was tried twice. With several hosts, nothing went on."""
     monkeypatch.setattr(part_lanes, "_SILENT_S", 0.2)
     monkeypatch.setattr(part_lanes, "PING_S", 0.1)

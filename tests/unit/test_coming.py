@@ -125,7 +125,7 @@ def test_what_is_given_up_is_given_up_below_too(bench: Receiving) -> None:
     assert bench.durable() == [2]
 
 
-def test_a_part_that_arrives_twice_is_not_sent_on_before_the_commit(bench: Receiving) -> None:
+def test_a_chunk_that_arrives_twice_is_not_sent_on_before_commit(bench: Receiving) -> None:
     """It was damaged on its way the first time, which only its sender can tell."""
     upload = bench.begin()
     bench.receive(upload, 0, 1, image=bytes(NBYTES))
@@ -179,7 +179,7 @@ def test_what_a_killed_node_was_sending_holds_nothing_up(bench: Receiving) -> No
 
 
 @pytest.mark.parametrize("why", ["it is connected", "it has just hung up", "it is of another run"])
-def test_a_sender_that_may_go_on_is_not_taken_for_one_that_was_killed(bench: Receiving, why: str) -> None:
+def test_a_sender_that_may_continue_does_not_count_as_killed(bench: Receiving, why: str) -> None:
     """Between two connections, and in front of its commit, nobody is connected for a moment."""
     upload = bench.begin(1)
     manifest, image = bench.manifest, bench.image
@@ -202,7 +202,7 @@ def test_a_sender_that_may_go_on_is_not_taken_for_one_that_was_killed(bench: Rec
     assert bench.committed() == [1]
 
 
-def test_a_later_attempt_does_not_wait_for_what_an_earlier_one_was_sending(bench: Receiving) -> None:
+def test_a_later_attempt_does_not_wait_for_uploads_of_an_earlier(bench: Receiving) -> None:
     upload = bench.begin()
     bench.receive(upload, 0)
     until(lambda: bench.watched().taken == 1, "a part to be taken")

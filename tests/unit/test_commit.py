@@ -87,7 +87,7 @@ def test_the_last_place_commits(store: Store, order: list[tuple[int, ...]], shar
         assert put_shards(store, shards(*place), attempt=1).manifest == found.manifest
 
 
-def test_ranges_of_the_checkpoint_wait_for_a_place_that_has_all_of_them(store: Store) -> None:
+def test_ranges_wait_for_a_place_that_has_all_of_them(store: Store) -> None:
     assert put_shards(store, ranges_of(1, 2, 3), attempt=1).manifest is None
     assert MODEL_FILE not in sizes(store)
     assert [each.snapshot for each in noted(store, NAME)] == [NAME]  # that of the last one, which has none

@@ -103,7 +103,7 @@ def test_it_is_no_slower_than_sending_everything_as_it_is(gbit_per_s: float, cor
 
 @pytest.mark.parametrize("cores", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("gbit_per_s", [0.5, 2.5, 5.0, 10.0, 25.0])
-def test_nor_where_packing_takes_the_processors_that_sending_needs(gbit_per_s: float, cores: float) -> None:
+def test_packing_never_slows_sending_that_needs_the_processors(gbit_per_s: float, cores: float) -> None:
     """What one connection sees is too little there: packed parts make the others slow, and seem to be worth it."""
     rule, link = CompressionRule(), gbit_per_s * 1e9 / 8
     plain_s = snapshot_s(None, link, cores)
@@ -135,7 +135,7 @@ def test_nor_where_threads_that_pack_wait_long_for_their_turn(
         assert sum(each_s[1:]) < 23 / 1.2
 
 
-def test_a_link_that_becomes_fast_is_noticed_and_one_that_becomes_slow_too() -> None:
+def test_a_link_that_becomes_fast_or_slow_is_noticed() -> None:
     rule = CompressionRule()
     slow, fast = 0.5e9 / 8, 25e9 / 8
     for link, factor in ((slow, 0.85), (fast, 1.02), (slow, 0.85)):
@@ -158,7 +158,7 @@ def test_nothing_is_packed_before_both_speeds_are_known() -> None:
     assert not rule.probes()  # what is packed is measured
 
 
-def test_what_a_snapshot_in_which_little_changed_does_not_say_stays_as_it_was() -> None:
+def test_a_snapshot_with_few_changes_leaves_the_choice_as_it_was() -> None:
     rule = CompressionRule()
     rule.probed(PART, PART // 2, 0.01)
     rule.sent(PART, 1.0)

@@ -129,7 +129,7 @@ def test_a_held_storage_whose_memory_was_given_back_is_an_error(
 @pytest.mark.parametrize("in_background", [True, False])
 @pytest.mark.parametrize("number", [2, 3])
 @pytest.mark.parametrize("place", [-1, 2**16 - 100, 2**16, 2**40])
-def test_a_place_beside_the_slot_is_an_error_and_nothing_is_written_there(
+def test_a_place_outside_the_slot_is_an_error_and_is_not_written(
     desk: Desk, copier: Copier, in_background: bool, number: int, place: int
 ) -> None:
     desk.view.nbytes = 2**16  # what is mapped behind it is somebody else's
@@ -155,7 +155,7 @@ def test_what_is_looked_at_lies_in_the_slot_and_in_its_storage(desk: Desk, place
             address_in(storage, start, nbytes)
 
 
-def test_storages_are_copied_one_by_one_where_torch_cannot_otherwise(
+def test_storages_are_copied_one_by_one_if_torch_cannot_batch(
     desk: Desk, copier: Copier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(torch, "_foreach_copy_")
@@ -208,9 +208,7 @@ def test_a_failed_copy_is_told_to_who_waits(
 
 @pytest.mark.parametrize("buffer_bytes", [0, 1, 500, 40_000, 10**6])
 @pytest.mark.parametrize("planned", [True, False], ids=["planned", "at-once"])
-def test_whatever_order_streams_take_the_slot_holds_what_was_there_before_the_step(
-    desk: Desk, buffer_bytes: int, planned: bool
-) -> None:
+def test_the_slot_holds_the_state_before_the_step_in_any_order(desk: Desk, buffer_bytes: int, planned: bool) -> None:
     for seed in range(30):
         device = FakeDevice(seed)
         device.own(desk.tensors)
@@ -240,7 +238,7 @@ def test_whatever_order_streams_take_the_slot_holds_what_was_there_before_the_st
         copier.close()
 
 
-def test_what_goes_through_the_buffer_holds_the_optimizer_up_for_a_copy_on_the_device_only(desk: Desk) -> None:
+def test_buffered_copies_delay_the_optimizer_by_a_device_copy(desk: Desk) -> None:
     device = FakeDevice()
     device.own(desk.tensors)
     copier = CudaCopier(sum(SIZES), device)

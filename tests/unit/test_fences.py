@@ -119,7 +119,7 @@ def test_who_is_overtaken_while_its_bytes_come_leaves_none(url: str) -> None:
     assert names(url) == {"attempt-0001.json"}
 
 
-def test_who_is_overtaken_when_its_bytes_are_there_commits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_fenced_after_its_upload_commits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"kept://runs/{os.urandom(6).hex()}"
     store = mine(url)
     store.claim(claim_of(1, token="mine"))

@@ -65,7 +65,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "FOLLOWED_S", 60.0)
 
 
-def test_a_durable_tier_leaves_out_most_of_those_that_follow_each_other(
+def test_storage_leaves_out_most_snapshots_in_quick_succession(
     make: Callable[..., Followed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes one in 40 times as long as that takes, and what is left at once when none follows."""
@@ -121,7 +121,7 @@ def test_of_a_trainer_that_has_gone_nothing_is_expected(make: Callable[..., Foll
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_with_little_memory_nobody_waits_until_it_is_not_followed(make: Callable[..., Followed], slots: int) -> None:
+def test_with_little_memory_no_snapshot_waits_for_a_successor(make: Callable[..., Followed], slots: int) -> None:
     """Where the only slot holds it, the next one waits for that."""
     bench = make(slots=slots)
     began_s = time.monotonic()

@@ -87,7 +87,7 @@ def slots() -> Slots:
     return Slots()
 
 
-def test_what_is_complete_supersedes_and_what_may_become_so_does_not(slots: Slots) -> None:
+def test_only_what_is_complete_supersedes(slots: Slots) -> None:
     slots.add(1, 0, 1)
     slots.add(2, 0)
     slots.add(3, 1)
@@ -126,7 +126,7 @@ def test_a_shard_that_failed_gives_the_others_up(slots: Slots, where: str) -> No
     assert set(slots.idle()) == {2}
 
 
-def test_why_a_shard_failed_is_owed_everywhere_until_something_newer_is_complete(slots: Slots) -> None:
+def test_a_failure_is_owed_until_something_newer_is_complete(slots: Slots) -> None:
     tiers = Tiers((SERVER,), (STORAGE,))
     slots.failed(1, 1)
     assert slots.owed(tiers) == {1: [SERVER, STORAGE]}
@@ -134,7 +134,7 @@ def test_why_a_shard_failed_is_owed_everywhere_until_something_newer_is_complete
     assert slots.owed(tiers) == {1: [], 2: [SERVER, STORAGE]}
 
 
-def test_a_snapshot_that_stays_incomplete_gives_way_after_an_hour(slots: Slots) -> None:
+def test_an_incomplete_snapshot_gives_way_after_an_hour(slots: Slots) -> None:
     slots.add(1, 0, committed_s=100.0)
     slots.known.now_s = 100.0 + ORPHANED_S
     assert slots.idle() == []
@@ -150,7 +150,7 @@ def test_the_newest_of_each_lineage_stays(slots: Slots) -> None:
     assert _steps(only_here(slots.all, slots.known)) == {1, 3}
 
 
-def test_servers_are_owed_the_newest_and_storage_what_its_writers_want_there(slots: Slots) -> None:
+def test_servers_are_owed_the_newest_and_storage_what_is_wanted(slots: Slots) -> None:
     tiers = Tiers((SERVER, STORAGE))
     slots.add(1, 0, 1)
     slots.add(2, 0, 1, persist=False)
@@ -159,7 +159,7 @@ def test_servers_are_owed_the_newest_and_storage_what_its_writers_want_there(slo
     assert slots.owed(tiers) == {1: [], 2: [], 3: [SERVER, STORAGE]}
 
 
-def test_storage_is_owed_incomplete_ones_until_it_has_a_newer_one(slots: Slots) -> None:
+def test_storage_is_owed_incomplete_ones_until_a_newer_one(slots: Slots) -> None:
     """All places must bring the same ones: none is left out because a newer one is there."""
     tiers = Tiers((STORAGE,))
     for step in (1, 2, 3):

@@ -205,7 +205,7 @@ def _reached(imports: Mapping[str, set[str]], name: str) -> set[str]:
     return found
 
 
-def test_a_module_that_one_other_imports_is_part_of_it_unless_both_are_large() -> None:
+def test_a_module_with_one_importer_joins_it_unless_they_are_big() -> None:
     importers: dict[str, list[str]] = {name: [] for name in MODULES}
     for name, path in MODULES.items():
         for imported in _modules_imported(path, also_types=True) & MODULES.keys() - {name}:
@@ -288,9 +288,15 @@ def _logged(path: Path) -> set[tuple[str, str]]:
     return found
 
 
-def test_the_changelog_names_the_formats_and_they_change_together() -> None:
+def test_the_changelog_names_the_formats_that_change_together() -> None:
     """A node of an earlier protocol would refuse manifests of a later format one by one, and keep nothing."""
     table = (REPOSITORY / "CHANGELOG.md").read_text().partition("### Formats")[2]
     named = tuple(int(re.search(rf"\| {what}[^|]*\| (\d+)", table)[1]) for what in ("`manifest", "protocol"))  # type: ignore[index]
     assert named == (MANIFEST_VERSION, PROTOCOL_VERSION)
     assert named[1] >= {4: 7, 5: 10}[named[0]]
+
+
+def test_no_test_name_is_longer_than_60_characters() -> None:
+    files = (REPOSITORY / "tests").rglob("*.py")
+    names = [name for path in files for name in re.findall(r"\bdef (test_\w+)", path.read_text())]
+    assert [name for name in names if len(name) > 60] == []

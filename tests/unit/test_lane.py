@@ -13,7 +13,7 @@ from lightning_spot.staging.cuda import Lane
 from tests.support.fake_device import FakeDevice
 
 
-def test_the_event_of_who_ordered_last_is_the_one_that_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_event_of_the_last_order_is_the_one_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the optimizer would overwrite what is still to be copied."""
     device, slot = FakeDevice(), torch.zeros(8192, dtype=torch.uint8)
     tensors = [torch.full((1024,), value) for value in (1.0, 2.0)]

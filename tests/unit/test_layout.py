@@ -171,7 +171,7 @@ def test_a_file_is_read_without_this_package(tmp_path: Path) -> None:
     check_archive(path)
 
 
-def test_storages_have_the_crc_of_torch_without_crcs_and_all_else_has_its_own() -> None:
+def test_storages_without_crcs_match_torch_and_the_rest_has_crcs() -> None:
     state = {"w": torch.ones(3)}
     torch.serialization.set_crc32_options(False)
     try:
@@ -218,7 +218,7 @@ def test_storages_that_stay_keep_their_places() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_storages_that_come_first_have_places_that_depend_on_their_sizes_only(seed: int) -> None:
+def test_first_storages_have_places_by_their_sizes_only(seed: int) -> None:
     """Other ranks, with other tensors of these sizes, find the same; and each writes a range of the file."""
     dice = Random(seed)
     ours, theirs, cut = Layouter(), Layouter(), [FileRange() for _ in range(4)]
@@ -252,7 +252,7 @@ def test_storages_that_come_first_have_places_that_depend_on_their_sizes_only(se
             assert all(first is second for first, second in pairs if start + first[0] < tail)
 
 
-def test_storages_that_come_first_are_in_the_file_whether_or_not_the_checkpoint_has_them() -> None:
+def test_first_storages_are_in_the_file_in_any_case() -> None:
     weights = [torch.rand(5), torch.rand(6)]
     layout = Layouter().lay_out({"w": weights[1]}, [weight.untyped_storage() for weight in weights])
     assert [piece.nbytes for piece in layout.pieces] == [20, 24]
@@ -443,9 +443,7 @@ def test_what_lies_on_a_device_is_fetched_at_once(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-def test_little_of_a_devices_memory_is_taken_to_fetch_what_lies_there(
-    monkeypatch: pytest.MonkeyPatch, has_room: bool
-) -> None:
+def test_fetching_from_a_device_takes_little_of_its_memory(monkeypatch: pytest.MonkeyPatch, has_room: bool) -> None:
     state = {str(number): torch.full((size,), number, dtype=torch.uint8) for number, size in enumerate([9, 30, 70, 8])}
     state |= {"large": torch.ones(500, dtype=torch.uint8), "last": torch.ones(40, dtype=torch.uint8)}
     here = bytes(filled(lay_out(state)))

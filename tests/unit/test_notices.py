@@ -259,7 +259,7 @@ def source() -> Iterator[SignalSource]:
     signal.signal(signal.SIGCHLD, before)
 
 
-def test_a_signal_to_the_whole_group_ends_workers_and_raises_nothing_of_them(source: SignalSource) -> None:
+def test_a_group_signal_ends_workers_without_raising_errors(source: SignalSource) -> None:
     """The process is to reach its next seam; before, torch's error of a worker ended it where it was."""
     with pytest.raises(RuntimeError, match="DataLoader worker"):
         signal.raise_signal(signal.SIGCHLD)
@@ -281,7 +281,7 @@ def hear_of_a_worker_first(monkeypatch: pytest.MonkeyPatch) -> None:
     late.join()
 
 
-def test_a_worker_may_hear_of_a_signal_to_the_whole_group_before_this_process_does(
+def test_a_worker_may_get_a_group_signal_before_this_process(
     source: SignalSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of one that was killed alone, torch's error comes a moment later."""
@@ -293,7 +293,7 @@ def test_a_worker_may_hear_of_a_signal_to_the_whole_group_before_this_process_do
     assert signal.getsignal(signal.SIGCHLD) is torch_raises
 
 
-def test_workers_that_end_by_a_signal_at_the_end_do_not_break_off_what_it_waits_for(
+def test_workers_that_end_by_a_signal_do_not_interrupt_the_end(
     source: SignalSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The signal is kept until the last snapshot is safe; torch's error of a worker came in the middle of that."""
@@ -304,9 +304,7 @@ def test_workers_that_end_by_a_signal_at_the_end_do_not_break_off_what_it_waits_
     assert signal.getsignal(signal.SIGCHLD) is torch_raises
 
 
-def test_what_torch_raises_of_workers_is_heard_again_later_also_by_who_has_wrapped_our_handler(
-    source: SignalSource,
-) -> None:
+def test_worker_errors_return_later_even_to_a_wrapped_handler(source: SignalSource) -> None:
     signal.raise_signal(signal.SIGUSR2)
     ours = signal.getsignal(signal.SIGCHLD)
     assert callable(ours)

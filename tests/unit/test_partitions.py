@@ -82,7 +82,7 @@ def test_where_nothing_is_idle_all_windows_count_alike(idle: float) -> None:
     assert [(p.point, p.spans[0].nbytes) for p in found] == [(number, 2 * LEAST_BYTES) for number in range(4)]
 
 
-def test_shares_too_small_for_a_partition_wait_for_the_next_window() -> None:
+def test_spans_too_small_for_a_partition_wait_for_a_later_window() -> None:
     found = by_idle_time([10 * LEAST_BYTES], [Window(number, 0.0, 1.0) for number in range(100)])
     assert len(found) == 10
     assert [partition.point for partition in found][:2] == [9, 19]
@@ -111,7 +111,7 @@ def test_buckets_hold_every_byte_once(data: st.DataObject, sizes: list[int], cou
     assert order == sorted(set(order))
 
 
-def test_a_piece_goes_with_its_bucket_and_one_without_with_the_first() -> None:
+def test_a_storage_goes_with_its_bucket_or_else_with_the_first() -> None:
     mib = LEAST_BYTES
     found = by_bucket([mib, mib, mib, mib], [1, None, 2, 0], [5, 6, 9])
     assert [(p.point, [span.piece for span in p.spans]) for p in found] == [(5, [1, 3]), (6, [0]), (9, [2])]

@@ -31,7 +31,7 @@ def raw(source: np.random.Generator, dtype: str, spoilt: bool) -> bytes:
 
 @pytest.mark.parametrize("spoilt", [False, True])
 @pytest.mark.parametrize("dtype", WIDTHS)
-def test_both_ends_make_the_same_of_it_and_the_most_different_are_right(dtype: str, spoilt: bool, seed: int) -> None:
+def test_both_ends_agree_and_the_most_different_values_are_exact(dtype: str, spoilt: bool, seed: int) -> None:
     source = np.random.default_rng(seed)
     head = source.bytes(37)  # numbers lie at any place
     new, base = head + raw(source, dtype, spoilt), head + raw(source, dtype, spoilt)

@@ -156,14 +156,14 @@ class Refuses(pl.Callback):
         raise RuntimeError("connection reset by peer")
 
 
-def test_an_error_of_what_a_checkpoint_calls_is_not_taken_for_another_lightning(tmp_path: Path) -> None:
+def test_an_error_in_a_checkpoint_hook_is_no_lightning_mismatch(tmp_path: Path) -> None:
     refuses = Refuses()
     with pytest.raises(RuntimeError, match="connection reset by peer"):
         fit(tmp_path, refuses)
     assert refuses.calls == 1  # it is not tried once more by public names
 
 
-def test_no_resume_is_an_error_where_there_is_something_to_resume(
+def test_a_missing_resume_hook_is_an_error_if_a_snapshot_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fit(tmp_path)
@@ -205,7 +205,7 @@ def test_a_torch_with_another_unpickler_reads_nothing(
     assert safe_load(written) == {"x": 1}
 
 
-def test_an_unpickler_that_looks_names_up_a_level_deeper_is_used_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unpickler_that_looks_names_up_deeper_is_used_too(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = torch._weights_only_unpickler
 
     class Deeper(module.Unpickler):  # type: ignore[misc]

@@ -39,7 +39,7 @@ def test_what_stays_is_the_same_tensor() -> None:
 
 
 @pytest.mark.parametrize("draw", DRAWS)
-def test_what_was_drawn_shows_in_the_next_and_in_no_former_snapshot(draw: str) -> None:
+def test_a_draw_shows_in_the_next_snapshot_and_in_no_former_one(draw: str) -> None:
     generators = Generators()
     first, before = generators.capture(), capture_random()
     for _ in range(3):

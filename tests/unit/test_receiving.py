@@ -78,7 +78,7 @@ def test_room_nowhere_is_one_clear_error(source: StoreSource, monkeypatch: pytes
         source.open(manifest)
 
 
-def test_an_error_is_no_other_one_where_its_traceback_looks_at_the_image(source: StoreSource) -> None:
+def test_an_error_stays_itself_if_its_traceback_holds_the_image(source: StoreSource) -> None:
     """It was that of memory which cannot be unmapped, and no older snapshot was taken."""
 
     def use(part: memoryview) -> None:
@@ -93,7 +93,7 @@ def test_an_error_is_no_other_one_where_its_traceback_looks_at_the_image(source:
         snapshot.close()
 
 
-def test_what_looks_at_an_image_stays_in_place_as_long_as_it_looks(source: StoreSource) -> None:
+def test_a_view_of_an_image_stays_valid_as_long_as_it_is_held(source: StoreSource) -> None:
     manifest, data = stored(source, 1)
     snapshot = source.open(manifest)
     with snapshot.image() as image:

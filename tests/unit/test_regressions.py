@@ -12,7 +12,7 @@ from benchmarks.measure import Result
 from benchmarks.regressions import as_json, matched, rows, worse
 
 
-def test_figures_match_by_name_and_reworded_ones_by_unit_direction_and_order() -> None:
+def test_reworded_figures_match_by_unit_direction_and_order() -> None:
     old = [
         Result("node over TCP", [1.0], 2),
         Result("same", [2.0], 2),

@@ -186,7 +186,7 @@ def test_making_memory_holds_nobody_up(bench: Bench, monkeypatch: pytest.MonkeyP
     leasing.join()
 
 
-def test_where_the_kernel_fills_no_mappings_memory_is_mapped_all_the_same(
+def test_memory_is_mapped_even_if_the_kernel_cannot_prefault_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slot_module, "populate", lambda *_, write: False)
@@ -237,7 +237,7 @@ def test_earlier_attempts_are_refused(bench: Bench) -> None:
     bench.save(5, attempt=2)
 
 
-def test_what_a_tier_refused_of_one_attempt_is_not_said_of_the_next(bench: Bench) -> None:
+def test_a_refusal_of_one_attempt_is_not_reported_for_the_next(bench: Bench) -> None:
     """Its node may serve a run again that another host had taken over meanwhile."""
     bench.node.begin_session("trainer")
     bench.open(attempt=1, session="trainer")
@@ -281,7 +281,7 @@ def test_a_run_that_is_not_known_is_to_be_opened(bench: Bench) -> None:
         bench.node.lease(RUN, 1, 100)
 
 
-def test_what_was_committed_before_the_fence_still_becomes_durable(bench: Bench) -> None:
+def test_commits_before_the_fence_are_still_persisted(bench: Bench) -> None:
     bench.open()
     bench.tier().open.clear()
     bench.save(5)
@@ -291,7 +291,7 @@ def test_what_was_committed_before_the_fence_still_becomes_durable(bench: Bench)
     assert [manifest.attempt for manifest in bench.tier().survey().manifests] == [1]
 
 
-def test_a_file_of_the_attempt_before_is_brought_on_behalf_of_this_one(bench: Bench) -> None:
+def test_a_file_of_the_attempt_before_is_uploaded_for_this_one(bench: Bench) -> None:
     """It was refused and tried again for ever."""
     bench.open()
     bench.tier().open.clear()
@@ -314,9 +314,7 @@ def refused_of_a_live_trainer(bench: Bench) -> None:
     assert len(bench.tier().tries) == 1
 
 
-def test_what_a_trainer_has_left_is_brought_down_although_another_one_has_come_and_gone(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leftovers_are_uploaded_after_another_trainer_has_gone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """It claimed the run, was killed before it opened it here, and had no snapshot: this one was let go, and lost."""
     monkeypatch.setattr(work, "LEFT_S", 600.0)
     bench.open()
@@ -330,7 +328,7 @@ def test_what_a_trainer_has_left_is_brought_down_although_another_one_has_come_a
     assert [manifest.step for manifest in bench.tier().survey().manifests] == [5]
 
 
-def test_what_was_refused_while_its_trainer_lived_is_looked_at_again_when_that_is_killed(bench: Bench) -> None:
+def test_a_refused_snapshot_is_tried_again_once_its_trainer_dies(bench: Bench) -> None:
     """Its node ended as if all were safe, with the newest snapshot that there was."""
     refused_of_a_live_trainer(bench)
     bench.node.ring.opened_s = dict.fromkeys(bench.node.ring.opened_s, 0.0)  # long ago
@@ -339,7 +337,7 @@ def test_what_was_refused_while_its_trainer_lived_is_looked_at_again_when_that_i
     assert not bench.node.committed(RUN)[0].refused
 
 
-def test_what_was_refused_while_its_trainer_lived_is_brought_by_the_next_node_if_both_are_killed(
+def test_the_next_server_uploads_a_refused_snapshot_if_both_die(
     make_bench: Callable[..., Bench], runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = make_bench(area=runtime_dir / "area")
@@ -351,9 +349,7 @@ def test_what_was_refused_while_its_trainer_lived_is_brought_by_the_next_node_if
     until(lambda: heir.tier().survey().manifests, "it to be brought")
 
 
-def test_an_attempt_that_claims_while_another_ones_snapshot_is_brought_changes_nothing(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attempt_that_claims_during_an_upload_changes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work, "LEFT_S", 0.1)
     bench.open()
     store, claims = LocalStore(bench.tier().url), [9, 8]
@@ -372,7 +368,7 @@ def test_an_attempt_that_claims_while_another_ones_snapshot_is_brought_changes_n
     assert [manifest.step for manifest in survey().manifests] == [5]
 
 
-def test_an_identity_that_was_given_up_and_comes_late_takes_nothing_from_the_run(bench: Bench) -> None:
+def test_an_abandoned_identity_that_comes_late_takes_nothing(bench: Bench) -> None:
     """A slow link had held the request up, and the node let the right one go, and its fence."""
     told = {"location": "file:///run", "token": "one"}
     bench.open(attempt=2, **told)
@@ -395,7 +391,7 @@ def test_a_live_trainer_keeps_its_run(bench: Bench) -> None:
     assert bench.open(attempt=2, session="first").attempt == 2
 
 
-def test_a_killed_trainer_keeps_nothing_though_its_connection_is_not_seen_to_end_yet(bench: Bench) -> None:
+def test_a_killed_trainer_keeps_nothing_though_still_connected(bench: Bench) -> None:
     """Who started it again in the moment after the kill was told that it lives, and ended."""
     with subprocess.Popen(["sleep", "60"]) as killed:
         process = ProcessId.of(killed.pid)
@@ -411,7 +407,7 @@ def test_a_killed_trainer_keeps_nothing_though_its_connection_is_not_seen_to_end
         bench.open(attempt=3)
 
 
-def test_of_two_trainers_that_begin_a_run_at_the_same_moment_one_is_refused(bench: Bench) -> None:
+def test_one_of_two_trainers_that_begin_a_run_at_once_is_refused(bench: Bench) -> None:
     """Each has found nothing, and made an identity of its own: both trained, and the later one fenced the earlier."""
     for session in ("first", "second"):
         bench.node.begin_session(session)
@@ -442,7 +438,7 @@ def test_an_older_file_never_replaces_a_newer_one(bench: Bench) -> None:
     assert (Path(bench.tier().url) / "last.ckpt").read_bytes() == image_of(9, 1000)
 
 
-def test_a_file_of_a_dead_trainer_stays_behind_the_newer_one_at_the_tier(make_bench: Callable[..., Bench]) -> None:
+def test_a_dead_trainers_file_does_not_replace_a_newer_one(make_bench: Callable[..., Bench]) -> None:
     dead, living = make_bench(), make_bench()
     dead.open(attempt=1)
     dead.tier().open.clear()
@@ -609,9 +605,7 @@ def test_a_restarted_node_knows_the_attempts_of_what_it_holds(
     assert [(run["name"], run["id"], run["attempt"]) for run in listed] == [("run", RUN_ID, 8)]
 
 
-def test_who_leases_a_slot_that_was_just_committed_learns_what_is_in_it(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leasing_a_slot_just_committed_returns_what_it_holds(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was noted a moment after the commit: of what a slot held before, or of what was overwritten meanwhile."""
     bench.open()
     ring, free = bench.node.ring, []
@@ -722,7 +716,7 @@ def test_a_damaged_leftover_is_dropped(make_bench: Callable[..., Bench], runtime
 
 @pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), MemoryError()], ids=["map", "objects"])
 @pytest.mark.parametrize("times", [1, 9])
-def test_what_cannot_be_taken_over_for_want_of_memory_is_not_dropped(
+def test_a_recovery_that_lacks_memory_drops_no_snapshot(
     make_bench: Callable[..., Bench], runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, times: int
 ) -> None:
     """It is tried again; if it does not pass, the node does not start, and the next one takes it over."""
@@ -860,7 +854,7 @@ def test_a_put_that_failed_is_not_put_off_by_the_pace(bench: Bench) -> None:
     until(lambda: bench.tier().survey().manifests == [sealed], "the put to be tried again", 10)
 
 
-def test_a_file_killed_while_it_is_replaced_is_there_in_one_version(
+def test_a_file_whose_replacement_is_killed_has_one_version(
     make_bench: Callable[..., Bench], runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Killed(BaseException):

@@ -316,7 +316,7 @@ class Attributes(dict[str, Any]):
     """As Lightning's ``AttributeDict``, which models keep among their hyperparameters."""
 
 
-def test_a_dictionary_of_another_class_is_inert_and_keeps_its_items() -> None:
+def test_a_dictionary_of_another_class_is_inert_with_its_items() -> None:
     saved, buffer = Attributes(width=3, kind=Attributes(path=PosixPath("a"))), io.BytesIO()
     saved["itself"] = saved
     saved.note = "of its own"  # type: ignore[attr-defined]
@@ -404,7 +404,7 @@ ARRAYS = st.builds(array, DTYPES, st.lists(NUMBERS, max_size=3), DATA) | st.buil
 
 @settings(max_examples=10)
 @given(st.lists(ARRAYS | DTYPES, min_size=1, max_size=30))
-def test_whatever_a_pickle_says_of_numpy_nothing_hostile_comes_out(values: list[bytes]) -> None:
+def test_nothing_hostile_comes_of_any_pickled_numpy_reference(values: list[bytes]) -> None:
     ends = read_apart([lambda value=value: held(value) for value in values])  # type: ignore[misc]
     assert set(ends) <= {"read", "refused"}
     assert len(ends) == len(values)

@@ -26,9 +26,7 @@ def messages(clock: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> Messag
     return Messages(lambda: clock.now_s)
 
 
-def test_a_message_has_its_key_its_facts_and_the_place_it_comes_from(
-    messages: Messages, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_message_has_its_key_its_facts_and_its_source(messages: Messages, caplog: pytest.LogCaptureFixture) -> None:
     messages.say(logging.WARNING, KEY, TEXT, about="s3://{b}", took_s=2)
     (record,) = caplog.records
     assert (record.levelno, record.getMessage()) == (logging.WARNING, "[spot] s3://{b} is slow (2.0 s)")
@@ -36,7 +34,7 @@ def test_a_message_has_its_key_its_facts_and_the_place_it_comes_from(
     assert record.filename == "test_say.py"
 
 
-def test_a_cause_is_logged_once_and_again_after_ten_minutes_with_a_count(
+def test_a_cause_is_logged_once_then_every_ten_minutes_counted(
     messages: Messages, clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     for clock.now_s in range(int(AGAIN_S) + 1):

@@ -144,7 +144,7 @@ def test_over_all_micro_batches() -> None:
     assert {batch for (batch, *_), place in places.items() if place in {p.point for p in plan.partitions}} >= {0, 1, 2}
 
 
-def test_fewer_micro_batches_and_gradients_that_never_come_hold_nothing_back() -> None:
+def test_missing_micro_batches_and_gradients_block_nothing() -> None:
     training = Training("backward", batches=3).profiled()
     training.batches = 1
     training.iteration(snapshot=True, gradients=[2, 3])  # out of order, and two are missing
@@ -182,7 +182,7 @@ def test_small_states_are_copied_at_once() -> None:
     assert training.schedule.timetable([], []) is None
 
 
-def test_pieces_go_in_the_order_in_which_the_optimizer_overwrites_them() -> None:
+def test_storages_go_in_the_order_the_optimizer_overwrites_them() -> None:
     training = Training("asymmetric")
     training.schedule.owned = lambda: {address: number for number, (address, _) in enumerate(PIECES[::-1])}
     training.profiled()
@@ -287,7 +287,7 @@ def test_one_odd_iteration_decides_nothing() -> None:
     assert trial.best == "asymmetric"
 
 
-def test_a_snapshot_in_whose_time_something_else_was_done_is_not_measured() -> None:
+def test_a_snapshot_with_other_work_in_its_time_is_not_measured() -> None:
     trial = ModeTrial(["eager"], rounds=1)
     trial.add("eager", 1.0)
     trial.add("eager", 1.0)

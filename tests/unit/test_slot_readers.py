@@ -67,7 +67,7 @@ def attached(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
         each.close()
 
 
-def test_a_slot_that_gets_other_memory_as_it_is_handed_over_is_not_taken_for_another_file(
+def test_a_slot_replaced_while_handed_over_maps_no_other_file(
     make: Callable[..., Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number of its descriptor goes to the next file that is opened: a trainer would have written there."""
@@ -97,9 +97,7 @@ def test_a_slot_that_gets_other_memory_as_it_is_handed_over_is_not_taken_for_ano
     others[0].close()
 
 
-def test_a_slot_that_has_got_other_memory_since_it_was_leased_is_not_mapped(
-    make: Callable[..., Bench], tmp_path: Path
-) -> None:
+def test_a_slot_with_new_memory_since_its_lease_is_not_mapped(make: Callable[..., Bench], tmp_path: Path) -> None:
     bench = make(slots=1)
     slot = bench.node.ring.try_lease(RUN, 1000)
     listening = program.DescriptorChannel(bench.node, tmp_path / "channel", None)
@@ -142,7 +140,7 @@ def test_ranks_look_at_one_copy_of_a_slot_that_is_used_again(
         assert checkpoint["large"][1] == 1 + rank
 
 
-def test_what_is_shared_cannot_be_written_to_and_what_is_read_alone_is_not_copied(
+def test_shared_data_is_read_only_and_data_read_alone_not_copied(
     make: Callable[..., Bench], attached: Callable[[Bench], None]
 ) -> None:
     bench = make()

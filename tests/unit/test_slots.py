@@ -82,7 +82,7 @@ def test_a_spare_slot_is_made_only_if_one_is_wanted(here: Here) -> None:
     assert here.host.lease(NBYTES, 0.0).slot == spare.slot
 
 
-def test_a_larger_slot_that_is_made_ahead_costs_only_what_is_superseded(tmp_path: Path) -> None:
+def test_a_larger_slot_made_ahead_replaces_only_superseded_ones(tmp_path: Path) -> None:
     """The newest snapshot is there until the next one is: what is made ahead of that never takes its place."""
     store = GatedStore(str(tmp_path / "tier"))
     host = InProcessHost(slots=2, memory_bytes=2**26, open_store=lambda _url: store)
@@ -204,7 +204,7 @@ def test_a_state_that_goes_on_growing_is_not_skipped_each_time(
 
 
 @LARGE
-def test_a_state_that_has_grown_once_has_superseded_ones_replaced(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
+def test_a_state_that_grew_once_has_superseded_slots_replaced(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
     """All slots held snapshots, too small ones: the second was made anew only when one had been skipped for it."""
     monkeypatch.setattr(slot_pool, "LEAST_BYTES", least)
     host = InProcessHost(slots=2, memory_bytes=2**28, open_store=lambda url: pytest.fail(url))
@@ -228,9 +228,7 @@ def test_a_state_that_has_grown_once_has_superseded_ones_replaced(monkeypatch: p
     assert skipped == [5]
 
 
-def test_a_state_that_is_larger_than_was_expected_has_its_slot_made_in_the_background(
-    desk: Desk, made_by: list[threading.Thread]
-) -> None:
+def test_a_larger_state_than_expected_gets_a_slot_in_background(desk: Desk, made_by: list[threading.Thread]) -> None:
     """As with averages that a callback adds: training waited while it was made, and took a slow node for a lost one."""
     desk.writer.warm(700_000)
     until(lambda: desk.writer.ready, "the first slot")
@@ -245,9 +243,7 @@ def test_a_state_that_is_larger_than_was_expected_has_its_slot_made_in_the_backg
 
 
 @pytest.mark.parametrize(("memory_mib", "slot_mib"), [(50, 24), (54, 26), (99, 28)])
-def test_room_to_grow_leaves_a_second_slot_where_there_is_one_without_it(
-    tmp_path: Path, memory_mib: int, slot_mib: int
-) -> None:
+def test_room_to_grow_leaves_a_second_slot_if_there_was_one(tmp_path: Path, memory_mib: int, slot_mib: int) -> None:
     """The first of them was so large that there was no memory for a second: no snapshot while a tier read it."""
     desk = Desk(tmp_path, memory_bytes=memory_mib * MIB)
     try:
@@ -265,9 +261,7 @@ def _slots_above(desk: Desk, nbytes: int) -> list[int]:
     return [slot.capacity // MIB for slot in desk.host._node.ring.slots if slot.capacity > nbytes]
 
 
-def test_an_urgent_snapshot_waits_no_longer_for_its_slot_than_it_may(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_urgent_snapshot_waits_for_its_slot_only_as_allowed(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     lease, go_on = desk.host.lease, threading.Event()
 
     def slow(*what: Any, **more: Any) -> Any:
@@ -308,7 +302,7 @@ def test_who_waits_for_a_slot_waits_for_its_memory_to_be_made(
     assert asked == [pytest.approx(longest_s, abs=3)]
 
 
-def test_a_node_that_is_still_making_a_slot_is_not_taken_for_a_lost_one() -> None:
+def test_a_server_still_making_a_slot_does_not_count_as_lost() -> None:
     pings: list[float] = []
     asked: list[str] = []
     given_back: list[str] = []
@@ -346,7 +340,7 @@ def skips(caplog: pytest.LogCaptureFixture) -> list[Any]:
     return [record.spot_facts for record in found]  # type: ignore[attr-defined]
 
 
-def test_snapshots_that_no_slot_was_there_for_are_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_snapshots_without_a_slot_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     pacing = Pacing(EverySteps(1))
     at_seams(pacing, range(1, 4), lambda: "")
@@ -366,7 +360,7 @@ def test_one_that_comes_late_is_not_skipped(policy: Any, caplog: pytest.LogCaptu
     assert (pacing.passed_over, skips(caplog)) == (0, [])
 
 
-def test_a_larger_slot_made_ahead_costs_no_snapshot_of_another_run() -> None:
+def test_a_larger_slot_made_ahead_costs_other_runs_no_snapshot() -> None:
     """In place of what is superseded and too small: that drops nothing else, and else it is not made ahead."""
     own = "run@1"
 

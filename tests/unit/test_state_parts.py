@@ -22,14 +22,12 @@ def trainer() -> Any:
     return Trainer(lightning_module=torch.nn.Linear(1, 1))
 
 
-def test_each_part_has_a_name_of_its_own_and_no_stage_is_without_parts() -> None:
+def test_state_parts_have_unique_names_and_every_stage_has_one() -> None:
     assert len({part.name for part in PARTS}) == len(PARTS)
     assert {stage for part in PARTS for stage in part.restore} == set(Stage)
 
 
-def test_parts_are_put_back_at_their_stages_in_the_order_of_the_table(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_parts_are_restored_by_stage_in_table_order(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[tuple[str, Any]] = []
 
     def part(name: str, value: Any, *stages: Stage) -> StatePart:

@@ -79,7 +79,7 @@ def small_ranges(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not [item for item in set(threading.enumerate()) - before if item.name.startswith("spot-stream")]
 
 
-def test_torch_loads_every_byte_as_it_arrives_and_nearly_none_twice() -> None:
+def test_torch_loads_bytes_as_they_arrive_and_almost_none_twice() -> None:
     far = Far(saved())
     loaded = far.load()
     assert all(bool((loaded[f"t{i}"] == i).all()) for i in range(20))
@@ -133,7 +133,7 @@ def test_a_part_that_nobody_reads_is_checked_all_the_same() -> None:
             reader.finish()
 
 
-def test_what_is_damaged_or_gone_is_raised_as_such_not_as_torch_has_it() -> None:
+def test_damage_and_loss_are_raised_as_such_not_as_torch_errors() -> None:
     far = Far(saved())
     far.content[len(far.content) // 2] ^= 1
     with pytest.raises(CorruptSnapshotError, match="part 30"):

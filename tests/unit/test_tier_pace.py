@@ -53,7 +53,7 @@ seconds = st.floats(1e-2, 1e4)
 @given(
     seconds, seconds, seconds, st.floats(1.0, 1e3), st.sampled_from([OverheadBudget, YoungDaly, ConvergenceAware, COCI])
 )
-def test_the_pace_is_that_of_the_nearest_tier_outside_the_machine(
+def test_the_pace_is_that_of_the_nearest_tier_off_the_machine(
     stall_s: float, mtbf_s: float, near_s: float, slower: float, policy: type[Adaptive]
 ) -> None:
     near = TierPace(drain_s=near_s, survives=Failure.MACHINE)
@@ -89,7 +89,7 @@ def paced_by(min_upload_interval_s: float = 0.0, **found: TierHealth) -> float:
     return Costs(stall_s=1.0, mtbf_s=3600.0, tiers=paces_of(found, min_upload_interval_s)).drain_s
 
 
-def test_the_measured_pace_is_that_of_the_memory_node_while_it_works() -> None:
+def test_the_measured_pace_is_that_of_the_server_while_it_works() -> None:
     bucket = TierHealth(kind="durable", flushed=2, drain_s=12.5)
     node = TierHealth(kind="node", flushed=10, drain_s=1.7)
     assert paced_by(bucket=bucket, node=node) == 1.7
@@ -229,7 +229,7 @@ def lost_by(job: SimulatedJob, taken: Any, *listed: tuple[float, Failure]) -> fl
     return float(simulate(job, taken, Listed(listed), runs=1).lost_s[0])
 
 
-def test_a_failure_goes_back_to_the_nearest_tier_that_outlives_it() -> None:
+def test_a_failure_goes_back_to_the_nearest_surviving_tier() -> None:
     """Snapshots each 10 s; a snapshot server takes 15 s for one, a bucket 40 s, both the newest when they are free."""
     job = SimulatedJob(work_s=1000.0, stall_s=0.0, tiers=tiers(15.0, 40.0))
     taken = np.arange(10.0, 1000.0, 10.0)
@@ -283,7 +283,7 @@ def test_another_tier_never_makes_a_failure_take_more(
     process=st.floats(0.0, 1.0),
     node_gone=st.floats(0.0, 1 / 3),  # of failures of machines; with more, a node that is twice as fast may be a loss
 )
-def test_a_memory_node_never_makes_a_failure_take_more_at_the_pace_it_allows(
+def test_a_server_never_makes_a_failure_cost_more_at_its_pace(
     stall_s: float, mtbf_s: float, durable_s: float, faster: float, process: float, node_gone: float
 ) -> None:
     """To first order, at the intervals that the policy chooses with and without a node at least twice as fast.
@@ -307,7 +307,7 @@ def test_a_memory_node_never_makes_a_failure_take_more_at_the_pace_it_allows(
 
 
 @given(st.lists(st.floats(0.5, 50.0), min_size=3, max_size=60), st.floats(0.0, 60.0), st.floats(1.0, 1000.0))
-def test_where_snapshots_come_unevenly_a_tier_is_close_to_what_it_would_be(
+def test_with_uneven_snapshots_a_tier_is_close_to_its_simulation(
     gaps: list[float], drain_s: float, at_s: float
 ) -> None:
     """Against a simulation of every transfer: at most one transfer apart, and never ahead of what is in memory."""

@@ -90,7 +90,7 @@ def begun(pair: Pair) -> bytes:
     return image
 
 
-def test_one_number_in_a_hundred_is_sent_and_everything_else_is_exact(topk: Pair) -> None:
+def test_one_number_in_a_hundred_is_sent_and_the_rest_is_exact(topk: Pair) -> None:
     image = begun(topk)
     sent, had = topk.near.sent_bytes, image
     for step in (2, 3, 4):
@@ -292,7 +292,7 @@ def test_an_exact_one_is_never_deleted_for_one_that_is_not(tmp_path: Path) -> No
     assert put(6, True) == [(5, True), (6, True)]
 
 
-def test_memory_keeps_the_newest_exact_one_whatever_comes_after_it() -> None:
+def test_memory_keeps_the_newest_exact_snapshot_whatever_follows() -> None:
     def slot(index: int, step: int, exact: bool, **more: Any) -> Slot:
         manifest = manifest_of(step)
         manifest = manifest if exact else manifest.inexact()
@@ -305,7 +305,7 @@ def test_memory_keeps_the_newest_exact_one_whatever_comes_after_it() -> None:
     assert newest_of_lineages([*slots, exact]) == {exact}
 
 
-def test_the_manifest_says_so_and_that_of_an_exact_one_says_nothing() -> None:
+def test_only_the_manifest_of_an_inexact_snapshot_is_marked() -> None:
     exact = manifest_of(7).sealed(memoryview(bytes(1000)))
     assert "exact" not in json.loads(exact.to_json())
     inexact = exact.inexact().sealed(memoryview(bytes(1000)))
@@ -341,7 +341,7 @@ def test_a_node_that_sends_it_on_to_the_next_one_does_so_once(tmp_path: Path, mo
         assert (health["flushed"], health["inexact"]) == (2, 2)
 
 
-def test_two_replicas_approximations_of_one_step_are_never_mixed_without_notice(
+def test_approximations_of_two_replicas_are_never_mixed_silently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both bring theirs on, under one name, while the run goes from one to the other: the worst moment of all."""

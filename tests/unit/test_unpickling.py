@@ -125,7 +125,7 @@ FOREIGN: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN)
-def test_a_foreign_object_is_a_placeholder_and_the_rest_comes_back(make: Callable[[], Any]) -> None:
+def test_a_foreign_object_becomes_a_stub_and_the_rest_comes_back(make: Callable[[], Any]) -> None:
     weights = torch.arange(6.0).reshape(2, 3)
     thing = make()
     file = saved({"before": weights, "thing": [thing, 3], "key": {(1, "x"): 2}, "again": thing, "after": weights[1]})
@@ -156,7 +156,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("kind", "make"), REFUSED.items(), ids=REFUSED)
-def test_what_torch_cannot_stand_in_for_is_an_error_that_names_it(kind: str, make: Callable[[], Any]) -> None:
+def test_an_object_that_torch_cannot_replace_is_a_named_error(kind: str, make: Callable[[], Any]) -> None:
     with pytest.raises(NotSerializableError, match=rf"(?s){re.escape(kind)}.*add_safe_globals"):
         read_checkpoint(saved({"hyper_parameters": {"x": make()}}))
 
@@ -233,7 +233,7 @@ def test_an_outline_is_a_file_without_tensors() -> None:
     assert isinstance(found["thing"], Placeholder)
 
 
-def test_foreign_objects_are_compared_by_what_the_file_has_of_them() -> None:
+def test_foreign_objects_are_compared_by_their_data_in_the_file() -> None:
     left, same, other = (
         read_checkpoint(saved({"a": Thing({"x": value}), Colour.RED: Slotted()})) for value in (1, 1, 2)
     )
@@ -279,9 +279,7 @@ class Loading(Keeping):
 NO_SERVER: dict[str, Any] = {"local_server": False, "notices": None}
 
 
-def test_hyperparameters_of_any_class_do_not_keep_a_run_from_resuming(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_hyperparameters_of_any_class_do_not_block_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def model() -> Net:
         return WithHyperparameters(torch.nn.MSELoss(), Colour)
 
@@ -334,7 +332,7 @@ class ConfiguredData(pl.LightningDataModule):
         return data()
 
 
-def test_a_configuration_for_hyperparameters_does_not_keep_a_run_from_resuming(
+def test_a_configuration_as_hyperparameters_blocks_no_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(checkpoint_connector, "_OMEGACONF_AVAILABLE", True)
@@ -367,7 +365,7 @@ def test_a_snapshot_that_is_named_in_fit_is_read_in_the_same_way(plugins: list[A
     assert "load_checkpoint" not in vars(again.strategy)
 
 
-def test_a_state_that_a_resume_needs_is_named_at_the_first_snapshot_and_by_the_resume(
+def test_unloadable_state_is_named_at_first_snapshot_and_resume(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(Stop):
@@ -445,9 +443,7 @@ class TakingBack(Net):
             setattr(self, name, value)
 
 
-def test_a_hook_that_takes_objects_back_gets_those_of_this_process(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_objects_that_a_hook_takes_back_are_the_programs_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(Stop):
         trainer(spot(tmp_path, **NO_SERVER), StopAt(7)).fit(TakingBack(), data())
     caplog.set_level("INFO")

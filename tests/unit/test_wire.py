@@ -114,7 +114,7 @@ def test_the_setting_goes_from_node_to_node(pair: Pair, monkeypatch: pytest.Monk
     assert [info.compression for info in told] == ["off", "off"]
 
 
-def test_the_setting_goes_from_the_callback_to_the_node_on_this_host(tmp_path: Path) -> None:
+def test_the_compression_setting_reaches_the_local_server(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"'zip' .*'auto', 'always'"):
         SpotCheckpoint(str(tmp_path), compression="zip")  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="servers= names none"):

@@ -44,7 +44,7 @@ def test_a_pickle_of_any_length_gives_the_same_snapshots(desk: Desk, notes: list
         desk.buffer.mul_(-1)
 
 
-def test_nothing_is_kept_of_a_snapshot_where_nobody_asks_whether_it_is_copied(desk: Desk) -> None:
+def test_a_snapshot_nobody_asks_about_leaves_nothing_in_memory(desk: Desk) -> None:
     """Files that a user saves: the pickled part of each was kept until training ended."""
     for step in range(4):
         desk.begin(step, desk.checkpoint()).result(30)
@@ -175,7 +175,7 @@ def test_a_slot_that_is_not_used_is_given_back(desk: Desk, monkeypatch: pytest.M
     until(lambda: "filling" not in states(), "no slot held at the end")
 
 
-def test_a_gpus_training_waits_at_the_beginning_for_what_forward_changes_only(desk: Desk) -> None:
+def test_a_gpu_start_waits_only_for_tensors_that_forward_changes(desk: Desk) -> None:
     device = FakeDevice()
     device.own([*desk.weights, desk.buffer])
     desk.writer.close()
@@ -194,7 +194,7 @@ def test_a_gpus_training_waits_at_the_beginning_for_what_forward_changes_only(de
     assert same(desk.saved(0), weights, torch.zeros(10))
 
 
-def test_what_a_gpu_is_still_sending_is_waited_for_where_nothing_follows(desk: Desk) -> None:
+def test_running_gpu_transfers_are_awaited_if_no_step_follows(desk: Desk) -> None:
     """As where a user's checkpoint is saved, whose tensors are all copied at once."""
     device = FakeDevice()
     device.own([*desk.weights, desk.buffer])
