@@ -68,6 +68,7 @@ from lightning_spot.tiers.store import newest_first, worth_keeping
 logger = logging.getLogger(__name__)
 
 _NOWHERE = Tiers()
+_MOST_ABORTED = 16  # snapshots whose registers stay, although nothing newer is committed: their writers ask why
 _MOST_MARKS = 64  # committed snapshots of a run and lineage that are remembered: who waits for one asks soon
 
 
@@ -612,13 +613,22 @@ class Ring(SlotTable):
     # -- what is committed ----------------------------------------------------------------------------------------
 
     def trim(self, run: str, keep: int) -> None:
-        """Forget all but the newest ``keep`` snapshots of a run, as far as they may be reused."""
+        """Forget all but the newest ``keep`` snapshots of a run, and aborted ones, as far as they may be reused."""
         with self.changed:
             slots = [slot for slot in self.slots if slot.run == run]
             groups = grouped(slots, self._known_now())
-            committed = [group.manifest for group in groups if group.state is Status.COMMITTED]
-            kept = worth_keeping(newest_first(committed))[: max(1, keep)]
-            over = {slot for group in groups if group.is_over and group.manifest not in kept for slot in group.slots}
+            committed = [group for group in groups if group.state is Status.COMMITTED]
+            # What is whole here stays until something newer is, too: the place that has all of that may be lost.
+            kept = [
+                manifest
+                for some in (committed, [group for group in committed if group.is_here])
+                for manifest in worth_keeping(newest_first([group.manifest for group in some]))[: max(1, keep)]
+            ]
+            aborted = sorted(
+                (group for group in groups if group.state is Status.ABORTED), key=lambda group: group.manifest.order
+            )
+            gone = [*aborted[:-_MOST_ABORTED], *(group for group in groups if group.is_over)]
+            over = {slot for group in gone if group.manifest not in kept for slot in group.slots}
             over -= {slot for group in groups if group.is_newest for slot in group.slots} | bases_of(slots)
             old = [slot for slot in reusable(slots, self.known) if slot in over]
             for slot in old:

@@ -6,6 +6,8 @@ import pytest
 
 from tests.support.commit_model import Model, search
 
+pytestmark = pytest.mark.soak
+
 
 @pytest.mark.parametrize(
     "model",

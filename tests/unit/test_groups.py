@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from lightning_spot.image.manifest import Order
+from lightning_spot.image.manifest import Manifest, Order, snapshot_name
 from lightning_spot.image.shards import Status
+from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.slots import (
     ORPHANED_S,
     Known,
@@ -85,6 +87,13 @@ def _steps(slots: set[Slot]) -> set[int]:
 @pytest.fixture
 def slots() -> Slots:
     return Slots()
+
+
+@pytest.fixture
+def ring() -> Iterator[Ring]:
+    made = Ring(slots=None, memory_bytes=2**28)
+    yield made
+    made.close(keep_unsafe=False)
 
 
 def test_only_what_is_complete_supersedes(slots: Slots) -> None:
@@ -187,3 +196,36 @@ def test_each_writer_has_slots_of_its_own(slots: Slots) -> None:
     found = room(0)
     assert found is not None
     assert found.slot is slots.all[0]  # and not the other writer's
+
+
+# -- what a ring forgets ----------------------------------------------------------------------------------------------
+
+
+def put(ring: Ring, manifest: Manifest) -> None:
+    assert manifest.shard is not None
+    slot = ring.try_lease(RUN_ID, manifest.nbytes, writer=manifest.shard.writer)
+    assert slot is not None
+    ring.commit(slot, manifest)
+
+
+def test_what_is_whole_here_stays_until_something_newer_is(ring: Ring) -> None:
+    """With two replicas, the other server has the newer one first, and may be lost before this one has all of it."""
+    for writer in (0, 1):
+        put(ring, sealed_shard(1, writer))
+    ring.raise_watermark(RUN_ID, snapshot_name(2, 1))
+    for writer, whole in ((0, 1), (1, 2)):
+        put(ring, sealed_shard(2, writer))
+        ring.trim(RUN_ID, 1)
+        assert [manifest.step for _, manifest in ring.readable(RUN_ID) if manifest.shard is None] == [whole]
+
+
+def test_shards_that_fail_one_after_the_other_do_not_pile_up(ring: Ring) -> None:
+    for writer in (0, 1):
+        put(ring, sealed_shard(1, writer))
+    for step in range(2, 60):
+        put(ring, sealed_shard(step, 0))
+        ring.fail(RUN_ID, failed_shard(step, 1))
+        ring.trim(RUN_ID, 1)
+        assert ring.status_of(RUN_ID, snapshot_name(step, 1))[0] is Status.ABORTED
+    assert len(ring.slots) < 40
+    assert ring.readable(RUN_ID, snapshot_name(1, 1))
