@@ -79,7 +79,7 @@ class Safety:
 
     def __init__(self, writer: SnapshotWriter, past_memory: PastMemory, min_upload_interval_s: float = 0.0) -> None:
         self._writer, self._past_memory = writer, past_memory
-        self._durable_every_s = min_upload_interval_s
+        self._min_upload_interval_s = min_upload_interval_s
         self.writers_here = 1
 
     def plan(self, deadline: Deadline | None) -> DeadlinePlan:
@@ -108,7 +108,7 @@ class Safety:
 
     def paces(self) -> tuple[TierPace, ...]:
         """How fast each working tier takes snapshots, as measured."""
-        return paces_of(self._writer.link.ask(lambda host: host.tiers(), {}), self._durable_every_s)
+        return paces_of(self._writer.link.ask(lambda host: host.tiers(), {}), self._min_upload_interval_s)
 
     def bring(
         self,
@@ -322,7 +322,7 @@ class Ending:
             self._has_left = True
 
     def _where_newest_is(self, deadline_s: float) -> str:
-        """Where what was committed last is, now that nothing is owed any more; why it is lost, if it is, is said.
+        """Where what was committed last is, now that nothing is owed any more. If it is lost, a warning says why.
 
         Storage is asked where that is in doubt: a ring or a server may have lost it, or the ring does not know
         that it is safe (it was dropped, or went past the ring), or a tier has refused something.
@@ -453,7 +453,7 @@ class Attempt:
     Attributes:
         info: see above.
         is_claimed: whether storage was claimed when it began.
-        lineage: of the training state: that of the snapshot it was resumed from, or a new one. All ranks are told.
+        lineage: of the training state: that of the snapshot it was resumed from, or a new one; the same on all ranks.
         writer: takes the snapshots.
         safety: what is safe outside this machine.
         where: what was committed last is, for people; known after :meth:`finish`.
@@ -602,7 +602,7 @@ class Attempt:
     ) -> None:
         """Begin a snapshot, or this rank's shard of it. What keeps it from being taken is said once, or raised.
 
-        (It is raised with ``strict``.)
+        (It is raised with ``on_error="raise"``.)
 
         Args:
             content: what to save, as the layouter takes it; or, an error, why that is not known.
@@ -621,7 +621,7 @@ class Attempt:
         try:
             self._ended |= complete
             manifest = self._manifest(step, epoch, world_size, writers, complete=complete, persist=persist)
-            if self.writer.fence is not None:  # heard of beside training, perhaps after the other ranks were told
+            if self.writer.fence is not None:  # noticed in the background, perhaps after the others have begun
                 raise self.writer.fence
             if isinstance(content, SpotError):
                 raise content
@@ -631,7 +631,7 @@ class Attempt:
             self._begun = self.writer.begin(content, manifest, **how)
         except Exception as raised:
             if manifest is not None:
-                self.writer.fail(manifest, raised)  # whatever has failed: to say it twice changes nothing
+                self.writer.fail(manifest, raised)  # also where the writer has: a second register changes nothing
             error = failure_of(raised)
             self._begun = Future()
             self._begun.set_exception(error)

@@ -1,7 +1,7 @@
 """Who writes which range of a ``model.ckpt`` of DDP: every rank plans the same, by itself.
 
 All ranks hold the same parameters and states of optimizers. These storages begin the file, in the order in which the
-optimizers hold them, so that each rank knows their places without being told. The file is cut there, at multiples of
+optimizers hold them, so that each rank computes their places by itself. The file is cut there, at multiples of
 the size of a part, into about equal ranges; the last one, with all that follows, is rank 0's.
 """
 
@@ -79,8 +79,8 @@ def plan_ranges(
     nbytes = sum(sizes)
     count = max(1, min(len(ranges), nbytes // part_bytes))
     cuts = tuple(number * nbytes // count // part_bytes * part_bytes for number in range(count))
-    told = [str(part_bytes), *map(str, cuts), *map(str, sizes if count > 1 else ()), *(dtypes if count > 1 else ())]
-    return RangePlan((*ranges[: count - 1], 0), cuts, checksum(" ".join([*told, *seal]).encode()))
+    facts = [str(part_bytes), *map(str, cuts), *map(str, sizes if count > 1 else ()), *(dtypes if count > 1 else ())]
+    return RangePlan((*ranges[: count - 1], 0), cuts, checksum(" ".join([*facts, *seal]).encode()))
 
 
 @functools.cache

@@ -183,7 +183,7 @@ class RankCheckpoint:
     Attributes:
         values: Lightning's checkpoint; on rank 0 with its own exact state.
         own: the exact state of this rank; on rank 0 it is not looked at.
-        ranges: the ranks that write a range of the one file, rank 0 last: all ranks are told the same.
+        ranges: the ranks that write a range of the one file, rank 0 last; the same on all ranks.
     """
 
     values: dict[str, Any]

@@ -332,8 +332,8 @@ class SnapshotWriter:
             their shard is there.
 
         Raises:
-            SpotError: if none can be begun now; nothing that is saved already is touched. Of a shard it was said:
-                nobody waits for it.
+            SpotError: if none can be begun now; nothing that is saved already is touched. If it was to be a shard, the
+                ring has the reason: nobody waits for it.
         """
         try:
             return self._begin(content, manifest, owned, kept, wait_s, destinations, followed=followed)
@@ -393,7 +393,7 @@ class SnapshotWriter:
         return pending.done
 
     def fail(self, manifest: Manifest, error: BaseException) -> None:
-        """Say of a snapshot of several ranks that this one will have no shard of it; of another one, nothing.
+        """Put into the ring why this rank will have no shard of a snapshot; nothing if one rank writes all of it.
 
         Args:
             manifest: of the shard, as far as it is known.

@@ -112,7 +112,7 @@ class Decision:
 
     @classmethod
     def heard(cls, values: list[Any]) -> Decision:
-        """What rank 0 has decided, see :meth:`plain`.
+        """What rank 0 has decided, of its plain values, see :meth:`plain`.
 
         Raises:
             SnapshotFailedError: on all ranks, if training ends instead.
@@ -386,10 +386,10 @@ class Coordinator(OfTrainer):
         """Whether ranks are known to hold other parameters, or other states of optimizers, than rank 0."""
         trainer = self._trainer
         if getattr(trainer.strategy.model, "parameters_to_ignore", ()):
-            return True  # those that DDP was told to ignore
-        # ZeroRedundancyOptimizer shares the states out.
-        are_shared_out = any(hasattr(optimizer, "consolidate_state_dict") for optimizer in trainer.optimizers)
-        return are_shared_out or average_now_and_then(trainer)
+            return True  # those that DDP ignores
+        # ZeroRedundancyOptimizer has each state on one rank only.
+        are_partitioned = any(hasattr(optimizer, "consolidate_state_dict") for optimizer in trainer.optimizers)
+        return are_partitioned or average_now_and_then(trainer)
 
     def _is_persisted(self) -> bool:
         """Whether storage is to have the next snapshot: where several places put it there, all have to know."""
@@ -506,14 +506,14 @@ class Coordinator(OfTrainer):
 
 
 class Iterations(OfTrainer):
-    """The iterations of one ``fit``, on the rank that writes.
+    """The iterations of one ``fit``, on one rank.
 
     Args:
         trainer: that fits.
         copy_mode: how copying is spread over an iteration.
 
     Attributes:
-        schedule: that is told.
+        schedule: of what this rank copies.
     """
 
     def __init__(self, trainer: pl.Trainer, copy_mode: CopyMode) -> None:

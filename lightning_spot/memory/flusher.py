@@ -515,14 +515,14 @@ class Flusher:
                 self.work.took(url, job.run, seconds)
         with self._ring.changed:
             self.work.done(url, job)
-            self._succeeded(url, job)
+            self._succeeded(url)
             self._ring.notify()
         self._heard(url, None)
 
     def _dropped(self, url: str, name: str, why: str) -> None:
         self.health[url].dropped, self.health[url].dropped_name = why, name
 
-    def _succeeded(self, url: str, job: Job) -> None:
+    def _succeeded(self, url: str) -> None:
         health = self.health[url]
         if health.failures and not self.work.backoff(url).failing:
             recovered("upload-failing", "{about} works again", about=url)
@@ -547,7 +547,7 @@ class Flusher:
         """A put waits for the shards that others bring. In the end it is given up there."""
         with self._ring.changed:
             waited_s = self.work.later(url, job, time.monotonic(), error.there)
-            self._succeeded(url, job)
+            self._succeeded(url)
         is_over = waited_s >= FORSAKEN_S
         if waited_s >= SURPASSED_S and store is not None and not is_over:
             try:
@@ -567,7 +567,7 @@ class Flusher:
             for slot in job.slots:
                 if slot.manifest is not None:
                     self._ring.mark_refused(slot, slot.manifest, url)
-            self._succeeded(url, job)
+            self._succeeded(url)
 
     def _fenced(self, url: str, job: Job, attempt: int, error: FencedError) -> None:
         if self._attempt(job) >= error.current > attempt:

@@ -100,11 +100,11 @@ class Peer:
         """
         self.asked_s = time.monotonic()
         committed = self._ring.newest_committed(self._info.key, elsewhere=True)
-        told = replace(self._info, nodes=(), replicas=1, session="", committed=committed, carry=carry, left=left)
-        return self.tier().open_run(told)
+        asked = replace(self._info, nodes=(), replicas=1, session="", committed=committed, carry=carry, left=left)
+        return self.tier().open_run(asked)
 
     def forget_told(self) -> None:
-        """It is used anew: it may have forgotten what it was told."""
+        """It is used anew: it may have forgotten what is durable."""
         self._informed_of.clear()
 
     def find_lost(self, *, durable_too: bool) -> None:

@@ -436,9 +436,7 @@ class Ring(SlotTable):
         run_memory_bytes: most bytes the slots of one run may hold; ``None`` for no such limit.
 
     Attributes:
-        lock: of all that the ring holds.
-        changed: the same lock; notified whenever something changed.
-        changes: how often that was.
+        memory_bytes: see above.
     """
 
     def __init__(
@@ -613,7 +611,7 @@ class Ring(SlotTable):
     # -- what is committed ----------------------------------------------------------------------------------------
 
     def trim(self, run: str, keep: int) -> None:
-        """Forget all but the newest ``keep`` snapshots of a run, and aborted ones, as far as they may be reused."""
+        """Forget what is superseded of a run, beyond the newest ``keep`` snapshots, and all but a few aborted ones."""
         with self.changed:
             slots = [slot for slot in self.slots if slot.run == run]
             groups = grouped(slots, self._known_now())

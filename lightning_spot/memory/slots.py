@@ -75,7 +75,7 @@ class Slot:
         coming: the snapshot on its way to being committed, while parts of it may go on already.
         places: URLs a user's file goes to instead of its run's tiers.
         dirty: URLs at which the snapshot is owed (the dirty bits).
-        safe: URLs at which it is.
+        safe: URLs at which it is, or why it failed.
         refused: URLs that refuse it for good (a fence), or will never have the rest of the snapshot.
         settled: whether its sender said that it, or a newer one of its lineage, is durable.
         sequence: order of commits.
@@ -338,8 +338,8 @@ def set_owed(slots: Sequence[Slot], tiers: Tiers, known: Known = _NOTHING) -> No
     """Work out at which tiers the snapshots and files of a run are owed.
 
     A tier is owed the newest snapshot, those that ended the run, and users' files: what was superseded is not. Of
-    snapshots that not all of which is here, storage is to have each that its writers want there, until it has a newer
-    one: all places must bring the same. Why a shard failed is owed everywhere, until something newer is committed.
+    snapshots of which not all is here, storage is to have each that its writers want there, until it has a newer one:
+    all places must bring the same. Why a shard failed is owed everywhere, until something newer is committed.
     """
     groups = grouped(slots, known)
     for slot in slots:
@@ -370,7 +370,7 @@ def _owed(slot: Slot, urls: Iterable[str]) -> list[str]:
 
 
 def _may_count(group: Group) -> bool:
-    """Whether it is committed, or was before something newer was."""
+    """Whether it is committed, also where something newer is."""
     return group.state is Status.COMMITTED
 
 

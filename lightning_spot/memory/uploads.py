@@ -346,6 +346,8 @@ class Uploads:
 
         Raises:
             CorruptSnapshotError: if a part is missing or differs; the slot is freed.
+            SettingsError: if it is not what the upload was opened for; likewise.
+            SnapshotFailedError: if it is a shard that has failed, or is there as another one; likewise.
         """
         upload = self.find(upload_id)
         if manifest.nbytes != upload.nbytes:

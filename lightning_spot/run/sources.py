@@ -1,4 +1,6 @@
-"""Where snapshots can be recovered from: the memory of the local server, or any store. Opening one checks it.
+"""Where snapshots can be recovered from: the memory of the local server, any store, or shards at several of these.
+
+Opening one checks it.
 
 What a snapshot server has is read while it arrives: checked part by part, and never in memory as a whole. New memory
 costs most when gigabytes are restored. Parts come ahead, over several connections, into a few buffers that stay warm,

@@ -1,7 +1,7 @@
 """Asks every tier what it holds of a run: once at each start, all at the same time, within bounds.
 
 What could not be read is one thing, what is not there another: storage is asked a few times before it counts
-as unreadable, and what follows from that is decided in ``choice`` and ``claims``, not here.
+as unreadable, and what follows from that is decided in ``choice`` and ``attempts``, not here.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ def _local_runs(location: Location) -> list[NodeRun]:
 
 
 def _node_runs(node: str, policy: retry.RetryPolicy) -> list[NodeRun]:
-    """Ask a snapshot server as patiently as storage: it may be minutes ahead of that."""
+    """Ask a snapshot server as often as storage: it may be minutes ahead of that."""
     client = NodeClient(parse_spot_url(node)[0])
     try:
         return retry.with_retries(lambda: _listed(client), policy, node)

@@ -68,7 +68,7 @@ def look(store: Store, name: str, known: Mapping[int, Manifest] | None = None) -
     Args:
         store: of the run.
         name: of the snapshot.
-        known: notes that were read before, or that this place has written: they are not read once more.
+        known: notes that were read before, or are of this place's shards: they are not read once more.
 
     Raises:
         SettingsError: if no shards can be brought there, or the name is none of a snapshot.
@@ -90,20 +90,6 @@ def look(store: Store, name: str, known: Mapping[int, Manifest] | None = None) -
         if note is not None and note.shard is not None:
             found.notes[note.shard.writer] = note
     return found
-
-
-def noted(store: Store, name: str) -> list[Manifest]:
-    """Manifests of the shards that storage has of a snapshot, also if it is not complete there.
-
-    Raises:
-        TierError: if the tier fails.
-    """
-    if not isinstance(store, HasFolders):
-        return []
-    folder = _folder(store, name)
-    files = [file for file, nbytes in folder.sizes().items() if is_note(file) and nbytes <= LONGEST_MANIFEST_BYTES]
-    found = all_at_once([functools.partial(_note, folder, name, file) for file in files], "spot-note")
-    return [note for note in found if note is not None]
 
 
 def put_shards(store: Store, shards: Sequence[Shard], *, attempt: int) -> Look:

@@ -15,7 +15,7 @@ from lightning_spot.image.files import MODEL_FILE, note_name
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_name
 from lightning_spot.image.shards import assemble
 from lightning_spot.tiers import commit
-from lightning_spot.tiers.commit import Look, Shard, commit_left, look, noted, put_shards
+from lightning_spot.tiers.commit import Look, Shard, commit_left, look, put_shards
 from lightning_spot.tiers.fences import Claim
 from lightning_spot.tiers.store import Store
 from tests.support.server import RUN_ID
@@ -90,7 +90,8 @@ def test_the_last_place_commits(store: Store, order: list[tuple[int, ...]], shar
 def test_ranges_wait_for_a_place_that_has_all_of_them(store: Store) -> None:
     assert put_shards(store, ranges_of(1, 2, 3), attempt=1).manifest is None
     assert MODEL_FILE not in sizes(store)
-    assert [each.snapshot for each in noted(store, NAME)] == [NAME]  # that of the last one, which has none
+    noted = look(store, NAME).notes.values()
+    assert [each.snapshot for each in noted] == [NAME]  # that of the last one, which has none
     assert put_shards(store, ranges_of(0, 1, 2), attempt=1).manifest is not None
 
 
@@ -111,7 +112,7 @@ def left(store: Store, monkeypatch: pytest.MonkeyPatch) -> Manifest:
         broken.setattr(commit, "assemble", _fails)
         with pytest.raises(TierError):
             put_shards(store, shards_of(*range(WRITERS)), attempt=1)
-    assert len(noted(store, NAME)) == WRITERS
+    assert len(look(store, NAME).notes) == WRITERS
     return assemble(each for each, _ in shards_of(*range(WRITERS)))
 
 
