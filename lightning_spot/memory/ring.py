@@ -549,6 +549,14 @@ class Ring(SlotTable):
             is_filling = any(slot.state is SlotState.FILLING for slot in self.slots)
             return not is_filling and self._is_full(run, writer)
 
+    def is_jammed(self, run: str, writer: int) -> bool:
+        """Whether shards that wait for that of a writer have all the memory: none of them will ever leave it some."""
+        with self.changed:
+            pending = [group.slots for group in self.groups(run) if group.state is Status.PENDING]
+            waiting = {slot for slots in pending if all(slot.writer != writer for slot in slots) for slot in slots}
+            held = [slot for slot in self.slots if slot.capacity]
+            return bool(held) and all(slot in waiting for slot in held)
+
     def commit(self, slot: Slot, manifest: Manifest, places: tuple[str, ...] | None = None) -> None:
         """Make the filled slot a committed snapshot; an older one of the same run and name is dropped.
 

@@ -174,6 +174,12 @@ class Uploads:
             seen = ring.changes
             if (slot := ring.try_lease(key, nbytes, reuse=reuse, making=making, writer=writer)) is not None:
                 return slot
+            if ring.is_jammed(key, writer):
+                raise SnapshotFailedError(
+                    "the memory for slots holds the shards of some ranks of a snapshot, and has no room for the others;"
+                    " raise memory_limit=",
+                    reason=FailureReason.TOO_LARGE,
+                )
             with ring.changed:
                 while seen == ring.changes:
                     left_s = deadline_s - time.monotonic()

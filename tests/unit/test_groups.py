@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.image.manifest import Manifest, Order, snapshot_name
 from lightning_spot.image.shards import Status
 from lightning_spot.memory.ring import Ring
@@ -25,8 +26,8 @@ from lightning_spot.memory.slots import (
     reusable,
     set_owed,
 )
-from tests.support.server import RUN_ID, manifest_of
-from tests.support.shards import failed_shard, sealed_shard
+from tests.support.server import RUN_ID, Bench, manifest_of
+from tests.support.shards import failed_shard, sealed_shard, shard_manifest
 
 LINEAGE = "1" * 12
 STORAGE, SERVER = "/tier", "spot://first/run"
@@ -229,3 +230,16 @@ def test_shards_that_fail_one_after_the_other_do_not_pile_up(ring: Ring) -> None
         assert ring.status_of(RUN_ID, snapshot_name(step, 1))[0] is Status.ABORTED
     assert len(ring.slots) < 40
     assert ring.readable(RUN_ID, snapshot_name(1, 1))
+
+
+def test_a_writer_does_not_wait_for_memory_that_only_its_own_shard_would_free(make_bench: Callable[..., Bench]) -> None:
+    """Else training would stand as long as it may wait for a slot."""
+    bench = make_bench(memory_bytes=2**21)
+    bench.open(durable=False)
+    first, run = shard_manifest(1, 0), f"run@{RUN_ID}"
+    bench.node.seal(bench.node.lease(run, 1, first.nbytes).id, first)
+    with pytest.raises(SnapshotFailedError) as caught:
+        bench.node.lease(run, 1, 2**21, writer=1, wait_s=30.0, cancelled=lambda: pytest.fail("it waits"))
+    assert caught.value.reason is FailureReason.TOO_LARGE
+    bench.node.fail(run, 1, failed_shard(1, 1))
+    assert bench.node.lease(run, 1, 2**21, writer=1, wait_s=30.0)
