@@ -239,8 +239,10 @@ class Group:
     def is_evictable(self, now_s: float) -> bool:
         """Whether its slots may be reused, see :func:`~lightning_spot.image.shards.is_evictable`."""
         is_old = now_s - max(slot.committed_s for slot in self.slots) > ORPHANED_S
-        if self.state is Status.PENDING or (not self.is_here and all(slot.refused for slot in self.slots)):
+        if self.state is Status.PENDING:
             return is_old
+        if is_old and not self.is_here and all(slot.refused for slot in self.slots):
+            return True
         if self.state is Status.COMMITTED and self.is_newest and not self.manifest.exact:
             return True  # it takes no memory from others
         is_durable = all(slot.is_safe for slot in self.slots)

@@ -151,6 +151,29 @@ def test_an_incomplete_snapshot_gives_way_after_an_hour(slots: Slots) -> None:
     assert slots.idle() == [1]
 
 
+def test_an_aborted_one_that_storage_refuses_gives_way(slots: Slots) -> None:
+    slots.add(1, 0, 1)
+    slots.add(2, 0, committed_s=100.0, refused=[STORAGE])
+    slots.known.now_s = 101.0
+    assert slots.idle() == []  # nobody has said yet that it is aborted
+    shard = failed_shard(2, 1).shard
+    assert shard is not None
+    slots.known.elsewhere[RUN_ID, failed_shard(2, 1).snapshot] = {1: shard}
+    assert slots.idle() == [2]
+
+
+def test_a_refused_part_gives_way_to_newer_or_in_time(slots: Slots) -> None:
+    slots.add(1, 0, committed_s=100.0, refused=[STORAGE])
+    slots.committed(1)
+    slots.known.now_s = 101.0
+    assert slots.idle() == []
+    slots.known.now_s += ORPHANED_S
+    assert slots.idle() == [1]
+    slots.known.now_s = 101.0
+    slots.committed(2)
+    assert slots.idle() == [1]
+
+
 def test_the_newest_of_each_lineage_stays(slots: Slots) -> None:
     slots.plain(1).manifest = replace(manifest_of(1), lineage="2" * 12)
     slots.add(2, 0, 1)
