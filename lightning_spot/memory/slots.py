@@ -341,7 +341,8 @@ def set_owed(slots: Sequence[Slot], tiers: Tiers, known: Known = _NOTHING) -> No
 
     A tier is owed the newest snapshot, those that ended the run, and users' files: what was superseded is not. Of
     snapshots that not all of which is here, storage is to have each that its writers want there, until it has a newer
-    one: all places must bring the same. Why a shard failed is owed everywhere, until something newer is committed.
+    one: all places must bring the same. Why a shard failed is owed everywhere, until something newer is committed;
+    but what a server behind this one brings to storage is not waited for: nobody tells of it.
     """
     groups = grouped(slots, known)
     for slot in slots:
@@ -355,7 +356,8 @@ def set_owed(slots: Sequence[Slot], tiers: Tiers, known: Known = _NOTHING) -> No
         manifest = group.manifest
         for slot in group.slots:
             if slot.shard is not None and slot.shard.failed:
-                slot.dirty = [] if group.is_over else _owed(slot, (*tiers.own, *tiers.carried))
+                servers = [url for url in tiers.carried if url.startswith("spot:")]
+                slot.dirty = [] if group.is_over else _owed(slot, (*tiers.own, *servers))
                 continue
             urls = [*tiers.own, *tiers.carried] if group.is_newest or (manifest.complete and _may_count(group)) else []
             if not urls and group.persist and _may_count(group):

@@ -136,11 +136,20 @@ def test_a_shard_that_failed_gives_the_others_up(slots: Slots, where: str) -> No
 
 
 def test_a_failure_is_owed_until_something_newer_is_complete(slots: Slots) -> None:
-    tiers = Tiers((SERVER,), (STORAGE,))
+    tiers = Tiers((SERVER, STORAGE))
     slots.failed(1, 1)
     assert slots.owed(tiers) == {1: [SERVER, STORAGE]}
     slots.add(2, 0, 1)
     assert slots.owed(tiers) == {1: [], 2: [SERVER, STORAGE]}
+
+
+def test_a_failure_is_not_owed_where_a_server_brings_it(slots: Slots) -> None:
+    failed = slots.failed(1, 1)
+    assert slots.owed(Tiers((SERVER,), (STORAGE,))) == {1: [SERVER]}
+    assert slots.owed(Tiers((), (SERVER,))) == {1: [SERVER]}  # no server takes it now, one will
+    failed.safe = [SERVER]
+    assert slots.owed(Tiers((SERVER,), (STORAGE,))) == {1: []}  # nobody here would ever hear that it is there
+    assert slots.owed(Tiers((SERVER, STORAGE))) == {1: [STORAGE]}  # no server brings it any more
 
 
 def test_an_incomplete_snapshot_gives_way_after_an_hour(slots: Slots) -> None:
