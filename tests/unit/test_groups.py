@@ -261,3 +261,16 @@ def test_shards_that_fail_one_after_the_other_do_not_pile_up(ring: Ring) -> None
         assert ring.status_of(RUN_ID, snapshot_name(step, 1))[0] is Status.ABORTED
     assert len(ring.slots) < 40
     assert ring.readable(RUN_ID, snapshot_name(1, 1))
+
+
+def test_a_writer_that_only_fails_takes_few_slots(ring: Ring) -> None:
+    ring.set_tiers(RUN_ID, Tiers((STORAGE,)))
+    put(ring, sealed_shard(1, 1))
+    put(ring, sealed_shard(2, 0))
+    for step in range(2, 60):
+        ring.fail(RUN_ID, failed_shard(step, 1))
+    steps = sorted(slot.manifest.step for slot in ring.committed(RUN_ID) if slot.manifest is not None)
+    assert steps == [1, *range(44, 60)]
+    assert len(ring.slots) < 20
+    ring.fail(RUN_ID, failed_shard(60, 0))
+    assert len(ring.committed(RUN_ID)) == len(steps) + 1
