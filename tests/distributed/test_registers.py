@@ -23,8 +23,9 @@ from lightning_spot.errors import (
 from lightning_spot.image.files import MODEL_FILE
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.shards import Status
+from lightning_spot.memory.host import InProcessHost
 from lightning_spot.run.sources import HOST, MemorySource, Use
-from tests.support.server import RUN_ID, Bench
+from tests.support.server import RUN_ID, Bench, named_run
 from tests.support.shards import checkpoint_of, failed_shard, shard_image, shard_manifest, whole_of
 from tests.support.small_trainer import info_of
 
@@ -154,6 +155,19 @@ def test_a_failed_shard_is_of_this_run_and_has_a_reason(ranks: Ranks) -> None:
     for wrong in (shard_manifest(1, 1), failed_shard(1, 1, run_id="f" * 12), failed_shard(1, 1, attempt=2)):
         with pytest.raises(SettingsError):
             ranks.node.fail(RUN, 1, wrong)
+
+
+def test_an_in_process_rank_is_told_if_it_needs_memory() -> None:
+    host = InProcessHost(slots=2, memory_bytes=2**28, open_store=lambda url: pytest.fail(url))
+    host.open_run(named_run("run"))
+    found = []
+    for step in (1, 2):
+        manifest = shard_manifest(step, 1, run_id="")
+        lease = host.lease(manifest.nbytes, 0.0, writer=1)
+        lease.map[: manifest.nbytes] = shard_image(manifest)
+        found.append(host.seal(lease, manifest))
+    host.leave(complete=False)
+    assert found == [True, False]  # it has two slots then, and may have no more
 
 
 # -- over the sockets of a local server --------------------------------------------------------------------------
