@@ -226,6 +226,13 @@ class Group:
         return shard is None or shard.persist
 
     @property
+    def ends_run(self) -> bool:
+        """Whether the run has come to its end with it. A server that has a shard says nothing of the others."""
+        is_durable = any(slot.settled or not all(url.startswith("spot:") for url in slot.safe) for slot in self.slots)
+        is_known = self.state is Status.COMMITTED or (self.state is Status.PENDING and is_durable)
+        return self.manifest.complete and is_known
+
+    @property
     def is_over(self) -> bool:
         """Whether something newer of its lineage is committed."""
         return self.watermark is not None and self.manifest.order < self.watermark
