@@ -17,6 +17,7 @@ from lightning_spot.memory.node import IN_PROCESS, Node
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Making
 from lightning_spot.memory.tier import TierHealth
+from lightning_spot.memory.upload import writer_of
 from lightning_spot.tiers.store import Store
 from lightning_spot.untrusted import LONGEST_TEXT, plain
 
@@ -265,7 +266,7 @@ class InProcessHost:
     ) -> bool:
         """See :meth:`Host.seal`."""
         self._node.seal(lease.id, manifest, destinations, floats, written, followed=followed)
-        return self._node.ring.is_short(self._node.registry.key(self.run), lease.nbytes)
+        return self._node.ring.is_short(self._node.registry.key(self.run), lease.nbytes, writer_of(manifest))
 
     def fail(self, manifest: Manifest, why: str) -> None:
         """See :meth:`Host.fail`."""

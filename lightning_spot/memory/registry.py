@@ -239,13 +239,11 @@ class Registry:
         """
         with self.lock:
             runs = {key: (run, run.info.session in self.sessions) for key, run in self.runs.items()}
-        ended: set[tuple[str, int]] = set()
+        with self._ring.changed:
+            ending = [group for group in self._ring.groups() if group.ends_run]
+            ended = {(group.slots[0].run, group.manifest.attempt) for group in ending}
         for slot in self._ring.committed():
-            if (manifest := slot.manifest) is None:
-                continue
-            if manifest.complete and (slot.shard is None or slot.is_safe):  # a shard alone says nothing of the others
-                ended.add((slot.run, manifest.attempt))
-            if slot.run not in runs:
+            if (manifest := slot.manifest) is not None and slot.run not in runs:
                 left = RunInfo(name=manifest.run, id=manifest.run_id, location="", attempt=manifest.attempt, token="")
                 runs[slot.run] = (Run(left), False)
         return [

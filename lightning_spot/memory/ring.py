@@ -594,6 +594,8 @@ class Ring(SlotTable):
     def fail(self, run: str, manifest: Manifest) -> None:
         """Note why a shard will never be there. Nothing happens if something is known of that shard already.
 
+        Of a writer, the last few stay, with what is here of their snapshots: no other limit holds for them.
+
         Args:
             run: key of the run.
             manifest: of the shard, of no bytes; its ``shard.failed`` says why.
@@ -606,6 +608,11 @@ class Ring(SlotTable):
             self._sequence += 1
             slot.run, slot.writer, slot.manifest, slot.sequence = run, manifest.shard.writer, manifest, self._sequence
             slot.state, slot.committed_s = SlotState.COMMITTED, time.monotonic()
+            mine = [each.manifest for each in self.committed(run) if each.writer == slot.writer]
+            failures = [each for each in mine if each is not None and each.shard is not None and each.shard.failed]
+            for each in failures[_MOST_ABORTED:]:
+                for other in self.registers(run, each.snapshot).values():  # without it, they would be waiting for it
+                    self._forget(other)
             self.refresh(run)
             self.notify()
 

@@ -226,6 +226,13 @@ class Group:
         return shard is None or shard.persist
 
     @property
+    def ends_run(self) -> bool:
+        """Whether the run has come to its end with it. A server that has a shard says nothing of the others."""
+        is_durable = any(slot.settled or not all(url.startswith("spot:") for url in slot.safe) for slot in self.slots)
+        is_known = self.state is Status.COMMITTED or (self.state is Status.PENDING and is_durable)
+        return self.manifest.complete and is_known
+
+    @property
     def is_over(self) -> bool:
         """Whether something newer of its lineage is committed."""
         return self.watermark is not None and self.manifest.order < self.watermark
@@ -239,8 +246,10 @@ class Group:
     def is_evictable(self, now_s: float) -> bool:
         """Whether its slots may be reused, see :func:`~lightning_spot.image.shards.is_evictable`."""
         is_old = now_s - max(slot.committed_s for slot in self.slots) > ORPHANED_S
-        if self.state is Status.PENDING or (not self.is_here and all(slot.refused for slot in self.slots)):
+        if self.state is Status.PENDING:
             return is_old
+        if is_old and not self.is_here and all(slot.refused for slot in self.slots):
+            return True
         if self.state is Status.COMMITTED and self.is_newest and not self.manifest.exact:
             return True  # it takes no memory from others
         is_durable = all(slot.is_safe for slot in self.slots)
@@ -339,7 +348,8 @@ def set_owed(slots: Sequence[Slot], tiers: Tiers, known: Known = _NOTHING) -> No
 
     A tier is owed the newest snapshot, those that ended the run, and users' files: what was superseded is not. Of
     snapshots of which not all is here, storage is to have each that its writers want there, until it has a newer one:
-    all places must bring the same. Why a shard failed is owed everywhere, until something newer is committed.
+    all places must bring the same. Why a shard failed is owed everywhere, until something newer is committed; but what
+    a server behind this one brings to storage is not waited for: nobody tells of it.
     """
     groups = grouped(slots, known)
     for slot in slots:
@@ -353,7 +363,8 @@ def set_owed(slots: Sequence[Slot], tiers: Tiers, known: Known = _NOTHING) -> No
         manifest = group.manifest
         for slot in group.slots:
             if slot.shard is not None and slot.shard.failed:
-                slot.dirty = [] if group.is_over else _owed(slot, (*tiers.own, *tiers.carried))
+                servers = [url for url in tiers.carried if url.startswith("spot:")]
+                slot.dirty = [] if group.is_over else _owed(slot, (*tiers.own, *servers))
                 continue
             urls = [*tiers.own, *tiers.carried] if group.is_newest or (manifest.complete and _may_count(group)) else []
             if not urls and group.persist and _may_count(group):

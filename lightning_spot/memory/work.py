@@ -468,7 +468,8 @@ class Work:
                 # A server has each shard by itself, and may have some of them.
                 slots = owed if url.startswith("spot://") else list(group.slots)
                 several.append(replace(_put(slots, is_whole=group.is_here), state=group.state))
-                whole |= {job.run for job in several[-1:] if job.is_whole}
+                if group.is_here:
+                    whole.add(group.slots[0].run)
         # Of a run of which something whole is to be put, what is not complete yet waits: it would never be over.
         is_server = url.startswith("spot://")
         return found + [job for job in several if job.is_whole or not (is_server and job.run in whole)]

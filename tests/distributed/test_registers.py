@@ -23,8 +23,9 @@ from lightning_spot.errors import (
 from lightning_spot.image.files import MODEL_FILE
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.shards import Status
+from lightning_spot.memory.host import InProcessHost
 from lightning_spot.run.sources import HOST, MemorySource, Use
-from tests.support.server import RUN_ID, Bench
+from tests.support.server import RUN_ID, Bench, named_run
 from tests.support.shards import checkpoint_of, failed_shard, shard_image, shard_manifest, whole_of
 from tests.support.small_trainer import info_of
 
@@ -154,6 +155,51 @@ def test_a_failed_shard_is_of_this_run_and_has_a_reason(ranks: Ranks) -> None:
     for wrong in (shard_manifest(1, 1), failed_shard(1, 1, run_id="f" * 12), failed_shard(1, 1, attempt=2)):
         with pytest.raises(SettingsError):
             ranks.node.fail(RUN, 1, wrong)
+
+
+@pytest.mark.parametrize("known_by", ["its register", "other places", "nobody"])
+def test_an_end_that_was_aborted_is_not_listed_as_complete(ranks: Ranks, known_by: str) -> None:
+    ring, failed = ranks.node.ring, failed_shard(1, 1, 3, complete=True)
+    for rank in (0, 2):
+        ranks.write(1, rank, complete=True)
+    if known_by == "its register":
+        ranks.node.fail(RUN, 1, failed)
+    elif known_by == "other places" and failed.shard is not None:
+        ring.see(RUN_ID, failed.snapshot, {1: failed.shard})
+    for slot in ring.committed(RUN_ID):
+        assert slot.manifest is not None
+        ring.mark_safe(slot, slot.manifest, "spot://first/run")
+    assert [run["complete"] for run in ranks.node.listed()] == [False]
+
+
+@pytest.mark.parametrize("known_by", ["its registers", "other places", "storage", "its sender"])
+def test_an_end_that_counts_is_listed_as_complete(ranks: Ranks, known_by: str) -> None:
+    manifest = ranks.write(1, 0, complete=True)
+    assert [run["complete"] for run in ranks.node.listed()] == [False]
+    ring, (slot,) = ranks.node.ring, ranks.node.committed(RUN)
+    if known_by == "its registers":
+        for rank in (1, 2):
+            ranks.write(1, rank, complete=True)
+    elif known_by == "other places":
+        ring.mark_committed(RUN_ID, manifest.lineage, manifest.order)
+    elif known_by == "storage":  # as the next server on this host reads it in the record
+        ring.mark_safe(slot, manifest, "/tier")
+    else:
+        ring.settle(RUN_ID, manifest.lineage, manifest.order)
+    assert [run["complete"] for run in ranks.node.listed()] == [True]
+
+
+def test_an_in_process_rank_is_told_if_it_needs_memory() -> None:
+    host = InProcessHost(slots=2, memory_bytes=2**28, open_store=lambda url: pytest.fail(url))
+    host.open_run(named_run("run"))
+    found = []
+    for step in (1, 2):
+        manifest = shard_manifest(step, 1, run_id="")
+        lease = host.lease(manifest.nbytes, 0.0, writer=1)
+        lease.map[: manifest.nbytes] = shard_image(manifest)
+        found.append(host.seal(lease, manifest))
+    host.leave(complete=False)
+    assert found == [True, False]  # it has two slots then, and may have no more
 
 
 # -- over the sockets of a local server --------------------------------------------------------------------------

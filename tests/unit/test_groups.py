@@ -137,11 +137,20 @@ def test_a_shard_that_failed_gives_the_others_up(slots: Slots, where: str) -> No
 
 
 def test_a_failure_is_owed_until_something_newer_is_complete(slots: Slots) -> None:
-    tiers = Tiers((SERVER,), (STORAGE,))
+    tiers = Tiers((SERVER, STORAGE))
     slots.failed(1, 1)
     assert slots.owed(tiers) == {1: [SERVER, STORAGE]}
     slots.add(2, 0, 1)
     assert slots.owed(tiers) == {1: [], 2: [SERVER, STORAGE]}
+
+
+def test_a_failure_is_not_owed_where_a_server_brings_it(slots: Slots) -> None:
+    failed = slots.failed(1, 1)
+    assert slots.owed(Tiers((SERVER,), (STORAGE,))) == {1: [SERVER]}
+    assert slots.owed(Tiers((), (SERVER,))) == {1: [SERVER]}  # no server takes it now, one will
+    failed.safe = [SERVER]
+    assert slots.owed(Tiers((SERVER,), (STORAGE,))) == {1: []}  # nobody here would ever hear that it is there
+    assert slots.owed(Tiers((SERVER, STORAGE))) == {1: [STORAGE]}  # no server brings it any more
 
 
 def test_an_incomplete_snapshot_gives_way_after_an_hour(slots: Slots) -> None:
@@ -149,6 +158,29 @@ def test_an_incomplete_snapshot_gives_way_after_an_hour(slots: Slots) -> None:
     slots.known.now_s = 100.0 + ORPHANED_S
     assert slots.idle() == []
     slots.known.now_s += 1.0
+    assert slots.idle() == [1]
+
+
+def test_an_aborted_one_that_storage_refuses_gives_way(slots: Slots) -> None:
+    slots.add(1, 0, 1)
+    slots.add(2, 0, committed_s=100.0, refused=[STORAGE])
+    slots.known.now_s = 101.0
+    assert slots.idle() == []  # nobody has said yet that it is aborted
+    shard = failed_shard(2, 1).shard
+    assert shard is not None
+    slots.known.elsewhere[RUN_ID, failed_shard(2, 1).snapshot] = {1: shard}
+    assert slots.idle() == [2]
+
+
+def test_a_refused_part_gives_way_to_newer_or_in_time(slots: Slots) -> None:
+    slots.add(1, 0, committed_s=100.0, refused=[STORAGE])
+    slots.committed(1)
+    slots.known.now_s = 101.0
+    assert slots.idle() == []
+    slots.known.now_s += ORPHANED_S
+    assert slots.idle() == [1]
+    slots.known.now_s = 101.0
+    slots.committed(2)
     assert slots.idle() == [1]
 
 
@@ -232,7 +264,7 @@ def test_shards_that_fail_one_after_the_other_do_not_pile_up(ring: Ring) -> None
     assert ring.readable(RUN_ID, snapshot_name(1, 1))
 
 
-def test_a_writer_does_not_wait_for_memory_that_only_its_own_shard_would_free(make_bench: Callable[..., Bench]) -> None:
+def test_a_writer_waits_for_no_memory_that_only_its_shard_frees(make_bench: Callable[..., Bench]) -> None:
     """Else training would stand as long as it may wait for a slot."""
     bench = make_bench(memory_bytes=2**21)
     bench.open(durable=False)
@@ -243,3 +275,16 @@ def test_a_writer_does_not_wait_for_memory_that_only_its_own_shard_would_free(ma
     assert caught.value.reason is FailureReason.TOO_LARGE
     bench.node.fail(run, 1, failed_shard(1, 1))
     assert bench.node.lease(run, 1, 2**21, writer=1, wait_s=30.0)
+
+
+def test_a_writer_that_only_fails_takes_few_slots(ring: Ring) -> None:
+    ring.set_tiers(RUN_ID, Tiers((STORAGE,)))
+    put(ring, sealed_shard(1, 1))
+    put(ring, sealed_shard(2, 0))
+    for step in range(2, 60):
+        ring.fail(RUN_ID, failed_shard(step, 1))
+    steps = sorted(slot.manifest.step for slot in ring.committed(RUN_ID) if slot.manifest is not None)
+    assert steps == [1, *range(44, 60)]
+    assert len(ring.slots) < 20
+    ring.fail(RUN_ID, failed_shard(60, 0))
+    assert len(ring.committed(RUN_ID)) == len(steps) + 1
