@@ -154,6 +154,7 @@ class MemorySource:
         with contextlib.ExitStack() as opened:
             host = opened.enter_context(self._attached())
             place = _LocalShards(host)
+            opened.callback(place.close)
             try:
                 fd = host.open_snapshot(manifest)
             except SnapshotNotFoundError:
@@ -170,8 +171,8 @@ class MemorySource:
     @contextlib.contextmanager
     def shards(self) -> Iterator[ShardPlace]:
         """Where the shards that it has are read."""
-        with self._attached() as host:
-            yield _LocalShards(host)
+        with self._attached() as host, contextlib.closing(_LocalShards(host)) as place:
+            yield place
 
     @contextlib.contextmanager
     def _attached(self) -> Iterator[EmbeddedHost]:
@@ -201,6 +202,12 @@ class _LocalShards:
                 self._open[manifest.name] = OpenSnapshot(manifest, HOST, self.url, fd, in_memory=True)
             slot = self._open[manifest.name]
         _Pinned(slot).read(manifest, start, into)
+
+    def close(self) -> None:
+        """Let the slots' memory go, once nobody reads any more: to disconnect closes no descriptor."""
+        for slot in self._open.values():
+            slot.close()
+        self._open.clear()
 
 
 class _Pinned:
