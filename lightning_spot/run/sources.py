@@ -302,15 +302,6 @@ class Union:
         self._held = list(held)
         self.tier = " ".join(dict.fromkeys(source.tier for source, _ in self._held))
 
-    @classmethod
-    def of(cls, sources: Iterable[MemorySource | StoreSource]) -> Union:
-        """What these have; those that do not answer have nothing."""
-        held: list[tuple[MemorySource | StoreSource, Manifest]] = []
-        for source in sources:
-            with contextlib.suppress(SpotError):
-                held += ((source, shard) for shard in source.survey().shards)
-        return cls(held)
-
     def survey(self) -> Holdings:
         """See :meth:`Source.survey`; what is whole at one of them is not among these."""
         registers: dict[str, Manifest] = {}
@@ -324,9 +315,13 @@ class Union:
         manifests = [whole for whole in put_together(registers.values()) if whole.name not in elsewhere]
         return Holdings(newest_first(manifests))
 
+    def held(self, manifest: Manifest) -> list[tuple[MemorySource | StoreSource, Manifest]]:
+        """The shards of a snapshot, each with a source that has it."""
+        return [(source, shard) for source, shard in self._held if shard.snapshot == manifest.name]
+
     def open(self, manifest: Manifest, progress: Progress | None = None, *, use: Use = Use.CHECK) -> OpenSnapshot:
         """See :meth:`Source.open`; each shard is read where it is, at the nearest tier first."""
-        held = [(source, shard) for source, shard in self._held if shard.snapshot == manifest.name]
+        held = self.held(manifest)
         with contextlib.ExitStack() as opened:
             sources = {id(source): source for source, _ in held}
             places = {key: opened.enter_context(source.shards()) for key, source in sources.items()}
