@@ -249,8 +249,8 @@ class RemoteSnapshot(FitCallback):
 
     @property
     def num_dropped(self) -> int:
-        """Snapshots of this ``fit`` that were dropped, since a tensor changed while it was copied."""
-        return self.snapshotter.writing.torn if self.snapshotter is not None else 0
+        """Snapshots of this ``fit`` that were dropped: a tensor changed while it was copied, or a rank has failed."""
+        return self.snapshotter.writing.dropped if self.snapshotter is not None else 0
 
     @property
     def is_passed_over(self) -> bool:

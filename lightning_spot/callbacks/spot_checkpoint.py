@@ -222,7 +222,7 @@ class SpotCheckpoint(SpotCallback):
 
     @property
     def num_dropped(self) -> int:
-        """Snapshots of this ``fit`` that were dropped, since a tensor changed while it was copied."""
+        """Snapshots of this ``fit`` that were dropped: a tensor changed while it was copied, or a rank has failed."""
         return self.snapshots.num_dropped
 
     @property

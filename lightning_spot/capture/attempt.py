@@ -26,7 +26,7 @@ from lightning_spot.capture.layouts import CheckpointLayouter, RankLayouter
 from lightning_spot.capture.past_memory import PastMemory
 from lightning_spot.capture.saying import SAY_S
 from lightning_spot.capture.tensors import Glances, Owners, expected_nbytes, tensors_in
-from lightning_spot.capture.unexpected import UnexpectedFailures, failure_of
+from lightning_spot.capture.unexpected import Pause, UnexpectedFailures, failure_of
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import format_bytes
@@ -460,8 +460,6 @@ class Attempt:
         uploaded_bytes: to snapshot servers and storage by this attempt; known after :meth:`finish`.
         skipped: snapshots that were due and not taken, since no slot was free, or to take them failed.
         failures: of those that nobody has foreseen.
-        lacks_memory: whether the shard of this rank was too large for the memory of its host: one rank can write the
-            checkpoint all the same, past memory.
     """
 
     def __init__(
@@ -479,7 +477,8 @@ class Attempt:
     ) -> None:
         self.location, self.info = location, info
         self.lineage = new_id()
-        self.is_claimed = self.lacks_memory = False
+        self.is_claimed = self._is_too_large = False
+        self._no_memory = Pause()
         self.where = ""
         self.skipped = self.uploaded_bytes = 0
         self.failures = UnexpectedFailures()
@@ -571,6 +570,14 @@ class Attempt:
         return self.writer.fence is not None
 
     @property
+    def lacks_memory(self) -> bool:
+        """Whether the memory of this host is too small for the shard of this rank, or was a moment ago.
+
+        One rank can write the checkpoint all the same, past memory.
+        """
+        return self._is_too_large or not self._no_memory.is_over
+
+    @property
     def origin(self) -> dict[str, str]:
         """What a checkpoint has of where it comes from."""
         return {"lineage": self.lineage, "run_id": self.info.id}
@@ -618,6 +625,7 @@ class Attempt:
             followed: whether another one is to follow in a moment, see :meth:`Host.seal`.
         """
         manifest: Manifest | None = None
+        is_tried = False
         try:
             self._ended |= complete
             manifest = self._manifest(step, epoch, world_size, writers, complete=complete, persist=persist)
@@ -628,10 +636,11 @@ class Attempt:
             if complete:
                 self._last = LastState.of(content, manifest)
             how: dict[str, Any] = {"owned": owned, "kept": kept, "wait_s": wait_s, "followed": followed}
+            is_tried = True
             self._begun = self.writer.begin(content, manifest, **how)
         except Exception as raised:
-            if manifest is not None:
-                self.writer.fail(manifest, raised)  # also where the writer has: a second register changes nothing
+            if manifest is not None and not is_tried:  # what the writer has tried it has said itself
+                self.writer.fail(manifest, raised)
             error = failure_of(raised)
             self._begun = Future()
             self._begun.set_exception(error)
@@ -697,7 +706,9 @@ class Attempt:
             self._complain("fenced", error)
         elif reason in (FailureReason.TOO_LARGE, TierReason.FAILED):  # this host has no memory for it
             if checkpoint is None or manifest is None:  # no single process has all of it
-                self.lacks_memory = True
+                self._is_too_large |= reason is FailureReason.TOO_LARGE
+                if reason is TierReason.FAILED:  # of this moment: there may be some again
+                    self._no_memory.begin()
                 self._complain("past-memory-failed", error)
             else:
                 self._write_past_memory(checkpoint, manifest, error)

@@ -273,6 +273,11 @@ class SnapshotWriter:
     # -- on the training thread -----------------------------------------------------------------------------------
 
     @property
+    def dropped(self) -> int:
+        """Snapshots that were begun, and will never count."""
+        return self.torn + self.aborted
+
+    @property
     def host(self) -> Host | None:
         """The ring, ``None`` while there is none."""
         return self.link.host
@@ -518,9 +523,11 @@ class SnapshotWriter:
         if status is Status.COMMITTED:
             self._counted_s = time.monotonic() - began_s
             return
-        self.aborted += 1
-        self.why_aborted = why or f"the shards of all ranks are not there after {time.monotonic() - began_s:.0f} s"
-        raise SnapshotFailedError(self.why_aborted, reason=FailureReason.SHARD_MISSING)
+        why = why or f"the shards of all ranks are not there after {time.monotonic() - began_s:.0f} s"
+        if status is Status.ABORTED or not self.link.is_closed:  # at the end, the others may bring theirs yet
+            self.aborted += 1
+            self.why_aborted = why
+        raise SnapshotFailedError(why, reason=FailureReason.SHARD_MISSING)
 
     def _end(self, host: Host, pending: Pending, error: BaseException) -> None:
         """Whatever has failed beside what is expected to, nobody waits for a snapshot after, and its slot is free."""

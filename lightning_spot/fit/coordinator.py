@@ -157,7 +157,7 @@ class Coordinator(OfTrainer):
         self.number, self.begun_step = 0, -1
         self.iterations: Iterations | None = None
         self.is_warm = False
-        self.uploaded_bytes = self._begun = self._skipped = self._torn = 0
+        self.uploaded_bytes = self._begun = self._skipped = self._dropped = 0
         self._location, self._settings, self._resume, self._interval = location, settings, resume, interval
         self._is_sharded, self._is_first = is_sharded(trainer), trainer.is_global_zero
         self._hosts = Topology()
@@ -186,12 +186,12 @@ class Coordinator(OfTrainer):
     @property
     def taken(self) -> int:
         """Snapshots that were begun and taken."""
-        return max(0, self._begun - self.skipped - self.torn)
+        return max(0, self._begun - self.skipped - self.dropped)
 
     @property
-    def torn(self) -> int:
-        """Snapshots that were dropped, since a tensor changed while it was copied."""
-        return self.attempt.writer.torn if self.attempt is not None else self._torn
+    def dropped(self) -> int:
+        """Snapshots that never count: a tensor changed while it was copied, or, on rank 0, another rank has failed."""
+        return self.attempt.writer.dropped if self.attempt is not None else self._dropped
 
     def safe_after_s(self) -> float | None:
         """Measured seconds from a snapshot's begin until it is safe outside this machine; ``None`` before any was."""
@@ -234,9 +234,7 @@ class Coordinator(OfTrainer):
             if not self._hosts.is_one_place:
                 info = self._hosts.told(info, apart=self._is_sharded)
                 ranks.together(lambda: host.open_run(info) if host is not None else None)
-            self.attempt = attempt or self._join(info, lineage)
-            self.attempt.info = info
-            self.attempt.safety.writers_here = len(self._hosts.here)
+            ranks.together(lambda: self._join(info, lineage))
 
     def _begin_attempt(self) -> Attempt:
         """On rank 0: begin the attempt."""
@@ -263,19 +261,21 @@ class Coordinator(OfTrainer):
         self._host.open_run(info)
         return self._host
 
-    def _join(self, info: RunInfo, lineage: str) -> Attempt:
-        """On another rank than 0: write its shards from now on."""
-        host, self._host = self._host, None
-        assert host is not None
-        assert self.iterations is not None
-        attempt = Attempt(
-            *(self._location, info, host, self._settings.ring, self._layouter(info)),
-            schedule=self.iterations.schedule,
-            rank=self._trainer.global_rank,
-            is_guest=self._hosts.is_guest,
-        )
-        attempt.lineage = lineage
-        return attempt
+    def _join(self, info: RunInfo, lineage: str) -> None:
+        """Write shards from now on, on another rank than 0 in an attempt of its own, which :meth:`finish` ends."""
+        if self.attempt is None:
+            host, self._host = self._host, None
+            assert host is not None
+            assert self.iterations is not None
+            self.attempt = Attempt.join(
+                *(self._location, info, host, self._settings.ring),
+                layouter=self._layouter(info),
+                schedule=self.iterations.schedule,
+                rank=self._trainer.global_rank,
+                is_guest=self._hosts.is_guest,
+            )
+        self.attempt.info, self.attempt.lineage = info, lineage
+        self.attempt.safety.writers_here = len(self._hosts.here)
 
     def _layouter(self, info: RunInfo) -> RankLayouter:
         if self._is_sharded:
@@ -327,7 +327,7 @@ class Coordinator(OfTrainer):
         durable = attempt.finish(wait_s, complete=complete)
         if self._is_first:
             self._committed, self._where = attempt.writer.committed, attempt.where
-        self._skipped, self._torn = attempt.skipped, attempt.writer.torn
+        self._skipped, self._dropped = attempt.skipped, attempt.writer.dropped
         self.uploaded_bytes = attempt.uploaded_bytes
         return durable
 
@@ -404,15 +404,16 @@ class Coordinator(OfTrainer):
         """Why training ends, with ``on_error="raise"``; else ranks that fail at one file have rank 0 write it alone."""
         if writer.committed is not self._seen:
             self._seen, self._aborted = writer.committed, writer.aborted
-        if writer.aborted - self._aborted < _MOST_ABORTED or self._is_sharded:
+        if writer.aborted - self._aborted < _MOST_ABORTED:
             return ""
         self._aborted = writer.aborted
-        self._apart.begin()
+        if not self._is_sharded:
+            self._apart.begin()
         problem = f"ranks cannot write snapshots together: {writer.why_aborted}"
         if self._settings.ring.strict:
             return problem
-        text = "{why}. For some minutes rank 0 writes the model alone"
-        say(logging.WARNING, "ranks-apart", text, only_rank_zero=True, why=problem)
+        then = "They go on trying" if self._is_sharded else "For some minutes rank 0 writes the model alone"
+        say(logging.WARNING, "ranks-apart", "{why}. {then}", only_rank_zero=True, why=problem, then=then)
         return ""
 
     # -- snapshots ------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from lightning_spot.run.location import Location
 from lightning_spot.run.progress_bar import RestoreProgress
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.receiving import receive
-from lightning_spot.run.sources import MemorySource, Source, StoreSource, Use
+from lightning_spot.run.sources import MemorySource, Source, StoreSource, Union, Use
 from lightning_spot.run.survey import Survey
 from lightning_spot.say import say
 from lightning_spot.tiers.store import Holdings, Progress
@@ -48,11 +48,13 @@ class Try:
         turn: counts the tries, from 1.
         manifest: of the snapshot, as JSON.
         stores: URL and tier of the stores that hold it, nearest first.
+        shards: where none has all of it: URL and tier of a store, and the manifest of a shard there, as JSON.
     """
 
     turn: int
     manifest: str
     stores: tuple[tuple[str, str], ...]
+    shards: tuple[tuple[str, str, str], ...] = ()
 
 
 class SharedOpening:
@@ -119,14 +121,25 @@ class SharedOpening:
         if source is not None:
             return source.open(manifest, progress, use=use)
         reasons = []
-        sources: list[Source] = [MemorySource(self._location.url, f"{manifest.run}@{manifest.run_id}")]
-        sources += [StoreSource(open_store(url), tier) for url, tier in tried.stores]
+        memory = MemorySource(self._location.url, f"{manifest.run}@{manifest.run_id}")
+        sources: list[Source] = [memory, *(StoreSource(open_store(url), tier) for url, tier in tried.stores)]
+        if tried.shards:
+            sources.append(_together(memory, tried))
         for place in sources:
             try:
                 return place.open(manifest, use=use)
             except SpotError as error:
                 reasons.append(str(error))
         raise TierError(f"{manifest.name} cannot be read on the host of rank {self._ranks.rank}: {'; '.join(reasons)}")
+
+
+def _together(memory: MemorySource, tried: Try) -> Union:
+    """What the memory of this host has of a snapshot, and stores."""
+    held: list[tuple[MemorySource | StoreSource, Manifest]] = []
+    with contextlib.suppress(SpotError):
+        held += ((memory, shard) for shard in memory.survey().shards)
+    stores = {url: StoreSource(open_store(url), tier) for url, tier, _ in tried.shards}
+    return Union([*held, *((stores[url], Manifest.from_json(shard)) for url, _, shard in tried.shards)])
 
 
 class Announced:
@@ -171,7 +184,8 @@ class Restore(Generic[T]):
 
         def opening(manifest: Manifest, source: Source, progress: Progress | None) -> OpenSnapshot:
             self._turn += 1
-            tried = Try(self._turn, manifest.to_json(), tuple(_stores(found, manifest, source)))
+            stores, shards = _stores(found, manifest, source), _shards(manifest, source)
+            tried = Try(self._turn, manifest.to_json(), tuple(stores), tuple(shards))
             self._ranks.tell(tried)
             return self._open(tried, source, progress)
 
@@ -223,6 +237,13 @@ def _stores(found: Survey, manifest: Manifest, source: Source) -> Iterator[tuple
     for holder in sorted(holders, key=lambda other: other is not source):
         if isinstance(holder, StoreSource):
             yield holder.store.url, holder.tier
+
+
+def _shards(manifest: Manifest, source: Source) -> Iterator[tuple[str, str, str]]:
+    """The shards of a snapshot of which no tier has all, with the stores that have them."""
+    for holder, shard in source.held(manifest) if isinstance(source, Union) else ():
+        if isinstance(holder, StoreSource):
+            yield holder.store.url, holder.tier, shard.to_json()
 
 
 # -- one that the user names ------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spot.errors import CorruptSnapshotError, FencedError, SnapshotNotFoundError, SpotError
-from lightning_spot.image.manifest import Manifest, Order, ShardOf, order_name, snapshot_order
+from lightning_spot.image.manifest import Manifest, Order, ShardOf, order_name, shard_name, snapshot_order
 from lightning_spot.image.shards import Image, JoinedImage, Status, assemble, status
 from lightning_spot.memory.area import SlotArea
 from lightning_spot.memory.slots import (
@@ -615,6 +615,24 @@ class Ring(SlotTable):
                     self._forget(other)
             self.refresh(run)
             self.notify()
+
+    def fail_missing(self, run: str, attempt: int, writer: int, why: str) -> None:
+        """A writer has gone: the shards that it has not put, of snapshots that others wait for, will never be there.
+
+        Args:
+            run: key of the run.
+            attempt: that writes.
+            writer: number of the rank.
+            why: for people.
+        """
+        with self.changed:
+            for group in self.groups(run):
+                manifest = group.manifest
+                if group.state is not Status.PENDING or manifest.attempt != attempt or manifest.shard is None:
+                    continue
+                name = shard_name(manifest.snapshot, writer)
+                shard = replace(manifest.shard, writer=writer, start=0, failed=why)
+                self.fail(run, replace(manifest, name=name, nbytes=0, files=(), checksums=(), shard=shard))
 
     def abort(self, slot: Slot) -> None:
         """Give a leased slot back unfilled."""

@@ -471,10 +471,13 @@ class Uploads:
             self._free_if_given_up(upload)
 
     def end_session(self, session: str) -> None:
-        """The connection of a trainer has closed: its half-filled slots are freed."""
+        """The connection of a rank has closed: its half-filled slots are freed, and the others need not wait for it."""
         with self._lock:
-            for upload in [item for item in self._uploads.values() if item.session == session]:
+            gone = [item for item in self._uploads.values() if item.session == session]
+            for upload in gone:
                 self.abort(upload.id)
+            for run, attempt, writer in {(upload.run, upload.attempt, upload.writer) for upload in gone}:
+                self._ring.fail_missing(run, attempt, writer, "it ended before its shard was there")
 
     def fence(self, run: str, attempt: int) -> None:
         """Give up what earlier attempts are still sending: it will not be committed.

@@ -156,6 +156,7 @@ class MemorySource:
         with contextlib.ExitStack() as opened:
             host = opened.enter_context(self._attached())
             place = _LocalShards(host)
+            opened.callback(place.close)
             try:
                 fd = host.open_snapshot(manifest)
             except SnapshotNotFoundError:
@@ -172,8 +173,8 @@ class MemorySource:
     @contextlib.contextmanager
     def shards(self) -> Iterator[ShardPlace]:
         """Where the shards that it has are read."""
-        with self._attached() as host:
-            yield _LocalShards(host)
+        with self._attached() as host, contextlib.closing(_LocalShards(host)) as place:
+            yield place
 
     @contextlib.contextmanager
     def _attached(self) -> Iterator[EmbeddedHost]:
@@ -203,6 +204,12 @@ class _LocalShards:
                 self._open[manifest.name] = OpenSnapshot(manifest, HOST, self.url, fd, in_memory=True)
             slot = self._open[manifest.name]
         _Pinned(slot).read(manifest, start, into)
+
+    def close(self) -> None:
+        """Let the slots' memory go, once nobody reads any more: to disconnect closes no descriptor."""
+        for slot in self._open.values():
+            slot.close()
+        self._open.clear()
 
 
 class _Pinned:
@@ -297,15 +304,6 @@ class Union:
         self._held = list(held)
         self.tier = " ".join(dict.fromkeys(source.tier for source, _ in self._held))
 
-    @classmethod
-    def of(cls, sources: Iterable[MemorySource | StoreSource]) -> Union:
-        """What these have; those that do not answer have nothing."""
-        held: list[tuple[MemorySource | StoreSource, Manifest]] = []
-        for source in sources:
-            with contextlib.suppress(SpotError):
-                held += ((source, shard) for shard in source.survey().shards)
-        return cls(held)
-
     def survey(self) -> Holdings:
         """See :meth:`Source.survey`; what is whole at one of them is not among these."""
         registers: dict[str, Manifest] = {}
@@ -319,9 +317,13 @@ class Union:
         manifests = [whole for whole in put_together(registers.values()) if whole.name not in elsewhere]
         return Holdings(newest_first(manifests))
 
+    def held(self, manifest: Manifest) -> list[tuple[MemorySource | StoreSource, Manifest]]:
+        """The shards of a snapshot, each with a source that has it."""
+        return [(source, shard) for source, shard in self._held if shard.snapshot == manifest.name]
+
     def open(self, manifest: Manifest, progress: Progress | None = None, *, use: Use = Use.CHECK) -> OpenSnapshot:
         """See :meth:`Source.open`; each shard is read where it is, at the nearest tier first."""
-        held = [(source, shard) for source, shard in self._held if shard.snapshot == manifest.name]
+        held = self.held(manifest)
         with contextlib.ExitStack() as opened:
             sources = {id(source): source for source, _ in held}
             places = {key: opened.enter_context(source.shards()) for key, source in sources.items()}

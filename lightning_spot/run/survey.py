@@ -24,6 +24,7 @@ from lightning_spot.config import LARGEST
 from lightning_spot.errors import (
     CorruptSnapshotError,
     SettingsError,
+    SnapshotFailedError,
     SnapshotNotFoundError,
     SpotError,
     TierError,
@@ -244,7 +245,7 @@ def _committed(store: Any, left: str) -> Manifest | None:
     """Commit a snapshot of which storage has all shards, if nobody was left to do so; ``None`` if it was not."""
     try:
         found = commit_left(store, left)
-    except (CorruptSnapshotError, SnapshotNotFoundError) as error:  # it stays so, and the one before is there
+    except (CorruptSnapshotError, SnapshotFailedError, SnapshotNotFoundError) as error:  # the one before is there
         where = f"{left} at {store.url}"
         say(logging.WARNING, "snapshot-skipped", "snapshot {about} skipped: {reason}", about=where, reason=error)
         return None

@@ -36,6 +36,7 @@ class Writer:
     def __init__(self) -> None:
         self.ready, self.is_under_way, self.aborted, self.why_aborted = True, False, 0, "rank 1: other weights"
         self.committed: Any = None
+        self.dropped = 0
         self.destinations: list[str] = []
         host = SimpleNamespace(destinations=lambda: self.destinations)
         self.link = SimpleNamespace(ask=lambda question, _: question(host))
@@ -148,15 +149,18 @@ def test_rank_0_decides_which_snapshots_storage_gets(tmp_path: Path, monkeypatch
     assert apart.decide() == none
 
 
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("strict", [False, True])
 def test_ranks_that_fail_again_have_rank_0_write_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, strict: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, strict: bool, sharded: bool
 ) -> None:
-    made, writer = coordinator(tmp_path, ONE, strict=strict)
+    """Of a sharded model it cannot."""
+    made, writer = coordinator(tmp_path, ONE, strict=strict, sharded=sharded)
+    all_write = Decision(writers=4, ranges=() if sharded else (1, 2, 3, 0))
     writer.aborted = 1
-    assert made.decide() == Decision(writers=4, ranges=(1, 2, 3, 0))
+    assert made.decide() == all_write
     writer.committed = object()
-    assert made.decide() == Decision(writers=4, ranges=(1, 2, 3, 0))
+    assert made.decide() == all_write
     writer.aborted = 3
     how = made.decide()
     assert how is not None
@@ -164,6 +168,14 @@ def test_ranks_that_fail_again_have_rank_0_write_alone(
         with pytest.raises(SnapshotFailedError, match="rank 1: other weights"):
             Decision.heard(how.plain())
         return
-    assert how == Decision(writers=4, ranges=(0,))
+    alone = all_write if sharded else Decision(writers=4, ranges=(0,))
+    assert how == alone
     assert keys(caplog) == {"ranks-apart"}
-    assert made.decide() == Decision(writers=4, ranges=(0,))
+    assert made.decide() == alone
+
+
+def test_snapshots_that_never_count_were_not_taken(tmp_path: Path) -> None:
+    made, writer = coordinator(tmp_path, ONE)
+    assert made.attempt is not None
+    made._begun, made.attempt.skipped, writer.dropped = 5, 1, 2
+    assert (made.taken, made.dropped) == (2, 2)

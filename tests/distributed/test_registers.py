@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -253,6 +254,7 @@ def test_processes_write_shards_and_one_waits_for_the_commit(hosts: Callable[[],
     source = MemorySource(str(tmp_path / "run"), first.run)
     newest = source.survey().manifests[0]
     assert newest.name == snapshot_name(2, 1)
+    before = len(os.listdir("/proc/self/fd"))
     for use in (Use.CHECK, Use.SHARE):
         with contextlib.closing(source.open(newest, use=use)) as opened:
             assert opened.tier == HOST
@@ -263,6 +265,11 @@ def test_processes_write_shards_and_one_waits_for_the_commit(hosts: Callable[[],
                     own = shard_manifest(2, rank)
                     theirs = shard_image(own)[own.files[1].offset : own.files[1].stop]
                     assert bytes(image[span.offset : span.stop]) == theirs
+    with source.shards() as place:
+        for shard in (each for each in source.survey().shards if each.snapshot == newest.name):
+            place.read(shard, 0, memoryview(bytearray(shard.nbytes)))
+    del image  # which is mapped
+    assert len(os.listdir("/proc/self/fd")) == before  # each slot that was read would stay, with its memory
 
 
 def test_a_shard_that_left_memory_is_said_to_be_gone(hosts: Callable[[], EmbeddedHost], tmp_path: Path) -> None:

@@ -203,6 +203,7 @@ def test_a_change_on_another_rank_aborts_the_snapshot(desk: Desk, monkeypatch: p
         dones[0].result(LAST_S)
     assert desk.registers.status(snapshot_name(1, 1))[0] is Status.ABORTED
     assert desk.writers[2].torn == 1
+    assert (desk.writers[0].torn, desk.writers[0].dropped) == (0, 1)
 
 
 def test_a_rank_that_cannot_begin_says_so_and_nobody_waits(desk: Desk) -> None:
@@ -266,6 +267,7 @@ def test_who_awaits_a_rank_that_has_gone_ends_when_training_does(desk: Desk) -> 
     desk.writers[0].close()
     with pytest.raises(SnapshotFailedError, check=FAILED):
         first.result(LAST_S)
+    assert desk.writers[0].aborted == 0  # it may count yet
 
 
 def test_a_background_thread_failing_at_its_start_blocks_no_rank(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def test_ways_to_step(tmp_path: Path, way: str) -> None:
     assert len(check_all(tmp_path, probe)) >= 8
     snapshots = callback.snapshots.snapshotter
     assert snapshots is not None
-    assert snapshots.writing.torn == 0
+    assert snapshots.writing.dropped == 0
 
 
 @pytest.mark.usefixtures("small_partitions")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,14 @@ from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import HostLink, RingSettings
 from lightning_spot.capture.layouts import CheckpointLayouter
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import FencedError, ServerUnreachableError
+from lightning_spot.errors import (
+    FailureReason,
+    FencedError,
+    ServerUnreachableError,
+    SnapshotFailedError,
+    TierError,
+    TierReason,
+)
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.run.location import Location
@@ -114,6 +122,38 @@ def test_ranks_learn_that_a_fenced_rank_0_writes_no_snapshot(tmp_path: Path, mon
     (manifest, why), *others = told
     assert (manifest.snapshot, why) == (snapshot_name(4, attempt.number), "attempt 2 has taken over")
     assert (manifest.shard.writer, others) == (0, [])
+
+
+@pytest.mark.parametrize(("reason", "is_for_good"), [(FailureReason.TOO_LARGE, True), (TierReason.FAILED, False)])
+def test_want_of_memory_is_not_for_good_unless_a_shard_is_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: Any, is_for_good: bool
+) -> None:
+    """Rank 0 wrote alone, past memory, until the end of the attempt."""
+    attempt = Attempt.begin(survey(Location.of(str(tmp_path / "run"), local_server=False)), Listed(), RING)
+    kind = SnapshotFailedError if is_for_good else TierError
+    how: dict[str, Any] = {"owned": {}, "kept": {}, "epoch": 0, "world_size": 2, "wait_s": 0.0, "writers": 2}
+    try:
+        assert not attempt.lacks_memory
+        attempt.write(kind("no memory", reason=reason), step=1, **how)
+        assert attempt.lacks_memory
+        now_s = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now_s + 100.0)
+        assert attempt.lacks_memory == is_for_good
+    finally:
+        monkeypatch.undo()
+        attempt.finish(0.0, complete=False)
+
+
+def test_what_the_writer_has_said_is_not_said_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, told = Listed(), list[Any]()
+    attempt = Attempt.begin(survey(Location.of(str(tmp_path / "run"), local_server=False)), host, RING)
+    monkeypatch.setattr(host, "fail", lambda *what: told.append(what))
+    try:
+        how: dict[str, Any] = {"owned": {}, "kept": {}, "epoch": 0, "world_size": 2, "wait_s": 0.0}
+        attempt.write({"bad": threading.Lock()}, step=4, writers=2, **how)
+    finally:
+        attempt.finish(0.0, complete=False)
+    assert len(told) == 1
 
 
 def test_a_server_that_outlives_its_starter_is_no_leak_to_python(tmp_path: Path) -> None:

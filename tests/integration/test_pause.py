@@ -26,4 +26,4 @@ def test_a_snapshot_is_committed_while_training_pauses(
     trainer(callback, probe, pauses).fit(Net(), data())
     assert len(check_all(tmp_path, probe)) >= 2
     snapshotter = callback.snapshots.snapshotter
-    assert snapshotter.writing.torn == 0
+    assert snapshotter.writing.dropped == 0

@@ -6,17 +6,23 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError
+from lightning_spot.fit.collectives import Agreement
+from lightning_spot.fit.restore import Restore, SharedOpening
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.files import MODEL_FILE
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.runs import RunInfo
+from lightning_spot.run.identity import Identity
+from lightning_spot.run.location import Location
 from lightning_spot.run.sources import StoreSource, Union
-from lightning_spot.run.survey import union
+from lightning_spot.run.survey import Survey, union
 from tests.support.server import MIB, RUN_ID, Bench, served
 from tests.support.shards import PART, checkpoint_of, failed_shard, sealed_shard, shard_image, whole_of
 
@@ -44,7 +50,7 @@ class Servers:
 
     @property
     def union(self) -> Union:
-        return Union.of(self.sources)
+        return Union((source, shard) for source in self.sources for shard in source.survey().shards)
 
     def damage(self, number: int, step: int, writer: int) -> None:
         """Change a byte of a shard in the memory of a server."""
@@ -74,6 +80,26 @@ def test_shards_of_several_servers_are_one_snapshot(servers: Servers) -> None:
     assert [holdings.manifests for _, holdings in union(answers)] == [[manifest]]
 
 
+def test_a_rank_of_another_host_reads_shards_of_several_servers(
+    servers: Servers, tmp_path: Path, runtime_dir: Path
+) -> None:
+    """Its host has nothing in memory; rank 0 says where the shards are."""
+    for writer in range(3):
+        servers.put(1, writer, writer)
+    told: list[Any] = []
+    here = SimpleNamespace(rank=0, size=1, tell=told.append, gather=lambda mine: [mine], together=lambda do: do())
+    ranks, location = cast(Agreement, here), Location.of(str(tmp_path / "run"))
+    opening = SharedOpening(ranks, location)
+    found = Survey(
+        location, Identity(run_id=RUN_ID), None, None, answers=union([(s, s.survey()) for s in servers.sources])
+    )
+    ((manifest, source),) = Restore(ranks, opening, lambda _: None).announced(found).candidates
+    with closing(source.open(manifest)):
+        (tried,) = told
+    with closing(opening.open(tried)) as opened:
+        assert opened.reader().read() == checkpoint_of(1, 3)
+
+
 def test_what_is_whole_at_one_server_is_read_there(servers: Servers) -> None:
     for writer in range(3):
         servers.put(1, writer, 1, *([2] if writer else []))
@@ -95,7 +121,7 @@ def test_a_part_is_read_from_another_server_if_one_fails(servers: Servers) -> No
     (manifest,) = servers.union.survey().manifests
     servers.damage(0, 1, 1)
     servers.benches[2].node.remove(f"run@{RUN_ID}", snapshot_name(1, 1))
-    found = Union([(source, shard) for source in servers.sources for shard in source.survey().shards])
+    found = servers.union
     with closing(found.open(manifest)) as opened:
         assert opened.reader().read() == checkpoint_of(1, 3)
     servers.damage(1, 1, 1)

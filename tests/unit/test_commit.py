@@ -14,6 +14,8 @@ from lightning_spot.errors import CorruptSnapshotError, FencedError, SnapshotFai
 from lightning_spot.image.files import MODEL_FILE, note_name
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_name
 from lightning_spot.image.shards import assemble
+from lightning_spot.run.location import Location
+from lightning_spot.run.survey import survey
 from lightning_spot.tiers import commit
 from lightning_spot.tiers.commit import Look, Shard, commit_left, look, put_shards
 from lightning_spot.tiers.fences import Claim
@@ -179,6 +181,9 @@ def test_shards_that_do_not_fit_are_no_snapshot(store: Store) -> None:
     with pytest.raises(SnapshotFailedError):
         put_shards(store, shards_of(3, lineage="2" * 12), attempt=1)
     assert look(store, NAME).manifest is None
+    seen = survey(Location.of(store.url, local_server=False))
+    assert seen.durable is not None  # a resume that commits what was left finds the others all the same
+    assert seen.durable.manifests == []
 
 
 def test_a_later_attempt_fences(store: Store) -> None:

@@ -288,3 +288,17 @@ def test_a_writer_that_only_fails_takes_few_slots(ring: Ring) -> None:
     assert len(ring.slots) < 20
     ring.fail(RUN_ID, failed_shard(60, 0))
     assert len(ring.committed(RUN_ID)) == len(steps) + 1
+
+
+def test_shards_of_a_rank_that_ended_are_not_waited_for(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    bench.open(durable=False)
+    bench.node.begin_session("rank 1")
+    first, run = shard_manifest(1, 0), f"run@{RUN_ID}"
+    bench.node.seal(bench.node.lease(run, 1, first.nbytes).id, first)
+    bench.node.lease(run, 1, first.nbytes, writer=1, session="rank 1")
+    assert bench.node.ring.status_of(RUN_ID, first.snapshot)[0] is Status.PENDING
+    bench.node.end_session("rank 1")
+    state, why = bench.node.ring.status_of(RUN_ID, first.snapshot)
+    assert state is Status.ABORTED
+    assert "rank 1: it ended" in why
