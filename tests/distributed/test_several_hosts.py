@@ -183,6 +183,21 @@ def test_a_shard_that_failed_is_known_to_all_hosts(make: Callable[..., Hosts]) -
     assert 2 not in hosts.durable()
 
 
+def test_no_host_waits_for_a_failure_that_a_server_brings(make: Callable[..., Hosts]) -> None:
+    hosts = make(SERVERS[0])
+    hosts.write(1)
+    hosts.wait_committed(1)
+    until(lambda: hosts.durable() == [1], "the first to be durable")
+    hosts.write(2, 0)
+    hosts.fail(2, 1)
+    until(lambda: hosts.status(2, 0) is Status.ABORTED, "the other host to know")
+    for number, host in enumerate(hosts.hosts):
+        host.close_run(RUN, f"trainer-{number}", complete=True)
+        host.end_session(f"trainer-{number}")
+        assert host.flush(RUN, 20) == []
+        until(lambda host=host: host.finished, f"host {number} to be needed no more")
+
+
 def test_other_plans_are_known_to_all_hosts(make: Callable[..., Hosts]) -> None:
     hosts = make(SERVERS[0])
     hosts.write(1, 0)
