@@ -14,12 +14,17 @@ import torch
 
 from lightning_spot import EverySteps
 from lightning_spot.capture import ddp_plan
+from lightning_spot.capture import writer as writer_module
 from lightning_spot.capture.host_link import RingSettings
+from lightning_spot.client.stores import open_store
 from lightning_spot.errors import SettingsError, SnapshotFailedError
+from lightning_spot.fit import coordinator as fit_coordinator
 from lightning_spot.fit.coordinator import Coordinator, Decision, SnapshotSettings
 from lightning_spot.fit.topology import Topology
+from lightning_spot.memory.host import InProcessHost
 from lightning_spot.run.location import Location
 from tests.support.said import keys
+from tests.support.server import named_run
 
 ONE, TWO = ((0, 1, 2, 3),), ((0, 1), (2, 3))
 RING = RingSettings(slots=2, memory_bytes=2**20, server_idle_timeout_s=9.0, keep=1, strict=False)
@@ -172,6 +177,41 @@ def test_ranks_that_fail_again_have_rank_0_write_alone(
     assert how == alone
     assert keys(caplog) == {"ranks-apart"}
     assert made.decide() == alone
+
+
+def test_a_rank_that_cannot_join_is_an_error_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others went on into what they do together next, and its ring stayed connected."""
+    made, _ = coordinator(tmp_path, ONE)
+    made.attempt, host, gone, heard = (
+        None,
+        InProcessHost(slots=2, memory_bytes=2**20, open_store=open_store),
+        list[str](),
+        list[Exception](),
+    )
+    monkeypatch.setattr(host, "disconnect", lambda: gone.append("disconnected"))
+    made._resume = Trainer()  # type: ignore[assignment]
+
+    def together(do: Any) -> Any:
+        try:
+            return do()
+        except RuntimeError as error:
+            heard.append(error)
+            raise
+
+    info = named_run("run", str(tmp_path / "run"))
+    ranks = SimpleNamespace(size=2, together=together, on_rank_zero=lambda _: None, tell=lambda _: (info, "1", False))
+    monkeypatch.setattr(fit_coordinator, "Agreement", lambda _: ranks)
+    monkeypatch.setattr(fit_coordinator, "open_host", lambda *_: host)
+    monkeypatch.setattr(Topology, "meet", lambda *_: Topology(ONE))
+    monkeypatch.setattr(writer_module, "LoneThread", _no_thread)
+    with pytest.raises(RuntimeError, match="new thread"):
+        made.begin()
+    assert (len(heard), gone) == (1, ["disconnected"])
+    host.leave(complete=True)
+
+
+def _no_thread(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("can't start new thread")
 
 
 def test_snapshots_that_never_count_were_not_taken(tmp_path: Path) -> None:

@@ -353,11 +353,11 @@ def check_node(root: Path, told: dict[str, int]) -> None:
     with contextlib.closing(
         Node(slots=2, memory_bytes=2**26, open_store=LocalStore, allow=None, area=root / "area")
     ) as heir:
-        held = [(slot, slot.manifest) for slot in heir.ring.committed("run") if slot.manifest]
-        for slot, manifest in held:
-            with contextlib.suppress(SnapshotNotFoundError), heir.ring.reading(slot, manifest) as view:
+        held = heir.ring.readable("run")
+        for each, manifest in held:
+            with contextlib.suppress(SnapshotNotFoundError), heir.ring.reading(each) as view:
                 assert view == image_of(manifest.step), "other bytes"  # unless it is durable by now, and has left
-        adopted = [manifest.step for _slot, manifest in held]
+        adopted = [manifest.step for _, manifest in held]
         assert max([*adopted, *there], default=0) >= committed, "what was committed is lost with the node"
         assert heir.flush("run", 20.0) == [], "the heir does not flush"
     assert max(whole_steps(root), default=0) >= committed, "the heir lost what was committed"

@@ -125,7 +125,7 @@ def test_ranks_learn_that_a_fenced_rank_0_writes_no_snapshot(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(("reason", "is_for_good"), [(FailureReason.TOO_LARGE, True), (TierReason.FAILED, False)])
-def test_want_of_memory_is_for_good_only_if_a_shard_is_too_large(
+def test_want_of_memory_passes_unless_a_shard_is_too_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: Any, is_for_good: bool
 ) -> None:
     """Rank 0 wrote alone, past memory, until the end of the attempt."""
