@@ -56,9 +56,10 @@ class RemoteSnapshot(FitCallback):
         interval: policy that decides when a snapshot is taken; default :class:`ConvergenceAware`, which measures what
             it needs.
         keep: number of newest snapshots that are kept in storage and at each server, at least 1; default 2.
-        slots: number of buffers for snapshots in this host's memory, at least 2. Each holds one complete snapshot, so
-            the host needs ``slots`` times the size of a checkpoint. With fewer slots, more snapshots are skipped while
-            uploads are slow. Default 3, and one more for each replica at ``servers``; for a GPU, up to 2 beyond that.
+        slots: number of buffers that each rank has for its part of a snapshot in this host's memory, at least 2. All
+            ranks of a host together need up to ``slots`` times the size of a checkpoint. With fewer slots, more
+            snapshots are skipped while uploads are slow. Default 3, and one more for each replica at ``servers``; for a
+            GPU, up to 2 beyond that.
         memory_limit: most memory for the slots, in bytes or with a unit (``"64GiB"``); default half of this host's
             memory.
         on_full: what happens if a snapshot is due and every slot is in use: ``"skip"`` that snapshot (default), or

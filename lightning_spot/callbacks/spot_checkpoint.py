@@ -67,9 +67,10 @@ class SpotCheckpoint(SpotCallback):
         on_resume_failure: what a start does if two earlier starts resumed from the newest snapshot and ended without a
             snapshot of their own: ``"error"`` (default) resumes from it again, with a warning; ``"older"`` resumes
             from the snapshot before it, as far as ``keep`` has left any.
-        slots: number of buffers for snapshots in this host's memory, at least 2. Each holds one complete snapshot, so
-            the host needs ``slots`` times the size of a checkpoint. With fewer slots, more snapshots are skipped while
-            uploads are slow. Default 3, and one more for each replica at ``servers``; for a GPU, up to 2 beyond that.
+        slots: number of buffers that each rank has for its part of a snapshot in this host's memory, at least 2. All
+            ranks of a host together need up to ``slots`` times the size of a checkpoint. With fewer slots, more
+            snapshots are skipped while uploads are slow. Default 3, and one more for each replica at ``servers``; for a
+            GPU, up to 2 beyond that.
         memory_limit: most memory for the slots, in bytes or with a unit (``"64GiB"``); default half of this host's
             memory.
         on_full: what happens if a snapshot is due and every slot is in use: ``"skip"`` that snapshot (default), or
