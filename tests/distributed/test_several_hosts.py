@@ -16,7 +16,7 @@ from lightning_spot.image.shards import Status, assemble
 from lightning_spot.memory import registry, replication, runs, work
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.tiers.commit import commit_left, look, noted
+from lightning_spot.tiers.commit import commit_left, look
 from lightning_spot.tiers.local import LocalStore
 from tests.support.server import MIB, RUN_ID, NodeBehind
 from tests.support.shards import apart_shard, failed_shard, sealed_apart, shard_image
@@ -285,7 +285,7 @@ def test_what_hosts_left_at_storage_is_committed_later(make: Callable[..., Hosts
     hosts.wait_committed(1)
     name, store = snapshot_name(2, 1), LocalStore(hosts.tier)
     hosts.write(2, 0)
-    until(lambda: noted(store, name), "the note of the first host")
+    until(lambda: look(store, name).notes, "the note of the first host")
     assert commit_left(store, name) is None
     folder = store.folder(name, attempt=1, run_id=RUN_ID)
     shard = sealed_apart(2, 1)
