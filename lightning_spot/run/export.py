@@ -89,7 +89,7 @@ class Exporter:
         self._lock = threading.Lock()
         self._turn = 0
         self._exported: OpenSnapshot | SpotError | None = None
-        self._fds: list[int] = []
+        self._fd: int | None = None
         self._closed = False
         self._listening: Listening | None = None
         self._news = asyncio.Event()
@@ -113,10 +113,8 @@ class Exporter:
             self._drop()
             self._turn, self._exported = turn, what
             try:
-                for fd in (what.fd, what.rest) if isinstance(what, OpenSnapshot) else ():
-                    self._fds += [os.dup(fd)] if fd is not None else []
+                self._fd = os.dup(what.fd) if isinstance(what, OpenSnapshot) else None
             except OSError as error:  # who asks hears that there is nothing to be had, and reads for itself
-                self._drop()
                 say(
                     logging.WARNING,
                     "not-exported",
@@ -138,8 +136,9 @@ class Exporter:
 
     def _drop(self) -> None:
         self._exported = None
-        while self._fds:
-            os.close(self._fds.pop())
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
 
     # -- on its thread --------------------------------------------------------------------------------------------
 
@@ -150,26 +149,26 @@ class Exporter:
     async def _talk(self, connection: socket.socket, greeting: dict[str, object]) -> None:
         if not is_own_user(connection):
             return
-        given, fds = await self._await(connection, int(str(greeting["turn"])))
+        given, fd = await self._await(connection, int(str(greeting["turn"])))
         try:
-            if isinstance(given, SpotError) or not fds:
+            if isinstance(given, SpotError) or fd is None:
                 await _say(connection, {"failed": error_body(given) if isinstance(given, SpotError) else {}})
             else:
                 facts = {name: getattr(given, name) for name in ("tier", "url", "in_memory", "sealed")}
-                socket.send_fds(connection, [json.dumps(facts).encode() + b"\n"], fds)  # so short a line fits at once
+                socket.send_fds(connection, [json.dumps(facts).encode() + b"\n"], [fd])  # so short a line fits at once
         finally:
-            for fd in fds:
+            if fd is not None:
                 os.close(fd)
 
-    async def _await(self, connection: socket.socket, turn: int) -> tuple[OpenSnapshot | SpotError | None, list[int]]:
-        """What is exported in a turn, with descriptors of the caller's own; until then, a sign of life each second."""
+    async def _await(self, connection: socket.socket, turn: int) -> tuple[OpenSnapshot | SpotError | None, int | None]:
+        """What is exported in a turn, with a descriptor of the caller's own; until then, a sign of life each second."""
         while True:
             news = self._news
             with self._lock:
                 if self._closed or self._turn > turn:
-                    return None, []
+                    return None, None
                 if self._turn == turn:
-                    return self._exported, [os.dup(fd) for fd in self._fds]
+                    return self._exported, os.dup(self._fd) if self._fd is not None else None
             try:
                 await asyncio.wait_for(news.wait(), _PULSE_S)
             except TimeoutError:
@@ -207,16 +206,13 @@ def import_snapshot(address: ExporterAddress, turn: int, manifest: Manifest) -> 
     with _greeted(address, turn) as connection:
         lines = _Lines(connection)
         facts = _first_answer(lines)
-    if not lines.fds:
+    if len(lines.fds) != 1:
         raise NotExportedError("the rank that opened the snapshot sent no descriptor of it")
-    fd, *rest = lines.fds
-    opened = OpenSnapshot(manifest, facts["tier"], facts["url"], fd, facts["in_memory"], facts["sealed"])
-    opened.rest = rest[0] if rest else None
-    return opened
+    return OpenSnapshot(manifest, facts["tier"], facts["url"], lines.fds[0], facts["in_memory"], facts["sealed"])
 
 
 class _Lines:
-    """Lines from a connection, with the descriptors that come along."""
+    """Lines from a connection, with the descriptor that comes along."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.fds: list[int] = []
@@ -228,7 +224,7 @@ class _Lines:
         while b"\n" not in self._data:
             if len(self._data) > _LONGEST_LINE:
                 raise ValueError("a message is too long")
-            piece, fds, _, _ = socket.recv_fds(self._connection, _LONGEST_LINE, 2)
+            piece, fds, _, _ = socket.recv_fds(self._connection, _LONGEST_LINE, 1)
             self.fds += fds
             if not piece:
                 raise ConnectionError("the other end has hung up")

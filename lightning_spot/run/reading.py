@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import IO, Any, cast
 
 from lightning_spot.errors import CorruptSnapshotError, SpotError, TierError
-from lightning_spot.image.files import MODEL_FILE, FileSpan
+from lightning_spot.image.files import MODEL_FILE
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum
 from lightning_spot.image.shards import Image
@@ -29,8 +29,7 @@ class OpenSnapshot:
         manifest: what it is.
         tier: ``"host"`` (the memory of the local server), ``"storage"``, or the URL of a snapshot server.
         url: where it came from, for people.
-        fd: descriptor of its image, closed by :meth:`close`; with :attr:`rest`, of its checkpoint alone.
-        rest: descriptor of what follows the checkpoint in the image, if that lies in a file of its own.
+        fd: descriptor of its file; closed by :meth:`close`.
         in_memory: whether it is a pinned slot or memory of this process: what was checked stays as it is. A file on a
             disk may not.
         sealed: whether nobody writes to that memory any more, so that tensors may look at it for as long as they live.
@@ -45,22 +44,11 @@ class OpenSnapshot:
     in_memory: bool = False
     sealed: bool = False
     release: Callable[[], None] | None = None
-    rest: int | None = None
-
-    @property
-    def checkpoint(self) -> FileSpan | None:
-        """The checkpoint among several files of the image, if there is one."""
-        return next((span for span in self.manifest.files[:1] if span.name == MODEL_FILE), None)
-
-    @property
-    def mappable(self) -> str | None:
-        """Path of the checkpoint, as long as it is open, if that may be mapped as a file; see :attr:`sealed`."""
-        is_alone = self.rest is not None or not self.manifest.files
-        return f"/proc/self/fd/{self.fd}" if self.sealed and is_alone else None
 
     def reader(self, *, whole: bool = False) -> SnapshotReader:
         """The checkpoint, for ``torch.load``, or the ``whole`` image. Close it before the snapshot."""
-        nbytes = self.checkpoint.nbytes if self.checkpoint is not None and not whole else None
+        checkpoint = next((span for span in self.manifest.files[:1] if span.name == MODEL_FILE), None)
+        nbytes = checkpoint.nbytes if checkpoint is not None and not whole else None
         return SnapshotReader(self.fd, self.manifest, self.url, check=not self.in_memory, nbytes=nbytes)
 
     @contextlib.contextmanager
@@ -72,10 +60,9 @@ class OpenSnapshot:
         nbytes = self.manifest.nbytes
         if not nbytes:
             yield memoryview(b"")
-        elif self.in_memory and self.checkpoint is not None and self.rest is not None:
-            yield _Parted(_mapped(self.fd, self.checkpoint.nbytes), _mapped(self.rest, nbytes - self.checkpoint.nbytes))
         elif self.in_memory:
-            yield _mapped(self.fd, nbytes)
+            # It is unmapped when nobody looks at it any more: not here, where after an error its traceback still does.
+            yield memoryview(mmap.mmap(self.fd, nbytes, prot=mmap.PROT_READ))
         else:
             kept = max(_KEPT_PARTS, min(len(self.manifest.files), _MOST_KEPT_PARTS))
             with SnapshotReader(self.fd, self.manifest, self.url, kept_parts=kept) as reader:
@@ -86,31 +73,8 @@ class OpenSnapshot:
         if not self.in_memory and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(self.fd)
-        if self.rest is not None:
-            os.close(self.rest)
         if self.release is not None:
             self.release()
-
-
-def _mapped(fd: int, nbytes: int) -> memoryview:
-    """It is unmapped when nobody looks at it any more: not before, where after an error its traceback still does."""
-    return memoryview(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)) if nbytes else memoryview(b"")
-
-
-class _Parted:
-    """An image in two pieces; see :class:`~lightning_spot.image.shards.Image`."""
-
-    def __init__(self, first: memoryview, rest: memoryview) -> None:
-        self._first, self._rest = first, rest
-
-    def __len__(self) -> int:
-        return len(self._first) + len(self._rest)
-
-    def __getitem__(self, bounds: slice) -> memoryview:
-        start, stop, _ = bounds.indices(len(self))
-        end = len(self._first)
-        first, rest = self._first[start:stop], self._rest[max(0, start - end) : max(0, stop - end)]
-        return memoryview(b"".join((first, rest))) if first and rest else first or rest
 
 
 class SnapshotReader(io.BufferedIOBase):

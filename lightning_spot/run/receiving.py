@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import mmap
 import os
@@ -14,7 +13,6 @@ from typing import Protocol
 
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import SpotError, TierError
-from lightning_spot.image.files import MODEL_FILE
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.say import say
@@ -65,8 +63,7 @@ def receive(store: Fetches, manifest: Manifest, tier: str, url: str, progress: P
             with _made_ahead(shared) if in_memory else contextlib.nullcontext(), memoryview(shared) as view:
                 store.fetch(manifest, view, progress)
             shared.close()  # not after an error, whose traceback has views of it
-        rest = _parted(fd, manifest) if in_memory else None
-        sealed = in_memory and seal_memory(fd) and (rest is None or seal_memory(rest))
+        sealed = in_memory and seal_memory(fd)
     except (OSError, ValueError) as error:
         _drop(fd)
         if isinstance(error, SpotError):
@@ -75,7 +72,7 @@ def receive(store: Fetches, manifest: Manifest, tier: str, url: str, progress: P
     except BaseException:
         _drop(fd)
         raise
-    return OpenSnapshot(manifest, tier, url, fd, in_memory=in_memory, sealed=sealed, rest=rest)
+    return OpenSnapshot(manifest, tier, url, fd, in_memory=in_memory, sealed=sealed)
 
 
 def has_room(nbytes: int) -> bool:
@@ -101,24 +98,6 @@ def _made_ahead(shared: mmap.mmap) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-
-
-def _parted(fd: int, manifest: Manifest) -> int | None:
-    """Move what follows the checkpoint in an image to a file of its own, so that torch can map the checkpoint."""
-    if not manifest.files or manifest.files[0].name != MODEL_FILE:
-        return None
-    place = manifest.files[0].nbytes
-    rest = _memory_file(manifest.nbytes - place)
-    try:
-        while place < manifest.nbytes:
-            if not (count := os.sendfile(rest, fd, place, manifest.nbytes - place)):
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            place += count
-        os.ftruncate(fd, manifest.files[0].nbytes)
-    except BaseException:
-        os.close(rest)
-        raise
-    return rest
 
 
 def _drop(fd: int) -> None:
