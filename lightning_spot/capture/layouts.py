@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from lightning_spot.capture.ddp_plan import name_of, plan_ranges, sample
-from lightning_spot.capture.tensors import Owners, owners_of, storage_address, tensors_in
+from lightning_spot.capture.tensors import Owners, owned_nbytes, owners_of, storage_address, tensors_in
 from lightning_spot.errors import FailureReason, NotSerializableError, SnapshotFailedError
 from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, MODEL_FILE, FileSpan
 from lightning_spot.image.layout import Entry, FileRange, Layout, Layouter, lay_out_plain, outline_of
@@ -221,7 +221,7 @@ class CheckpointLayouter:
             layout = self._outliner.lay_out(content)
             return Laid(layout, replace(manifest, nbytes=layout.nbytes), outline_of(layout))
         assert isinstance(content, RankCheckpoint)
-        part_bytes = part_bytes_for(_nbytes(kept) // shard.writers)
+        part_bytes = part_bytes_for(owned_nbytes(kept) // shard.writers)
         alike = _alike(content, owned) if len(content.ranges) > 1 else []
         first = [tensor.untyped_storage() for tensor in alike]
         sizes, dtypes = [storage.nbytes() for storage in first], [name_of(tensor.dtype) for tensor in alike]
@@ -253,10 +253,6 @@ def _alike(content: RankCheckpoint, owned: Owners) -> list[torch.Tensor]:
     """What optimizers own of a checkpoint, one tensor of each storage: a user's hooks may have taken some out."""
     saved = {storage_address(tensor) for tensor in tensors_in(content.values)} - {0}  # which is that of empty ones
     return [tensors[0] for address, tensors in owned.items() if address in saved]
-
-
-def _nbytes(owners: Owners) -> int:
-    return sum(tensors[0].untyped_storage().nbytes() for tensors in owners.values())
 
 
 # -- ranks that each have a shard of the model (FSDP2, tensor parallelism) --------------------------------------------

@@ -204,6 +204,11 @@ Mark = tuple[int, ...]
 _UNCOUNTED = itertools.count()
 
 
+def owned_nbytes(owners: Owners) -> int:
+    """Bytes of the storages of some tensors."""
+    return sum(tensors[0].untyped_storage().nbytes() for tensors in owners.values())
+
+
 def owners_of(owned: Owners, kept: Owners) -> Owners:
     """All owners: a storage may have some of either."""
     owners = dict(owned)

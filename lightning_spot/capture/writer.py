@@ -379,8 +379,19 @@ class SnapshotWriter:
             self.copied_bytes += plan.nbytes
             job = self._copying.start(plan, view, owned)
             floats = floats_of(layout, owned) if self._approximates else ()
-            how = (outline_of(layout), laid.tried, plan, view, floats, followed)
-            pending = Pending(laid.manifest, lease, job, done, destinations, *how)
+            pending = Pending(
+                manifest=laid.manifest,
+                lease=lease,
+                job=job,
+                done=done,
+                destinations=destinations,
+                outline=outline_of(layout),
+                tried=laid.tried,
+                plan=plan,
+                view=view,
+                floats=floats,
+                followed=followed,
+            )
             self._pending.append(pending)
             self._tasks.put(lambda: self._finish(host, pending), lambda error: self._end(host, pending, error))
         except BaseException as error:

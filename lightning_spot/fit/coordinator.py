@@ -28,7 +28,7 @@ from lightning_spot.capture.layouts import (
     ShardedCheckpoint,
     ShardedCheckpointLayouter,
 )
-from lightning_spot.capture.tensors import Owners, by_storage, optimizer_owned, overwritten
+from lightning_spot.capture.tensors import Owners, by_storage, optimizer_owned, overwritten, owned_nbytes
 from lightning_spot.capture.unexpected import Pause, failure_of
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.config import read_environment, why_weak
@@ -308,8 +308,7 @@ class Coordinator(OfTrainer):
         return 1 / len(ranges) if rank in ranges else 0.0
 
     def _owned_nbytes(self) -> int:
-        owned = optimizer_owned(self._trainer.optimizers)
-        return sum(tensors[0].untyped_storage().nbytes() for tensors in owned.values())
+        return owned_nbytes(optimizer_owned(self._trainer.optimizers))
 
     def finish(self, wait_s: float, *, complete: bool) -> bool | None:
         """Bring what the attempt has committed to safety. A second call does nothing.
