@@ -409,7 +409,7 @@ def verify(arguments: argparse.Namespace) -> int:
     for what, why in found.unreadable.items():
         print_line(f"BAD  {what}: {why}")
     for entry in found.entries:
-        if entry.manifest.shard is not None and entry.manifest.shard.failed:
+        if entry.manifest.why_failed:
             continue  # of no bytes
         label = f"{entry.manifest.name} at {entry.source.tier}"
         try:

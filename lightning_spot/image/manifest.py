@@ -191,6 +191,11 @@ class Manifest:
         return not self.file
 
     @property
+    def why_failed(self) -> str:
+        """Why a writer will never have this shard; ``""`` of all else."""
+        return self.shard.failed if self.shard is not None else ""
+
+    @property
     def is_sharded(self) -> bool:
         """Whether it is of a model in shards: it has files for ``torch.distributed.checkpoint``, and no checkpoint."""
         return bool(self.files) and all(span.name != MODEL_FILE for span in self.files)

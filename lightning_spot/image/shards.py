@@ -17,6 +17,7 @@ from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptSnapshotError
 from lightning_spot.image.files import MODEL_FILE, FileSpan
 from lightning_spot.image.manifest import Manifest, Order, ShardOf
+from lightning_spot.untrusted import LONGEST_TEXT, plain
 
 LEAST_PART_BYTES = 64 * 1024
 _PARTS = 32  # of a shard, where it is small: what is added to the end of one is far less than the shard
@@ -74,6 +75,31 @@ def is_evictable(order: Order, state: Status, watermark: Order | None, *, is_dur
     if state is Status.ABORTED or (watermark is not None and order < watermark):
         return True
     return is_durable and state is Status.COMMITTED
+
+
+def registers_of(manifests: Iterable[Manifest]) -> dict[int, ShardOf]:
+    """What shards of one snapshot, and those that failed, say of it: by the number of the writer."""
+    return {each.shard.writer: each.shard for each in manifests if each.shard is not None}
+
+
+def by_snapshot(manifests: Iterable[Manifest]) -> dict[str, list[Manifest]]:
+    """The shards, and those that failed, of each snapshot, by its name; of two of one writer, the last."""
+    found: dict[str, dict[str, Manifest]] = {}
+    for each in manifests:
+        if each.shard is not None:
+            found.setdefault(each.snapshot, {})[each.name] = each
+    return {name: list(shards.values()) for name, shards in found.items()}
+
+
+def failed(manifest: Manifest, why: str) -> Manifest:
+    """The register of a writer that will never have its shard.
+
+    Args:
+        manifest: of the shard, as far as it is known.
+        why: for people.
+    """
+    shard = replace(_shard(manifest), start=0, failed=plain(why or "unknown", LONGEST_TEXT))
+    return replace(manifest, nbytes=0, files=(), checksums=(), shard=shard)
 
 
 def _agreed(shard: ShardOf) -> tuple[int, str]:
@@ -277,7 +303,7 @@ def _all_of(shards: Iterable[Manifest]) -> list[Manifest]:
         raise CorruptSnapshotError("there are no shards to put together")
     first = by_writer[0]
     agreed = {(m.run_id, m.lineage, m.snapshot, m.part_bytes, *_agreed(_shard(m))) for m in by_writer}
-    if len(agreed) > 1 or any(_shard(manifest).failed for manifest in by_writer):
+    if len(agreed) > 1 or any(manifest.why_failed for manifest in by_writer):
         raise CorruptSnapshotError(f"the shards of {first.snapshot} are not of one snapshot")
     if [_shard(manifest).writer for manifest in by_writer] != list(range(_shard(first).writers)):
         raise CorruptSnapshotError(f"the shards of {first.snapshot} are not those of all writers once")

@@ -31,9 +31,9 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.shards import assemble
 from lightning_spot.memory.ring import Held, Ring, glance
 from lightning_spot.memory.runs import RunInfo, key_of
-from lightning_spot.memory.slots import Slot
+from lightning_spot.memory.slots import ORPHANED_S, Slot
 from lightning_spot.memory.tier import NodeTier, TierHealth
-from lightning_spot.memory.work import FORSAKEN_S, SURPASSED_S, Job, Kind, PutOff, Work
+from lightning_spot.memory.work import SURPASSED_S, Job, Kind, PutOff, Work
 from lightning_spot.say import UNEXPECTED, recovered, say
 from lightning_spot.tiers import commit
 from lightning_spot.tiers.fences import Standing
@@ -144,7 +144,7 @@ class Putting:
             is_exact = job.manifest.shard is not None or self._work.must_be_exact(job.run, job.manifest)
         nbytes, brought = 0, job.manifest
         for slot, manifest in zip(held.slots, held.manifests, strict=True):
-            if manifest.shard is not None and manifest.shard.failed:
+            if manifest.why_failed:
                 store.fail(manifest)
             else:
                 coming, floats = Coming(manifest, slot.view(manifest.nbytes)), () if is_exact else slot.floats
@@ -548,7 +548,7 @@ class Flusher:
         with self._ring.changed:
             waited_s = self.work.later(url, job, time.monotonic(), error.there)
             self._succeeded(url)
-        is_over = waited_s >= FORSAKEN_S
+        is_over = waited_s >= ORPHANED_S
         if waited_s >= SURPASSED_S and store is not None and not is_over:
             try:
                 is_over = self._putting.has_newer(store, job.manifest)

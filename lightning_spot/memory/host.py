@@ -11,7 +11,7 @@ from typing import Protocol
 from lightning_spot.config import SERVER_CALL_TIMEOUT_S
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest, Order, snapshot_order
-from lightning_spot.image.shards import Status
+from lightning_spot.image.shards import Status, failed
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory.node import IN_PROCESS, Node
 from lightning_spot.memory.runs import Opened, RunInfo
@@ -19,7 +19,6 @@ from lightning_spot.memory.slots import Making
 from lightning_spot.memory.tier import TierHealth
 from lightning_spot.memory.upload import writer_of
 from lightning_spot.tiers.store import Store
-from lightning_spot.untrusted import LONGEST_TEXT, plain
 
 _LOOK_S = 0.25  # how often who waits for a snapshot to count looks by itself
 
@@ -176,18 +175,6 @@ class Host(Protocol):
 
     def disconnect(self) -> None:
         """Close every connection, so that calls under way fail at once: the ring counts as lost."""
-
-
-def failed(manifest: Manifest, why: str) -> Manifest:
-    """The register of a writer that will never have its shard.
-
-    Args:
-        manifest: of the shard, as far as it is known.
-        why: for people.
-    """
-    assert manifest.shard is not None
-    shard = replace(manifest.shard, start=0, failed=plain(why or "unknown", LONGEST_TEXT))
-    return replace(manifest, nbytes=0, files=(), checksums=(), shard=shard)
 
 
 def newest_safe_step(

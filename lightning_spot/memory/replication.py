@@ -20,7 +20,7 @@ from typing import Any
 
 from lightning_spot.errors import ServerUnreachableError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.shards import Status, status
+from lightning_spot.image.shards import Status, by_snapshot, registers_of, status
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Slot, Tiers, newest_of_lineages
@@ -118,7 +118,7 @@ class Peer:
                 (slot, slot.manifest)
                 for slot in newest_of_lineages(self._ring.committed(self._info.key), self._ring.known)
                 if slot.manifest is not None
-                and not (slot.shard is not None and slot.shard.failed)
+                and not slot.manifest.why_failed
                 and self.url in slot.safe
                 and (durable_too or not (slot.settled or self._info.durable_url in slot.safe))
             ]
@@ -156,7 +156,7 @@ class Peer:
                 if slot.manifest is not None
                 and slot.manifest.exact  # another one says nothing of the exact ones before it
                 and (slot.settled or self._info.durable_url in slot.safe)
-                and not (slot.shard is not None and slot.shard.failed)
+                and not slot.manifest.why_failed
             ]
             known = [
                 (slot.manifest, (slot.manifest.name, self.url in slot.safe))
@@ -252,14 +252,10 @@ class Registers:
         """Ask all servers for snapshots, and tell the ring. One that does not answer may have what is missing."""
         now_s = time.monotonic()
         nodes = [node for node in self._nodes if node.away_until_s <= now_s]
-        seen: dict[str, dict[int, Manifest]] = {}
-        for listed in all_at_once([functools.partial(self._listing, node) for node in nodes], "spot-registers"):
-            for manifest in (item.manifest for item in listed):
-                if manifest.shard is not None:
-                    seen.setdefault(manifest.snapshot, {})[manifest.shard.writer] = manifest
-        for name, found in seen.items():
-            registers = {writer: each.shard for writer, each in found.items() if each.shard is not None}
-            first = next(iter(found.values()))
+        listings = all_at_once([functools.partial(self._listing, node) for node in nodes], "spot-registers")
+        seen = by_snapshot(item.manifest for listed in listings for item in listed)
+        for name, (first, *others) in seen.items():
+            registers = registers_of([first, *others])
             if status(registers, first.order) is Status.COMMITTED:
                 self._ring.mark_committed(self._key, first.lineage, first.order)
             elif name in names:

@@ -35,7 +35,7 @@ from typing import Any
 
 from lightning_spot.errors import CorruptSnapshotError, FencedError, SnapshotNotFoundError, SpotError
 from lightning_spot.image.manifest import Manifest, Order, ShardOf, order_name, shard_name, snapshot_order
-from lightning_spot.image.shards import Image, JoinedImage, Status, assemble, status
+from lightning_spot.image.shards import Image, JoinedImage, Status, assemble, failed, status
 from lightning_spot.memory.area import SlotArea
 from lightning_spot.memory.slots import (
     MOST_SLOTS,
@@ -54,9 +54,9 @@ from lightning_spot.memory.slots import (
     find_room,
     grouped,
     only_here,
-    registers_of,
     reusable,
     set_owed,
+    shards_in,
     status_of,
     why_full,
 )
@@ -173,7 +173,7 @@ class SlotTable:
             self._note(slot, manifest, slot.safe, url)
             if manifest.shard is not None and slot.manifest is manifest:
                 of_it = self.registers(slot.run, manifest.snapshot).values()
-                is_whole = status(registers_of(of_it), manifest.order) is Status.COMMITTED
+                is_whole = status(shards_in(of_it), manifest.order) is Status.COMMITTED
                 if is_whole and all(url in each.safe for each in of_it):
                     self.mark_committed(slot.run, manifest.lineage, manifest.order)
 
@@ -609,7 +609,7 @@ class Ring(SlotTable):
             slot.run, slot.writer, slot.manifest, slot.sequence = run, manifest.shard.writer, manifest, self._sequence
             slot.state, slot.committed_s = SlotState.COMMITTED, time.monotonic()
             mine = [each.manifest for each in self.committed(run) if each.writer == slot.writer]
-            failures = [each for each in mine if each is not None and each.shard is not None and each.shard.failed]
+            failures = [each for each in mine if each is not None and each.why_failed]
             for each in failures[_MOST_ABORTED:]:
                 for other in self.registers(run, each.snapshot).values():  # without it, they would be waiting for it
                     self._forget(other)
@@ -630,9 +630,8 @@ class Ring(SlotTable):
                 manifest = group.manifest
                 if group.state is not Status.PENDING or manifest.attempt != attempt or manifest.shard is None:
                     continue
-                name = shard_name(manifest.snapshot, writer)
-                shard = replace(manifest.shard, writer=writer, start=0, failed=why)
-                self.fail(run, replace(manifest, name=name, nbytes=0, files=(), checksums=(), shard=shard))
+                name, shard = shard_name(manifest.snapshot, writer), replace(manifest.shard, writer=writer)
+                self.fail(run, failed(replace(manifest, name=name, shard=shard), why))
 
     def abort(self, slot: Slot) -> None:
         """Give a leased slot back unfilled."""
@@ -889,7 +888,7 @@ class Base:
                 manifest, shard = slot.snapshot, slot.shard
                 if manifest is None or (shard.writer if shard is not None else None) != writer:
                     continue
-                if shard is None or not shard.failed:
+                if not manifest.why_failed:
                     slot.readers += 1
                     return cls(ring, slot, manifest)
         return None

@@ -16,7 +16,7 @@ from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest, Order, ShardOf
-from lightning_spot.image.shards import Status, is_evictable, status, why_aborted
+from lightning_spot.image.shards import Status, is_evictable, registers_of, status, why_aborted
 from lightning_spot.staging.slot import SlotMemory, slot_capacity
 
 
@@ -268,7 +268,7 @@ def grouped(slots: Iterable[Slot], known: Known = _NOTHING) -> list[Group]:
     for key, held in found.items():
         first = held[0].snapshot
         assert first is not None
-        whole[key] = status(registers_of(held), first.order) is Status.COMMITTED if first.shard is not None else True
+        whole[key] = status(shards_in(held), first.order) is Status.COMMITTED if first.shard is not None else True
         if whole[key]:
             marks.setdefault((key[0], first.lineage), []).append(first.order)
     return [_group(key, held, whole[key], marks, known) for key, held in found.items()]
@@ -284,7 +284,7 @@ def _group(
     newest_exact = max((order for order in orders if order[2]), default=None)
     state, why = Status.COMMITTED, ""
     if not is_here:  # else no register that is elsewhere says anything new
-        state, why = status_of(known, key, first.lineage, first.order, registers_of(held), newest)
+        state, why = status_of(known, key, first.lineage, first.order, shards_in(held), newest)
     held.sort(key=lambda slot: slot.writer)
     return Group(tuple(held), state, why, is_here, newest, newest_exact)
 
@@ -311,9 +311,9 @@ def status_of(
     return state, "a newer snapshot is complete" if state is Status.ABORTED else ""
 
 
-def registers_of(slots: Iterable[Slot]) -> dict[int, ShardOf]:
+def shards_in(slots: Iterable[Slot]) -> dict[int, ShardOf]:
     """What slots hold of a snapshot, by the number of the writer."""
-    return {slot.shard.writer: slot.shard for slot in slots if slot.shard is not None}
+    return registers_of(slot.manifest for slot in slots if slot.manifest is not None)
 
 
 def newest_of_lineages(slots: Iterable[Slot], known: Known = _NOTHING) -> set[Slot]:
@@ -360,14 +360,14 @@ def set_owed(slots: Sequence[Slot], tiers: Tiers, known: Known = _NOTHING) -> No
         if group.is_here and group.persist and group.manifest.exact:
             wanted[group.manifest.lineage] = max(group.manifest.order, wanted.get(group.manifest.lineage, (0, 0, 0)))
     for group in groups:
-        manifest = group.manifest
+        manifest, is_committed = group.manifest, group.state is Status.COMMITTED
         for slot in group.slots:
-            if slot.shard is not None and slot.shard.failed:
+            if slot.manifest is not None and slot.manifest.why_failed:
                 servers = [url for url in tiers.carried if url.startswith("spot:")]
                 slot.dirty = [] if group.is_over else _owed(slot, (*tiers.own, *servers))
                 continue
-            urls = [*tiers.own, *tiers.carried] if group.is_newest or (manifest.complete and _may_count(group)) else []
-            if not urls and group.persist and _may_count(group):
+            urls = [*tiers.own, *tiers.carried] if group.is_newest or (manifest.complete and is_committed) else []
+            if not urls and group.persist and is_committed:
                 storage = [url for url in (*tiers.own, *tiers.carried) if not url.startswith("spot:")]
                 if group.is_here:
                     urls = storage if manifest.order == wanted.get(manifest.lineage) else []
@@ -378,11 +378,6 @@ def set_owed(slots: Sequence[Slot], tiers: Tiers, known: Known = _NOTHING) -> No
 
 def _owed(slot: Slot, urls: Iterable[str]) -> list[str]:
     return [url for url in urls if url not in slot.safe and url not in slot.refused]
-
-
-def _may_count(group: Group) -> bool:
-    """Whether it is committed, also where something newer is."""
-    return group.state is Status.COMMITTED
 
 
 def _has_newer(groups: Iterable[Group], than: Manifest, url: str) -> bool:

@@ -392,8 +392,7 @@ class Uploads:
             SnapshotNotFoundError: if this server does not know the run.
         """
         key = self._admit(run, attempt)
-        shard = manifest.shard
-        if shard is None or not shard.failed or key_of(manifest) != key or manifest.attempt > attempt:
+        if not manifest.why_failed or key_of(manifest) != key or manifest.attempt > attempt:
             raise SettingsError(f"{manifest.name} is no shard of attempt {attempt} of {run!r} that failed")
         with self._lock:
             check_fence(run, attempt, self._registry.highest(key))

@@ -83,11 +83,8 @@ class BackOff:
 FOLLOWED_S = 5.0
 """A snapshot counts as followed if another one is to come within so many seconds, and for no longer than that."""
 
-FORSAKEN_S = 3600.0
-"""Shards are not waited for any more at storage when no other of that snapshot has come there for so long."""
-
 SURPASSED_S = 30.0
-"""The same, where the tier has something newer of that run: who has the others brings them at the same time."""
+"""A shard at storage gives way so soon where something newer of its run is: who has the others brings them at once."""
 
 _FIRST_S, _LAST_S = 0.25, 30.0
 

@@ -29,7 +29,7 @@ class OpenSnapshot:
         manifest: what it is.
         tier: ``"host"`` (the memory of the local server), ``"storage"``, or the URL of a snapshot server.
         url: where it came from, for people.
-        fd: descriptor of its file; closed by :meth:`close`.
+        fd: descriptor of its image; closed by :meth:`close`.
         in_memory: whether it is a pinned slot or memory of this process: what was checked stays as it is. A file on a
             disk may not.
         sealed: whether nobody writes to that memory any more, so that tensors may look at it for as long as they live.

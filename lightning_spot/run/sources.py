@@ -311,7 +311,7 @@ class Union:
         for source, manifest in self._held:
             seen.setdefault(id(source), []).append(manifest)
             known = registers.setdefault(manifest.name, manifest)
-            if manifest.shard is not None and manifest.shard.failed and known is not manifest:
+            if manifest.why_failed and known is not manifest:
                 registers[manifest.name] = manifest
         elsewhere = {whole.name for shards in seen.values() for whole in put_together(shards)}
         manifests = [whole for whole in put_together(registers.values()) if whole.name not in elsewhere]

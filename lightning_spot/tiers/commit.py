@@ -22,7 +22,16 @@ from lightning_spot.errors import (
 )
 from lightning_spot.image.files import MODEL_FILE, is_note, note_name
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, ShardOf, snapshot_order
-from lightning_spot.image.shards import Image, Status, assemble, cut_out, shared_file, status, why_aborted
+from lightning_spot.image.shards import (
+    Image,
+    Status,
+    assemble,
+    cut_out,
+    registers_of,
+    shared_file,
+    status,
+    why_aborted,
+)
 from lightning_spot.say import say
 from lightning_spot.threads import all_at_once, both
 from lightning_spot.tiers.fences import check_fence, read_twice
@@ -54,7 +63,7 @@ class Look:
     @property
     def registers(self) -> dict[int, ShardOf]:
         """What the notes say, by the number of the writer."""
-        return {writer: note.shard for writer, note in self.notes.items() if note.shard is not None}
+        return registers_of(self.notes.values())
 
     @property
     def why_aborted(self) -> str:
@@ -123,7 +132,7 @@ def put_shards(store: Store, shards: Sequence[Shard], *, attempt: int) -> Look:
             raise _failed(f"{first.snapshot} at {store.url} is another one of that name")
         return found
     if found.why_aborted:
-        good = [each for each in mine.values() if each.shard is not None and not each.shard.failed]
+        good = [each for each in mine.values() if not each.why_failed]
         _remove(folder, [span.name for each in good for span in each.files if span.name in found.sizes])
         _remove(folder, [note for writer in mine if (note := note_name(writer)) in found.sizes])
         return found
@@ -192,19 +201,16 @@ def _has_notes(found: Look, notes: Mapping[int, Manifest]) -> bool:
 
 def _write(folder: Folder, found: Look, shards: Sequence[Shard]) -> None:
     """Write the files that are not there, then the notes. Another place with these shards may have written some."""
-    good = [(each, image) for each, image in shards if each.shard is not None and not each.shard.failed]
+    good = [(each, image) for each, image in shards if not each.why_failed]
     images = {each.shard.writer: image for each, image in good if each.shard is not None}
-    contents: dict[str, Image] = {}
-    for each, image in good:
-        for span in each.files:
-            if span.name != MODEL_FILE:
-                contents[span.name] = cut_out(image, span.offset, span.stop)
-    if (shared := shared_file([each for each, _ in good], images)) is not None:
-        contents[MODEL_FILE] = shared
-    else:  # whoever has all ranges of it writes it, and notes these shards
+    shared = shared_file([each for each, _ in good], images)
+    if shared is None:  # whoever has all ranges of the checkpoint writes it, and notes these shards
         good = [(each, image) for each, image in good if all(span.name != MODEL_FILE for span in each.files)]
-        names = {span.name for each, _ in good for span in each.files}
-        contents = {name: data for name, data in contents.items() if name in names}
+    contents: dict[str, Image] = {
+        span.name: shared if shared is not None and span.name == MODEL_FILE else cut_out(image, span.offset, span.stop)
+        for each, image in good
+        for span in each.files
+    }
     contents = {name: data for name, data in contents.items() if found.sizes.get(name) != len(data)}
     if contents and not found.why_aborted:
         _verify(good)
@@ -214,7 +220,7 @@ def _write(folder: Folder, found: Look, shards: Sequence[Shard]) -> None:
         except CorruptSnapshotError:
             _remove(folder, list(contents))
             raise
-    noted = [each for each, _ in shards if each.shard is not None and each.shard.failed]
+    noted = [each for each, _ in shards if each.why_failed]
     noted += [each for each, _ in good] if not found.why_aborted else []
     notes: dict[str, Image] = {}
     for each in noted:

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, runtime_checkable
 
 from lightning_spot.errors import CorruptSnapshotError, FencedError, TierError, TierReason
-from lightning_spot.image.manifest import Manifest, ShardOf, snapshot_order
-from lightning_spot.image.shards import Image, Status, assemble, status
+from lightning_spot.image.manifest import Manifest, snapshot_order
+from lightning_spot.image.shards import Image, Status, assemble, by_snapshot, registers_of, status
 from lightning_spot.say import say
 from lightning_spot.tiers.fences import Claim, Owner, Standing, check_fence
 
@@ -284,15 +284,9 @@ def newest_first(manifests: Sequence[Manifest]) -> list[Manifest]:
 
 def put_together(shards: Iterable[Manifest]) -> list[Manifest]:
     """The snapshots that count, of those of which these are the registers that are seen; one of each writer."""
-    by_snapshot: dict[str, dict[int, tuple[ShardOf, Manifest]]] = {}
-    for manifest in shards:
-        if manifest.shard is not None:
-            by_snapshot.setdefault(manifest.snapshot, {})[manifest.shard.writer] = (manifest.shard, manifest)
     found = []
-    for name, registers in by_snapshot.items():
-        manifests = [manifest for _, manifest in registers.values()]
-        seen = {writer: shard for writer, (shard, _) in registers.items()}
-        if status(seen, manifests[0].order) is Status.COMMITTED:
+    for name, manifests in by_snapshot(shards).items():
+        if status(registers_of(manifests), manifests[0].order) is Status.COMMITTED:
             try:
                 found.append(assemble(manifests))
             except CorruptSnapshotError as error:

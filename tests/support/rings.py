@@ -13,9 +13,9 @@ from lightning_spot.errors import FailureReason, ServerUnreachableError, Snapsho
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing
-from lightning_spot.image.shards import JoinedImage, Status, assemble, status, why_aborted
+from lightning_spot.image.shards import JoinedImage, Status, assemble, failed, status, why_aborted
 from lightning_spot.image.written import Ranges
-from lightning_spot.memory.host import Lease, failed
+from lightning_spot.memory.host import Lease
 from lightning_spot.memory.slots import Making
 from lightning_spot.memory.tier import TierHealth
 
