@@ -29,6 +29,7 @@ from lightning_spot.client import starting
 from lightning_spot.config import run_key
 from lightning_spot.errors import SnapshotNotFoundError, SpotError
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.shards import assemble
 from lightning_spot.memory.node import Node
 from lightning_spot.run.choice import open_newest
 from lightning_spot.run.location import Location
@@ -36,8 +37,11 @@ from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import survey
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import retain
+from tests.support import shard_scenarios
 from tests.support.folders import files_below
 from tests.support.oracle import FILES, HOME, Server, check_checkpoint, file_of, image_of, lines, manifest_of, run_info
+from tests.support.server import RUN_ID
+from tests.support.shards import sealed_shard
 from tests.support.waiting import lives, until
 
 pytestmark = pytest.mark.guarantee("G3")
@@ -365,7 +369,49 @@ def check_node(root: Path, told: dict[str, int]) -> None:
     assert left is None, f"memory is not given back: {left}"
 
 
-CHECKS = {"store": check_store, "file": check_file, "node": check_node}
+def shards_steps(root: Path) -> list[int]:
+    """Steps of which storage holds a snapshot of several writers, newest first; each must be whole."""
+    store = LocalStore(root / "durable")
+    found = [item for item in store.survey().manifests if not item.shard]
+    for manifest in found:
+        buffer = bytearray(manifest.nbytes)
+        store.fetch(manifest, memoryview(buffer))
+        manifest.verify(memoryview(buffer), "durable")
+        shards = [sealed for sealed, _ in shard_scenarios.shards_of(manifest.step, range(shard_scenarios.WRITERS))]
+        ranges = [sealed_shard(manifest.step, writer, shard_scenarios.WRITERS) for writer in range(len(shards))]
+        assert manifest in (assemble(shards), assemble(ranges)), f"{manifest.name} is mixed"
+    return [manifest.step for manifest in found]
+
+
+def check_ranks(root: Path, told: dict[str, int]) -> None:
+    durable, committed = told.get("durable", 0), told.get("committed", 0)
+    there = shards_steps(root)
+    assert max(there, default=0) >= durable, "what was durable is lost with the machine"
+    with contextlib.closing(shard_scenarios.node_of(root)) as heir:
+        held = [manifest for _, manifest in heir.ring.readable(RUN_ID) if not manifest.shard]
+        adopted = [manifest.step for manifest in held]
+        assert shard_scenarios.ABORTED not in adopted, "an aborted one counts"
+        assert max([*adopted, *there], default=0) >= committed, "what was committed is lost with the node"
+        assert heir.flush("run", 20.0) == [], "the heir does not flush"
+    assert max(shards_steps(root), default=0) >= committed, "the heir lost what was committed"
+    left = [path.name for path in (root / "area").iterdir()] if (root / "area").exists() else None
+    assert left is None, f"memory is not given back: {left}"
+
+
+def check_places(root: Path, told: dict[str, int]) -> None:
+    store = LocalStore(root / "durable")
+    assert max(shards_steps(root), default=0) >= told.get("durable", 0), "what was durable is lost"
+    shard_scenarios.claim(root)
+    for place in (1, 0):  # their servers bring it once more
+        shard_scenarios.bring(root, shard_scenarios.STEPS, place)
+    steps = shards_steps(root)
+    assert steps[0] == shard_scenarios.STEPS, "another try does not commit it"
+    assert shard_scenarios.ABORTED not in steps, "an aborted one counts"
+    retain(store, 1, store.survey().manifests[0])
+    assert shards_steps(root) == [shard_scenarios.STEPS]
+
+
+CHECKS = {"store": check_store, "file": check_file, "node": check_node, "ranks": check_ranks, "places": check_places}
 
 
 SOME_OR_ALL = pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.soak)], ids=["some", "all"])
@@ -381,7 +427,10 @@ def test_killed_at_every_call_and_in_every_write(points: Points, scenario: str, 
 
 
 @SOME_OR_ALL
-@pytest.mark.parametrize(("scenario", "span"), [("store", 1), ("store", 12), ("file", 1), ("node", 1)])
+@pytest.mark.parametrize(
+    ("scenario", "span"),
+    [("store", 1), ("store", 12), ("file", 1), ("node", 1), ("ranks", 1), ("places", 1), ("places", 12)],
+)
 def test_disk_full_at_every_call_and_in_every_write(points: Points, scenario: str, span: int, every: int) -> None:
     count = points.each(scenario, span, CHECKS[scenario], every)
     print(f"{count} points")

@@ -33,6 +33,7 @@ from lightning_spot.memory.runs import RunInfo
 from lightning_spot.tiers.fences import Claim, digest_of
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import retain
+from tests.support import shard_scenarios
 
 HOME = Path(__file__).resolve().parents[2]
 ANSWER_S = 90.0
@@ -279,7 +280,7 @@ def _seal(node: Node, attempt: int, step: int) -> None:
         raise
 
 
-SCENARIOS = {"store": use_store, "file": use_file, "node": use_node}
+SCENARIOS = {"store": use_store, "file": use_file, "node": use_node, **shard_scenarios.SCENARIOS}
 
 
 # -- the tracer -------------------------------------------------------------------------------------------------------
