@@ -54,6 +54,9 @@ DRILL_VARIABLE = "LIGHTNING_SPOT_DRILL"
 NOTICE_FILE_VARIABLE = "LIGHTNING_SPOT_NOTICE_FILE"
 """Names a file whose appearance is a notice."""
 
+RESTARTER_VARIABLE = "LIGHTNING_SPOT_RESTARTER_PID"
+"""Names the process that starts the training again."""
+
 MOST_NODES = 64
 """Snapshot servers that one run may have."""
 
@@ -265,11 +268,11 @@ def _grace_period_s() -> float | None:
 
 
 def _restarter_pid() -> int | None:
-    text = os.environ.get("LIGHTNING_SPOT_RESTARTER_PID")
+    text = os.environ.get(RESTARTER_VARIABLE)
     if not text:
         return None
     if not text.isdecimal() or int(text) < 2:
-        raise SettingsError(f"LIGHTNING_SPOT_RESTARTER_PID={text!r} is no number of a process; fix or unset it")
+        raise SettingsError(f"{RESTARTER_VARIABLE}={text!r} is no number of a process; fix or unset it")
     return int(text)
 
 

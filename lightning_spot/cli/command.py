@@ -14,13 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_spot._version import __version__
-from lightning_spot.cli import doctor, drill, report, simulate, snapshots
+from lightning_spot.cli import doctor, drill, report, simulate, snapshots, supervise
 from lightning_spot.cli.output import error_console
 from lightning_spot.cli.snapshots import INCOMPLETE
 from lightning_spot.errors import CorruptSnapshotError, SpotError
 from lightning_spot.renamed import refuse_old_words
 from lightning_spot.service import flags, program
 from lightning_spot.untrusted import log_plainly
+
+Codes = dict[int | str, str]
+"""Exit codes, and what each means."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -87,20 +90,20 @@ def _say(text: str) -> None:
     error_console().print(*text.split("\n"), sep="\n")
 
 
-def _exit_codes(codes: dict[int, str]) -> str:
+def _exit_codes(codes: Codes) -> str:
     return "\n".join(["exit codes:", *(f"  {code:<4} {meaning}" for code, meaning in codes.items())])
 
 
-_INTERRUPTED = {130: "interrupted"}
-_CODES = {
+_INTERRUPTED: Codes = {130: "interrupted"}
+_CODES: Codes = {
     0: "done",
     1: "bad news: a snapshot is damaged, states differ, not everything is stored",
     2: "wrong usage, or a server or the storage failed",
     INCOMPLETE: "done, but a server or the storage did not answer",
     **_INTERRUPTED,
 }
-_NO_RUN = {2: "wrong usage, no such run, or nothing that could be asked answers"}
-_NO_SNAPSHOT = {2: "wrong usage, no such run or snapshot, or nothing that could be asked answers"}
+_NO_RUN: Codes = {2: "wrong usage, no such run, or nothing that could be asked answers"}
+_NO_SNAPSHOT: Codes = {2: "wrong usage, no such run or snapshot, or nothing that could be asked answers"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,7 @@ class _Command:
     call: Callable[[argparse.Namespace], int]
     add_arguments: Callable[[argparse.ArgumentParser], None]
     text: str
-    codes: dict[int, str]
+    codes: Codes
     examples: tuple[str, ...]
 
 
@@ -135,6 +138,21 @@ _COMMANDS = {
         (
             "lightning-spot serve --listen 0.0.0.0:7070 --storage s3://bucket/runs",
             "lightning-spot serve --listen 0.0.0.0:7070 --allow-storage /mnt/runs --memory-limit 64GiB",
+        ),
+    ),
+    "run": _Command(
+        supervise.run,
+        supervise.add_arguments,
+        "run a training, and start it again after a crash or a kill",
+        {
+            0: "the training is done",
+            2: "wrong usage, or the training cannot be started",
+            143: "ended by a preemption notice or SIGTERM",
+            "N": "that of the last start, if it was not started again",
+        },
+        (
+            "lightning-spot run -- python train.py",
+            "lightning-spot run --max-restarts 20 --pause 30s -- torchrun --nproc-per-node 2 train.py",
         ),
     ),
     "drill": _Command(

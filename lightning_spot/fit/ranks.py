@@ -195,7 +195,7 @@ def end_restarts_here() -> None:
                     logging.WARNING,
                     "not-the-restarter",
                     "LIGHTNING_SPOT_RESTARTER_PID={about} names no parent of this process, which is not told that this"
-                    " machine is taken away. Let the script that starts the training set it, as torchrun.sh does",
+                    " machine is taken away. Let what starts the training set it, as lightning-spot run does",
                     about=restarter,
                 )
         except OSError as error:

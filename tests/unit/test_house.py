@@ -34,7 +34,7 @@ MOST_WORDS = 30  # of a message
 # the scheme of its URL.
 NAMED_BY_USERS = {
     "__main__", "checkpoint_io", "cli.command", "service.program", "client.filesystem", "tiers.objects",
-    *(f"cli.{command}" for command in ("doctor", "drill", "report", "simulate", "snapshots")),
+    *(f"cli.{command}" for command in ("doctor", "drill", "report", "simulate", "snapshots", "supervise")),
     *(f"preemption.{cloud}" for cloud in ("alibaba", "aws", "azure", "gcp")),
 }  # fmt: skip
 
@@ -144,8 +144,8 @@ def _imported(path: Path) -> set[str]:
 
 
 def test_the_environment_is_read_in_one_place() -> None:
-    # These two hand the environment on to a process that they start.
-    may = {PACKAGE / "config.py", PACKAGE / "client" / "starting.py", PACKAGE / "cli" / "drill.py"}
+    # The others hand the environment on to a process that they start.
+    may = {PACKAGE / name for name in ("config.py", "client/starting.py", "cli/drill.py", "cli/supervise.py")}
     assert [path for path in SOURCES if path not in may and re.search(r"os\.environ|getenv", path.read_text())] == []
 
 
