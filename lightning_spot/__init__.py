@@ -13,6 +13,7 @@ from lightning_spot._version import __version__
 if TYPE_CHECKING:
     from lightning_spot.callbacks.auto_resume import AutoResume
     from lightning_spot.callbacks.goodput_monitor import GoodputMonitor
+    from lightning_spot.callbacks.lightning_cli import SpotCLI
     from lightning_spot.callbacks.preemption_guard import PreemptionGuard
     from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
     from lightning_spot.callbacks.spot_checkpoint import SpotCheckpoint
@@ -44,6 +45,7 @@ __all__ = [
     "PreemptionGuard",
     "RemoteSnapshot",
     "SettingsError",
+    "SpotCLI",
     "SpotCheckpoint",
     "SpotCheckpointIO",
     "SpotError",
@@ -70,6 +72,7 @@ _HOMES = {
     "PreemptionGuard": "lightning_spot.callbacks.preemption_guard",
     "RemoteSnapshot": "lightning_spot.callbacks.remote_snapshot",
     "SettingsError": "lightning_spot.errors",
+    "SpotCLI": "lightning_spot.callbacks.lightning_cli",
     "SpotCheckpoint": "lightning_spot.callbacks.spot_checkpoint",
     "SpotCheckpointIO": "lightning_spot.checkpoint_io",
     "SpotError": "lightning_spot.errors",

@@ -48,6 +48,9 @@ SERVER_CALL_TIMEOUT_S = 5.0
 DEVICE_BUFFER = "64MiB"
 """Memory on each GPU through which the last bytes of a snapshot leave while the optimizer steps."""
 
+RUN_VARIABLE = "LIGHTNING_SPOT"
+"""Names the run of a training whose program says nothing of it."""
+
 DRILL_VARIABLE = "LIGHTNING_SPOT_DRILL"
 """Names the directory in which a drill's training keeps its snapshots, instead of where it would."""
 
@@ -132,6 +135,9 @@ class Environment:
     """What lightning_spot reads from the process environment.
 
     Attributes:
+        dirpath: ``LIGHTNING_SPOT``: directory or URL of a run. Each Trainer gets a ``SpotCheckpoint`` for it, unless
+            the program has one.
+        servers: ``LIGHTNING_SPOT_SERVERS``: snapshot servers of that run, separated by commas.
         token: ``LIGHTNING_SPOT_TOKEN`` or ``LIGHTNING_SPOT_TOKEN_FILE``: the secret that snapshot servers ask for, or a
             file that holds it; 16 to 512 printable ASCII characters without blanks.
         runtime_dir: ``LIGHTNING_SPOT_RUNTIME_DIR``: directory (mode 0700) for sockets, records and logs of this host's
@@ -149,6 +155,8 @@ class Environment:
             SIGTERM when ranks have stopped because the cloud takes the machine away.
     """
 
+    dirpath: str
+    servers: tuple[str, ...]
     token: str | None = field(repr=False)
     runtime_dir: Path
     shm_dir: Path | None
@@ -173,7 +181,10 @@ def read_environment() -> Environment:
     default_runtime = Path(tempfile.gettempdir()) / f"lightning-spot-{os.getuid()}"
     shm = os.environ.get("LIGHTNING_SPOT_SHM_DIR", "/dev/shm")
     array_job, array_task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    servers = os.environ.get("LIGHTNING_SPOT_SERVERS", "").split(",")
     return Environment(
+        dirpath=os.environ.get(RUN_VARIABLE, "").strip(),
+        servers=tuple(server.strip() for server in servers if server.strip()),
         token=_token(),
         runtime_dir=Path(os.environ.get("LIGHTNING_SPOT_RUNTIME_DIR") or default_runtime),
         shm_dir=Path(shm) if shm and os.path.isdir(shm) and os.access(shm, os.W_OK) else None,
@@ -187,6 +198,18 @@ def read_environment() -> Environment:
         slurm_job=f"{array_job}_{array_task}" if array_job else os.environ.get("SLURM_JOB_ID"),
         restarter_pid=_restarter_pid(),
     )
+
+
+def requested_run() -> tuple[str, list[str] | None] | None:
+    """``dirpath`` and ``servers`` that the environment asks for; ``None`` if it asks for no run.
+
+    Raises:
+        SettingsError: if it does, and a value cannot be used.
+    """
+    if not os.environ.get(RUN_VARIABLE, "").strip():
+        return None
+    environment = read_environment()
+    return environment.dirpath, list(environment.servers) or None
 
 
 def environment_to_hand_over() -> dict[str, str]:

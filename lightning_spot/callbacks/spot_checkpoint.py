@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,6 +31,7 @@ from lightning_spot.preemption.notice import Notice
 from lightning_spot.preemption.watcher import Notices
 from lightning_spot.renamed import refusing_old
 from lightning_spot.run.location import Location
+from lightning_spot.say import say
 from lightning_spot.staging.partitions import CopyMode
 
 if TYPE_CHECKING:
@@ -303,3 +305,25 @@ def _call_each(calls: list[partial[None]]) -> None:
 
 for _hook in (*_FORWARDED, *_END):
     setattr(SpotCheckpoint, _hook, _forwarded(_hook))
+
+
+class RequestedSpotCheckpoint(SpotCheckpoint):
+    """That of ``LIGHTNING_SPOT``: leaves where the program has a callback of its own.
+
+    The arguments are those of :class:`SpotCheckpoint`.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._asked, self.parts = self.parts, []  # the program's own, set up earlier, finds no other one
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Set the parts up, or leave the trainer's list."""
+        others = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined]
+        if any(isinstance(each, (SpotCheckpoint, RemoteSnapshot)) for each in others):
+            trainer.callbacks = others  # type: ignore[attr-defined] # Lightning goes on in the old list meanwhile
+            text = "The program has a callback of its own, so LIGHTNING_SPOT={about} is not used"
+            say(logging.INFO, "own-callback", text, about=self.location.url, only_rank_zero=True)
+        else:
+            self.parts = self._asked
+            super().setup(trainer, pl_module, stage)

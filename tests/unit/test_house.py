@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.cli import LightningCLI
 
 import lightning_spot
 from lightning_spot import errors
@@ -33,7 +34,8 @@ MOST_WORDS = 30  # of a message
 # Each begins something that users name: the program, a command, a public class, a cloud, a file system or store by
 # the scheme of its URL.
 NAMED_BY_USERS = {
-    "__main__", "checkpoint_io", "cli.command", "service.program", "client.filesystem", "tiers.objects",
+    "__main__", "callbacks.lightning_cli", "checkpoint_io", "entry_point",
+    "cli.command", "service.program", "client.filesystem", "tiers.objects",
     *(f"cli.{command}" for command in ("doctor", "drill", "report", "simulate", "snapshots", "supervise")),
     *(f"preemption.{cloud}" for cloud in ("alibaba", "aws", "azure", "gcp")),
 }  # fmt: skip
@@ -69,7 +71,7 @@ def test_docstrings_and_signatures_agree(name: str) -> None:
     if (
         not isinstance(kind, type)
         or getattr(kind, "_is_protocol", False)
-        or issubclass(kind, (errors.SpotError, SystemExit))
+        or issubclass(kind, (errors.SpotError, SystemExit, LightningCLI))
     ):
         return
     described = {section: _described(inspect.getdoc(kind) or "", section) for section in ("Args", "Attributes")}
