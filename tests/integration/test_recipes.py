@@ -140,20 +140,6 @@ def test_slurm_script(tmp_path: Path) -> None:
     assert (tmp_path / "asked").read_text() == "requeue 17\n"
 
 
-def test_kubernetes_job() -> None:
-    job: dict[str, Any] = yaml.safe_load((RECIPES / "kubernetes-job.yaml").read_text())
-    rules = job["spec"]["podFailurePolicy"]["rules"]
-    assert {rule["action"] for rule in rules} == {"Ignore"}
-    assert rules[1]["onExitCodes"]["values"] == [143]
-    pod = job["spec"]["template"]["spec"]
-    assert pod["restartPolicy"] == "Never"  # a podFailurePolicy needs it
-    assert int(pod["containers"][0]["env"][0]["value"]) == pod["terminationGracePeriodSeconds"]
-    assert pod["containers"][0]["name"] == rules[1]["onExitCodes"]["containerName"]
-    assert {volume["name"] for volume in pod["volumes"]} == {
-        mount["name"] for mount in pod["containers"][0]["volumeMounts"]
-    }
-
-
 def test_skypilot_task() -> None:
     task: dict[str, Any] = yaml.safe_load((RECIPES / "skypilot.yaml").read_text())
     assert task["resources"]["use_spot"] is True

@@ -1,0 +1,94 @@
+"""The files in ``deploy/``: they name commands, flags, variables and numbers that fit each other and the package."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_spot.cli.command import command_parser
+from lightning_spot.config import parse_bytes
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+TRAINERS_ONLY = {"lightning", "torch", "torchmetrics"}
+LEAST_DRAIN_S = 300
+
+
+def resources(name: str) -> dict[str, Any]:
+    """Of a manifest, by their kinds."""
+    return {each["kind"]: each for each in yaml.safe_load_all((DEPLOY / "kubernetes" / name).read_text())}
+
+
+def serve(words: list[str]) -> Any:
+    return command_parser().parse_args(words)
+
+
+def test_a_server_has_all_requirements_but_those_of_trainers() -> None:
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    lines = [line.partition("#")[0].strip() for line in (DEPLOY / "requirements-server.txt").read_text().splitlines()]
+
+    def plain(line: str) -> str:
+        return line.replace("'", '"').replace(" ", "")
+
+    known = {plain(line) for line in wanted if re.split(r"\W", line)[0] not in TRAINERS_ONLY}
+    assert {plain(line) for line in lines if line} == known
+
+
+def test_the_systemd_unit() -> None:
+    lines = (DEPLOY / "lightning-spot.service").read_text().splitlines()
+    unit = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+    assert serve(unit["ExecStart"].split()[1:]).memory_limit
+    assert int(unit["TimeoutStopSec"]) > LEAST_DRAIN_S
+
+
+def test_the_image_and_the_compose_file() -> None:
+    image = (DEPLOY / "Dockerfile").read_text()
+    assert re.search(r"^USER [1-9]", image, re.MULTILINE)
+    command = re.findall(r'"([^"]*)"', image.rsplit("CMD", 1)[1])
+    assert serve(command).listen
+    server = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["server"]
+    assert server["read_only"]
+    assert parse_bytes(server["shm_size"]) > parse_bytes(serve(server["command"]).memory_limit)
+    assert int(server["stop_grace_period"].rstrip("s")) > LEAST_DRAIN_S
+
+
+def test_the_servers_in_kubernetes() -> None:
+    found = resources("server.yaml")
+    pod = found["StatefulSet"]["spec"]["template"]["spec"]
+    [server] = pod["containers"]
+    limit = parse_bytes(serve(server["args"]).memory_limit)
+    assert pod["terminationGracePeriodSeconds"] > LEAST_DRAIN_S
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes.keys() == {mount["name"] for mount in server["volumeMounts"]}
+    room = parse_bytes(volumes["shm"]["emptyDir"]["sizeLimit"])
+    assert limit < room < parse_bytes(server["resources"]["limits"]["memory"])
+    labels = found["StatefulSet"]["spec"]["template"]["metadata"]["labels"]
+    assert found["Service"]["spec"]["selector"] == labels
+    assert found["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == labels
+    assert {probe["httpGet"]["path"] for name, probe in server.items() if name.endswith("Probe")} == {
+        "/healthz",
+        "/readyz",
+    }
+
+
+def test_the_trainer_in_kubernetes() -> None:
+    job, servers = resources("trainer.yaml")["Job"], resources("server.yaml")
+    rules = job["spec"]["podFailurePolicy"]["rules"]
+    assert {rule["action"] for rule in rules} == {"Ignore"}
+    assert rules[1]["onExitCodes"]["values"] == [143]
+    pod = job["spec"]["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"  # a podFailurePolicy needs it
+    [trainer] = pod["containers"]
+    variables = {each["name"]: each.get("value", "") for each in trainer["env"]}
+    assert int(variables["LIGHTNING_SPOT_GRACE_PERIOD_S"]) == pod["terminationGracePeriodSeconds"]
+    assert trainer["name"] == rules[1]["onExitCodes"]["containerName"]
+    assert {volume["name"] for volume in pod["volumes"]} == {mount["name"] for mount in trainer["volumeMounts"]}
+    name, count = servers["Service"]["metadata"]["name"], servers["StatefulSet"]["spec"]["replicas"]
+    named = [f"spot://{name}-{index}.{name}:7070" for index in range(count)]
+    assert variables["LIGHTNING_SPOT_SERVERS"].split(",") == named
+    admitted = servers["NetworkPolicy"]["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
+    assert admitted.items() <= job["spec"]["template"]["metadata"]["labels"].items()
