@@ -54,7 +54,7 @@ DRILL_VARIABLE = "LIGHTNING_SPOT_DRILL"
 NOTICE_FILE_VARIABLE = "LIGHTNING_SPOT_NOTICE_FILE"
 """Names a file whose appearance is a notice."""
 
-MOST_NODES = 64
+MOST_SERVERS = 64
 """Snapshot servers that one run may have."""
 
 HIGHEST_ATTEMPT = 10**9 - 1
