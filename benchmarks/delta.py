@@ -19,7 +19,7 @@ from benchmarks.measure import GIB, Result, memory_node, scratch
 from benchmarks.throttle import Throttle
 from examples.stdlib_gpt import ByteGPT, StdlibSource
 from lightning_spot.client.part_lanes import CONNECTIONS
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.delta import Coding, decode, encode
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -163,7 +163,7 @@ class _Sender:
     """Sends consecutive snapshots of a run of its own."""
 
     def __init__(self, url: str, run_id: str, compression: Compression) -> None:
-        self._store = NodeStore(f"{url}/run@{run_id}")
+        self._store = ServerStore(f"{url}/run@{run_id}")
         fields = {"name": "run", "id": run_id, "location": "", "attempt": 1, "token": "t"}
         self._store.open_run(RunInfo(**fields, keep=1, compression=compression))  # type: ignore[arg-type]
         self._earlier: dict[str, Glance] = {}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.measure import GIB, Result, scratch, seconds
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
 from lightning_spot.config import PART_BYTES
 from lightning_spot.image.manifest import Manifest, snapshot_name
 
@@ -95,7 +95,7 @@ def run(quick: bool) -> list[Result]:
     raw: dict[int, list[float]] = {1: [], 4: []}
     with scratch() as folder, node(folder) as url, contextlib.ExitStack() as stack:
         ports = {count: stack.enter_context(raw_receiver(GIB, count)) for count in raw}
-        store = NodeStore(f"{url}/run")
+        store = ServerStore(f"{url}/run")
         for step in range(rounds + 3):  # the first three make the slots
             for start in range(0, GIB, PART_BYTES):  # what the server has already would not be sent
                 image[start : start + 8] = step.to_bytes(8, "little")

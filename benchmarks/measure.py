@@ -156,9 +156,9 @@ def scratch() -> Iterator[Path]:
 
 
 def _end_nodes(runtime_dir: Path) -> None:
-    from lightning_spot.client.node_client import NodeClient
+    from lightning_spot.client.server_client import ServerClient
     from lightning_spot.protocol.wire import Address
 
     for http in runtime_dir.glob("*.http"):
         with contextlib.suppress(Exception):
-            os.kill(int(NodeClient(Address(socket_path=str(http))).call("GET", "/v1/status")["pid"]), signal.SIGKILL)
+            os.kill(int(ServerClient(Address(socket_path=str(http))).call("GET", "/v1/status")["pid"]), signal.SIGKILL)

@@ -25,7 +25,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from benchmarks.ingest import node
 from benchmarks.measure import Result, scratch, seconds, training_state
 from lightning_spot.client import starting
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.fit.collectives import Agreement
 from lightning_spot.fit.restore import SharedOpening
@@ -75,7 +75,7 @@ def run(quick: bool) -> list[Result]:
         location = Location.of(folder / "run", servers=url, run_name="run")
         file = Path("/dev/shm") / f"{folder.name}.ckpt"
         shutil.copy(folder / "run" / manifest.data_path, file)
-        memory, remote = MemorySource(str(folder / "run"), "run"), StoreSource(NodeStore(f"{url}/run"), url)
+        memory, remote = MemorySource(str(folder / "run"), "run"), StoreSource(ServerStore(f"{url}/run"), url)
         durable = StoreSource(open_store(str(folder / "run")), str(folder / "run"))
         try:
             for _ in range(rounds + 1):

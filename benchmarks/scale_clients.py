@@ -12,7 +12,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
 from lightning_spot.errors import SpotError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.runs import RunInfo
@@ -40,7 +40,7 @@ class Client:
         self.commits: list[tuple[float, float]] = []
         self.errors: list[str] = []
         self._run = f"{number + 1:012x}"
-        self._store = NodeStore(f"{url}/run@{self._run}")
+        self._store = ServerStore(f"{url}/run@{self._run}")
         self._image, self._part_bytes = bytearray(nbytes), part_bytes
         self._step = int(1000 * time.time())  # later than those of this run in an earlier measurement
         below = f"{durable}/{self._run}" if durable else None

@@ -60,7 +60,7 @@ NOTICE_FILE_VARIABLE = "LIGHTNING_SPOT_NOTICE_FILE"
 RESTARTER_VARIABLE = "LIGHTNING_SPOT_RESTARTER_PID"
 """Names the process that starts the training again."""
 
-MOST_NODES = 64
+MOST_SERVERS = 64
 """Snapshot servers that one run may have."""
 
 HIGHEST_ATTEMPT = 10**9 - 1

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_spot.capture.host_link import within
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FencedError, ServerUnreachableError, SpotError
 from lightning_spot.image.manifest import Manifest
@@ -88,7 +88,7 @@ class PastMemory:
         if not url or newest is None:
             return ""
         try:
-            return "" if NodeStore(url).holds(newest.name, wait_s) else "has it no more"
+            return "" if ServerStore(url).holds(newest.name, wait_s) else "has it no more"
         except SpotError as error:
             return f"cannot be asked ({error})"
 
@@ -113,7 +113,7 @@ class PastMemory:
 
     def _owed_at(self, url: str, name: str, deadline_s: float) -> list[str] | None:
         """What a server owes of a snapshot in the end, one line each; ``None`` if it does not have it (any more)."""
-        store = NodeStore(url)
+        store = ServerStore(url)
         if not any(manifest.name == name for manifest, _dirty, _safe in store.listing()):
             return None
         if owed := store.flush(within(deadline_s)):
@@ -125,7 +125,7 @@ class PastMemory:
 
     def _write_to(self, node: str, checkpoint: Any, manifest: Manifest) -> bool:
         """Bring a snapshot to a snapshot server; whether it is there, and will be durable without this host."""
-        store = NodeStore(f"{node.rstrip('/')}/{self._info.text}")
+        store = ServerStore(f"{node.rstrip('/')}/{self._info.text}")
         try:
             opened = store.open_run(replace(self._info, nodes=(), session=""))
             if not opened.carries:

@@ -80,7 +80,7 @@ def command_parser() -> argparse.ArgumentParser:
 def _serve(arguments: argparse.Namespace) -> int:
     logging.getLogger().setLevel(logging.INFO)
     try:
-        return program.run_node(flags.settings_from(arguments))
+        return program.serve(flags.settings_from(arguments))
     except OSError as error:
         _say(f"lightning-spot serve: {error}")
         return 2

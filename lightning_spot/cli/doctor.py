@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_spot.cli.arguments import check_replicas_given, location_of
 from lightning_spot.cli.output import error_console, wide_console
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import check_number, format_bytes, format_seconds, parse_flag_bytes, read_environment
@@ -69,7 +69,7 @@ def why_not_carried(server: str, durable_url: str) -> str:
         SpotError: if it does not answer.
     """
     run = RunInfo(name="doctor", id=secrets.token_hex(6), location="", attempt=1, token="", durable_url=durable_url)
-    store = NodeStore(f"{server.rstrip('/')}/{run_text(run.name, run.id)}")
+    store = ServerStore(f"{server.rstrip('/')}/{run_text(run.name, run.id)}")
     try:
         return store.open_run(run).why_not
     finally:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lightning_spot.cli.arguments import LATEST, check_given, location_of, split_run
 from lightning_spot.cli.output import error_console, plain_table, print_line, wide_console
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
 from lightning_spot.config import PART_BYTES, format_bytes, format_count
 from lightning_spot.errors import (
     CorruptSnapshotError,
@@ -210,7 +210,7 @@ def _ask_servers(url: str, arguments: argparse.Namespace) -> Found:
     servers = [str(address), *(str(parse_spot_url(item)[0]) for item in arguments.server)]
     answers: list[tuple[Source, Holdings]] = []
     for server in servers:
-        at_server = StoreSource(NodeStore(f"{server}/{run}"), server)
+        at_server = StoreSource(ServerStore(f"{server}/{run}"), server)
         try:
             holdings = at_server.survey()
             answers.append((at_server, holdings))
@@ -248,7 +248,7 @@ def _ask_run(url: str, arguments: argparse.Namespace) -> Found:
 def _entries(source: Source, holdings: Holdings) -> list[Entry]:
     """The snapshots a tier holds, with their state; a server says of each where it is safe."""
     server = source if isinstance(source, MemorySource) else getattr(source, "store", None)
-    if not isinstance(server, (MemorySource, NodeStore)):
+    if not isinstance(server, (MemorySource, ServerStore)):
         state = "replicated" if isinstance(source, Union) else "persisted"
         return [Entry(manifest, source, state) for manifest in holdings.manifests]
     listed: dict[str, list[Listed]] = {}

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spot.client.connection import connect_to_own
-from lightning_spot.client.node_client import NodeClient, quoted
+from lightning_spot.client.server_client import ServerClient, quoted
 from lightning_spot.config import SERVER_CALL_TIMEOUT_S, environment_to_hand_over, read_environment
 from lightning_spot.errors import (
     FailureReason,
@@ -43,7 +43,7 @@ from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Making
 from lightning_spot.memory.tier import Listed, TierHealth
 from lightning_spot.protocol.process import wait_readable
-from lightning_spot.protocol.record import NodeRecord
+from lightning_spot.protocol.record import ServerRecord
 from lightning_spot.protocol.wire import Address
 from lightning_spot.staging.slot import map_shared
 from lightning_spot.tiers.store import newest_first
@@ -219,13 +219,13 @@ class EmbeddedHost:
             views of it lets them go.
     """
 
-    def __init__(self, record: NodeRecord, run: str, server_call_timeout_s: float = SERVER_CALL_TIMEOUT_S) -> None:
+    def __init__(self, record: ServerRecord, run: str, server_call_timeout_s: float = SERVER_CALL_TIMEOUT_S) -> None:
         self.run = run
         self.attempt = 0
         self.server_call_timeout_s = server_call_timeout_s
         self.memory_bytes = int(record.settings().get("memory_bytes", sys.maxsize))
         self.released: Callable[[mmap.mmap], None] | None = None
-        self.client = NodeClient(Address(socket_path=str(record.http)))
+        self.client = ServerClient(Address(socket_path=str(record.http)))
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
         self.session = Session(record.fds, read_environment().token, server_call_timeout_s)
         try:

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
-from lightning_spot.client.node_client import NodeClient, quoted
+from lightning_spot.client.server_client import ServerClient, quoted
 from lightning_spot.errors import SettingsError, SnapshotNotFoundError
 from lightning_spot.memory.runs import LAST
 from lightning_spot.protocol.wire import Address, answered, file_path, parse_spot_url
@@ -41,7 +41,7 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
         super().__init__(host=host, port=port, use_listings_cache=False, **storage_options)
         if not host:
             raise SettingsError("a spot:// URL names its server: spot://host:port/run/last.ckpt")
-        self.client = NodeClient(Address(host=host, port=port))
+        self.client = ServerClient(Address(host=host, port=port))
 
     @classmethod
     def _strip_protocol(cls, path: str | list[str]) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 
 from lightning_spot.client.encoding import OutgoingPart, Part, PartEncoder
-from lightning_spot.client.node_client import PING_S, NodeClient, PartStream
+from lightning_spot.client.server_client import PING_S, PartStream, ServerClient
 from lightning_spot.errors import CorruptSnapshotError, ServerRefusedError, ServerUnreachableError, TierReason
 from lightning_spot.memory.tier import Sent
 from lightning_spot.protocol.wire import PartKind
@@ -31,7 +31,7 @@ class PartLanes:
         url: of the run there, for messages.
     """
 
-    def __init__(self, client: NodeClient, url: str) -> None:
+    def __init__(self, client: ServerClient, url: str) -> None:
         self._client, self._url = client, url
 
     def send(self, upload: str, parts: Iterator[Part], count: int, encoder: PartEncoder) -> Sent:

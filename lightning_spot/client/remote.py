@@ -19,8 +19,8 @@ from lightning_spot.client.encoding import (
     PartEncoder,
     packers,
 )
-from lightning_spot.client.node_client import NodeClient, quoted
 from lightning_spot.client.part_lanes import CONNECTIONS, PartLanes
+from lightning_spot.client.server_client import ServerClient, quoted
 from lightning_spot.config import LARGEST
 from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, SpotError
 from lightning_spot.image.coming import Coming
@@ -60,7 +60,7 @@ _TOLD = (
 )
 
 
-class NodeStore:
+class ServerStore:
     """Snapshots of one run at a server; implements :class:`~lightning_spot.tiers.store.Store`.
 
     Args:
@@ -76,7 +76,7 @@ class NodeStore:
         self.url = url.rstrip("/")
         address, path = parse_spot_url(url)
         self.run = path.rpartition("/")[2]
-        self.client = NodeClient(address)
+        self.client = ServerClient(address)
         self.sent = Sent()
         self._rule = CompressionRule()
         self._approximation = Approximation()
@@ -342,7 +342,7 @@ class NodeStore:
         )
 
 
-def _abort(client: NodeClient, upload: str) -> None:
+def _abort(client: ServerClient, upload: str) -> None:
     """Take an upload back, if the server can be reached."""
     try:
         client.call("DELETE", f"/v1/uploads/{upload}", timeout_s=_ASK_S)

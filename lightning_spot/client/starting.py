@@ -20,7 +20,7 @@ from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.config import SERVER_CALL_TIMEOUT_S, UPLOAD_TIMEOUT_S
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SpotError, TierReason
 from lightning_spot.protocol.ownership import open_file, remove_file, tail_of
-from lightning_spot.protocol.record import NodeRecord, find_record
+from lightning_spot.protocol.record import ServerRecord, find_record
 from lightning_spot.say import say
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ def _is_of_other_version(dirpath: str, run: str) -> bool:
     return False
 
 
-def _end_other_version(record: NodeRecord) -> bool:
+def _end_other_version(record: ServerRecord) -> bool:
     """Send a server SIGTERM and wait for its end; whether it has ended. The caller has the record's lock."""
     process = record.process()
     if process is None or not process.alive:
@@ -148,7 +148,7 @@ def _end_other_version(record: NodeRecord) -> bool:
 
 
 def _connect(
-    record: NodeRecord,
+    record: ServerRecord,
     run: str,
     server_call_timeout_s: float,
     settings: Callable[[], dict[str, Any]],
@@ -187,7 +187,7 @@ def _connect(
                 return None
 
 
-def _wait_or_end(record: NodeRecord, error: ServerUnreachableError, deadline: float) -> None:
+def _wait_or_end(record: ServerRecord, error: ServerUnreachableError, deadline: float) -> None:
     """Give a server that is coming up or leaving a little time; end one that has stopped answering."""
     if time.monotonic() > deadline:
         raise ServerUnreachableError(f"the local server does not answer at {record.http}; see {record.log}") from error
@@ -209,8 +209,8 @@ def _wait_or_end(record: NodeRecord, error: ServerUnreachableError, deadline: fl
 
 
 def _spawn(
-    record: NodeRecord,
-    opened: NodeRecord,
+    record: ServerRecord,
+    opened: ServerRecord,
     deadline: float,
     *,
     slots: int,

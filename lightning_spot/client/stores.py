@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
 from lightning_spot.config import directory_of, scheme_of
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.objects import ObjectStore
@@ -24,7 +24,7 @@ def open_store(url: str, beneath: Sequence[str] | None = None) -> Store:
     """
     scheme = scheme_of(url)
     if scheme == "spot":
-        return NodeStore(url)
+        return ServerStore(url)
     if not scheme:
         return LocalStore(directory_of(url), beneath)
     return ObjectStore(url, is_lent=beneath is not None)

@@ -22,7 +22,7 @@ from lightning_spot.client.starting import attach
 from lightning_spot.errors import PreemptedError, SettingsError, SpotError
 from lightning_spot.protocol.ownership import read_file, replace_file
 from lightning_spot.protocol.process import ProcessId
-from lightning_spot.protocol.record import NodeRecord, find_record
+from lightning_spot.protocol.record import ServerRecord, find_record
 from lightning_spot.run.location import Location
 from lightning_spot.say import say
 from lightning_spot.untrusted import SMALL_BYTES, integer, line, read_object
@@ -123,7 +123,7 @@ def _tell_others(named: Location) -> None:
         )
 
 
-def _note(record: NodeRecord) -> Path:
+def _note(record: ServerRecord) -> Path:
     return record.folder / f"{record.key}.fits"
 
 

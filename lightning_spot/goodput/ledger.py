@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Annotated, Any
 
-from lightning_spot.config import HIGHEST_ATTEMPT, MOST_NODES
+from lightning_spot.config import HIGHEST_ATTEMPT, MOST_SERVERS
 from lightning_spot.errors import MalformedError
 from lightning_spot.untrusted import MOST_UNIX_S, UnixSeconds, decoded, integer, items, listed, number, text, whole
 
@@ -64,7 +64,7 @@ class AttemptRecord:
     blocked_s: UnixSeconds = 0.0
     snapshots: Annotated[list[tuple[int, float]], _snapshots] = field(default_factory=list)
     restore_s: UnixSeconds = 0.0
-    replicas: Annotated[int, whole(0, MOST_NODES)] = 0
+    replicas: Annotated[int, whole(0, MOST_SERVERS)] = 0
     end: Annotated[str, _end] = "running"
     earlier: Account | None = None
 

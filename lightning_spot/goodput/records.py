@@ -26,7 +26,7 @@ from lightning_spot.goodput.ledger import Account, AttemptRecord, Spent, account
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.protocol.ownership import read_file, replace_file
 from lightning_spot.protocol.process import ProcessId
-from lightning_spot.protocol.record import NodeRecord, find_record
+from lightning_spot.protocol.record import ServerRecord, find_record
 from lightning_spot.say import recovered, say
 from lightning_spot.tiers.fences import ATTEMPTS_DIR
 from lightning_spot.tiers.fsspec_client import make_parent, open_filesystem, tier_errors
@@ -224,7 +224,7 @@ def _step_s(record: AttemptRecord) -> float:
     return (record.unix_s - record.trained_unix_s) / steps if record.trained_unix_s is not None and steps > 0 else 0.0
 
 
-def _path(record: NodeRecord, attempt: int) -> Path:
+def _path(record: ServerRecord, attempt: int) -> Path:
     return record.folder / f"{record.key}.attempt-{attempt:04d}.reached"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args
 
-from lightning_spot.config import HIGHEST_ATTEMPT, KEEP, LARGEST, MOST_NODES, check_run_name, directory_of, scheme_of
+from lightning_spot.config import HIGHEST_ATTEMPT, KEEP, LARGEST, MOST_SERVERS, check_run_name, directory_of, scheme_of
 from lightning_spot.errors import ServerRefusedError, SettingsError
 from lightning_spot.image.manifest import MOST_WRITERS, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.image.packing import Compression
@@ -80,7 +80,7 @@ def texts(fields: Mapping[str, Any], name: str, _default: object = None) -> tupl
     Raises:
         MalformedError: otherwise.
     """
-    return tuple(text({name: item}, name, None) for item in items(fields, name, MOST_NODES))
+    return tuple(text({name: item}, name, None) for item in items(fields, name, MOST_SERVERS))
 
 
 def _seconds(fields: Mapping[str, Any], name: str, _default: object) -> float:
@@ -136,7 +136,7 @@ class RunInfo:
     min_upload_interval_s: Annotated[float, _seconds] | None = None
     compression: Annotated[Compression, _compression] = "auto"
     nodes: Annotated[tuple[str, ...], texts] = ()
-    replicas: Annotated[int, whole(1, MOST_NODES)] = 1
+    replicas: Annotated[int, whole(1, MOST_SERVERS)] = 1
     hosts: Annotated[int, whole(1, MOST_WRITERS)] = 1
     apart: Annotated[int, whole(0, MOST_WRITERS)] | None = None
     carry: bool = True

@@ -41,7 +41,7 @@ _FORGOTTEN_S = 30 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class NodeRecord:
+class ServerRecord:
     """Where the local server of a run keeps its things.
 
     Attributes:
@@ -83,7 +83,7 @@ class NodeRecord:
         return self.folder / f"{self.key}.ending"
 
     @contextmanager
-    def opened(self) -> Iterator[NodeRecord]:
+    def opened(self) -> Iterator[ServerRecord]:
         """The same record by its directory, open: for whoever makes or removes something in it.
 
         Raises:
@@ -209,7 +209,7 @@ def hold(path: Path, within_s: float) -> int | None:
         os.close(fd)
 
 
-def find_record(dirpath: str) -> NodeRecord:
+def find_record(dirpath: str) -> ServerRecord:
     """The record of the local server that serves a run's durable URL (whether or not it lives).
 
     Raises:
@@ -225,7 +225,7 @@ def find_record(dirpath: str) -> NodeRecord:
             " one, such as a folder below it that is not there yet"
         ) from error
     place = os.path.realpath(dirpath) if dirpath.startswith("/") else dirpath  # one server, whatever links lead there
-    record = NodeRecord(folder, run_key(place))
+    record = ServerRecord(folder, run_key(place))
     if len(str(record.http)) > _LONGEST_SOCKET_PATH:
         raise SettingsError(
             f"{folder} is too long for a socket's path; set LIGHTNING_SPOT_RUNTIME_DIR to a shorter one"
@@ -244,7 +244,7 @@ def sweep(folder: Path) -> None:
             if now_s - path.lstat().st_mtime > _FORGOTTEN_S:
                 path.unlink()
     for path in folder.glob("*.alive"):
-        record = NodeRecord(folder, path.name.removesuffix(".alive"))
+        record = ServerRecord(folder, path.name.removesuffix(".alive"))
         with contextlib.suppress(OSError, SettingsError):  # another server may be sweeping it too
             fd = hold(path, 0.0) if now_s - path.lstat().st_mtime > _ABANDONED_S else None
             if fd is not None:

@@ -195,15 +195,15 @@ class ClaimWatch:
             recovered("claim-failing", text, about=self._url, attempt=self._claim.attempt)
 
 
-def elsewhere(nodes: Sequence[str], replicas: int) -> tuple[str, ...]:
+def elsewhere(servers: Sequence[str], replicas: int) -> tuple[str, ...]:
     """The servers that outlive this machine; all of them if none does. A server at a loopback address counts as one.
 
     Args:
-        nodes: ``spot://host:port`` of each.
+        servers: ``spot://host:port`` of each.
         replicas: how many are wanted; fewer are said.
     """
-    found = tuple(node for node in nodes if not is_here(parse_spot_url(node)[0].host))
-    if len(found) < min(replicas, len(nodes)):
+    found = tuple(server for server in servers if not is_here(parse_spot_url(server)[0].host))
+    if len(found) < min(replicas, len(servers)):
         say(
             logging.WARNING,
             "replicas-here",
@@ -213,7 +213,7 @@ def elsewhere(nodes: Sequence[str], replicas: int) -> tuple[str, ...]:
             replicas=replicas,
             count=len(found),
         )
-    return found or tuple(nodes)
+    return found or tuple(servers)
 
 
 def is_here(host: str) -> bool:

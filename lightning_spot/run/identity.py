@@ -24,7 +24,7 @@ def new_id() -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NodeRun:
+class ServerRun:
     """A run as a server lists it.
 
     Attributes:
@@ -55,7 +55,7 @@ class Identity:
 
     run_id: str
     copied_from: str = ""
-    unsure: NodeRun | None = None
+    unsure: ServerRun | None = None
 
 
 def identify(
@@ -63,7 +63,7 @@ def identify(
     location: str,
     inode: int,
     claim: Claim | None,
-    runs: Sequence[NodeRun],
+    runs: Sequence[ServerRun],
     host: str,
     named: bool,
     make_id: Callable[[], str] = new_id,
@@ -93,7 +93,7 @@ def identify(
     return Identity(run_id=make_id(), unsure=here[-1] if here else None)
 
 
-def runs_of(run_id: str, runs: Iterable[NodeRun]) -> list[NodeRun]:
+def runs_of(run_id: str, runs: Iterable[ServerRun]) -> list[ServerRun]:
     """Those of ``runs`` that are the run of this identity."""
     return [run for run in runs if run.id == run_id]
 

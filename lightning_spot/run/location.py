@@ -12,7 +12,7 @@ from pathlib import Path
 from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import (
-    MOST_NODES,
+    MOST_SERVERS,
     check_number,
     directory_of,
     parse_bytes,
@@ -72,9 +72,9 @@ class Location:
             raise SettingsError(f"dirpath={without_password(url)!r}: {why}")
         scheme = scheme_of(url)
         if scheme == "spot":
-            node = "/".join(url.split("/")[:3])
+            server = "/".join(url.split("/")[:3])
             raise SettingsError(
-                f"dirpath={url!r}: it is where snapshots become durable; a server goes into servers={node!r}"
+                f"dirpath={url!r}: it is where snapshots become durable; a server goes into servers={server!r}"
             )
         # "~" is the home directory, as in Lightning's own callbacks: YAML knows no shell.
         url = plain_url(url) if scheme else os.path.abspath(os.path.expanduser(directory_of(url)))
@@ -209,8 +209,8 @@ def _server_urls(servers: str | Sequence[str] | None) -> tuple[str, ...]:
     if several and not servers:
         raise SettingsError(f"servers={servers!r} names no snapshot server. For none leave servers out")
     urls = tuple(map(_server_url, servers if several else [servers]))
-    if len(urls) > MOST_NODES:
-        raise SettingsError(f"servers= names {len(urls)} snapshot servers: a run has {MOST_NODES} at most")
+    if len(urls) > MOST_SERVERS:
+        raise SettingsError(f"servers= names {len(urls)} snapshot servers: a run has {MOST_SERVERS} at most")
     if len(set(urls)) < len(urls):
         raise SettingsError(f"servers={servers!r} names a server twice; one that is gone takes both with it")
     return urls

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.part_lanes import CONNECTIONS
-from lightning_spot.client.remote import NodeStore, fetch_ranges
+from lightning_spot.client.remote import ServerStore, fetch_ranges
 from lightning_spot.client.starting import attach
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import (
@@ -261,14 +261,14 @@ class StoreSource:
             except OSError as error:
                 raise TierError(f"{url}: {error.strerror}", tier=self.store.url) from error
             return _checked(OpenSnapshot(manifest, self.tier, url, fd), progress)
-        if isinstance(self.store, NodeStore) and use is Use.LOAD and not manifest.files:
+        if isinstance(self.store, ServerStore) and use is Use.LOAD and not manifest.files:
             return Streamed(manifest, self.tier, self.store, url, progress)
         return receive(self.store, manifest, self.tier, url, progress)
 
     @contextlib.contextmanager
     def shards(self) -> Iterator[ShardPlace]:
         """Where the shards that it has are read."""
-        yield self.store if isinstance(self.store, NodeStore) else _StoredShards(self.store)
+        yield self.store if isinstance(self.store, ServerStore) else _StoredShards(self.store)
 
 
 class _StoredShards:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_spot import retry
-from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.starting import attach, end_other_version
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import LARGEST
@@ -33,7 +33,7 @@ from lightning_spot.errors import (
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.protocol.wire import answered, parse_spot_url
 from lightning_spot.retry import RetryPolicy, retried
-from lightning_spot.run.identity import Identity, NodeRun, identify, runs_of
+from lightning_spot.run.identity import Identity, ServerRun, identify, runs_of
 from lightning_spot.run.location import Location
 from lightning_spot.run.sources import HOST, STORAGE, MemorySource, Source, StoreSource, Union
 from lightning_spot.say import forget, recovered, say
@@ -67,7 +67,7 @@ class Survey:
     identity: Identity
     durable: Holdings | None
     claim: Claim | None
-    runs: dict[str, NodeRun] = field(default_factory=dict)
+    runs: dict[str, ServerRun] = field(default_factory=dict)
     answers: list[tuple[Source, Holdings]] = field(default_factory=list)
     problems: dict[str, str] = field(default_factory=dict)
 
@@ -120,7 +120,7 @@ def survey(location: Location, policy: RetryPolicy | None = None, *, begins: boo
     if begins:
         end_other_version(location.url, location.name)
     asked: dict[str, Callable[[], Any]] = {
-        node: functools.partial(_node_runs, node, policy) for node in location.servers
+        server: functools.partial(_server_runs, server, policy) for server in location.servers
     }
     asked[HOST] = lambda: retry.with_retries(lambda: _local_runs(location), policy, HOST)
     asked[STORAGE] = lambda: _Durable.ask(store, policy, commits=begins)
@@ -136,7 +136,7 @@ def survey(location: Location, policy: RetryPolicy | None = None, *, begins: boo
         named=location.named,
     )
     runs = {tier: found[0] for tier, all_runs in listed.items() if (found := runs_of(identity.run_id, all_runs))}
-    sources = {tier: _node_source(location, tier, run) for tier, run in runs.items()}
+    sources = {tier: _server_source(location, tier, run) for tier, run in runs.items()}
     listings = {
         tier: functools.partial(retry.with_retries, source.survey, policy, tier) for tier, source in sources.items()
     }
@@ -165,14 +165,14 @@ def look_again(found: Survey) -> Survey:
     store, policy = open_store(found.location.url), retry.DEFAULT_POLICY
     answers, problems = ask_all({STORAGE: lambda: _Durable.ask(store, policy, commits=True)}, policy.answer_s)
     answer: _Durable | None = answers.get(STORAGE)
-    nodes: list[tuple[Source, Holdings]] = [
+    others: list[tuple[Source, Holdings]] = [
         (source, holdings)
         for source, holdings in found.answers
         if source.tier != STORAGE and not isinstance(source, Union)
     ]
     if answer is None:
-        return replace(found, durable=None, answers=nodes, problems={**found.problems, **problems})
-    found_at = [*nodes, (StoreSource(store, STORAGE), answer.holdings)]
+        return replace(found, durable=None, answers=others, problems={**found.problems, **problems})
+    found_at = [*others, (StoreSource(store, STORAGE), answer.holdings)]
     return replace(found, durable=answer.holdings, claim=answer.claim, answers=[*found_at, *union(found_at)])
 
 
@@ -263,7 +263,7 @@ def _left_of(holdings: Holdings) -> list[str]:
     return sorted(left, key=lambda name: left[name], reverse=True)[:_MOST_LEFT]
 
 
-def _local_runs(location: Location) -> list[NodeRun]:
+def _local_runs(location: Location) -> list[ServerRun]:
     """What the local server holds, also that of an earlier attempt where this one uses none."""
     try:
         host = attach(location.url, location.name)
@@ -280,20 +280,20 @@ def _local_runs(location: Location) -> list[NodeRun]:
         host.disconnect()
 
 
-def _node_runs(node: str, policy: retry.RetryPolicy) -> list[NodeRun]:
+def _server_runs(server: str, policy: retry.RetryPolicy) -> list[ServerRun]:
     """Ask a snapshot server as often as storage: it may be minutes ahead of that."""
-    client = NodeClient(parse_spot_url(node)[0])
+    client = ServerClient(parse_spot_url(server)[0])
     try:
-        return retry.with_retries(lambda: _listed(client), policy, node)
+        return retry.with_retries(lambda: _listed(client), policy, server)
     finally:
         client.close()
 
 
-def _listed(client: NodeClient) -> list[NodeRun]:
+def _listed(client: ServerClient) -> list[ServerRun]:
     answer = client.call("GET", "/v1/runs", pulse=client.ping)
     with answered(str(client.address)):
         return [
-            NodeRun(
+            ServerRun(
                 name=file_name(item, "name", None),
                 id=file_name(item, "id"),
                 location=line(item, "location"),
@@ -304,7 +304,7 @@ def _listed(client: NodeClient) -> list[NodeRun]:
         ]
 
 
-def _node_source(location: Location, tier: str, run: NodeRun) -> Source:
+def _server_source(location: Location, tier: str, run: ServerRun) -> Source:
     text = f"{run.name}@{run.id}"
     if tier == HOST:
         return MemorySource(location.url, text)

@@ -23,7 +23,7 @@ from lightning_spot.config import (
 )
 from lightning_spot.errors import SettingsError
 from lightning_spot.memory.runs import check_prefix
-from lightning_spot.protocol.record import NodeRecord
+from lightning_spot.protocol.record import ServerRecord
 from lightning_spot.protocol.wire import DEFAULT_PORT
 from lightning_spot.staging.slot import host_memory_bytes
 
@@ -31,7 +31,7 @@ _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NodeSettings:
+class ServerSettings:
     """How a server is run.
 
     Attributes:
@@ -49,7 +49,7 @@ class NodeSettings:
 
     host: str = ""
     port: int = 0
-    record: NodeRecord | None = None
+    record: ServerRecord | None = None
     flush_to: str | None = None
     allow: tuple[str, ...] = ()
     memory_bytes: int = 8 * 2**30
@@ -115,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--embedded", nargs=2, metavar=("DIR", "KEY"), help=argparse.SUPPRESS)
 
 
-def settings_from(arguments: argparse.Namespace) -> NodeSettings:
+def settings_from(arguments: argparse.Namespace) -> ServerSettings:
     """Check the flags.
 
     Raises:
@@ -137,7 +137,7 @@ def settings_from(arguments: argparse.Namespace) -> NodeSettings:
     }
     if arguments.embedded:
         folder, key = arguments.embedded
-        return NodeSettings(record=NodeRecord(Path(folder), key), **shared)
+        return ServerSettings(record=ServerRecord(Path(folder), key), **shared)
     if (whole := host_memory_bytes()) < shared["memory_bytes"]:
         raise SettingsError(
             f"--memory-limit {arguments.memory_limit}: this machine (or container) has {format_bytes(whole)} in all."
@@ -154,7 +154,7 @@ def settings_from(arguments: argparse.Namespace) -> NodeSettings:
         )
     flush_to = _absolute("--storage", arguments.storage) if arguments.storage is not None else None
     allow = tuple(check_prefix(_absolute("--allow-storage", prefix)) for prefix in arguments.allow_storage)
-    return NodeSettings(host=host, port=int(port), flush_to=flush_to, allow=allow, **shared)
+    return ServerSettings(host=host, port=int(port), flush_to=flush_to, allow=allow, **shared)
 
 
 def _absolute(flag: str, url: str) -> str:

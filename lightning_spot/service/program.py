@@ -41,10 +41,10 @@ from lightning_spot.memory.slots import Slot
 from lightning_spot.protocol.listening import accepted, allow_descriptors
 from lightning_spot.protocol.ownership import is_own_user, own_directories, own_socket, peer_of, remove_file
 from lightning_spot.protocol.process import ProcessId, open_pidfd, wait_readable
-from lightning_spot.protocol.record import NodeRecord, hold, sweep
+from lightning_spot.protocol.record import ServerRecord, hold, sweep
 from lightning_spot.retry import unless_silent
 from lightning_spot.say import say
-from lightning_spot.service.flags import NodeSettings, add_arguments, settings_from
+from lightning_spot.service.flags import ServerSettings, add_arguments, settings_from
 from lightning_spot.service.http import Service
 from lightning_spot.service.limits import DESCRIPTORS
 from lightning_spot.threads import in_background
@@ -68,7 +68,7 @@ _SHUTDOWN_S = 5.0
 _SILENT_S = 20.0
 
 
-def run_node(settings: NodeSettings) -> int:
+def serve(settings: ServerSettings) -> int:
     """Serve until SIGTERM or SIGINT (or, embedded, until the run ends or nobody comes), then drain.
 
     Returns:
@@ -91,7 +91,7 @@ def run_node(settings: NodeSettings) -> int:
         return _run_embedded(replace(settings, record=opened), opened)
 
 
-def _run_embedded(settings: NodeSettings, record: NodeRecord) -> int:
+def _run_embedded(settings: ServerSettings, record: ServerRecord) -> int:
     """Serve this host's trainers by what is in the open runtime directory."""
     alive = hold(record.alive, _HOLD_S)
     if alive is None:
@@ -129,7 +129,7 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET if socket.AF_INET in found else socket.AF_INET6
 
 
-async def _serve(settings: NodeSettings, listener: socket.socket) -> int:
+async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
     environment = read_environment()
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
     is_lent = settings.record is None
@@ -201,7 +201,7 @@ def _why_not_usable(url: str) -> str:
     return ""
 
 
-def _announce(settings: NodeSettings, listener: socket.socket) -> None:
+def _announce(settings: ServerSettings, listener: socket.socket) -> None:
     facts = [f"{format_bytes(settings.memory_bytes)} of memory"]
     if settings.slots is not None:
         facts.append(f"at most {settings.slots} slots for each rank of a run")
@@ -302,7 +302,7 @@ async def _end(
     service: Service,
     runner: web.AppRunner,
     channel: DescriptorChannel | None,
-    record: NodeRecord | None,
+    record: ServerRecord | None,
     *,
     keep_files: bool,
 ) -> None:
@@ -324,7 +324,7 @@ async def _end(
         record.alive.unlink(missing_ok=True)  # last: who finds it gone may start a new server
 
 
-def _area(settings: NodeSettings, shm_dir: Path | None) -> Path | None:
+def _area(settings: ServerSettings, shm_dir: Path | None) -> Path | None:
     if shm_dir is None:
         return None
     if settings.record is not None:
@@ -338,7 +338,11 @@ def _sweep(shm_dir: Path | None, records: Path) -> None:
         with area, contextlib.suppress(OSError, SettingsError):  # another server may be sweeping it too
             embedded = re.match(r"lightning-spot-([0-9a-f]{16})(-|$)", area.path.name)
             latest_s = max([area.here.stat().st_mtime, *(path.lstat().st_mtime for path in area.here.iterdir())])
-            if embedded is None or time.time() - latest_s < _ABANDONED_S or NodeRecord(records, embedded[1]).running():
+            if (
+                embedded is None
+                or time.time() - latest_s < _ABANDONED_S
+                or ServerRecord(records, embedded[1]).running()
+            ):
                 continue
             if remove_abandoned(area):
                 say(logging.INFO, "slots-removed", "removed {about}, abandoned for a day", about=area.path)
@@ -541,7 +545,7 @@ def main(argv: list[str] | None = None) -> int:
     add_arguments(parser)
     log_plainly(logging.INFO, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        return run_node(settings_from(parser.parse_args(argv)))
+        return serve(settings_from(parser.parse_args(argv)))
     except (SpotError, OSError) as error:
         print(plain(f"lightning-spot serve: {error}", LONGEST_TEXT), file=sys.stderr)
         return 2

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.server_client import ServerClient
 from lightning_spot.exact.compare import differences
 from lightning_spot.image.files import MODEL_FILE
 from lightning_spot.image.manifest import Manifest
@@ -139,7 +139,7 @@ def test_the_snapshot_server_is_lost_and_training_goes_on(
 
 def run_at(url: str) -> tuple[dict[str, Any], list[Any]]:
     """What a node says of its one run, and its slots."""
-    status = NodeClient(parse_spot_url(f"{url}/run")[0]).call("GET", "/v1/status")
+    status = ServerClient(parse_spot_url(f"{url}/run")[0]).call("GET", "/v1/status")
     return next(iter(status["runs"].values()), {}), status["slots"]
 
 

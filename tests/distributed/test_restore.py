@@ -19,7 +19,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_spot.client.filesystem import SpotFileSystem
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.fit import restore, selection
@@ -272,7 +272,7 @@ def test_each_host_reads_a_sharded_snapshot_once_from_a_server(
     )
     with served(Node(slots=2, memory_bytes=2**26, open_store=lambda _url: pytest.fail("written"))) as port:
         proxy = Proxy(f"spot://127.0.0.1:{port}", seed=0)
-        at = NodeStore(f"{proxy.url}/run")
+        at = ServerStore(f"{proxy.url}/run")
         at.put(manifest, memoryview(content), attempt=1)
 
         def look(location: Location) -> Survey:
@@ -425,7 +425,7 @@ def test_a_checkpoint_at_a_server_is_fetched_once_for_each_host(
     content = memoryview((run.root / newest.data_path).read_bytes())
     with served(Node(slots=2, memory_bytes=2**26, open_store=lambda _url: pytest.fail("written"))) as port:
         url = f"spot://127.0.0.1:{port}/run"
-        store = NodeStore(url)
+        store = ServerStore(url)
         store.put(newest, content, attempt=1)
         assert [loaded["step"] for loaded in load_named(f"{url}/last.ckpt", run)] == [6, 6, 6]
         assert sum(filled) == newest.nbytes

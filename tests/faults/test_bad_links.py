@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
 from tests.distributed.test_sharded_bucket import Bucket
 from tests.distributed.test_together import check_run
 from tests.support.link import Link
@@ -48,7 +48,7 @@ def test_a_snapshot_gets_to_a_memory_node_by_a_far_link_and_back(
             sender.open(durable=False, nodes=(url,))
             until(lambda: sender.node.routes.status(RUN_ID)["node"], "the chain", 60.0)
             sent.extend(sender.bring(step, image) for step, image in enumerate(images, 1))
-            store = NodeStore(f"{url}/{RUN}")
+            store = ServerStore(f"{url}/{RUN}")
             for manifest in sorted(store.survey().manifests, key=lambda manifest: manifest.step):
                 image = bytearray(manifest.nbytes)
                 store.fetch(manifest, memoryview(image))

@@ -25,8 +25,8 @@ from hypothesis import given, strategies
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.cli.command import main
 from lightning_spot.client.embedded import Session
-from lightning_spot.client.node_client import NodeClient
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
+from lightning_spot.client.server_client import ServerClient
 from lightning_spot.errors import (
     CorruptSnapshotError,
     FailureReason,
@@ -356,13 +356,13 @@ def test_a_record_reads_back_equal_and_bad_values_are_refused(record: Outer, nam
     ],
 )  # fmt: skip
 def test_an_answer_that_is_none_is_one_error(answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    client = NodeClient(Address("127.0.0.1", 1))
-    monkeypatch.setattr(NodeClient, "call", lambda *_what, **_how: answer)
+    client = ServerClient(Address("127.0.0.1", 1))
+    monkeypatch.setattr(ServerClient, "call", lambda *_what, **_how: answer)
     with pytest.raises(ServerUnreachableError, match="right address") as caught:
         survey._listed(client)
     assert str(caught.value).isprintable()
     with pytest.raises((ServerUnreachableError, SnapshotNotFoundError)):
-        NodeStore("spot://127.0.0.1:1/run").survey()
+        ServerStore("spot://127.0.0.1:1/run").survey()
 
 
 @pytest.mark.parametrize(

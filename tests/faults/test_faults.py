@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
 from lightning_spot.errors import SpotError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.protocol.record import find_record
@@ -128,11 +128,11 @@ def test_a_line_that_is_cut_leaves_no_snapshot(proxied: tuple[RunningNode, Proxy
     manifest, image = big_snapshot(1)
     proxy.cut_after = MIB // 2
     with pytest.raises(SpotError):
-        NodeStore(f"{proxy.url}/run").put(manifest, image, attempt=1)
-    assert NodeStore(f"{node.url}/run").survey().manifests == []
+        ServerStore(f"{proxy.url}/run").put(manifest, image, attempt=1)
+    assert ServerStore(f"{node.url}/run").survey().manifests == []
     proxy.cut_after = None
-    NodeStore(f"{proxy.url}/run").put(manifest, image, attempt=1)
-    assert NodeStore(f"{node.url}/run").survey().manifests == [manifest]
+    ServerStore(f"{proxy.url}/run").put(manifest, image, attempt=1)
+    assert ServerStore(f"{node.url}/run").survey().manifests == [manifest]
 
 
 def test_training_over_a_line_that_breaks_and_heals(
@@ -151,7 +151,7 @@ def test_training_over_a_line_that_breaks_and_heals(
     with pytest.raises(Stop):
         trainer(callback, Break(31)).fit(Net(), data())
     assert LocalStore(tmp_path / "run-1").survey().manifests[0].step == 30
-    reached = NodeStore(f"{node.url}/run-1")
+    reached = ServerStore(f"{node.url}/run-1")
     until(
         lambda: 30 in [manifest.step for manifest in reached.survey().manifests],
         "the local server to try the line again",

@@ -21,7 +21,7 @@ from lightning_spot.capture.contents import Copying
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.slot_pool import SlotMaker, give_back
 from lightning_spot.capture.writer import Background
-from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import (
@@ -178,7 +178,7 @@ def test_a_server_that_fails_a_request_reports_it_and_is_retried(
     """An attempt could not begin, and a snapshot of the end was not waited for, as if no node were there."""
     whole, body = node.flush, {"run": None, "wait_s": 0.0}
     with served(node) as port:
-        client = NodeClient(Address(host="127.0.0.1", port=port))
+        client = ServerClient(Address(host="127.0.0.1", port=port))
         monkeypatch.setattr(node, "flush", once(whole, threading.Event()))
         assert client.call("POST", "/v1/flush", body, again=True) == {"unreached": []}
         monkeypatch.setattr(node, "flush", once(whole, threading.Event()))

@@ -28,7 +28,7 @@ from lightning_spot.capture.writer import SnapshotWriter, stream_parts
 from lightning_spot.cli.command import main
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import FencedError, ServerUnreachableError, TierError
 from lightning_spot.fit.coordinator import Coordinator
@@ -38,7 +38,7 @@ from lightning_spot.interval.deadline import Deadline
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.process import ProcessId
-from lightning_spot.protocol.record import NodeRecord, find_record
+from lightning_spot.protocol.record import ServerRecord, find_record
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.run import survey
 from lightning_spot.run.survey import Survey
@@ -144,7 +144,7 @@ def left_by_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (tmp_path / "earlier/sitecustomize.py").write_text(change)
         earlier.setattr(starting, "subprocess", subprocess)  # a fork would not read it
         earlier.setenv("PYTHONPATH", str(tmp_path / "earlier"))  # of the server that this one starts
-        earlier.setattr("lightning_spot.client.node_client.PROTOCOL_VERSION", PROTOCOL_VERSION - 1)
+        earlier.setattr("lightning_spot.client.server_client.PROTOCOL_VERSION", PROTOCOL_VERSION - 1)
         with pytest.raises(Stop):
             trainer(spot(tmp_path, notices=None, min_upload_interval_s=1000.0), StopAt(7)).fit(Net(), data())
     new_process()
@@ -181,7 +181,7 @@ def test_a_server_started_now_is_not_ended_for_its_version(
 ) -> None:
     """It would be started, and ended, without end."""
     with monkeypatch.context() as mixed:
-        mixed.setattr("lightning_spot.client.node_client.PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
+        mixed.setattr("lightning_spot.client.server_client.PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
         trainer(spot(tmp_path, notices=None)).fit(Net(), data())
     assert len(said(caplog, "no-local-server")) == 1
     process = find_record(str(tmp_path / "run-1")).process()
@@ -191,7 +191,7 @@ def test_a_server_started_now_is_not_ended_for_its_version(
 
 def test_a_server_gets_one_sigterm_from_any_number_of_starts(tmp_path: Path) -> None:
     """A second one would end its uploads."""
-    record = NodeRecord(tmp_path, "0" * 16)
+    record = ServerRecord(tmp_path, "0" * 16)
     ready = "import signal, sys; signal.signal(15, lambda *_: print('told', flush=True)); print('ready', flush=True)"
     command = [sys.executable, "-c", f"{ready}\nwhile True: signal.pause()"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
@@ -342,14 +342,14 @@ def test_a_server_that_has_the_newest_snapshot_is_waited_for(tmp_path: Path, mon
     """Also until it carries the run on: before, it owes nothing."""
     past, safe, flushed = past_memory(tmp_path / "durable"), list[str](), list[str]()
     newest_is_at_a_server(past, manifest_of(1))
-    monkeypatch.setattr(NodeStore, "listing", lambda _store: [(manifest_of(1), list[str](), safe)])
+    monkeypatch.setattr(ServerStore, "listing", lambda _store: [(manifest_of(1), list[str](), safe)])
 
-    def flush(store: NodeStore, _wait_s: float) -> list[str]:
+    def flush(store: ServerStore, _wait_s: float) -> list[str]:
         flushed.append(store.url)
         safe.extend([str(tmp_path / "durable")] if len(flushed) == 2 else [])
         return []
 
-    monkeypatch.setattr(NodeStore, "flush", flush)
+    monkeypatch.setattr(ServerStore, "flush", flush)
     assert past.flush(30.0) == []
     assert flushed == ["spot://127.0.0.1:9/run"] * 2
     safe.clear()
@@ -376,7 +376,7 @@ def test_what_a_memory_node_lost_that_was_started_anew_is_named(
 ) -> None:
     """That one has nothing to flush, and says so."""
     past = past_memory(tmp_path / "durable")
-    monkeypatch.setattr(NodeStore, "listing", lambda _store: [])
+    monkeypatch.setattr(ServerStore, "listing", lambda _store: [])
     newest_is_at_a_server(past, manifest_of(1, nbytes=5000))
     writer = SimpleNamespace(
         committed=manifest_of(1, nbytes=5000),

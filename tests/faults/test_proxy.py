@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from lightning_spot.client.filesystem import SpotFileSystem
-from lightning_spot.client.node_client import NodeClient
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
+from lightning_spot.client.server_client import ServerClient
 from lightning_spot.errors import SpotError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.protocol.wire import parse_spot_url
@@ -31,12 +31,12 @@ class Case:
 
     def __init__(self, node: RunningNode, proxy: Proxy) -> None:
         self.proxy = proxy
-        self.client = NodeClient(parse_spot_url(node.url)[0])
-        self.store = NodeStore(f"{node.url}/run")
+        self.client = ServerClient(parse_spot_url(node.url)[0])
+        self.store = ServerStore(f"{node.url}/run")
         self.client.call("POST", "/v1/runs/run/open", {"attempt": 1})
         self.client.call("POST", "/v1/runs/safe/open", {"attempt": 1})
         self.safe = SAFE.sealed(image_of(1))
-        NodeStore(f"{node.url}/safe").put(self.safe, image_of(1), attempt=1)
+        ServerStore(f"{node.url}/safe").put(self.safe, image_of(1), attempt=1)
 
     def run(self, number: int, kind: str) -> bool:
         """Strike at message ``number`` of everything a client does; whether there were so many messages."""
@@ -49,7 +49,7 @@ class Case:
         return self.proxy.struck
 
     def _snapshot(self, manifest: Manifest, image: memoryview) -> None:
-        remote = NodeStore(f"{self.proxy.url}/run")
+        remote = ServerStore(f"{self.proxy.url}/run")
         said = self._try(lambda: remote.put(manifest, image, attempt=1))
         held = self._held("run")
         assert manifest.name in held or not said

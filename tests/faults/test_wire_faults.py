@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_spot.client.encoding import OutgoingPart, Part, PartEncoder, packers
-from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.server_client import ServerClient
 from lightning_spot.image import packing
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory import ring
@@ -167,7 +167,7 @@ class Upload:
     """An upload of a second snapshot by hand."""
 
     def __init__(self, pair: Pair, image: bytes) -> None:
-        self.client = NodeClient(Address("127.0.0.1", int(pair.url.rpartition(":")[2])))
+        self.client = ServerClient(Address("127.0.0.1", int(pair.url.rpartition(":")[2])))
         self.client.speak_for(1, "token-1")
         self.manifest = manifest_of(2, 1, len(image)).sealed(memoryview(image))
         self.image = image

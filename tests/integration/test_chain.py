@@ -15,8 +15,8 @@ import pytest
 
 from benchmarks import chain as benchmark
 from lightning_spot.client import remote, starting
-from lightning_spot.client.node_client import NodeClient
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
+from lightning_spot.client.server_client import ServerClient
 from lightning_spot.errors import FencedError, SettingsError, SnapshotNotFoundError, TierError
 from lightning_spot.image import sealing
 from lightning_spot.image.manifest import snapshot_name
@@ -317,7 +317,7 @@ class Trainer:
     def kill(self) -> None:
         """``kill -9`` for the trainer and for the node on its host."""
         record = starting.find_record(str(self.durable))
-        node = NodeClient(Address(socket_path=str(record.http))).call("GET", "/v1/status")["pid"]
+        node = ServerClient(Address(socket_path=str(record.http))).call("GET", "/v1/status")["pid"]
         os.kill(node, signal.SIGKILL)
         self.process.kill()
         self.process.wait()
@@ -332,7 +332,7 @@ def test_killed_the_moment_the_memory_node_has_it(start_node: Callable[..., Runn
     node = start_node("--allow-storage", str(tmp_path))
     trainer = Trainer(durable, node.url, 8 * MIB)
     trainer.order(1)
-    store = NodeStore(f"{node.url}/{RUN}")
+    store = ServerStore(f"{node.url}/{RUN}")
     until(lambda: _held(store), "the snapshot server to have it")
     trainer.kill()
     found = until(lambda: LocalStore(durable).survey().manifests, "the snapshot server to make it durable")
@@ -381,7 +381,7 @@ def test_a_restarted_memory_node_is_told_of_the_run_again(
     bench.save(2)
     assert bench.flush(60) == []
     assert LocalStore(bench.tier().url).survey().manifests[0].step == 2
-    assert NodeStore(f"{node.url}/{RUN}").claimed() == 1
+    assert ServerStore(f"{node.url}/{RUN}").claimed() == 1
 
 
 def test_bytes_leave_the_trainers_host_once(start_node: Callable[..., RunningNode], tmp_path: Path) -> None:
@@ -421,7 +421,7 @@ def test_one_gb_is_safe_as_soon_as_over_sockets_with_checksums() -> None:
     assert ratio <= benchmark.TARGET
 
 
-def _held(store: NodeStore) -> Any:
+def _held(store: ServerStore) -> Any:
     try:
         return store.listing()
     except TierError:
@@ -429,7 +429,7 @@ def _held(store: NodeStore) -> Any:
 
 
 def test_a_node_that_forgot_a_run_is_told_all_of_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = NodeStore(f"{FIRST}/{RUN}")
+    store = ServerStore(f"{FIRST}/{RUN}")
     told: list[Any] = []
 
     def call(_method: str, path: str, body: Any = None, **_more: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.checkpoint_io import _joined, _split
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.server_client import ServerClient
 from lightning_spot.config import read_environment
 from lightning_spot.errors import TierError
 from lightning_spot.exact.checkpoint import checkpoint_of
@@ -243,7 +243,7 @@ def test_a_dead_trainer_never_puts_an_older_file_over_a_newer(
     plugin.save_checkpoint({"global_step": 9}, folder / "last.ckpt")
     plugin.teardown()
     (http,) = runtime_dir.glob("*.http")  # the dead one's node, which now tries again
-    NodeClient(Address(socket_path=str(http))).call("POST", "/v1/flush", {"wait_s": 10.0})
+    ServerClient(Address(socket_path=str(http))).call("POST", "/v1/flush", {"wait_s": 10.0})
     assert torch.load(folder / "last.ckpt", weights_only=True)["global_step"] == 9
 
 

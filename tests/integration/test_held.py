@@ -12,7 +12,7 @@ import pytest
 
 from lightning_spot.capture.attempt import paces_of
 from lightning_spot.client import starting
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
 from lightning_spot.errors import FailureReason, FencedError, SettingsError, SnapshotFailedError, TierError
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.interval.costs import Failure
@@ -109,11 +109,11 @@ def test_only_what_is_superseded_or_durable_is_let_go(make_bench: Callable[..., 
 
 def test_a_node_is_told_over_the_network(start_node: Callable[..., RunningNode]) -> None:
     node = start_node("--memory-limit", "3MiB")  # for one slot
-    store = NodeStore(f"{node.url}/{RUN}")
+    store = ServerStore(f"{node.url}/{RUN}")
     store.open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t"))
     manifest = manifest_of(1).sealed(memoryview(bytes(1000)))
     store.put(manifest, memoryview(bytes(1000)), attempt=1)
-    other = NodeStore(f"{node.url}/run@{OTHER_ID}")
+    other = ServerStore(f"{node.url}/run@{OTHER_ID}")
     other.open_run(RunInfo(name="run", id=OTHER_ID, location="", attempt=1, token="t"))
     store.settle(manifest, 1)
     other.put(manifest_of(1, run_id=OTHER_ID).sealed(memoryview(bytes(1000))), memoryview(bytes(1000)), attempt=1)

@@ -15,14 +15,14 @@ import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import MOST_NODES
+from lightning_spot.config import MOST_SERVERS
 from lightning_spot.errors import FencedError, SettingsError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.runs import RunInfo, refusal
 from lightning_spot.memory.tier import NodeTier
 from lightning_spot.run.attempts import ClaimWatch, begin_attempt
-from lightning_spot.run.identity import JUMP, Identity, NodeRun, identify, new_id, next_attempt
+from lightning_spot.run.identity import JUMP, Identity, ServerRun, identify, new_id, next_attempt
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.tiers.fences import Claim
@@ -43,12 +43,12 @@ def claim(**more: Any) -> Claim:
     return Claim(**{**fields, **more})
 
 
-def at_node(**more: Any) -> NodeRun:
-    return NodeRun(**{"name": "run-1", "id": "b" * 12, "location": HERE, "attempt": 5, **more})
+def at_node(**more: Any) -> ServerRun:
+    return ServerRun(**{"name": "run-1", "id": "b" * 12, "location": HERE, "attempt": 5, **more})
 
 
 OLD = "file:///data/old"
-IDENTITIES: dict[str, tuple[int, Claim | None, list[NodeRun], Identity]] = {
+IDENTITIES: dict[str, tuple[int, Claim | None, list[ServerRun], Identity]] = {
     "same": (7, claim(), [], Identity(run_id="a" * 12)),
     "restored": (9, claim(), [], Identity(run_id="a" * 12)),
     "moved": (7, claim(location=OLD), [], Identity(run_id="a" * 12)),
@@ -65,7 +65,7 @@ IDENTITIES: dict[str, tuple[int, Claim | None, list[NodeRun], Identity]] = {
 
 @pytest.mark.parametrize(("inode", "newest", "runs", "expected"), IDENTITIES.values(), ids=IDENTITIES)
 def test_identity_is_in_the_claims_or_in_the_place(
-    inode: int, newest: Claim | None, runs: list[NodeRun], expected: Identity
+    inode: int, newest: Claim | None, runs: list[ServerRun], expected: Identity
 ) -> None:
     found = identify(location=HERE, inode=inode, claim=newest, runs=runs, host="me", named=False, make_id=lambda: "new")
     assert found == expected
@@ -81,10 +81,10 @@ def test_one_place_has_one_run_and_server_however_it_is_written(spelled: str) ->
 
 
 def test_a_run_may_have_as_many_nodes_as_requests_have_room_for() -> None:
-    nodes = [f"spot://ip-10-0-{n}-12.eu-central-1.compute.internal:7070" for n in range(MOST_NODES + 1)]
+    nodes = [f"spot://ip-10-0-{n}-12.eu-central-1.compute.internal:7070" for n in range(MOST_SERVERS + 1)]
     with pytest.raises(SettingsError, match="names 65 snapshot servers: a run has 64 at most"):
         Location.of("/data/run-1", servers=nodes)
-    assert len(Location.of("/data/run-1", servers=nodes[:-1]).servers) == MOST_NODES
+    assert len(Location.of("/data/run-1", servers=nodes[:-1]).servers) == MOST_SERVERS
 
 
 def test_a_dirpath_is_what_an_object_of_the_file_system_names() -> None:
@@ -135,10 +135,10 @@ def test_two_runs_whose_paths_end_alike_live_side_by_side(
 
 
 def node_runs(node: RunningNode) -> list[dict[str, Any]]:
-    from lightning_spot.client.node_client import NodeClient
+    from lightning_spot.client.server_client import ServerClient
     from lightning_spot.protocol.wire import parse_spot_url
 
-    with contextlib.closing(NodeClient(parse_spot_url(node.url)[0])) as client:
+    with contextlib.closing(ServerClient(parse_spot_url(node.url)[0])) as client:
         return list(client.call("GET", "/v1/runs")["runs"])
 
 

@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_spot.client import node_client as client_module
+from lightning_spot.client import server_client as client_module
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.encoding import OutgoingPart
-from lightning_spot.client.node_client import NodeClient, PartStream
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
+from lightning_spot.client.server_client import PartStream, ServerClient
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import (
     CorruptSnapshotError,
@@ -65,7 +65,7 @@ def put(node: RunningNode, step: int, *, attempt: int = 1, run: str = "run", dat
         nbytes=len(data),
         created_unix_s=time.time(),
     ).sealed(memoryview(data))
-    NodeStore(f"{node.url}/{run}").put(manifest, memoryview(data), attempt=attempt)
+    ServerStore(f"{node.url}/{run}").put(manifest, memoryview(data), attempt=attempt)
     return manifest
 
 
@@ -75,14 +75,14 @@ def put_file(node: RunningNode, run: str, name: str, data: bytes, info: RunInfo 
     manifest = Manifest(
         run=name_of_run, run_id=identity, name=name, file="", step=0, attempt=1, nbytes=len(data), created_unix_s=1.0
     )
-    store = NodeStore(f"{node.url}/{run}")
+    store = ServerStore(f"{node.url}/{run}")
     if info is not None:
         store.know(info)
     store.put(manifest.sealed(memoryview(data)), memoryview(data), attempt=1)
 
 
-def client_of(node: RunningNode, token: str | None = None) -> NodeClient:
-    return NodeClient(parse_spot_url(node.url)[0], token)
+def client_of(node: RunningNode, token: str | None = None) -> ServerClient:
+    return ServerClient(parse_spot_url(node.url)[0], token)
 
 
 # -- flags ------------------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def test_it_listens_by_ipv6_and_says_so_in_a_url(
     address = parse_spot_url(node.url)[0]
     assert address.host == listen.removesuffix(":0")
     for host in reached:
-        client = NodeClient(parse_spot_url(f"spot://{host}:{address.port}")[0], "secret")
+        client = ServerClient(parse_spot_url(f"spot://{host}:{address.port}")[0], "secret")
         assert client.call("GET", "/v1/status")["slots"] == []
 
 
@@ -179,7 +179,7 @@ def test_every_request_needs_the_token(start_node: StartNode, monkeypatch: pytes
                 client_of(node, token).head("/v1/files/run/last.ckpt")
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "correct-horse-battery")
     put(node, 1)
-    assert [manifest.step for manifest in NodeStore(f"{node.url}/run").survey().manifests] == [1]
+    assert [manifest.step for manifest in ServerStore(f"{node.url}/run").survey().manifests] == [1]
 
 
 def test_another_protocol_is_named(start_node: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,14 +202,14 @@ def test_something_else_at_the_port() -> None:
     server = http.server.HTTPServer(("127.0.0.1", 0), Other)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with pytest.raises(ServerRefusedError, match="check the address", check=TierReason.PROTOCOL.caused):
-        NodeClient(parse_spot_url(f"spot://127.0.0.1:{server.server_port}")[0]).call("GET", "/v1/status")
+        ServerClient(parse_spot_url(f"spot://127.0.0.1:{server.server_port}")[0]).call("GET", "/v1/status")
     server.shutdown()
     server.server_close()
 
 
 def test_nobody_there(port: int) -> None:
     with pytest.raises(ServerUnreachableError, match=f"127.0.0.1:{port}"):
-        NodeClient(parse_spot_url(f"spot://127.0.0.1:{port}")[0]).call("GET", "/v1/status")
+        ServerClient(parse_spot_url(f"spot://127.0.0.1:{port}")[0]).call("GET", "/v1/status")
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_a_part_damaged_on_its_way_is_sent_again(start_node: StartNode, monkeypa
     manifest = put(node, 1, data=data)
     assert sent == [1, 1]
     buffer = bytearray(len(data))
-    NodeStore(f"{node.url}/run").fetch(manifest, memoryview(buffer))
+    ServerStore(f"{node.url}/run").fetch(manifest, memoryview(buffer))
     assert bytes(buffer) == data
 
 
@@ -276,17 +276,17 @@ def test_what_is_damaged_on_its_way_back_is_fetched_again(
     node = start_node()
     data = checkpoint_bytes(1)
     manifest = put(node, 1, data=data)
-    real = NodeClient.receive
+    real = ServerClient.receive
     damaged: list[int] = []
 
-    def damaging(self: NodeClient, path: str, start: int, into: memoryview, etag: str | None = None) -> None:
+    def damaging(self: ServerClient, path: str, start: int, into: memoryview, etag: str | None = None) -> None:
         real(self, path, start, into, etag)
         if len(damaged) < most:
             damaged.append(start)
             into[0] ^= 1
 
-    monkeypatch.setattr(NodeClient, "receive", damaging)
-    store, buffer, most = NodeStore(f"{node.url}/run"), bytearray(len(data)), 1
+    monkeypatch.setattr(ServerClient, "receive", damaging)
+    store, buffer, most = ServerStore(f"{node.url}/run"), bytearray(len(data)), 1
     store.fetch(manifest, memoryview(buffer))
     assert damaged == [0]
     assert bytes(buffer) == data
@@ -300,7 +300,7 @@ def test_a_line_that_damages_everything_is_named(start_node: StartNode, monkeypa
     monkeypatch.setattr(PartStream, "send", lambda _self, parts: [(part, "wrong") for part in parts])
     with pytest.raises(CorruptSnapshotError, match="damaged"):
         put(node, 1)
-    assert NodeStore(f"{node.url}/run").survey().manifests == []
+    assert ServerStore(f"{node.url}/run").survey().manifests == []
 
 
 def test_sigterm_says_what_it_could_not_flush(start_node: StartNode, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ import pytest
 
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.server_client import ServerClient
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SettingsError
 from lightning_spot.goodput.ledger import AttemptRecord
 from lightning_spot.goodput.records import keep_reached, read_reached
@@ -32,7 +32,7 @@ from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.slots import Slot
 from lightning_spot.protocol.ownership import make_directory, own_socket
 from lightning_spot.protocol.process import ProcessId
-from lightning_spot.protocol.record import NodeRecord, find_record, hold
+from lightning_spot.protocol.record import ServerRecord, find_record, hold
 from lightning_spot.protocol.wire import Address
 from lightning_spot.staging.slot import SlotMemory
 
@@ -353,7 +353,7 @@ def test_a_node_of_another_user_is_not_spoken_to(
         with pytest.raises(ServerRefusedError, match="another user"):
             EmbeddedHost(record, "run")
         with pytest.raises(ServerRefusedError, match="another user"):
-            NodeClient(Address(socket_path=str(record.http))).ping()
+            ServerClient(Address(socket_path=str(record.http))).ping()
         with pytest.raises(ServerRefusedError, match="another user"):
             starting.start(str(tmp_path), "run", **SETTINGS)
         assert time.monotonic() - began_s < SOON_S
@@ -367,7 +367,7 @@ def test_a_swapped_directory_is_not_the_one_that_was_opened(runtime_dir: Path, m
     """Where others may write to the directory above, any may be put in its place between the check and the use."""
     folder, away = runtime_dir / "rt", runtime_dir / "away"
     folder.mkdir(mode=0o700)
-    with NodeRecord(folder, "0" * 16).opened() as record:
+    with ServerRecord(folder, "0" * 16).opened() as record:
         folder.rename(away)
         folder.symlink_to(mine)
         alive = hold(record.alive, 0.0)

@@ -18,8 +18,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.client.node_client import NodeClient
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
+from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import PROTOCOL_VERSION, take_environment
 from lightning_spot.errors import FencedError, ServerRefusedError, SpotError, TierError, TierReason
@@ -59,13 +59,13 @@ class Lent:
     def __init__(self, node: RunningNode, root: Path) -> None:
         self.node, self.url, self.root = node, node.url, root
         self.opened: dict[str, RunInfo] = {}
-        self.client = NodeClient(NodeStore(f"{node.url}/any").client.address)
+        self.client = ServerClient(ServerStore(f"{node.url}/any").client.address)
 
     def open(self, run: str, place: Path, *, claimed: bool) -> RunInfo:
         info = RunInfo(
             name=run, id="", location=f"file://{place}", attempt=1, token=f"secret of {run}", durable_url=str(place)
         )
-        NodeStore(f"{self.url}/{run}").open_run(info)
+        ServerStore(f"{self.url}/{run}").open_run(info)
         self.opened[run] = info
         if claimed:
             LocalStore(place).claim(info.claim())
@@ -426,7 +426,7 @@ def test_a_run_is_changed_by_its_attempt_only(tokened: int, how: tuple[str, str]
 def test_another_run_of_the_node_is_neither_settled_nor_deleted(lent: Lent) -> None:
     """Who has the node's token had it delete a snapshot of somebody else, here and below, and forget what it owed."""
     victim = lent.open("run", lent.root / "victim", claimed=True)
-    store, thief = NodeStore(f"{lent.url}/run"), NodeStore(f"{lent.url}/run")
+    store, thief = ServerStore(f"{lent.url}/run"), ServerStore(f"{lent.url}/run")
     store.know(victim)
     for step in (1, 2):
         manifest = snapshot(step)
@@ -451,7 +451,7 @@ def test_leftovers_of_an_unclaimed_attempt_are_never_done_later(lent: Lent) -> N
     """A stranger who opened the run as its next attempt had it done with the claim of the trainer's own next one."""
     place = lent.root / "victim"
     victim = lent.open("run", place, claimed=True)
-    store, thief = NodeStore(f"{lent.url}/run"), NodeStore(f"{lent.url}/run")
+    store, thief = ServerStore(f"{lent.url}/run"), ServerStore(f"{lent.url}/run")
     store.know(victim)
     store.put(snapshot(1), memoryview(b"x" * 100), attempt=1)
     assert lent.flush() == []
@@ -471,7 +471,7 @@ def test_leftovers_of_an_unclaimed_attempt_are_never_done_later(lent: Lent) -> N
 
 def test_a_late_request_body_changes_nothing_of_a_later_attempt(tokened: int) -> None:
     run, head = f"late@{'b' * 12}", b""
-    store = NodeStore(f"spot://127.0.0.1:{tokened}/{run}")
+    store = ServerStore(f"spot://127.0.0.1:{tokened}/{run}")
     first = replace(VICTIM, name="late", id="b" * 12, attempt=1, token="of 1")
     store.open_run(first)
     with socket.create_connection(("127.0.0.1", tokened), timeout=30) as connection:

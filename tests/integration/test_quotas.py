@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_spot.client.encoding import OutgoingPart
-from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import MOST_PART_BYTES, PROTOCOL_VERSION
 from lightning_spot.errors import (
@@ -59,28 +59,28 @@ def node_of(memory_bytes: int = 2**28, **more: Any) -> Node:
 
 
 @contextmanager
-def asked(node: Node) -> Iterator[NodeClient]:
+def asked(node: Node) -> Iterator[ServerClient]:
     with served(node) as port:
-        client = NodeClient(Address("127.0.0.1", port))
+        client = ServerClient(Address("127.0.0.1", port))
         yield client
         client.close()
 
 
-def open_run(client: NodeClient, run: str = "run", attempt: int = 1, **more: Any) -> None:
+def open_run(client: ServerClient, run: str = "run", attempt: int = 1, **more: Any) -> None:
     client.call("POST", f"/v1/runs/{run}/open", {"attempt": attempt, **more})
 
 
-def begin(client: NodeClient, nbytes: int, run: str = "run", **more: Any) -> str:
+def begin(client: ServerClient, nbytes: int, run: str = "run", **more: Any) -> str:
     return str(client.call("POST", f"/v1/runs/{run}/uploads", {"attempt": 1, "nbytes": nbytes, **more})["upload"])
 
 
-def send(client: NodeClient, upload: str, data: bytes) -> None:
+def send(client: ServerClient, upload: str, data: bytes) -> None:
     stream = client.stream(upload)
     assert len(list(stream.send([OutgoingPart.whole(0, memoryview(data), checksum(data))]))) == 1
     stream.close()
 
 
-def commit(client: NodeClient, step: int, data: bytes, run: str = "run") -> Manifest:
+def commit(client: ServerClient, step: int, data: bytes, run: str = "run") -> Manifest:
     plain = Manifest(run=run, name=snapshot_name(step, 1), step=step, attempt=1, nbytes=len(data))
     manifest = plain.sealed(memoryview(data))
     upload = begin(client, len(data), run)
@@ -90,7 +90,7 @@ def commit(client: NodeClient, step: int, data: bytes, run: str = "run") -> Mani
 
 
 def say(
-    client: NodeClient, method: str, path: str, body: Any, source: str = "127.0.0.1", nbytes: int | None = None
+    client: ServerClient, method: str, path: str, body: Any, source: str = "127.0.0.1", nbytes: int | None = None
 ) -> socket.socket:
     """Send a request from an address of loopback, or its beginning, and leave its answer for later."""
     data = json.dumps(body).encode()
@@ -384,7 +384,7 @@ def test_one_run_by_many_names_is_one_that_waits(monkeypatch: pytest.MonkeyPatch
         client.call("DELETE", f"/v1/uploads/{upload}")
 
 
-def _wait_until_refused(client: NodeClient, stack: ExitStack, names: Iterator[str], lease: dict[str, int]) -> None:
+def _wait_until_refused(client: ServerClient, stack: ExitStack, names: Iterator[str], lease: dict[str, int]) -> None:
     """Have as many requests wait for a slot as may."""
     for _ in range(20):
         connection = stack.enter_context(say(client, "POST", f"/v1/runs/{next(names)}/uploads", lease))

@@ -13,7 +13,7 @@ import jsonargparse
 import pytest
 
 from lightning_spot import SpotCheckpoint
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
 from lightning_spot.errors import CorruptSnapshotError, SettingsError
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
@@ -343,7 +343,7 @@ def pair(tmp_path: Path) -> Iterator[list[tuple[Node, str]]]:
     with served(nodes[0]) as first, served(nodes[1]) as second:
         urls = [f"spot://127.0.0.1:{port}" for port in (first, second)]
         for url in urls:
-            store = NodeStore(f"{url}/{RUN}")
+            store = ServerStore(f"{url}/{RUN}")
             store.open_run(info)
             for step in (1, 2):
                 image = memoryview(image_of(step, MIB))

@@ -27,7 +27,7 @@ import torch
 from lightning_spot import EverySteps, SpotCheckpoint, retry
 from lightning_spot.callbacks.auto_resume import AutoResume
 from lightning_spot.client.connection import BoundedSocket
-from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.starting import attach
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError, SpotError, TierError
@@ -227,7 +227,7 @@ def test_a_full_disk_for_server_records_blocks_no_resume(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("lightning_spot.client.starting.NodeRecord.starting", full)
+    monkeypatch.setattr("lightning_spot.client.starting.ServerRecord.starting", full)
     with pytest.raises(ServerUnreachableError, match="No space left"):
         attach(str(tmp_path), "run-1")
     assert begins(tmp_path) == 9
@@ -439,7 +439,7 @@ def test_a_memory_node_that_stands_still_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing was said for a minute, and then it had been asked once."""
-    monkeypatch.setattr(NodeClient, "ping", functools.partialmethod(NodeClient.ping, 0.2))
+    monkeypatch.setattr(ServerClient, "ping", functools.partialmethod(ServerClient.ping, 0.2))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         place = Location.of(tmp_path / "run-1", servers=f"spot://127.0.0.1:{silent.getsockname()[1]}")
         began_s = time.monotonic()

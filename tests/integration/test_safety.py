@@ -22,7 +22,7 @@ from lightning_spot.capture.layouts import ShardedCheckpoint, ShardedCheckpointL
 from lightning_spot.capture.past_memory import PastMemory
 from lightning_spot.capture.slot_pool import SlotMaker
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SpotError
 from lightning_spot.exact.seams import Seam
@@ -66,7 +66,7 @@ def test_what_only_a_lost_memory_node_had_is_not_called_safe() -> None:
 def test_a_server_is_asked_whether_it_has_what_passed_the_ring(has_it: bool) -> None:
     """One that was started anew is where the old one was, and empty."""
     with served(Node(slots=None, memory_bytes=MIB, open_store=open_store, allow=[])) as port:
-        store = NodeStore(f"spot://127.0.0.1:{port}/run@{RUN_ID}")
+        store = ServerStore(f"spot://127.0.0.1:{port}/run@{RUN_ID}")
         store.open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t"))
         step = 5 if has_it else 3
         store.put_parts(manifest_of(step, nbytes=5000), iter([memoryview(image_of(step, 5000))]), attempt=1)

@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 from lightning_spot.client.encoding import OutgoingPart
-from lightning_spot.client.node_client import NodeClient
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
+from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import (
@@ -128,7 +128,7 @@ def test_a_node_that_makes_memory_for_many_answers_others(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(node, "lease", slow)
     with served(node) as port, ThreadPoolExecutor(32) as pool:
-        client = NodeClient(Address("127.0.0.1", port))
+        client = ServerClient(Address("127.0.0.1", port))
         open_run(client)
         asked = [
             pool.submit(client.call, "POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 9}) for _ in range(32)
@@ -260,7 +260,7 @@ def test_each_of_many_that_come_at_once_displaces_another() -> None:
 
 
 @pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Node, NodeClient]]:
+def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Node, ServerClient]]:
     """A node in this process that gives nobody more than two seconds."""
     for module, name in (
         (fields, "_BODY_TIMEOUT_S"),
@@ -270,13 +270,13 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Node, NodeClient]]:
         monkeypatch.setattr(module, name, 2.0)
     node = Node(slots=2, memory_bytes=2**28, open_store=open_store)
     with served(node) as port:
-        client = NodeClient(Address("127.0.0.1", port))
+        client = ServerClient(Address("127.0.0.1", port))
         open_run(client)
         yield node, client
         client.close()
 
 
-def _connect(client: NodeClient, sent: bytes) -> socket.socket:
+def _connect(client: ServerClient, sent: bytes) -> socket.socket:
     connection = socket.create_connection((client.address.host, client.address.port), timeout=30)
     connection.sendall(sent)
     return connection
@@ -286,13 +286,13 @@ def _nobody_holds_a_slot(node: Node) -> bool:
     return not len(node.uploads) and not any(slot.readers for slot in node.ring.slots)
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(hasty: tuple[Node, NodeClient]) -> None:
+def test_a_body_that_does_not_come_is_not_waited_for(hasty: tuple[Node, ServerClient]) -> None:
     _, client = hasty
     with _connect(client, request("POST", OPEN, b"{", nbytes=100)) as connection:
         assert b" 408 " in connection.recv(4096)
 
 
-def test_a_stream_that_goes_quiet_is_hung_up_on(hasty: tuple[Node, NodeClient]) -> None:
+def test_a_stream_that_goes_quiet_is_hung_up_on(hasty: tuple[Node, ServerClient]) -> None:
     node, client = hasty
     upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 1000})["upload"]
     stream = client.stream(upload)
@@ -304,7 +304,7 @@ def test_a_stream_that_goes_quiet_is_hung_up_on(hasty: tuple[Node, NodeClient]) 
     until(lambda: _nobody_holds_a_slot(node), "the slot to be free")
 
 
-def test_a_reader_that_does_not_read_lets_go_of_its_slot(hasty: tuple[Node, NodeClient]) -> None:
+def test_a_reader_that_does_not_read_lets_go_of_its_slot(hasty: tuple[Node, ServerClient]) -> None:
     node, client = hasty
     nbytes, manifest = 50 * 2**20, manifest_of(1, nbytes=50 * 2**20, run_id="")
     upload = node.lease("run", 1, nbytes)
@@ -610,7 +610,7 @@ def test_every_upload_has_a_stream_however_many_there_are(monkeypatch: pytest.Mo
     monkeypatch.setattr(upload_requests, "MOST_STREAMS", 8)
     node = Node(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
     with served(node) as port, ExitStack() as stack:
-        client = NodeClient(Address("127.0.0.1", port))
+        client = ServerClient(Address("127.0.0.1", port))
         open_run(client)
         streams = []
         for step in range(24):
@@ -634,7 +634,7 @@ def test_a_sender_makes_do_with_the_connections_that_it_is_given(monkeypatch: py
     monkeypatch.setattr(upload_requests, "MOST_STREAMS", 2)
     node = Node(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
     with served(node) as port:
-        store = NodeStore(f"spot://127.0.0.1:{port}/run")
+        store = ServerStore(f"spot://127.0.0.1:{port}/run")
         open_run(store.client)
         for step in range(3):
             manifest, image = snapshot_of("run", step, 2**20, 2**16)

@@ -26,7 +26,7 @@ import pytest
 from lightning_spot.client import embedded, starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.encoding import OutgoingPart
-from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import RunBusyError, ServerUnreachableError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest
@@ -433,21 +433,21 @@ def test_a_second_sigterm_ends_the_node_at_once(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def busy_node(start_node: Callable[..., RunningNode], tmp_path: Path) -> tuple[RunningNode, NodeClient]:
+def busy_node(start_node: Callable[..., RunningNode], tmp_path: Path) -> tuple[RunningNode, ServerClient]:
     """A snapshot server with an open run, an upload under way, and a tier below that fails."""
     durable = tmp_path / "durable"
     node = start_node("--storage", str(durable), "--drain-timeout", "60s")
-    client = NodeClient(parse_spot_url(node.url)[0])
+    client = ServerClient(parse_spot_url(node.url)[0])
     client.call("POST", "/v1/runs/run/open", {"attempt": 1})
     return node, client
 
 
-def _send(client: NodeClient, step: int) -> None:
+def _send(client: ServerClient, step: int) -> None:
     upload = client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 1000})["upload"]
     _commit(client, upload, step)
 
 
-def _commit(client: NodeClient, upload: str, step: int) -> None:
+def _commit(client: ServerClient, upload: str, step: int) -> None:
     image = image_of(step, 1000)
     stream = client.stream(upload)
     list(stream.send([OutgoingPart.whole(0, memoryview(image), checksum(image))]))
@@ -457,7 +457,7 @@ def _commit(client: NodeClient, upload: str, step: int) -> None:
 
 
 def test_a_draining_server_takes_no_new_runs_and_serves_others(
-    busy_node: tuple[RunningNode, NodeClient], tmp_path: Path
+    busy_node: tuple[RunningNode, ServerClient], tmp_path: Path
 ) -> None:
     node, client = busy_node
     upload = client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 1000})["upload"]
@@ -495,7 +495,7 @@ def test_a_draining_server_waits_for_no_killed_sender(tmp_path: Path, monkeypatc
     assert 0.5 < took_s < 19  # and not the 20 s that it has
 
 
-def _ready(client: NodeClient) -> bool:
+def _ready(client: ServerClient) -> bool:
     try:
         return bool(client.call("GET", "/readyz")["ready"])
     except SpotError:
@@ -506,7 +506,7 @@ def test_a_second_node_on_a_taken_port_touches_nothing(
     start_node: Callable[..., RunningNode], capsys: pytest.CaptureFixture[str], port: int
 ) -> None:
     node = start_node(listen=f"127.0.0.1:{port}")
-    client = NodeClient(parse_spot_url(node.url)[0])
+    client = ServerClient(parse_spot_url(node.url)[0])
     client.call("POST", "/v1/runs/run/open", {"attempt": 1})
     _send(client, 1)
     upload = client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 1000})["upload"]

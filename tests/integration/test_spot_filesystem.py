@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_spot.checkpoint_io import SpotCheckpointIO
 from lightning_spot.client.filesystem import SpotFileSystem
-from lightning_spot.client.node_client import NodeClient
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
+from lightning_spot.client.server_client import ServerClient
 from lightning_spot.errors import SettingsError, SnapshotNotFoundError, SpotError
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.tiers.local import LocalStore
@@ -34,7 +34,7 @@ def file_system(node: RunningNode) -> SpotFileSystem:
 
 def settle(node: RunningNode) -> None:
     """Return when everything is at the tier below."""
-    client = NodeClient(parse_spot_url(node.url)[0])
+    client = ServerClient(parse_spot_url(node.url)[0])
     assert client.call("POST", "/v1/flush", {"wait_s": 30})["unreached"] == []
 
 
@@ -57,7 +57,7 @@ def run(request: pytest.FixtureRequest) -> str:
 
 def test_a_snapshot_of_several_files_is_a_directory_of_them(shared: RunningNode, run: str, tmp_path: Path) -> None:
     fs, (manifest, image) = file_system(shared), sharded(2)
-    store = NodeStore(f"{shared.url}/{run}")
+    store = ServerStore(f"{shared.url}/{run}")
     store.put(manifest, memoryview(image), attempt=1)
     folder = f"{run}/{manifest.name}"
     assert fs.isdir(folder)
@@ -208,7 +208,7 @@ def test_names_may_be_odd(shared: RunningNode, run: str) -> None:
 
 
 def test_runs_of_one_name_are_told_apart_by_their_identity(shared: RunningNode, run: str) -> None:
-    fs, client = file_system(shared), NodeClient(parse_spot_url(shared.url)[0])
+    fs, client = file_system(shared), ServerClient(parse_spot_url(shared.url)[0])
     name = run[-40:]
     one, two = f"{name}@0123456789ab", f"{name}@ba9876543210"
     for text in (one, two):
@@ -245,13 +245,13 @@ def test_an_evicted_snapshot_is_hidden_and_its_storage_is_named(start_node: Star
     fs, durable, (gone, image) = file_system(node), tmp_path / "run", sharded(1)
     held = sharded(2)[0]
     for manifest, content in ((gone, image), sharded(2)):
-        NodeStore(f"{node.url}/run").put(manifest, memoryview(content), attempt=1)
+        ServerStore(f"{node.url}/run").put(manifest, memoryview(content), attempt=1)
         settle(node)
     assert fs.ls("run", detail=False) == [f"run/{held.name}"]
     for ask in (fs.info, fs.cat_file, fs.ls):
         with pytest.raises(SnapshotNotFoundError, match=str(durable)):
             ask(f"run/{gone.name}")
-    NodeClient(parse_spot_url(node.url)[0]).call("DELETE", f"/v1/files/run/{held.name}")
+    ServerClient(parse_spot_url(node.url)[0]).call("DELETE", f"/v1/files/run/{held.name}")
     until(lambda: not (durable / held.name).exists(), "what is removed from memory to be removed there, too")
     assert fs.ls("run", detail=False) == []
     into = bytearray(gone.nbytes)

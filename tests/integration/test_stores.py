@@ -17,7 +17,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
     CorruptSnapshotError,
@@ -251,7 +251,7 @@ def test_a_snapshot_of_several_files(store: Store, in_parts: bool) -> None:
     store.fetch(found, memoryview(buffer), moved.append)
     assert buffer == image
     assert sum(moved) == manifest.nbytes
-    if not isinstance(store, NodeStore):
+    if not isinstance(store, ServerStore):
         fs, root = fsspec.core.url_to_fs(store.url)
         fs.invalidate_cache()
         for span in manifest.files:
@@ -268,7 +268,7 @@ def test_a_snapshot_of_several_files(store: Store, in_parts: bool) -> None:
         assert fetched(store, manifest) == image
     store.delete(found)
     assert store.survey().manifests == []
-    if not isinstance(store, NodeStore):
+    if not isinstance(store, ServerStore):
         fs.invalidate_cache()
         assert [path for path in fs.find(root) if "distcp" in path or "metadata" in path] == []
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 import lightning_spot
-from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.server_client import ServerClient
 from lightning_spot.config import read_environment
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SettingsError
 from lightning_spot.protocol.listening import CountedLog
@@ -72,7 +72,7 @@ def test_a_token_is_clean_or_an_error_that_does_not_quote_it(
         read_environment()
     assert "horse" not in str(caught.value)
     with pytest.raises(SettingsError, match="token= holds no token") as caught:
-        NodeClient(Address("127.0.0.1", 1), given)
+        ServerClient(Address("127.0.0.1", 1), given)
     assert "horse" not in str(caught.value)
 
 
@@ -128,7 +128,7 @@ def test_an_answer_that_is_no_http_is_not_quoted() -> None:
         answering = threading.Thread(target=answer)
         answering.start()
         with pytest.raises(ServerUnreachableError, match="BadStatusLine") as caught:
-            NodeClient(Address("127.0.0.1", listener.getsockname()[1]), TOKEN).call("POST", "/v1/flush")
+            ServerClient(Address("127.0.0.1", listener.getsockname()[1]), TOKEN).call("POST", "/v1/flush")
         answering.join()
     assert "horse" not in "".join(traceback.format_exception(caught.value))
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
 from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError
 from lightning_spot.fit.collectives import Agreement
 from lightning_spot.fit.restore import Restore, SharedOpening
@@ -34,10 +34,10 @@ class Servers:
 
     def __init__(self, root: Path, stack: ExitStack, count: int = 3) -> None:
         self.benches = [Bench(root / f"far-{number}", slots=None, memory_bytes=64 * MIB) for number in range(count)]
-        self.stores: list[NodeStore] = []
+        self.stores: list[ServerStore] = []
         for bench in self.benches:
             port = stack.enter_context(served(bench.node))
-            store = NodeStore(f"spot://127.0.0.1:{port}/run@{RUN_ID}")
+            store = ServerStore(f"spot://127.0.0.1:{port}/run@{RUN_ID}")
             store.open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t"))
             self.stores.append(store)
         self.sources = [StoreSource(store, store.url.rpartition("/")[0]) for store in self.stores]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from lightning_spot.client import starting
-from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.server_client import ServerClient
 from lightning_spot.errors import SpotError
 from lightning_spot.protocol.wire import Address
 from lightning_spot.tiers.local import LocalStore
@@ -106,7 +106,7 @@ class Cluster:
         self.monkeypatch.setenv("LIGHTNING_SPOT_RUNTIME_DIR", str(self.network.folder(TRAINER)))
         try:
             record = starting.find_record(str(self.run_dir))
-            return dict(NodeClient(Address(socket_path=str(record.http)), TOKEN).call("GET", "/v1/status"))
+            return dict(ServerClient(Address(socket_path=str(record.http)), TOKEN).call("GET", "/v1/status"))
         except (SpotError, OSError):
             return {}
 

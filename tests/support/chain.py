@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
 from lightning_spot.memory import replication
 from lightning_spot.memory.node import Node
 from lightning_spot.tiers.local import LocalStore
@@ -70,7 +70,7 @@ class OverHttp(Bench):
 
     def store(self, url: str) -> Any:
         if url.startswith("spot://"):
-            return NodeStore(url)
+            return ServerStore(url)
         return super().store(url)
 
 

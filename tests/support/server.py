@@ -110,7 +110,7 @@ def manifest_of(step: int, attempt: int = 1, nbytes: int = 1000, run_id: str = R
 
 
 class NodeBehind:
-    """The next node of a chain, in this process: what :class:`~lightning_spot.client.remote.NodeStore` is over HTTP.
+    """The next node of a chain, in this process: what :class:`~lightning_spot.client.remote.ServerStore` is over HTTP.
 
     Attributes:
         node: the node itself; ``None`` while it does not answer.

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 import lightning_spot
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.client.embedded import Session
-from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.server_client import ServerClient
 from tests.support.exact_cases import loader
 from tests.support.together_trainer import Wide, be_on_host
 from tests.support.trainer import trainer as quiet
@@ -77,7 +77,7 @@ class Traffic(pl.Callback):
             counted = self._counted(name, getattr(distributed_c10d, name))
             setattr(distributed_c10d, name, counted)
             setattr(dist, name, counted)
-        for client in (NodeClient, Session):
+        for client in (ServerClient, Session):
             client._ask = self._noted(client._ask)  # type: ignore[method-assign, assignment]
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -111,7 +111,7 @@ class Traffic(pl.Callback):
 
     def _noted(self, ask: Callable[..., Any]) -> Callable[..., Any]:
         def noted(client: Any, *arguments: Any) -> Any:
-            request = arguments[1] if isinstance(client, NodeClient) else None
+            request = arguments[1] if isinstance(client, ServerClient) else None
             waits = threading.current_thread() is threading.main_thread()
             self.asked.append((self.step, request.path if request is not None else "channel", waits))
             return ask(client, *arguments)

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from lightning_spot.client.encoding import OutgoingPart
-from lightning_spot.client.node_client import PartStream
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
+from lightning_spot.client.server_client import PartStream
 from lightning_spot.image import packing
 from lightning_spot.protocol.wire import PartKind
 from lightning_spot.tiers.local import LocalStore
@@ -31,13 +31,13 @@ class Sender(Bench):
 
     def __init__(self, root: Path, url: str, **settings: Any) -> None:
         super().__init__(root, memory_bytes=512 * MIB, open_store=self._open, **{"slots": 4, **settings})
-        self.stores_behind: list[NodeStore] = []
+        self.stores_behind: list[ServerStore] = []
         self.url = url
 
-    def _open(self, url: str) -> NodeStore | LocalStore:
+    def _open(self, url: str) -> ServerStore | LocalStore:
         if not url.startswith("spot://"):
             return LocalStore(url)
-        made = NodeStore(url)
+        made = ServerStore(url)
         self.stores_behind.append(made)  # several threads open some
         return made
 

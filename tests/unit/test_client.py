@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.client import node_client, part_lanes, remote
+from lightning_spot.client import part_lanes, remote, server_client
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.encoding import PartEncoder
-from lightning_spot.client.node_client import NodeClient, PartStream
 from lightning_spot.client.part_lanes import PartLanes
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
+from lightning_spot.client.server_client import PartStream, ServerClient
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SnapshotNotFoundError, SpotError
 from lightning_spot.image.parts import checksum
@@ -94,7 +94,7 @@ def serve() -> Iterator[Callable[..., Peer]]:
 @pytest.mark.parametrize(("method", "times"), [("POST", 1), ("GET", 2), ("DELETE", 2)])
 def test_only_harmless_requests_are_sent_twice(serve: Callable[..., Peer], method: str, times: int) -> None:
     peer = serve([GOOD], [GOOD])  # hangs up at the second request of the first connection
-    client = NodeClient(peer.address)
+    client = ServerClient(peer.address)
     client.call("GET", "/")
     if times == 1:
         with pytest.raises(ServerUnreachableError):
@@ -107,7 +107,7 @@ def test_only_harmless_requests_are_sent_twice(serve: Callable[..., Peer], metho
 
 def test_a_connection_that_the_node_closed_meanwhile_is_not_used(serve: Callable[..., Peer]) -> None:
     peer = serve([GOOD], [GOOD])
-    client = NodeClient(peer.address)
+    client = ServerClient(peer.address)
     client.call("GET", "/")
     idle = client._pool._idle[0].sock
     idle.shutdown(socket.SHUT_WR)  # the peer sees the end and closes
@@ -121,7 +121,7 @@ def test_a_peer_that_drips_cannot_hold_a_call(serve: Callable[..., Peer], method
     peer = serve([GOOD + b" " * 1000], [GOOD], pause_s=0.2)
     began_s = time.monotonic()
     with pytest.raises(ServerUnreachableError):
-        NodeClient(peer.address).call(method, "/", timeout_s=0.8)
+        ServerClient(peer.address).call(method, "/", timeout_s=0.8)
     assert time.monotonic() - began_s < 20.0  # it would drip for minutes
 
 
@@ -130,7 +130,7 @@ def test_an_answer_that_is_damaged_or_no_json_is_an_error(serve: Callable[..., P
     for answer in (damaged, GOOD.replace(b"{}", b"[}"), b"garbage\r\n\r\n", GOOD[:-1]):
         peer = serve([answer])
         with pytest.raises(ServerUnreachableError):
-            NodeClient(peer.address).call("GET", "/", timeout_s=5.0)
+            ServerClient(peer.address).call("GET", "/", timeout_s=5.0)
 
 
 def descriptors() -> int:
@@ -139,10 +139,10 @@ def descriptors() -> int:
 
 @pytest.mark.parametrize("ask", [lambda client: client.call("GET", "/v1/runs"), lambda client: client.head("/x")])
 def test_an_unknown_page_at_a_stranger_does_not_mean_no_snapshot(
-    serve: Callable[..., Peer], ask: Callable[[NodeClient], Any]
+    serve: Callable[..., Peer], ask: Callable[[ServerClient], Any]
 ) -> None:
     # What stands in front of a node that is gone for a moment answers so: a run must not start afresh over it.
-    client = NodeClient(serve([b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"]).address)
+    client = ServerClient(serve([b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"]).address)
     with pytest.raises(ServerRefusedError, match=r"answered 404.*right address"):
         ask(client)
     client.close()
@@ -150,7 +150,7 @@ def test_an_unknown_page_at_a_stranger_does_not_mean_no_snapshot(
 
 def test_nothing_leaks(start_node: StartNode) -> None:
     address = parse_spot_url(start_node().url)[0]
-    client = NodeClient(address)
+    client = ServerClient(address)
     gc.collect()
     gc.disable()
     try:
@@ -172,7 +172,7 @@ def test_nothing_leaks(start_node: StartNode) -> None:
 
 
 def test_a_fork_shares_no_connection(start_node: StartNode) -> None:
-    client = NodeClient(parse_spot_url(start_node().url)[0])
+    client = ServerClient(parse_spot_url(start_node().url)[0])
     client.call("GET", "/v1/status")
     pid = os.fork()
     try:
@@ -190,7 +190,7 @@ def test_a_fork_shares_no_connection(start_node: StartNode) -> None:
 
 def test_closing_ends_a_call_under_way(serve: Callable[..., Peer]) -> None:
     peer = serve([b" "], pause_s=30.0)
-    client = NodeClient(peer.address)
+    client = ServerClient(peer.address)
 
     def close_then() -> None:
         until(lambda: peer.requests, "the call to be under way")
@@ -215,7 +215,7 @@ def test_a_node_that_does_not_begin_to_receive_is_not_waited_for(
     serve: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
     """Each byte of its answer was given a minute, three times over. A slot was held for that long, and nothing sent."""
-    monkeypatch.setattr(node_client, "_UPGRADE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(server_client, "_UPGRADE_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = Address("127.0.0.1", silent.getsockname()[1])
         if answers:
@@ -226,11 +226,11 @@ def test_a_node_that_does_not_begin_to_receive_is_not_waited_for(
 
 def test_a_server_vanishing_during_a_slot_request_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     """A link that is cut closes no connection: the answer was waited for as long as a slot may take."""
-    monkeypatch.setattr(NodeClient, "ping", functools.partialmethod(NodeClient.ping, 0.2))
+    monkeypatch.setattr(ServerClient, "ping", functools.partialmethod(ServerClient.ping, 0.2))
     monkeypatch.setattr(remote, "_ASK_S", 0.2)
     monkeypatch.setattr(remote, "_WAIT_FOR_SLOT_S", 1000.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        store, began_s = NodeStore(f"spot://127.0.0.1:{silent.getsockname()[1]}/run"), time.monotonic()
+        store, began_s = ServerStore(f"spot://127.0.0.1:{silent.getsockname()[1]}/run"), time.monotonic()
         with pytest.raises(ServerUnreachableError):
             store.put(manifest_of(1), memoryview(image_of(1, 1000)), attempt=1)
         assert time.monotonic() - began_s < 60.0  # however slow the machine: it would wait for a slot for longer
@@ -238,9 +238,9 @@ def test_a_server_vanishing_during_a_slot_request_is_not_awaited(monkeypatch: py
 
 def test_a_server_vanishing_while_a_file_is_read_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part of a snapshot was given a minute."""
-    monkeypatch.setattr(node_client, "PING_S", 0.1)
+    monkeypatch.setattr(server_client, "PING_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        client, began_s = NodeClient(Address("127.0.0.1", silent.getsockname()[1])), time.monotonic()
+        client, began_s = ServerClient(Address("127.0.0.1", silent.getsockname()[1])), time.monotonic()
         with pytest.raises(ServerUnreachableError):
             client.receive("/v1/files/run/model.ckpt", 0, memoryview(bytearray(1000)))
         assert time.monotonic() - began_s < 45.0
@@ -254,7 +254,7 @@ def test_a_server_vanishing_while_chunks_are_sent_is_probed(monkeypatch: pytest.
     image = memoryview(bytes(2**26 if sends else 1000))
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as packing:
         taken = _upgraded_and_left(listener)
-        client = NodeClient(Address("127.0.0.1", listener.getsockname()[1]))
+        client = ServerClient(Address("127.0.0.1", listener.getsockname()[1]))
         encoder = PartEncoder(image, len(image), None, None, packing, None)
         began_s = time.monotonic()
         with pytest.raises(ServerUnreachableError):
@@ -281,7 +281,7 @@ def _upgraded_and_left(listener: socket.socket) -> list[socket.socket]:
 
 def test_a_client_that_is_gone_leaves_no_connection_open(start_node: Callable[..., RunningNode]) -> None:
     """Each resume over a snapshot server left one, until it was collected with a ResourceWarning."""
-    client = NodeClient(parse_spot_url(start_node().url)[0])
+    client = ServerClient(parse_spot_url(start_node().url)[0])
     client.call("GET", "/v1/runs")
     (connection,) = client._pool._idle
     connected = connection.sock

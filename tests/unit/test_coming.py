@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
 from lightning_spot.errors import FencedError, SettingsError, SnapshotNotFoundError
 from lightning_spot.image import coming
 from lightning_spot.image.coming import Coming
@@ -242,7 +242,7 @@ def test_over_the_network(start_node: Callable[..., RunningNode], tmp_path: Path
     """A sender that waits, in the middle of a snapshot, for its beginning to be at the durable tier."""
     durable = tmp_path / "durable"
     node = start_node("--allow-storage", str(tmp_path))
-    store = NodeStore(f"{node.url}/{RUN}")
+    store = ServerStore(f"{node.url}/{RUN}")
     info = RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t", durable_url=str(durable))
     assert store.open_run(info).carries
     LocalStore(durable).claim(info.claim())

@@ -24,13 +24,13 @@ import pytest
 
 from lightning_spot.client.embedded import Session
 from lightning_spot.client.encoding import OutgoingPart
-from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.server_client import ServerClient
 from lightning_spot.errors import SpotError
 from lightning_spot.image.delta import Coding, changed_ranges, encode
 from lightning_spot.image.manifest import Manifest, shard_name, snapshot_name
 from lightning_spot.image.packing import can_pack
 from lightning_spot.image.parts import checksum
-from lightning_spot.protocol.record import NodeRecord
+from lightning_spot.protocol.record import ServerRecord
 from lightning_spot.protocol.wire import ATTEMPT_HEADER, Address, Frame, PartKind, parse_spot_url
 from tests.support.server import RunningNode
 from tests.support.small_trainer import image_of as archive_of
@@ -241,7 +241,7 @@ def manifest_of(run: str, step: int, data: bytes) -> Manifest:
     return plain.sealed(memoryview(data))
 
 
-def commit_whole(client: NodeClient, run: str, step: int, data: bytes) -> Manifest:
+def commit_whole(client: ServerClient, run: str, step: int, data: bytes) -> Manifest:
     manifest = manifest_of(run, step, data)
     lease = {"attempt": 1, "nbytes": len(data)}
     upload = client.call("POST", f"/v1/runs/{run}/uploads", lease)["upload"]
@@ -252,7 +252,7 @@ def commit_whole(client: NodeClient, run: str, step: int, data: bytes) -> Manife
     return manifest
 
 
-def commit_in_place(client: NodeClient, channel: Path, run: str, step: int, data: bytes) -> Manifest:
+def commit_in_place(client: ServerClient, channel: Path, run: str, step: int, data: bytes) -> Manifest:
     manifest, session = manifest_of(run, step, data), Session(channel, TOKEN, 10.0)
     lease = {"attempt": 1, "nbytes": len(data), "name": manifest.name, "session": session.id}
     leased = client.call("POST", f"/v1/runs/{run}/uploads", lease)
@@ -267,7 +267,7 @@ class Target:
     """A node in a process of its own, that has a snapshot which nobody may change."""
 
     def __init__(self, address: Address, pid: int, log: Path, channel: Path | None = None) -> None:
-        self.client = NodeClient(address, TOKEN)
+        self.client = ServerClient(address, TOKEN)
         self.answers: Counter[str] = Counter()
         self.process = psutil.Process(pid)
         self._address, self._log = address, log
@@ -357,7 +357,7 @@ def over_tcp(tmp_path: Path) -> Iterator[Target]:
 @pytest.fixture
 def over_unix(tmp_path: Path) -> Iterator[Target]:
     """An local server writes wherever a trainer says: no request here names a place."""
-    record = NodeRecord(tmp_path, "0" * 16)
+    record = ServerRecord(tmp_path, "0" * 16)
     flags = ["--embedded", str(tmp_path), "0" * 16, "--memory-limit", "64MiB"]
     node = RunningNode(flags, tmp_path / "node.log", environment(tmp_path))
     until(lambda: _listens(record.http), "the node to listen")
@@ -457,7 +457,7 @@ def test_no_frame_makes_other_bytes_count(over_tcp: Target, chance: random.Rando
     assert over_tcp.answers["hung up"] > count / 20
 
 
-def _say(client: NodeClient, upload: str, sent: bytes, digest: str) -> str:
+def _say(client: ServerClient, upload: str, sent: bytes, digest: str) -> str:
     """What becomes of some bytes on a stream of parts."""
     try:
         stream = client.stream(upload)

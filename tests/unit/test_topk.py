@@ -17,7 +17,7 @@ import torch
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import encoding
 from lightning_spot.client.encoding import Approximation, packers
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
 from lightning_spot.config import MANIFEST_VERSION
 from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError, TierError
 from lightning_spot.image.floats import Floats
@@ -192,9 +192,9 @@ def test_a_pickled_part_that_grows_and_shrinks_stays_exact(topk: Pair) -> None:
 
 def test_a_send_that_broke_off_leaves_both_ends_at_one(topk: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     image = begun(topk)
-    call, broken = NodeStore._send, threading.Event()
+    call, broken = ServerStore._send, threading.Event()
 
-    def breaking(self: NodeStore, upload: str, prepare: Any) -> Manifest:
+    def breaking(self: ServerStore, upload: str, prepare: Any) -> Manifest:
         if broken.is_set():
             return call(self, upload, prepare)
 
@@ -205,7 +205,7 @@ def test_a_send_that_broke_off_leaves_both_ends_at_one(topk: Pair, monkeypatch: 
 
         return call(self, upload, prepared)
 
-    monkeypatch.setattr(NodeStore, "_send", breaking)
+    monkeypatch.setattr(ServerStore, "_send", breaking)
     commit(topk, 2, moved(image, 2))
     assert arrive(topk, 2, exact=True) == moved(image, 2)  # the next try; what is here is not what the node has
     assert broken.is_set()

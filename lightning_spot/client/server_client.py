@@ -197,7 +197,7 @@ class _Request:
 _Read = Callable[[http.client.HTTPResponse, Callable[[], None]], Any]
 
 
-class NodeClient:
+class ServerClient:
     """Requests to one server. May be used from any thread.
 
     Args:
