@@ -28,17 +28,7 @@ class AutoResume(FitCallback):
     and none has a snapshot, training starts afresh, which is said once. When storage cannot be read, or there
     are snapshots and none can be used, ``fit`` raises: a resume that could not read is no fresh start.
 
-    Args:
-        dirpath: durable directory or fsspec URL of the run.
-        servers: one or several ``spot://host:port`` of snapshot servers that are asked, too.
-        local_server: whether the server on this host is asked, too.
-        run_name: name of the run; default the last component of ``dirpath``.
-        data_resume: how a resumed epoch returns to its position in the data. ``"replay"`` loads the earlier batches of
-            the epoch again, which is exact even with random augmentation in workers. ``"seek"`` only draws their
-            indices. ``"auto"`` (default) seeks if the loader has no workers, which is exact, too, and else replays.
-        on_resume_failure: what a start does if two earlier starts resumed from the newest snapshot and ended without a
-            snapshot of their own: ``"error"`` (default) resumes from it again, with a warning; ``"older"`` resumes
-            from the snapshot before it, as far as ``keep`` has left any.
+    :class:`~lightning_spot.SpotCheckpoint` documents the arguments.
 
     Raises:
         SettingsError: if an argument cannot be used.

@@ -41,13 +41,7 @@ class PreemptionGuard(FitCallback):
     directory: its own choice is another one in each start. In a bucket Lightning finds no ``"last"``: pass the URL of
     the file, as the warning at the start says.
 
-    Args:
-        notices: sources of preemption notices. ``"auto"`` (default) watches signals, the file that
-            ``LIGHTNING_SPOT_NOTICE_FILE`` names, and the cloud that this machine is detected to be on. ``None``: no
-            source. Or one or several of ``"aws"``, ``"gcp"``, ``"azure"``, ``"alibaba"``, ``"signal"``,
-            ``"file:PATH"``, a function, or an object of your own.
-        grace_period_s: seconds from a notice to the end of the machine, if the notice does not name them; default
-            ``LIGHTNING_SPOT_GRACE_PERIOD_S``, or unknown.
+    :class:`~lightning_spot.SpotCheckpoint` documents the arguments.
 
     Raises:
         SettingsError: if a source is not known.
@@ -181,7 +175,7 @@ class PreemptionGuard(FitCallback):
 
     def _look(self, trainer: pl.Trainer) -> None:
         if self._watcher is not None:
-            self._watcher.expect_workers()
+            self._watcher.signals.expect_workers()
             if not self._is_cloud_known and (cloud := self._watcher.cloud) is not None:
                 self._is_cloud_known = True
                 FitSession.of(trainer).warn_of_local_dirpath(cloud)
@@ -201,14 +195,16 @@ class PreemptionGuard(FitCallback):
         self.notice = Notice(**facts, seen_s=self._stop.called_s, grace_period_s=grace_period_s)
         if watcher.notice is not None and watcher.notice.source != SignalSource.name:
             end_restarts_here()
-        FitSession.of(trainer).stop(self.notice, seam, cut_short=lambda: watcher.repeated > 0, part=self._ranks.part)
+        FitSession.of(trainer).stop(
+            self.notice, seam, cut_short=lambda: watcher.signals.repeated > 0, part=self._ranks.part
+        )
 
     def _run(self, trainer: pl.Trainer, watcher: Watcher, original: Callable[[], None]) -> None:
         """Train, and tell a signal to the whole process group from the fault of a worker that dies of its own."""
         try:
             original()
         except RuntimeError as error:
-            if not (is_of_dead_worker(error) and watcher.is_told_to_end()) or watcher.notice is None:
+            if not (is_of_dead_worker(error) and watcher.signals.is_told_to_end()) or watcher.notice is None:
                 raise
             self.notice = watcher.notice
             FitSession.of(trainer).workers_ended(watcher.notice, error)
@@ -221,19 +217,19 @@ class PreemptionGuard(FitCallback):
 
     def _keep_signals(self, trainer: pl.Trainer, watcher: Watcher) -> None:
         """Have our handlers stand where Lightning would put its own, which hang or crash with several ranks."""
-        watcher.install_signals()
+        watcher.signals.install()
         if not FitState.of(trainer).can(private.SIGNALS):
             return
         connector = private.SIGNAL_CONNECTOR.of(trainer)
 
         def register_signal_handlers(original: Callable[[], None]) -> None:
-            watcher.restore_signals()  # so that Lightning remembers the user's handlers, not ours
+            watcher.signals.restore()  # so that Lightning remembers the user's handlers, not ours
             original()
-            watcher.install_signals()
+            watcher.signals.install()
 
         def restore_signal_handlers(original: Callable[[], None]) -> None:
             original()
-            watcher.hold_signals()  # what is committed is still being uploaded
+            watcher.signals.hold()  # what is committed is still being uploaded
 
         private.REGISTER_HANDLERS.wrap(self._patches, connector, partial(partial, register_signal_handlers))
         private.RESTORE_HANDLERS.wrap(self._patches, connector, partial(partial, restore_signal_handlers))
@@ -243,15 +239,15 @@ class PreemptionGuard(FitCallback):
         Seams.of(trainer).remove(self)
         watcher, self._watcher = self._watcher, None
         if watcher is not None:
-            watcher.restore_signals()
+            watcher.signals.restore()
             watcher.stop()
         if self._ranks is not None:
-            if over and watcher is not None and watcher.holds_signal:
+            if over and watcher is not None and watcher.signals.is_held:
                 self._ranks.part(_FIRST_RANK_S)  # launchers end all ranks once one has ended
             self._ranks.close() if leaving else self._ranks.end(over=over)
         self._ranks = self._stop = None
         if watcher is not None:
-            watcher.pass_signals_on()
+            watcher.signals.pass_on()
 
 
 def _plain(notice: Notice | None, grace_period_s: float | None) -> dict[str, Any] | None:

@@ -42,53 +42,7 @@ class RemoteSnapshot(FitCallback):
     What the next forward pass may change is copied before the hook returns; parameters and optimizer state are copied
     while the next forward and backward run, and ``optimizer.step()`` waits for what is left.
 
-    Args:
-        dirpath: directory or fsspec URL in which the run is stored, such as ``checkpoints/run-1`` or
-            ``s3://bucket/run-1``.
-        servers: ``spot://host:port`` of one or several snapshot servers on other hosts, to which the server on this
-            host sends each snapshot; default none. Of several servers, a run uses one (with ``replicas``, so many),
-            and the next one if that fails. Shards of a model on several hosts are spread over all of them.
-        local_server: whether a process on this host holds the snapshots (default). It is started by itself and
-            outlives a killed trainer. With ``False`` the trainer's own memory holds them.
-        replicas: number of snapshot servers that keep a copy of each snapshot, at least 1 (default), at most as many
-            as ``servers`` names. With 2, one of them may be lost.
-        run_name: name of the run; default the last component of ``dirpath``.
-        interval: policy that decides when a snapshot is taken; default :class:`ConvergenceAware`, which measures what
-            it needs.
-        keep: number of newest snapshots that are kept in storage and at each server, at least 1; default 2.
-        slots: number of buffers that each rank has for its part of a snapshot in this host's memory, at least 2. All
-            ranks of a host together need up to ``slots`` times the size of a checkpoint. With fewer slots, more
-            snapshots are skipped while uploads are slow. Default 3, and one more for each replica at ``servers``; for a
-            GPU, up to 2 beyond that.
-        memory_limit: most memory for the slots, in bytes or with a unit (``"64GiB"``); default half of this host's
-            memory.
-        on_full: what happens if a snapshot is due and every slot is in use: ``"skip"`` that snapshot (default), or
-            ``"wait"`` until an upload has freed a slot.
-        min_upload_interval_s: least seconds between two snapshots that are uploaded to storage, at least 0; those
-            between them stay in memory. With 0, storage gets the newest one whenever the last upload has ended.
-            ``None`` (default) does so, too, unless several snapshots are taken within 5 s: then the pause between two
-            uploads is 40 times as long as an upload takes, 30 s at most if an upload takes less. The last snapshot of a
-            run, and the one at a notice, is uploaded in any case.
-        compression: how changes since the last snapshot are sent to a snapshot server, without loss: ``"auto"``
-            (default) compresses them if that is faster, ``"always"`` always, ``"off"`` never. Unchanged bytes are not
-            sent. The server holds a plain checkpoint file in any case.
-        lossy: ``"topk"`` sends 9 of 10 snapshots to snapshot servers as approximations, with 1 % of the changed
-            numbers, if that is faster. It is **not exact**, and a resume from such a snapshot warns. Default ``None``.
-        upload_timeout_s: most seconds that ``fit`` waits at its end until storage has the last snapshot; default 300.
-        server_idle_timeout_s: seconds after which the local server ends if no trainer comes; default 900.
-        server_call_timeout_s: most seconds that a call to the local server may block training, more than 0; default 5.
-            A server that does not answer in time is replaced.
-        on_error: what happens if snapshots cannot be taken at all: ``"warn"`` and train without them (default), or
-            ``"raise"`` the error.
-        copy_mode: when the state of a snapshot is copied out of the model. ``"eager"`` copies all of it at once,
-            beside the next iteration. ``"asymmetric"`` copies parts of it through the next iteration, larger ones where
-            the hardware was measured to be idle for longer. ``"backward"`` copies it during the next backward pass, as
-            gradients become ready. ``"blocking"`` has training wait and copies with all processors; for one process
-            that trains on a CPU only, elsewhere it is ``"eager"``. ``"auto"`` (default) tries the modes that are
-            possible and keeps the one with the shortest iterations.
-        device_buffer: memory on each GPU for the end of a copy, in bytes or with a unit; default ``"64MiB"``. What is
-            not in host memory yet when the optimizer steps is copied there, so that the step need not wait. ``None``
-            for none.
+    :class:`~lightning_spot.SpotCheckpoint` documents the arguments.
 
     Raises:
         SettingsError: if an argument cannot be used.

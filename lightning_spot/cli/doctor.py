@@ -26,7 +26,7 @@ from lightning_spot.config import check_number, format_bytes, format_seconds, pa
 from lightning_spot.errors import ServerUnreachableError, SettingsError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.runs import RunInfo, run_text
-from lightning_spot.preemption.detect import CLOUDS, detect_cloud
+from lightning_spot.preemption.clouds import CLOUDS, detect_cloud
 from lightning_spot.retry import DEFAULT_POLICY, unless_silent
 from lightning_spot.run.location import memory_limit_bytes
 from lightning_spot.service.flags import seconds

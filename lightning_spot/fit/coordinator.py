@@ -165,8 +165,8 @@ class Coordinator(OfTrainer):
         self._committed: Manifest | None = None
         self._where = ""
         self._persisted_s = float("-inf")
-        self._seen: Manifest | None = None  # of those that were committed, the newest, and the aborted ones before it
-        self._aborted = 0
+        self._newest: Manifest | None = None  # that was committed, when so many had been aborted
+        self._aborted_before = 0
         self._apart = Pause()
 
     # -- what became of it ----------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ class Coordinator(OfTrainer):
             return None
         if persist:
             self._persisted_s = time.monotonic()
-        problem = self._problem(attempt.writer)  # first: ranges depend on it
+        problem = self._after_aborts(attempt.writer)  # first: ranges depend on it
         return replace(self._decision(), persist=persist, problem=problem)
 
     def decide_last(self, *, urgent: bool = False, complete: bool = False) -> Decision:
@@ -399,13 +399,17 @@ class Coordinator(OfTrainer):
         apart_s = apart_s if apart_s is not None else _APART_S if servers else 0.0
         return time.monotonic() - self._persisted_s >= apart_s
 
-    def _problem(self, writer: SnapshotWriter) -> str:
-        """Why training ends, with ``on_error="raise"``; else ranks that fail at one file have rank 0 write it alone."""
-        if writer.committed is not self._seen:
-            self._seen, self._aborted = writer.committed, writer.aborted
-        if writer.aborted - self._aborted < _MOST_ABORTED:
+    def _after_aborts(self, writer: SnapshotWriter) -> str:
+        """Act on two snapshots in a row that ranks could not write together: for a while, rank 0 writes one file alone.
+
+        Returns:
+            why training ends, with ``on_error="raise"``; else ``""``.
+        """
+        if writer.committed is not self._newest:
+            self._newest, self._aborted_before = writer.committed, writer.aborted
+        if writer.aborted - self._aborted_before < _MOST_ABORTED:
             return ""
-        self._aborted = writer.aborted
+        self._aborted_before = writer.aborted
         if not self._is_sharded:
             self._apart.begin()
         problem = f"ranks cannot write snapshots together: {writer.why_aborted}"

@@ -88,7 +88,7 @@ class Ranks:
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._agreement = agreement = Agreement(trainer)
-        self._stops: list[StopAgreement] = []
+        self._stop: StopAgreement | None = None
         self._server: KeyValueServer | None = None
         if agreement.size > 1:
             if agreement.rank == 0:  # what most systems allow a process at first, 1,024, does for 340 ranks
@@ -100,16 +100,15 @@ class Ranks:
             self._address = (meeting.connect(listen), port, secret)
 
     def stop_agreement(self, called: Callable[[], dict[str, Any] | None]) -> StopAgreement:
-        """An agreement on where to stop. Every rank makes it.
+        """The agreement on where to stop. Every rank makes it, once.
 
         Raises:
             SpotError: on all ranks, if one of them does not reach rank 0.
         """
         rank, size = self._agreement.rank, self._agreement.size
         channel = self._agreement.together(self._channel) if size > 1 else None
-        agreement = StopAgreement("stop", rank=rank, world_size=size, channel=channel, called=called)
-        self._stops.append(agreement)
-        return agreement
+        self._stop = StopAgreement(rank=rank, world_size=size, channel=channel, called=called)
+        return self._stop
 
     def _channel(self) -> KeyValueClient:
         host, port, _ = self._address
@@ -137,9 +136,8 @@ class Ranks:
 
     def close(self) -> None:
         """Let the channel go. The first rank's stays until its process ends: see :meth:`part`."""
-        for agreement in self._stops:
-            agreement.close()
-        self._stops.clear()
+        if self._stop is not None:
+            self._stop.close()
 
     def end(self, *, over: bool) -> None:
         """Close the channel for all ranks.

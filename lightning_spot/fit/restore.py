@@ -9,31 +9,20 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from lightning_spot.client.filesystem import SpotFileSystem
-from lightning_spot.client.part_lanes import CONNECTIONS
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import without_password
 from lightning_spot.errors import SpotError, TierError
 from lightning_spot.fit.collectives import Agreement
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.patches import Patches
 from lightning_spot.run.export import Exporter, ExporterAddress, NotExportedError, import_snapshot
 from lightning_spot.run.location import Location
-from lightning_spot.run.progress_bar import RestoreProgress
 from lightning_spot.run.reading import OpenSnapshot
-from lightning_spot.run.receiving import receive
 from lightning_spot.run.sources import MemorySource, Source, StoreSource, Union, Use
 from lightning_spot.run.survey import Survey
 from lightning_spot.say import say
 from lightning_spot.tiers.store import Holdings, Progress
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
 
 logger = logging.getLogger(__name__)
 
@@ -244,90 +233,3 @@ def _shards(manifest: Manifest, source: Source) -> Iterator[tuple[str, str, str]
     for holder, shard in source.held(manifest) if isinstance(source, Union) else ():
         if isinstance(holder, StoreSource):
             yield holder.store.url, holder.tier, shard.to_json()
-
-
-# -- one that the user names ------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def fetched_once(trainer: pl.Trainer, location: Location, path: Any) -> Iterator[None]:
-    """Have all ranks load a named checkpoint from memory of their host, where it is at a server. Every rank calls it.
-
-    Args:
-        trainer: that loads it, by its strategy, while the context lasts.
-        location: of its run.
-        path: what the user named.
-    """
-    if trainer.world_size == 1 or not str(path).startswith("spot://"):
-        yield
-        return
-    ranks = Agreement(trainer)
-    url = str(path)
-    # All are to read one version of it, also if it is replaced meanwhile.
-    found = ranks.on_rank_zero(lambda: _found(url))
-    info: dict[str, Any] = ranks.tell(found)
-    if info["type"] != "file":
-        yield
-        return
-    hosts = SharedOpening(ranks, location)
-    try:
-        with contextlib.closing(_open(ranks, hosts, url, info)) as snapshot:
-
-            def load_checkpoint(original: Callable[..., Any], asked: Any, *arguments: Any, **named: Any) -> Any:
-                here = f"/proc/self/fd/{snapshot.fd}" if str(asked) == url else asked
-                return original(here, *arguments, **named)
-
-            with Patches() as patches:
-                patches.wrap(trainer.strategy, "load_checkpoint", partial(partial, load_checkpoint))
-                yield
-    finally:
-        hosts.close()
-
-
-def _found(url: str) -> dict[str, Any]:
-    files = SpotFileSystem(**SpotFileSystem._get_kwargs_from_urls(url))
-    return dict(files.info(url))
-
-
-def _open(ranks: Agreement, hosts: SharedOpening, url: str, info: dict[str, Any]) -> OpenSnapshot:
-    size = int(info["size"])
-    manifest = Manifest(run="-", name="-", file="", step=0, attempt=0, nbytes=size)  # as far as an exporter needs one
-    tried = Try(1, manifest.to_json(), ())
-    if ranks.rank:
-        return ranks.together(lambda: hosts.open(tried, _Named(url, info)))
-    with RestoreProgress(without_password(url), size) as progress:
-        return ranks.together(lambda: hosts.open(tried, _Named(url, info), progress))
-
-
-class _Named:
-    """A file at a server, as a :class:`~lightning_spot.run.sources.Source`.
-
-    Args:
-        url: of the file.
-        info: what its file system says of it.
-    """
-
-    def __init__(self, url: str, info: dict[str, Any]) -> None:
-        self.tier = self.url = url
-        self._info = info
-        self._files = SpotFileSystem(**SpotFileSystem._get_kwargs_from_urls(url))
-
-    def survey(self) -> Holdings:
-        """Nothing: it is no run."""
-        return Holdings()
-
-    def open(self, manifest: Manifest, progress: Progress | None = None, *, use: Use = Use.CHECK) -> OpenSnapshot:
-        """See :meth:`Source.open`."""
-        return receive(self, manifest, self.tier, self.url, progress)
-
-    def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
-        """See :meth:`Fetches.fetch`; the server sends a checksum with each range."""
-
-        def read(bounds: tuple[int, int]) -> None:
-            start, stop = bounds
-            self._files.fill(self._info, start, into[start:stop])
-            if progress is not None:
-                progress(stop - start)
-
-        with ThreadPoolExecutor(CONNECTIONS) as pool:
-            list(pool.map(read, manifest.ranges()))

@@ -36,7 +36,7 @@ from lightning_spot.exact.sharded import is_sharded
 from lightning_spot.fit import run_lookup
 from lightning_spot.fit.collectives import Agreement
 from lightning_spot.fit.preflight import check_one_model, parts_of
-from lightning_spot.fit.restore import SharedOpening, fetched_once
+from lightning_spot.fit.restore import SharedOpening
 from lightning_spot.fit.selection import OnResumeFailure, ResumedFrom, choose, load_snapshot, without_failed
 from lightning_spot.fit.topology import place_of
 from lightning_spot.image.manifest import Manifest
@@ -197,8 +197,7 @@ class Resume(OfTrainer):
                 self._say_found(checkpoint_path, who)
             checkpoint_path = None if self.chosen is not None else checkpoint_path
             loaded = private.LOADED_CHECKPOINT.of(connector)
-            with fetched_once(trainer, location, checkpoint_path):
-                original(checkpoint_path, **options)
+            original(checkpoint_path, **options)
             if self.chosen is not None:
                 private.LOADED_CHECKPOINT.set(connector, loaded)
             if checkpoint_path and not who:

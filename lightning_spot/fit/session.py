@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_spot.fit.coordinator import Coordinator
-    from lightning_spot.fit.snapshotter import Snapshotter
 
 _LEAVE = "all ranks leave, and the run goes on from the snapshot before"
 
@@ -65,24 +64,16 @@ class FitSession(PerTrainer):
         summarize: logs the summary of the run; where the end is an error, that comes last.
     """
 
-    resume: Resume
-    snapshotters: list[Snapshotter]
-    deadline: Deadline | None
-    summarize: Callable[[], object]
-    _has_begun: bool
-    _is_complete: bool
-    _pid: int
-
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
         self._renew()
 
     def _renew(self) -> None:
         self._has_begun, self._is_complete, self._pid = False, False, os.getpid()
-        self.snapshotters = []
+        self.snapshotters: list[Snapshotter] = []
         self.resume = Resume(self._trainer)
-        self.deadline = None
-        self.summarize = bool
+        self.deadline: Deadline | None = None
+        self.summarize: Callable[[], object] = bool
 
     def begin(self) -> None:
         """Follow the training, from ``setup`` on. A second call does nothing. Every rank calls it.
@@ -214,9 +205,7 @@ class FitSession(PerTrainer):
         if not self.snapshotters:
             _save_beside_model_checkpoint(trainer, seam)
         part(deadline.left_s if deadline.is_named else max(RANKS_WAIT_S, deadline.left_s))
-        if trainer.is_global_zero and is_requeued_by_slurm(trainer):
-            requeue_slurm_job()
-        raise PreemptedError(notice.text, EXIT_CODE)
+        raise self._preempted(notice)
 
     def workers_ended(self, notice: Notice, error: BaseException) -> NoReturn:
         """Leave, since the signal of a notice has ended workers of a loader, too. In mid-step nothing can be secured.
@@ -235,9 +224,13 @@ class FitSession(PerTrainer):
             " to the main process only",
             notice=notice.text,
         )
+        raise self._preempted(notice) from error
+
+    def _preempted(self, notice: Notice) -> PreemptedError:
+        """What ends the process; the job's scheduler is asked for another turn."""
         if self._trainer.is_global_zero and is_requeued_by_slurm(self._trainer):
             requeue_slurm_job()
-        raise PreemptedError(notice.text, EXIT_CODE) from error
+        return PreemptedError(notice.text, EXIT_CODE)
 
     def complete(self) -> None:
         """Return when everything committed is durable, within the time allowed. A second call does nothing."""

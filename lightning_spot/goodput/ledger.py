@@ -225,18 +225,8 @@ def total(parts: Sequence[Spent]) -> Spent:
 
 
 def _pauses(records: Sequence[AttemptRecord]) -> list[float]:
-    """Seconds from the end of each attempt to the next one; none after one that completed the run: nobody waits for it.
-
-    A machine whose clock is wrong makes one of the pauses beside its attempt too long, and the other one negative: only
-    their sum is known, and counts as the long one.
-    """
+    """Seconds from the end of each attempt to the next one; none after one that completed the run."""
     pauses = [0.0 if one.end == "complete" else then.begun_unix_s - _end_s(one) for one, then in pairwise(records)]
-    for index in range(len(pauses) - 1):
-        before, after = pauses[index : index + 2]
-        if min(before, after) < 0 <= before + after:
-            long = index if before > after else index + 1
-            pauses[index] = pauses[index + 1] = 0.0
-            pauses[long] = before + after
     return [*(max(0.0, pause) for pause in pauses), *[0.0] * bool(records)]
 
 

@@ -125,7 +125,6 @@ def _read(files: Any, path: str, attempt: int) -> AttemptRecord | None:
         return None
 
 
-_MOST_S, _MOST_TIMES = 60.0, 3.0  # steps take longer than before by so much; a record is written every ten seconds
 _DAMAGE = (OSError, SettingsError, ValueError, KeyError, TypeError, AttributeError)
 
 
@@ -186,7 +185,7 @@ def completed(run_url: str, record: AttemptRecord, snapshots: Iterable[tuple[int
     here = read_reached(run_url, record.attempt) if record.end == "running" else None
     if here is not None and here.begun_unix_s == record.begun_unix_s:
         record = replace(here, earlier=record.earlier)
-    snapshots = _by_its_clock(record, snapshots)
+    snapshots = sorted(snapshots)
     newest_step, newest_s = max(snapshots, default=(-1, 0.0))
     if record.end in ("running", "killed") and newest_step > record.step:
         record = replace(record, step=newest_step, unix_s=max(record.unix_s, newest_s))
@@ -195,33 +194,6 @@ def completed(run_url: str, record: AttemptRecord, snapshots: Iterable[tuple[int
     known = {step for step, _ in record.snapshots}
     more = [item for item in snapshots if item[0] not in known]
     return replace(record, snapshots=sorted([*record.snapshots, *more])) if more else record
-
-
-def _by_its_clock(record: AttemptRecord, snapshots: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Snapshots by the clock of the record, which nobody sets.
-
-    They have the time of the machine. Where that was set ahead in mid-training, by days maybe, those that the record
-    has, too, tell by how much; else these days would count as training. Where there is none of these, the pace of the
-    steps that it has tells whether so much time can have passed; if not, as much counts as that takes.
-    """
-    noted, ahead_s = dict(record.snapshots), 0.0
-    found: list[tuple[int, float]] = []
-    listed = sorted(snapshots)
-    if listed and not any(step in noted for step, _ in listed):
-        expected_s = record.unix_s + _step_s(record) * max(0, listed[-1][0] - record.step)
-        if listed[-1][1] - record.unix_s > _MOST_S + _MOST_TIMES * (expected_s - record.unix_s):
-            ahead_s = listed[-1][1] - expected_s
-    for step, at_s in listed:
-        if step in noted:
-            ahead_s = max(0.0, at_s - noted[step])
-        found.append((step, at_s - ahead_s))
-    return found
-
-
-def _step_s(record: AttemptRecord) -> float:
-    """Seconds that a step took, as far as is noted; 0 where none is."""
-    steps = record.step - record.from_step
-    return (record.unix_s - record.trained_unix_s) / steps if record.trained_unix_s is not None and steps > 0 else 0.0
 
 
 def _path(record: ServerRecord, attempt: int) -> Path:

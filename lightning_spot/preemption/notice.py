@@ -51,4 +51,5 @@ class NoticeSource(Protocol):
         """
 
     def close(self) -> None:
-        """Let go of connections. A second call does nothing."""
+        """Let go of connections, if there are any. A second call does nothing."""
+        return

@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_spot.config import read_environment
 from lightning_spot.errors import SettingsError
-from lightning_spot.preemption.notice import Notice
+from lightning_spot.preemption.notice import Notice, NoticeSource
 from lightning_spot.say import say
 
 DEFAULT_SIGNALS = ("SIGTERM", "SIGUSR1")
@@ -24,7 +24,7 @@ _DEAD_WORKER = "DataLoader worker (pid"  # torch has no class for its error
 _GROUP_S = 0.25  # a signal to a whole group reaches all its processes within so long, workers perhaps before this one
 
 
-class SignalSource:
+class SignalSource(NoticeSource):
     """Signals to this process.
 
     The handler only sets attributes: it runs between two instructions of the training thread, which may hold any lock.
@@ -60,9 +60,24 @@ class SignalSource:
         self._came: int | None = None
         self._held: int | None = None
 
+    @classmethod
+    def of_all(cls, sources: Sequence[SignalSource]) -> SignalSource:
+        """One source for the signals of several."""
+        if len(sources) == 1:
+            return sources[0]
+        names = dict.fromkeys(number.name for source in sources for number in source._signals)
+        return cls(
+            list(names), next((item.grace_period_s for item in sources if item.grace_period_s is not None), None)
+        )
+
+    @property
+    def repeated(self) -> int:
+        """How many more signals came after the first: somebody is impatient."""
+        return max(0, self.received - 1)
+
     def install(self) -> None:
         """Catch the signals; from the main thread only. A second call does nothing."""
-        if self._previous:
+        if self._previous or not self._signals:
             return
         if threading.current_thread() is not threading.main_thread():
             text = "training does not run in the main thread. Signals are not noticed"
@@ -126,9 +141,6 @@ class SignalSource:
     def poll(self) -> Notice | None:
         """The first signal that came."""
         return self.notice
-
-    def close(self) -> None:
-        """See :meth:`NoticeSource.close`; handlers are put back by :meth:`restore`."""
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a forked child: the training is its parent's

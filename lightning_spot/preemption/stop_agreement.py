@@ -13,28 +13,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from lightning_spot.preemption.key_value import RankZeroEnded
+from lightning_spot.preemption.key_value import KeyValueClient, RankZeroEnded
 from lightning_spot.say import say
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 DECIDE_S = 30.0
-
-
-class Values(Protocol):
-    """A :class:`~lightning_spot.preemption.key_value.KeyValueClient`; each agreement has one to itself."""
-
-    def set(self, key: str, value: Any) -> None:
-        """Publish a plain value."""
-
-    def get(self, key: str, wait_s: float) -> Any:
-        """A published value; ``None`` if there is none in time."""
-
-    def close(self) -> None:
-        """Hang up."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -60,10 +47,9 @@ class StopAgreement:
     """One event that all ranks act on after the same place.
 
     Args:
-        name: of the event; its keys in the store begin with it.
         rank: of this process.
         world_size: number of ranks.
-        channel: reached by all ranks; ``None`` for a single one.
+        channel: reached by all ranks, and this agreement's alone; ``None`` for a single rank.
         called: what this rank knows of the event, as plain values, or ``None``; must be cheap.
 
     Attributes:
@@ -73,16 +59,14 @@ class StopAgreement:
 
     def __init__(
         self,
-        name: str,
         *,
         rank: int,
         world_size: int,
-        channel: Values | None,
+        channel: KeyValueClient | None,
         called: Callable[[], dict[str, Any] | None],
     ) -> None:
         self.facts: dict[str, Any] | None = None
         self.called_s = 0.0
-        self._name = name
         self._rank = rank
         self._world_size = world_size
         self._channel = channel
@@ -93,7 +77,7 @@ class StopAgreement:
         self._decided = threading.Event()
         self._closed = False
         if channel is not None:
-            threading.Thread(target=self._watch, name=f"spot-stop-{name}", daemon=True).start()
+            threading.Thread(target=self._watch, name="spot-stop", daemon=True).start()
 
     def passed(self, place: Place) -> bool:
         """Tell that training is at ``place``; whether it is to act on the event here. Called by the training thread.
@@ -124,7 +108,7 @@ class StopAgreement:
             while not self._closed:
                 if (facts := self._called()) is not None:
                     self._set("called", facts)
-                if (facts := channel.get(f"{self._name}/called", POLL_S)) is not None:
+                if (facts := channel.get("called", POLL_S)) is not None:
                     self._decide(facts)
                     return
         except RankZeroEnded as end:  # this rank is about to come to its end, too
@@ -148,11 +132,11 @@ class StopAgreement:
 
     def _set(self, key: str, value: dict[str, Any]) -> None:
         assert self._channel is not None
-        self._channel.set(f"{self._name}/{key}", value)
+        self._channel.set(key, value)
 
     def _get(self, key: str) -> dict[str, Any]:
         assert self._channel is not None
-        value: dict[str, Any] | None = self._channel.get(f"{self._name}/{key}", DECIDE_S)
+        value: dict[str, Any] | None = self._channel.get(key, DECIDE_S)
         if value is None:
             raise TimeoutError(f"a rank did not answer within {DECIDE_S:.0f} s ({key})")
         return value

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from lightning_spot.config import read_environment
 from lightning_spot.errors import NoticeUnavailableError, SettingsError
-from lightning_spot.preemption.detect import CLOUDS, AutoSource
+from lightning_spot.preemption.clouds import CLOUDS, AutoSource
 from lightning_spot.preemption.notice import Notice, NoticeSource
 from lightning_spot.preemption.signals import DEFAULT_SIGNALS, SignalSource
 from lightning_spot.retry import growing
@@ -25,7 +25,7 @@ from lightning_spot.say import recovered, say
 Answer = Notice | bool | float | None
 
 
-class CallSource:
+class CallSource(NoticeSource):
     """Asks a callable.
 
     Args:
@@ -57,11 +57,8 @@ class CallSource:
         text = f"{name} says that the end is near"
         return Notice(source=self.name, kind="stop", text=text, seen_s=time.monotonic(), grace_period_s=grace_period_s)
 
-    def close(self) -> None:
-        """See :meth:`NoticeSource.close`."""
 
-
-class FileSource:
+class FileSource(NoticeSource):
     """A notice is there when the file is.
 
     Args:
@@ -93,9 +90,6 @@ class FileSource:
         text = f"notice file {self.path} is there" + (f": {content[:100]}" if content else "")
         return Notice(source=self.name, kind="stop", text=text, seen_s=time.monotonic(), grace_period_s=grace_period_s)
 
-    def close(self) -> None:
-        """See :meth:`NoticeSource.close`."""
-
 
 Notices = str | NoticeSource | Callable[[], Any] | Sequence[Any] | None
 
@@ -104,7 +98,7 @@ def open_sources(notices: Notices) -> list[NoticeSource]:
     """The sources that were asked for, not yet asked anything.
 
     Args:
-        notices: see :class:`~lightning_spot.PreemptionGuard`.
+        notices: see :class:`~lightning_spot.SpotCheckpoint`.
 
     Raises:
         SettingsError: if one is not known.
@@ -151,11 +145,14 @@ class Watcher:
     """Watches notice sources.
 
     Args:
-        sources: to ask. Signals are not asked but come by themselves, see :meth:`install_signals`.
+        sources: to ask. Signals are not asked but come by themselves.
+
+    Attributes:
+        signals: those that are watched, of all sources.
     """
 
     def __init__(self, sources: Sequence[NoticeSource]) -> None:
-        self._signals = [source for source in sources if isinstance(source, SignalSource)]
+        self.signals = SignalSource.of_all([source for source in sources if isinstance(source, SignalSource)])
         self._polled = [source for source in sources if not isinstance(source, SignalSource)]
         self._lock = threading.Lock()
         self._notices: dict[str, Notice] = {}
@@ -168,10 +165,7 @@ class Watcher:
     @property
     def notice(self) -> Notice | None:
         """The first notice that this machine will end. Its deadline stays, even if the source names a later one."""
-        for source in self._signals:
-            if source.notice is not None:
-                return self._latched or source.notice
-        return self._latched
+        return self._latched or self.signals.notice
 
     @property
     def advice(self) -> Notice | None:
@@ -179,17 +173,10 @@ class Watcher:
         return self._advice
 
     @property
-    def repeated(self) -> int:
-        """How many more signals came after the first: somebody is impatient."""
-        return sum(max(0, source.received - 1) for source in self._signals)
-
-    @property
     def usual_grace_s(self) -> float | None:
         """The least time that one of the sources usually leaves; ``None`` if none tells."""
-        return min(
-            (item.grace_period_s for item in [*self._signals, *self._polled] if item.grace_period_s is not None),
-            default=None,
-        )
+        known = [self.signals.grace_period_s, *(item.grace_period_s for item in self._polled)]
+        return min((seconds for seconds in known if seconds is not None), default=None)
 
     @property
     def cloud(self) -> str | None:
@@ -215,40 +202,6 @@ class Watcher:
         deadline_s = time.monotonic() + _LAST_ANSWER_S
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
-
-    def install_signals(self) -> None:
-        """Catch signals; from the main thread."""
-        for source in self._signals:
-            source.install()
-
-    def expect_workers(self) -> None:
-        """See :meth:`SignalSource.expect_workers`."""
-        for source in self._signals:
-            source.expect_workers()
-
-    def is_told_to_end(self) -> bool:
-        """Whether a signal has come, or comes at once."""
-        return any(source.is_told_to_end() for source in self._signals)
-
-    def restore_signals(self) -> None:
-        """Put the previous handlers back."""
-        for source in self._signals:
-            source.restore()
-
-    def hold_signals(self) -> None:
-        """See :meth:`SignalSource.hold`."""
-        for source in self._signals:
-            source.hold()
-
-    @property
-    def holds_signal(self) -> bool:
-        """Whether a signal is kept, see :meth:`SignalSource.hold`."""
-        return any(source.is_held for source in self._signals)
-
-    def pass_signals_on(self) -> None:
-        """See :meth:`SignalSource.pass_on`."""
-        for source in self._signals:
-            source.pass_on()
 
     def _ask(self, source: NoticeSource, key: str) -> None:
         pauses = _pauses_after_failures(source)

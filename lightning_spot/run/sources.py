@@ -36,8 +36,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import verify_file
 from lightning_spot.image.shards import JoinedImage
 from lightning_spot.memory.tier import Listed
-from lightning_spot.run.reading import OpenSnapshot, SnapshotReader
-from lightning_spot.run.receiving import has_room, receive
+from lightning_spot.run.reading import OpenSnapshot, SnapshotReader, has_room, receive
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.posix import open_regular
 from lightning_spot.tiers.store import (
@@ -213,7 +212,7 @@ class _LocalShards:
 
 
 class _Pinned:
-    """Copies a pinned slot; see :class:`~lightning_spot.run.receiving.Fetches`."""
+    """Copies a pinned slot; see :class:`~lightning_spot.run.reading.Fetches`."""
 
     def __init__(self, slot: OpenSnapshot) -> None:
         self.url, self._fd = slot.url, slot.fd
@@ -332,7 +331,7 @@ class Union:
 
 
 class Joined:
-    """A snapshot that is read shard by shard; see :class:`~lightning_spot.run.receiving.Fetches`.
+    """A snapshot that is read shard by shard; see :class:`~lightning_spot.run.reading.Fetches`.
 
     Args:
         manifest: of the snapshot.

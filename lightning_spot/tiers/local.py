@@ -22,7 +22,7 @@ from lightning_spot.image.shards import Image, slices
 from lightning_spot.say import say
 from lightning_spot.threads import in_turn
 from lightning_spot.tiers import fences, posix, store
-from lightning_spot.tiers.fences import ATTEMPTS_DIR, Claim, Owner
+from lightning_spot.tiers.fences import ATTEMPTS_DIR, Claim
 from lightning_spot.tiers.posix import (
     Beneath,
     open_regular,
@@ -31,12 +31,12 @@ from lightning_spot.tiers.posix import (
     temporary_owner,
     tier_errors,
 )
-from lightning_spot.tiers.store import Holdings, Progress
+from lightning_spot.tiers.store import FileStore, Holdings, Progress
 
 _WRITE_BYTES = 128 * 1024 * 1024  # at a time: 0.06 s of the kernel's CPU time a GiB; 0.10 s with 8 MiB, or all at once
 
 
-class LocalStore:
+class LocalStore(FileStore):
     """Snapshots of one run below a directory; implements :class:`~lightning_spot.tiers.store.Store`.
 
     The directory may be a link. Links inside it are read, but nothing they lead to is ever changed or deleted.
@@ -51,8 +51,6 @@ class LocalStore:
         TierError: if it is below none of them.
     """
 
-    owner: Owner | None = None
-
     def __init__(self, root: str | Path, beneath: Sequence[str] | None = None) -> None:
         self._root = Path(root).absolute()
         self._beneath = Beneath(self._root, beneath) if beneath is not None else None
@@ -64,35 +62,6 @@ class LocalStore:
         return self._root if self._beneath is None else self._beneath.path()
 
     # -- what is there --------------------------------------------------------------------------------------------
-
-    def survey(self) -> Holdings:
-        """See :meth:`Store.survey`."""
-        found = Holdings()
-        with tier_errors(self.url):
-            names = [name for name in posix.list_directory(self.root) if snapshot_order(name) is not None]
-            for name in names:
-                try:
-                    if (manifest := self._committed(name)) is not None:
-                        found.manifests.append(manifest)
-                    else:
-                        found.unfinished.append(name)
-                except (OSError, CorruptSnapshotError) as error:
-                    found.unreadable[name] = _reason(error)
-        found.manifests = store.newest_first(found.manifests)
-        found.highest_attempt = store.highest_attempt(self.claimed(), names, found.manifests)
-        return found
-
-    def claimed(self) -> int:
-        """See :meth:`Store.claimed`."""
-        with tier_errors(self.url):
-            return fences.highest_claim(posix.list_directory(self.root / ATTEMPTS_DIR))
-
-    def newest_claim(self) -> Claim | None:
-        """See :meth:`Store.newest_claim`."""
-        with tier_errors(self.url):
-            folder = self.root / ATTEMPTS_DIR
-            names = posix.list_directory(folder)
-            return fences.first_readable(names, lambda name: posix.read_small(folder / name), self.url)
 
     def inode(self) -> int:
         """Inode of the attempts directory, by which a copied run is told from a moved one; 0 if there is none."""
@@ -108,7 +77,7 @@ class LocalStore:
                 sizes = [os.stat(self.root / manifest.path_of(span)).st_size for span in manifest.spans]
             except FileNotFoundError:
                 return False
-            return self._noted(manifest) == manifest and sizes == [span.nbytes for span in manifest.spans]
+            return self._manifest_at(manifest) == manifest and sizes == [span.nbytes for span in manifest.spans]
 
     def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
         """See :meth:`Store.fetch`."""
@@ -132,13 +101,6 @@ class LocalStore:
 
     # -- changes --------------------------------------------------------------------------------------------------
 
-    def check_owner(self) -> None:
-        """See :meth:`Store.check_owner`."""
-        if (owner := self.owner) is not None:
-            with tier_errors(self.url):
-                claim = _claim_in(self.root / ATTEMPTS_DIR / fences.claim_name(owner.attempt))
-            fences.check_owner(owner, claim, self.url)
-
     def claim(self, claim: Claim) -> None:
         """See :meth:`Store.claim`. The inode of the attempts directory is noted in it."""
         fences.check_fence(claim.location, claim.attempt, self.claimed())
@@ -146,7 +108,7 @@ class LocalStore:
             noted = memoryview(replace(claim, inode=self.inode()).to_json().encode())
             path = folder / fences.claim_name(claim.attempt)
             if not posix.create_exclusively(path, noted, attempt=claim.attempt, run_id=claim.run_id):
-                fences.check_claim(claim, _claim_in(path))
+                fences.check_claim(claim, self._claim_of(claim.attempt))
                 posix.sync_directory(folder)  # the attempt that wrote it may have been killed before it did
 
     def put(self, manifest: Manifest, image: Image, *, attempt: int) -> None:
@@ -182,7 +144,7 @@ class LocalStore:
             folder = (self.root / manifest.manifest_path).parent
             if not posix.is_own_directory(folder):
                 return  # not there, or a link to somebody's place
-            if store.is_another(self._noted(manifest), manifest):
+            if store.is_another(self._manifest_at(manifest), manifest):
                 why = "it is another one of that name"
                 say(logging.INFO, "not-deleted", "{about} stays: {why}", about=f"{self.url}/{manifest.name}", why=why)
                 return
@@ -209,22 +171,25 @@ class LocalStore:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _committed(self, name: str) -> Manifest | None:
-        """Manifest of a snapshot directory, ``None`` if it has none."""
-        path = self.root / name / MANIFEST_FILE
-        try:
-            manifest = fences.read_twice(lambda: Manifest.from_json(posix.read_small(path)))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        if manifest.name != name:
-            raise CorruptSnapshotError(f"its manifest is that of {manifest.name}")
-        return manifest
+    def _errors(self, *, reading: bool = False) -> contextlib.AbstractContextManager[None]:
+        return tier_errors(self.url, reading=reading)
 
-    def _noted(self, manifest: Manifest) -> Manifest | None:
-        """What the manifest at the place of ``manifest`` says now; ``None`` if there is none that can be used."""
+    def _all(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
+        return [job() for job in jobs]
+
+    def _names(self, below: str) -> list[str]:
+        return posix.list_directory(self.root / below)
+
+    def _small(self, below: str) -> bytes:
+        return posix.read_small(self.root / below)
+
+    def _manifest_at(self, manifest: Manifest) -> Manifest | None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, CorruptSnapshotError):
-            return fences.read_twice(lambda: Manifest.from_json(posix.read_small(self.root / manifest.manifest_path)))
+            return fences.read_twice(lambda: Manifest.from_json(self._small(manifest.manifest_path)))
         return None
+
+    def _why(self, error: Exception) -> str:
+        return f"{error.strerror} ({error.filename})" if isinstance(error, OSError) else repr(error)
 
     def made(self) -> Path:
         """The run's directory, made where it is reached without following links."""
@@ -247,19 +212,6 @@ class LocalStore:
             return
         with opened(folder) as held:
             yield held
-
-    def _check_owner(self, run: str) -> None:
-        """Refuse to delete anything for an attempt that does not hold the run any more."""
-        if self.owner is not None:
-            fences.check_fence(run, self.owner.attempt, self.claimed())
-            self.check_owner()
-
-    def _check_fences(self, manifest: Manifest, attempt: int) -> None:
-        fences.check_fence(manifest.run, attempt, self.claimed())
-        self.check_owner()
-        if manifest.is_file:
-            with tier_errors(self.url):
-                store.check_file_fence(manifest, self._noted(manifest))
 
     def _holds_every_byte(self, manifest: Manifest) -> bool:
         """Whether this very snapshot is committed already, with every byte as it should be, and on the disk."""
@@ -285,7 +237,7 @@ class LocalStore:
 
         One with the very bytes that are to be there is what a writer left that was killed before it noted it.
         """
-        if self._beneath is None or self._noted(manifest) is not None:
+        if self._beneath is None or self._manifest_at(manifest) is not None:
             return
         if posix.is_there(self.root / manifest.name) and not self._has_the_bytes(manifest):
             raise store.not_ours(self.url, manifest)
@@ -325,7 +277,7 @@ class LocalStore:
                 self._spares(manifest)
             # Another writer, to whom the run was handed over, may have just committed the very same bytes: its manifest
             # is not taken away, or being killed in the middle would undo what was said to be durable.
-            if self._noted(manifest) != manifest:
+            if self._manifest_at(manifest) != manifest:
                 aside = commit.parent / temporary_name(attempt, manifest.run_id)
                 with contextlib.suppress(FileNotFoundError):
                     os.rename(commit, aside)
@@ -362,7 +314,7 @@ class LocalStore:
                 )
 
     def _delete_file(self, manifest: Manifest) -> None:
-        noted = self._noted(manifest)
+        noted = self._manifest_at(manifest)
         if store.is_newer(noted, manifest) or (noted is None and self._beneath is not None):
             why = "a later attempt has written it anew" if noted is not None else "lightning_spot has not saved it"
             say(logging.INFO, "not-deleted", "{about} stays: {why}", about=f"{self.url}/{manifest.name}", why=why)
@@ -372,17 +324,6 @@ class LocalStore:
                 posix.remove(folder / Path(manifest.manifest_path).name)
         posix.remove(self.root / manifest.data_path)
         posix.remove_if_empty(self.root / OWN_DIR)  # unless the manifests of other files are in it
-
-
-def _claim_in(path: Path) -> Claim | None:
-    try:
-        return fences.read_twice(lambda: Claim.from_json(posix.read_small(path)))
-    except (FileNotFoundError, CorruptSnapshotError):
-        return None
-
-
-def _reason(error: OSError | CorruptSnapshotError) -> str:
-    return f"{error.strerror} ({error.filename})" if isinstance(error, OSError) else str(error)
 
 
 class _ImageReader:

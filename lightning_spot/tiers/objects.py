@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, TierError
@@ -19,7 +20,7 @@ from lightning_spot.image.shards import Image, JoinedImage, slices
 from lightning_spot.say import say
 from lightning_spot.threads import all_at_once, both
 from lightning_spot.tiers import fences, s3, store
-from lightning_spot.tiers.fences import ATTEMPTS_DIR, Claim, Owner
+from lightning_spot.tiers.fences import ATTEMPTS_DIR, Claim
 from lightning_spot.tiers.fsspec_client import (
     Job,
     check_bucket,
@@ -40,7 +41,7 @@ from lightning_spot.tiers.object_files import (
 )
 from lightning_spot.tiers.posix import is_left, temporary_name, temporary_owner
 from lightning_spot.tiers.s3 import abort_dead_uploads
-from lightning_spot.tiers.store import Holdings, Progress
+from lightning_spot.tiers.store import FileStore, Holdings, Progress
 
 _RECENT_S = 1.0
 
@@ -70,7 +71,7 @@ class _Noted:
         return time.monotonic() - self.seen_s < _RECENT_S
 
 
-class ObjectStore:
+class ObjectStore(FileStore):
     """Snapshots of one run below an fsspec URL; implements :class:`~lightning_spot.tiers.store.Store`.
 
     Credentials and endpoints come from where the file system's own library looks (environment, config files). A
@@ -85,8 +86,6 @@ class ObjectStore:
         SettingsError: if the URL is malformed or its file system is not installed.
     """
 
-    owner: Owner | None = None
-
     def __init__(self, url: str, *, is_lent: bool = False) -> None:
         self._is_lent = is_lent
         self._files = ObjectFiles(url)
@@ -97,35 +96,11 @@ class ObjectStore:
 
     def survey(self) -> Holdings:
         """See :meth:`Store.survey`."""
-        found = Holdings()
-        with tier_errors(self.url):
-            listings = [functools.partial(self._files.names, below) for below in ("", ATTEMPTS_DIR)]
-            found.names, found.attempts = all_at_once(listings, "spot-list")
-            if not found.names:
+        found = super().survey()
+        if not found.names:
+            with tier_errors(self.url):
                 check_bucket(self._fs, self._root, self.url)
-            names = [name for name in found.names if snapshot_order(name) is not None]
-            read = all_at_once([functools.partial(self._committed, name) for name in names], "spot-read", READERS)
-            for name, manifest in zip(names, read, strict=True):
-                if isinstance(manifest, Manifest):
-                    found.manifests.append(manifest)
-                elif manifest:
-                    found.unreadable[name] = manifest
-                else:
-                    found.unfinished.append(name)
-        found.manifests = store.newest_first(found.manifests)
-        found.highest_attempt = store.highest_attempt(fences.highest_claim(found.attempts), names, found.manifests)
         return found
-
-    def claimed(self) -> int:
-        """See :meth:`Store.claimed`."""
-        with tier_errors(self.url):
-            return fences.highest_claim(self._files.names(ATTEMPTS_DIR))
-
-    def newest_claim(self) -> Claim | None:
-        """See :meth:`Store.newest_claim`."""
-        with tier_errors(self.url):
-            names = self._files.names(ATTEMPTS_DIR)
-            return fences.first_readable(names, lambda name: self._files.read_small(f"{ATTEMPTS_DIR}/{name}"), self.url)
 
     def has(self, manifest: Manifest) -> bool:
         """See :meth:`Store.has`."""
@@ -154,24 +129,17 @@ class ObjectStore:
 
     # -- changes --------------------------------------------------------------------------------------------------
 
-    def check_owner(self) -> None:
-        """See :meth:`Store.check_owner`."""
-        if (owner := self.owner) is not None:
-            with tier_errors(self.url):
-                claim = self._claim_in(f"{ATTEMPTS_DIR}/{fences.claim_name(owner.attempt)}")
-            fences.check_owner(owner, claim, self.url)
-
     def claim(self, claim: Claim) -> None:
         """See :meth:`Store.claim`."""
         below = f"{ATTEMPTS_DIR}/{fences.claim_name(claim.attempt)}"
         with tier_errors(self.url):
             # Looked at before, too: three of four servers that speak S3 create over what is there, without an error.
-            claimed, existing = both(self.claimed, lambda: self._claim_in(below), "spot-ask")
+            claimed, existing = both(self.claimed, lambda: self._claim_of(claim.attempt), "spot-ask")
             fences.check_fence(claim.location, claim.attempt, claimed)
             if existing is None:
                 make_parent(self._fs, self._files.path(below))
                 self._create(below, claim.to_json().encode(), claim)
-                existing = self._claim_in(below)  # of two writers, the last one may have won
+                existing = self._claim_of(claim.attempt)  # of two writers, the last one may have won
             fences.check_claim(claim, existing)
 
     def put(self, manifest: Manifest, image: Image, *, attempt: int) -> None:
@@ -218,15 +186,23 @@ class ObjectStore:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _committed(self, name: str) -> Manifest | str | None:
-        """Manifest of a snapshot, ``None`` if it has none, or why it cannot be read."""
-        try:
-            manifest = fences.read_twice(lambda: Manifest.from_json(self._files.read_small(f"{name}/{MANIFEST_FILE}")))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except Exception as error:  # every cloud library has errors of its own
-            return words_of(error)
-        return manifest if manifest.name == name else f"its manifest is that of {manifest.name}"
+    def _errors(self, *, reading: bool = False) -> contextlib.AbstractContextManager[None]:
+        return tier_errors(self.url, reading=reading)
+
+    def _all(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
+        return all_at_once(jobs, "spot-ask", READERS)
+
+    def _names(self, below: str) -> list[str]:
+        return self._files.names(below)
+
+    def _small(self, below: str) -> bytes:
+        return self._files.read_small(below)
+
+    def _manifest_at(self, manifest: Manifest) -> Manifest | None:
+        return self._noted(manifest).manifest
+
+    def _why(self, error: Exception) -> str:
+        return words_of(error)
 
     def _noted(self, manifest: Manifest) -> _Noted:
         """The manifest that is at the place of one."""
@@ -275,42 +251,13 @@ class ObjectStore:
                 marks[-1] = self._files.mark(manifest.path_of(span))
         return marks
 
-    def _claim_in(self, below: str) -> Claim | None:
-        try:
-            return fences.read_twice(lambda: Claim.from_json(self._files.read_small(below)))
-        except (FileNotFoundError, CorruptSnapshotError):
-            return None
-
-    def _check_fence(self, run: str, attempt: int) -> None:
-        """Refuse to act for an attempt that does not hold the run."""
-        if self.owner is None:
-            fences.check_fence(run, attempt, self.claimed())
-            return
-        claimed, _ = both(self.claimed, self.check_owner, "spot-ask")
-        fences.check_fence(run, attempt, claimed)
-
-    def _check_owner(self, run: str) -> None:
-        """Refuse to delete anything for an attempt that does not hold the run any more."""
-        if self.owner is not None:
-            self._check_fence(run, self.owner.attempt)
-
-    def _check_fences(self, manifest: Manifest, attempt: int) -> None:
-        self._check_fence(manifest.run, attempt)
-        if manifest.is_file:
-            with tier_errors(self.url):
-                store.check_file_fence(manifest, self._noted(manifest).manifest)
-
     def _create(self, below: str, data: bytes, claim: Claim) -> None:
         """Create an object unless there is one."""
         path = self._files.path(below)
-        if speaks(self._fs, s3.S3):
+        if speaks(self._fs):
             with contextlib.suppress(NotImplementedError):
                 s3.create_object(self._fs, path, data)
                 return
-        if speaks(self._fs, s3.CREATE):
-            with contextlib.suppress(FileExistsError):
-                self._fs.pipe_file(path, data, mode="create")
-            return
         if not self._fs.exists(path):
             write_small(
                 self._fs, path, data, f"{path.rpartition('/')[0]}/{temporary_name(claim.attempt, claim.run_id)}"

@@ -1,6 +1,8 @@
 """Requests to S3 for which its library has no word, or needs more of them: lists, conditions, uploads in parts.
 
-A multipart upload is sent in parallel, and completed whole or aborted; those of dead attempts are found.
+A multipart upload is sent in parallel, and completed whole or aborted; those of dead attempts are found. The library's
+own would not do: its files send one part after the other, and of what it sends in parallel it has a copy in memory, and
+has it appear without asking whether the attempt still holds the run.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from lightning_spot.errors import SettingsError
 from lightning_spot.image.files import is_data_file
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.threads import all_at_once
@@ -24,8 +25,6 @@ from lightning_spot.tiers.fsspec_client import Job, move
 logger = logging.getLogger(__name__)
 
 S3 = frozenset({"s3", "s3a"})
-CREATE = frozenset({"gs", "gcs", "az", "abfs", "abfss"})
-"""Object stores whose libraries create an object exclusively."""
 
 _MOST_REMOVED = 1000  # in one request
 
@@ -128,20 +127,15 @@ def aborts_unfinished(files: Any, path: str) -> bool:
 
 
 def create_object(files: Any, path: str, data: bytes) -> None:
-    """Create an object unless there is one.
+    """Create an object of a bucket unless there is one, as all libraries of object stores can.
 
     Raises:
         NotImplementedError: if this store cannot do that in one request.
-        SettingsError: if the library installed here would leave the condition out of the request, without a word.
     """
-    bucket, key, _ = files.split_path(path)
-    if "IfNoneMatch" not in files.s3.meta.service_model.operation_model("PutObject").input_shape.members:
-        raise SettingsError(
-            "the botocore installed here knows no If-None-Match: two trainers could claim one attempt at"
-            f" s3://{bucket}. Install aiobotocore 2.15 or later"
-        )
     try:
-        files.call_s3("put_object", Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
+        files.pipe_file(path, data, mode="create")
+    except FileExistsError:
+        return
     except Exception as error:  # botocore's errors are made at run time, and s3fs translates some
         code = _error_code(error)
         if code in ("NotImplemented", "501"):

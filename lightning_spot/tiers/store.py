@@ -13,15 +13,29 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, runtime_checkable
+from functools import partial
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from lightning_spot.errors import CorruptSnapshotError, FencedError, TierError, TierReason
-from lightning_spot.image.manifest import Manifest, snapshot_order
+from lightning_spot.errors import CorruptSnapshotError, FencedError, SpotError, TierError, TierReason
+from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_order
 from lightning_spot.image.shards import Image, Status, assemble, by_snapshot, registers_of, status
 from lightning_spot.say import say
-from lightning_spot.tiers.fences import Claim, Owner, Standing, check_fence
+from lightning_spot.tiers.fences import (
+    ATTEMPTS_DIR,
+    Claim,
+    Owner,
+    Standing,
+    check_fence,
+    check_owner,
+    claim_name,
+    first_readable,
+    highest_claim,
+    read_twice,
+)
 
 Result = TypeVar("Result")
 
@@ -195,6 +209,125 @@ class Store(Protocol):
         That is: temporaries. At once if the writer was a process of this machine that has ended, else once they have
         not been touched for :data:`SETTLED_S`.
         """
+
+
+class FileStore(ABC):
+    """What stores of files have in common: what is listed, claims, and who may change what. See :class:`Store`."""
+
+    url: str
+    owner: Owner | None = None
+
+    # -- how files are reached; ``below`` is a path in the run ----------------------------------------------------
+
+    @abstractmethod
+    def _errors(self, *, reading: bool = False) -> AbstractContextManager[None]:
+        """Turn errors of the library into ours, see :func:`~lightning_spot.tiers.posix.tier_errors`."""
+
+    @abstractmethod
+    def _all(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Do several things that only read; at once where that is faster."""
+
+    @abstractmethod
+    def _names(self, below: str) -> list[str]:
+        """Names in a folder; empty if there is none."""
+
+    @abstractmethod
+    def _small(self, below: str) -> bytes:
+        """A manifest or claim.
+
+        Raises:
+            FileNotFoundError: if it is not there.
+            CorruptSnapshotError: if it is too long for one.
+        """
+
+    @abstractmethod
+    def _manifest_at(self, manifest: Manifest) -> Manifest | None:
+        """What the manifest at the place of one says now; ``None`` if there is none that can be used."""
+
+    @abstractmethod
+    def _why(self, error: Exception) -> str:
+        """What an error of the library says, for people."""
+
+    # -- what is there --------------------------------------------------------------------------------------------
+
+    def survey(self) -> Holdings:
+        """See :meth:`Store.survey`."""
+        found = Holdings()
+        with self._errors():
+            found.names, found.attempts = self._all([partial(self._names, below) for below in ("", ATTEMPTS_DIR)])
+            names = [name for name in found.names if snapshot_order(name) is not None]
+            for name, manifest in zip(
+                names, self._all([partial(self._committed, name) for name in names]), strict=True
+            ):
+                if isinstance(manifest, Manifest):
+                    found.manifests.append(manifest)
+                elif manifest:
+                    found.unreadable[name] = manifest
+                else:
+                    found.unfinished.append(name)
+        found.manifests = newest_first(found.manifests)
+        found.highest_attempt = highest_attempt(highest_claim(found.attempts), names, found.manifests)
+        return found
+
+    def claimed(self) -> int:
+        """See :meth:`Store.claimed`."""
+        with self._errors():
+            return highest_claim(self._names(ATTEMPTS_DIR))
+
+    def newest_claim(self) -> Claim | None:
+        """See :meth:`Store.newest_claim`."""
+        with self._errors():
+            return first_readable(
+                self._names(ATTEMPTS_DIR), lambda name: self._small(f"{ATTEMPTS_DIR}/{name}"), self.url
+            )
+
+    def _committed(self, name: str) -> Manifest | str | None:
+        """Manifest of a snapshot, ``None`` if it has none, or why it cannot be read."""
+        try:
+            manifest = read_twice(lambda: Manifest.from_json(self._small(f"{name}/{MANIFEST_FILE}")))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except Exception as error:  # every cloud library has errors of its own
+            return str(error) if isinstance(error, SpotError) else self._why(error)
+        return manifest if manifest.name == name else f"its manifest is that of {manifest.name}"
+
+    def _claim_of(self, attempt: int) -> Claim | None:
+        try:
+            return read_twice(lambda: Claim.from_json(self._small(f"{ATTEMPTS_DIR}/{claim_name(attempt)}")))
+        except (FileNotFoundError, CorruptSnapshotError):
+            return None
+
+    # -- who may change what --------------------------------------------------------------------------------------
+
+    def check_owner(self) -> None:
+        """See :meth:`Store.check_owner`."""
+        if (owner := self.owner) is not None:
+            with self._errors():
+                claim = self._claim_of(owner.attempt)
+            check_owner(owner, claim, self.url)
+
+    def _check_fence(self, run: str, attempt: int) -> None:
+        """Refuse to act for an attempt that does not hold the run."""
+
+        def later() -> None:
+            check_fence(run, attempt, self.claimed())
+
+        if self.owner is None:
+            later()
+        else:
+            self._all([later, self.check_owner])
+
+    def _check_owner(self, run: str) -> None:
+        """Refuse to delete anything for an attempt that does not hold the run any more."""
+        if self.owner is not None:
+            self._check_fence(run, self.owner.attempt)
+
+    def _check_fences(self, manifest: Manifest, attempt: int) -> None:
+        """Refuse to write for an attempt that does not hold the run, or over a later one's file."""
+        self._check_fence(manifest.run, attempt)
+        if manifest.is_file:
+            with self._errors():
+                check_file_fence(manifest, self._manifest_at(manifest))
 
 
 SETTLED_S = 3600.0

@@ -29,7 +29,7 @@ from lightning_spot.errors import SettingsError, TierError
 from lightning_spot.exact.compare import differences
 from lightning_spot.fit.ranks import Meeting, Ranks
 from lightning_spot.interval.deadline import plan_urgent
-from lightning_spot.preemption.aws import AwsSource
+from lightning_spot.preemption.clouds import AwsSource
 from lightning_spot.preemption.key_value import KeyValueServer
 from lightning_spot.preemption.notice import Notice
 from lightning_spot.tiers.local import LocalStore
@@ -147,6 +147,24 @@ def test_two_ranks_stop_at_one_step(
     warm_python: str, tmp_path: Path, undisturbed: Any, phase: str, who: str, gap_s: float
 ) -> None:
     check_cell(warm_python, tmp_path / "r", undisturbed, 2, phase, who, gap_s)
+
+
+def test_the_guard_alone_stops_both_ranks_if_the_second_is_told(
+    warm_python: str, tmp_path: Path, undisturbed: Any
+) -> None:
+    """It saves beside the ``ModelCheckpoint``, and ``fit(ckpt_path="last")`` goes on from there."""
+    root = tmp_path / "r"
+    program = Program(warm_python, root, "--guard", "--pace", "0.04")
+    program.wait_for("forward", 7, 1)
+    program.signal(1)
+    assert program.end() == 143, (root / "log").read_text()[-3000:]
+    step = program.stopped_at(0)
+    assert program.stopped_at(1) == step
+    assert torch.load(root / "best" / "last-preempted.ckpt", weights_only=True)["global_step"] == step
+    assert Program(warm_python, root, "--guard", "--seed", "5").end() == 0, (root / "log").read_text()[-3000:]
+    ends = torch.load(root / "final.ckpt", weights_only=True), undisturbed(2)
+    for part in ("state_dict", "optimizer_states", "global_step"):
+        assert list(differences(ends[0][part], ends[1][part])) == []
 
 
 @pytest.mark.slow

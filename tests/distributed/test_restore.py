@@ -18,13 +18,12 @@ import pytest
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_spot.client.filesystem import SpotFileSystem
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.fit import restore, selection
 from lightning_spot.fit.collectives import Agreement
-from lightning_spot.fit.restore import SharedOpening, fetched_once
+from lightning_spot.fit.restore import SharedOpening
 from lightning_spot.fit.selection import ResumedFrom, choose, load_snapshot, own_small
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -379,58 +378,6 @@ def test_a_rank_that_cannot_reach_its_hosts_reader_reads_alone(
     assert [found[1]["step"] for found in restored(run)] == [6, 6, 6]
     assert fetched == [run.url]  # by the first; the others have nobody to share with, and read in place
     assert [str(facts["error"]) for facts in said(caplog, "not-imported")] == ["no way there"]
-
-
-# -- a checkpoint that is named ---------------------------------------------------------------------------------------
-
-
-class Loading(Rank):
-    """A rank that loads what it is told to."""
-
-    def load_checkpoint(self, path: str, weights_only: bool = True) -> Any:
-        assert path.startswith("/proc/self/fd/"), "each rank would read it over the network"
-        return torch.load(path, weights_only=weights_only)
-
-
-def load_named(url: str, store: LocalStore) -> list[Any]:
-    group, location = Group(3), Location.of(store.root, local_server=False)
-
-    def load_on(rank: int) -> Any:
-        threading.current_thread().name = f"rank-{rank}"
-        trainer = Loading(group, rank)
-        try:
-            with fetched_once(trainer, location, url):  # type: ignore[arg-type]
-                loaded = trainer.load_checkpoint(url, weights_only=True)
-        except SpotError as error:
-            return error
-        assert "load_checkpoint" not in vars(trainer)
-        return loaded
-
-    with ThreadPoolExecutor(3) as pool:
-        return list(pool.map(load_on, range(3)))
-
-
-def test_a_checkpoint_at_a_server_is_fetched_once_for_each_host(
-    run: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    filled: list[int] = []
-    original = SpotFileSystem.fill
-
-    def fill(files: SpotFileSystem, info: dict[str, Any], start: int, into: memoryview) -> None:
-        filled.append(len(into))
-        original(files, info, start, into)
-
-    monkeypatch.setattr(SpotFileSystem, "fill", fill)
-    newest = replace(manifest_of(run), run_id="")
-    content = memoryview((run.root / newest.data_path).read_bytes())
-    with served(Node(slots=2, memory_bytes=2**26, open_store=lambda _url: pytest.fail("written"))) as port:
-        url = f"spot://127.0.0.1:{port}/run"
-        store = ServerStore(url)
-        store.put(newest, content, attempt=1)
-        assert [loaded["step"] for loaded in load_named(f"{url}/last.ckpt", run)] == [6, 6, 6]
-        assert sum(filled) == newest.nbytes
-        assert all("no-such" in str(error) for error in load_named(f"{url}/no-such.ckpt", run))
-        store.client.close()
 
 
 # -- giving and taking ------------------------------------------------------------------------------------------------

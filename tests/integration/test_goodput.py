@@ -85,19 +85,6 @@ def attempt(number: int, begun: float, trained: float | None, steps: tuple[int, 
     )
 
 
-@pytest.mark.parametrize("wrong_s", [-86400.0, 86400.0])
-def test_a_machine_whose_clock_is_wrong_is_no_day_of_downtime(wrong_s: float) -> None:
-    times = [(0.0, 10.0, 110.0), (130.0, 140.0, 240.0), (270.0, 280.0, 380.0), (400.0, 410.0, 510.0)]
-    records = []
-    for number, (begun, trained, end) in enumerate(times):
-        off = wrong_s if number == 1 else 0.0
-        records.append(attempt(number + 1, begun + off, trained + off, (100 * number, 100 * number + 100), end + off))
-    for known in (records, records[:3]):
-        whole = total(spent(known))
-        assert (whole.total_s, whole.productive_s) == (times[len(known) - 1][2], 100.0 * len(known))
-    assert total(spent(records[:2])).total_s == 220.0 + max(0.0, 20.0 + wrong_s)  # until then nobody can know
-
-
 def test_the_ledger_by_hand() -> None:
     first = attempt(1, 0.0, 10.0, (0, 100), 110.0)
     second = attempt(2, 130.0, None, (0, 0), 135.0)  # taken away before it trained
@@ -510,38 +497,6 @@ def test_the_snapshots_tell_where_the_machine_is_gone(tmp_path: Path) -> None:
     assert [step for step, _ in first.snapshots] == [20, 40]
     following.close("complete")
     assert written(url).step == 40
-
-
-@pytest.mark.parametrize("days", [3, -3])
-def test_a_changed_clock_is_no_training_if_the_snapshots_show_it(tmp_path: Path, days: int) -> None:
-    url, begun, set_s = str(tmp_path / "run"), time.time() - 100, days * 86400.0
-    last = attempt(1, begun, begun + 10, (0, 35), begun + 45)
-    last.snapshots = [(20, begun + 30), (30, begun + 40)]
-    times = {10: begun + 20, 20: begun + 30, 30: begun + 40 + set_s, 40: begun + 50 + set_s}
-    following = after(url, last, {(1, step): at for step, at in times.items()})
-    first = following.earlier.latest[0]
-    assert first.step == 40
-    assert first.unix_s == pytest.approx(begun + (50 if days > 0 else 45), abs=0.01)
-    assert dict(first.snapshots)[10] == begun + 20
-    assert following.spent.productive_s < 100
-    following.close("complete")
-
-
-@pytest.mark.parametrize(
-    ("trained_s", "later_s", "counts_s"), [(5, 86400, 45), (5, 100, 100), (0, 86400, 0), (0, 20, 20)]
-)
-def test_a_changed_clock_is_no_training_without_common_snapshots(
-    tmp_path: Path, trained_s: int, later_s: int, counts_s: int
-) -> None:
-    """Ten seconds a step may be where they took five, a day may not. A record is old where its tier had failed."""
-    url, begun = str(tmp_path / "run"), time.time() - 90000
-    last = attempt(1, begun, begun + 10, (0, 1 if trained_s else 0), begun + 10 + trained_s)
-    following = after(url, last, {(1, 5): last.unix_s + later_s - 1, (1, 10): last.unix_s + later_s})
-    first = following.earlier.latest[0]
-    assert (first.step, first.end) == (10, "killed")
-    assert first.unix_s == pytest.approx(last.unix_s + counts_s, abs=0.01)
-    assert following.spent.total_s == pytest.approx(time.time() - begun, abs=5.0)
-    following.close("complete")
 
 
 BEGUN = """

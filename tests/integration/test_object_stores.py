@@ -21,7 +21,7 @@ from botocore.retries import standard
 
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshotError, FencedError, SettingsError, SpotError, TierError
-from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
@@ -31,9 +31,10 @@ from lightning_spot.tiers.fences import digest_of
 from lightning_spot.tiers.fsspec_client import tier_errors
 from lightning_spot.tiers.objects import ObjectStore
 from lightning_spot.tiers.s3 import list_folder, remove_objects
-from lightning_spot.tiers.store import Store, retain
+from lightning_spot.tiers.store import retain
 from tests.support.oracle import claim_of
 from tests.support.proxy import Proxy
+from tests.support.store import fetched, put, snapshot
 from tests.support.waiting import until
 
 KIB, MIB = 2**10, 2**20
@@ -46,26 +47,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_spot.tiers.s3.BLOCK_BYTES", BLOCK_BYTES)
 
 
-def sealed(step: int, nbytes: int, **more: Any) -> tuple[Manifest, memoryview]:
-    image = memoryview(random.Random(step).randbytes(nbytes))
-    name = snapshot_name(step, more.get("attempt", 1))
-    made = Manifest(run="run", name=name, step=step, attempt=1, nbytes=nbytes, part_bytes=KIB)
-    return replace(made, **more).sealed(image), image
-
-
-def put(store: Store, step: int, nbytes: int = 1000, **more: Any) -> Manifest:
-    manifest, image = sealed(step, nbytes, **more)
-    store.put(manifest, image, attempt=manifest.attempt)
-    return manifest
-
-
-def fetched(store: Store, manifest: Manifest) -> memoryview:
-    buffer = memoryview(bytearray(manifest.nbytes))
-    store.fetch(manifest, buffer)
-    return buffer
-
-
-def parts_of(image: memoryview, nbytes: int, fail_at: int | None = None) -> Iterator[memoryview]:
+def parts_of(image: bytes, nbytes: int, fail_at: int | None = None) -> Iterator[memoryview]:
     for index, start in enumerate(range(0, len(image), nbytes)):
         if index == fail_at:
             raise OSError("the source is gone")
@@ -90,9 +72,9 @@ def uploads_of(raw: s3fs.S3FileSystem, bucket: str) -> list[str]:
 
 def test_many_blocks_over_many_connections(bucket: str) -> None:
     store = ObjectStore(f"{bucket}/run-1")
-    manifest = put(store, 1, 42 * KIB + 1)
+    manifest = put(store, 1, nbytes=42 * KIB + 1)
     manifest.verify(fetched(store, manifest), "s3")
-    again, image = sealed(2, 33 * KIB)
+    again, image = snapshot(2, nbytes=33 * KIB)
     assert store.put_parts(replace(again, checksums=()), parts_of(image, KIB), attempt=1) == again
     again.verify(fetched(store, again), "s3")
 
@@ -110,8 +92,8 @@ def test_a_retried_request_draws_no_random_number_of_a_training(bucket: str) -> 
 def test_an_error_in_the_middle_leaves_what_was_there(bucket: str, raw: s3fs.S3FileSystem, fail_at: int) -> None:
     """Leaving ``with fs.open(…)`` by an exception completed the object: 67 of 105 MB replaced the good file."""
     store = ObjectStore(f"{bucket}/checkpoints")
-    first = put(store, 1, 30 * KIB, name="last.ckpt", file="")
-    second, image = sealed(2, 40 * KIB, name="last.ckpt", file="")
+    first = put(store, 1, nbytes=30 * KIB, name="last.ckpt", file="")
+    second, image = snapshot(2, nbytes=40 * KIB, name="last.ckpt", file="")
     with pytest.raises(SpotError, match="source is gone"):
         store.put_parts(replace(second, checksums=()), parts_of(image, KIB, fail_at), attempt=1)
     assert store.has(first)
@@ -121,7 +103,7 @@ def test_an_error_in_the_middle_leaves_what_was_there(bucket: str, raw: s3fs.S3F
 
 def test_parts_that_are_not_those_announced_never_appear(bucket: str, raw: s3fs.S3FileSystem) -> None:
     store = ObjectStore(f"{bucket}/run-1")
-    manifest, image = sealed(1, 30 * KIB)
+    manifest, image = snapshot(1, nbytes=30 * KIB)
     with pytest.raises(SpotError, match="not committed"):
         store.put_parts(replace(manifest, checksums=()), parts_of(image[: 25 * KIB], KIB), attempt=1)
     assert raw.find(f"{bucket}/run-1") == []
@@ -234,22 +216,11 @@ def test_a_block_whose_connection_breaks_is_sent_from_its_start(
         proxy.cut_after = 100 * KIB
         healing = threading.Timer(0.5, setattr, (proxy, "cut_after", None))
         healing.start()
-        manifest = put(store, 1, 900 * KIB)
+        manifest = put(store, 1, nbytes=900 * KIB)
         healing.join()
         manifest.verify(fetched(store, manifest), "s3")
     finally:
         proxy.close()
-
-
-def test_a_library_that_drops_the_condition_is_refused(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two trainers would both have been told that they hold the attempt."""
-    s3fs.S3FileSystem.clear_instance_cache()
-    store = ObjectStore(f"{s3}/run")
-    model = store._fs.s3.meta.service_model
-    monkeypatch.delitem(model.operation_model("PutObject").input_shape.members, "IfNoneMatch")
-    with pytest.raises(SettingsError, match=r"Install aiobotocore 2\.15"):
-        store.claim(claim_of(1))
-    s3fs.S3FileSystem.clear_instance_cache()
 
 
 RULE = {"ID": "abort", "Status": "Enabled", "Filter": {}, "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 7}}
@@ -335,7 +306,7 @@ def test_a_part_that_comes_damaged_is_read_once_more(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(store, "_range", flipped)
     if times == 1:
-        assert fetched(store, manifest) == sealed(1, 1000)[1]
+        assert fetched(store, manifest) == snapshot(1, nbytes=1000)[1]
     else:
         with pytest.raises(CorruptSnapshotError, match="do not have the checksum"):
             fetched(store, manifest)
@@ -406,12 +377,12 @@ def test_a_file_another_saved_meanwhile_gets_no_wrong_manifest(monkeypatch: pyte
 
     monkeypatch.setattr(objects, "write_files", late)
     with pytest.raises(TierError) if fails else contextlib.nullcontext():
-        put(ours, 2, 1200, name="mine.ckpt", file="")
+        put(ours, 2, nbytes=1200, name="mine.ckpt", file="")
     monkeypatch.setattr(objects, "write_small", small)
     there = ours._noted(others).manifest
     assert (there is None) is fails
     if there is not None:
-        assert fetched(ours, there) == sealed(2, 1200)[1]
+        assert fetched(ours, there) == snapshot(2, nbytes=1200)[1]
 
 
 @pytest.mark.parametrize(

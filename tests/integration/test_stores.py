@@ -39,6 +39,7 @@ from lightning_spot.tiers.objects import ObjectStore
 from lightning_spot.tiers.store import Holdings, Store, retain, worth_keeping
 from tests.support.oracle import claim_of
 from tests.support.real_stores import SERVERS, Server, use, why_missing
+from tests.support.store import fetched, put, snapshot
 from tests.support.waiting import kept_port
 
 pytestmark = pytest.mark.guarantee("G14")
@@ -82,22 +83,6 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return open_store(f"{node.url}/run-{number}")
 
 
-def snapshot(
-    step: int, *, attempt: int = 1, nbytes: int = 1000, part_bytes: int = 256, **more: Any
-) -> tuple[Manifest, bytes]:
-    data = random.Random(step).randbytes(nbytes)
-    made = Manifest(
-        run="run", name=snapshot_name(step, attempt), step=step, attempt=attempt, nbytes=nbytes, part_bytes=part_bytes
-    )
-    return replace(made, **more).sealed(memoryview(data)), data
-
-
-def put(store: Store, step: int, *, by: int = 1, **more: Any) -> Manifest:
-    manifest, data = snapshot(step, **more)
-    store.put(manifest, memoryview(data), attempt=by)
-    return manifest
-
-
 FILES_OF_ONE = (FileSpan(".metadata", 0, 300), FileSpan("__0_0.distcp", 4096, 9000), FileSpan("__1_0.distcp", 16384, 0))
 """A sharded snapshot: files of several parts, an empty one, and bytes that are in none."""
 
@@ -108,12 +93,6 @@ def sharded(step: int, **more: Any) -> tuple[Manifest, bytes]:
     for span in FILES_OF_ONE:
         image[span.offset : span.stop] = data[span.offset : span.stop]
     return replace(manifest, checksums=()).sealed(memoryview(image)), bytes(image)
-
-
-def fetched(store: Store, manifest: Manifest) -> bytes:
-    buffer = bytearray(manifest.nbytes)
-    store.fetch(manifest, memoryview(buffer))
-    return bytes(buffer)
 
 
 def test_several_files_replace_those_of_their_names_all_or_none(
@@ -335,7 +314,7 @@ def test_claims_fence_earlier_attempts(store: Store) -> None:
         put(store, 6, by=1)
     assert caught.value.current == 2
     assert [manifest.step for manifest in store.survey().manifests] == [5]
-    put(store, 6, attempt=2, by=2)
+    put(store, 6, attempt=2)
 
 
 def test_of_two_claims_of_a_number_the_first_holds(store: Store) -> None:
@@ -362,7 +341,7 @@ def test_the_newest_claim_says_whose_the_run_is(store: Store) -> None:
 @pytest.mark.parametrize("store", FILES, indirect=True)
 def test_the_highest_attempt_counts_claims_names_and_manifests(store: Store) -> None:
     """A run forked by copying a snapshot, or whose claims expired, does not begin at 1 again."""
-    put(store, 5, attempt=3, by=3)
+    put(store, 5, attempt=3)
     assert (store.claimed(), store.survey().highest_attempt) == (0, 3)
     _write(store, f"{snapshot_name(6, 7)}/model.ckpt", b"not committed")
     assert store.survey().highest_attempt == 7
@@ -410,7 +389,7 @@ def test_a_source_of_parts_that_fails(store: Store) -> None:
 
 def test_an_earlier_attempt_does_not_overwrite_a_later_ones_file(store: Store) -> None:
     """A dead trainer's node put an older ``last.ckpt`` over a newer one, seconds later."""
-    newer = put(store, 9, attempt=2, by=2, name="last.ckpt", file="")
+    newer = put(store, 9, attempt=2, name="last.ckpt", file="")
     older, data = snapshot(7, attempt=1, name="last.ckpt", file="")
     with pytest.raises(FencedError):
         store.put(older, memoryview(data), attempt=1)
@@ -441,9 +420,9 @@ def test_retention_does_not_keep_the_end_of_a_run_twice(store: Store) -> None:
     """It is taken once more when it is the end: of two that were kept, both were of the last step."""
     for step in (1, 2, 3):
         put(store, step)
-    kept = put(store, 3, attempt=2, by=2)
-    last = put(store, 4, attempt=2, by=2)
-    retain(store, 2, put(store, 4, attempt=2, by=2, name=snapshot_name(4, 2, complete=True), complete=True))
+    kept = put(store, 3, attempt=2)
+    last = put(store, 4, attempt=2)
+    retain(store, 2, put(store, 4, attempt=2, name=snapshot_name(4, 2, complete=True), complete=True))
     assert [manifest.name for manifest in store.survey().manifests] == [f"{last.name}-complete", kept.name]
 
 
@@ -452,10 +431,10 @@ def test_retention_keeps_to_its_lineage(store: Store) -> None:
     """A fresh start beside good snapshots deleted them."""
     for step in (1, 2, 3):
         put(store, step, lineage="aaaaaaaaaaaa")
-    newest = put(store, 1, attempt=2, by=2, lineage="bbbbbbbbbbbb")
+    newest = put(store, 1, attempt=2, lineage="bbbbbbbbbbbb")
     retain(store, 1, newest)
     assert len(store.survey().manifests) == 4
-    retain(store, 1, put(store, 2, attempt=2, by=2, lineage="bbbbbbbbbbbb"))
+    retain(store, 1, put(store, 2, attempt=2, lineage="bbbbbbbbbbbb"))
     assert [(item.attempt, item.step) for item in store.survey().manifests] == [(2, 2), (1, 3), (1, 2), (1, 1)]
 
 
@@ -515,7 +494,7 @@ def test_a_sweep_touches_nothing_that_it_does_not_understand(store: Store) -> No
     stay += [f"{snapshot_name(1, 3)}/model.ckpt"]  # of a later attempt
     for below in (f"{ours}/model.ckpt", *stay):
         _write(store, below, b"?")
-    retain(store, 1, put(store, 5, attempt=2, by=2))
+    retain(store, 1, put(store, 5, attempt=2))
     files, root = fsspec.core.url_to_fs(store.url)
     files.invalidate_cache()
     there = {path.removeprefix(f"{root}/") for path in files.find(root)}
@@ -531,7 +510,7 @@ def test_temp_files_of_earlier_attempts_are_swept_everywhere(store: Store) -> No
     _write(store, "attempts/attempt-0001.progress.json", b"{}")
     for folder in ("", "attempts/", f"{OWN_DIR}/", f"{older.name}/"):
         _write(store, f"{folder}{name}", b"half")
-    store.sweep(put(store, 5, attempt=2, by=2))
+    store.sweep(put(store, 5, attempt=2))
     files, root = fsspec.core.url_to_fs(store.url)
     files.invalidate_cache()
     assert [path for path in files.find(root) if path.endswith(name)] == []
@@ -553,14 +532,14 @@ def test_claims_and_records_of_old_attempts_are_forgotten(store: Store, monkeypa
     for attempt in range(1, 7):
         store.claim(claim_of(attempt))
         _write(store, f"attempts/attempt-{attempt:04d}.progress.json", b"{}")
-    store.sweep(put(store, 5, attempt=6, by=6))
+    store.sweep(put(store, 5, attempt=6))
     files, root = fsspec.core.url_to_fs(store.url)
     files.invalidate_cache()
     left = sorted(path.rpartition("/")[2] for path in files.find(f"{root}/attempts"))
     assert left == sorted(f"attempt-{attempt:04d}{end}" for attempt in (4, 5, 6) for end in (".json", ".progress.json"))
     assert store.claimed() == 6
     _write(store, "attempts/attempt-900000.progress.json", b"{}")  # of no attempt of this run
-    store.sweep(put(store, 6, attempt=6, by=6))
+    store.sweep(put(store, 6, attempt=6))
     assert store.claimed() == 6, "a stray record made all claims old, and they were removed"
 
 
@@ -616,13 +595,13 @@ def test_only_leftovers_of_killed_file_writers_are_swept(
 @pytest.mark.parametrize("store", FILES, indirect=True)
 def test_leftovers_of_any_killed_writer_are_swept_at_once(store: Store, dead_writer: Callable[[], str]) -> None:
     """A trainer's claim has no run's name yet; the node that comes in a killed one's place is of the same attempt."""
-    put(store, 4, attempt=7, by=7)
+    put(store, 4, attempt=7)
     claim = dead_writer().replace("-aaaaaaaaaaaa-", "--")
     dead = [f"attempts/{claim}", dead_writer(), f"{snapshot_name(4, 7)}/{dead_writer()}"]
     lives = [f"attempts/{posix.temporary_name(7, '')}"]
     for below in (*dead, *lives):
         _write(store, below, b"half")
-    store.sweep(put(store, 5, attempt=7, by=7, run_id="aaaaaaaaaaaa"))
+    store.sweep(put(store, 5, attempt=7, run_id="aaaaaaaaaaaa"))
     left = [below for below in _there(store) if posix.temporary_owner(below.rpartition("/")[2]) is not None]
     assert left == lives
 
@@ -630,7 +609,7 @@ def test_leftovers_of_any_killed_writer_are_swept_at_once(store: Store, dead_wri
 @pytest.mark.parametrize("store", FILES, indirect=True)
 def test_a_deletion_spares_files_written_after_it_was_requested(store: Store) -> None:
     old = put(store, 1, name="x.ckpt", file="", run_id="aaaaaaaaaaaa")
-    new = put(store, 2, name="x.ckpt", file="", run_id="aaaaaaaaaaaa", attempt=2, by=2)
+    new = put(store, 2, name="x.ckpt", file="", run_id="aaaaaaaaaaaa", attempt=2)
     store.delete(old)
     assert store.has(new)
     store.delete(new)

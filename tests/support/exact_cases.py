@@ -232,15 +232,16 @@ def train(
     root: Path,
     *callbacks: pl.Callback,
     seed: int,
-    spot: SpotCheckpoint | None = None,
+    spot: pl.Callback | None = None,
     notices: Any = "signal",
+    ckpt_path: str | None = None,
     **more: Any,
 ) -> pl.Trainer:
     """Train a case to its end, or go on with it. Every process begins with another ``seed``."""
     new_process()
     pl.seed_everything(11, verbose=False)
     module, loaders, settings = {**CASES, **INEXACT}[case]() if isinstance(case, str) else case()
-    fresh = not LocalStore(root / "run").survey().manifests
+    fresh = ckpt_path is None and not LocalStore(root / "run").survey().manifests
     pl.seed_everything(11 if fresh else seed, verbose=False)
     spot = spot or SpotCheckpoint(
         str(root / "run"), local_server=False, interval=EverySteps(3), on_full="wait", keep=100, notices=notices
@@ -265,7 +266,7 @@ def train(
             **more,
         }
     )
-    trainer.fit(module, loaders, DataLoader(Augmented(), 16))
+    trainer.fit(module, loaders, DataLoader(Augmented(), 16), ckpt_path=ckpt_path)
     return trainer
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 
+from lightning_spot import PreemptionGuard
 from tests.support import exact_cases
 from tests.support.elastic_trainer import KillAt
 from tests.support.exact_cases import Model, loader, train
@@ -57,18 +58,23 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--pace", type=float, default=0.0, help="seconds added to every batch")
     parser.add_argument("--kill-at", type=int, default=-1, help="os._exit of every rank in this batch")
+    parser.add_argument("--guard", action="store_true", help="PreemptionGuard beside ModelCheckpoint, nothing else")
     arguments = parser.parse_args()
 
     exact_cases.SAMPLES = 48  # epochs of 6 batches at two ranks
-    train(
+    has_stopped = (arguments.root / "best" / "last-preempted.ckpt").exists()
+    trainer = train(
         lambda: (Model(), loader(num_workers=arguments.workers), {}),
         arguments.root,
         KillAt(arguments.kill_at, arguments.root / "run"),
         Diary(arguments.root / "diary", arguments.pace),
         seed=arguments.seed,
+        spot=PreemptionGuard("signal") if arguments.guard else None,
+        ckpt_path="last" if has_stopped else None,
         strategy=DDPStrategy(process_group_backend="gloo", broadcast_buffers=False),
         devices=arguments.ranks,
     )
+    trainer.save_checkpoint(arguments.root / "final.ckpt")
     return 0
 
 

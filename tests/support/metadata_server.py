@@ -29,7 +29,6 @@ class MetadataServer:
         vm: this VM's name (Azure).
         concerned: whose event it is (Azure).
         tokens: how many tokens were given out (AWS); each is good for ``token_uses`` questions.
-        approved: bodies that were posted (Azure).
     """
 
     def __init__(self) -> None:
@@ -40,7 +39,6 @@ class MetadataServer:
         self.tokens = 0
         self.token_uses = 10**9
         self.uses = 0
-        self.approved: list[Any] = []
         self.asked = 0
         self.changed = threading.Condition()
         outer = self
@@ -49,7 +47,7 @@ class MetadataServer:
             def do_GET(self) -> None:
                 outer.answer(self)
 
-            do_PUT = do_POST = do_GET
+            do_PUT = do_GET
 
             def log_message(self, *_: Any) -> None:
                 pass
@@ -126,9 +124,6 @@ class MetadataServer:
             return 400, "", {}
         if path == "/metadata/instance/compute/name":
             return 200, self.vm, {}
-        if request.command == "POST":
-            self.approved.append(json.loads(request.rfile.read(int(request.headers["Content-Length"]))))
-            return 200, "", {}
         event = {
             "EventId": "e-1",
             "EventType": "Preempt",

@@ -1,15 +1,42 @@
-"""Stores: a local one that can be held up or made to fail, and a file system in memory that a user has registered."""
+"""Stores and what they hold: a local one that can be held up or made to fail, a file system that a user registered."""
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.tiers.local import LocalStore
+from lightning_spot.tiers.store import Store
+
+
+def snapshot(
+    step: int, *, attempt: int = 1, nbytes: int = 1000, part_bytes: int = 256, **more: Any
+) -> tuple[Manifest, bytes]:
+    """A snapshot of random bytes, or what ``more`` makes of it."""
+    data = random.Random(step).randbytes(nbytes)
+    made = Manifest(
+        run="run", name=snapshot_name(step, attempt), step=step, attempt=attempt, nbytes=nbytes, part_bytes=part_bytes
+    )
+    return replace(made, **more).sealed(memoryview(data)), data
+
+
+def put(store: Store, step: int, *, by: int | None = None, **more: Any) -> Manifest:
+    """Store one on behalf of an attempt, by default its own."""
+    manifest, data = snapshot(step, **more)
+    store.put(manifest, memoryview(data), attempt=by or manifest.attempt)
+    return manifest
+
+
+def fetched(store: Store, manifest: Manifest) -> memoryview:
+    buffer = memoryview(bytearray(manifest.nbytes))
+    store.fetch(manifest, buffer)
+    return buffer
 
 
 class Kept(MemoryFileSystem):

@@ -30,7 +30,7 @@ from lightning_spot import (
     YoungDaly,
 )
 from lightning_spot.errors import SettingsError
-from lightning_spot.preemption.aws import AwsSource
+from lightning_spot.preemption.clouds import AwsSource
 
 NOTHING = object()
 OF_NO_USE = [NOTHING, b"x", {}, {"a"}, int]

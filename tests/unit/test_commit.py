@@ -22,6 +22,7 @@ from lightning_spot.tiers.fences import Claim
 from lightning_spot.tiers.store import Store
 from tests.support.server import RUN_ID
 from tests.support.shards import checkpoint_of, failed_shard, sealed_apart, sealed_shard, shard_image
+from tests.support.store import fetched
 
 pytestmark = pytest.mark.guarantee("G3")
 
@@ -59,12 +60,6 @@ def put_failed(store: Store, writer: int) -> Look:
 
 def sizes(store: Store) -> dict[str, int]:
     return store.folder(NAME, attempt=1, run_id=RUN_ID).sizes()  # type: ignore[attr-defined, no-any-return]
-
-
-def fetched(store: Store, manifest: Manifest) -> bytearray:
-    into = bytearray(manifest.nbytes)
-    store.fetch(manifest, memoryview(into))
-    return into
 
 
 # Rank 0's host has all ranges of a checkpoint.

@@ -15,9 +15,8 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FencedError
 from lightning_spot.tiers.fences import Owner, digest_of
 from lightning_spot.tiers.store import Store
-from tests.integration.test_stores import fetched, put, snapshot
 from tests.support.oracle import claim_of
-from tests.support.store import Kept
+from tests.support.store import Kept, fetched, put, snapshot
 
 pytestmark = pytest.mark.guarantee("G15")
 

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_spot.errors import CorruptSnapshotError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.run import receiving
+from lightning_spot.run import reading
 from lightning_spot.run.sources import StoreSource
 from lightning_spot.tiers.objects import ObjectStore
 from tests.support.oracle import claim_of
@@ -44,7 +44,7 @@ def test_every_byte_is_received(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(receiving, "available_bytes", lambda: room)
+    monkeypatch.setattr(reading, "available_bytes", lambda: room)
     manifest, data = stored(source, 1, nbytes)
     moved: list[int] = []
     snapshot = source.open(manifest, moved.append)
@@ -72,8 +72,8 @@ def test_room_nowhere_is_one_clear_error(source: StoreSource, monkeypatch: pytes
     def full(_nbytes: int) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(receiving, "available_bytes", lambda: 0)
-    monkeypatch.setattr(receiving, "_disk_file", full)
+    monkeypatch.setattr(reading, "available_bytes", lambda: 0)
+    monkeypatch.setattr(reading, "_disk_file", full)
     with pytest.raises(TierError, match=r"5000000 bytes .*No space left"):
         source.open(manifest)
 

@@ -1,0 +1,371 @@
+"""The clouds: what the metadata service of each says of preemptions, and which one this machine is on.
+
+- AWS EC2: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
+- Google Compute Engine: https://cloud.google.com/compute/docs/instances/preemptible and
+  https://cloud.google.com/compute/docs/metadata/querying-metadata
+- Azure: https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events
+- Alibaba Cloud: https://www.alibabacloud.com/help/en/ecs/user-guide/query-the-interruption-events-of-preemptible-instances
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import http.client
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import TimeoutError as NotInTime
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from lightning_spot.config import read_environment
+from lightning_spot.errors import MalformedError, NoticeUnavailableError, SettingsError
+from lightning_spot.preemption.notice import Notice, NoticeSource
+from lightning_spot.untrusted import plain, read_object
+
+ASK_S = 2.0
+ASK_ALL_S = 1.0
+_MOST_BYTES = 1024 * 1024
+_LINK_LOCAL = "http://169.254.169.254"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a metadata service said.
+
+    Attributes:
+        status: of HTTP.
+        text: body, without surrounding blanks.
+        headers: by lower-case name.
+    """
+
+    status: int
+    text: str
+    headers: Mapping[str, str]
+
+
+def ask(
+    url: str, headers: Mapping[str, str], *, source: str, method: str = "GET", wait_s: float | None = None
+) -> Answer:
+    """Ask a metadata service once.
+
+    ``http.client`` is used because it knows nothing of proxies: those of the environment must not see these addresses.
+
+    Args:
+        url: with its query.
+        headers: to send.
+        source: which service it is, for messages.
+        method: of HTTP.
+        wait_s: for each step of the exchange; default :data:`ASK_S`.
+
+    Raises:
+        NoticeUnavailableError: if there is no answer in time, or the service itself failed.
+    """
+    parts, wait_s = urlsplit(url), ASK_S if wait_s is None else wait_s
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=wait_s)
+    try:
+        with contextlib.closing(connection):
+            connection.request(method, parts._replace(scheme="", netloc="").geturl(), headers=dict(headers))
+            response = connection.getresponse()
+            text = response.read(_MOST_BYTES).decode(errors="replace").strip()
+            found = {name.lower(): value for name, value in response.getheaders()}
+    except (OSError, http.client.HTTPException) as error:
+        raise NoticeUnavailableError(f"{source} does not answer at {url} ({error or type(error).__name__})") from error
+    if response.status >= 500 or response.status == 429:
+        raise NoticeUnavailableError(f"{source} answers {response.status} at {url}")
+    return Answer(response.status, text, found)
+
+
+def seconds_until(text: str) -> float:
+    """Seconds from now until a time such as ``2026-01-01T12:00:00Z`` or ``Mon, 19 Sep 2026 18:29:47 GMT``; at least 0.
+
+    Raises:
+        NoticeUnavailableError: if it is no time.
+    """
+    try:
+        when = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        try:
+            when = parsedate_to_datetime(text)
+        except (TypeError, ValueError) as error:
+            raise NoticeUnavailableError(f"{text!r} is no time") from error
+    if when.tzinfo is None:
+        when = when.replace(tzinfo=datetime.UTC)
+    return max(0.0, (when - datetime.datetime.now(datetime.UTC)).total_seconds())
+
+
+class CloudSource(NoticeSource):
+    """Asks the metadata service of a cloud.
+
+    Args:
+        endpoint: of the service; default the address that it has on each machine of the cloud.
+
+    Attributes:
+        address: see above.
+        vendor: how the firmware names the cloud.
+        headers: of each request.
+        probe: method, path and headers of a request that shows whether this is the cloud.
+    """
+
+    every_s = 5.0
+    grace_period_s: float | None = None
+    address = _LINK_LOCAL
+    vendor: str
+    headers: Mapping[str, str] = {}
+    probe: tuple[str, str, Mapping[str, str]]
+
+    def __init__(self, endpoint: str | None = None) -> None:
+        self._endpoint = (endpoint or self.address).rstrip("/")
+
+    def is_found(self) -> bool:
+        """Whether the service answers, within a second."""
+        method, path, headers = self.probe
+        with contextlib.suppress(NoticeUnavailableError):
+            url = self._endpoint + path
+            return self._is_good(ask(url, headers, source=self.name, method=method, wait_s=ASK_ALL_S / 2))
+        return False
+
+    def _is_good(self, answer: Answer) -> bool:
+        return answer.status == 200
+
+    def _get(self, path: str, *, wait_s: float | None = None, besides: Sequence[int] = ()) -> Answer:
+        """Ask for something; another status than 200, and those named, is an error."""
+        answer = ask(self._endpoint + path, self.headers, source=self.name, wait_s=wait_s)
+        if not (self._is_good(answer) or answer.status in besides):
+            raise NoticeUnavailableError(f"{self.name}: the metadata service answers {answer.status} for {path}")
+        return answer
+
+    def _json(self, answer: Answer) -> dict[str, Any]:
+        try:
+            return read_object(answer.text)
+        except MalformedError as error:
+            raise NoticeUnavailableError(
+                f"{self.name} answered with something else than JSON: {plain(answer.text, 80)}"
+            ) from error
+
+    def _stop(self, text: str, grace_period_s: float | None) -> Notice:
+        return Notice(source=self.name, kind="stop", text=text, seen_s=time.monotonic(), grace_period_s=grace_period_s)
+
+
+class AwsSource(CloudSource):
+    """AWS EC2: interruptions, two minutes ahead, and rebalance recommendations, through IMDSv2.
+
+    The endpoint may stand in ``AWS_EC2_METADATA_SERVICE_ENDPOINT``, too.
+    """
+
+    name = "aws"
+    grace_period_s = 120.0
+    vendor = "Amazon EC2"
+    probe = ("PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "21600"})
+
+    def __init__(self, endpoint: str | None = None) -> None:
+        super().__init__(endpoint or read_environment().aws_endpoint)
+
+    def poll(self) -> Notice | None:
+        """Ask for an interruption, then for a recommendation."""
+        answer = self._get_with_token("/latest/meta-data/spot/instance-action")
+        if answer.status == 200:
+            facts = self._json(answer)
+            action, at = facts.get("action"), facts.get("time")
+            if not isinstance(action, str) or not isinstance(at, str):
+                raise NoticeUnavailableError(f"aws: this is no instance action: {answer.text[:80]!r}")
+            return self._stop(f"EC2 spot interruption: {action} at {at}", seconds_until(at))
+        answer = self._get_with_token("/latest/meta-data/events/recommendations/rebalance")
+        if answer.status == 200 and "noticeTime" in self._json(answer):
+            text = "EC2 recommends to rebalance: this instance is more likely than before to be interrupted"
+            return Notice(source=self.name, kind="advice", text=text, seen_s=time.monotonic())
+        return None
+
+    def _get_with_token(self, path: str) -> Answer:
+        if self.headers:
+            answer = self._get(path, besides=(401, 404))
+            if answer.status != 401:
+                return answer
+        # There is no token yet; or it has expired, or the service was restarted.
+        method, token_path, ttl = self.probe
+        token = ask(self._endpoint + token_path, ttl, source=self.name, method=method)
+        if token.status != 200 or not token.text:
+            raise NoticeUnavailableError(f"aws: the metadata service gives no token ({token.status})")
+        self.headers = {"X-aws-ec2-metadata-token": token.text}
+        return self._get(path, besides=(404,))
+
+
+class GcpSource(CloudSource):
+    """Google Compute Engine: preemption, as little as 0 to 30 seconds ahead, and host maintenance.
+
+    The server holds its answer back until something changes. Its address may stand in ``GCE_METADATA_HOST``, too.
+
+    Args:
+        endpoint: of the server.
+        hold_s: how long it may hold an answer back.
+    """
+
+    name = "gcp"
+    every_s = 1.0
+    grace_period_s = 30.0
+    vendor = "Google"
+    headers: Mapping[str, str] = {"Metadata-Flavor": "Google"}
+    probe = ("GET", "/computeMetadata/v1/instance/id", headers)
+
+    def __init__(self, endpoint: str | None = None, hold_s: float = 10.0) -> None:
+        host = read_environment().gcp_host
+        super().__init__(endpoint or (f"http://{host}" if host else None))
+        self._hold_s = hold_s
+        self._etag = ""
+
+    def poll(self) -> Notice | None:
+        """Ask for maintenance, then wait for a preemption."""
+        path = "/computeMetadata/v1/instance"
+        if self._get(f"{path}/maintenance-event").text == "TERMINATE_ON_HOST_MAINTENANCE":
+            return self._stop("GCE host maintenance will terminate this instance", 60.0)
+        query = f"?wait_for_change=true&timeout_sec={self._hold_s:.0f}&last_etag={self._etag}" if self._etag else ""
+        preempted = self._get(f"{path}/preempted{query}", wait_s=self._hold_s + ASK_S)
+        self._etag = preempted.headers.get("etag", "")
+        if preempted.text not in ("TRUE", "FALSE"):
+            raise NoticeUnavailableError(f"gcp: {preempted.text[:40]!r} is neither TRUE nor FALSE")
+        return self._stop("GCE preempts this instance", self.grace_period_s) if preempted.text == "TRUE" else None
+
+    def _is_good(self, answer: Answer) -> bool:
+        return super()._is_good(answer) and answer.headers.get("metadata-flavor") == "Google"
+
+
+class AzureSource(CloudSource):
+    """Azure: Scheduled Events, which announce a preemption 30 seconds ahead, and may be withdrawn.
+
+    They list the VMs that they concern. The first question switches them on, and may take two minutes.
+    """
+
+    name = "azure"
+    every_s = 1.0
+    grace_period_s = 30.0
+    vendor = "7783-7084-3265-9085-8269-3286-77"
+    headers: Mapping[str, str] = {"Metadata": "true"}
+    probe = ("GET", "/metadata/instance?api-version=2021-02-01", headers)
+
+    def __init__(self, endpoint: str | None = None) -> None:
+        super().__init__(endpoint)
+        self._vm = ""
+        self._wait_s = 130.0
+
+    def poll(self) -> Notice | None:
+        """Ask for events that concern this VM. ``None`` after a notice means that the event was withdrawn."""
+        if not self._vm:
+            path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+            self._vm = self._get(path, wait_s=10.0).text
+        answer = self._get("/metadata/scheduledevents?api-version=2020-07-01", wait_s=self._wait_s)
+        self._wait_s = 10.0
+        events = self._json(answer).get("Events")
+        if not isinstance(events, list):
+            raise NoticeUnavailableError(f"azure: this is no list of events: {answer.text[:80]!r}")
+        for event in events:
+            kind, at = event.get("EventType"), event.get("NotBefore")
+            if kind not in ("Preempt", "Terminate", "Reboot", "Redeploy") or self._vm not in event.get("Resources", ()):
+                continue
+            if at:
+                return self._stop(f"Azure scheduled event: {kind} of {self._vm} at {at}", seconds_until(at))
+            has_started = event.get("EventStatus") == "Started"  # then there is no time in it any more
+            return self._stop(
+                f"Azure scheduled event: {kind} of {self._vm}", 0.0 if has_started else self.grace_period_s
+            )
+        return None
+
+
+class AlibabaSource(CloudSource):
+    """Alibaba Cloud ECS: the time at which a preemptible instance is released, five minutes ahead."""
+
+    name = "alibaba"
+    grace_period_s = 300.0
+    address = "http://100.100.100.200"
+    vendor = "Alibaba Cloud"
+    probe = ("GET", "/latest/meta-data/instance-id", {})
+
+    def poll(self) -> Notice | None:
+        """Ask for the time."""
+        at = self._get("/latest/meta-data/instance/spot/termination-time", besides=(404,))
+        if at.status == 404 or not at.text:
+            return None
+        return self._stop(f"Alibaba Cloud releases this instance at {at.text[:40]}", seconds_until(at.text))
+
+
+CLOUDS: dict[str, type[CloudSource]] = {kind.name: kind for kind in (AwsSource, GcpSource, AzureSource, AlibabaSource)}
+
+_DMI = Path("/sys/class/dmi/id")
+_FIRMWARE = ("chassis_asset_tag", "sys_vendor", "product_name", "board_vendor", "bios_vendor")
+
+
+def detect_cloud(dmi: Path = _DMI, sources: Mapping[str, CloudSource] | None = None) -> str | None:
+    """The cloud this machine is on, or ``None``. Takes about a second at most, and none where the firmware tells.
+
+    ``LIGHTNING_SPOT_CLOUD`` (a cloud's name, or ``none``) answers without a question.
+
+    Args:
+        dmi: directory of the firmware's identification.
+        sources: that are asked, by cloud; default all of them.
+    """
+    if given := _given():
+        return given if given != "none" else None
+    for firmware in (_read(dmi, file) for file in _FIRMWARE):
+        for cloud, kind in CLOUDS.items():
+            if firmware.startswith(kind.vendor):
+                return cloud
+    if _read(dmi, "sys_vendor"):
+        return None  # it names a vendor, and that is no cloud
+    sources = sources if sources is not None else {cloud: kind() for cloud, kind in CLOUDS.items()}
+    pool = ThreadPoolExecutor(max(1, len(sources)), thread_name_prefix="spot-detect")
+    try:
+        asked = {pool.submit(source.is_found): cloud for cloud, source in sources.items()}
+        return next((asked[done] for done in as_completed(asked, timeout=ASK_ALL_S) if done.result()), None)
+    except NotInTime:
+        return None
+    finally:
+        pool.shutdown(wait=False)
+
+
+class AutoSource(NoticeSource):
+    """The cloud's source, found out when it is first asked, so that nothing waits for it.
+
+    Args:
+        detect: finds the cloud.
+
+    Raises:
+        SettingsError: if ``LIGHTNING_SPOT_CLOUD`` names none.
+    """
+
+    def __init__(self, detect: Callable[[], str | None] = detect_cloud) -> None:
+        self.name, self.every_s = "auto", 1.0
+        self.grace_period_s: float | None = None
+        _given()  # what cannot be used is an error here, and not on the thread that asks
+        self._detect = detect
+        self._source: NoticeSource | None = None
+        self._asked = False
+
+    def poll(self) -> Notice | None:
+        """Ask the cloud, if there is one."""
+        if not self._asked:
+            self._asked = True
+            cloud = self._detect()
+            if cloud is not None:
+                self._source = source = CLOUDS[cloud]()
+                self.name, self.every_s, self.grace_period_s = source.name, source.every_s, source.grace_period_s
+            else:
+                self.every_s = 3600.0
+        return self._source.poll() if self._source is not None else None
+
+
+def _given() -> str | None:
+    """What ``LIGHTNING_SPOT_CLOUD`` says; ``None`` if it is not set."""
+    name = read_environment().cloud
+    if name is not None and name not in (*CLOUDS, "none"):
+        raise SettingsError(f"LIGHTNING_SPOT_CLOUD={name!r}: it is {', '.join(CLOUDS)} or none")
+    return name
+
+
+def _read(dmi: Path, file: str) -> str:
+    try:
+        return (dmi / file).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
